@@ -54,9 +54,9 @@ def test_the_manager_serves_and_gives_back(tiny_llama_path: Path, closed_runners
             await manager.acquire(None)
         model = await manager.start(settings_for(tiny_llama_path), seen.append)
         assert manager.current is model
-        [kept] = manager.kept
-        assert list(kept.phases) == PHASES
-        assert all(phase.done for phase in kept.phases.values())
+        [entry] = manager.entries
+        assert list(entry.phases) == PHASES
+        assert all(phase.done for phase in entry.phases.values())
         assert [phase.name for phase in seen if phase.done] == PHASES
         assert len(await tokens(manager)) == 12
         await manager.close()
@@ -152,13 +152,13 @@ def test_blanks_around_a_name_are_not_kept(tiny_llama_path: Path) -> None:
     async def scenario() -> None:
         manager = ModelManager()
         await manager.start(settings_for(tiny_llama_path))
-        [kept] = manager.register.kept
-        found = SimpleNamespace(path=kept.path, name="org/tiny", source="cache", alias_of=None)
+        [entry] = manager.register.entries
+        found = SimpleNamespace(path=entry.path, name="org/tiny", source="cache", alias_of=None)
         manager.register._road = replace(manager.register._road, resolve=lambda name, paths: found)
         for blanks in range(5):
-            assert await manager.register.named("org/tiny" + " " * blanks) is kept
-        assert "org/tiny" in kept.names
-        assert not [name for name in kept.names if name != name.strip()]
+            assert await manager.register.named("org/tiny" + " " * blanks) is entry
+        assert "org/tiny" in entry.names
+        assert not [name for name in entry.names if name != name.strip()]
         with pytest.raises(ModelNotFound, match="300 characters"):
             await manager.acquire("x" * 301)
         with pytest.raises(ModelNotFound, match="300 characters"):
@@ -341,10 +341,10 @@ def test_what_is_promised_to_one_model_is_not_free_for_the_next(tiny_llama_path:
     async def scenario() -> None:
         manager = ModelManager()
         model = await manager.start(settings_for(tiny_llama_path, kv_cache_memory_bytes=1 << 30, max_model_len=None))
-        promised = promised_bytes(manager.kept, manager._bare_bytes)
+        promised = promised_bytes(manager.entries, manager._bare_bytes)
         assert 0.8 * model.plan.kv_bytes < promised <= model.plan.kv_bytes + model.plan.activation_bytes
         await manager.sleep(model.name)
-        assert promised_bytes(manager.kept, manager._bare_bytes) == 0
+        assert promised_bytes(manager.entries, manager._bare_bytes) == 0
         await manager.close()
 
     asyncio.run(scenario())

@@ -48,7 +48,7 @@ class Borrower:
         return self.outcome
 
     async def lent(self, manager: ModelManager) -> asyncio.Task[str]:
-        name = manager.kept[0].name
+        name = manager.entries[0].name
         loan = asyncio.create_task(manager.lend(name, self.work, self.stop.set))
         while not self.has_them.is_set():
             assert not loan.done(), loan.result()
@@ -74,7 +74,7 @@ def test_a_lent_model_refuses_and_answers_afterwards_as_before(
     closed = spy_on_closing(monkeypatch)
 
     async def play(manager: ModelManager) -> None:
-        said, name, borrower = await tokens(manager), manager.kept[0].name, Borrower()
+        said, name, borrower = await tokens(manager), manager.entries[0].name, Borrower()
         loan = await borrower.lent(manager)
         assert [status.state for status in manager.statuses()] == ["tuning"]
         for refused in (
@@ -131,7 +131,7 @@ def test_the_end_of_the_server_ends_the_loan(tiny_llama_path: Path, monkeypatch:
         loan = await borrower.lent(manager)
         await manager.close()
         assert loan.cancelled()
-        assert manager.kept == []
+        assert manager.entries == []
 
     scenario(tiny_llama_path, play)
     assert len(closed) == 1  # nothing was opened again
@@ -152,7 +152,7 @@ def test_a_lost_device_is_told_to_whoever_ends_the_process(tiny_llama_path: Path
 def test_running_requests_end_first_or_nothing_is_lent(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(manager: ModelManager) -> None:
         borrower, lease = Borrower(), await manager.acquire(None)
-        name = manager.kept[0].name
+        name = manager.entries[0].name
         monkeypatch.setattr(module, "DRAIN_S", 0.05)
         with pytest.raises(ModelsBusy, match="1 requests of"):
             await manager.lend(name, borrower.work, borrower.stop.set)
@@ -171,7 +171,7 @@ def test_running_requests_end_first_or_nothing_is_lent(tiny_llama_path: Path, mo
 
 def test_a_model_is_opened_anew_while_its_requests_wait(tiny_llama_path: Path) -> None:
     async def play(manager: ModelManager) -> None:
-        said, name = await tokens(manager), manager.kept[0].name
+        said, name = await tokens(manager), manager.entries[0].name
         changing = asyncio.create_task(manager.reopen(name, {"max_num_seqs": 3}))
         await asyncio.sleep(0)
         assert await tokens(manager) == said
@@ -189,7 +189,7 @@ def test_settings_that_do_not_fit_leave_the_model_as_it_was(tiny_llama_path: Pat
     async def play(manager: ModelManager) -> None:
         before = manager.current.plan if manager.current else None
         with pytest.raises(LocalLLMError):
-            await manager.reopen(manager.kept[0].name, {"kv_cache_memory_bytes": 1 << 50})
+            await manager.reopen(manager.entries[0].name, {"kv_cache_memory_bytes": 1 << 50})
         assert manager.current is not None
         assert before is not None
         assert manager.current.plan.max_num_seqs == before.max_num_seqs

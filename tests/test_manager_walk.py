@@ -210,8 +210,8 @@ class ManagerWalk(RuleBasedStateMachine):
         """
         if any(lease.model is served and lease._on_release for lease in self.leases):
             self.violations.append(f"{served.name} was taken from a request")
-        kept = self.manager.register.known(served.name)
-        if kept is not None and kept.pinned and not kept.waiters and served.name not in self.told_to_go:
+        entry = self.manager.register.known(served.name)
+        if entry is not None and entry.pinned and not entry.waiters and served.name not in self.told_to_go:
             self.violations.append(f"{served.name} is pinned and was evicted")
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -226,9 +226,9 @@ class ManagerWalk(RuleBasedStateMachine):
                 await asyncio.sleep(0)
                 if turn < 10:
                     continue  # what was just asked has hardly begun
-                busy = self.manager._turn.locked() or any(kept.is_coming for kept in self.manager.kept)
+                busy = self.manager._turn.locked() or any(entry.is_coming for entry in self.manager.entries)
                 held = [lease.model for lease in self.leases]
-                draining = any(kept.state == "unloading" and kept.served in held for kept in self.manager.kept)
+                draining = any(entry.state == "unloading" and entry.served in held for entry in self.manager.entries)
                 if not busy or draining:
                     return
             raise AssertionError("it does not come to rest")
@@ -309,17 +309,17 @@ class ManagerWalk(RuleBasedStateMachine):
     def nobody_lost_anything(self) -> None:
         assert not self.violations
         for lease in self.leases:
-            assert any(kept.served is lease.model for kept in self.manager.kept)
+            assert any(entry.served is lease.model for entry in self.manager.entries)
 
     @invariant()
     def states_tell_the_truth(self) -> None:
-        for kept in self.manager.kept:
-            assert (kept.state in ("ready", "unloading")) >= (kept.served is not None), kept.state
-            assert kept.state != "ready" or kept.served is not None
-            assert kept.state != "sleeping" or kept.asleep is not None
+        for entry in self.manager.entries:
+            assert (entry.state in ("ready", "unloading")) >= (entry.served is not None), entry.state
+            assert entry.state != "ready" or entry.served is not None
+            assert entry.state != "sleeping" or entry.asleep is not None
         if self.manager._turn.locked():
             return
-        held = sum(1 for kept in self.manager.kept if kept.served is not None or kept.asleep is not None)
+        held = sum(1 for entry in self.manager.entries if entry.served is not None or entry.asleep is not None)
         assert len(self.memory.held) == held
 
     async def let_everybody_finish(self) -> None:
@@ -477,9 +477,9 @@ def test_a_request_in_the_moment_of_expiry_gets_a_model_that_runs(turns: int) ->
             await asyncio.sleep(0)
         lease = await manager.acquire("two")
         await tick
-        kept = next(kept for kept in manager.kept if kept.name == "two")
-        assert kept.served is lease.model
-        assert kept.is_up
+        entry = next(entry for entry in manager.entries if entry.name == "two")
+        assert entry.served is lease.model
+        assert entry.is_up
         lease.release()
 
     play(story)

@@ -85,7 +85,7 @@ class Lease:
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class ModelEntry:
     """A model in any state. Only the manager changes it, on the event loop."""
 
     name: str  # the shown name: until the model is loaded the name in the request, then the model's own
@@ -137,12 +137,12 @@ class Kept:
         self.phases[phase.name] = phase
         self.on_phase(phase)
 
-    def lease(self, model: ServedModel, on_release: Callable[[Kept], None]) -> Lease:
+    def lease(self, model: ServedModel, on_release: Callable[[ModelEntry], None]) -> Lease:
         self.num_leases += 1
         self.idle.clear()
         return Lease(model, lambda: self._release(on_release))
 
-    def _release(self, on_release: Callable[[Kept], None]) -> None:
+    def _release(self, on_release: Callable[[ModelEntry], None]) -> None:
         self.num_leases -= 1
         if not self.num_leases:
             self.idle.set()

@@ -11,18 +11,18 @@ from dataclasses import replace
 import psutil
 
 from localllm.machine.hardware import Hardware
-from localllm.serving.entry import Kept
+from localllm.serving.entry import ModelEntry
 from localllm.serving.served import ServedModel
 
 
-def ready(models: Sequence[Kept]) -> list[ServedModel]:
-    return [kept.served for kept in models if kept.state == "ready" and kept.served is not None]
+def ready(models: Sequence[ModelEntry]) -> list[ServedModel]:
+    return [entry.served for entry in models if entry.state == "ready" and entry.served is not None]
 
 
-def candidates(kept: Kept, models: Sequence[Kept]) -> list[Kept]:
-    """Return the models that could be evicted for `kept`, in order: those without requests first, then by LRU."""
-    others = [each for each in models if each is not kept and not each.pinned and each.settings is not None]
-    on_gpu = _wants_gpu(kept, models)
+def candidates(entry: ModelEntry, models: Sequence[ModelEntry]) -> list[ModelEntry]:
+    """Return the models that could be evicted for `entry`, in order: those without requests first, then by LRU."""
+    others = [each for each in models if each is not entry and not each.pinned and each.settings is not None]
+    on_gpu = _wants_gpu(entry, models)
     awake = [
         each for each in others
         if each.state == "ready" and each.served and (each.served.plan.device != "cpu") == on_gpu
@@ -31,28 +31,28 @@ def candidates(kept: Kept, models: Sequence[Kept]) -> list[Kept]:
     return sorted([*awake, *asleep], key=lambda each: (each.num_leases > 0, each.last_used_s))
 
 
-def _wants_gpu(kept: Kept, models: Sequence[Kept]) -> bool:
-    assert kept.settings is not None
-    device = kept.settings.engine.device
+def _wants_gpu(entry: ModelEntry, models: Sequence[ModelEntry]) -> bool:
+    assert entry.settings is not None
+    device = entry.settings.engine.device
     if device == "auto":
         return any(model.plan.device != "cpu" for model in ready(models))
     return device != "cpu"
 
 
-def has_room_on_host(kept: Kept) -> bool:
+def has_room_on_host(entry: ModelEntry) -> bool:
     """Whether a GPU model should sleep instead of being unloaded: copying back from RAM is faster than loading."""
-    plan = kept.served.plan if kept.served is not None else None
-    if plan is None or plan.device == "cpu" or not can_sleep(kept):
+    plan = entry.served.plan if entry.served is not None else None
+    if plan is None or plan.device == "cpu" or not can_sleep(entry):
         return False
     memory = psutil.virtual_memory()
     return bool(memory.available - plan.weights_bytes > 0.1 * memory.total)
 
 
-def can_sleep(kept: Kept) -> bool:
-    return kept.served is not None and kept.served.spec.task == "generate"
+def can_sleep(entry: ModelEntry) -> bool:
+    return entry.served is not None and entry.served.spec.task == "generate"
 
 
-def promised_bytes(models: Sequence[Kept], bare_bytes: int | None) -> int:
+def promised_bytes(models: Sequence[ModelEntry], bare_bytes: int | None) -> int:
     """Return the RAM that the loaded CPU models may still claim: the pages of a KV cache are allocated as they are
     written.
 
@@ -63,14 +63,14 @@ def promised_bytes(models: Sequence[Kept], bare_bytes: int | None) -> int:
     if not promised or bare_bytes is None:
         return promised
     weights = sum(plan.weights_bytes for plan in plans)
-    weights += sum(kept.card.plan.weights_bytes for kept in models if kept.asleep is not None and kept.card)
+    weights += sum(entry.card.plan.weights_bytes for entry in models if entry.asleep is not None and entry.card)
     touched = psutil.Process().memory_info().rss - bare_bytes - weights
     return int(max(0, promised - max(0, touched)))
 
 
-def hardware_once_free(hardware: Hardware, models: Sequence[Kept]) -> Hardware:
+def hardware_once_free(hardware: Hardware, models: Sequence[ModelEntry]) -> Hardware:
     """Return the hardware as the next load could find it: memory of unpinned models counts as free."""
-    plans = [kept.served.plan for kept in models if kept.served is not None and not kept.pinned]
+    plans = [entry.served.plan for entry in models if entry.served is not None and not entry.pinned]
     ram = hardware.ram_available_bytes + sum(plan.weights_bytes for plan in plans if plan.device == "cpu")
     gpus = []
     for gpu in hardware.gpus:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import EngineStopped
-from localllm.serving.entry import Kept
+from localllm.serving.entry import ModelEntry
 from localllm.serving.reopen import BareModel, close_engine, open_engine
 from localllm.serving.served import Beside, OnPhase, Phase, ServedModel
 from localllm.serving.sleep import SleepingModel, give_back_memory
@@ -53,9 +53,9 @@ class Road:
     give_back_memory: Callable[[], None] = give_back_memory
 
 
-async def load_in_thread(road: Road, kept: Kept, beside: Beside) -> ServedModel:
+async def load_in_thread(road: Road, entry: ModelEntry, beside: Beside) -> ServedModel:
     """Build the model, or wake it if it sleeps. When cancelled, wait for the thread, which stops at its next report."""
-    settings = kept.settings
+    settings = entry.settings
     assert settings is not None
     event_loop, given_up = asyncio.get_running_loop(), threading.Event()
 
@@ -63,12 +63,12 @@ async def load_in_thread(road: Road, kept: Kept, beside: Beside) -> ServedModel:
         """Report a phase from the loading thread, which can only be stopped here."""
         if given_up.is_set():
             raise EngineStopped("The load was cancelled.")
-        event_loop.call_soon_threadsafe(kept.note, phase)
+        event_loop.call_soon_threadsafe(entry.note, phase)
 
     def work() -> ServedModel:
         try:
-            if kept.asleep is not None:
-                return road.wake(kept.asleep, settings, report, beside)
+            if entry.asleep is not None:
+                return road.wake(entry.asleep, settings, report, beside)
             return road.build(settings, report, beside)
         except BaseException as error:
             let_go(error)

@@ -27,9 +27,9 @@ from localllm.errors import DeviceLost, DoesNotFit, LocalLLMError, ModelNotFound
 from localllm.serving.adapters import AdapterRefused, LoadedAdapter
 from localllm.serving.build import build_engine
 from localllm.serving.entry import (
-    Kept,
     Lease,
     LoadCancelled,
+    ModelEntry,
     ModelLoading,
     ModelNotLoaded,
     ModelsBusy,
@@ -59,7 +59,7 @@ Result = TypeVar("Result")
 class Loan:
     """A model whose weights are lent, and the task that borrowed them."""
 
-    kept: Kept
+    entry: ModelEntry
     task: asyncio.Task[Any]
 
 
@@ -80,24 +80,24 @@ class ModelManager:
     # Queries ----------------------------------------------------------------------------------------------------
 
     @property
-    def default(self) -> Kept | None:
+    def default(self) -> ModelEntry | None:
         """The model for a request without a name: the last used ready model, else the last used of all models."""
         return self.register.default
 
     @property
     def current(self) -> ServedModel | None:
         """The ready model that was used last."""
-        kept = self.default
-        return kept.served if kept is not None and kept.state == "ready" else None
+        entry = self.default
+        return entry.served if entry is not None and entry.state == "ready" else None
 
     @property
-    def kept(self) -> list[Kept]:
+    def entries(self) -> list[ModelEntry]:
         """All known models, in any state."""
-        return self.register.kept
+        return self.register.entries
 
     @property
     def ready(self) -> list[ServedModel]:
-        return ready(self.kept)
+        return ready(self.entries)
 
     @property
     def num_open(self) -> int:
@@ -107,17 +107,17 @@ class ModelManager:
         """Return the status of every known model, ready models first."""
         order = ("ready", "tuning", "loading", "unloading", "sleeping", "failed", "unloaded")
         now_s = self._clock()
-        return [kept.status(now_s) for kept in sorted(self.kept, key=lambda kept: order.index(kept.state))]
+        return [entry.status(now_s) for entry in sorted(self.entries, key=lambda entry: order.index(entry.state))]
 
     def require_working(self) -> None:
         """Raise the error that a request without a name would get now: still loading, being tuned, or load failed."""
-        kept = self.default
-        if kept is None or kept.state == "loading":
-            raise ModelLoading(f"{kept.name if kept else 'The model'} is loading.", "Try again in a moment.")
-        if kept.state == "tuning":
+        entry = self.default
+        if entry is None or entry.state == "loading":
+            raise ModelLoading(f"{entry.name if entry else 'The model'} is loading.", "Try again in a moment.")
+        if entry.state == "tuning":
             self._refuse_while_lent()
-        if kept.state == "failed" and kept.error is not None:
-            raise kept.error.with_traceback(None)  # raised again and again: its traceback would grow for ever
+        if entry.state == "failed" and entry.error is not None:
+            raise entry.error.with_traceback(None)  # raised again and again: its traceback would grow for ever
 
     async def device_lost(self) -> DeviceLost:
         """Wait until a model's device is lost, which ends the process."""
@@ -136,13 +136,13 @@ class ModelManager:
         Raises `ModelNotFound`, `ModelLoading` after `WAIT_S`, `ModelsBusy`, `LoadCancelled`, and whatever a load
         raises.
         """
-        kept = await self.register.named(name, task)
+        entry = await self.register.named(name, task)
         if keep_alive_s is not None:
-            kept.keep_alive_s = keep_alive_s
-        if kept.state == "failed" and kept.error is not None and self._clock() - kept.failed_s < RETRY_S:
-            raise kept.error.with_traceback(None)
-        lease = await self._claim(kept)
-        if name and name not in kept.names and not kept.has_adapter(name):  # unloaded while the model was coming
+            entry.keep_alive_s = keep_alive_s
+        if entry.state == "failed" and entry.error is not None and self._clock() - entry.failed_s < RETRY_S:
+            raise entry.error.with_traceback(None)
+        lease = await self._claim(entry)
+        if name and name not in entry.names and not entry.has_adapter(name):  # unloaded while the model was coming
             lease.release()
             raise self.register.not_found(name)
         return lease
@@ -151,55 +151,55 @@ class ModelManager:
         self, name: str, *, pin: bool | None = None, keep_alive_s: float | None = None, wait: bool = True
     ) -> ModelStatus:
         """Load or wake a model; with `wait`, until it is ready. The name may be a path: only for operators."""
-        kept = await self.register.named(name, anywhere=True)
-        kept.pinned = kept.pinned if pin is None else pin
-        kept.keep_alive_s = kept.keep_alive_s if keep_alive_s is None else keep_alive_s
+        entry = await self.register.named(name, anywhere=True)
+        entry.pinned = entry.pinned if pin is None else pin
+        entry.keep_alive_s = entry.keep_alive_s if keep_alive_s is None else keep_alive_s
         if wait:
-            (await self._claim(kept)).release()
-        elif not kept.is_up and kept.settings is not None:
-            self._bring_up(kept)
-        return kept.status(self._clock())
+            (await self._claim(entry)).release()
+        elif not entry.is_up and entry.settings is not None:
+            self._bring_up(entry)
+        return entry.status(self._clock())
 
     async def wake(self, name: str) -> ModelStatus:
         """Wake a sleeping model, and wait until it is ready."""
-        kept = self.register.require_known(name)
-        if kept.state in ("unloaded", "failed"):
-            raise ModelNotLoaded(f"{kept.name} is not asleep: it is {kept.state}.", "Load it instead.", param="model")
-        (await self._claim(kept)).release()
-        return kept.status(self._clock())
+        entry = self.register.require_known(name)
+        if entry.state in ("unloaded", "failed"):
+            raise ModelNotLoaded(f"{entry.name} is not asleep: it is {entry.state}.", "Load it instead.", param="model")
+        (await self._claim(entry)).release()
+        return entry.status(self._clock())
 
     async def unload(self, name: str) -> ModelStatus:
         """Unload a model. Cancel its load; let running requests finish for `DRAIN_S`, then end them."""
-        kept = self.register.require_known(name)
+        entry = self.register.require_known(name)
         self._refuse_while_lent()
-        kept.pinned = False
-        if kept.is_coming and kept.state == "loading":
-            await self._cancel(kept)
+        entry.pinned = False
+        if entry.is_coming and entry.state == "loading":
+            await self._cancel(entry)
         async with self._turn:
-            await self._drain(kept, DRAIN_S)
-            await self._drop(kept)
-        return kept.status(self._clock())
+            await self._drain(entry, DRAIN_S)
+            await self._drop(entry)
+        return entry.status(self._clock())
 
     async def sleep(self, name: str) -> ModelStatus:
         """Keep the weights in host memory and free everything else. Running requests may finish for `DRAIN_S`."""
-        kept = self.register.require_known(name)
+        entry = self.register.require_known(name)
         self._refuse_while_lent()
         async with self._turn:
-            if kept.state == "ready" and not can_sleep(kept):
+            if entry.state == "ready" and not can_sleep(entry):
                 why = "Only models that generate text support sleep."
-                raise UnsupportedOption(f"{kept.name} cannot sleep.", why, "Unload it.", param="model")
-            if kept.state == "ready":
-                await self._drain(kept, DRAIN_S)
-                await self._lay_down(kept)
-        if kept.state != "sleeping":
-            raise ModelNotLoaded(f"{kept.name} cannot sleep: it is {kept.state}.", "Load it first.", param="model")
-        return kept.status(self._clock())
+                raise UnsupportedOption(f"{entry.name} cannot sleep.", why, "Unload it.", param="model")
+            if entry.state == "ready":
+                await self._drain(entry, DRAIN_S)
+                await self._lay_down(entry)
+        if entry.state != "sleeping":
+            raise ModelNotLoaded(f"{entry.name} cannot sleep: it is {entry.state}.", "Load it first.", param="model")
+        return entry.status(self._clock())
 
     def pin(self, name: str, pinned: bool = True) -> ModelStatus:
         """Pin or unpin a model. A pinned model is never evicted; only `unload` by name unloads it."""
-        kept = self.register.require_known(name)
-        kept.pinned = pinned
-        return kept.status(self._clock())
+        entry = self.register.require_known(name)
+        entry.pinned = pinned
+        return entry.status(self._clock())
 
     async def load_adapter(self, name: str, path: str, base: str | None = None) -> LoadedAdapter:
         """Load a LoRA adapter into a model, and load or wake that model if needed. Default: the model used last.
@@ -214,12 +214,12 @@ class ModelManager:
 
     async def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter once its running requests have ended. Raises `ModelNotFound`, `AdapterBusy`."""
-        kept = next((kept for kept in self.kept if kept.has_adapter(name)), None)
-        if kept is None or kept.adapters is None:
+        entry = next((entry for entry in self.entries if entry.has_adapter(name)), None)
+        if entry is None or entry.adapters is None:
             raise ModelNotFound(
                 f"The adapter {name!r} is not loaded.", hint="GET /v1/models lists them.", param="lora_name"
             )
-        await kept.adapters.unload_async(name)
+        await entry.adapters.unload_async(name)
 
     # Start, tick, close -----------------------------------------------------------------------------------------
 
@@ -227,31 +227,31 @@ class ModelManager:
         """Load the first model. `on_phase` is called on this event loop. Raises what a load raises."""
         self.register.settings, self._closing = settings, False
         own = settings.of_first_model()
-        kept = self.register.remember(own, settings.engine.model, keep_alive_s=math.inf)
-        kept.on_phase = on_phase
+        entry = self.register.remember(own, settings.engine.model, keep_alive_s=math.inf)
+        entry.on_phase = on_phase
         self._spawn(self._keep_time())
         try:
-            (await self._claim(kept)).release()
+            (await self._claim(entry)).release()
         except asyncio.CancelledError:
-            await self._cancel(kept)
+            await self._cancel(entry)
             raise
         finally:
-            kept.on_phase = lambda phase: None
-        assert kept.served is not None
-        return kept.served
+            entry.on_phase = lambda phase: None
+        assert entry.served is not None
+        return entry.served
 
-    def adopt(self, model: ServedModel) -> Kept:
+    def adopt(self, model: ServedModel) -> ModelEntry:
         """Serve a model that was built elsewhere and is already started."""
-        kept = Kept(model.name, None, frozenset({model.name, *model.aliases}), model.path)
-        kept.state, kept.served, kept.card, kept.last_used_s = "ready", model, model.card, self._clock()
-        self.kept.append(kept)
-        return kept
+        entry = ModelEntry(model.name, None, frozenset({model.name, *model.aliases}), model.path)
+        entry.state, entry.served, entry.card, entry.last_used_s = "ready", model, model.card, self._clock()
+        self.entries.append(entry)
+        return entry
 
-    def expect(self, name: str) -> Kept:
+    def expect(self, name: str) -> ModelEntry:
         """Register a model that is being loaded elsewhere."""
-        kept = Kept(name, None, frozenset({name}), state="loading")
-        self.kept.append(kept)
-        return kept
+        entry = ModelEntry(name, None, frozenset({name}), state="loading")
+        self.entries.append(entry)
+        return entry
 
     async def close(self) -> None:
         """End running requests with an error and free the memory. Idempotent."""
@@ -261,24 +261,24 @@ class ModelManager:
         if self._loan is not None:
             self._loan.task.cancel()
             await asyncio.wait({self._loan.task})
-        for kept in self.kept:
-            if kept.is_coming:
-                await self._cancel(kept)
-        for kept in list(self.kept):
-            await self._drop(kept)
-        self.kept.clear()
+        for entry in self.entries:
+            if entry.is_coming:
+                await self._cancel(entry)
+        for entry in list(self.entries):
+            await self._drop(entry)
+        self.entries.clear()
 
     async def tick(self) -> None:
         """Unload models whose keep-alive time is over. While a load or unload runs, leave that to the next tick."""
-        for kept in list(self.kept):
-            if self._has_expired(kept) and not self._turn.locked():
+        for entry in list(self.entries):
+            if self._has_expired(entry) and not self._turn.locked():
                 async with self._turn:
-                    if self._has_expired(kept):  # a request may have arrived while this waited for its turn
-                        log.info("model idle name=%s keep_alive=%.0fs", kept.name, kept.keep_alive_s)
-                        await self._drop(kept)
+                    if self._has_expired(entry):  # a request may have arrived while this waited for its turn
+                        log.info("model idle name=%s keep_alive=%.0fs", entry.name, entry.keep_alive_s)
+                        await self._drop(entry)
 
-    def _has_expired(self, kept: Kept) -> bool:
-        return kept.expires_in_s(self._clock()) == 0 and not kept.num_leases
+    def _has_expired(self, entry: ModelEntry) -> bool:
+        return entry.expires_in_s(self._clock()) == 0 and not entry.num_leases
 
     async def _keep_time(self) -> None:
         while True:
@@ -287,131 +287,131 @@ class ModelManager:
 
     # Loading ----------------------------------------------------------------------------------------------------
 
-    async def _claim(self, kept: Kept) -> Lease:
-        kept.last_used_s = self._clock()
-        if kept.is_up and kept.served is not None:
-            return kept.lease(kept.served, self._released)
+    async def _claim(self, entry: ModelEntry) -> Lease:
+        entry.last_used_s = self._clock()
+        if entry.is_up and entry.served is not None:
+            return entry.lease(entry.served, self._released)
         self._refuse_while_lent()
-        if kept.settings is None:
+        if entry.settings is None:
             self.require_working()
-            raise ModelLoading(f"{kept.name} is {kept.state}.", "Try again in a moment.")
+            raise ModelLoading(f"{entry.name} is {entry.state}.", "Try again in a moment.")
         waiter: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        kept.waiters.append(waiter)
-        self._bring_up(kept)
+        entry.waiters.append(waiter)
+        self._bring_up(entry)
         try:
             async with asyncio.timeout(WAIT_S):
                 return await waiter
         except TimeoutError:
-            phase = next(reversed(kept.phases.values()), None)
+            phase = next(reversed(entry.phases.values()), None)
             where = (
                 f"The present phase is {phase.name}: {phase.detail}."
                 if phase
                 else "It is waiting for another load to finish."
             )
-            raise ModelLoading(f"{kept.name} is not ready after {WAIT_S:.0f} s.", where, "Try again later.") from None
+            raise ModelLoading(f"{entry.name} is not ready after {WAIT_S:.0f} s.", where, "Try again later.") from None
         except BaseException:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 waiter.result().release()  # the load ended in the same moment in which the request was cancelled
             raise
 
-    def _bring_up(self, kept: Kept) -> None:
+    def _bring_up(self, entry: ModelEntry) -> None:
         """Start the load, unless it is already running: all waiting requests share it."""
-        if not kept.is_coming:
-            if kept.state != "unloading":
-                kept.state = "loading"
-            kept.task = asyncio.create_task(self._open(kept), name=f"load {kept.name}")
+        if not entry.is_coming:
+            if entry.state != "unloading":
+                entry.state = "loading"
+            entry.task = asyncio.create_task(self._open(entry), name=f"load {entry.name}")
 
-    async def _open(self, kept: Kept) -> None:
+    async def _open(self, entry: ModelEntry) -> None:
         """Load or wake the model when its turn comes, and resolve its waiters. Raises only `CancelledError`."""
-        gone: list[Kept] = []
+        gone: list[ModelEntry] = []
         try:
             async with self._turn:
                 try:
-                    await self._open_now(kept, gone)
+                    await self._open_now(entry, gone)
                 except BaseException:
-                    kept.state = "sleeping" if kept.asleep is not None else "unloaded"
+                    entry.state = "sleeping" if entry.asleep is not None else "unloaded"
                     await self._bring_back(gone)
                     raise
         except asyncio.CancelledError:
-            if kept.state == "loading":  # it was still waiting for its turn
-                kept.state = "sleeping" if kept.asleep is not None else "unloaded"
-            kept.refuse_waiters(LoadCancelled(f"The load of {kept.name} was cancelled."))
+            if entry.state == "loading":  # it was still waiting for its turn
+                entry.state = "sleeping" if entry.asleep is not None else "unloaded"
+            entry.refuse_waiters(LoadCancelled(f"The load of {entry.name} was cancelled."))
             raise
         except Exception as error:
             if not isinstance(error, LocalLLMError):
-                log.exception("load failed name=%s", kept.name)
+                log.exception("load failed name=%s", entry.name)
                 why = f"{type(error).__name__}: {error}"
-                error = LocalLLMError(f"{kept.name} could not be loaded.", why, "The log has the details.")
-            kept.error, kept.failed_s = error, self._clock()
-            kept.state = "sleeping" if kept.asleep is not None else "failed"
-            log.warning("load failed name=%s error=%s", kept.name, error)
-            kept.refuse_waiters(error)
+                error = LocalLLMError(f"{entry.name} could not be loaded.", why, "The log has the details.")
+            entry.error, entry.failed_s = error, self._clock()
+            entry.state = "sleeping" if entry.asleep is not None else "failed"
+            log.warning("load failed name=%s error=%s", entry.name, error)
+            entry.refuse_waiters(error)
 
-    async def _open_now(self, kept: Kept, gone: list[Kept]) -> None:
-        if not kept.is_up:
-            if kept.served is not None:  # its engine has ended
-                await self._drop(kept)
-            kept.state, kept.phases, kept.error = "loading", {}, None
-            model = await self._make_room_and_load(kept, gone)
+    async def _open_now(self, entry: ModelEntry, gone: list[ModelEntry]) -> None:
+        if not entry.is_up:
+            if entry.served is not None:  # its engine has ended
+                await self._drop(entry)
+            entry.state, entry.phases, entry.error = "loading", {}, None
+            model = await self._make_room_and_load(entry, gone)
             await model.client.start()
-            self._is_ready(kept, model)
-        waiters, kept.waiters = kept.waiters, []
-        assert kept.served is not None
+            self._is_ready(entry, model)
+        waiters, entry.waiters = entry.waiters, []
+        assert entry.served is not None
         for waiter in waiters:
             if not waiter.done():
-                waiter.set_result(kept.lease(kept.served, self._released))
+                waiter.set_result(entry.lease(entry.served, self._released))
 
-    def _is_ready(self, kept: Kept, model: ServedModel) -> None:
-        woken = kept.asleep is not None
-        kept.served, kept.asleep, kept.card, kept.path = model, None, model.card, model.path
-        kept.name, kept.names = model.name, kept.names | {model.name, *model.aliases}
-        kept.state, kept.last_used_s = "ready", self._clock()
-        kept.idle.set()
-        kept.ready_s = kept.last_used_s
-        kept.watch = asyncio.create_task(self._watch(kept, model))
+    def _is_ready(self, entry: ModelEntry, model: ServedModel) -> None:
+        woken = entry.asleep is not None
+        entry.served, entry.asleep, entry.card, entry.path = model, None, model.card, model.path
+        entry.name, entry.names = model.name, entry.names | {model.name, *model.aliases}
+        entry.state, entry.last_used_s = "ready", self._clock()
+        entry.idle.set()
+        entry.ready_s = entry.last_used_s
+        entry.watch = asyncio.create_task(self._watch(entry, model))
         if not woken:  # takes 0.1 s or more, and a request waits for a waking model
             gc.collect()
         gc.freeze()  # full collections would walk over these long-lived objects again and again, mid-step
         if len(self.ready) == 1:
             self._bare_bytes = psutil.Process().memory_info().rss - model.plan.weights_bytes
-        log.info("model ready name=%s device=%s", kept.name, model.plan.device)
+        log.info("model ready name=%s device=%s", entry.name, model.plan.device)
 
-    async def _make_room_and_load(self, kept: Kept, gone: list[Kept]) -> ServedModel:
-        assert kept.settings is not None
-        limit = kept.settings.server.models_max
+    async def _make_room_and_load(self, entry: ModelEntry, gone: list[ModelEntry]) -> ServedModel:
+        assert entry.settings is not None
+        limit = entry.settings.server.models_max
         while limit is not None and len(self.ready) >= limit:
             await self._evict_one(
-                kept, gone, ModelsBusy(f"There is no room for {kept.name}.", f"--models-max is {limit}.")
+                entry, gone, ModelsBusy(f"There is no room for {entry.name}.", f"--models-max is {limit}.")
             )
         while True:
-            idle = [each for each in candidates(kept, self.kept) if not each.num_leases]
-            beside = Beside(promised_bytes(self.kept, self._bare_bytes), COMFORTABLE_CONTEXT if idle else 0)
+            idle = [each for each in candidates(entry, self.entries) if not each.num_leases]
+            beside = Beside(promised_bytes(self.entries, self._bare_bytes), COMFORTABLE_CONTEXT if idle else 0)
             try:
-                return await load_in_thread(self._road, kept, beside)
+                return await load_in_thread(self._road, entry, beside)
             except DoesNotFit as error:
-                await self._evict_one(kept, gone, error)
+                await self._evict_one(entry, gone, error)
 
-    async def _watch(self, kept: Kept, model: ServedModel) -> None:
+    async def _watch(self, entry: ModelEntry, model: ServedModel) -> None:
         error = await model.client.ended()
         if isinstance(error, DeviceLost):
             self._lose(error)
         else:
-            self._spawn(self._after_crash(kept, model, error))
+            self._spawn(self._after_crash(entry, model, error))
 
-    async def _after_crash(self, kept: Kept, model: ServedModel, error: LocalLLMError) -> None:
+    async def _after_crash(self, entry: ModelEntry, model: ServedModel, error: LocalLLMError) -> None:
         """Free the memory of an engine that ended by itself, and load its model again.
 
         An engine that ended within `STABLE_S` of its load is not loaded again; the next request tries.
         """
         async with self._turn:
-            if kept.served is not model or self._closing:  # already unloaded, or loaded again by a request
+            if entry.served is not model or self._closing:  # already unloaded, or loaded again by a request
                 return
-            lasted_s = self._clock() - kept.ready_s
-            log.error("engine ended name=%s after=%.0fs error=%s", kept.name, lasted_s, error)
-            await self._drop(kept)
-            kept.state, kept.error, kept.failed_s = "failed", error, self._clock()
-        if lasted_s >= STABLE_S and kept.settings is not None and not self._closing:
-            self._bring_up(kept)
+            lasted_s = self._clock() - entry.ready_s
+            log.error("engine ended name=%s after=%.0fs error=%s", entry.name, lasted_s, error)
+            await self._drop(entry)
+            entry.state, entry.error, entry.failed_s = "failed", error, self._clock()
+        if lasted_s >= STABLE_S and entry.settings is not None and not self._closing:
+            self._bring_up(entry)
 
     def _lose(self, error: DeviceLost) -> None:
         if self._lost is None:
@@ -429,15 +429,15 @@ class ModelManager:
         stop: makes `work` return soon; called when this call is cancelled or the server ends. Raises `ModelTuning` for
         a second loan, `ModelsBusy` when requests do not end within `DRAIN_S`, and what a load and `work` raise.
         """
-        kept = await self._to_be_opened(name)
+        entry = await self._to_be_opened(name)
         self._refuse_while_lent()
         task = asyncio.current_task()
         assert task is not None
-        self._loan = Loan(kept, task)
+        self._loan = Loan(entry, task)
         try:
             async with self._turn:
-                await self._free(kept)
-                return await _to_the_end(self._lend_now(kept, work), stop)
+                await self._free(entry)
+                return await _to_the_end(self._lend_now(entry, work), stop)
         finally:
             self._loan = None
 
@@ -447,42 +447,42 @@ class ModelManager:
         On failure the model is served with its previous settings, and the error is raised. Raises `ModelsBusy` as
         `lend` does.
         """
-        kept = await self._to_be_opened(name)
+        entry = await self._to_be_opened(name)
         async with self._turn:
-            await self._free(kept)
-            await _to_the_end(self._reopen_now(kept, tuned))
-        return kept.status(self._clock())
+            await self._free(entry)
+            await _to_the_end(self._reopen_now(entry, tuned))
+        return entry.status(self._clock())
 
-    async def _to_be_opened(self, name: str) -> Kept:
+    async def _to_be_opened(self, name: str) -> ModelEntry:
         self._refuse_while_lent()
-        kept = self.register.require_known(name)
-        with await self._claim(kept) as model:
+        entry = self.register.require_known(name)
+        with await self._claim(entry) as model:
             model.require("generate")
-        if kept.settings is None:
+        if entry.settings is None:
             raise UnsupportedOption(
-                f"{kept.name} cannot be opened again.", "It was not loaded by this server.", param="model"
+                f"{entry.name} cannot be opened again.", "It was not loaded by this server.", param="model"
             )
-        return kept
+        return entry
 
-    async def _free(self, kept: Kept) -> None:
+    async def _free(self, entry: ModelEntry) -> None:
         """Wait until the model has no requests; new ones wait. Raises `ModelsBusy`, `ModelNotLoaded`."""
-        await self._drain(kept, DRAIN_S, give_up=f"{kept.name} is busy.")
-        if kept.served is None:
-            raise ModelNotLoaded(f"{kept.name} is {kept.state}.", "Its state changed while this request waited.")
+        await self._drain(entry, DRAIN_S, give_up=f"{entry.name} is busy.")
+        if entry.served is None:
+            raise ModelNotLoaded(f"{entry.name} is {entry.state}.", "Its state changed while this request waited.")
 
     def _refuse_while_lent(self) -> None:
         if self._loan is not None:
-            name = self._loan.kept.name
+            name = self._loan.entry.name
             why = "A tuning run is using its weights. No model is loaded or unloaded until the run ends."
             raise ModelTuning(f"{name} is being tuned.", why, "Try again after the run, or cancel the run at /tune.")
 
-    async def _lend_now(self, kept: Kept, work: Callable[[BareModel, Settings], Result]) -> Result:
-        assert kept.served is not None
-        assert kept.settings is not None
-        tuned = kept.served.tuned
-        bare = await self._lay_bare(kept, "tuning")
+    async def _lend_now(self, entry: ModelEntry, work: Callable[[BareModel, Settings], Result]) -> Result:
+        assert entry.served is not None
+        assert entry.settings is not None
+        tuned = entry.served.tuned
+        bare = await self._lay_bare(entry, "tuning")
         try:
-            return await in_own_thread(partial(work, bare, kept.settings))
+            return await in_own_thread(partial(work, bare, entry.settings))
         except BaseException as error:
             let_go(error)
             if isinstance(error, DeviceLost):
@@ -490,69 +490,69 @@ class ModelManager:
             raise
         finally:
             if self._closing:
-                kept.state = "unloaded"
+                entry.state = "unloaded"
             else:
-                await self._open_again(kept, bare, tuned)
+                await self._open_again(entry, bare, tuned)
 
-    async def _reopen_now(self, kept: Kept, tuned: Mapping[str, Any]) -> None:
-        assert kept.served is not None
-        before = kept.served.tuned
-        bare = await self._lay_bare(kept, "loading")
-        error = await self._open_again(kept, bare, tuned)
+    async def _reopen_now(self, entry: ModelEntry, tuned: Mapping[str, Any]) -> None:
+        assert entry.served is not None
+        before = entry.served.tuned
+        bare = await self._lay_bare(entry, "loading")
+        error = await self._open_again(entry, bare, tuned)
         if error is not None:
-            await self._open_again(kept, bare, before)
+            await self._open_again(entry, bare, before)
             raise error
 
-    async def _lay_bare(self, kept: Kept, state: Literal["tuning", "loading"]) -> BareModel:
+    async def _lay_bare(self, entry: ModelEntry, state: Literal["tuning", "loading"]) -> BareModel:
         """Close the engine and keep the weights."""
-        served, kept.served = kept.served, None
+        served, entry.served = entry.served, None
         assert served is not None
-        self._stop_watching(kept)
+        self._stop_watching(entry)
         await served.client.stop()
         gc.unfreeze()
-        kept.state = state
+        entry.state = state
         bare = await asyncio.to_thread(self._road.lay_bare, served)
         del served
         await self._tidy()
         return bare
 
-    async def _open_again(self, kept: Kept, bare: BareModel, tuned: Mapping[str, Any]) -> LocalLLMError | None:
+    async def _open_again(self, entry: ModelEntry, bare: BareModel, tuned: Mapping[str, Any]) -> LocalLLMError | None:
         """Open an engine with these settings. On failure mark the model as failed, and return the error."""
-        assert kept.settings is not None
-        config = replace(kept.settings.engine, **tuned)
+        assert entry.settings is not None
+        config = replace(entry.settings.engine, **tuned)
         known = self._bare_bytes + bare.weights_bytes if self._bare_bytes is not None else None
-        beside = Beside(promised_bytes(self.kept, known))
+        beside = Beside(promised_bytes(self.entries, known))
         try:
             work = partial(self._road.open_again, bare, config, lambda phase: None, beside)
             model = replace(await in_own_thread(work), tuned=tuned)
             await model.client.start()
         except Exception as error:
             let_go(error)
-            why = error if isinstance(error, LocalLLMError) else LocalLLMError(f"{kept.name} stopped.", f"{error}.")
-            log.warning("model could not be opened again name=%s error=%s", kept.name, error)
-            kept.state, kept.error, kept.failed_s = "failed", why, self._clock()
+            why = error if isinstance(error, LocalLLMError) else LocalLLMError(f"{entry.name} stopped.", f"{error}.")
+            log.warning("model could not be opened again name=%s error=%s", entry.name, error)
+            entry.state, entry.error, entry.failed_s = "failed", why, self._clock()
             await self._tidy()
             return why
-        kept.error = None
-        self._is_ready(kept, model)
+        entry.error = None
+        self._is_ready(entry, model)
         return None
 
     # Unloading --------------------------------------------------------------------------------------------------
 
-    async def _evict_one(self, kept: Kept, gone: list[Kept], otherwise: LocalLLMError) -> None:
-        others = candidates(kept, self.kept)
+    async def _evict_one(self, entry: ModelEntry, gone: list[ModelEntry], otherwise: LocalLLMError) -> None:
+        others = candidates(entry, self.entries)
         if not others:
-            pinned = [each.name for each in self.kept if each.pinned and each.state in ("ready", "sleeping")]
+            pinned = [each.name for each in self.entries if each.pinned and each.state in ("ready", "sleeping")]
             if pinned:
                 otherwise.why += f" Pinned models: {', '.join(pinned)}."
             raise otherwise
         victim = others[0]
-        log.info("model evicted name=%s for=%s requests=%d", victim.name, kept.name, victim.num_leases)
+        log.info("model evicted name=%s for=%s requests=%d", victim.name, entry.name, victim.num_leases)
         if victim.state == "ready":
             await self._drain(victim, MAKE_ROOM_S, give_up="There is no room for the model.")
             if victim.pinned:  # pinned while it drained
                 victim.state = "ready"
-                await self._evict_one(kept, gone, otherwise)
+                await self._evict_one(entry, gone, otherwise)
                 return
         gone.append(victim)
         if victim.state != "sleeping" and has_room_on_host(victim):
@@ -560,63 +560,63 @@ class ModelManager:
         else:
             await self._drop(victim)
 
-    async def _drain(self, kept: Kept, limit_s: float, *, give_up: str = "") -> None:
+    async def _drain(self, entry: ModelEntry, limit_s: float, *, give_up: str = "") -> None:
         """Wait until the running requests end; new ones wait. give_up: text of a `ModelsBusy` after the time limit."""
-        if kept.state != "ready":
+        if entry.state != "ready":
             return
-        kept.state = "unloading"
+        entry.state = "unloading"
         try:
             async with asyncio.timeout(limit_s):
-                while kept.num_leases:
-                    await kept.idle.wait()
+                while entry.num_leases:
+                    await entry.idle.wait()
         except TimeoutError:
             if give_up:
-                kept.state = "ready"
-                why = f"{kept.num_leases} requests of {kept.name} were still running after {limit_s:.0f} s."
+                entry.state = "ready"
+                why = f"{entry.num_leases} requests of {entry.name} were still running after {limit_s:.0f} s."
                 raise ModelsBusy(give_up, why, "Try again later.") from None
         except BaseException:
-            kept.state = "ready"
+            entry.state = "ready"
             raise
 
-    async def _lay_down(self, kept: Kept) -> None:
+    async def _lay_down(self, entry: ModelEntry) -> None:
         """Put the model to sleep: move its weights to the host and free everything else."""
-        kept.state = "unloading"  # set it here: a request that arrives before the task below starts must wait
-        await _to_the_end(self._lay_down_now(kept))
+        entry.state = "unloading"  # set it here: a request that arrives before the task below starts must wait
+        await _to_the_end(self._lay_down_now(entry))
 
-    async def _lay_down_now(self, kept: Kept) -> None:
-        served, kept.served, kept.state = kept.served, None, "unloading"
+    async def _lay_down_now(self, entry: ModelEntry) -> None:
+        served, entry.served, entry.state = entry.served, None, "unloading"
         assert served is not None
-        self._stop_watching(kept)
+        self._stop_watching(entry)
         await served.client.stop()
         gc.unfreeze()
         try:
-            kept.asleep = await asyncio.to_thread(self._road.sleep, served)
-            kept.state = "sleeping"
+            entry.asleep = await asyncio.to_thread(self._road.sleep, served)
+            entry.state = "sleeping"
         except Exception as error:
-            log.exception("sleep failed name=%s", kept.name)
+            log.exception("sleep failed name=%s", entry.name)
             await asyncio.to_thread(served.close)
-            kept.state = "unloaded"
-            raise LocalLLMError(f"{kept.name} could not be put to sleep.", str(error)) from error
+            entry.state = "unloaded"
+            raise LocalLLMError(f"{entry.name} could not be put to sleep.", str(error)) from error
         finally:
             del served
             await self._tidy()
 
-    async def _drop(self, kept: Kept) -> None:
+    async def _drop(self, entry: ModelEntry) -> None:
         """Unload the model. Requests that still run end with an error."""
-        kept.state = "unloading"  # set it here: a request that arrives before the task below starts must wait
-        await _to_the_end(self._drop_now(kept))
+        entry.state = "unloading"  # set it here: a request that arrives before the task below starts must wait
+        await _to_the_end(self._drop_now(entry))
 
-    async def _drop_now(self, kept: Kept) -> None:
-        served, kept.served, kept.asleep, kept.state = kept.served, None, None, "unloading"
-        self._stop_watching(kept)
+    async def _drop_now(self, entry: ModelEntry) -> None:
+        served, entry.served, entry.asleep, entry.state = entry.served, None, None, "unloading"
+        self._stop_watching(entry)
         gc.unfreeze()
         if served is not None:
             await served.client.stop()
             await asyncio.to_thread(served.close)
             del served
-        kept.state = "unloaded"
-        if kept.settings is None and kept in self.kept:
-            self.kept.remove(kept)
+        entry.state = "unloaded"
+        if entry.settings is None and entry in self.entries:
+            self.entries.remove(entry)
         await self._tidy()
 
     async def _tidy(self) -> None:
@@ -625,31 +625,31 @@ class ModelManager:
         if self.ready:
             gc.freeze()
 
-    async def _bring_back(self, gone: list[Kept]) -> None:
+    async def _bring_back(self, gone: list[ModelEntry]) -> None:
         """Load the models again that were evicted for a load that failed."""
-        for kept in [] if self._closing else gone:
+        for entry in [] if self._closing else gone:
             try:
-                await self._open_now(kept, [])
+                await self._open_now(entry, [])
             except LocalLLMError as error:
-                kept.error, kept.failed_s = error, self._clock()
-                kept.state = "sleeping" if kept.asleep is not None else "failed"
-                log.warning("model could not be restored name=%s error=%s", kept.name, error)
+                entry.error, entry.failed_s = error, self._clock()
+                entry.state = "sleeping" if entry.asleep is not None else "failed"
+                log.warning("model could not be restored name=%s error=%s", entry.name, error)
 
-    async def _cancel(self, kept: Kept) -> None:
-        task = kept.task
+    async def _cancel(self, entry: ModelEntry) -> None:
+        task = entry.task
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
 
-    def _released(self, kept: Kept) -> None:
-        kept.last_used_s = self._clock()
-        if kept.keep_alive_s == 0 and not kept.num_leases:
+    def _released(self, entry: ModelEntry) -> None:
+        entry.last_used_s = self._clock()
+        if entry.keep_alive_s == 0 and not entry.num_leases:
             self._spawn(self.tick())
 
-    def _stop_watching(self, kept: Kept) -> None:
-        if kept.watch is not None:
-            kept.watch.cancel()
-            kept.watch = None
+    def _stop_watching(self, entry: ModelEntry) -> None:
+        if entry.watch is not None:
+            entry.watch.cancel()
+            entry.watch = None
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from localllm.config.settings import Settings, Task
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.serving.build import short_name
-from localllm.serving.entry import Kept, ModelLoading, ModelNotLoaded, ModelUnusable
+from localllm.serving.entry import ModelEntry, ModelLoading, ModelNotLoaded, ModelUnusable
 from localllm.serving.loading import Road
 
 KEEP_ALIVE_S = 300.0  # for models loaded on demand, unless set otherwise
@@ -24,41 +24,41 @@ class Register:
     """All known models. Without `settings`, only models that were added by hand."""
 
     def __init__(self, road: Road) -> None:
-        self.kept: list[Kept] = []
+        self.entries: list[ModelEntry] = []
         self.settings: Settings | None = None
         self._road = road
 
     @property
-    def default(self) -> Kept | None:
+    def default(self) -> ModelEntry | None:
         """The last used ready model, else the last used of all models."""
-        return _used_last(self.kept)
+        return _used_last(self.entries)
 
-    async def installed(self) -> dict[str, Kept | None]:
-        """Return the names that requests could use besides those of `kept`.
+    async def installed(self) -> dict[str, ModelEntry | None]:
+        """Return the names that requests could use besides those of `entries`.
         An alias maps to the model that it names.
         """
         settings = self.settings
         if settings is None:
             return {}
-        names: dict[str, Kept | None] = {
+        names: dict[str, ModelEntry | None] = {
             table.name: None for table in settings.models.values() if self.known(table.name) is None
         }
         if settings.server.on_demand:
-            kept_at = {kept.path: kept for kept in self.kept}
-            own_names = {kept.name for kept in self.kept}
+            entry_at = {entry.path: entry for entry in self.entries}
+            own_names = {entry.name for entry in self.entries}
             for each in await asyncio.to_thread(self._road.list):
                 if each.alias_of is not None:
                     if each.name not in own_names:
-                        names[each.name] = kept_at.get(each.path)
-                elif each.path not in kept_at and self.known(each.name) is None:
+                        names[each.name] = entry_at.get(each.path)
+                elif each.path not in entry_at and self.known(each.name) is None:
                     names.setdefault(each.name, None)
         return names
 
-    async def look_up(self, name: str) -> Kept | str:
+    async def look_up(self, name: str) -> ModelEntry | str:
         """Return the model that a request of that name would get, or the name if it must be loaded first."""
-        kept = self.known(name)
-        if kept is not None:
-            return kept
+        entry = self.known(name)
+        if entry is not None:
+            return entry
         settings = self.settings
         if settings is not None and settings.table(name) is not None:
             return name
@@ -75,7 +75,7 @@ class Register:
             return False
         return True
 
-    async def named(self, name: str | None, task: Task = "generate", *, anywhere: bool = False) -> Kept:
+    async def named(self, name: str | None, task: Task = "generate", *, anywhere: bool = False) -> ModelEntry:
         """Return the model of that name, and register it if it is new.
 
         anywhere: the name may also be a path, for operators only; the answer to a request must not show what other
@@ -89,9 +89,9 @@ class Register:
                 "GET /v1/models lists the served and loadable models.",
                 param="model",
             )
-        kept = self.known(name) if name else self._default_for(task)
-        if kept is not None:
-            return kept
+        entry = self.known(name) if name else self._default_for(task)
+        if entry is not None:
+            return entry
         if not name:
             raise ModelLoading("No model is loaded.", "Name an installed model in the request.")
         settings = self.settings
@@ -111,62 +111,62 @@ class Register:
                 raise
             what, why = f"The model {name!r} cannot be served.", "Its files are incomplete, damaged or not supported."
             raise ModelUnusable(what, why, f"localllm show {name}, on the server's machine.", param="model") from None
-        same = self.known(name) or next((kept for kept in self.kept if kept.path == found.path), None)
+        same = self.known(name) or next((entry for entry in self.entries if entry.path == found.path), None)
         if same is not None:  # requested under another of its names, or registered by another request meanwhile
             same.names |= {name}
             return same
         short = short_name(found.name)
         names = (found.name,) if self.known(short) is not None else ()
-        kept = self.remember(settings.of_model(name, names), short if not names else found.name)
-        kept.names |= {name, found.name}
-        kept.path = found.path
-        return kept
+        entry = self.remember(settings.of_model(name, names), short if not names else found.name)
+        entry.names |= {name, found.name}
+        entry.path = found.path
+        return entry
 
     def forget_name(self, name: str) -> None:
         """Remove an alias that was deleted. The model's own name stays."""
-        for kept in self.kept:
-            if kept.name != name:
-                kept.names -= {name}
+        for entry in self.entries:
+            if entry.name != name:
+                entry.names -= {name}
 
-    def _default_for(self, task: Task) -> Kept | None:
+    def _default_for(self, task: Task) -> ModelEntry | None:
         """Return the last used model that does `task`; if none is known to, the default, which raises its own error."""
-        able = [kept for kept in self.kept if kept.card is not None and kept.card.spec.task == task]
+        able = [entry for entry in self.entries if entry.card is not None and entry.card.spec.task == task]
         return _used_last(able) or self.default
 
-    def known(self, name: str) -> Kept | None:
+    def known(self, name: str) -> ModelEntry | None:
         """Return the model of that name, or the model that has an adapter of that name."""
-        return self._called(name) or next((kept for kept in self.kept if kept.has_adapter(name)), None)
+        return self._called(name) or next((entry for entry in self.entries if entry.has_adapter(name)), None)
 
-    def _called(self, name: str) -> Kept | None:
-        return next((kept for kept in self.kept if name in kept.names), None)
+    def _called(self, name: str) -> ModelEntry | None:
+        return next((entry for entry in self.entries if name in entry.names), None)
 
-    def require_known(self, name: str) -> Kept:
+    def require_known(self, name: str) -> ModelEntry:
         """Return the model of that name. An adapter's name does not count here."""
-        kept = self._called(name)
-        if kept is None:
+        entry = self._called(name)
+        if entry is None:
             raise ModelNotLoaded(f"{name!r} is not loaded.", self._served_words(), "localllm ps", param="model")
-        return kept
+        return entry
 
-    def remember(self, settings: Settings, asked: str, *, keep_alive_s: float = KEEP_ALIVE_S) -> Kept:
+    def remember(self, settings: Settings, asked: str, *, keep_alive_s: float = KEEP_ALIVE_S) -> ModelEntry:
         """Register a model that can be loaded from now on."""
         table = settings.table(asked)
         said = [table.keep_alive if table else None, settings.server.keep_alive, keep_alive_s]
         names = settings.server.served_model_name or (asked,)
-        kept = Kept(names[0], settings, frozenset(names))
-        kept.pinned = table.pin if table else False
-        kept.keep_alive_s = next(seconds for seconds in said if seconds is not None)
-        self.kept.append(kept)
-        return kept
+        entry = ModelEntry(names[0], settings, frozenset(names))
+        entry.pinned = table.pin if table else False
+        entry.keep_alive_s = next(seconds for seconds in said if seconds is not None)
+        self.entries.append(entry)
+        return entry
 
     def not_found(self, name: str) -> ModelNotFound:
         hint = "GET /v1/models lists the served and loadable models."
         return ModelNotFound(f"The model {name!r} is not served here.", self._served_words(), hint, param="model")
 
     def _served_words(self) -> str:
-        names = [kept.name for kept in self.kept if kept.state not in ("unloaded", "failed")]
+        names = [entry.name for entry in self.entries if entry.state not in ("unloaded", "failed")]
         return f"Served: {', '.join(names) or 'none'}."
 
 
-def _used_last(models: Sequence[Kept]) -> Kept | None:
+def _used_last(models: Sequence[ModelEntry]) -> ModelEntry | None:
     rank = {"ready": 2, "failed": 0}
-    return max(models, key=lambda kept: (rank.get(kept.state, 1), kept.last_used_s), default=None)
+    return max(models, key=lambda entry: (rank.get(entry.state, 1), entry.last_used_s), default=None)

@@ -49,7 +49,7 @@ class LibraryServer(LiveServer):
 
     def __init__(self, engine: EngineConfig | None = None, port: int = 0, api_key: str | None = None) -> None:
         super().__init__(None, Settings(engine or EngineConfig(), ServerConfig(port=port, ui=True, api_key=api_key)))
-        self.manager.kept.clear()
+        self.manager.entries.clear()
 
     async def _serve(self) -> None:
         await self.manager.start(self.settings)

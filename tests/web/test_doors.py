@@ -106,8 +106,8 @@ def test_a_key_for_infer_neither_unloads_a_model_nor_says_how_long_it_stays(
 ) -> None:
     """In each of Ollama's routes that know keep_alive; without it they work as ever."""
     server, keys = locked
-    [kept] = server.manager.kept
-    kept.pinned, kept.keep_alive_s = True, 1234.0
+    [entry] = server.manager.entries
+    entry.pinned, entry.keep_alive_s = True, 1234.0
     user = [{"role": "user", "content": "a"}]
     for path in ("/api/generate", "/api/chat"):
         refused = server.post(path, {"model": "tiny", "keep_alive": 0}, headers=keys["infer"])
@@ -122,9 +122,9 @@ def test_a_key_for_infer_neither_unloads_a_model_nor_says_how_long_it_stays(
         else:
             assert answer.status_code == 200, answer.text
             assert "keep_alive" in answer.headers["x-localllm-warning"]
-    assert (kept.state, kept.pinned, kept.keep_alive_s) == ("ready", True, 1234.0)
+    assert (entry.state, entry.pinned, entry.keep_alive_s) == ("ready", True, 1234.0)
     assert server.post("/api/generate", {**short, "prompt": "a"}, headers=keys["admin"]).status_code == 200
-    assert kept.keep_alive_s == 1.0
+    assert entry.keep_alive_s == 1.0
 
 
 def test_names_of_models_tell_nothing_of_files(

@@ -282,8 +282,8 @@ def test_a_loading_server_says_so_and_when_to_retry() -> None:
             assert response.headers["retry-after"]
         assert refusal(server.post(CHAT, {"messages": USER}), 503)["code"] == "model_loading"
         assert server.get("/version").status_code == 200
-        [kept] = server.manager.kept
-        kept.state, kept.error = "failed", DoesNotFit("It does not fit.", "It needs 26 GiB, 22 are free.")
+        [entry] = server.manager.entries
+        entry.state, entry.error = "failed", DoesNotFit("It does not fit.", "It needs 26 GiB, 22 are free.")
         response = server.post(CHAT, {"messages": USER})
         assert refusal(response, 503)["code"] == "model_does_not_fit"
         assert response.headers["x-should-retry"] == "false"

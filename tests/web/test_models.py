@@ -26,7 +26,7 @@ class ManagedServer(LiveServer):
 
     def __init__(self, managed: Settings) -> None:
         super().__init__(None, managed)
-        self.manager.kept.clear()
+        self.manager.entries.clear()
 
     async def _serve(self) -> None:
         await self.manager.start(self.settings)

@@ -233,7 +233,7 @@ def test_without_a_prompt_a_model_is_loaded_and_unloaded(managed: ManagedServer)
         assert (answer.done, answer.done_reason, client.chat("first", []).done_reason) == (True, "load", "load")
         [loaded] = client.ps().models
         assert loaded.expires_at.year < 9999  # type: ignore[union-attr]
-    managed.manager.kept[0].pinned = True
+    managed.manager.entries[0].pinned = True
     response = managed.post(GENERATE, {"model": "first", "keep_alive": "5m"})
     assert "pinned" in response.headers["x-localllm-warning"]
 
@@ -247,7 +247,7 @@ def test_a_model_that_was_never_loaded_is_listed_and_shown(managed: ManagedServe
 
 
 def test_a_model_that_is_asked_with_keep_alive_0_goes_after_its_answer(managed: ManagedServer) -> None:
-    managed.manager.kept[0].pinned = False
+    managed.manager.entries[0].pinned = False
     assert managed.post(CHAT, {"messages": USER, "keep_alive": 0, "options": {"num_predict": 3}}).status_code == 200
     wait_until(lambda: managed.get("/api/ps").json()["models"] == [])
     shown = managed.post("/api/show", {"name": "first"}).json()

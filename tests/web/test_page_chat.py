@@ -395,7 +395,7 @@ def test_message_goes_to_the_model_that_was_picked(served: Pages, browser: httpx
     assert 'id="model"' not in browser.get("/").text  # there is no choice
     other = StubModel(name="second")
     other.client.every_s, other.client.chars = 0.0, 40
-    kept = served.live.manager.adopt(other)  # type: ignore[arg-type]
+    entry = served.live.manager.adopt(other)  # type: ignore[arg-type]
     try:
         page = browser.get("/").text
         assert '<option value="second">second</option>' in page or '<option value="second" selected>' in page
@@ -407,7 +407,7 @@ def test_message_goes_to_the_model_that_was_picked(served: Pages, browser: httpx
         browser.post("/chat", data={"message": "back", "conversation": chat[3:], "model": "demo"})
         assert len(other.client.asked) == 1
     finally:
-        served.live.manager.kept.remove(kept)
+        served.live.manager.entries.remove(entry)
 
 
 def test_what_was_refused_is_no_part_of_the_history(served: Pages, browser: httpx.Client) -> None:
@@ -447,7 +447,7 @@ def test_model_that_has_to_come_first_is_waited_for_in_the_reply(
     told = listen(browser, stream_url(turns["demo"]))
     assert "watch the blocks on the dashboard" in told
     assert "9 GiB needed." in listen(browser, stream_url(turns["broken"]))
-    wait_until(lambda: all(kept.num_leases == 0 for kept in manager.kept))
+    wait_until(lambda: all(entry.num_leases == 0 for entry in manager.entries))
 
 
 def test_long_chat_is_drawn_from_its_end_and_its_beginning_on_demand(browser: httpx.Client) -> None:

@@ -27,7 +27,7 @@ class TunedServer(LiveServer):
         flag: Source = "flag"
         config = ServerConfig(port=0, served_model_name=(name,), **server)
         super().__init__(None, Settings(engine, config, sources=dict.fromkeys(fixed, flag)))
-        self.manager.kept.clear()
+        self.manager.entries.clear()
 
     @classmethod
     def tiny(cls, path: Path, **server: Any) -> Self:

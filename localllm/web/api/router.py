@@ -24,7 +24,7 @@ from litestar.types import ControllerRouterHandler
 
 from localllm.engine.stats import RequestTimeline
 from localllm.errors import InvalidParameter
-from localllm.serving.entry import Kept, ModelNotLoaded
+from localllm.serving.entry import ModelEntry, ModelNotLoaded
 from localllm.serving.served import ServedModel
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of
 from localllm.web.api.own.hub import remove_model
@@ -117,10 +117,10 @@ async def sleep(request: ApiRequest) -> ASGIResponse:
         raise InvalidParameter(
             f"mode is {mode!r}.", "Supported: wait, which lets running requests end first.", param="mode"
         )
-    manager, kept = manager_of(request), _meant(request)
-    if kept is None:
+    manager, entry = manager_of(request), _meant(request)
+    if entry is None:
         raise ModelNotLoaded("No model is loaded.", "", "localllm ps", param="model")
-    await (manager.sleep(kept.name) if level == "1" else manager.unload(kept.name))
+    await (manager.sleep(entry.name) if level == "1" else manager.unload(entry.name))
     return json_response({})
 
 
@@ -129,19 +129,19 @@ async def wake_up(request: ApiRequest) -> ASGIResponse:
     """Wake the whole model, whatever `tags` say; for a client that wakes in two calls the second one has no effect."""
     if unknown := set(request.query_params.getall("tags", [])) - set(TAGS):
         raise InvalidParameter(f"tags holds {min(unknown)!r}.", f"Known: {', '.join(TAGS)}.", param="tags")
-    kept = _meant(request)
-    if kept is not None and kept.state in GONE:
-        await manager_of(request).load(kept.name)
+    entry = _meant(request)
+    if entry is not None and entry.state in GONE:
+        await manager_of(request).load(entry.name)
     return json_response({})
 
 
 @get("/is_sleeping")
 async def is_sleeping(request: ApiRequest) -> ASGIResponse:
-    kept = _meant(request)
-    return json_response({"is_sleeping": kept is not None and kept.state in GONE})
+    entry = _meant(request)
+    return json_response({"is_sleeping": entry is not None and entry.state in GONE})
 
 
-def _meant(request: ApiRequest) -> Kept | None:
+def _meant(request: ApiRequest) -> ModelEntry | None:
     manager, name = manager_of(request), request.query_params.get("model")
     return manager.register.require_known(name) if name else manager.default
 

@@ -54,8 +54,8 @@ class Room:
     @property
     def card(self) -> ModelCard | None:
         """Facts about the model that the next message goes to; None while it loads, or after it failed to load."""
-        kept = self.manager.default
-        return kept.card if kept is not None and kept.state not in ("loading", "failed") else None
+        entry = self.manager.default
+        return entry.card if entry is not None and entry.state not in ("loading", "failed") else None
 
     def cache_salt(self, owner: str) -> str | None:
         """Return the cache salt for an owner's requests from the pages, the same as through the API."""
@@ -63,10 +63,12 @@ class Room:
 
     def pill(self, tick: Tick | None = None) -> StatusPill:
         """Return the header's status, from a tick or from the current state."""
-        kept = self.manager.default
+        entry = self.manager.default
         stats = tick.stats if tick is not None else self._stats()
         plan = self.served.plan if self.served is not None else None
-        return status_pill(kept.name if kept is not None else None, kept.state if kept is not None else "", stats, plan)
+        return status_pill(
+            entry.name if entry is not None else None, entry.state if entry is not None else "", stats, plan
+        )
 
     def shell(
         self,

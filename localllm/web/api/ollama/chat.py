@@ -11,7 +11,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import Task
 from localllm.errors import InvalidParameter
-from localllm.serving.entry import Kept
+from localllm.serving.entry import ModelEntry
 from localllm.serving.served import ServedModel
 from localllm.web.access.caller import may, require
 from localllm.web.api.answer import generation_of, streamed, whole
@@ -134,7 +134,9 @@ async def asked_model(
         keep_alive_s = None
     model = await served_model(request, name, task, keep_alive_s=keep_alive_s)
     require_context(options, model)
-    if keep_alive_s is not None and any(kept.pinned and kept.name == model.name for kept in manager_of(request).kept):
+    if keep_alive_s is not None and any(
+        entry.pinned and entry.name == model.name for entry in manager_of(request).entries
+    ):
         warnings.append("field 'keep_alive' has no effect: the model is pinned")
     return model
 
@@ -142,8 +144,8 @@ async def asked_model(
 async def _unload(request: ApiRequest, body: AskBody, kind: Literal["chat", "generate"], clock: Clock) -> ASGIResponse:
     require(request, "admin")
     manager, name = manager_of(request), plain_name(body.model)
-    kept = await manager.register.look_up(name) if name else manager.default
-    if isinstance(kept, Kept) and kept.state not in ("unloaded", "failed"):
-        await manager.unload(name or kept.name)
-    shown = kept.name if isinstance(kept, Kept) else name or ""
+    entry = await manager.register.look_up(name) if name else manager.default
+    if isinstance(entry, ModelEntry) and entry.state not in ("unloaded", "failed"):
+        await manager.unload(name or entry.name)
+    shown = entry.name if isinstance(entry, ModelEntry) else name or ""
     return json_response(Head(shown, kind, clock).line({}, done=True, done_reason="unload"))

@@ -17,7 +17,7 @@ from litestar.response.base import ASGIResponse
 from localllm.config.settings import Settings
 from localllm.errors import RequestError
 from localllm.models.library.gguf_names import quant_of
-from localllm.serving.entry import Kept
+from localllm.serving.entry import ModelEntry
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of, warning_headers
 from localllm.web.api.ollama.body import read_body
 from localllm.web.api.ollama.fields import NO_RULES
@@ -66,9 +66,9 @@ async def tags(request: ApiRequest) -> ASGIResponse:
     """List every model that a request can name."""
     manager = manager_of(request)
     listed = []
-    for kept in manager.kept:
-        adapters = kept.adapters.loaded if kept.adapters is not None else ()
-        listed += [_listed(name, kept.path, kept) for name in (kept.name, *(each.name for each in adapters))]
+    for entry in manager.entries:
+        adapters = entry.adapters.loaded if entry.adapters is not None else ()
+        listed += [_listed(name, entry.path, entry) for name in (entry.name, *(each.name for each in adapters))]
     names = await manager.register.installed()
     found = await asyncio.to_thread(_installed) if names else {}
     for name, stands_for in names.items():
@@ -83,10 +83,10 @@ async def ps(request: ApiRequest) -> ASGIResponse:
     manager = manager_of(request)
     listed = []
     for status in (status for status in manager.statuses() if status.state == "ready"):
-        kept = next(kept for kept in manager.kept if kept.name == status.name)
+        entry = next(entry for entry in manager.entries if entry.name == status.name)
         stays_s = status.expires_in_s
         listed.append(
-            _listed(kept.name, kept.path, kept) | {
+            _listed(entry.name, entry.path, entry) | {
                 "size": status.size_bytes,
                 "size_vram": status.size_bytes if status.device.startswith("cuda") else 0,
                 "context_length": status.max_model_len,
@@ -102,15 +102,15 @@ async def show(request: ApiRequest) -> ASGIResponse:
     body, warnings = await read_body(request, ShowBody, NO_RULES)
     register = manager_of(request).register
     found = await register.look_up(required_name(body))
-    kept = found if isinstance(found, Kept) else None
-    if kept is not None and kept.card is not None:
-        path, spec, context = kept.card.path, kept.card.spec, kept.card.plan.max_model_len
+    entry = found if isinstance(found, ModelEntry) else None
+    if entry is not None and entry.card is not None:
+        path, spec, context = entry.card.path, entry.card.spec, entry.card.plan.max_model_len
     else:
         path, spec = await asyncio.to_thread(_read, _checkpoint(found, register.settings))
         context = spec.max_position
-    served = kept.served if kept else None
+    served = entry.served if entry else None
     family = _family(spec)
-    defaults = kept.card.sampling_defaults if kept and kept.card else spec.generation_defaults
+    defaults = entry.card.sampling_defaults if entry and entry.card else spec.generation_defaults
     answer = {
         "license": "",
         "modelfile": "",
@@ -178,7 +178,7 @@ def _installed() -> dict[str, ResolvedModel]:
     return {model.name: model for model in list_models()}
 
 
-def _checkpoint(found: Kept | str, settings: Settings | None) -> str:
+def _checkpoint(found: ModelEntry | str, settings: Settings | None) -> str:
     """Return the checkpoint's name; a table in the config file may map the model's name to another one."""
     if isinstance(found, str):
         return settings.of_model(found).engine.model if settings is not None else found
@@ -194,9 +194,9 @@ def _read(name: str) -> tuple[Path, ModelSpec]:
 
 
 def _listed(
-    name: str, path: Path | None, kept: Kept | None = None, model: ResolvedModel | None = None
+    name: str, path: Path | None, entry: ModelEntry | None = None, model: ResolvedModel | None = None
 ) -> dict[str, Any]:
-    card = kept.card if kept is not None else None
+    card = entry.card if entry is not None else None
     size_bytes = model.size_bytes if model is not None else card.plan.weights_bytes if card is not None else 0
     return {
         "name": name,

@@ -10,7 +10,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.models.library.gguf_names import quant_of
 from localllm.models.library.hub.downloads import DownloadStatus
-from localllm.serving.entry import Kept
+from localllm.serving.entry import ModelEntry
 from localllm.serving.served import ModelCard
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of
 from localllm.web.api.own.hub import downloads_of
@@ -23,9 +23,9 @@ WORDS = {"ready": "loaded"}
 async def list_models(request: ApiRequest) -> ASGIResponse:
     manager = manager_of(request)
     manager.require_working()
-    ready_first = sorted(manager.kept, key=lambda kept: kept.state != "ready")
-    objects = [each for kept in ready_first for each in (model_object(kept), *adapter_objects(kept))]
-    objects += [_installed_object(name, kept) for name, kept in (await manager.register.installed()).items()]
+    ready_first = sorted(manager.entries, key=lambda entry: entry.state != "ready")
+    objects = [each for entry in ready_first for each in (model_object(entry), *adapter_objects(entry))]
+    objects += [_installed_object(name, entry) for name, entry in (await manager.register.installed()).items()]
     listed = {each["id"] for each in objects}
     objects += [_coming(each) for each in downloads_of(request).list() if _is_new(each, listed)]
     return json_response({"object": "list", "data": objects})
@@ -37,15 +37,15 @@ async def show_model(request: ApiRequest) -> ASGIResponse:
     manager = manager_of(request)
     name: str = request.path_params["name"].lstrip("/")
     found = await manager.register.look_up(name)
-    if not isinstance(found, Kept):
+    if not isinstance(found, ModelEntry):
         return json_response(_object(name))
     adapters = [] if name in found.names else [each for each in adapter_objects(found) if each["id"] == name]
     return json_response(adapters[0] if adapters else model_object(found))
 
 
-def _installed_object(name: str, kept: Kept | None) -> dict[str, Any]:
+def _installed_object(name: str, entry: ModelEntry | None) -> dict[str, Any]:
     """Return the object of an installed model; for a second name, `root` is the original name."""
-    return _object(name) if kept is None else model_object(kept) | {"id": name}
+    return _object(name) if entry is None else model_object(entry) | {"id": name}
 
 
 def _is_new(download: DownloadStatus, listed: Collection[str]) -> bool:
@@ -57,15 +57,15 @@ def _coming(download: DownloadStatus) -> dict[str, Any]:
     return _object(download.plan.name) | {"status": status}
 
 
-def model_object(kept: Kept) -> dict[str, Any]:
-    card = kept.card
-    status: dict[str, Any] = {"value": WORDS.get(kept.state, kept.state)}
-    phase = next(reversed(kept.phases.values()), None)
-    if kept.state == "loading" and phase is not None:
+def model_object(entry: ModelEntry) -> dict[str, Any]:
+    card = entry.card
+    status: dict[str, Any] = {"value": WORDS.get(entry.state, entry.state)}
+    phase = next(reversed(entry.phases.values()), None)
+    if entry.state == "loading" and phase is not None:
         status |= {"phase": phase.name, "progress": phase.fraction}
     if card is None:
-        return _object(kept.name) | {"status": status}
-    return _object(kept.name) | {
+        return _object(entry.name) | {"status": status}
+    return _object(entry.name) | {
         "created": int(card.created_s),
         "max_model_len": card.plan.max_model_len,
         "meta": {
@@ -86,18 +86,18 @@ def _quant(card: ModelCard) -> str | None:
     return named or (card.spec.quantization or {}).get("quant_method")
 
 
-def adapter_objects(kept: Kept) -> list[dict[str, Any]]:
+def adapter_objects(entry: ModelEntry) -> list[dict[str, Any]]:
     """Return an object for each adapter. To clients an adapter is a model of its own; `parent` is its base model."""
-    base = model_object(kept)
+    base = model_object(entry)
     return [
         base | {
             "id": each.name,
             "created": int(each.created_s),
             "root": str(each.path),
-            "parent": kept.name,
+            "parent": entry.name,
             "meta": {"rank": each.rank},
         }
-        for each in (kept.adapters.loaded if kept.adapters is not None else ())
+        for each in (entry.adapters.loaded if entry.adapters is not None else ())
     ]  # fmt: skip
 
 

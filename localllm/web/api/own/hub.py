@@ -26,7 +26,7 @@ from litestar.types import ControllerRouterHandler
 from localllm.errors import RequestError
 from localllm.models.library.hub.downloads import Downloads, DownloadStatus
 from localllm.models.library.hub.facts import plan_facts, progress_facts
-from localllm.serving.entry import Kept
+from localllm.serving.entry import ModelEntry
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of, struct_body
 from localllm.web.api.reading import read_query
 from localllm.web.errors import MissingParameter, error_body
@@ -182,9 +182,9 @@ def _installed() -> list[dict[str, Any]]:
     ]
 
 
-def _in_use(request: ApiRequest) -> list[Kept]:
+def _in_use(request: ApiRequest) -> list[ModelEntry]:
     """Return the models that are loaded or being loaded."""
-    return [kept for kept in manager_of(request).kept if kept.state not in ("unloaded", "failed")]
+    return [entry for entry in manager_of(request).entries if entry.state not in ("unloaded", "failed")]
 
 
 async def remove_model(request: ApiRequest, name: str, revision: str | None = None) -> dict[str, Any]:
@@ -222,11 +222,11 @@ def refuse_if_loaded(request: ApiRequest, target: Target) -> None:
         refuse_if_named(request, target.name)
         return
     folder = repository_folder(target.repo_id)
-    if any(str(kept.path).startswith(f"{folder}/") for kept in _in_use(request)):
+    if any(str(entry.path).startswith(f"{folder}/") for entry in _in_use(request)):
         raise ModelInUse(f"{target.name} is loaded.", "", "Unload it first.", param="model")
 
 
 def refuse_if_named(request: ApiRequest, name: str) -> None:
     """Raise `ModelInUse` if a loaded model has this name."""
-    if any(kept.name == name for kept in _in_use(request)):
+    if any(entry.name == name for entry in _in_use(request)):
         raise ModelInUse(f"{name} is loaded.", "", "Unload it first.", param="model")

@@ -139,8 +139,8 @@ def _worth_returning(text: str) -> str:
 def card_of(room: Room, settings: Mapping[str, str]) -> ModelCard | None:
     """Return facts about the model that the next message goes to."""
     name = settings.get("model")
-    kept = room.manager.register.known(name) if name else None
-    return kept.card if kept is not None else room.card if not name else None
+    entry = room.manager.register.known(name) if name else None
+    return entry.card if entry is not None else room.card if not name else None
 
 
 async def _models(room: Room, settings: Mapping[str, str]) -> tuple[ModelChoice, ...]:
@@ -148,9 +148,9 @@ async def _models(room: Room, settings: Mapping[str, str]) -> tuple[ModelChoice,
     default = room.manager.default
     chosen = settings.get("model") or (default.name if default else "")
     notes = {
-        kept.name: "" if kept.state == "ready" else kept.state
-        for kept in room.manager.kept
-        if kept.card is None or kept.card.spec.task == "generate"
+        entry.name: "" if entry.state == "ready" else entry.state
+        for entry in room.manager.entries
+        if entry.card is None or entry.card.spec.task == "generate"
     }
     notes |= {name: "not loaded" for name in await room.manager.register.installed() if name not in notes}
     if chosen not in notes:

@@ -168,13 +168,13 @@ def sampling(
 
 def loading(room: Room) -> Loading:
     """Return the progress of the load, or why it failed."""
-    kept = room.manager.default
-    if kept is None:
+    entry = room.manager.default
+    if entry is None:
         return Loading("the model")
-    phases = tuple(Phase(phase.name, phase.done, phase.fraction, phase.detail) for phase in kept.phases.values())
-    error = notice(kept.error) if kept.error and kept.state == "failed" else None
-    rests = kept.state if kept.state in ("sleeping", "unloaded") else ""
-    return Loading(kept.name, phases, error, rests, kept.state == "tuning")
+    phases = tuple(Phase(phase.name, phase.done, phase.fraction, phase.detail) for phase in entry.phases.values())
+    error = notice(entry.error) if entry.error and entry.state == "failed" else None
+    rests = entry.state if entry.state in ("sleeping", "unloaded") else ""
+    return Loading(entry.name, phases, error, rests, entry.state == "tuning")
 
 
 def stop_url(writing: Writing) -> str:

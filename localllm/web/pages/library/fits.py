@@ -69,7 +69,7 @@ class Fits:
             known = self._known.get(name)
             if known is not None and time.monotonic() - known[0] < HOLDS_S and not anew:
                 return known[1]
-            hardware = hardware_once_free(await asyncio.to_thread(read_hardware), self._manager.kept)
+            hardware = hardware_once_free(await asyncio.to_thread(read_hardware), self._manager.entries)
             fit = await asyncio.to_thread(look, path or name, self._config(name), hardware, paths=path is not None)
             if not isinstance(fit.error, HubUnreachable | HubOffline):
                 self._known[name] = time.monotonic(), fit
@@ -78,7 +78,7 @@ class Fits:
             return fit
 
     async def hardware(self) -> Hardware:
-        return hardware_once_free(await asyncio.to_thread(read_hardware), self._manager.kept)
+        return hardware_once_free(await asyncio.to_thread(read_hardware), self._manager.entries)
 
     def _config(self, name: str) -> EngineConfig:
         """Return the settings with which a model of that name would be loaded."""

@@ -18,7 +18,7 @@ from localllm.models.library.catalog import DEMO_NAME, ResolvedModel, list_model
 from localllm.models.library.gguf_names import quant_of
 from localllm.models.library.hub.cache import free_bytes
 from localllm.models.spec.about import SOURCES, ago, quantization_name, spec_or_reason
-from localllm.serving.entry import Kept, ModelStatus
+from localllm.serving.entry import ModelEntry, ModelStatus
 from localllm.serving.eviction import can_sleep
 from localllm.serving.manager import ModelManager
 from localllm.units import format_bytes, format_count
@@ -66,53 +66,53 @@ class Shelf:
     def is_bare(self) -> bool:
         """True if no model is installed but the demo."""
         return all(book.model.name == DEMO_NAME for book in self._books) and all(
-            kept.name == DEMO_NAME or kept.card is None for kept in self._manager.kept
+            entry.name == DEMO_NAME or entry.card is None for entry in self._manager.entries
         )
 
     def rows(self) -> list[ModelRow]:
         """Return all rows; the models that the manager knows come first, in its order."""
         statuses = {status.name: status for status in self._manager.statuses()}
-        kept = sorted(self._manager.kept, key=lambda each: list(statuses).index(each.name))
-        shown = {each.path: each for each in kept if each.path is not None}
-        rows = [self._kept_row(each, statuses[each.name]) for each in kept if self._is_there(each)]
+        entry = sorted(self._manager.entries, key=lambda each: list(statuses).index(each.name))
+        shown = {each.path: each for each in entry if each.path is not None}
+        rows = [self._entry_row(each, statuses[each.name]) for each in entry if self._is_there(each)]
         return rows + [self._book_row(book) for book in self._books if book.model.path not in shown]
 
     def row(self, name: str) -> ModelRow | None:
         """Return the row of a model, named as in the catalogue or in the manager."""
-        kept = self._manager.register.known(name)
-        names = {name, kept.name} if kept is not None else {name}
+        entry = self._manager.register.known(name)
+        names = {name, entry.name} if entry is not None else {name}
         return next((row for row in self.rows() if row.name in names), None)
 
     def path_of(self, name: str) -> Path | None:
         """Return the path of a model, if the manager knows it."""
-        kept = self._manager.register.known(name)
-        return kept.path if kept is not None else None
+        entry = self._manager.register.known(name)
+        return entry.path if entry is not None else None
 
     def has(self, repo_id: str) -> bool:
         """Return whether any model of a repository is installed."""
         return any(book.model.name.partition(":")[0] == repo_id for book in self._books)
 
     @staticmethod
-    def _is_there(kept: Kept) -> bool:
-        return kept.state not in ("unloaded", "failed") or kept.path is None or kept.path.exists()
+    def _is_there(entry: ModelEntry) -> bool:
+        return entry.state not in ("unloaded", "failed") or entry.path is None or entry.path.exists()
 
-    def _kept_row(self, kept: Kept, status: ModelStatus) -> ModelRow:
-        book = next((book for book in self._books if book.model.path == kept.path), None)
-        facts = book.facts if book is not None else (f"path {kept.path}",) if kept.path is not None else ()
+    def _entry_row(self, entry: ModelEntry, status: ModelStatus) -> ModelRow:
+        book = next((book for book in self._books if book.model.path == entry.path), None)
+        facts = book.facts if book is not None else (f"path {entry.path}",) if entry.path is not None else ()
         if status.size_bytes:
             facts = (*facts, f"uses {format_bytes(status.size_bytes)} on {status.device}")
-        phases = tuple(Phase(each.name, each.done, each.fraction, each.detail) for each in kept.phases.values())
-        rests = kept.state in ("unloaded", "failed")
+        phases = tuple(Phase(each.name, each.done, each.fraction, each.detail) for each in entry.phases.values())
+        rests = entry.state in ("unloaded", "failed")
         return ModelRow(
-            name=kept.name,
-            url=page_url(kept.name),
-            state=kept.state,
+            name=entry.name,
+            url=page_url(entry.name),
+            state=entry.state,
             facts=(*facts, _used(status) or (f"last read {ago(book.used_s)}" if book is not None else "not used yet")),
-            verbs=_verbs(kept),
-            pinned=kept.pinned,
+            verbs=_verbs(entry),
+            pinned=entry.pinned,
             delete_url=_delete_url(book.model) if book is not None and rests else "",
-            phases=phases if kept.state == "loading" else (),
-            error=notice(kept.error) if kept.state == "failed" and kept.error is not None else None,
+            phases=phases if entry.state == "loading" else (),
+            error=notice(entry.error) if entry.state == "failed" and entry.error is not None else None,
         )
 
     @staticmethod
@@ -161,12 +161,12 @@ def _delete_url(model: ResolvedModel) -> str:
     return f"/library/delete?{urlencode({'model': model.name})}" if model.source == "cache" else ""
 
 
-def _verbs(kept: Kept) -> tuple[Verb, ...]:
-    pin = UNPIN if kept.pinned else PIN
-    if kept.state == "ready":
-        return (UNLOAD, *((SLEEP,) if can_sleep(kept) else ()), pin)
+def _verbs(entry: ModelEntry) -> tuple[Verb, ...]:
+    pin = UNPIN if entry.pinned else PIN
+    if entry.state == "ready":
+        return (UNLOAD, *((SLEEP,) if can_sleep(entry) else ()), pin)
     by_state = {"loading": (STOP,), "sleeping": (WAKE, UNLOAD, pin), "unloading": (), "tuning": ()}
-    return by_state.get(kept.state, (LOAD,))
+    return by_state.get(entry.state, (LOAD,))
 
 
 def _used(status: ModelStatus) -> str:

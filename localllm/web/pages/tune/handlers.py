@@ -21,7 +21,7 @@ from litestar import Request, get, post
 from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import LocalLLMError
-from localllm.serving.entry import Kept
+from localllm.serving.entry import ModelEntry
 from localllm.serving.manager import DRAIN_S
 from localllm.serving.profiles import forget_profile
 from localllm.tuning.goals import GOALS, goal_of
@@ -45,7 +45,7 @@ SMALL_BODY_BYTES = 10_000
 async def goal_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the first step: the choice of a goal."""
     room, wizard = room_of(request), wizard_of(request)
-    models = shown.choosable(room.manager.kept)
+    models = shown.choosable(room.manager.entries)
     chosen = request.query_params.get("model", "")
     model = chosen if chosen in models else next(iter(models), "")
     return html(
@@ -182,13 +182,13 @@ def _limits_page(
     room, wizard = room_of(request), wizard_of(request)
     name = form.get("goal", "")
     goal = goal_of(name[: asked.LONGEST_TEXT] if error is None or name in GOALS else "chat")
-    kept = _kept(room, form.get("model", ""))
+    entry = _entry(room, form.get("model", ""))
     limit = goal.limits.max_ttft_s
-    card = kept.card if kept is not None else None
+    card = entry.card if entry is not None else None
     return LimitsPage(
         shell=room.shell(request, f"Limits for {goal.name}", "tune"),
         steps=shown.steps("limits", runs=wizard.running is not None, ended=_has_ended(wizard)),
-        model=kept.name if kept is not None else "",
+        model=entry.name if entry is not None else "",
         goal=shown.goal_card(goal, ""),
         typed=asked.typed_in(form),
         efforts=tuple(_effort(name, options, form.get("effort")) for name, options in asked.EFFORTS.items()),
@@ -196,17 +196,17 @@ def _limits_page(
         own_limit=f"if empty, {format_seconds(limit)}" if limit is not None else "",
         comfortable=format_count(goal.comfortable_context) if goal.comfortable_context else "",
         longest=format_count(card.spec.max_position) if card is not None else "",
-        open_requests=kept.num_leases if kept is not None else 0,
+        open_requests=entry.num_leases if entry is not None else 0,
         drain=format_seconds(DRAIN_S).replace(".0", ""),
         error=error,
     )
 
 
-def _kept(room: Room, name: str) -> Kept | None:
+def _entry(room: Room, name: str) -> ModelEntry | None:
     """Return the model of that name, else the first one that can be tuned."""
-    models = shown.choosable(room.manager.kept)
+    models = shown.choosable(room.manager.entries)
     wanted = name if name in models else next(iter(models), None)
-    return next((kept for kept in room.manager.kept if kept.name == wanted), None)
+    return next((entry for entry in room.manager.entries if entry.name == wanted), None)
 
 
 def _effort(name: str, options: TuneOptions, chosen: str | None) -> Effort:

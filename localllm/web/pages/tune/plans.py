@@ -12,7 +12,7 @@ from dataclasses import replace
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError
 from localllm.machine.hardware import read_hardware
-from localllm.serving.entry import Kept
+from localllm.serving.entry import ModelEntry
 from localllm.serving.manager import ModelManager
 from localllm.serving.profiles import (
     Key,
@@ -41,13 +41,13 @@ def plans(manager: ModelManager) -> Plans:
     return Plans(tuple(plan_row(each, keys) for each in stored))
 
 
-def keys_here(manager: ModelManager) -> list[tuple[Kept, Key]]:
+def keys_here(manager: ModelManager) -> list[tuple[ModelEntry, Key]]:
     """Return the profile keys of the models that this server knows. Blocking."""
     hardware, found = read_hardware(), []
-    for kept in manager.kept:
-        if kept.card is not None:
-            config = kept.settings.engine if kept.settings is not None else EngineConfig()
-            found.append((kept, key_of(kept.card.path, config, hardware, kept.card.plan.device)))
+    for entry in manager.entries:
+        if entry.card is not None:
+            config = entry.settings.engine if entry.settings is not None else EngineConfig()
+            found.append((entry, key_of(entry.card.path, config, hardware, entry.card.plan.device)))
     return found
 
 
@@ -57,19 +57,19 @@ async def apply_plan(manager: ModelManager, file: str) -> None:
     """
     stored = await asyncio.to_thread(stored_profile, file)
     keys = await asyncio.to_thread(keys_here, manager)
-    kept = next((kept for kept, key in keys if key == stored.profile.key), None)
-    if kept is None:
+    entry = next((entry for entry, key in keys if key == stored.profile.key), None)
+    if entry is None:
         _, why = _fits(stored.profile, [key for _, key in keys])
         raise ConfigError(f"{stored.profile.name} of {stored.model} cannot be applied.", why, param="file")
-    await put_to_use(manager, kept, replace(stored.profile, applied=True), stored.model)
+    await put_to_use(manager, entry, replace(stored.profile, applied=True), stored.model)
 
 
-async def put_to_use(manager: ModelManager, kept: Kept, profile: Profile, model: str) -> None:
+async def put_to_use(manager: ModelManager, entry: ModelEntry, profile: Profile, model: str) -> None:
     """Reload the model with the profile and save the profile for later starts. If the reload fails, nothing is saved.
     `model`: the name to save it under.
     """
-    assert kept.settings is not None, "a model that was tuned can be opened again"
-    await manager.reopen(kept.name, from_profile(with_profile(kept.settings, profile)))
+    assert entry.settings is not None, "a model that was tuned can be opened again"
+    await manager.reopen(entry.name, from_profile(with_profile(entry.settings, profile)))
     await asyncio.to_thread(save_profile, profile, model)
 
 

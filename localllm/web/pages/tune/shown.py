@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from localllm.errors import LocalLLMError
-from localllm.serving.entry import Kept
+from localllm.serving.entry import ModelEntry
 from localllm.tuning.figures import Trial
 from localllm.tuning.goals import Goal
 from localllm.tuning.profile import as_flags, as_toml
@@ -87,7 +87,7 @@ def steps(here: str, *, runs: bool = False, ended: bool = False, goal: str = "")
     )
 
 
-def choosable(models: Sequence[Kept]) -> list[str]:
+def choosable(models: Sequence[ModelEntry]) -> list[str]:
     """Return the models that generate text."""
     return [each.name for each in models if each.card is not None and each.card.spec.task == "generate"]
 

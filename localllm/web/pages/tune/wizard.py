@@ -117,9 +117,9 @@ class Wizard:
         if self.running is not None:
             why = f"{self.running.model} is being tuned for {self.running.goal.name}."
             raise TuningUnderWay("A tuning run is under way.", why, "Watch it at /tune/run, or cancel it there.")
-        kept = self.manager.register.require_known(model)
-        asked = kept.settings.engine.model if kept.settings is not None else kept.name
-        self.job = Job(kept.name, asked, goal, options, time.monotonic())
+        entry = self.manager.register.require_known(model)
+        asked = entry.settings.engine.model if entry.settings is not None else entry.name
+        self.job = Job(entry.name, asked, goal, options, time.monotonic())
         self._task = asyncio.create_task(self._live(self.job), name="tune")
         return self.job
 
