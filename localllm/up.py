@@ -66,18 +66,18 @@ def up(settings: Settings, announcer: Announcer, *, started_s: float | None = No
     Raises `LocalLLMError` after a failure, and `KeyboardInterrupt` if the signal came before the model was ready.
     """
     started_s = time.perf_counter() if started_s is None else started_s
-    allow_many_files()
-    address = take_address(settings.server)
+    raise_file_limit()
+    address = bind_address(settings.server)
     announcer.starting(settings)
     bound_arenas()
     faults = FaultLog(fault_path(settings.server.port))
     with contextlib.closing(address), faults.installed(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        was_ready = runner.run(_House(settings, announcer, address, started_s, faults).live())
+        was_ready = runner.run(_Serving(settings, announcer, address, started_s, faults).run())
     if not was_ready:
         raise KeyboardInterrupt
 
 
-def allow_many_files() -> None:
+def raise_file_limit() -> None:
     """Raise the process's limit of open files: each connection needs one, and shells default to 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
@@ -86,7 +86,7 @@ def allow_many_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class _House:
+class _Serving:
     """One server, from binding its address to its last request."""
 
     def __init__(
@@ -98,7 +98,7 @@ class _House:
         self.server = _Server(create_app(self.manager, settings, faults), drain_s=DRAIN_S)
         self.stop = asyncio.Event()
 
-    async def live(self) -> bool:
+    async def run(self) -> bool:
         """Serve until stopped. Return True if the model was served, False if a signal came first."""
         asyncio.get_running_loop().set_exception_handler(self.faults.on_event_loop)
         with _signals(self._on_signal):
@@ -164,7 +164,7 @@ class _Server(Server):
 # ---- the address -----------------------------------------------------------------------------------------------------
 
 
-def take_address(config: ServerConfig) -> socket.socket:
+def bind_address(config: ServerConfig) -> socket.socket:
     """Return a listening socket. Raises `PortInUse` naming the program that uses the port, or `ConfigError`."""
     try:
         return bind(config)
@@ -172,10 +172,10 @@ def take_address(config: ServerConfig) -> socket.socket:
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno != errno.EADDRINUSE:
             raise ConfigError(error.what, error.why, "localllm up --help", param="host") from cause
-        raise PortInUse(error.what, _who_listens(config.port) or error.why, error.hint, param="port") from cause
+        raise PortInUse(error.what, _listening_process(config.port) or error.why, error.hint, param="port") from cause
 
 
-def _who_listens(port: int) -> str:
+def _listening_process(port: int) -> str:
     """Name the program that listens on a port, as far as this user may know."""
     try:
         pids = [

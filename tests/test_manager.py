@@ -25,7 +25,7 @@ from localllm.serving.build import build_engine
 from localllm.serving.entry import LoadCancelled, ModelLoading
 from localllm.serving.eviction import promised_bytes
 from localllm.serving.manager import ModelManager
-from localllm.serving.served import Beside, OnPhase, ServedModel
+from localllm.serving.served import LoadLimits, OnPhase, ServedModel
 from tests.serving import PHASES, settings_for, spy_on_closing
 from tests.tiny import make_tiny_model
 
@@ -154,7 +154,7 @@ def test_blanks_around_a_name_are_not_kept(tiny_llama_path: Path) -> None:
         await manager.start(settings_for(tiny_llama_path))
         [entry] = manager.register.entries
         found = SimpleNamespace(path=entry.path, name="org/tiny", source="cache", alias_of=None)
-        manager.register._road = replace(manager.register._road, resolve=lambda name, paths: found)
+        manager.register._loader = replace(manager.register._loader, resolve=lambda name, paths: found)
         for blanks in range(5):
             assert await manager.register.named("org/tiny" + " " * blanks) is entry
         assert "org/tiny" in entry.names
@@ -280,12 +280,12 @@ def test_a_load_can_be_cancelled(tiny_model_path: Callable[[str], Path], monkeyp
         manager = ModelManager()
         await manager.start(settings_with(tiny_model_path("llama"), tiny_model_path("qwen3")))
 
-        def slow(settings: Settings, on_phase: OnPhase, beside: Beside) -> ServedModel:
+        def slow(settings: Settings, on_phase: OnPhase, limits: LoadLimits) -> ServedModel:
             begun.set()
             go_on.wait(10)
-            return build_engine(settings, on_phase, beside)
+            return build_engine(settings, on_phase, limits)
 
-        manager._road = replace(manager._road, build=slow)
+        manager._loader = replace(manager._loader, build=slow)
         waiting = asyncio.create_task(tokens(manager, "model-1"))
         while not begun.is_set():
             await asyncio.sleep(0.01)
@@ -341,10 +341,10 @@ def test_what_is_promised_to_one_model_is_not_free_for_the_next(tiny_llama_path:
     async def scenario() -> None:
         manager = ModelManager()
         model = await manager.start(settings_for(tiny_llama_path, kv_cache_memory_bytes=1 << 30, max_model_len=None))
-        promised = promised_bytes(manager.entries, manager._bare_bytes)
+        promised = promised_bytes(manager.entries, manager._baseline_bytes)
         assert 0.8 * model.plan.kv_bytes < promised <= model.plan.kv_bytes + model.plan.activation_bytes
         await manager.sleep(model.name)
-        assert promised_bytes(manager.entries, manager._bare_bytes) == 0
+        assert promised_bytes(manager.entries, manager._baseline_bytes) == 0
         await manager.close()
 
     asyncio.run(scenario())

@@ -19,7 +19,7 @@ from localllm.serving import manager as module
 from localllm.serving.entry import ModelsBusy, ModelTuning
 from localllm.serving.manager import ModelManager
 from localllm.serving.reopen import BareModel
-from localllm.serving.served import Beside, OnPhase, ServedModel
+from localllm.serving.served import LoadLimits, OnPhase, ServedModel
 from localllm.web.errors import retry_headers
 from tests.serving import settings_for, spy_on_closing
 
@@ -201,11 +201,11 @@ def test_settings_that_do_not_fit_leave_the_model_as_it_was(tiny_llama_path: Pat
 def test_a_model_that_cannot_be_opened_again_is_loaded_from_its_files(
     tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(bare: BareModel, config: EngineConfig, on_phase: OnPhase, beside: Beside) -> ServedModel:
+    def refuse(bare: BareModel, config: EngineConfig, on_phase: OnPhase, limits: LoadLimits) -> ServedModel:
         raise MemoryError("somebody else has it")
 
     async def play(manager: ModelManager) -> None:
-        manager._road = replace(manager._road, open_again=refuse)
+        manager._loader = replace(manager._loader, open_engine=refuse)
         monkeypatch.setattr(module, "RETRY_S", 0.0)
         borrower = Borrower()
         loan = await borrower.lent(manager)

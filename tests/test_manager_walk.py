@@ -25,9 +25,9 @@ from localllm.errors import CorruptModel, DoesNotFit, EngineCrashed, LocalLLMErr
 from localllm.models.library.catalog import ResolvedModel
 from localllm.serving import manager as manager_module
 from localllm.serving.entry import Lease, ModelLoading, ModelsBusy
-from localllm.serving.loading import Road
+from localllm.serving.loading import Loader
 from localllm.serving.manager import RETRY_S, STABLE_S, ModelManager
-from localllm.serving.served import Beside, ModelCard, OnPhase, Phase
+from localllm.serving.served import LoadLimits, ModelCard, OnPhase, Phase
 from localllm.serving.sleep import SleepingModel
 from tests.web.pages_stub import stub_plan, stub_spec
 
@@ -84,7 +84,7 @@ class FakeWeights:
 
 
 class FakeMemory:
-    """The road to models that are only sizes."""
+    """The loader of models that are only sizes."""
 
     def __init__(self) -> None:
         self.held: dict[int, int] = {}
@@ -98,15 +98,15 @@ class FakeMemory:
         return sum(self.held.values())
 
     @property
-    def road(self) -> Road:
-        return Road(self.build, self.sleep, self.wake, self.resolve, list, lambda: None)  # type: ignore[arg-type]
+    def loader(self) -> Loader:
+        return Loader(self.build, self.sleep, self.wake, self.resolve, list, lambda: None)  # type: ignore[arg-type]
 
     def resolve(self, name: str, paths: bool) -> ResolvedModel:
         if name not in SIZES:
             raise ModelNotFound(f"There is no {name}.")
         return ResolvedModel(name, Path("/models") / name, "cache")
 
-    def build(self, settings: Settings, on_phase: OnPhase, beside: Beside) -> FakeServed:
+    def build(self, settings: Settings, on_phase: OnPhase, limits: LoadLimits) -> FakeServed:
         name = settings.engine.model
         on_phase(Phase("find"))
         self._require(name, SIZES[name])
@@ -124,7 +124,7 @@ class FakeMemory:
         weakref.finalize(weights, self.held.pop, key, None)  # as real ones: gone with the last reference
         return SleepingModel(weights, served)  # type: ignore[arg-type]
 
-    def wake(self, asleep: SleepingModel, settings: Settings, on_phase: OnPhase, beside: Beside) -> FakeServed:
+    def wake(self, asleep: SleepingModel, settings: Settings, on_phase: OnPhase, limits: LoadLimits) -> FakeServed:
         name = asleep.served.name
         self._require(name, SIZES[name] - ASLEEP)
         if name in self.failing:
@@ -191,7 +191,7 @@ class ManagerWalk(RuleBasedStateMachine):
         self.events = SteppedLoop()
         self.clock, self.memory = FakeTime(), FakeMemory()
         self.memory.on_close = self.on_close
-        self.manager = ModelManager(self.memory.road, self.clock)
+        self.manager = ModelManager(self.memory.loader, self.clock)
         self.leases: list[Lease] = []
         self.tasks: list[asyncio.Task[Any]] = []
         self.told_to_go: set[str] = set()  # by name: somebody said unload or sleep
@@ -226,7 +226,7 @@ class ManagerWalk(RuleBasedStateMachine):
                 await asyncio.sleep(0)
                 if turn < 10:
                     continue  # what was just asked has hardly begun
-                busy = self.manager._turn.locked() or any(entry.is_coming for entry in self.manager.entries)
+                busy = self.manager._turn.locked() or any(entry.is_loading for entry in self.manager.entries)
                 held = [lease.model for lease in self.leases]
                 draining = any(entry.state == "unloading" and entry.served in held for entry in self.manager.entries)
                 if not busy or draining:
@@ -366,7 +366,7 @@ def play(story: Callable[[ModelManager, FakeMemory, FakeTime], Coroutine[Any, An
 
     async def scenario() -> None:
         memory, clock = FakeMemory(), FakeTime()
-        manager = ModelManager(memory.road, clock)
+        manager = ModelManager(memory.loader, clock)
         await manager.start(settings_of(**server))
         await story(manager, memory, clock)
         await manager.close()
@@ -479,7 +479,7 @@ def test_a_request_in_the_moment_of_expiry_gets_a_model_that_runs(turns: int) ->
         await tick
         entry = next(entry for entry in manager.entries if entry.name == "two")
         assert entry.served is lease.model
-        assert entry.is_up
+        assert entry.is_running
         lease.release()
 
     play(story)

@@ -164,7 +164,7 @@ def test_ctrl_c_while_loading_ends_the_command(monkeypatch: pytest.MonkeyPatch) 
 
     loading = threading.Event()
 
-    def load_for_ever(settings: Settings, on_phase: Callable[[Phase], None], beside: object) -> None:
+    def load_for_ever(settings: Settings, on_phase: Callable[[Phase], None], limits: object) -> None:
         while True:
             loading.set()
             time.sleep(0.01)
@@ -187,13 +187,13 @@ def test_ctrl_c_while_loading_ends_the_command(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_address_that_is_not_ours_is_a_wrong_setting_not_a_taken_port() -> None:
     with pytest.raises(ConfigError) as refused:
-        up.take_address(ServerConfig(host="192.0.2.1", port=8123, api_key="k"))
+        up.bind_address(ServerConfig(host="192.0.2.1", port=8123, api_key="k"))
     assert not isinstance(refused.value, PortInUse)
     assert refused.value.exit_code == 2
 
 
 def test_url_is_one_that_a_browser_here_can_open() -> None:
-    with closing(up.take_address(ServerConfig(host="0.0.0.0", port=0, api_key="k"))) as address:
+    with closing(up.bind_address(ServerConfig(host="0.0.0.0", port=0, api_key="k"))) as address:
         assert up.url_of(address) == f"http://127.0.0.1:{address.getsockname()[1]}"
 
 

@@ -135,10 +135,10 @@ def check_settings() -> Iterator[Finding]:
 
 
 def _port(settings: Settings) -> Finding:
-    from localllm.up import take_address
+    from localllm.up import bind_address
 
     try:
-        take_address(settings.server).close()
+        bind_address(settings.server).close()
     except LocalLLMError as error:
         return Finding("port", "note", str(error), error.hint)
     return Finding("port", "ok", f"{settings.server.host}:{settings.server.port} is free")

@@ -36,7 +36,7 @@ CAPTURE_S = 5.0  # seconds spent on graphs before the server is ready; the rest 
 TRIES = 3  # attempts to find a KV cache size that fits while other programs take memory
 UNKIND = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)  # these need the most memory for sampling
 
-Tell = Callable[[str], None]
+ReportDetail = Callable[[str], None]
 
 
 def open_runner(
@@ -45,7 +45,7 @@ def open_runner(
     config: EngineConfig,
     plan: MemoryPlan,
     hardware: Hardware,
-    tell: Tell,
+    report: ReportDetail,
     held_before: int = 0,
 ) -> tuple[TorchRunner, MemoryPlan]:
     """Return the runner, warmed up, and the plan it was built with. `hardware`: as it was before the model was loaded;
@@ -54,7 +54,7 @@ def open_runner(
     device = torch.device(plan.device)
     make_current(device)
     if device.type == "cuda":
-        tell("measuring one full step")
+        report("measuring one full step")
         measured = measure(model, spec, plan, device, held_before, launch_options, config.enable_prompt_embeds)
         plan = plan_again(spec, config, plan, hardware, measured)
     kv, plan = _allocate(spec, config, plan, hardware, device, held_before)
@@ -62,7 +62,7 @@ def open_runner(
     capture = CudaCapture(device) if recorded else None
     runner = _runner(model, spec, plan, kv, device, capture, launch_options)
     if capture is not None:
-        tell("capturing CUDA graphs")
+        report("capturing CUDA graphs")
     try:
         runner.warm_up(CAPTURE_S)
     except torch.OutOfMemoryError as error:

@@ -23,7 +23,7 @@ from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import DoesNotFit, UnsupportedOption
 from localllm.machine.gpu_support import require_compiler
 from localllm.serving.profiles import from_profile
-from localllm.serving.served import ALONE, Beside, OnPhase, Phase, ServedModel
+from localllm.serving.served import NO_LIMITS, LoadLimits, OnPhase, Phase, ServedModel
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ log = logging.getLogger(__name__)
 # The phases ---------------------------------------------------------------------------------------------------------
 
 
-def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None, beside: Beside = ALONE) -> ServedModel:
+def build_engine(
+    settings: Settings, on_phase: OnPhase = lambda phase: None, limits: LoadLimits = NO_LIMITS
+) -> ServedModel:
     """Find, read, fit and load the model that `settings` name. Return its engine, not started.
 
     Blocks for seconds to minutes. Raises ModelNotFound, UnsupportedModel, CorruptModel, DoesNotFit, ConfigError.
@@ -56,20 +58,20 @@ def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None, bes
 
         _refuse_adapters(config, found.name)
         _refuse_profile(config, found.name)
-        return build_pooling(settings, found, spec, on_phase, beside)
+        return build_pooling(settings, found, spec, on_phase, limits)
     with ExitStack() as undo:
-        hardware = start_torch(on_phase, beside)
+        hardware = start_torch(on_phase, limits)
         settings = tuned(settings, found, spec, hardware, on_phase)
         config = settings.engine
         plan = _fit(config, found.path, spec, hardware, on_phase)
-        require_context(plan, spec, config, beside)
+        require_context(plan, spec, config, limits)
         tokenizer, template = _read_text(found.path, on_phase)
         runner, plan, memory = _load(found.path, spec, config, plan, hardware, on_phase)
         undo.callback(runner.close)
-        with phase_of("engine", on_phase) as tell:
+        with report_phase("engine", on_phase) as report:
             model = _assemble(settings, found, spec, plan, tokenizer, template, runner)
             model = replace(model, memory=memory, tuned=from_profile(settings))
-            tell(capacity(plan))
+            report(capacity(plan))
         if config.takes_adapters:
             model = _with_adapters(model, config, on_phase)
         undo.pop_all()
@@ -99,11 +101,11 @@ def _with_adapters(model: ServedModel, config: EngineConfig, on_phase: OnPhase) 
     assert isinstance(runner, TorchRunner)
     bank = getattr(runner.model, "lora", None)
     assert bank is not None, "adapters need a bank"
-    with phase_of("adapters", on_phase) as tell:
+    with report_phase("adapters", on_phase) as report:
         adapters = Adapters(bank, (model.name, *model.aliases))
         adapters.load_all(config.lora_modules)
         names = ", ".join(each.name for each in adapters.loaded) or "none yet"
-        tell(f"{names} · room for {config.max_loras} of rank {config.max_lora_rank}")
+        report(f"{names} · room for {config.max_loras} of rank {config.max_lora_rank}")
     return replace(model, adapters=adapters)
 
 
@@ -111,9 +113,9 @@ def capacity(plan: MemoryPlan) -> str:
     return f"{plan.max_num_seqs} requests at once, {plan.max_model_len} tokens each at most"
 
 
-def require_context(plan: MemoryPlan, spec: ModelSpec, config: EngineConfig, beside: Beside) -> None:
+def require_context(plan: MemoryPlan, spec: ModelSpec, config: EngineConfig, limits: LoadLimits) -> None:
     """Refuse a plan with a very short context, so that another model is evicted instead."""
-    wanted = min(beside.min_context, spec.max_position)
+    wanted = min(limits.min_context, spec.max_position)
     if config.max_model_len is None and plan.max_model_len < wanted:
         raise DoesNotFit(
             "The model fits only with a short context.",
@@ -129,7 +131,7 @@ def _seal_kernel_settings() -> None:
     table().seal()
 
 
-class Teller:
+class PhaseReporter:
     """Reports one phase: call it with the detail, or with a fraction."""
 
     def __init__(self, name: str, on_phase: OnPhase) -> None:
@@ -142,11 +144,12 @@ class Teller:
 
 
 @contextmanager
-def phase_of(name: str, on_phase: OnPhase) -> Iterator[Teller]:
-    tell = Teller(name, on_phase)
-    tell()
-    yield tell
-    tell(fraction=1.0, done=True)
+def report_phase(name: str, on_phase: OnPhase) -> Iterator[PhaseReporter]:
+    """Report a phase at its start and its end; the block reports what happens between."""
+    report = PhaseReporter(name, on_phase)
+    report()
+    yield report
+    report(fraction=1.0, done=True)
 
 
 def _fetch(config: EngineConfig, on_phase: OnPhase) -> None:
@@ -156,13 +159,13 @@ def _fetch(config: EngineConfig, on_phase: OnPhase) -> None:
     if is_for_the_hub(config.model, config.revision):
         from localllm.models.library.hub.fetch import fetch_model, progress_line
 
-        tell = Teller("download", on_phase)
-        tell()
+        report = PhaseReporter("download", on_phase)
+        report()
         fetch_model(
             config.model, config.revision, offline=config.offline, code=config.trust_remote_code,
-            on_progress=lambda progress: tell(progress_line(progress), progress.fraction),
+            on_progress=lambda progress: report(progress_line(progress), progress.fraction),
         )  # fmt: skip
-        tell(done=True, fraction=1.0)
+        report(done=True, fraction=1.0)
 
 
 def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, ModelSpec | Literal["embed", "score"]]:
@@ -173,38 +176,38 @@ def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, Model
     from localllm.models.spec.model_spec import read_spec
 
     _fetch(config, on_phase)
-    with phase_of("find", on_phase) as tell:
+    with report_phase("find", on_phase) as report:
         found = resolve_model(config.model, config.revision)
         task = task_of(found.path, config.task)
         if task != "generate":
-            tell(found.name)
+            report(found.name)
             return found, task
         spec = read_spec(found.path, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
         through = "" if spec.implementation == "localllm" else " through transformers"
-        tell(f"{found.name} · {spec.architecture}{through}")
+        report(f"{found.name} · {spec.architecture}{through}")
     return found, spec
 
 
-def start_torch(on_phase: OnPhase, beside: Beside) -> Hardware:
+def start_torch(on_phase: OnPhase, limits: LoadLimits) -> Hardware:
     """Import torch and return the hardware with the memory that is free for this model. The import takes seconds on a
     cold disk, so it is a phase of its own."""
     from localllm.machine.hardware import read_hardware
 
-    with phase_of("torch", on_phase) as tell:
+    with report_phase("torch", on_phase) as report:
         import torch
 
         from localllm.runner.device_memory import empty_cache
 
         empty_cache()  # return memory freed by an unloaded model to the device
         hardware = read_hardware()
-        available = max(0, hardware.ram_available_bytes - beside.promised_bytes)
+        available = max(0, hardware.ram_available_bytes - limits.promised_bytes)
         hardware = replace(hardware, ram_available_bytes=available)
         if hardware.gpus:
             from localllm.kernels.tuned import ensure_triton_cache
 
             ensure_triton_cache()
         set_compute_threads(hardware)
-        tell(f"torch {torch.__version__} · {torch.get_num_threads()} compute threads")
+        report(f"torch {torch.__version__} · {torch.get_num_threads()} compute threads")
     return hardware
 
 
@@ -231,9 +234,9 @@ def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: H
         stored = weights_bytes(found.path)
         return plan_memory(settings.engine, spec, stored, hardware, resident_bytes=resident).max_model_len
 
-    with phase_of("profile", on_phase) as tell:
+    with report_phase("profile", on_phase) as report:
         settings, words = settings_that_fit(settings, choice, context_of)
-        tell(words)
+        report(words)
         log.info("profile %s", words)
     return settings
 
@@ -243,24 +246,24 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
     from localllm.models.fit.checkpoint import count_resident, lora_room
     from localllm.models.spec.model_spec import weights_bytes
 
-    with phase_of("fit", on_phase) as tell:
+    with report_phase("fit", on_phase) as report:
         resident = count_resident(path, spec, config.cpu_weights, lora_room(config))
         plan = plan_memory(config, spec, weights_bytes(path), hardware, resident_bytes=resident)
         for note in plan.notes:
             log.info("plan note=%r", note)
         weights, kv = format_bytes(plan.weights_bytes), format_bytes(plan.kv_bytes)
         stored = f" ({plan.quantization})" if plan.quantization else ""
-        tell(f"{plan.device} · {plan.dtype} · weights {weights}{stored} · KV {kv}")
+        report(f"{plan.device} · {plan.dtype} · weights {weights}{stored} · KV {kv}")
     return plan
 
 
 def _read_text(path: Path, on_phase: OnPhase) -> tuple[Tokenizer, ChatTemplate]:
     from localllm.text.chat_template import ChatTemplate
 
-    with phase_of("tokenizer", on_phase) as tell:
+    with report_phase("tokenizer", on_phase) as report:
         tokenizer = read_tokenizer(path)
         template = ChatTemplate.of(tokenizer)
-        tell(f"{tokenizer.vocab_size} tokens" + ("" if template else " · no chat template"))
+        report(f"{tokenizer.vocab_size} tokens" + ("" if template else " · no chat template"))
     return tokenizer, template
 
 
@@ -297,10 +300,10 @@ def _load(
     make_current(device)  # the transformers backend runs the model while it loads
     held_before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     process_before = process_bytes()
-    with phase_of("weights", on_phase) as tell:
+    with report_phase("weights", on_phase) as report:
 
         def progress(loaded: int, total: int) -> None:
-            tell(f"{format_bytes(loaded)} of {format_bytes(total)}", loaded / total if total else None)
+            report(f"{format_bytes(loaded)} of {format_bytes(total)}", loaded / total if total else None)
 
         length, quantization = plan.max_model_len, config.quantization
         model = load_model(
@@ -309,11 +312,11 @@ def _load(
             cpu_weights=config.cpu_weights,
         )  # fmt: skip
         if device.type == "cpu" and (quantization or spec.quantization):
-            tell(in_words(config.cpu_weights))
+            report(in_words(config.cpu_weights))
     loaded = process_bytes() - process_before
-    with phase_of("memory", on_phase) as tell:
-        runner, kept = open_runner(model, spec, config, plan, hardware, tell, held_before)
-        tell(f"{kept.num_blocks - 1} blocks of {kept.block_size} tokens")
+    with report_phase("memory", on_phase) as report:
+        runner, kept = open_runner(model, spec, config, plan, hardware, report, held_before)
+        report(f"{kept.num_blocks - 1} blocks of {kept.block_size} tokens")
     memory = MemoryReport.of(plan, kept, loaded)
     for part in memory.parts:
         measured = "-" if part.measured_bytes is None else part.measured_bytes
@@ -378,13 +381,13 @@ def engine_parts(
     from localllm.text.reasoning_budget import ReasoningBudgets
 
     loop = _engine_loop(config, plan, fingerprint(path, plan), runner)
-    limits = Limits(
+    request_limits = Limits(
         plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs, config.enable_prompt_embeds
     )
     grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
     seed = secrets.randbits(63) if config.seed is None else config.seed
     log.info("seed for requests that bring none seed=%d", seed)
-    admission = Admission(limits, tokenizer, seed, grammars, ReasoningBudgets(tokenizer, answers))
+    admission = Admission(request_limits, tokenizer, seed, grammars, ReasoningBudgets(tokenizer, answers))
     return loop, admission, EngineClient(loop, admission, tokenizer)
 
 

@@ -111,14 +111,15 @@ class ModelEntry:
     watch: asyncio.Task[None] | None = None  # waits for an engine that ends by itself
 
     @property
-    def is_up(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the model is ready and its engine runs. A model that was loaded elsewhere counts as running."""
         if self.state != "ready" or self.served is None:
             return False
         return self.settings is None or self.served.loop.is_running
 
     @property
-    def is_coming(self) -> bool:
+    def is_loading(self) -> bool:
+        """Whether a task runs that loads or wakes the model, or waits for its turn to do so."""
         return self.task is not None and not self.task.done()
 
     @property

@@ -27,7 +27,7 @@ def candidates(entry: ModelEntry, models: Sequence[ModelEntry]) -> list[ModelEnt
         each for each in others
         if each.state == "ready" and each.served and (each.served.plan.device != "cpu") == on_gpu
     ]  # fmt: skip
-    asleep = [] if on_gpu else [each for each in others if each.state == "sleeping" and not each.is_coming]
+    asleep = [] if on_gpu else [each for each in others if each.state == "sleeping" and not each.is_loading]
     return sorted([*awake, *asleep], key=lambda each: (each.num_leases > 0, each.last_used_s))
 
 
@@ -52,7 +52,7 @@ def can_sleep(entry: ModelEntry) -> bool:
     return entry.served is not None and entry.served.spec.task == "generate"
 
 
-def promised_bytes(models: Sequence[ModelEntry], bare_bytes: int | None) -> int:
+def promised_bytes(models: Sequence[ModelEntry], baseline_bytes: int | None) -> int:
     """Return the RAM that the loaded CPU models may still claim: the pages of a KV cache are allocated as they are
     written.
 
@@ -60,11 +60,11 @@ def promised_bytes(models: Sequence[ModelEntry], bare_bytes: int | None) -> int:
     """
     plans = [model.plan for model in ready(models) if model.plan.device == "cpu"]
     promised = sum(plan.kv_bytes + plan.activation_bytes for plan in plans)
-    if not promised or bare_bytes is None:
+    if not promised or baseline_bytes is None:
         return promised
     weights = sum(plan.weights_bytes for plan in plans)
     weights += sum(entry.card.plan.weights_bytes for entry in models if entry.asleep is not None and entry.card)
-    touched = psutil.Process().memory_info().rss - bare_bytes - weights
+    touched = psutil.Process().memory_info().rss - baseline_bytes - weights
     return int(max(0, promised - max(0, touched)))
 
 

@@ -18,8 +18,8 @@ from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import EngineStopped
 from localllm.serving.entry import ModelEntry
 from localllm.serving.reopen import BareModel, close_engine, open_engine
-from localllm.serving.served import Beside, OnPhase, Phase, ServedModel
-from localllm.serving.sleep import SleepingModel, give_back_memory
+from localllm.serving.served import LoadLimits, OnPhase, Phase, ServedModel
+from localllm.serving.sleep import SleepingModel, release_cached_memory
 
 if TYPE_CHECKING:
     from localllm.models.library.catalog import ResolvedModel
@@ -40,20 +40,20 @@ def _list() -> Sequence[ResolvedModel]:
 
 
 @dataclass(frozen=True, slots=True)
-class Road:
+class Loader:
     """The functions that load, sleep, wake and find models. All of them block."""
 
-    build: Callable[[Settings, OnPhase, Beside], ServedModel]
+    build: Callable[[Settings, OnPhase, LoadLimits], ServedModel]
     sleep: Callable[[ServedModel], SleepingModel]
-    wake: Callable[[SleepingModel, Settings, OnPhase, Beside], ServedModel]
+    wake: Callable[[SleepingModel, Settings, OnPhase, LoadLimits], ServedModel]
     resolve: Callable[[str, bool], ResolvedModel] = _resolve
     list: Callable[[], Sequence[ResolvedModel]] = _list
-    lay_bare: Callable[[ServedModel], BareModel] = close_engine
-    open_again: Callable[[BareModel, EngineConfig, OnPhase, Beside], ServedModel] = open_engine
-    give_back_memory: Callable[[], None] = give_back_memory
+    close_engine: Callable[[ServedModel], BareModel] = close_engine
+    open_engine: Callable[[BareModel, EngineConfig, OnPhase, LoadLimits], ServedModel] = open_engine
+    release_cached_memory: Callable[[], None] = release_cached_memory
 
 
-async def load_in_thread(road: Road, entry: ModelEntry, beside: Beside) -> ServedModel:
+async def load_in_thread(loader: Loader, entry: ModelEntry, limits: LoadLimits) -> ServedModel:
     """Build the model, or wake it if it sleeps. When cancelled, wait for the thread, which stops at its next report."""
     settings = entry.settings
     assert settings is not None
@@ -68,14 +68,14 @@ async def load_in_thread(road: Road, entry: ModelEntry, beside: Beside) -> Serve
     def work() -> ServedModel:
         try:
             if entry.asleep is not None:
-                return road.wake(entry.asleep, settings, report, beside)
-            return road.build(settings, report, beside)
+                return loader.wake(entry.asleep, settings, report, limits)
+            return loader.build(settings, report, limits)
         except BaseException as error:
-            let_go(error)
+            clear_tracebacks(error)
             raise
 
-    loader = own_thread()
-    job = event_loop.run_in_executor(loader, work)
+    thread = compute_thread()
+    job = event_loop.run_in_executor(thread, work)
     try:
         return await asyncio.shield(job)
     except asyncio.CancelledError:
@@ -87,10 +87,10 @@ async def load_in_thread(road: Road, entry: ModelEntry, beside: Beside) -> Serve
             job.result().close()
         raise
     finally:
-        loader.shutdown(wait=False)
+        thread.shutdown(wait=False)
 
 
-def own_thread() -> ThreadPoolExecutor:
+def compute_thread() -> ThreadPoolExecutor:
     """Return an executor for computing work; shut it down with the work.
 
     libgomp keeps a worker team for every thread that has ever computed. With an idle second team it counts more threads
@@ -99,15 +99,15 @@ def own_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "localllm-loader")
 
 
-async def in_own_thread(work: Callable[[], Result]) -> Result:
-    thread = own_thread()
+async def in_compute_thread(work: Callable[[], Result]) -> Result:
+    thread = compute_thread()
     try:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
     finally:
         thread.shutdown(wait=False)
 
 
-def let_go(error: BaseException | None) -> None:
+def clear_tracebacks(error: BaseException | None) -> None:
     """Clear the frames of a stored error's traceback, as they would hold the weights."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

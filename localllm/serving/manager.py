@@ -37,17 +37,17 @@ from localllm.serving.entry import (
     ModelTuning,
 )
 from localllm.serving.eviction import can_sleep, candidates, has_room_on_host, promised_bytes, ready
-from localllm.serving.loading import Road, in_own_thread, let_go, load_in_thread
+from localllm.serving.loading import Loader, clear_tracebacks, in_compute_thread, load_in_thread
 from localllm.serving.register import Register
 from localllm.serving.reopen import BareModel
-from localllm.serving.served import Beside, OnPhase, ServedModel
+from localllm.serving.served import LoadLimits, OnPhase, ServedModel
 from localllm.serving.sleep import put_to_sleep, wake_up
 
 log = logging.getLogger(__name__)
 
 WAIT_S = 300.0  # the longest time a request waits for its model
 DRAIN_S = 30.0  # time for running requests to finish after a sleep or unload command
-MAKE_ROOM_S = 120.0  # time for running requests to finish when another model needs the memory
+EVICTION_DRAIN_S = 120.0  # time for running requests to finish when another model needs the memory
 STABLE_S = 60.0  # an engine that ran at least this long before it ended by itself is loaded again at once
 RETRY_S = 5.0  # after a failed load, requests do not try again for this long
 TICK_S = 0.5
@@ -66,14 +66,14 @@ class Loan:
 class ModelManager:
     """The models of this server."""
 
-    def __init__(self, road: Road | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._road = road or Road(build_engine, put_to_sleep, wake_up)
-        self.register = Register(self._road)
+    def __init__(self, loader: Loader | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._loader = loader or Loader(build_engine, put_to_sleep, wake_up)
+        self.register = Register(self._loader)
         self._clock = clock
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._lost: asyncio.Future[DeviceLost] | None = None
-        self._bare_bytes: int | None = None  # RSS of this process without any model
+        self._baseline_bytes: int | None = None  # RSS of this process without any model
         self._closing = False
         self._loan: Loan | None = None
 
@@ -156,8 +156,8 @@ class ModelManager:
         entry.keep_alive_s = entry.keep_alive_s if keep_alive_s is None else keep_alive_s
         if wait:
             (await self._claim(entry)).release()
-        elif not entry.is_up and entry.settings is not None:
-            self._bring_up(entry)
+        elif not entry.is_running and entry.settings is not None:
+            self._start_load(entry)
         return entry.status(self._clock())
 
     async def wake(self, name: str) -> ModelStatus:
@@ -173,11 +173,11 @@ class ModelManager:
         entry = self.register.require_known(name)
         self._refuse_while_lent()
         entry.pinned = False
-        if entry.is_coming and entry.state == "loading":
+        if entry.is_loading and entry.state == "loading":
             await self._cancel(entry)
         async with self._turn:
             await self._drain(entry, DRAIN_S)
-            await self._drop(entry)
+            await self._unload(entry)
         return entry.status(self._clock())
 
     async def sleep(self, name: str) -> ModelStatus:
@@ -190,7 +190,7 @@ class ModelManager:
                 raise UnsupportedOption(f"{entry.name} cannot sleep.", why, "Unload it.", param="model")
             if entry.state == "ready":
                 await self._drain(entry, DRAIN_S)
-                await self._lay_down(entry)
+                await self._put_to_sleep(entry)
         if entry.state != "sleeping":
             raise ModelNotLoaded(f"{entry.name} cannot sleep: it is {entry.state}.", "Load it first.", param="model")
         return entry.status(self._clock())
@@ -229,7 +229,7 @@ class ModelManager:
         own = settings.of_first_model()
         entry = self.register.remember(own, settings.engine.model, keep_alive_s=math.inf)
         entry.on_phase = on_phase
-        self._spawn(self._keep_time())
+        self._spawn(self._tick_forever())
         try:
             (await self._claim(entry)).release()
         except asyncio.CancelledError:
@@ -262,10 +262,10 @@ class ModelManager:
             self._loan.task.cancel()
             await asyncio.wait({self._loan.task})
         for entry in self.entries:
-            if entry.is_coming:
+            if entry.is_loading:
                 await self._cancel(entry)
         for entry in list(self.entries):
-            await self._drop(entry)
+            await self._unload(entry)
         self.entries.clear()
 
     async def tick(self) -> None:
@@ -275,12 +275,12 @@ class ModelManager:
                 async with self._turn:
                     if self._has_expired(entry):  # a request may have arrived while this waited for its turn
                         log.info("model idle name=%s keep_alive=%.0fs", entry.name, entry.keep_alive_s)
-                        await self._drop(entry)
+                        await self._unload(entry)
 
     def _has_expired(self, entry: ModelEntry) -> bool:
         return entry.expires_in_s(self._clock()) == 0 and not entry.num_leases
 
-    async def _keep_time(self) -> None:
+    async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             await self.tick()
@@ -289,7 +289,7 @@ class ModelManager:
 
     async def _claim(self, entry: ModelEntry) -> Lease:
         entry.last_used_s = self._clock()
-        if entry.is_up and entry.served is not None:
+        if entry.is_running and entry.served is not None:
             return entry.lease(entry.served, self._released)
         self._refuse_while_lent()
         if entry.settings is None:
@@ -297,7 +297,7 @@ class ModelManager:
             raise ModelLoading(f"{entry.name} is {entry.state}.", "Try again in a moment.")
         waiter: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         entry.waiters.append(waiter)
-        self._bring_up(entry)
+        self._start_load(entry)
         try:
             async with asyncio.timeout(WAIT_S):
                 return await waiter
@@ -314,23 +314,23 @@ class ModelManager:
                 waiter.result().release()  # the load ended in the same moment in which the request was cancelled
             raise
 
-    def _bring_up(self, entry: ModelEntry) -> None:
+    def _start_load(self, entry: ModelEntry) -> None:
         """Start the load, unless it is already running: all waiting requests share it."""
-        if not entry.is_coming:
+        if not entry.is_loading:
             if entry.state != "unloading":
                 entry.state = "loading"
-            entry.task = asyncio.create_task(self._open(entry), name=f"load {entry.name}")
+            entry.task = asyncio.create_task(self._load_in_turn(entry), name=f"load {entry.name}")
 
-    async def _open(self, entry: ModelEntry) -> None:
+    async def _load_in_turn(self, entry: ModelEntry) -> None:
         """Load or wake the model when its turn comes, and resolve its waiters. Raises only `CancelledError`."""
-        gone: list[ModelEntry] = []
+        evicted: list[ModelEntry] = []
         try:
             async with self._turn:
                 try:
-                    await self._open_now(entry, gone)
+                    await self._load_now(entry, evicted)
                 except BaseException:
                     entry.state = "sleeping" if entry.asleep is not None else "unloaded"
-                    await self._bring_back(gone)
+                    await self._reload_evicted(evicted)
                     raise
         except asyncio.CancelledError:
             if entry.state == "loading":  # it was still waiting for its turn
@@ -347,21 +347,21 @@ class ModelManager:
             log.warning("load failed name=%s error=%s", entry.name, error)
             entry.refuse_waiters(error)
 
-    async def _open_now(self, entry: ModelEntry, gone: list[ModelEntry]) -> None:
-        if not entry.is_up:
+    async def _load_now(self, entry: ModelEntry, evicted: list[ModelEntry]) -> None:
+        if not entry.is_running:
             if entry.served is not None:  # its engine has ended
-                await self._drop(entry)
+                await self._unload(entry)
             entry.state, entry.phases, entry.error = "loading", {}, None
-            model = await self._make_room_and_load(entry, gone)
+            model = await self._evict_and_load(entry, evicted)
             await model.client.start()
-            self._is_ready(entry, model)
+            self._mark_ready(entry, model)
         waiters, entry.waiters = entry.waiters, []
         assert entry.served is not None
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(entry.lease(entry.served, self._released))
 
-    def _is_ready(self, entry: ModelEntry, model: ServedModel) -> None:
+    def _mark_ready(self, entry: ModelEntry, model: ServedModel) -> None:
         woken = entry.asleep is not None
         entry.served, entry.asleep, entry.card, entry.path = model, None, model.card, model.path
         entry.name, entry.names = model.name, entry.names | {model.name, *model.aliases}
@@ -373,28 +373,28 @@ class ModelManager:
             gc.collect()
         gc.freeze()  # full collections would walk over these long-lived objects again and again, mid-step
         if len(self.ready) == 1:
-            self._bare_bytes = psutil.Process().memory_info().rss - model.plan.weights_bytes
+            self._baseline_bytes = psutil.Process().memory_info().rss - model.plan.weights_bytes
         log.info("model ready name=%s device=%s", entry.name, model.plan.device)
 
-    async def _make_room_and_load(self, entry: ModelEntry, gone: list[ModelEntry]) -> ServedModel:
+    async def _evict_and_load(self, entry: ModelEntry, evicted: list[ModelEntry]) -> ServedModel:
         assert entry.settings is not None
         limit = entry.settings.server.models_max
         while limit is not None and len(self.ready) >= limit:
             await self._evict_one(
-                entry, gone, ModelsBusy(f"There is no room for {entry.name}.", f"--models-max is {limit}.")
+                entry, evicted, ModelsBusy(f"There is no room for {entry.name}.", f"--models-max is {limit}.")
             )
         while True:
             idle = [each for each in candidates(entry, self.entries) if not each.num_leases]
-            beside = Beside(promised_bytes(self.entries, self._bare_bytes), COMFORTABLE_CONTEXT if idle else 0)
+            limits = LoadLimits(promised_bytes(self.entries, self._baseline_bytes), COMFORTABLE_CONTEXT if idle else 0)
             try:
-                return await load_in_thread(self._road, entry, beside)
+                return await load_in_thread(self._loader, entry, limits)
             except DoesNotFit as error:
-                await self._evict_one(entry, gone, error)
+                await self._evict_one(entry, evicted, error)
 
     async def _watch(self, entry: ModelEntry, model: ServedModel) -> None:
         error = await model.client.ended()
         if isinstance(error, DeviceLost):
-            self._lose(error)
+            self._set_device_lost(error)
         else:
             self._spawn(self._after_crash(entry, model, error))
 
@@ -408,12 +408,12 @@ class ModelManager:
                 return
             lasted_s = self._clock() - entry.ready_s
             log.error("engine ended name=%s after=%.0fs error=%s", entry.name, lasted_s, error)
-            await self._drop(entry)
+            await self._unload(entry)
             entry.state, entry.error, entry.failed_s = "failed", error, self._clock()
         if lasted_s >= STABLE_S and entry.settings is not None and not self._closing:
-            self._bring_up(entry)
+            self._start_load(entry)
 
-    def _lose(self, error: DeviceLost) -> None:
+    def _set_device_lost(self, error: DeviceLost) -> None:
         if self._lost is None:
             self._lost = asyncio.get_running_loop().create_future()
         if not self._lost.done():
@@ -429,15 +429,15 @@ class ModelManager:
         stop: makes `work` return soon; called when this call is cancelled or the server ends. Raises `ModelTuning` for
         a second loan, `ModelsBusy` when requests do not end within `DRAIN_S`, and what a load and `work` raise.
         """
-        entry = await self._to_be_opened(name)
+        entry = await self._require_reopenable(name)
         self._refuse_while_lent()
         task = asyncio.current_task()
         assert task is not None
         self._loan = Loan(entry, task)
         try:
             async with self._turn:
-                await self._free(entry)
-                return await _to_the_end(self._lend_now(entry, work), stop)
+                await self._wait_until_idle(entry)
+                return await _uncancelled(self._lend_now(entry, work), stop)
         finally:
             self._loan = None
 
@@ -447,13 +447,13 @@ class ModelManager:
         On failure the model is served with its previous settings, and the error is raised. Raises `ModelsBusy` as
         `lend` does.
         """
-        entry = await self._to_be_opened(name)
+        entry = await self._require_reopenable(name)
         async with self._turn:
-            await self._free(entry)
-            await _to_the_end(self._reopen_now(entry, tuned))
+            await self._wait_until_idle(entry)
+            await _uncancelled(self._reopen_now(entry, tuned))
         return entry.status(self._clock())
 
-    async def _to_be_opened(self, name: str) -> ModelEntry:
+    async def _require_reopenable(self, name: str) -> ModelEntry:
         self._refuse_while_lent()
         entry = self.register.require_known(name)
         with await self._claim(entry) as model:
@@ -464,7 +464,7 @@ class ModelManager:
             )
         return entry
 
-    async def _free(self, entry: ModelEntry) -> None:
+    async def _wait_until_idle(self, entry: ModelEntry) -> None:
         """Wait until the model has no requests; new ones wait. Raises `ModelsBusy`, `ModelNotLoaded`."""
         await self._drain(entry, DRAIN_S, give_up=f"{entry.name} is busy.")
         if entry.served is None:
@@ -480,30 +480,30 @@ class ModelManager:
         assert entry.served is not None
         assert entry.settings is not None
         tuned = entry.served.tuned
-        bare = await self._lay_bare(entry, "tuning")
+        bare = await self._close_engine(entry, "tuning")
         try:
-            return await in_own_thread(partial(work, bare, entry.settings))
+            return await in_compute_thread(partial(work, bare, entry.settings))
         except BaseException as error:
-            let_go(error)
+            clear_tracebacks(error)
             if isinstance(error, DeviceLost):
-                self._lose(error)
+                self._set_device_lost(error)
             raise
         finally:
             if self._closing:
                 entry.state = "unloaded"
             else:
-                await self._open_again(entry, bare, tuned)
+                await self._open_engine(entry, bare, tuned)
 
     async def _reopen_now(self, entry: ModelEntry, tuned: Mapping[str, Any]) -> None:
         assert entry.served is not None
         before = entry.served.tuned
-        bare = await self._lay_bare(entry, "loading")
-        error = await self._open_again(entry, bare, tuned)
+        bare = await self._close_engine(entry, "loading")
+        error = await self._open_engine(entry, bare, tuned)
         if error is not None:
-            await self._open_again(entry, bare, before)
+            await self._open_engine(entry, bare, before)
             raise error
 
-    async def _lay_bare(self, entry: ModelEntry, state: Literal["tuning", "loading"]) -> BareModel:
+    async def _close_engine(self, entry: ModelEntry, state: Literal["tuning", "loading"]) -> BareModel:
         """Close the engine and keep the weights."""
         served, entry.served = entry.served, None
         assert served is not None
@@ -511,35 +511,35 @@ class ModelManager:
         await served.client.stop()
         gc.unfreeze()
         entry.state = state
-        bare = await asyncio.to_thread(self._road.lay_bare, served)
+        bare = await asyncio.to_thread(self._loader.close_engine, served)
         del served
-        await self._tidy()
+        await self._collect_garbage()
         return bare
 
-    async def _open_again(self, entry: ModelEntry, bare: BareModel, tuned: Mapping[str, Any]) -> LocalLLMError | None:
+    async def _open_engine(self, entry: ModelEntry, bare: BareModel, tuned: Mapping[str, Any]) -> LocalLLMError | None:
         """Open an engine with these settings. On failure mark the model as failed, and return the error."""
         assert entry.settings is not None
         config = replace(entry.settings.engine, **tuned)
-        known = self._bare_bytes + bare.weights_bytes if self._bare_bytes is not None else None
-        beside = Beside(promised_bytes(self.entries, known))
+        known = self._baseline_bytes + bare.weights_bytes if self._baseline_bytes is not None else None
+        limits = LoadLimits(promised_bytes(self.entries, known))
         try:
-            work = partial(self._road.open_again, bare, config, lambda phase: None, beside)
-            model = replace(await in_own_thread(work), tuned=tuned)
+            work = partial(self._loader.open_engine, bare, config, lambda phase: None, limits)
+            model = replace(await in_compute_thread(work), tuned=tuned)
             await model.client.start()
         except Exception as error:
-            let_go(error)
+            clear_tracebacks(error)
             why = error if isinstance(error, LocalLLMError) else LocalLLMError(f"{entry.name} stopped.", f"{error}.")
             log.warning("model could not be opened again name=%s error=%s", entry.name, error)
             entry.state, entry.error, entry.failed_s = "failed", why, self._clock()
-            await self._tidy()
+            await self._collect_garbage()
             return why
         entry.error = None
-        self._is_ready(entry, model)
+        self._mark_ready(entry, model)
         return None
 
     # Unloading --------------------------------------------------------------------------------------------------
 
-    async def _evict_one(self, entry: ModelEntry, gone: list[ModelEntry], otherwise: LocalLLMError) -> None:
+    async def _evict_one(self, entry: ModelEntry, evicted: list[ModelEntry], otherwise: LocalLLMError) -> None:
         others = candidates(entry, self.entries)
         if not others:
             pinned = [each.name for each in self.entries if each.pinned and each.state in ("ready", "sleeping")]
@@ -549,16 +549,16 @@ class ModelManager:
         victim = others[0]
         log.info("model evicted name=%s for=%s requests=%d", victim.name, entry.name, victim.num_leases)
         if victim.state == "ready":
-            await self._drain(victim, MAKE_ROOM_S, give_up="There is no room for the model.")
+            await self._drain(victim, EVICTION_DRAIN_S, give_up="There is no room for the model.")
             if victim.pinned:  # pinned while it drained
                 victim.state = "ready"
-                await self._evict_one(entry, gone, otherwise)
+                await self._evict_one(entry, evicted, otherwise)
                 return
-        gone.append(victim)
+        evicted.append(victim)
         if victim.state != "sleeping" and has_room_on_host(victim):
-            await self._lay_down(victim)
+            await self._put_to_sleep(victim)
         else:
-            await self._drop(victim)
+            await self._unload(victim)
 
     async def _drain(self, entry: ModelEntry, limit_s: float, *, give_up: str = "") -> None:
         """Wait until the running requests end; new ones wait. give_up: text of a `ModelsBusy` after the time limit."""
@@ -578,19 +578,19 @@ class ModelManager:
             entry.state = "ready"
             raise
 
-    async def _lay_down(self, entry: ModelEntry) -> None:
+    async def _put_to_sleep(self, entry: ModelEntry) -> None:
         """Put the model to sleep: move its weights to the host and free everything else."""
         entry.state = "unloading"  # set it here: a request that arrives before the task below starts must wait
-        await _to_the_end(self._lay_down_now(entry))
+        await _uncancelled(self._put_to_sleep_now(entry))
 
-    async def _lay_down_now(self, entry: ModelEntry) -> None:
+    async def _put_to_sleep_now(self, entry: ModelEntry) -> None:
         served, entry.served, entry.state = entry.served, None, "unloading"
         assert served is not None
         self._stop_watching(entry)
         await served.client.stop()
         gc.unfreeze()
         try:
-            entry.asleep = await asyncio.to_thread(self._road.sleep, served)
+            entry.asleep = await asyncio.to_thread(self._loader.sleep, served)
             entry.state = "sleeping"
         except Exception as error:
             log.exception("sleep failed name=%s", entry.name)
@@ -599,14 +599,14 @@ class ModelManager:
             raise LocalLLMError(f"{entry.name} could not be put to sleep.", str(error)) from error
         finally:
             del served
-            await self._tidy()
+            await self._collect_garbage()
 
-    async def _drop(self, entry: ModelEntry) -> None:
+    async def _unload(self, entry: ModelEntry) -> None:
         """Unload the model. Requests that still run end with an error."""
         entry.state = "unloading"  # set it here: a request that arrives before the task below starts must wait
-        await _to_the_end(self._drop_now(entry))
+        await _uncancelled(self._unload_now(entry))
 
-    async def _drop_now(self, entry: ModelEntry) -> None:
+    async def _unload_now(self, entry: ModelEntry) -> None:
         served, entry.served, entry.asleep, entry.state = entry.served, None, None, "unloading"
         self._stop_watching(entry)
         gc.unfreeze()
@@ -617,19 +617,19 @@ class ModelManager:
         entry.state = "unloaded"
         if entry.settings is None and entry in self.entries:
             self.entries.remove(entry)
-        await self._tidy()
+        await self._collect_garbage()
 
-    async def _tidy(self) -> None:
+    async def _collect_garbage(self) -> None:
         gc.collect()  # an engine and its callbacks refer to each other
-        await asyncio.to_thread(self._road.give_back_memory)
+        await asyncio.to_thread(self._loader.release_cached_memory)
         if self.ready:
             gc.freeze()
 
-    async def _bring_back(self, gone: list[ModelEntry]) -> None:
+    async def _reload_evicted(self, evicted: list[ModelEntry]) -> None:
         """Load the models again that were evicted for a load that failed."""
-        for entry in [] if self._closing else gone:
+        for entry in [] if self._closing else evicted:
             try:
-                await self._open_now(entry, [])
+                await self._load_now(entry, [])
             except LocalLLMError as error:
                 entry.error, entry.failed_s = error, self._clock()
                 entry.state = "sleeping" if entry.asleep is not None else "failed"
@@ -657,13 +657,13 @@ class ModelManager:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _to_the_end(work: Coroutine[Any, Any, Result], hurry: Callable[[], None] = lambda: None) -> Result:
+async def _uncancelled(work: Coroutine[Any, Any, Result], on_cancel: Callable[[], None] = lambda: None) -> Result:
     """Finish `work` even if the caller is cancelled: a half-done unload would leave memory that no model owns."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        hurry()
+        on_cancel()
         await asyncio.wait({task})
         if not task.cancelled():
             task.exception()  # mark its exception as retrieved: the cancelled caller does not need it

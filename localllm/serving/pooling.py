@@ -13,8 +13,8 @@ from localllm.config.settings import Settings
 from localllm.engine.pooling import PoolingInput, PoolingLoop
 from localllm.engine.pooling_client import PoolingClient, PoolingLimits
 from localllm.errors import InvalidParameter, UnsupportedModel
-from localllm.serving.build import Teller, names_of, phase_of, start_torch
-from localllm.serving.served import ALONE, Beside, OnPhase, ServedModel
+from localllm.serving.build import PhaseReporter, names_of, report_phase, start_torch
+from localllm.serving.served import NO_LIMITS, LoadLimits, OnPhase, ServedModel
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def build_pooling(
     found: ResolvedModel,
     task: Literal["embed", "score"],
     on_phase: OnPhase = lambda phase: None,
-    beside: Beside = ALONE,
+    limits: LoadLimits = NO_LIMITS,
 ) -> ServedModel:
     """Read, fit and load the model. Blocking. Raises UnsupportedModel, CorruptModel, DoesNotFit, ConfigError."""
     from localllm.models.pooling.plan import plan_pooling
@@ -41,27 +41,27 @@ def build_pooling(
 
     config = settings.engine
     recipe = read_recipe(found.path, task)
-    hardware = start_torch(on_phase, beside)
-    with phase_of("fit", on_phase) as tell:
+    hardware = start_torch(on_phase, limits)
+    with report_phase("fit", on_phase) as report:
         from localllm.models.pooling.model import count_parameters
 
         spec = pooling_spec(found.path, recipe, trust_remote_code=config.trust_remote_code)
         parameters = count_parameters(found.path, recipe, trust_remote_code=config.trust_remote_code)
         plan = plan_pooling(config, spec, recipe, parameters, hardware)
-        tell(f"{plan.device} · {plan.dtype} · weights {format_bytes(plan.weights_bytes)}")
-    with phase_of("tokenizer", on_phase) as tell:
+        report(f"{plan.device} · {plan.dtype} · weights {format_bytes(plan.weights_bytes)}")
+    with report_phase("tokenizer", on_phase) as report:
         tokenizer = load_tokenizer(found.path)
         encoder = _encoder(found, recipe, tokenizer)
-        tell(f"{tokenizer.vocab_size} tokens{', through the chat template' if recipe.as_message else ''}")
-    with phase_of("weights", on_phase) as tell:
-        model = _load(found, recipe, plan.device, plan.dtype, config.trust_remote_code, tell)
+        report(f"{tokenizer.vocab_size} tokens{', through the chat template' if recipe.as_message else ''}")
+    with report_phase("weights", on_phase) as report:
+        model = _load(found, recipe, plan.device, plan.dtype, config.trust_remote_code, report)
     loop = PoolingLoop(
         _Runner(model),
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         max_num_queued=config.max_num_queued_reqs,
     )
-    limits = PoolingLimits(plan.max_model_len, plan.max_num_seqs, model.vocab_size)
+    pooling_limits = PoolingLimits(plan.max_model_len, plan.max_num_seqs, model.vocab_size)
     name, aliases = names_of(settings, found)
     return ServedModel(
         name=name,
@@ -70,7 +70,7 @@ def build_pooling(
         plan=plan,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.of(tokenizer),
-        client=PoolingClient(loop, encoder, limits, model.dim, recipe.prompts),
+        client=PoolingClient(loop, encoder, pooling_limits, model.dim, recipe.prompts),
         created_s=time.time(),
         loop=loop,
         sampling_defaults={},
@@ -121,7 +121,7 @@ def _encoder(found: ResolvedModel, recipe: PoolingRecipe, tokenizer: Tokenizer) 
 
 
 def _load(
-    found: ResolvedModel, recipe: PoolingRecipe, device: str, dtype: str, trust_remote_code: bool, tell: Teller
+    found: ResolvedModel, recipe: PoolingRecipe, device: str, dtype: str, trust_remote_code: bool, report: PhaseReporter
 ) -> PoolingModel:
     import torch
 
@@ -130,5 +130,5 @@ def _load(
     model = load_pooling_model(
         found.path, recipe, torch.device(device), getattr(torch, dtype), trust_remote_code=trust_remote_code
     )
-    tell(f"{recipe.mode} pooling" if recipe.task == "embed" else f"{model.num_labels} scores")
+    report(f"{recipe.mode} pooling" if recipe.task == "embed" else f"{model.num_labels} scores")
     return model

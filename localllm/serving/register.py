@@ -12,7 +12,7 @@ from localllm.config.settings import Settings, Task
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.serving.build import short_name
 from localllm.serving.entry import ModelEntry, ModelLoading, ModelNotLoaded, ModelUnusable
-from localllm.serving.loading import Road
+from localllm.serving.loading import Loader
 
 KEEP_ALIVE_S = 300.0  # for models loaded on demand, unless set otherwise
 
@@ -23,10 +23,10 @@ LONGEST_NAME = 300
 class Register:
     """All known models. Without `settings`, only models that were added by hand."""
 
-    def __init__(self, road: Road) -> None:
+    def __init__(self, loader: Loader) -> None:
         self.entries: list[ModelEntry] = []
         self.settings: Settings | None = None
-        self._road = road
+        self._loader = loader
 
     @property
     def default(self) -> ModelEntry | None:
@@ -46,7 +46,7 @@ class Register:
         if settings.server.on_demand:
             entry_at = {entry.path: entry for entry in self.entries}
             own_names = {entry.name for entry in self.entries}
-            for each in await asyncio.to_thread(self._road.list):
+            for each in await asyncio.to_thread(self._loader.list):
                 if each.alias_of is not None:
                     if each.name not in own_names:
                         names[each.name] = entry_at.get(each.path)
@@ -103,7 +103,7 @@ class Register:
         if not anywhere and not settings.server.on_demand:
             raise self.not_found(name)
         try:
-            found = await asyncio.to_thread(self._road.resolve, name, anywhere)
+            found = await asyncio.to_thread(self._loader.resolve, name, anywhere)
         except ModelNotFound as error:
             raise (error if anywhere else self.not_found(name)) from None
         except (UnsupportedModel, CorruptModel):

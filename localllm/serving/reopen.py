@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from localllm.config.settings import EngineConfig
-from localllm.serving.build import capacity, engine_parts, phase_of, require_context, start_torch
-from localllm.serving.served import ALONE, Beside, OnPhase, ServedModel
+from localllm.serving.build import capacity, engine_parts, report_phase, require_context, start_torch
+from localllm.serving.served import NO_LIMITS, LoadLimits, OnPhase, ServedModel
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def open_engine(
     bare: BareModel,
     config: EngineConfig,
     on_phase: OnPhase = lambda phase: None,
-    beside: Beside = ALONE,
+    limits: LoadLimits = NO_LIMITS,
     *,
     bring: Callable[[], None] | None = None,
 ) -> ServedModel:
@@ -103,31 +103,31 @@ def open_engine(
 
     served, model, spec = bare.served, bare.model, bare.served.spec
     with ExitStack() as undo:
-        hardware = start_torch(on_phase, beside)
+        hardware = start_torch(on_phase, limits)
         weights = bare.weights_bytes
         if bring is None:
             hardware = bare.as_if_not_loaded(hardware)
-        with phase_of("fit", on_phase) as tell:
+        with report_phase("fit", on_phase) as report:
             plan = bare.plan(config, hardware)
-            tell(f"{plan.device} · KV {format_bytes(plan.kv_bytes)}")
-        require_context(plan, spec, config, beside)
+            report(f"{plan.device} · KV {format_bytes(plan.kv_bytes)}")
+        require_context(plan, spec, config, limits)
         make_current(torch.device(plan.device))
         held_before = 0
         if plan.device != "cpu":
             held_before = torch.cuda.memory_allocated(torch.device(plan.device)) - (weights if bring is None else 0)
-        with phase_of("weights", on_phase) as tell:
+        with report_phase("weights", on_phase) as report:
             if bring is not None:
                 bring()
             model.serve_context(plan.max_model_len)
-            tell(format_bytes(weights))
-        with phase_of("memory", on_phase) as tell:
-            runner, plan = open_runner(model, spec, config, plan, hardware, tell, max(0, held_before))
-            tell(f"{plan.num_blocks - 1} blocks of {plan.block_size} tokens")
+            report(format_bytes(weights))
+        with report_phase("memory", on_phase) as report:
+            runner, plan = open_runner(model, spec, config, plan, hardware, report, max(0, held_before))
+            report(f"{plan.num_blocks - 1} blocks of {plan.block_size} tokens")
         undo.callback(runner.close)
-        with phase_of("engine", on_phase) as tell:
+        with report_phase("engine", on_phase) as report:
             loop, admission, client = engine_parts(
                 config, plan, served.path, spec, served.tokenizer, served.answers, runner
             )
-            tell(capacity(plan))
+            report(capacity(plan))
         undo.pop_all()
     return replace(served, plan=plan, memory=None, loop=loop, admission=admission, client=client)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from localllm.config.settings import Settings
 from localllm.serving.reopen import BareModel, close_engine, open_engine
-from localllm.serving.served import ALONE, Beside, OnPhase, ServedModel
+from localllm.serving.served import NO_LIMITS, LoadLimits, OnPhase, ServedModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,12 +35,12 @@ def put_to_sleep(served: ServedModel) -> SleepingModel:
     bare = close_engine(served)
     if served.plan.device != "cpu":
         _move(bare.model, _to_host)
-    give_back_memory()
+    release_cached_memory()
     return SleepingModel(bare.model, served)
 
 
 def wake_up(
-    asleep: SleepingModel, settings: Settings, on_phase: OnPhase = lambda phase: None, beside: Beside = ALONE
+    asleep: SleepingModel, settings: Settings, on_phase: OnPhase = lambda phase: None, limits: LoadLimits = NO_LIMITS
 ) -> ServedModel:
     """Open an engine on the weights of a sleeping model; after an error the model is still asleep."""
     import torch
@@ -55,7 +55,7 @@ def wake_up(
 
         on_host = device.type == "cpu"  # already on the device
         config = replace(settings.engine, **asleep.served.tuned)
-        served = open_engine(asleep, config, on_phase, beside, bring=None if on_host else bring)
+        served = open_engine(asleep, config, on_phase, limits, bring=None if on_host else bring)
         undo.pop_all()
     return served
 
@@ -81,7 +81,7 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor)
 
 
-def give_back_memory() -> None:
+def release_cached_memory() -> None:
     """Return freed memory to the device and the system; otherwise both allocators would keep it."""
     from localllm.models.weights.loader import trim_heap
     from localllm.runner.device_memory import empty_cache

@@ -29,8 +29,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from localllm.errors import DeviceLost, LocalLLMError
-from localllm.serving.loading import let_go
-from localllm.serving.sleep import give_back_memory
+from localllm.serving.loading import clear_tracebacks
+from localllm.serving.sleep import release_cached_memory
 from localllm.tuning.drive import Cancelled
 from localllm.tuning.figures import Predicted, Trial, pareto
 from localllm.tuning.goals import Goal
@@ -207,9 +207,9 @@ class TuningRun:
         except DeviceLost:
             raise
         except (LocalLLMError, MemoryError, RuntimeError) as error:  # the guess fails; the search will report it
-            let_go(error)
+            clear_tracebacks(error)
         finally:
-            give_back_memory()
+            release_cached_memory()
         if self.agreement is not None and self.agreement.is_enough:
             return space
         return Space(tuple(each for each in space.axes if each is not axis))

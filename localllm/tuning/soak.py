@@ -19,9 +19,9 @@ from typing import Any
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import DeviceLost, LocalLLMError
-from localllm.serving.loading import let_go
+from localllm.serving.loading import clear_tracebacks
 from localllm.serving.served import ServedModel
-from localllm.serving.sleep import give_back_memory
+from localllm.serving.sleep import release_cached_memory
 from localllm.tuning.drive import Cancelled, Watch, running, watched
 from localllm.tuning.trial import TrialBed
 from localllm.tuning.workload import PromptSource
@@ -68,10 +68,10 @@ def soak(
     except (Cancelled, DeviceLost):
         raise
     except (LocalLLMError, MemoryError, RuntimeError) as error:
-        let_go(error)
+        clear_tracebacks(error)
         return SoakReport(0.0, 0, 0, 1, 0, 0, 0, str(error).splitlines()[0])
     finally:
-        give_back_memory()
+        release_cached_memory()
 
 
 async def _soak(

@@ -18,10 +18,10 @@ from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import ConfigError, DeviceLost, DoesNotFit, LocalLLMError, StepFailed
 from localllm.machine.hardware import Hardware, process_bytes, read_hardware
 from localllm.serving.build import build_engine
-from localllm.serving.loading import let_go
+from localllm.serving.loading import clear_tracebacks
 from localllm.serving.reopen import BareModel, close_engine, open_engine
 from localllm.serving.served import OnPhase, ServedModel
-from localllm.serving.sleep import give_back_memory
+from localllm.serving.sleep import release_cached_memory
 from localllm.tuning.drive import Cancelled, GaveUp, MemoryRanLow, Watch, drive, running
 from localllm.tuning.figures import Fate, Figures, Predicted, Trial, figures_of
 from localllm.tuning.goals import Goal, over_budget
@@ -107,10 +107,10 @@ class TrialBed:
         except (Cancelled, DeviceLost):
             raise
         except (LocalLLMError, MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            let_go(error)  # its frames hold the engine's tensors
+            clear_tracebacks(error)  # its frames hold the engine's tensors
             return replace(trial, fate=fate_of(error), why=str(error).splitlines()[0])
         finally:
-            give_back_memory()
+            release_cached_memory()
         if why := goal.limits.broken_by(figures):
             return replace(trial, fate="over a limit", why=why, figures=figures)
         return replace(trial, figures=figures, score=goal.score(figures))

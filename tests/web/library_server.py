@@ -12,7 +12,7 @@ from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.models.library.catalog import resolve_model
 from localllm.serving import manager
 from localllm.serving.build import short_name
-from localllm.serving.served import Beside, OnPhase, Phase, ServedModel
+from localllm.serving.served import LoadLimits, OnPhase, Phase, ServedModel
 from localllm.serving.sleep import SleepingModel
 from tests.web.live_server import LiveServer, PacedRunner, fake_model
 
@@ -28,7 +28,7 @@ class Loads:
         for name, fake in (("build_engine", self.build), ("put_to_sleep", self.sleep), ("wake_up", self.wake)):
             monkeypatch.setattr(manager, name, fake)
 
-    def build(self, settings: Settings, on_phase: OnPhase, beside: Beside) -> ServedModel:
+    def build(self, settings: Settings, on_phase: OnPhase, limits: LoadLimits) -> ServedModel:
         found = resolve_model(settings.engine.model)
         on_phase(Phase("weights", "2.3 of 5.7 GiB", fraction=0.4))
         while not self.gate.wait(0.02):
@@ -40,8 +40,8 @@ class Loads:
         served.loop.stop()
         return SleepingModel(None, served)  # type: ignore[arg-type]
 
-    def wake(self, asleep: SleepingModel, settings: Settings, on_phase: OnPhase, beside: Beside) -> ServedModel:
-        return self.build(settings, on_phase, beside)
+    def wake(self, asleep: SleepingModel, settings: Settings, on_phase: OnPhase, limits: LoadLimits) -> ServedModel:
+        return self.build(settings, on_phase, limits)
 
 
 class LibraryServer(LiveServer):
