@@ -154,11 +154,11 @@ def _round_to_groups(rows: Tensor, group: int, scale_type: torch.dtype) -> tuple
     The codes are computed with the rounded scales."""
     count, columns = rows.shape
     grouped = F.pad(rows, (0, -columns % group)).view(count, -1, group)
-    least, greatest = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
+    minimum, maximum = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
     tiny = torch.finfo(scale_type).smallest_normal
-    scales = ((greatest - least) / 15).clamp_(min=tiny).to(scale_type)
+    scales = ((maximum - minimum) / 15).clamp_(min=tiny).to(scale_type)
     step = scales.float()
-    zeros = (-least / step).round_().clamp_(0, 15)
+    zeros = (-minimum / step).round_().clamp_(0, 15)
     codes = (grouped / step[..., None]).round_().add_(zeros[..., None]).clamp_(0, 15)
     return codes.view(count, -1)[:, :columns].to(torch.uint8), scales, zeros.to(torch.uint8)
 

@@ -8,13 +8,12 @@ variance is computed from the centred row, which is in registers: a large mean c
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
+from localllm.kernels.launch import early_launch, runs_triton, tl, triton, wait_for_inputs
+from localllm.kernels.rms_norm import norm_launch
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -40,23 +39,12 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
     return F.layer_norm(x.float(), (x.shape[-1],), weight, bias, eps).to(x.dtype)
 
 
-class Settings(NamedTuple):
-    block: int
-    num_warps: int
-
-
-def _settings(width: int) -> Settings:
-    """8 elements per thread: a load of 16 bytes from each 16-bit input."""
-    block = next_power_of_2(width)
-    return Settings(block, min(16, max(1, block // 256)))
-
-
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> None:
     width = x.shape[-1]
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
     rows = x.reshape(-1, width)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    block, num_warps = _settings(width)
+    block, num_warps = norm_launch(width)
     _layer_norm_kernel[(rows.shape[0],)](
         rows, residual, weight, bias, out, rows.stride(0), eps,
         WIDTH=width, BLOCK=block, num_warps=num_warps, **early_launch(x.device),

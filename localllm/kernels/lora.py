@@ -69,7 +69,7 @@ def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: LoraRows, ranks: 
     assert x.stride(1) == y.stride(1) == 1
     assert a.is_contiguous()
     assert b.is_contiguous()
-    block_r, block_k, block_n = settings(rank, has_tensor_cores(x.dtype.itemsize, gpu_of(x.device)))
+    block_r, block_k, block_n = lora_tile(rank, has_tensor_cores(x.dtype.itemsize, gpu_of(x.device)))
     parts, blocks = cdiv(depth, PART), cdiv(num_tokens, BLOCK_M)
     low = torch.empty((parts, num_tokens, rank), dtype=torch.float32, device=x.device)
     _shrink_kernel[(blocks, parts * cdiv(rank, block_r), num_adapters)](
@@ -83,16 +83,16 @@ def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: LoraRows, ranks: 
     )  # fmt: skip
 
 
-class Tiles(NamedTuple):
+class LoraTile(NamedTuple):
     block_r: int
     block_k: int  # divides PART
     block_n: int
 
 
-def settings(rank: int, tensor_cores: bool) -> Tiles:
+def lora_tile(rank: int, tensor_cores: bool) -> LoraTile:
     """Return tile sizes. Without tensor cores a product's operands are also in registers."""
     block_r = max(16, next_power_of_2(rank))
-    return Tiles(min(64, block_r), 128, 64) if tensor_cores else Tiles(min(32, block_r), 32, 32)
+    return LoraTile(min(64, block_r), 128, 64) if tensor_cores else LoraTile(min(32, block_r), 32, 32)
 
 
 def add_lora_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: LoraRows, ranks: Sequence[int]) -> None:

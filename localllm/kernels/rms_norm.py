@@ -83,15 +83,17 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return torch.full((1,), value, device=device)
 
 
-class Settings(NamedTuple):
-    block: int
+class NormLaunch(NamedTuple):
+    """Launch settings of a kernel with one program per row."""
+
+    block: int  # columns: the row's width, rounded up to a power of two
     num_warps: int
 
 
-def _settings(width: int) -> Settings:
-    """8 elements per thread: a load of 16 bytes from each 16-bit input."""
+def norm_launch(width: int) -> NormLaunch:
+    """Return settings with 8 elements per thread: a load of 16 bytes from each 16-bit input."""
     block = next_power_of_2(width)
-    return Settings(block, min(16, max(1, block // 256)))
+    return NormLaunch(block, min(16, max(1, block // 256)))
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, scale: Tensor | None) -> None:
@@ -101,7 +103,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
     rows = x.reshape(-1, heads, width)  # a view of x if its strides permit
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
-    block, num_warps = _settings(width)
+    block, num_warps = norm_launch(width)
     _rms_norm_kernel[(rows.shape[0] * heads,)](
         rows, residual, weight.contiguous(), as_bytes(out) if scale is not None else out, scale,
         rows.stride(0), rows.stride(1), eps,

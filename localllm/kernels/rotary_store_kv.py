@@ -77,7 +77,7 @@ def rotary_store_kv(
     assert not to or (kv.k_scale is not None and kv.v_scale is not None), "a cache in 8 bits has scales"
     k, v = (as_bytes(kv.k), as_bytes(kv.v)) if to else (kv.k, kv.v)
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    block_heads, block_pairs, num_warps = _settings(num_heads, head_dim)
+    block_heads, block_pairs, num_warps = rotary_launch(num_heads, head_dim)
     q_parts, kv_parts = cdiv(num_heads, block_heads), cdiv(num_kv_heads, block_heads)
     _rotary_store_kv_kernel[(num_tokens * (q_parts + kinds * kv_parts),)](
         qkv, q, k, None if kv.values_are_keys else v, kv.k_scale, kv.v_scale, slot_mapping,
@@ -117,17 +117,17 @@ def rotary_store_kv_reference(
     return q
 
 
-class Settings(NamedTuple):
+class RotaryLaunch(NamedTuple):
     block_heads: int
     block_pairs: int
     num_warps: int
 
 
-def _settings(num_heads: int, head_dim: int) -> Settings:
-    """About 1024 elements per program, 16 per thread: two loads of 16 bytes, and many programs on an SM."""
+def rotary_launch(num_heads: int, head_dim: int) -> RotaryLaunch:
+    """Return settings with about 1024 elements per program, 16 per thread: two 16-byte loads, many programs per SM."""
     pairs = next_power_of_2(head_dim // 2)
     heads = min(next_power_of_2(num_heads), max(1, 512 // pairs))
-    return Settings(heads, pairs, max(1, heads * pairs // 256))
+    return RotaryLaunch(heads, pairs, max(1, heads * pairs // 256))
 
 
 @triton.jit

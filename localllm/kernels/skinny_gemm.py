@@ -58,22 +58,22 @@ def skinny_gemm(
         even = F.pad(weight.view(torch.uint8), (0, k % 2)).contiguous().view(weight.dtype)  # not found in checkpoints
         return skinny_gemm(F.pad(x, (0, k % 2)), even, bias, scales, zeros)
     key = (_row_bucket(rows), n, k, weight.element_size(), x.element_size(), block_scales, target.arch)
-    settings = settings_for("skinny_gemm", key, _settings)
-    assert settings.block_k <= SCALE_BLOCK or not block_scales, "a tile has one scale"
-    serial = settings.split_k > 1 and launch_options().deterministic and rows >= SERIAL_ROWS
-    splits = 1 if serial else settings.split_k
+    tile = settings_for("skinny_gemm", key, skinny_gemm_tile)
+    assert tile.block_k <= SCALE_BLOCK or not block_scales, "a tile has one scale"
+    serial = tile.split_k > 1 and launch_options().deterministic and rows >= SERIAL_ROWS
+    splits = 1 if serial else tile.split_k
     sums = out if splits == 1 else torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
     stored = weight if kind == "float" else weight.view(torch.int16)  # [N, K / 2]: two weights per word
     tma = target.tma and stored.data_ptr() % 16 == 0 and stored.stride(0) * stored.element_size() % 16 == 0
-    stages = settings.num_stages if target.ptx else _plain_stages(kind, settings)
-    launch: dict[str, Any] = {"num_warps": settings.num_warps, "num_stages": stages}
+    stages = tile.num_stages if target.ptx else _plain_stages(kind, tile)
+    launch: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": stages}
     if pdl := target.tma and launch_options().programmatic_launch:
         launch["launch_pdl"] = True
-    programs = cdiv(rows, settings.block_m) * cdiv(n, settings.block_n)
+    programs = cdiv(rows, tile.block_m) * cdiv(n, tile.block_n)
     _skinny_gemm_kernel[(programs, splits)](
         sums,
         x,
-        _descriptor(stored, settings) if tma else stored,
+        _descriptor(stored, tile) if tma else stored,
         scales,
         zeros,
         bias if splits == 1 else None,
@@ -87,11 +87,11 @@ def skinny_gemm(
         SCALES="none" if scales is None else "block" if block_scales else "channel",
         HAS_ZEROS=zeros is not None,
         HAS_BIAS=bias is not None and splits == 1,
-        BLOCK_M=settings.block_m,
-        BLOCK_N=settings.block_n,
-        BLOCK_K=settings.block_k,
-        EVEN_K=k % settings.block_k == 0,
-        SPLIT_K=settings.split_k,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        EVEN_K=k % tile.block_k == 0,
+        SPLIT_K=tile.split_k,
         SERIAL=serial,
         TMA=tma,
         PTX=target.ptx,
@@ -149,7 +149,7 @@ def _rows_in_fp32(weight: Tensor, scales: Tensor, zeros: Tensor | None, rows: sl
     return wide.mul_(scales[rows][:, None])
 
 
-class Settings(NamedTuple):
+class SkinnyGemmTile(NamedTuple):
     block_m: int  # rows of x
     block_n: int  # rows of W
     block_k: int
@@ -158,29 +158,31 @@ class Settings(NamedTuple):
     num_stages: int
 
 
-def _settings(rows: int, n: int, k: int, weight_bytes: int, x_bytes: int, block_scales: bool, arch: int) -> Settings:
+def skinny_gemm_tile(
+    rows: int, n: int, k: int, weight_bytes: int, x_bytes: int, block_scales: bool, arch: int
+) -> SkinnyGemmTile:
     """Return settings. rows: a bucket.
     Tiles of 64 rows of W use wgmma on sm_90; tiles of 32 give enough programs for a medium N without splits."""
     if x_bytes == 4 or arch < 80:  # no tensor cores: the loop is unrolled multiplications
-        return Settings(16, 32, 32, 1 if launch_options().deterministic else _split(n, k, 32, 32), 4, 3)
+        return SkinnyGemmTile(16, 32, 32, 1 if launch_options().deterministic else _split(n, k, 32, 32), 4, 3)
     if launch_options().deterministic:
-        return _fixed_settings(n, k, weight_bytes, block_scales)
+        return _deterministic_tile(n, k, weight_bytes, block_scales)
     block_m = min(64, max(16, rows))
     if weight_bytes == 1:
         block_k = 256 if arch == 90 and block_m < 64 and not block_scales else 128
-        return Settings(block_m, 64, block_k, _split(n, k, 64, block_k), 4, 4)
+        return SkinnyGemmTile(block_m, 64, block_k, _split(n, k, 64, block_k), 4, 4)
     block_n = 64 if n >= 8192 or (block_m > 16 and n >= 2048) else 32
     stages = 6 if block_n == 32 and block_m == 16 else 4 if block_m < 64 or arch == 90 else 3
-    return Settings(block_m, block_n, 128, _split(n, k, block_n, 128), 4, stages)
+    return SkinnyGemmTile(block_m, block_n, 128, _split(n, k, block_n, 128), 4, stages)
 
 
-def _fixed_settings(n: int, k: int, weight_bytes: int, block_scales: bool) -> Settings:
+def _deterministic_tile(n: int, k: int, weight_bytes: int, block_scales: bool) -> SkinnyGemmTile:
     """Return settings that do not depend on the number of rows: 64 fill a wgmma; with fewer only arithmetic is wasted.
 
     One-byte weights are not split, since scales would be applied to the sum in another order.
     """
     split = _split(n, k, 64, 64) if weight_bytes == 2 else 1
-    return Settings(64, 64, 128 if block_scales else 64, split, 4, 4)
+    return SkinnyGemmTile(64, 64, 128 if block_scales else 64, split, 4, 4)
 
 
 def _split(n: int, k: int, block_n: int, block_k: int) -> int:
@@ -191,10 +193,10 @@ def _split(n: int, k: int, block_n: int, block_k: int) -> int:
     return split
 
 
-def _plain_stages(kind: str, settings: Settings) -> int:
+def _plain_stages(kind: str, tile: SkinnyGemmTile) -> int:
     """Return the pipeline stages without PTX:
     for AMD, Triton 3.6 cannot compile more stages of split bytes than this."""
-    return settings.num_stages if kind == "float" else min(3, settings.num_stages)
+    return tile.num_stages if kind == "float" else min(3, tile.num_stages)
 
 
 def _row_bucket(rows: int) -> int:
@@ -221,11 +223,11 @@ def device_target(device: torch.device) -> Target:
     return Target(10 * major + minor, major >= 9, True)
 
 
-def _descriptor(weight: Tensor, settings: Settings) -> Any:
+def _descriptor(weight: Tensor, tile: SkinnyGemmTile) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    block_k = settings.block_k if weight.is_floating_point() else settings.block_k // 2
-    return TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [settings.block_n, block_k])
+    block_k = tile.block_k if weight.is_floating_point() else tile.block_k // 2
+    return TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [tile.block_n, block_k])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -335,7 +337,7 @@ def _split_sum(
         if KIND == "float":
             total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
         else:
-            even, odd = _unpack(w, KIND, dtype, PTX)
+            even, odd = unpack_pairs(w, KIND, dtype, PTX)
             if HAS_ZEROS:
                 even, odd = even - zeros, odd - zeros  # exact: |q - zero| <= 255; x is 0 beyond K
             x_even, x_odd = tl.split(tl.reshape(x, [BLOCK_M, BLOCK_K // 2, 2]))
@@ -388,7 +390,7 @@ INT8_TO_FP16 = tl.constexpr(  # 1024 + (q + 128), minus 1152
 
 
 @triton.jit
-def _unpack(pairs, KIND: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
+def unpack_pairs(pairs, KIND: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
     """Convert 16-bit words of two weights to (weights in the low bytes, weights in the high bytes),
     in dtype, exactly."""
     if PTX and dtype == tl.bfloat16:

@@ -47,13 +47,13 @@ def w8a8_gemm(
     if rows == 0:
         return out
     target = device_target(weight.device)
-    settings = settings_for("w8a8_gemm", (64 if rows <= 64 else 128, n, k, target.arch), _settings)
+    tile = settings_for("w8a8_gemm", (64 if rows <= 64 else 128, n, k, target.arch), w8a8_tile)
     tma = target.tma and k % 16 == 0 and weight.data_ptr() % 16 == 0 and weight.is_contiguous()
     values = x.values.contiguous()
-    _w8a8_gemm_kernel[(cdiv(rows, settings.block_m) * cdiv(n, settings.block_n),)](
+    _w8a8_gemm_kernel[(cdiv(rows, tile.block_m) * cdiv(n, tile.block_n),)](
         out,
-        _descriptor(values, settings.block_m, settings.block_k) if tma else values,
-        _descriptor(weight, settings.block_n, settings.block_k) if tma else weight,
+        _descriptor(values, tile.block_m, tile.block_k) if tma else values,
+        _descriptor(weight, tile.block_n, tile.block_k) if tma else weight,
         x.scale,
         scales,
         zeros,
@@ -69,13 +69,13 @@ def w8a8_gemm(
         BLOCK_SCALES=scales.ndim == 2,
         HAS_ZEROS=zeros is not None,
         HAS_BIAS=bias is not None,
-        BLOCK_M=settings.block_m,
-        BLOCK_N=settings.block_n,
-        BLOCK_K=settings.block_k,
-        EVEN_K=k % settings.block_k == 0,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        EVEN_K=k % tile.block_k == 0,
         TMA=tma,
-        num_warps=settings.num_warps,
-        num_stages=settings.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     return out
 
@@ -128,7 +128,7 @@ def _has_scaled_mm(device: torch.device) -> bool:
     return True
 
 
-class Settings(NamedTuple):
+class W8A8Tile(NamedTuple):
     block_m: int
     block_n: int
     block_k: int
@@ -136,11 +136,11 @@ class Settings(NamedTuple):
     num_stages: int
 
 
-def _settings(rows: int, n: int, k: int, arch: int) -> Settings:
+def w8a8_tile(rows: int, n: int, k: int, arch: int) -> W8A8Tile:
     """Return settings. rows: 64 or 128, a bucket. BLOCK_K is SCALE_BLOCK, so that a tile has one scale."""
     if arch < 80:
-        return Settings(64, 64, SCALE_BLOCK, 4, 2)
-    return Settings(rows, 128, SCALE_BLOCK, 4 if rows == 64 else 8, 4 if arch == 90 or arch == 80 else 3)
+        return W8A8Tile(64, 64, SCALE_BLOCK, 4, 2)
+    return W8A8Tile(rows, 128, SCALE_BLOCK, 4 if rows == 64 else 8, 4 if arch == 90 or arch == 80 else 3)
 
 
 def _descriptor(values: Tensor, rows: int, columns: int) -> Any:

@@ -18,7 +18,7 @@ from localllm.kernels.int4_linear import (
 )
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.planar import linear as planar
-from localllm.kernels.planar.kernels import Settings
+from localllm.kernels.planar.kernels import PlanarTile
 from localllm.kernels.planar.layout import pack_words, padded_columns, unpack_words
 from localllm.kernels.planar.linear import dequantize_reference, planar_linear_reference, stack_rows
 from tests.kernels.conftest import DTYPES
@@ -79,7 +79,7 @@ def test_tiles_and_splits_agree(
     split: int, block_m: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More parts of K than there are chunks leave some with nothing to do."""
-    chosen = Settings(block_m, 64, split, 4, 3)
+    chosen = PlanarTile(block_m, 64, split, 4, 3)
     monkeypatch.setattr(planar, "settings_for", lambda *_: chosen)
     torch.manual_seed(0)
     weight, meant = random_weight(100, 640, 128, device, scale_type=torch.float16)

@@ -17,7 +17,7 @@ from localllm.kernels.moe import grouped_gemm as grouped_gemm_module
 from localllm.kernels.moe.align import align, align_single, max_blocks
 from localllm.kernels.moe.combine import combine
 from localllm.kernels.moe.experts import experts
-from localllm.kernels.moe.grouped_gemm import Settings, block_rows, grouped_gemm
+from localllm.kernels.moe.grouped_gemm import MoeGemmTile, block_rows, grouped_gemm
 from localllm.kernels.moe.route import route
 from localllm.kernels.moe.weights import ExpertWeights, ScaledExperts, pack_experts, stack_experts
 from tests.kernels.conftest import DTYPES
@@ -298,10 +298,10 @@ def test_experts_of_any_shape(
 
 
 TILES = {
-    "swapped, by TMA": Settings(64, 128, 1, True, True, 4, 3),
-    "swapped": Settings(64, 64, 1, True, False, 4, 3),
-    "by TMA": Settings(64, 64, 4, False, True, 4, 3),
-    "grouped": Settings(64, 64, 3, False, False, 4, 3),
+    "swapped, by TMA": MoeGemmTile(64, 128, 1, True, True, 4, 3),
+    "swapped": MoeGemmTile(64, 64, 1, True, False, 4, 3),
+    "by TMA": MoeGemmTile(64, 64, 4, False, True, 4, 3),
+    "grouped": MoeGemmTile(64, 64, 3, False, False, 4, 3),
 }
 
 
@@ -312,7 +312,7 @@ def test_every_tile(tile: str, block_m: int, device: torch.device, monkeypatch: 
     choice = TILES[tile]
     if not INTERPRETED and torch.cuda.get_device_capability() < (9, 0):
         choice = choice._replace(tma=False)
-    monkeypatch.setattr(grouped_gemm_module, "_settings", lambda *key, **kinds: choice)
+    monkeypatch.setattr(grouped_gemm_module, "grouped_gemm_tile", lambda *key, **kinds: choice)
     mixture = Mixture(4, 136, 72, torch.float16)
     x, weights = torch.randn(33, 136).half(), torch.rand(33, 2)
     ids = some_ids(33, 2, 4, skewed=True, padding=1)

@@ -16,7 +16,7 @@ from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, kv_cache_shape, paged_attention, plan_attention
 from localllm.kernels.paged_attention import device as device_code
-from localllm.kernels.paged_attention.device import DevicePlan, Settings
+from localllm.kernels.paged_attention.device import AttentionLaunch, DevicePlan
 from localllm.kernels.paged_attention.twin import GROUP_WASTE_TOKENS, HostPlan
 from localllm.kernels.store_kv import has_no_skipped_slot, store_kv
 from tests.kernels.conftest import DTYPES
@@ -370,8 +370,8 @@ def test_whole_tiles_and_gathered_ones_agree(monkeypatch: pytest.MonkeyPatch, ca
     for tile, tma in ((16, False), (32, False), (64, False), (16, True), (64, True)):
         if tma and ON_GPU and torch.cuda.get_device_capability() < (9, 0):
             continue
-        monkeypatch.setattr(device_code, "_decode_settings", lambda *_, t=tile, m=tma: Settings(16, t, 1, 1, m))
-        monkeypatch.setattr(device_code, "_prefill_settings", lambda *_, t=tile, m=tma: Settings(32, t, 1, 1, m))
+        monkeypatch.setattr(device_code, "decode_launch", lambda *_, t=tile, m=tma: AttentionLaunch(16, t, 1, 1, m))
+        monkeypatch.setattr(device_code, "prefill_launch", lambda *_, t=tile, m=tma: AttentionLaunch(32, t, 1, 1, m))
         plan = batch.plan()
         assert isinstance(plan, DevicePlan)
         seen.append((plan.decode.tile, plan.prefill.tma))
@@ -389,7 +389,7 @@ def test_blocks_as_served(
     if INTERPRETED:
         monkeypatch.setattr(device_code, "settings_for", lambda kernel, key, heuristic: heuristic(*key))
         hopper = 90, head_dim, 16 if cache_dtype is None else 8, group, 64
-        for name in ("_decode_settings", "_prefill_settings"):
+        for name in ("decode_launch", "prefill_launch"):
             chosen = getattr(device_code, name)(*hopper)
             monkeypatch.setattr(device_code, name, lambda *_, c=chosen: c)
     lens = [1, 1, 9] if INTERPRETED else [1, 1, 1, 150, 9]

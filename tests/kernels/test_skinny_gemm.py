@@ -13,7 +13,7 @@ from torch import Tensor
 
 from localllm.kernels import skinny_gemm as file
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED
-from localllm.kernels.skinny_gemm import Settings, dequantized, skinny_gemm
+from localllm.kernels.skinny_gemm import SkinnyGemmTile, dequantized, skinny_gemm
 from tests.kernels.conftest import DTYPES
 
 ERROR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -92,7 +92,7 @@ def test_splits_of_k_add_up(
     split: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the last split is short, and where one has nothing to do."""
-    monkeypatch.setattr(file, "settings_for", lambda *_: Settings(16, 32, 32, split, 4, 2))
+    monkeypatch.setattr(file, "settings_for", lambda *_: SkinnyGemmTile(16, 32, 32, split, 4, 2))
     for k in (128, 32 * 5 + 2):
         x, weight, bias = tensors(3, 45, k, dtype, device)
         check(x, weight, bias)
@@ -133,7 +133,7 @@ def test_a_row_has_the_same_bits_in_any_company(
     n, k = 24, 96 if dtype == torch.float32 else 512  # fp32 is not split
     x, weight, bias = tensors(130, n, k, dtype, device)
     if INTERPRETED or device.type == "cuda":
-        assert dtype == torch.float32 or file._fixed_settings(n, k, 2, False).split_k > 1
+        assert dtype == torch.float32 or file._deterministic_tile(n, k, 2, False).split_k > 1
     weights: list[tuple[Tensor, ...]] = [(weight, bias)]
     weights += [(weight.to(torch.int8), bias, torch.rand(n, device=device))]
     for arguments in weights:

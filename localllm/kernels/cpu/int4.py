@@ -117,11 +117,11 @@ def _scales_and_zeros(weight: PlanarWeight, group: int) -> Tensor:
     return both[: weight.columns // group].to(torch.bfloat16).contiguous()
 
 
-def _in_fp32(steps: Tensor, worth: Tensor | None, group: int) -> Tensor:
-    """[G, N]"""
-    if worth is None:
-        return steps.float()
-    return steps.float() * worth.float().repeat_interleave(SUPER_GROUP // group, dim=0)[: steps.shape[0]]
+def _in_fp32(scales: Tensor, super_scales: Tensor | None, group: int) -> Tensor:
+    """Return stored scales or minima as fp32 [G, N]."""
+    if super_scales is None:
+        return scales.float()
+    return scales.float() * super_scales.float().repeat_interleave(SUPER_GROUP // group, dim=0)[: scales.shape[0]]
 
 
 def _order(weight: PlanarWeight) -> Tensor | None:

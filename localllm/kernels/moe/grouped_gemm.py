@@ -35,7 +35,7 @@ from localllm.kernels.launch import (
 from localllm.kernels.moe.align import Alignment
 from localllm.kernels.moe.weights import ScaledExperts
 from localllm.kernels.silu_mul import silu_mul_reference
-from localllm.kernels.skinny_gemm import _unpack
+from localllm.kernels.skinny_gemm import unpack_pairs
 
 CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702  # of swiglu_clamped, as in gpt-oss's training
 
@@ -67,15 +67,15 @@ def grouped_gemm(
     if num_blocks == 0:
         return out
     in_blocks = isinstance(weight, ScaledExperts) and weight.in_blocks
-    settings = _settings(blocks.block_m, bool(activation), x.dtype.itemsize, gpu_of(x.device), in_blocks=in_blocks)
-    block_n, block_k, kind = settings.block_n, settings.block_k, "float"
+    tile = grouped_gemm_tile(blocks.block_m, bool(activation), x.dtype.itemsize, gpu_of(x.device), in_blocks=in_blocks)
+    block_n, block_k, kind = tile.block_n, tile.block_k, "float"
     depth = values.shape[2]
     if scales is not None:
         kind = "int8" if values.dtype == torch.int8 else "e4m3"
         values = values.view(torch.int16)  # two weights per element
     assert values.is_contiguous()
     assert x.stride(1) == 1
-    tma = settings.tma and values.data_ptr() % 16 == 0 and values.stride(1) * values.itemsize % 16 == 0
+    tma = tile.tma and values.data_ptr() % 16 == 0 and values.stride(1) * values.itemsize % 16 == 0
     _grouped_gemm_kernel[(num_blocks * cdiv(num_outputs, block_n),)](
         x,
         values,
@@ -99,17 +99,17 @@ def grouped_gemm(
         BLOCK_M=blocks.block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        GROUP_M=settings.group_m,
-        SWAP=settings.swap,
+        GROUP_M=tile.group_m,
+        SWAP=tile.swap,
         EVEN_K=depth % block_k == 0,
-        num_warps=settings.num_warps,
-        num_stages=settings.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         **early_launch(x.device),
     )
     return out
 
 
-class Settings(NamedTuple):
+class MoeGemmTile(NamedTuple):
     block_n: int
     block_k: int
     group_m: int  # consecutive blocks of rows that use the same columns while those weights are in L2
@@ -119,23 +119,23 @@ class Settings(NamedTuple):
     num_stages: int
 
 
-def _settings(block_m: int, gated: bool, itemsize: int, gpu: int, *, in_blocks: bool = False) -> Settings:
+def grouped_gemm_tile(block_m: int, gated: bool, itemsize: int, gpu: int, *, in_blocks: bool = False) -> MoeGemmTile:
     """Return settings. gpu: 90 for sm_90. A gated product needs two tiles of weights and two accumulators; with scales
     per block, it also needs registers for each tile's product."""
     if not has_tensor_cores(itemsize, gpu):
-        return Settings(32, 32, 1, False, False, 4, 2)
+        return MoeGemmTile(32, 32, 1, False, False, 4, 2)
     if gpu == AMD:  # 64 KiB of shared memory
-        return Settings(64, 64, 4, block_m <= 32, False, 4, 2)
+        return MoeGemmTile(64, 64, 4, block_m <= 32, False, 4, 2)
     tma = 90 <= gpu < 120
     if block_m <= 32:
-        return Settings(64, 128, 1, True, tma, 4, 3 if gated else 4)
+        return MoeGemmTile(64, 128, 1, True, tma, 4, 3 if gated else 4)
     if block_m == 64 and in_blocks:
-        return Settings(64, 64, 4, False, tma, 4, 4)
+        return MoeGemmTile(64, 64, 4, False, tma, 4, 4)
     if block_m == 64:
-        return Settings(64 if gated else 128, 64, 4, False, tma, 4, 4)
+        return MoeGemmTile(64 if gated else 128, 64, 4, False, tma, 4, 4)
     if gated and gpu // 10 != 9:  # only wgmma leaves registers for two accumulators of 128 columns
-        return Settings(64, 64, 8, False, tma, 8, 3)
-    return Settings(128, 64, 8, False, tma, 8, 3 if gated else 4)
+        return MoeGemmTile(64, 64, 8, False, tma, 8, 3)
+    return MoeGemmTile(128, 64, 8, False, tma, 8, 3 if gated else 4)
 
 
 def has_tensor_cores(itemsize: int, gpu: int) -> bool:
@@ -354,7 +354,7 @@ def _multiply(x, weight, acc, SWAP: tl.constexpr, KIND: tl.constexpr, PTX: tl.co
     if KIND == "float":
         return _dot(x, weight, acc, SWAP)
     else:
-        even, odd = _unpack(weight, KIND, x.dtype, PTX)
+        even, odd = unpack_pairs(weight, KIND, x.dtype, PTX)
         x_even, x_odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
         return _dot(x_odd, odd, _dot(x_even, even, acc, SWAP), SWAP)
 

@@ -26,8 +26,8 @@ from localllm.kernels.moe.grouped_gemm import (
     tile_of_program,
 )
 from localllm.kernels.moe.weights import PlanarExperts
-from localllm.kernels.planar.kernels import _load_groups, _scale_to_fp32, _zero_point
-from localllm.kernels.planar.linear import _table_on, constants
+from localllm.kernels.planar.kernels import load_groups, scale_to_fp32, zero_point
+from localllm.kernels.planar.linear import code_table_on, constants
 from localllm.kernels.planar.unpack import unpack_planes
 
 
@@ -53,8 +53,8 @@ def planar_gemm(
         return out
     planes = weight.weight
     tensor_cores = has_tensor_cores(x.dtype.itemsize, gpu_of(x.device))
-    settings = _settings(blocks.block_m, planes.bits, planes.mins is not None, tensor_cores)
-    tiles = cdiv(num_outputs, settings.block_n // (2 if activation else 1))
+    tile = planar_gemm_tile(blocks.block_m, planes.bits, planes.mins is not None, tensor_cores)
+    tiles = cdiv(num_outputs, tile.block_n // (2 if activation else 1))
     _planar_gemm_kernel[(num_blocks * tiles,)](
         x,
         planes.words,
@@ -63,7 +63,7 @@ def planar_gemm(
         planes.mins,
         planes.super_scales,
         planes.super_mins,
-        None if planes.table is None else _table_on(planes.table, x.device),
+        None if planes.table is None else code_table_on(planes.table, x.device),
         bias,
         weights,
         out,
@@ -79,26 +79,26 @@ def planar_gemm(
         ACTIVATION=activation or "",
         SINGLE=blocks.is_single,
         BLOCK_M=blocks.block_m,
-        BLOCK_N=settings.block_n,
-        GROUP_M=settings.group_m,
-        num_warps=settings.num_warps,
-        num_stages=settings.num_stages,
+        BLOCK_N=tile.block_n,
+        GROUP_M=tile.group_m,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         **early_launch(x.device),
     )
     return out
 
 
-class Settings(NamedTuple):
+class PlanarGemmTile(NamedTuple):
     block_n: int
     group_m: int
     num_warps: int
     num_stages: int
 
 
-def _settings(block_m: int, bits: int, has_mins: bool, tensor_cores: bool) -> Settings:
+def planar_gemm_tile(block_m: int, bits: int, has_mins: bool, tensor_cores: bool) -> PlanarGemmTile:
     """Return settings with as few warps as do not spill: each of four warps reads the weights of two MMA tiles."""
     four_spill = block_m >= 64 or (block_m == 32 and has_mins and bits == 4) or not tensor_cores
-    return Settings(128, 1 if block_m <= 32 else 8, 8 if four_spill else 4, 3 if block_m >= 64 else 4)
+    return PlanarGemmTile(128, 1 if block_m <= 32 else 8, 8 if four_spill else 4, 3 if block_m >= 64 else 4)
 
 
 def planar_block_rows(weight: PlanarExperts) -> int:
@@ -173,7 +173,7 @@ def _planar_gemm_kernel(
     ones = tl.full([BLOCK_N, LANES], 1.0, dtype)
     chunks = tl.cdiv(K, CHUNK)
     # Scales are loaded one iteration ahead: loaded when needed, they would make each iteration wait for memory again.
-    ahead = _load_groups(
+    ahead = load_groups(
         0,
         zeros_ptr,
         scales_ptr,
@@ -189,7 +189,7 @@ def _planar_gemm_kernel(
     )
     for chunk in range(chunks):
         groups = ahead
-        ahead = _load_groups(
+        ahead = load_groups(
             (chunk + 1) * CHUNK,
             zeros_ptr,
             scales_ptr,
@@ -214,7 +214,7 @@ def _planar_gemm_kernel(
                 sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             w = planes[p]
             if zeros_ptr is not None:
-                w = w - _zero_point(groups[2 + 3 * (p * LANES // GROUP)], dtype, BITS)[:, None]
+                w = w - zero_point(groups[2 + 3 * (p * LANES // GROUP)], dtype, BITS)[:, None]
             elif table_ptr is None and MAGIC + ZERO != 0.0:
                 w = w - (MAGIC + ZERO)
             part = tl.dot(w, xt, part, input_precision="ieee")
@@ -222,10 +222,10 @@ def _planar_gemm_kernel(
                 sums = tl.dot(ones, xt, sums, input_precision="ieee")
             if ((p + 1) * LANES) % GROUP == 0 or p + 1 == PLANES:
                 scale = groups[3 + 3 * (p * LANES // GROUP)]
-                acc += part * _scale_to_fp32(scale, groups[0], super_scales_ptr is not None)[:, None]
+                acc += part * scale_to_fp32(scale, groups[0], super_scales_ptr is not None)[:, None]
                 if mins_ptr is not None:
-                    least = groups[4 + 3 * (p * LANES // GROUP)]
-                    acc += sums * _scale_to_fp32(least, groups[1], super_mins_ptr is not None)[:, None]
+                    minimum = groups[4 + 3 * (p * LANES // GROUP)]
+                    acc += sums * scale_to_fp32(minimum, groups[1], super_mins_ptr is not None)[:, None]
 
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + outputs, mask=in_n, other=0.0).to(tl.float32)[:, None]

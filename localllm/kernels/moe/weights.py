@@ -126,7 +126,7 @@ def _tensors(matrix: Tensor | QuantizedWeight) -> dict[str, Tensor]:
     if isinstance(matrix, PlanarWeight):
         if isinstance(matrix, Int4Weight) and matrix.input_order is not None:
             raise ValueError("experts with desc_act (inputs in an order of their own) are not supported")
-        return matrix._tensors()
+        return matrix.tensors()
     if isinstance(matrix, Int8Weight) and matrix.zeros is None:
         return {"values": matrix.values, "scales": matrix.scales}
     if isinstance(matrix, Fp8Weight):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import INTERPRETED, TensorDescriptor, cdiv, launch_options, next_power_of_2
-from localllm.kernels.paged_attention.kernels import _decode_kernel, _plan_kernel, _prefill_kernel, _reduce_kernel
+from localllm.kernels.paged_attention.kernels import decode_kernel, plan_kernel, prefill_kernel, reduce_kernel
 from localllm.kernels.tuned import settings_for
 
 MIN_SPLIT_TOKENS = 256  # shorter parts cost more in the reduction than they save
@@ -25,7 +25,7 @@ MATRIX_D = 256  # wider heads (the latents of MLA, padded to 1024) fill register
 MUCH_SHARED_MEMORY = (80, 90, 100, 103)  # 163 KiB and more for one program; others have 99
 
 
-class Settings(NamedTuple):
+class AttentionLaunch(NamedTuple):
     """Launch settings of one kernel."""
 
     block_m: int  # rows of a score tile: query tokens times query heads of one key head
@@ -56,8 +56,8 @@ class DevicePlan:
     cu_seqlens_q: Tensor  # [B + 1] int32
     num_decodes: int
     window: int  # 0: none
-    decode: Settings
-    prefill: Settings
+    decode: AttentionLaunch
+    prefill: AttentionLaunch
     splits: SplitPlan | None  # None: no row uses the decode kernel
 
 
@@ -79,8 +79,8 @@ def plan_on_device(
     arch, bits = _arch(block_table.device), cache_dtype.itemsize * 8
     group_size = num_heads // num_kv_heads
     key = (arch, head_dim, bits, group_size, block_size)
-    decode = settings_for("decode_attention", key, _decode_settings)
-    prefill = settings_for("prefill_attention", key, _prefill_settings)
+    decode = settings_for("decode_attention", key, decode_launch)
+    prefill = settings_for("prefill_attention", key, prefill_launch)
     num_decodes = 0 if launch_options().deterministic else num_decodes
     splits = None
     if num_decodes:
@@ -143,42 +143,42 @@ def _plan_splits(
         partial_max=torch.empty(parts, dtype=torch.float32, device=device),
         partial_sum=torch.empty(parts, dtype=torch.float32, device=device),
     )
-    _plan_kernel[(1,)](
+    plan_kernel[(1,)](
         plan.items, plan.split_starts, context_lens, num_decodes, max_items, spare_items,
         TILE=tile, WINDOW=window, MIN_TILES=min_tiles, ROWS=256, num_warps=4,
     )  # fmt: skip
     return plan
 
 
-def _decode_settings(arch: int, head_dim: int, bits: int, group_size: int, block_size: int) -> Settings:
+def decode_launch(arch: int, head_dim: int, bits: int, group_size: int, block_size: int) -> AttentionLaunch:
     """Return settings. arch: compute capability as 90;
     0 in the interpreter, where small tiles let small tests have several."""
     block_m, block_d = max(16, next_power_of_2(group_size)), _block_d(head_dim)
     if arch == 0:
-        return Settings(block_m, 16, 1, 1, block_size % 16 == 0)
+        return AttentionLaunch(block_m, 16, 1, 1, block_size % 16 == 0)
     if bits == 32 or arch < 80:
-        return Settings(block_m, 16, 4, 1, False)  # no tensor cores: products of fp32, or Turing's, unknown to Triton
+        return AttentionLaunch(block_m, 16, 4, 1, False)  # no tensor cores: fp32, or Turing, unknown to Triton
     if block_d > MATRIX_D:
-        return Settings(block_m, 16, 8, 3, False)
+        return AttentionLaunch(block_m, 16, 8, 3, False)
     tile = 32 if block_d > 128 or block_m > 16 else 64
     # The block table's load is pipelined too and takes two stages: 5 stages hold two tiles, 3 hold one.
     stages = 5 if arch in MUCH_SHARED_MEMORY or block_d <= 64 or bits == 8 else 3
-    return Settings(block_m, tile, 4, stages, _has_tma(arch, head_dim, bits) and block_size % tile == 0)
+    return AttentionLaunch(block_m, tile, 4, stages, _has_tma(arch, head_dim, bits) and block_size % tile == 0)
 
 
-def _prefill_settings(arch: int, head_dim: int, bits: int, group_size: int, block_size: int) -> Settings:
-    """Return settings. arch: as for _decode_settings."""
-    least, block_d = next_power_of_2(group_size), _block_d(head_dim)
+def prefill_launch(arch: int, head_dim: int, bits: int, group_size: int, block_size: int) -> AttentionLaunch:
+    """Return settings. arch: as for decode_launch."""
+    min_rows, block_d = next_power_of_2(group_size), _block_d(head_dim)
     if arch == 0:
-        return Settings(max(32, least), 16, 1, 1, block_size % 16 == 0)
+        return AttentionLaunch(max(32, min_rows), 16, 1, 1, block_size % 16 == 0)
     if bits == 32 or arch < 80:
-        return Settings(max(16, least), 16, 4, 1, False)
+        return AttentionLaunch(max(16, min_rows), 16, 4, 1, False)
     if block_d > MATRIX_D:
-        return Settings(max(16, least), 16, 8, 2, False)
-    block_m = max(128 if block_d <= 128 else 64, least)
+        return AttentionLaunch(max(16, min_rows), 16, 8, 2, False)
+    block_m = max(128 if block_d <= 128 else 64, min_rows)
     tile = 64 if block_d <= 128 and arch in HAS_WGMMA else 32
     stages = 1 if block_d > 128 and arch not in MUCH_SHARED_MEMORY else 2
-    return Settings(block_m, tile, 8, stages, _has_tma(arch, head_dim, bits) and block_size % tile == 0)
+    return AttentionLaunch(block_m, tile, 8, stages, _has_tma(arch, head_dim, bits) and block_size % tile == 0)
 
 
 def _block_d(head_dim: int) -> int:
@@ -236,17 +236,17 @@ class _Call(NamedTuple):
             return "int8" if arch == 0 or torch.version.hip is not None else "int8_ptx"
         return "plain"
 
-    def cache(self, tensor: Tensor, settings: Settings) -> Any:
+    def cache(self, tensor: Tensor, launch: AttentionLaunch) -> Any:
         """Return the cache as a kernel argument: a pointer, or a descriptor of tiles of [tile, head_dim]."""
         if self.format == "fp8_bits":
             tensor = tensor.view(torch.uint8)
-        if not settings.tma:
+        if not launch.tma:
             return tensor
         head_dim = tensor.shape[-1]
         rows = tensor.numel() // head_dim
-        return TensorDescriptor(tensor, [rows, head_dim], [head_dim, 1], [settings.tile, _block_d(head_dim)])
+        return TensorDescriptor(tensor, [rows, head_dim], [head_dim, 1], [launch.tile, _block_d(head_dim)])
 
-    def constants(self, settings: Settings) -> dict[str, Any]:
+    def constants(self, launch: AttentionLaunch) -> dict[str, Any]:
         """Return the keyword arguments of both kernels."""
         num_kv_heads, _, block_size, head_dim = self.k_cache.shape
         return {
@@ -254,48 +254,48 @@ class _Call(NamedTuple):
             "HEAD_DIM": head_dim,
             "BLOCK_D": _block_d(head_dim),
             "BLOCK_SIZE": block_size,
-            "BLOCK_M": settings.block_m,
-            "TILE": settings.tile,
+            "BLOCK_M": launch.block_m,
+            "TILE": launch.tile,
             "WINDOW": self.plan.window,
             "SOFTCAP": self.softcap,
             "FORMAT": self.format,
-            "TMA": settings.tma,
-            "STAGES": settings.num_stages,
-            "num_warps": settings.num_warps,
-            "num_stages": settings.num_stages,
+            "TMA": launch.tma,
+            "STAGES": launch.num_stages,
+            "num_warps": launch.num_warps,
+            "num_stages": launch.num_stages,
         }
 
 
 def _launch_decode(call: _Call, splits: SplitPlan) -> None:
-    plan, settings = call.plan, call.plan.decode
+    plan, launch = call.plan, call.plan.decode
     num_kv_heads, num_blocks = call.k_cache.shape[:2]
-    _decode_kernel[(len(splits.items), num_kv_heads)](
+    decode_kernel[(len(splits.items), num_kv_heads)](
         call.out, splits.partial_out, splits.partial_max, splits.partial_sum, call.q,
-        call.cache(call.k_cache, settings), call.cache(call.v_cache, settings), call.k_scale, call.v_scale,
+        call.cache(call.k_cache, launch), call.cache(call.v_cache, launch), call.k_scale, call.v_scale,
         plan.block_table, plan.context_lens, splits.items, call.sinks, call.alibi_slopes, call.scale,
         num_blocks, plan.block_table.stride(0), call.q.stride(0), call.q.stride(1), call.out.stride(0),
-        **call.constants(settings),
+        **call.constants(launch),
     )  # fmt: skip
     if len(splits.items) == plan.num_decodes:
         return  # no row can have several parts
     head_dim = call.q.shape[2]
-    _reduce_kernel[(plan.num_decodes, call.q.shape[1])](
+    reduce_kernel[(plan.num_decodes, call.q.shape[1])](
         call.out, splits.partial_out, splits.partial_max, splits.partial_sum, splits.split_starts, call.out.stride(0),
         HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), PARTS=16, num_warps=4,
     )  # fmt: skip
 
 
 def _launch_prefill(call: _Call) -> None:
-    plan, settings = call.plan, call.plan.prefill
+    plan, launch = call.plan, call.plan.prefill
     num_kv_heads, num_blocks = call.k_cache.shape[:2]
     num_rows, num_tokens = len(plan.context_lens) - plan.num_decodes, len(call.q)
-    block_q = settings.block_m // (call.q.shape[1] // num_kv_heads)
+    block_q = launch.block_m // (call.q.shape[1] // num_kv_heads)
     # Enough blocks for any lengths, and one more request: the padding tokens after the last row.
     num_blocks_q = (num_tokens - plan.num_decodes) // block_q + num_rows + 1
-    _prefill_kernel[(num_blocks_q, num_kv_heads)](
-        call.out, call.q, call.cache(call.k_cache, settings), call.cache(call.v_cache, settings),
+    prefill_kernel[(num_blocks_q, num_kv_heads)](
+        call.out, call.q, call.cache(call.k_cache, launch), call.cache(call.v_cache, launch),
         call.k_scale, call.v_scale, plan.block_table, plan.context_lens, plan.cu_seqlens_q, call.sinks,
         call.alibi_slopes, call.scale, num_tokens, plan.num_decodes, num_rows, num_blocks,
         plan.block_table.stride(0), call.q.stride(0), call.q.stride(1), call.out.stride(0),
-        ONE_LOOP=launch_options().deterministic, **call.constants(settings),
+        ONE_LOOP=launch_options().deterministic, **call.constants(launch),
     )  # fmt: skip

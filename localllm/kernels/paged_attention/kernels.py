@@ -206,7 +206,7 @@ def _find_row(cu_seqlens_q, first_row, num_rows, place, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_row", "num_rows", "num_blocks", "table_stride"])
-def _prefill_kernel(
+def prefill_kernel(
     out, q, k_cache, v_cache, k_scale, v_scale, block_table, context_lens, cu_seqlens_q, sinks, alibi_slopes,
     scale, num_tokens, first_row, num_rows, num_blocks, table_stride, q_token_stride, q_head_stride, out_stride,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -286,7 +286,7 @@ def _prefill_kernel(
 
 
 @triton.jit(do_not_specialize=["num_blocks", "table_stride"])
-def _decode_kernel(
+def decode_kernel(
     out, partial_out, partial_max, partial_sum, q, k_cache, v_cache, k_scale, v_scale, block_table, context_lens,
     items, sinks, alibi_slopes, scale, num_blocks, table_stride, q_token_stride, q_head_stride, out_stride,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -364,7 +364,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def _reduce_kernel(
+def reduce_kernel(
     out, partial_out, partial_max, partial_sum, split_starts, out_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -411,7 +411,7 @@ def _key_tiles(context_lens, rows, num_rows, TILE: tl.constexpr, WINDOW: tl.cons
 
 
 @triton.jit(do_not_specialize=["num_rows", "max_items", "spare_items"])
-def _plan_kernel(
+def plan_kernel(
     items, split_starts, context_lens, num_rows, max_items, spare_items,
     TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip

@@ -2,7 +2,7 @@
 
 Scales are loaded one iteration ahead, weights and x through the pipeline's buffers. A load of 128 scales is too narrow
 for cp.async; loaded when needed, it would make each iteration wait for memory twice more.
-The launch settings, `_settings`, are in this file too, since tuned settings belong to the source text they were tuned
+The launch settings, `planar_tile`, are in this file too, since tuned settings belong to the source text they were tuned
 with.
 """
 
@@ -17,7 +17,7 @@ from localllm.kernels.planar.unpack import unpack_planes
 PROGRAMS_PER_PROCESSOR = 4  # fits the registers at 16 rows; target when splitting over K
 
 
-class Settings(NamedTuple):
+class PlanarTile(NamedTuple):
     block_m: int  # rows of x
     block_n: int  # outputs
     split: int  # splits of K, summed afterwards
@@ -25,9 +25,9 @@ class Settings(NamedTuple):
     num_stages: int
 
 
-def _settings(
+def planar_tile(
     rows: int, outputs: int, columns: int, bits: int, group: int, mins: bool, processors: int, wgmma: bool
-) -> Settings:
+) -> PlanarTile:
     """Return settings. rows: a power of two, the bucket of the batch.
     Chosen by registers, spills and instructions per weight.
 
@@ -48,14 +48,14 @@ def _settings(
     split = 1
     while split * 2 <= wanted and chunks >= split * 2 * 4:  # a program has at least four iterations
         split *= 2
-    return Settings(block_m, block_n, split, num_warps, 3 if block_m >= 64 else 4)
+    return PlanarTile(block_m, block_n, split, num_warps, 3 if block_m >= 64 else 4)
 
 
 @triton.jit
-def _step_to_fp32(step):
-    """Convert int8 to fp32 by setting bits: 2^23 + (step + 128), minus 2^23 + 128.
+def _int8_to_fp32(value):
+    """Convert int8 to fp32 by setting bits: 2^23 + (value + 128), minus 2^23 + 128.
     An I2F runs at a quarter of the rate."""
-    biased = (step.to(tl.int32) & 255) ^ 0x4B000080
+    biased = (value.to(tl.int32) & 255) ^ 0x4B000080
     return biased.to(tl.float32, bitcast=True) - 8388736.0
 
 
@@ -64,12 +64,12 @@ def _load_group(at, zeros_ptr, scales_ptr, mins_ptr, mask):
     """Load (zeros, scales, mins) [BLOCK_N] of one group as stored; scales replace absent ones."""
     scale = tl.load(scales_ptr + at, mask=mask, other=0)
     zero = scale if zeros_ptr is None else tl.load(zeros_ptr + at, mask=mask, other=0)
-    least = scale if mins_ptr is None else tl.load(mins_ptr + at, mask=mask, other=0)
-    return zero, scale, least
+    minimum = scale if mins_ptr is None else tl.load(mins_ptr + at, mask=mask, other=0)
+    return zero, scale, minimum
 
 
 @triton.jit
-def _load_groups(
+def load_groups(
     k,
     zeros_ptr,
     scales_ptr,
@@ -86,48 +86,48 @@ def _load_groups(
     """Load the values of the chunk's groups at k: (super_scales, super_mins, zeros, scales, mins, zeros,
     scales, ...)."""
     at = tl.cast(k // GROUP, tl.int64) * stride + offs_n
-    zero, scale, least = _load_group(at, zeros_ptr, scales_ptr, mins_ptr, mask)
+    zero, scale, minimum = _load_group(at, zeros_ptr, scales_ptr, mins_ptr, mask)
     at_super = tl.cast(k // SUPER_GROUP, tl.int64) * stride + offs_n
-    worth = scale if super_scales_ptr is None else tl.load(super_scales_ptr + at_super, mask=mask, other=0)
-    least_worth = scale if super_mins_ptr is None else tl.load(super_mins_ptr + at_super, mask=mask, other=0)
+    super_scale = scale if super_scales_ptr is None else tl.load(super_scales_ptr + at_super, mask=mask, other=0)
+    super_min = scale if super_mins_ptr is None else tl.load(super_mins_ptr + at_super, mask=mask, other=0)
     if GROUP >= CHUNK:
-        return worth, least_worth, zero, scale, least
+        return super_scale, super_min, zero, scale, minimum
     else:  # Triton before 3.7 also compiles code after a return, and requires matching types
-        zero1, scale1, least1 = _load_group(at + stride, zeros_ptr, scales_ptr, mins_ptr, mask)
+        zero1, scale1, minimum1 = _load_group(at + stride, zeros_ptr, scales_ptr, mins_ptr, mask)
         if GROUP * 2 == CHUNK:
-            return worth, least_worth, zero, scale, least, zero1, scale1, least1
+            return super_scale, super_min, zero, scale, minimum, zero1, scale1, minimum1
         else:
-            zero2, scale2, least2 = _load_group(at + 2 * stride, zeros_ptr, scales_ptr, mins_ptr, mask)
-            zero3, scale3, least3 = _load_group(at + 3 * stride, zeros_ptr, scales_ptr, mins_ptr, mask)
+            zero2, scale2, minimum2 = _load_group(at + 2 * stride, zeros_ptr, scales_ptr, mins_ptr, mask)
+            zero3, scale3, minimum3 = _load_group(at + 3 * stride, zeros_ptr, scales_ptr, mins_ptr, mask)
             return (
-                worth,
-                least_worth,
+                super_scale,
+                super_min,
                 zero,
                 scale,
-                least,
+                minimum,
                 zero1,
                 scale1,
-                least1,
+                minimum1,
                 zero2,
                 scale2,
-                least2,
+                minimum2,
                 zero3,
                 scale3,
-                least3,
+                minimum3,
             )
 
 
 @triton.jit
-def _scale_to_fp32(scale, worth, STEPS: tl.constexpr):
-    """Convert a stored scale or min to fp32. STEPS: it is a number of steps, each of size `worth`."""
-    if STEPS:
-        return worth.to(tl.float32) * _step_to_fp32(scale)
+def scale_to_fp32(scale, super_scale, IS_MULTIPLE: tl.constexpr):
+    """Convert a stored scale or min to fp32. IS_MULTIPLE: it is an int8 multiple of `super_scale`."""
+    if IS_MULTIPLE:
+        return super_scale.to(tl.float32) * _int8_to_fp32(scale)
     else:
         return scale.to(tl.float32)
 
 
 @triton.jit
-def _zero_point(zero, dtype: tl.constexpr, BITS: tl.constexpr):
+def zero_point(zero, dtype: tl.constexpr, BITS: tl.constexpr):
     """Convert uint8 [BLOCK_N] to dtype: the value to subtract from an unpacked plane, including its magic number."""
     if dtype == tl.float32:
         return zero.to(tl.float32) - (128.0 if BITS == 8 else 0.0)
@@ -141,7 +141,7 @@ def _zero_point(zero, dtype: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def _planar_linear_kernel(
+def planar_linear_kernel(
     y_ptr,
     x_ptr,
     words_ptr,
@@ -192,7 +192,7 @@ def _planar_linear_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     # Sums of x over a group, for the minima, also use the MMA: it is idle at few rows, a sum across lanes is not.
     ones = tl.full([BLOCK_N, LANES], 1.0, dtype)
-    ahead = _load_groups(
+    ahead = load_groups(
         first * CHUNK,
         zeros_ptr,
         scales_ptr,
@@ -209,7 +209,7 @@ def _planar_linear_kernel(
     wait_for_inputs(PDL)
     for chunk in range(first, last):
         groups = ahead
-        ahead = _load_groups(
+        ahead = load_groups(
             (chunk + 1) * CHUNK,
             zeros_ptr,
             scales_ptr,
@@ -234,7 +234,7 @@ def _planar_linear_kernel(
                 sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             w = planes[p]
             if zeros_ptr is not None:
-                w = w - _zero_point(groups[2 + 3 * (p * LANES // GROUP)], dtype, BITS)[:, None]
+                w = w - zero_point(groups[2 + 3 * (p * LANES // GROUP)], dtype, BITS)[:, None]
             elif table_ptr is None and MAGIC + ZERO != 0.0:
                 w = w - (MAGIC + ZERO)
             part = tl.dot(w, xt, part, input_precision="ieee")
@@ -243,13 +243,13 @@ def _planar_linear_kernel(
             if ((p + 1) * LANES) % GROUP == 0 or p + 1 == PLANES:
                 acc += (
                     part
-                    * _scale_to_fp32(groups[3 + 3 * (p * LANES // GROUP)], groups[0], super_scales_ptr is not None)[
+                    * scale_to_fp32(groups[3 + 3 * (p * LANES // GROUP)], groups[0], super_scales_ptr is not None)[
                         :, None
                     ]
                 )
                 if mins_ptr is not None:
-                    least = _scale_to_fp32(groups[4 + 3 * (p * LANES // GROUP)], groups[1], super_mins_ptr is not None)
-                    acc += sums * least[:, None]
+                    minimum = scale_to_fp32(groups[4 + 3 * (p * LANES // GROUP)], groups[1], super_mins_ptr is not None)
+                    acc += sums * minimum[:, None]
 
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_n, mask=in_n, other=0.0).to(tl.float32)[:, None]
@@ -259,9 +259,7 @@ def _planar_linear_kernel(
 
 
 @triton.jit(do_not_specialize=["size"])
-def _add_splits_kernel(
-    y_ptr, parts_ptr, bias_ptr, size, N, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def add_splits_kernel(y_ptr, parts_ptr, bias_ptr, size, N, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Compute y = sum of the parts, always in the same order, plus bias. size = M * N."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -276,7 +274,7 @@ def _add_splits_kernel(
 
 
 @triton.jit
-def _dequantize_kernel(
+def dequantize_kernel(
     out_ptr,
     words_ptr,
     scales_ptr,
@@ -305,7 +303,7 @@ def _dequantize_kernel(
     rows = offs_n.to(tl.int64)[:, None]
     words = tl.load(words_ptr + rows * words_stride + (chunk * LANES + lanes)[None, :], mask=in_n[:, None], other=0)
     planes = unpack_planes(words, tl.float32, table_ptr, BITS, "")
-    groups = _load_groups(
+    groups = load_groups(
         chunk * LANES * PLANES,
         zeros_ptr,
         scales_ptr,
@@ -322,10 +320,10 @@ def _dequantize_kernel(
     for p in tl.static_range(PLANES):
         w = planes[p] - ZERO
         if zeros_ptr is not None:
-            w -= _zero_point(groups[2 + 3 * (p * LANES // GROUP)], tl.float32, BITS)[:, None]
-        w *= _scale_to_fp32(groups[3 + 3 * (p * LANES // GROUP)], groups[0], super_scales_ptr is not None)[:, None]
+            w -= zero_point(groups[2 + 3 * (p * LANES // GROUP)], tl.float32, BITS)[:, None]
+        w *= scale_to_fp32(groups[3 + 3 * (p * LANES // GROUP)], groups[0], super_scales_ptr is not None)[:, None]
         if mins_ptr is not None:
-            w += _scale_to_fp32(groups[4 + 3 * (p * LANES // GROUP)], groups[1], super_mins_ptr is not None)[:, None]
+            w += scale_to_fp32(groups[4 + 3 * (p * LANES // GROUP)], groups[1], super_mins_ptr is not None)[:, None]
         columns = (chunk * PLANES + p) * LANES + lanes
         inside = in_n[:, None] & (columns < K)[None, :]
         tl.store(out_ptr + rows * K + columns[None, :], w.to(out_ptr.dtype.element_ty), mask=inside)

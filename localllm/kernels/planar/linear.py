@@ -36,11 +36,11 @@ from localllm.kernels.launch import (
     runs_triton,
 )
 from localllm.kernels.planar.kernels import (
-    Settings,
-    _add_splits_kernel,
-    _dequantize_kernel,
-    _planar_linear_kernel,
-    _settings,
+    PlanarTile,
+    add_splits_kernel,
+    dequantize_kernel,
+    planar_linear_kernel,
+    planar_tile,
 )
 from localllm.kernels.planar.layout import chunk_size, unpack_words
 from localllm.kernels.planar.unpack import unpack_assembly
@@ -97,12 +97,12 @@ class PlanarWeight:
 
     def dequantize_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return [T, K], the given rows [T] int64 of `dequantize`."""
-        taken = {n: t.index_select(0 if n == "words" else 1, rows) for n, t in self._tensors().items()}
+        taken = {n: t.index_select(0 if n == "words" else 1, rows) for n, t in self.tensors().items()}
         return dataclasses.replace(self, **taken).dequantize(dtype)
 
     def rows(self, start: int, stop: int) -> Self:
         """Return outputs start .. stop-1, sharing memory."""
-        tensors = self._tensors()
+        tensors = self.tensors()
         views = {name: t[start:stop] if name == "words" else t[:, start:stop] for name, t in tensors.items()}
         return dataclasses.replace(self, **views)
 
@@ -112,7 +112,7 @@ class PlanarWeight:
         for start in range(0, self.shape[0], step):
             yield start, self.rows(start, min(start + step, self.shape[0]))
 
-    def _tensors(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Any]:
         """Return the tensors with a first or last dimension of N, by name."""
         names = ("words", "scales", "zeros", "mins", "super_scales", "super_mins")
         return {name: t for name in names if (t := getattr(self, name)) is not None}
@@ -125,8 +125,8 @@ def stack_rows(weights: Sequence[W]) -> W:
         if differs := planar_differences(first, other):
             raise ValueError(f"quantised weights that differ in {', '.join(differs)} cannot be stacked")
     stacked: dict[str, Any] = {
-        name: torch.cat([w._tensors()[name] for w in weights], dim=0 if name == "words" else 1)
-        for name in first._tensors()
+        name: torch.cat([w.tensors()[name] for w in weights], dim=0 if name == "words" else 1)
+        for name in first.tensors()
     }
     return dataclasses.replace(first, **stacked)
 
@@ -135,12 +135,12 @@ def planar_differences(first: PlanarWeight, other: PlanarWeight) -> list[str]:
     """Return the fields in which two weights differ, except N and per-output values;
     two that differ cannot be merged."""
     names = [n for n in _shared_fields(first, other) if not _equal(getattr(first, n), getattr(other, n))]
-    has_other_parts = type(first) is not type(other) or first._tensors().keys() != other._tensors().keys()
+    has_other_parts = type(first) is not type(other) or first.tensors().keys() != other.tensors().keys()
     return names or (["kind"] if has_other_parts else [])
 
 
 def _shared_fields(first: PlanarWeight, other: PlanarWeight) -> list[str]:
-    per_output = first._tensors().keys() | other._tensors().keys()
+    per_output = first.tensors().keys() | other.tensors().keys()
     return [f.name for f in dataclasses.fields(first) if f.name not in per_output]
 
 
@@ -224,7 +224,7 @@ def _gpu(device: torch.device) -> tuple[int, bool]:
 
 
 @cache
-def _table_on(table: tuple[float, ...], device: torch.device) -> Tensor:
+def code_table_on(table: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(table, dtype=torch.float32, device=device)
 
 
@@ -232,20 +232,20 @@ def _multiply(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Tensor:
     rows, (outputs, columns) = x.shape[0], weight.shape
     bucket = DETERMINISTIC_ROWS if launch_options().deterministic else next_power_of_2(rows)
     key = (bucket, outputs, columns, weight.bits, weight.group, weight.mins is not None, *_gpu(x.device))
-    settings = settings_for("planar_linear", key, _settings)
+    tile = settings_for("planar_linear", key, planar_tile)
     y = x.new_empty((rows, outputs))
-    step = rows if settings.split == 1 else PARTIAL_ROWS
+    step = rows if tile.split == 1 else PARTIAL_ROWS
     for start in range(0, rows, step):
-        _launch(x[start : start + step], weight, bias, settings, y[start : start + step])
+        _launch(x[start : start + step], weight, bias, tile, y[start : start + step])
     return y
 
 
-def _launch(x: Tensor, weight: PlanarWeight, bias: Tensor | None, settings: Settings, y: Tensor) -> None:
-    rows, (outputs, columns), split = x.shape[0], weight.shape, settings.split
+def _launch(x: Tensor, weight: PlanarWeight, bias: Tensor | None, tile: PlanarTile, y: Tensor) -> None:
+    rows, (outputs, columns), split = x.shape[0], weight.shape, tile.split
     early = early_launch(x.device)
     target = y if split == 1 else x.new_empty((split, rows, outputs), dtype=torch.float32)
-    grid = (cdiv(rows, settings.block_m), cdiv(outputs, settings.block_n), split)
-    _planar_linear_kernel[grid](
+    grid = (cdiv(rows, tile.block_m), cdiv(outputs, tile.block_n), split)
+    planar_linear_kernel[grid](
         target,
         x,
         weight.words,
@@ -254,7 +254,7 @@ def _launch(x: Tensor, weight: PlanarWeight, bias: Tensor | None, settings: Sett
         weight.mins,
         weight.super_scales,
         weight.super_mins,
-        None if weight.table is None else _table_on(weight.table, x.device),
+        None if weight.table is None else code_table_on(weight.table, x.device),
         bias if split == 1 else None,
         rows,
         outputs,
@@ -263,16 +263,16 @@ def _launch(x: Tensor, weight: PlanarWeight, bias: Tensor | None, settings: Sett
         weight.words.stride(0),
         weight.scales.stride(0),
         **constants(weight, x.dtype),
-        BLOCK_M=settings.block_m,
-        BLOCK_N=settings.block_n,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
         SPLIT=split,
-        num_warps=settings.num_warps,
-        num_stages=settings.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         **early,
     )
     if split > 1:
         block = 1024
-        _add_splits_kernel[(cdiv(rows * outputs, block),)](
+        add_splits_kernel[(cdiv(rows * outputs, block),)](
             y, target, bias, rows * outputs, outputs, SPLIT=split, BLOCK=block, num_warps=4, **early
         )
 
@@ -308,7 +308,7 @@ def _dequantize(weight: PlanarWeight, out: Tensor) -> Tensor:
     block_n = 32
     grid = (cdiv(columns, chunk_size(weight.bits, weight.lanes)), cdiv(outputs, block_n))
     compiled_for = constants(weight, torch.float32)
-    _dequantize_kernel[grid](
+    dequantize_kernel[grid](
         out,
         weight.words,
         weight.scales,
@@ -316,7 +316,7 @@ def _dequantize(weight: PlanarWeight, out: Tensor) -> Tensor:
         weight.mins,
         weight.super_scales,
         weight.super_mins,
-        None if weight.table is None else _table_on(weight.table, out.device),
+        None if weight.table is None else code_table_on(weight.table, out.device),
         outputs,
         columns,
         weight.words.stride(0),

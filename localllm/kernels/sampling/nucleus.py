@@ -257,9 +257,9 @@ def _nucleus_kernel(
                 tail = (1.0 - top_p) * total.to(tl.float64) / (V * 1099511627776.0)
                 # tokens below low_value weigh less than (1 - top_p) of the total even if there were V of them
                 low_value = largest + (tl.log(tl.maximum(tail.to(tl.float32), 1e-30)) - 0.001) / scale - 0.001
-                least = tl.min(tl.where(groups < num_groups, heads, float("inf")), 0)
+                lowest = tl.min(tl.where(groups < num_groups, heads, float("inf")), 0)
                 countable = (top_k <= num_groups) & (floor == -float("inf"))
-                low_value = tl.where(counts, tl.where(countable, least, floor), low_value)
+                low_value = tl.where(counts, tl.where(countable, lowest, floor), low_value)
                 low_value = tl.maximum(low_value, floor)
                 low = tl.minimum(tl.maximum(order_key(low_value).to(tl.int64), LOWEST), high - 1)
                 low_count, low_mass = _from_row(row_ptr, V, low.to(tl.int32), floor, largest, scale, TILE)

@@ -39,7 +39,7 @@ from localllm.kernels.launch import HAS_TRITON, INTERPRETED, launch_options, tri
 log = logging.getLogger(__name__)
 
 Key = tuple[int | str | bool, ...]
-Settings = TypeVar("Settings", bound=NamedTuple)
+LaunchT = TypeVar("LaunchT", bound=NamedTuple)
 SHIPPED = Path(__file__).parent
 
 
@@ -56,7 +56,7 @@ class Table:
     is_sealed: bool = False  # the server is ready: a measurement would delay requests
     _complained: bool = False
 
-    def settings_for(self, kernel: str, key: Key, heuristic: Callable[..., Settings]) -> Settings:
+    def settings_for(self, kernel: str, key: Key, heuristic: Callable[..., LaunchT]) -> LaunchT:
         """Return the settings for `key`, which are also the heuristic's arguments."""
         found = self.chosen.get((kernel, key, launch_options().deterministic))
         if found is None:
@@ -64,7 +64,7 @@ class Table:
         return found
 
     def record(
-        self, kernel: str, key: Key, settings: Settings, microseconds: float, heuristic: Callable[..., Settings]
+        self, kernel: str, key: Key, settings: LaunchT, microseconds: float, heuristic: Callable[..., LaunchT]
     ) -> None:
         """Use `settings` for `key` from now on, in this process and, if the cache is writable, in later ones."""
         entries = self._entries(kernel, heuristic)
@@ -82,7 +82,7 @@ class Table:
         """Forbid measurements, since the server is ready."""
         self.is_sealed = True
 
-    def _choose(self, kernel: str, key: Key, heuristic: Callable[..., Settings]) -> Settings:
+    def _choose(self, kernel: str, key: Key, heuristic: Callable[..., LaunchT]) -> LaunchT:
         self.heuristics[kernel] = heuristic
         default = heuristic(*key)
         if launch_options().deterministic or self.gpu is None:
@@ -129,7 +129,7 @@ def table() -> Table:
     return Table(folder, gpu, triton.__version__ if HAS_TRITON else "none")
 
 
-def settings_for(kernel: str, key: Key, heuristic: Callable[..., Settings]) -> Settings:
+def settings_for(kernel: str, key: Key, heuristic: Callable[..., LaunchT]) -> LaunchT:
     """Return the launch settings of `kernel`; `heuristic(*key)` if nothing better is known. See the module's header."""
     return table().settings_for(kernel, key, heuristic)
 
@@ -185,7 +185,7 @@ def is_writable(folder: Path) -> bool:
         return False
 
 
-def _fitting(default: Settings, stored: Mapping[str, Any]) -> Settings:
+def _fitting(default: LaunchT, stored: Mapping[str, Any]) -> LaunchT:
     """Return the stored settings in the heuristic's type; `default` if their fields differ."""
     values = {name: stored.get(name) for name in default._fields}
     same = all(type(values[name]) is type(value) for name, value in default._asdict().items())

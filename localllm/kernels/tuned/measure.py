@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from localllm.kernels.tuned import Key, Settings, Table, table
+from localllm.kernels.tuned import Key, LaunchT, Table, table
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +30,12 @@ Run = Callable[[int], object]
 def tune(
     kernel: str,
     key: Key,
-    candidates: Sequence[Settings],
-    cost: Callable[[Settings], float],
-    heuristic: Callable[..., Settings],
+    candidates: Sequence[LaunchT],
+    cost: Callable[[LaunchT], float],
+    heuristic: Callable[..., LaunchT],
     *,
     into: Table | None = None,
-) -> Settings:
+) -> LaunchT:
     """Record and return the cheapest candidate for `key`. The heuristic's own choice is always a candidate.
 
     cost(settings): microseconds (`launch_us`), or a sum over several uses of the key. It raises for a candidate that
@@ -44,7 +44,7 @@ def tune(
     """
     into = into or table()
     assert not into.is_sealed, f"{kernel}: nothing is measured while serving"
-    costs: dict[Settings, float] = {}
+    costs: dict[LaunchT, float] = {}
     for settings in dict.fromkeys((heuristic(*key), *candidates)):
         try:
             costs[settings] = cost(settings)

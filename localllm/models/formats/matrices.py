@@ -171,7 +171,7 @@ def _blocks_do_not_meet(weight: Fp8Weight, rows: Sequence[int]) -> bool:
 def take_rows(weight: QuantizedWeight, order: Tensor, stem: str) -> QuantizedWeight:
     """Reorder rows: row i of the result is row order[i]."""
     if isinstance(weight, PlanarWeight):
-        tensors = weight._tensors()
+        tensors = weight.tensors()
         chosen = {name: t[order] if name == "words" else t[:, order].contiguous() for name, t in tensors.items()}
         return replace(weight, **chosen)
     if isinstance(weight, Int8Weight):

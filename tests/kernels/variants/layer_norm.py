@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from localllm.kernels.layer_norm import _layer_norm_kernel, _settings
+from localllm.kernels.layer_norm import _layer_norm_kernel
+from localllm.kernels.rms_norm import norm_launch
 from tests.kernels.ahead_of_time import Variant
 
-BLOCK, NUM_WARPS = _settings(4096)
+BLOCK, NUM_WARPS = norm_launch(4096)
 
 VARIANTS = [
     Variant(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.kernels.lora import BLOCK_M, PART, _expand_kernel, _shrink_kernel, settings
+from localllm.kernels.lora import BLOCK_M, PART, _expand_kernel, _shrink_kernel, lora_tile
 from tests.kernels.ahead_of_time import Variant
 
 _SIZES = dict.fromkeys(("num_tokens", "rank"), "i32")
@@ -11,7 +11,7 @@ _SIZES = dict.fromkeys(("num_tokens", "rank"), "i32")
 def shrink(
     name: str, rank: int, *, dtype: str = "bf16", archs: tuple[int, ...] = (80, 89, 90, 120), hip: bool = False
 ) -> Variant:
-    tiles = settings(rank, dtype != "fp32" and archs != (75,))
+    tiles = lora_tile(rank, dtype != "fp32" and archs != (75,))
     pointers = {"x_ptr": f"*{dtype}", "a_ptr": f"*{dtype}", "low_ptr": "*fp32", "ids_ptr": "*i32"}
     return Variant(
         name, _shrink_kernel, {**pointers, **_SIZES, "depth": "i32", "x_stride": "i32"},
@@ -29,7 +29,7 @@ def expand(
     hip: bool = False,
     max_spills: int = 0,
 ) -> Variant:
-    tiles = settings(rank, dtype != "fp32" and archs != (75,))
+    tiles = lora_tile(rank, dtype != "fp32" and archs != (75,))
     pointers = {"low_ptr": "*fp32", "b_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "ids_ptr": "*i32"}
     return Variant(
         name, _expand_kernel, {**pointers, **_SIZES, "width": "i32", "y_stride": "i32", "parts": "i32"},

@@ -9,9 +9,8 @@ import torch
 
 from localllm.kernels.moe.align import _align_kernel
 from localllm.kernels.moe.combine import _combine_kernel
-from localllm.kernels.moe.grouped_gemm import AMD, _grouped_gemm_kernel, _settings, has_tensor_cores
-from localllm.kernels.moe.planar_gemm import _planar_gemm_kernel
-from localllm.kernels.moe.planar_gemm import _settings as _planar_settings
+from localllm.kernels.moe.grouped_gemm import AMD, _grouped_gemm_kernel, grouped_gemm_tile, has_tensor_cores
+from localllm.kernels.moe.planar_gemm import _planar_gemm_kernel, planar_gemm_tile
 from localllm.kernels.moe.route import _route_kernel
 from localllm.kernels.planar.unpack import ptx
 from tests.kernels.ahead_of_time import Variant
@@ -36,10 +35,10 @@ def product(
     **limits: Any,
 ) -> Variant:
     """As launched on a GPU of that compute capability; GPUs with the same settings are compiled for as well."""
-    settings = _settings(block_m, bool(activation), itemsize, gpu, in_blocks=in_blocks)
-    tma = settings.tma
+    tile = grouped_gemm_tile(block_m, bool(activation), itemsize, gpu, in_blocks=in_blocks)
+    tma = tile.tma
     stored = "i16" if kind != "float" else dtype  # two weights of a byte each
-    tile = f"[{settings.block_n},{settings.block_k // (1 if kind == 'float' else 2)}]"
+    tile = f"[{tile.block_n},{tile.block_k // (1 if kind == 'float' else 2)}]"
     signature = {
         "x_ptr": f"*{dtype}",
         "weight_ptr": f"*{stored}",
@@ -71,24 +70,24 @@ def product(
             "PTX": gpu != AMD,
             "SINGLE": single,
             "BLOCK_M": block_m,
-            "BLOCK_N": settings.block_n,
-            "BLOCK_K": settings.block_k,
-            "GROUP_M": settings.group_m,
-            "SWAP": settings.swap,
-            "EVEN_K": depth % settings.block_k == 0,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "GROUP_M": tile.group_m,
+            "SWAP": tile.swap,
+            "EVEN_K": depth % tile.block_k == 0,
             "PDL": gpu >= 90,
         },
-        num_warps=settings.num_warps,
-        num_stages=settings.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         aligned=("x_stride", "weight_stride", "N", "K"),
         archs=tuple(
             arch
             for arch in archs
-            if _settings(block_m, bool(activation), itemsize, arch, in_blocks=in_blocks) == settings
+            if grouped_gemm_tile(block_m, bool(activation), itemsize, arch, in_blocks=in_blocks) == tile
         ),
         mma=mma if gpu == 90 else "",
         options={"launch_pdl": True} if gpu >= 90 else {},
-        elements_per_loop=tiles * settings.block_n * settings.block_k,
+        elements_per_loop=tiles * tile.block_n * tile.block_k,
         **limits,
     )
 
@@ -107,7 +106,7 @@ def planar(
     **limits: Any,
 ) -> Variant:
     """4 bits in groups, with zero points of their own where a checkpoint has them."""
-    settings = _planar_settings(block_m, 4, False, has_tensor_cores(2, gpu))
+    tile = planar_gemm_tile(block_m, 4, False, has_tensor_cores(2, gpu))
     absent = [
         "mins_ptr",
         "super_scales_ptr",
@@ -144,16 +143,16 @@ def planar(
             "ACTIVATION": activation,
             "SINGLE": False,
             "BLOCK_M": block_m,
-            "BLOCK_N": settings.block_n,
-            "GROUP_M": settings.group_m,
+            "BLOCK_N": tile.block_n,
+            "GROUP_M": tile.group_m,
             "PDL": gpu == 90,
         },
-        num_warps=settings.num_warps,
-        num_stages=settings.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         aligned=("x_stride", "words_stride", "scales_stride", "N", "K"),
         options={"launch_pdl": True} if gpu == 90 else {},
         mma="HGMMA" if gpu == 90 else "",
-        elements_per_loop=settings.block_n * 128,
+        elements_per_loop=tile.block_n * 128,
         **limits,
     )
 

@@ -23,17 +23,17 @@ def attention(
 ) -> Variant:  # fmt: skip
     """archs share the settings of the first."""
     kernel, choose = {
-        "decode": (kernels._decode_kernel, device._decode_settings),
-        "prefill": (kernels._prefill_kernel, device._prefill_settings),
+        "decode": (kernels.decode_kernel, device.decode_launch),
+        "prefill": (kernels.prefill_kernel, device.prefill_launch),
     }[entry]
     cache_type = CACHE_TYPES[format].format(dtype)
     bits = 8 if format != "plain" else 32 if dtype == "fp32" else 16
-    settings = choose(archs[0], head_dim, bits, group_size, block_size)
+    launch = choose(archs[0], head_dim, bits, group_size, block_size)
     block_d = device._block_d(head_dim)
     constants: dict[str, Any] = {
         "GROUP_SIZE": group_size, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_SIZE": block_size,
-        "BLOCK_M": settings.block_m, "TILE": settings.tile, "WINDOW": window, "SOFTCAP": softcap, "FORMAT": format,
-        "TMA": settings.tma, "ONE_LOOP": one_loop, "STAGES": settings.num_stages,
+        "BLOCK_M": launch.block_m, "TILE": launch.tile, "WINDOW": window, "SOFTCAP": softcap, "FORMAT": format,
+        "TMA": launch.tma, "ONE_LOOP": one_loop, "STAGES": launch.num_stages,
         "k_scale": None, "v_scale": None, "sinks": None, "alibi_slopes": None,
     }  # fmt: skip
     if format != "plain":
@@ -44,11 +44,11 @@ def attention(
         del constants["alibi_slopes"]
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
-    cache = f"tensordesc<{cache_type}[{settings.tile},{block_d}]>" if settings.tma else f"*{cache_type}"
+    cache = f"tensordesc<{cache_type}[{launch.tile},{block_d}]>" if launch.tma else f"*{cache_type}"
     types = {name: kind.format(dtype) for name, kind in POINTERS.items()} | {"k_cache": cache, "v_cache": cache}
     signature = {name: types.get(name, "fp32" if name == "scale" else "i32") for name in names if name not in constants}
     return Variant(
-        f"{entry}, {name}", kernel, signature, constants, settings.num_warps, settings.num_stages, STRIDES,
+        f"{entry}, {name}", kernel, signature, constants, launch.num_warps, launch.num_stages, STRIDES,
         archs=archs, **budget,
     )  # fmt: skip
 
@@ -90,10 +90,10 @@ VARIANTS = [
     attention("decode", "latents, 16 heads", 16, 576, 90, 80, 89, 120, max_registers=192, mma="HMMA"),
     attention("decode", "latents, 16 heads, fp8 cache", 16, 576, 90, format="fp8", mma="HMMA"),
     attention("decode", "latents, 16 heads, int8 cache", 16, 576, 90, format="int8_ptx", mma="HMMA"),
-    _small("head_dim 128", kernels._reduce_kernel, {"HEAD_DIM": 128, "BLOCK_D": 128, "PARTS": 16}, max_registers=64),
-    _small("latents", kernels._reduce_kernel, {"HEAD_DIM": 576, "BLOCK_D": 1024, "PARTS": 16}, max_registers=255),
+    _small("head_dim 128", kernels.reduce_kernel, {"HEAD_DIM": 128, "BLOCK_D": 128, "PARTS": 16}, max_registers=64),
+    _small("latents", kernels.reduce_kernel, {"HEAD_DIM": 576, "BLOCK_D": 1024, "PARTS": 16}, max_registers=255),
     _small(
-        "tiles of 64", kernels._plan_kernel, {"TILE": 64, "WINDOW": 0, "MIN_TILES": 4, "ROWS": 256}, max_registers=64,
+        "tiles of 64", kernels.plan_kernel, {"TILE": 64, "WINDOW": 0, "MIN_TILES": 4, "ROWS": 256}, max_registers=64,
     ),
     *_pair("Qwen2.5 0.5B", 7, 64, 90, 100, max_spills=8),
     *_pair("Qwen2.5 0.5B, small shared memory", 7, 64, 120),

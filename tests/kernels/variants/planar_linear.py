@@ -9,10 +9,10 @@ import torch
 
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.planar.kernels import (
-    _add_splits_kernel,
-    _dequantize_kernel,
-    _planar_linear_kernel,
-    _settings,
+    add_splits_kernel,
+    dequantize_kernel,
+    planar_linear_kernel,
+    planar_tile,
 )
 from localllm.kernels.planar.unpack import ptx
 from tests.kernels.ahead_of_time import Variant
@@ -69,32 +69,32 @@ def _linear(
     """The out projection of an 8B model, with the tiles that its GPU gets."""
     pointers, constants = _weight(**kind)
     lanes, bits, mins = constants["LANES"], constants["BITS"], "mins_ptr" in pointers
-    settings = _settings(rows, 4096, 4096, bits, constants["GROUP"], mins, 132, wgmma=90 in archs)
-    signature = {"y_ptr": f"*{dtype}" if settings.split == 1 else "*fp32", "x_ptr": f"*{dtype}", **pointers}
+    tile = planar_tile(rows, 4096, 4096, bits, constants["GROUP"], mins, 132, wgmma=90 in archs)
+    signature = {"y_ptr": f"*{dtype}" if tile.split == 1 else "*fp32", "x_ptr": f"*{dtype}", **pointers}
     signature |= dict.fromkeys(("M", *STRIDES), "i32")
     constants |= {
         "EVEN_K": True,
         "ASSEMBLY": "" if plain else ptx(bits, TYPES[dtype], kind.get("table")),
-        "BLOCK_M": settings.block_m,
-        "BLOCK_N": settings.block_n,
-        "SPLIT": settings.split,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "SPLIT": tile.split,
         "PDL": pdl,
     }
     return Variant(
         name=f"{name}, {rows} rows, {dtype}{', no assembly' if plain else ', early launch' if pdl else ''}",
-        kernel=_planar_linear_kernel,
+        kernel=planar_linear_kernel,
         signature=signature,
         constants=constants | {p: None for p in OPTIONAL if p not in signature},
-        num_warps=settings.num_warps,
-        num_stages=settings.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         aligned=STRIDES,
         archs=archs,
         max_registers=registers,
         # At 8 rows Triton 3.6 takes HMMA, whose tile has just as many, and fewer instructions with it.
-        mma="HGMMA|HMMA" if settings.block_m == 8 else "HGMMA",
+        mma="HGMMA|HMMA" if tile.block_m == 8 else "HGMMA",
         hip=plain,
         forbidden=("I2F", "F2F"),
-        elements_per_loop=settings.block_n * lanes * 16 // bits,
+        elements_per_loop=tile.block_n * lanes * 16 // bits,
         max_instructions_per_element=budget,
         options={"launch_pdl": True} if pdl else {},
     )
@@ -133,7 +133,7 @@ _POINTERS, _CONSTANTS = _weight(zeros=True)
 VARIANTS += [
     Variant(
         name="groups of 128 to bf16",
-        kernel=_dequantize_kernel,
+        kernel=dequantize_kernel,
         signature={
             "out_ptr": "*bf16",
             **_POINTERS,
@@ -151,7 +151,7 @@ VARIANTS += [
     ),
     Variant(
         name="8 parts of K, bf16",
-        kernel=_add_splits_kernel,
+        kernel=add_splits_kernel,
         signature={"y_ptr": "*bf16", "parts_ptr": "*fp32", "size": "i32", "N": "i32"},
         constants={"bias_ptr": None, "SPLIT": 8, "BLOCK": 1024, "PDL": False},
         aligned=("N",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.kernels.rms_norm import _rms_norm_kernel, _settings
+from localllm.kernels.rms_norm import _rms_norm_kernel, norm_launch
 from tests.kernels.ahead_of_time import Variant
 
 
@@ -11,7 +11,7 @@ def variant(
     pdl: bool = False, hip: bool = False,
     archs: tuple[int, ...] = (80, 89, 90, 120), max_registers: int = 40,
 ) -> Variant:  # fmt: skip
-    block, num_warps = _settings(width)
+    block, num_warps = norm_launch(width)
     pointers = {"x_ptr": f"*{dtype}", "weight_ptr": "*fp32", "out_ptr": "*u8" if to else f"*{dtype}"}
     given = {"residual_ptr": f"*{dtype}" if add else None, "scale_ptr": "*fp32" if to else None}
     return Variant(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.kernels.rotary_store_kv import _rotary_store_kv_kernel, _settings
+from localllm.kernels.rotary_store_kv import _rotary_store_kv_kernel, rotary_launch
 from tests.kernels.ahead_of_time import Variant
 
 
@@ -13,7 +13,7 @@ def variant(
     archs: tuple[int, ...] = (80, 89, 90, 120), max_registers: int = 48,
 ) -> Variant:  # fmt: skip
     num_heads, num_kv_heads = heads
-    block_heads, block_pairs, num_warps = _settings(num_heads, head_dim)
+    block_heads, block_pairs, num_warps = rotary_launch(num_heads, head_dim)
     cache = "*u8" if to else f"*{dtype}"
     scale = "*fp32" if to else None
     turns = rotary_dim != 0

@@ -1,10 +1,10 @@
-"""Decode's matrix products at the shapes of Llama-3.1-8B and Qwen2.5-0.5B, as `_settings` launches them."""
+"""Decode's matrix products at the shapes of Llama-3.1-8B and Qwen2.5-0.5B, as `skinny_gemm_tile` launches them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.skinny_gemm import _plain_stages, _settings, _skinny_gemm_kernel, _sum_splits_kernel
+from localllm.kernels.skinny_gemm import _plain_stages, _skinny_gemm_kernel, _sum_splits_kernel, skinny_gemm_tile
 from tests.kernels.ahead_of_time import Variant
 
 QKV, OUT, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)  # 8B
@@ -30,7 +30,7 @@ def skinny(
     """serial: splits that one program takes in turn, in deterministic mode's tiles. plain: for what is not NVIDIA."""
     (n, k), tma = shape, archs[0] >= 90
     x_bytes = 4 if dtype == "fp32" else 2
-    tile = _settings(rows, n, k, x_bytes if kind == "float" else 1, x_bytes, scales == "block", archs[0])
+    tile = skinny_gemm_tile(rows, n, k, x_bytes if kind == "float" else 1, x_bytes, scales == "block", archs[0])
     if plain:
         tile = tile._replace(num_stages=_plain_stages(kind, tile))
     if serial:

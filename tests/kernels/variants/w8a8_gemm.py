@@ -1,17 +1,17 @@
-"""Products with both sides in 8 bits, as `_settings` launches them."""
+"""Products with both sides in 8 bits, as `w8a8_tile` launches them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.w8a8_gemm import _settings, _w8a8_gemm_kernel
+from localllm.kernels.w8a8_gemm import _w8a8_gemm_kernel, w8a8_tile
 from tests.kernels.ahead_of_time import Variant
 
 
 def w8a8(
     name: str, rows: int, kind: str, archs: tuple[int, ...], *, blocks: bool = False, zeros: bool = False, **budget: Any
 ) -> Variant:
-    tile, tma = _settings(rows, 4096, 4096, archs[0]), archs[0] >= 90
+    tile, tma = w8a8_tile(rows, 4096, 4096, archs[0]), archs[0] >= 90
     operand = lambda height: f"tensordesc<{kind}[{height},{tile.block_k}]>" if tma else f"*{kind}"  # noqa: E731
     signature = {
         "out_ptr": "*bf16", "x": operand(tile.block_m), "weight": operand(tile.block_n),
