@@ -14,7 +14,7 @@ from localllm.files.folders import data_folder
 from localllm.logs.log_file import LogFile, log_path
 from localllm.machine.running_servers import announced
 from localllm.models.library.aliases import set_alias
-from localllm.serving.profiles import Key, Profile, save_profile
+from localllm.serving.profiles import Profile, ProfileKey, save_profile
 from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat.store.opening import chats_path, open_database
 
@@ -34,7 +34,7 @@ def test_what_is_kept_is_for_its_owner_alone_and_doctor_says_where_it_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whichever file is the first that is made."""
-    profile = Profile("chat", "chat", {}, Key("cpu", "", "2", "", "1", "f", "as stored"), "")
+    profile = Profile("chat", "chat", {}, ProfileKey("cpu", "", "2", "", "1", "f", "as stored"), "")
     makers: list[Callable[[], object]] = [
         lambda: add_key(keys_path(), "one", "infer"),
         lambda: set_alias("mine", "demo"),

@@ -26,7 +26,7 @@ from localllm.units import format_bytes, format_parameters, format_seconds
 if TYPE_CHECKING:
     from localllm.config.settings import EngineConfig
     from localllm.models.library.hub.plan import DownloadPlan
-    from localllm.models.library.hub.pull import Progress
+    from localllm.models.library.hub.pull import PullProgress
 
 _LINE_EVERY_S = 5.0
 
@@ -144,7 +144,7 @@ class Voice(Protocol):
     def checking(self, plan: DownloadPlan) -> None: ...
     def checked(self, damaged: list[str]) -> None: ...
     def begins(self, plan: DownloadPlan) -> None: ...
-    def progress(self, progress: Progress) -> None: ...
+    def progress(self, progress: PullProgress) -> None: ...
     def done(self, plan: DownloadPlan, path: str, seconds: float) -> None: ...
     def __enter__(self) -> object: ...
     def __exit__(self, *exc: object) -> None: ...
@@ -169,7 +169,7 @@ class Lines:
             files = f"{len(plan.files)} file" + ("s" if len(plan.files) > 1 else "")
             self._say(f"{plan.name}: {files}, {format_bytes(plan.total_bytes)}{here}.")
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: PullProgress) -> None:
         if time.monotonic() - self._last_s >= _LINE_EVERY_S:
             self._last_s = time.monotonic()
             self._say(_line(progress))
@@ -205,7 +205,7 @@ class Bar(Lines):
         )
         self._task = self._bars.add_task("", total=1.0, line="")
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: PullProgress) -> None:
         self._bars.update(self._task, completed=progress.fraction, line=_line(progress))
 
     def __enter__(self) -> Lines:
@@ -228,7 +228,7 @@ class JsonLines(Lines):
     def begins(self, plan: DownloadPlan) -> None:
         self._tell("plan", **plan_facts(plan))
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: PullProgress) -> None:
         self._tell("progress", **progress_facts(progress))
 
     def done(self, plan: DownloadPlan, path: str, seconds: float) -> None:
@@ -277,7 +277,7 @@ def _here(cached_bytes: int, size: int) -> str:
     return "yes" if cached_bytes == size else format_bytes(cached_bytes) if cached_bytes else "no"
 
 
-def _line(progress: Progress) -> str:
+def _line(progress: PullProgress) -> str:
     from localllm.models.library.hub.fetch import progress_line
 
     return progress_line(progress)

@@ -20,7 +20,7 @@ from localllm.cli.tune_show import View, summary, view_for
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.machine.threads import set_thread_environment
 from localllm.serving.profiles import save_profile
-from localllm.tuning.goals import Goal, Limits, goal_of
+from localllm.tuning.goals import Goal, GoalLimits, goal_of
 from localllm.tuning.profile import Checked, as_flags, as_toml, check, profile_of
 from localllm.tuning.run import TuneOptions, TuningResult, TuningRun
 from localllm.tuning.space import fixed_by
@@ -49,8 +49,8 @@ def tune(options: argparse.Namespace) -> int:
     return _tell(result, bed, options)
 
 
-def _limits(options: argparse.Namespace) -> Limits:
-    return Limits(
+def _limits(options: argparse.Namespace) -> GoalLimits:
+    return GoalLimits(
         max_ttft_s=options.max_ttft,
         max_tpot_s=options.max_tpot,
         min_context=_read(options, "min_context", parse_count),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.quantize import SMALLEST, quantize
-from localllm.kernels.skinny_gemm import ROW_BLOCK, dequantized, device_target, skinny_gemm_reference, w8a16_gemm
+from localllm.kernels.skinny_gemm import ROW_BLOCK, dequantized, device_features, skinny_gemm_reference, w8a16_gemm
 from localllm.kernels.w8a8_gemm import w8a8_gemm
 
 SKINNY_ROWS = 32
@@ -71,7 +71,7 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
 
 def _has_int8_mma(x: Tensor) -> bool:
     """Return whether Triton compiles int8 products for the device: from sm_80. Turing uses 16-bit activations."""
-    return device_target(x.device).arch >= 80
+    return device_features(x.device).arch >= 80
 
 
 def int8_linear_reference(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:

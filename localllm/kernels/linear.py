@@ -19,7 +19,7 @@ from torch import Tensor
 
 from localllm.kernels.huge_pages import want_huge_pages
 from localllm.kernels.launch import launch_options, runs_triton
-from localllm.kernels.skinny_gemm import device_target, skinny_gemm
+from localllm.kernels.skinny_gemm import device_features, skinny_gemm
 from localllm.kernels.tuned import settings_for
 
 PACK_ROWS = 16
@@ -61,7 +61,7 @@ def crossover_key(weight: Tensor) -> tuple[int, int, int, int]:
     """Return (N, K, bytes per element, architecture):
     the choice between our kernel and cuBLAS depends on these and the rows."""
     n, k = weight.shape
-    return n, k, weight.element_size(), device_target(weight.device).arch
+    return n, k, weight.element_size(), device_features(weight.device).arch
 
 
 def crossover_heuristic(n: int, k: int, element_size: int, arch: int) -> Crossover:

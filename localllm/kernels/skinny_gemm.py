@@ -51,7 +51,7 @@ def skinny_gemm(
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    target = device_target(x.device)
+    target = device_features(x.device)
     block_scales = scales is not None and scales.ndim == 2
     kind = _kind(weight)
     if kind != "float" and (k % 2 or weight.stride(0) % 2 or weight.storage_offset() % 2):
@@ -124,7 +124,7 @@ def skinny_gemm_reference(
 def w8a16_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
     """Do `skinny_gemm` with one-byte weights and any number of rows; before sm_80 cuBLAS computes many rows, on
     dequantised W."""
-    if x.is_cuda and x.shape[0] > 16 and device_target(x.device).arch < 80 and not launch_options().deterministic:
+    if x.is_cuda and x.shape[0] > 16 and device_features(x.device).arch < 80 and not launch_options().deterministic:
         return F.linear(x, dequantized(weight, scales, zeros, x.dtype), bias)
     return skinny_gemm(x, weight, bias, scales, zeros)
 
@@ -207,7 +207,7 @@ def _kind(weight: Tensor) -> str:
     return {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}.get(weight.dtype, "float")
 
 
-class Target(NamedTuple):
+class DeviceFeatures(NamedTuple):
     """Features of the device that kernels may use."""
 
     arch: int  # compute capability as 75, 80, 90; 80 for other vendors
@@ -216,11 +216,11 @@ class Target(NamedTuple):
 
 
 @cache
-def device_target(device: torch.device) -> Target:
+def device_features(device: torch.device) -> DeviceFeatures:
     if INTERPRETED or torch.version.hip is not None:
-        return Target(80, False, False)
+        return DeviceFeatures(80, False, False)
     major, minor = torch.cuda.get_device_capability(device)
-    return Target(10 * major + minor, major >= 9, True)
+    return DeviceFeatures(10 * major + minor, major >= 9, True)
 
 
 def _descriptor(weight: Tensor, tile: SkinnyGemmTile) -> Any:

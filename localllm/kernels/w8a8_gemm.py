@@ -20,7 +20,7 @@ from torch import Tensor
 
 from localllm.kernels.launch import cdiv, runs_triton, tl, triton
 from localllm.kernels.quantize import Quantized
-from localllm.kernels.skinny_gemm import SCALE_BLOCK, dequantized, device_target, tile_of_program
+from localllm.kernels.skinny_gemm import SCALE_BLOCK, dequantized, device_features, tile_of_program
 from localllm.kernels.tuned import settings_for
 
 
@@ -46,7 +46,7 @@ def w8a8_gemm(
     out = torch.empty((rows, n), dtype=dtype, device=weight.device)
     if rows == 0:
         return out
-    target = device_target(weight.device)
+    target = device_features(weight.device)
     tile = settings_for("w8a8_gemm", (64 if rows <= 64 else 128, n, k, target.arch), w8a8_tile)
     tma = target.tma and k % 16 == 0 and weight.data_ptr() % 16 == 0 and weight.is_contiguous()
     values = x.values.contiguous()

@@ -1,4 +1,6 @@
-"""The inputs of one forward pass. The model defines them and the runner fills them; layers read nothing else.
+"""The inputs of one forward pass, and the interface of a model that a runner drives.
+
+The model defines the inputs and the runner fills them; layers read nothing else.
 
 T: tokens in this step. B: requests in this step. Rows are ordered: first the `num_decodes` requests with exactly
 one query token, then the others (prefill, chunks, drafts), so that each attention path gets one slice.
@@ -7,9 +9,11 @@ one query token, then the others (prefill, chunks, drafts), so that each attenti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from localllm.kernels.layer_kv import LayerKV
 
 
 class GivenEmbeds(NamedTuple):
@@ -34,3 +38,10 @@ class ForwardInputs:
     adapters: Tensor | None = None  # [T] int32    each token's adapter, -1: none; None: no adapter in this step
     adapters_host: tuple[int, ...] = ()  # [B] each request's adapter, on the host; empty if `adapters` is None
     embeds: GivenEmbeds | None = None
+
+
+class CausalModel(Protocol):
+    """A model as the runner drives it: hidden states [T, hidden], then logits [L, V] of the rows to sample."""
+
+    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor: ...
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...

@@ -33,7 +33,7 @@ HOW = "torch.save(tensor, buffer), then base64.b64encode(buffer.getvalue())."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PromptEmbeds:
+class PromptEmbedsTensor:
     """T embeddings on the CPU. `digest` is a hash of them, so that equal ones can share cached blocks."""
 
     values: Tensor  # [T, hidden]
@@ -52,14 +52,14 @@ class PromptEmbedsReader:
     dtype: torch.dtype
     max_model_len: int
 
-    def of_base64(self, text: str) -> PromptEmbeds:
+    def of_base64(self, text: str) -> PromptEmbedsTensor:
         try:
             raw = base64.b64decode(text, validate=True)
         except ValueError as error:
             raise _refused("prompt_embeds is not base64.", f"{error}.", HOW) from error
         return self.of_file(raw)
 
-    def of_file(self, raw: bytes) -> PromptEmbeds:
+    def of_file(self, raw: bytes) -> PromptEmbedsTensor:
         """Read one tensor that `torch.save` wrote."""
         records = _records(raw)
         _check_pickle(records["data.pkl"])
@@ -72,7 +72,7 @@ class PromptEmbedsReader:
             raise _refused("prompt_embeds is damaged.", "The size of its tensor does not match its data.", HOW)
         return self.of_tensor(tensor)
 
-    def of_tensor(self, tensor: Any) -> PromptEmbeds:
+    def of_tensor(self, tensor: Any) -> PromptEmbedsTensor:
         """Validate a floating-point tensor [T, hidden] or [1, T, hidden]."""
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
             kind = f"a tensor of layout {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -98,7 +98,7 @@ class PromptEmbedsReader:
             why = f"They hold NaN or infinity, at least after conversion to {TYPES[self.dtype]}, the model's dtype."
             raise _refused("prompt_embeds must be finite numbers.", why)
         digest = blake2b(values.view(torch.uint8).numpy(), digest_size=16).hexdigest()
-        return PromptEmbeds(values, f"{len(values)} {digest}")
+        return PromptEmbedsTensor(values, f"{len(values)} {digest}")
 
 
 def _records(raw: bytes) -> dict[str, bytes]:

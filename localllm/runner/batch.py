@@ -19,7 +19,7 @@ from torch import Tensor
 
 from localllm.engine.step import NewSlot, Row, StepPlan
 from localllm.models.inputs import ForwardInputs, GivenEmbeds
-from localllm.models.prompt_embeds import PromptEmbeds
+from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.runner.upload import all_to_device, to_device
 
 Ints = npt.NDArray[Any]
@@ -159,7 +159,7 @@ class SlotState:
         self._prompt_logprobs[slot] = -1 if asked is None else asked
         self._adapter[slot] = new.adapter
         if new.prompt_embeds is not None:
-            assert isinstance(new.prompt_embeds, PromptEmbeds)
+            assert isinstance(new.prompt_embeds, PromptEmbedsTensor)
             self._embeds[slot] = new.prompt_embeds.values
         if new.block_ids:
             self._add_blocks(slot, new.block_ids)

@@ -24,11 +24,11 @@ from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.prepare_step import StepInputs, record_tokens
 from localllm.kernels.sampling.logprobs import ROOMS
 from localllm.models.fit import LOGITS_ROWS
-from localllm.models.inputs import GivenEmbeds
+from localllm.models.inputs import CausalModel, GivenEmbeds
 from localllm.runner.batch import StepBatch, embeds_on
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, GraphLadder, Part
-from localllm.runner.host_steps import Drawn, Forward, Model
+from localllm.runner.host_steps import Drawn, Forward
 from localllm.runner.logprobs import token_logprobs
 from localllm.runner.sampler import Sampled, sample, sample_on_device
 from localllm.runner.sampling import SamplingState, Wants
@@ -46,8 +46,8 @@ class DeviceSteps:
     """The buffers that graphs share, and the two halves of a step on them. R: rows of the padded step."""
 
     def __init__(
-        self, model: Model, layers: list[LayerKV], inputs: StagedInputs, sampling: SamplingState, device: torch.device,
-        *, vocab_size: int, shapes: list[StepShape], capture: Capture | None,
+        self, model: CausalModel, layers: list[LayerKV], inputs: StagedInputs, sampling: SamplingState,
+        device: torch.device, *, vocab_size: int, shapes: list[StepShape], capture: Capture | None,
     ) -> None:  # fmt: skip
         self._model, self._layers, self._staged, self._sampling, self._device = model, layers, inputs, sampling, device
         rows = inputs.max_rows

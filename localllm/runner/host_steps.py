@@ -11,7 +11,7 @@ from torch import Tensor
 from localllm.engine.step import RunnerStats
 from localllm.kernels.huge_pages import make_huge_pages
 from localllm.kernels.layer_kv import LayerKV
-from localllm.models.inputs import ForwardInputs
+from localllm.models.inputs import CausalModel
 from localllm.runner.batch import InputMaker, StepBatch
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.logprobs import LogprobTensors
@@ -22,14 +22,7 @@ from localllm.runner.upload import to_device, to_host
 IDLE_S = 0.004  # seconds of idle-time work that an arriving request may have to wait for
 
 
-class Model(Protocol):
-    """The model's interface for a runner."""
-
-    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor: ...
-    def compute_logits(self, hidden: Tensor) -> Tensor: ...
-
-
-class OwnedModel(Model, Protocol):
+class ReopenableModel(CausalModel, Protocol):
     """The model's interface for opening an engine."""
 
     max_model_len: int
@@ -66,7 +59,12 @@ class HostSteps:
     """Runs a batch without padding. Also works on a device whose steps are not staged."""
 
     def __init__(
-        self, model: Model, layers: list[LayerKV], inputs: InputMaker, sampling: SamplingState, device: torch.device
+        self,
+        model: CausalModel,
+        layers: list[LayerKV],
+        inputs: InputMaker,
+        sampling: SamplingState,
+        device: torch.device,
     ) -> None:
         self._model, self._layers, self._inputs, self._sampling, self._device = model, layers, inputs, sampling, device
         self._num_launched = 0

@@ -21,11 +21,11 @@ from localllm.errors import DoesNotFit
 from localllm.kernels.launch import LaunchOptions
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
-from localllm.models.prompt_embeds import PromptEmbeds
+from localllm.models.inputs import CausalModel
+from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.device_memory import empty_cache, make_current
 from localllm.runner.graphs import CudaCapture
-from localllm.runner.host_steps import Model
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from localllm.units import format_bytes
@@ -40,7 +40,7 @@ ReportDetail = Callable[[str], None]
 
 
 def open_runner(
-    model: Model,
+    model: CausalModel,
     spec: ModelSpec,
     config: EngineConfig,
     plan: MemoryPlan,
@@ -91,7 +91,7 @@ def plan_again(
 
 
 def measure(
-    model: Model, spec: ModelSpec, plan: MemoryPlan, device: torch.device, held_before: int,
+    model: CausalModel, spec: ModelSpec, plan: MemoryPlan, device: torch.device, held_before: int,
     launch_options: LaunchOptions, prompt_embeds: bool = False,
 ) -> Measured:  # fmt: skip
     """Run the largest prefill step and the largest decode step over a small KV cache, and read the allocator's peak."""
@@ -102,7 +102,7 @@ def measure(
     kv = KVCache(spec, num_blocks, plan.block_size, device, getattr(torch, plan.kv_dtype))
     runner = _runner(model, spec, plan, kv, device, None, launch_options)
     embeds = torch.zeros(tokens, spec.hidden_size, dtype=getattr(torch, plan.dtype)) if prompt_embeds else None
-    for step in largest_steps(plan, tokens, None if embeds is None else PromptEmbeds(embeds, "")):
+    for step in largest_steps(plan, tokens, None if embeds is None else PromptEmbedsTensor(embeds, "")):
         runner.forward(step)
         runner.sample(step).result()
     peak = torch.cuda.max_memory_allocated(device)
@@ -111,7 +111,7 @@ def measure(
     return Measured(allocated - held_before, activations)
 
 
-def largest_steps(plan: MemoryPlan, tokens: int, embeds: PromptEmbeds | None = None) -> list[StepPlan]:
+def largest_steps(plan: MemoryPlan, tokens: int, embeds: PromptEmbedsTensor | None = None) -> list[StepPlan]:
     """Return two steps: one prompt that fills a step, then every slot with one token, all of them sampling."""
     blocks = -(-tokens // plan.block_size)
     prompt = NewSlot(0, "prompt", [0] * tokens, tokens, UNKIND, (), 0, prompt_embeds=embeds)
@@ -163,8 +163,8 @@ def _shrunk(
 
 
 def _runner(
-    model: Model, spec: ModelSpec, plan: MemoryPlan, kv: KVCache, device: torch.device, capture: CudaCapture | None,
-    launch_options: LaunchOptions,
+    model: CausalModel, spec: ModelSpec, plan: MemoryPlan, kv: KVCache, device: torch.device,
+    capture: CudaCapture | None, launch_options: LaunchOptions,
 ) -> TorchRunner:  # fmt: skip
     return TorchRunner(
         model,

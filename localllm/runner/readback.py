@@ -24,7 +24,7 @@ NOT_A_NUMBER = "The model's output for this request is not a number (NaN or infi
 NOTHING_LEFT = "This request's constraints exclude every token."
 
 
-class Clock:
+class StepTimer:
     """Measures the time from construction to `stop`: host time on a CPU, time of the device's stream on CUDA."""
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class Clock:
         if self._events:
             self._events[0].record()
 
-    def stop(self) -> Clock:
+    def stop(self) -> StepTimer:
         self._stopped = time.perf_counter()
         if self._events:
             self._events[1].record()
@@ -54,12 +54,12 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LaunchedStep:
     """`PendingStep` of a fully launched step."""
 
     plan: StepPlan
-    forward_clock: Clock
-    sample_clock: Clock
+    forward_timer: StepTimer
+    sample_timer: StepTimer
     batch: StepBatch | None = None
     drawn: Drawn | None = None  # being copied to the host
     prompts: tuple[list[LogprobTensors], ...] = ()
@@ -70,7 +70,7 @@ class Answer:
             return self._result()
 
     def _result(self) -> StepResult:
-        self.sample_clock.wait()
+        self.sample_timer.wait()
         results = [RowResult()] * len(self.plan.rows)
         if self.batch is not None:
             if self.drawn is not None:
@@ -78,7 +78,7 @@ class Answer:
             self._tell_prompts(self.batch, results)
         for row, why in self.refused.items():
             results[row] = RowResult(error=why)
-        timings = StepTimings(self.forward_clock.seconds(), self.sample_clock.seconds())
+        timings = StepTimings(self.forward_timer.seconds(), self.sample_timer.seconds())
         return StepResult(self.plan.step_id, tuple(results), timings)
 
     def _tell_prompts(self, batch: StepBatch, results: list[RowResult]) -> None:

@@ -23,6 +23,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, PendingStep, RunnerStats, StepPlan, TokenMasks
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launching_with
 from localllm.models.fit import LOGITS_ROWS
+from localllm.models.inputs import CausalModel
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
 from localllm.runner.device_errors import ask_device, first_line, loses_the_device, translated
@@ -30,10 +31,10 @@ from localllm.runner.device_memory import empty_cache, make_current, use_cublas
 from localllm.runner.device_steps import DeviceSteps
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, ladder, largest
-from localllm.runner.host_steps import Forward, HostSteps, Model
+from localllm.runner.host_steps import Forward, HostSteps
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
-from localllm.runner.readback import Answer, Clock
+from localllm.runner.readback import LaunchedStep, StepTimer
 from localllm.runner.sampling import SamplingState
 from localllm.runner.staging import StagedInputs
 
@@ -50,7 +51,7 @@ class TorchRunner:
     """
 
     def __init__(
-        self, model: Model, spec: ModelSpec, kv: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int,
+        self, model: CausalModel, spec: ModelSpec, kv: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int,
         max_model_len: int, block_size: int, device: torch.device, capture: Capture | None = None,
         staged: bool | None = None, launch_options: LaunchOptions = DEFAULTS,
     ) -> None:  # fmt: skip
@@ -58,7 +59,7 @@ class TorchRunner:
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
         self._device, self._max_num_batched_tokens = device, max_num_batched_tokens
         staged = bool(capture) or device.type == "cuda" if staged is None else staged
-        self._model: Model | None = model
+        self._model: CausalModel | None = model
         self._sampling = SamplingState(max_num_seqs, spec.vocab_size, device, with_tables=staged)
         self._steps: HostSteps | DeviceSteps | None
         inputs: InputMaker
@@ -83,7 +84,7 @@ class TorchRunner:
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
             block_size=block_size, vocab_size=spec.vocab_size,
         )  # fmt: skip
-        self._launched: _Launched | None = None
+        self._launched: _ForwardedStep | None = None
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
         self._launch_options = launch_options
         self._thread: int | None = None  # the last calling thread
@@ -95,7 +96,7 @@ class TorchRunner:
     def forward(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self._max_num_batched_tokens, (plan.num_tokens, self._max_num_batched_tokens)
         with translated(plan), self._on_this_thread():
-            clock = Clock(self._device)
+            timer = StepTimer(self._device)
             self._slots.apply(plan)
             for slot in plan.freed_slots:
                 self._sampling.leave(slot)
@@ -104,17 +105,17 @@ class TorchRunner:
                 self._enter_sampling(new)
             batch = self._slots.batch(plan) if plan.rows else None
             done = self._loaded.forward(batch) if batch is not None else None
-            self._launched = _Launched(plan.step_id, clock.stop(), batch, done)
+            self._launched = _ForwardedStep(plan.step_id, timer.stop(), batch, done)
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> PendingStep:
         launched, self._launched = self._launched, None
         assert launched is not None, "sample() without its forward()"
         assert launched.step_id == plan.step_id, (launched.step_id, plan.step_id)
         with translated(plan), self._on_this_thread():
-            clock = Clock(self._device)
+            timer = StepTimer(self._device)
             if launched.batch is None or launched.done is None:
-                return Answer(plan, launched.clock, clock.stop())
-            return self._sample(plan, launched.batch, launched.done, masks, launched.clock, clock)
+                return LaunchedStep(plan, launched.timer, timer.stop())
+            return self._sample(plan, launched.batch, launched.done, masks, launched.timer, timer)
 
     def warm_up(self, budget_s: float = 0.0) -> None:
         """Compile the kernels and record the first graphs, before the first request.
@@ -145,7 +146,7 @@ class TorchRunner:
         self._slots.clear()
 
     @property
-    def model(self) -> Model:
+    def model(self) -> CausalModel:
         """The model, until the runner is closed."""
         assert self._model is not None, "the runner is closed"
         return self._model
@@ -162,8 +163,8 @@ class TorchRunner:
     # ---- answers -----------------------------------------------------------------------------------------------------
 
     def _sample(
-        self, plan: StepPlan, batch: StepBatch, done: Forward, masks: TokenMasks | None, forward_clock: Clock,
-        clock: Clock,
+        self, plan: StepPlan, batch: StepBatch, done: Forward, masks: TokenMasks | None, forward_timer: StepTimer,
+        timer: StepTimer,
     ) -> PendingStep:  # fmt: skip
         drawn = None
         if done.logits is not None and len(batch.slots):
@@ -171,7 +172,7 @@ class TorchRunner:
             self._slots.record_sampled(batch)
         prompts = tuple(self._score_prompt(span, done.hidden) for span in batch.prompt_spans)
         refused = {i: self._refused[row.slot] for i, row in enumerate(plan.rows) if row.slot in self._refused}
-        return Answer(plan, forward_clock, clock.stop(), batch, drawn, prompts, refused)
+        return LaunchedStep(plan, forward_timer, timer.stop(), batch, drawn, prompts, refused)
 
     def _row_masks(self, batch: StepBatch, masks: TokenMasks | None) -> RowMasks | None:
         """Map masks from rows of the plan to sampling rows of the batch."""
@@ -228,10 +229,10 @@ class TorchRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launched:
+class _ForwardedStep:
     """State between `forward` and `sample`."""
 
     step_id: int
-    clock: Clock
+    timer: StepTimer
     batch: StepBatch | None
     done: Forward | None

@@ -35,7 +35,7 @@ SIZES = ("max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization")
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ProfileKey:
     """The conditions under which a measurement is valid."""
 
     device: str  # name of the GPU, or of the CPU with its cores
@@ -46,7 +46,7 @@ class Key:
     model: str  # fingerprint of its files
     form: str  # settings of the weights' stored form
 
-    def differs_from(self, now: Key) -> str:
+    def differs_from(self, now: ProfileKey) -> str:
         """Return the first difference, in words; empty if there is none."""
         for name, words in _WORDS.items():
             then, today = getattr(self, name), getattr(now, name)
@@ -75,7 +75,7 @@ class Profile:
     name: str  # the name for --profile; by default the goal's
     goal: str
     settings: Mapping[str, Any]  # fields of EngineConfig; those at their default are left out
-    key: Key
+    key: ProfileKey
     created: str  # UTC, ISO 8601
     applied: bool = False  # used by every start, without --profile
     context: int = 0  # longest context, in tokens
@@ -97,12 +97,12 @@ class Profile:
 # ---- conditions of a measurement -------------------------------------------------------------------------------------
 
 
-def key_of(path: Path, config: EngineConfig, hardware: Hardware, device: str) -> Key:
+def key_of(path: Path, config: EngineConfig, hardware: Hardware, device: str) -> ProfileKey:
     """Return the present conditions. device: cpu or cuda:0, as in plans."""
     from localllm import __version__
 
     gpu = next((gpu for gpu in hardware.gpus if f"cuda:{gpu.index}" == device), None)
-    return Key(
+    return ProfileKey(
         device=gpu.name if gpu is not None else f"{hardware.cpu_name}, {hardware.cpu_cores} cores",
         driver=(gpu.driver_version or "") if gpu is not None else "",
         torch=_version("torch"),
@@ -239,7 +239,7 @@ def _read(path: Path) -> Profile | None:
         facts = tomllib.loads(path.read_text(encoding="utf-8"))
         if facts.pop("schema", None) != SCHEMA:
             return None
-        profile = Profile(**{**facts, "key": Key(**facts["key"])})
+        profile = Profile(**{**facts, "key": ProfileKey(**facts["key"])})
         known = {f.name for f in fields(EngineConfig)} - {"model"}
         EngineConfig(**profile.settings)
         return profile if profile.settings.keys() <= known else None
@@ -255,14 +255,14 @@ def now() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ProfileChoice:
     """The profile that a start uses. profile None: no profile is used, and `why` says the reason."""
 
     profile: Profile | None
     why: str = ""
 
 
-def choose(asked: str, key: Key, profiles: Sequence[Profile]) -> Choice | None:
+def choose(asked: str, key: ProfileKey, profiles: Sequence[Profile]) -> ProfileChoice | None:
     """Choose the profile of a start. asked: auto, none or a name. Return None if nothing was ever tuned for this model.
 
     Raises `ConfigError` if this model has no profile of the given name.
@@ -278,12 +278,12 @@ def choose(asked: str, key: Key, profiles: Sequence[Profile]) -> Choice | None:
         raise ConfigError(f"There is no profile {asked!r}.", f"Known: {known}.", "localllm tune MODEL", param="profile")
     fitting = [each for each in named if each.key == key]
     if fitting:
-        return Choice(fitting[0])
-    return Choice(None, f"{named[0].name}, tuned {named[0].date}, is not used: {named[0].key.differs_from(key)}")
+        return ProfileChoice(fitting[0])
+    return ProfileChoice(None, f"{named[0].name}, tuned {named[0].date}, is not used: {named[0].key.differs_from(key)}")
 
 
 def settings_that_fit(
-    settings: Settings, choice: Choice, context_of: Callable[[Settings], int]
+    settings: Settings, choice: ProfileChoice, context_of: Callable[[Settings], int]
 ) -> tuple[Settings, str]:
     """Return the settings of a start, and one line that describes what was used.
 

@@ -22,14 +22,14 @@ from localllm.units import format_bytes
 if TYPE_CHECKING:
     from localllm.machine.hardware import Hardware
     from localllm.models.fit import MemoryPlan
-    from localllm.runner.host_steps import OwnedModel
+    from localllm.runner.host_steps import ReopenableModel
 
 
 @dataclass
 class BareModel:
     """A model's weights, and the former `served` model, whose engine has ended, to open an engine from."""
 
-    model: OwnedModel
+    model: ReopenableModel
     served: ServedModel
 
     @cached_property
@@ -81,7 +81,7 @@ def close_engine(served: ServedModel) -> BareModel:
     assert isinstance(runner, TorchRunner), "only a model with weights can be opened again"
     model = runner.model
     served.close()
-    return BareModel(cast("OwnedModel", model), served)  # as the loader left it
+    return BareModel(cast("ReopenableModel", model), served)  # as the loader left it
 
 
 def open_engine(

@@ -21,7 +21,7 @@ from localllm.serving.served import NO_LIMITS, LoadLimits, OnPhase, ServedModel
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from localllm.runner.host_steps import Model
+    from localllm.models.inputs import CausalModel
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def wake_up(
     return served
 
 
-def _move(model: Model, change: Callable[[Tensor], Tensor]) -> None:
+def _move(model: CausalModel, change: Callable[[Tensor], Tensor]) -> None:
     import torch
 
     from localllm.models.weights.parameters import replace_tensors

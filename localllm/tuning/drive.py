@@ -49,7 +49,7 @@ class Cancelled(LocalLLMError):
 
 
 @dataclass(slots=True)
-class Watch:
+class LoadMonitor:
     """Checks made while a load runs: cancellation, deadline and memory. `peak_bytes` is the most that was held."""
 
     device: str
@@ -99,9 +99,9 @@ async def running(model: ServedModel) -> AsyncIterator[EngineClient]:
 
 
 async def drive(
-    client: EngineClient, requests: Sequence[WorkloadRequest], streams: int, watch: Watch
+    client: EngineClient, requests: Sequence[WorkloadRequest], streams: int, monitor: LoadMonitor
 ) -> list[RequestTimes]:
-    """Run a closed loop of `streams` open requests. Raises the error of the first failed request, or of the watch."""
+    """Run a closed loop of `streams` open requests. Raises the error of the first failed request, or of the monitor."""
     left: Iterator[tuple[int, WorkloadRequest]] = iter(list(enumerate(requests)))
     times: list[RequestTimes] = []
 
@@ -109,13 +109,13 @@ async def drive(
         for number, request in left:
             times.append(await answered(client, f"trial-{number}", request))
 
-    await watched([stream() for _ in range(min(streams, len(requests)))], watch)
+    await monitored([stream() for _ in range(min(streams, len(requests)))], monitor)
     return times
 
 
-async def watched(jobs: Sequence[Coroutine[Any, Any, None]], watch: Watch) -> None:
-    """Wait until all jobs are done. The first failed job, or the watch, cancels the others."""
-    watch.begin()
+async def monitored(jobs: Sequence[Coroutine[Any, Any, None]], monitor: LoadMonitor) -> None:
+    """Wait until all jobs are done. The first failed job, or the monitor, cancels the others."""
+    monitor.begin()
     started_s = time.perf_counter()
     tasks = [asyncio.create_task(job) for job in jobs]
     try:
@@ -124,7 +124,7 @@ async def watched(jobs: Sequence[Coroutine[Any, Any, None]], watch: Watch) -> No
             for task in tasks:
                 if task.done():
                     task.result()
-            watch.look(time.perf_counter() - started_s)
+            monitor.look(time.perf_counter() - started_s)
     finally:
         for task in tasks:
             task.cancel()

@@ -26,7 +26,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class LoadMetrics:
     """Values measured under the goal's load. Latencies are per request; None if no request showed any."""
 
     duration_s: float
@@ -54,7 +54,7 @@ class Trial:
     fate: Fate
     why: str = ""  # the reason, if it was not measured
     predicted: Predicted | None = None  # None: planning failed
-    figures: Figures | None = None
+    figures: LoadMetrics | None = None
     score: float | None = None  # in the goal's unit
     cost_s: float = 0.0  # seconds, opening and closing included
 
@@ -70,13 +70,13 @@ class Trial:
 
 def figures_of(
     times: Sequence[RequestTimes], duration_s: float, peak_bytes: int, num_preemptions: int, context: int
-) -> Figures:
+) -> LoadMetrics:
     """Return the figures of a load whose requests were all answered, plus the values that only the engine knows."""
     ttft, tpot = distribution(one.ttft_s for one in times), distribution(one.tpot_s for one in times)
     itl = distribution(gap for one in times for gap in one.inter_token_s)
     prompt, cached = sum(one.prompt_tokens for one in times), sum(one.cached_tokens for one in times)
     reading_s = sum(one.ttft_s or 0.0 for one in times)
-    return Figures(
+    return LoadMetrics(
         duration_s=duration_s,
         num_requests=len(times),
         ttft_p50_s=ttft.p50_s if ttft else None,

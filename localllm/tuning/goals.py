@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from localllm.errors import ConfigError
-from localllm.tuning.figures import Figures
+from localllm.tuning.figures import LoadMetrics
 from localllm.tuning.workload import PromptSource, Workload, WorkloadRequest
 from localllm.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -31,7 +31,7 @@ LONG_SHARE = 0.9  # share of the context that the prompt of long-context fills
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GoalLimits:
     """Limits that must hold, however good the score. None: no limit, or the goal's own."""
 
     max_ttft_s: float | None = None  # 95th percentile
@@ -39,7 +39,7 @@ class Limits:
     min_context: int | None = None
     max_memory_bytes: int | None = None  # weights, KV cache and activations, as planned
 
-    def broken_by(self, figures: Figures) -> str:
+    def broken_by(self, figures: LoadMetrics) -> str:
         """Return a sentence about the first limit that was exceeded; empty if all held."""
         for what, limit, seen in (
             ("to the first token", self.max_ttft_s, figures.ttft_p95_s),
@@ -59,13 +59,13 @@ class Goal:
     streams: int  # requests open at the same time
     prompt_len: int  # tokens, without the shared prefix
     output_len: int
-    score: Callable[[Figures], float]
+    score: Callable[[LoadMetrics], float]
     unit: str  # of the score
     comfortable_context: int  # the context to offer where memory allows
     least_seqs: int = 1  # smallest max_num_seqs to try: real loads sometimes have more streams than the typical one
     shared_len: int = 0  # tokens of the prefix that all prompts of one stream share
     rounds: int = ROUNDS
-    limits: Limits = Limits()
+    limits: GoalLimits = GoalLimits()
     fills_context: bool = False  # the prompt fills the context, so trials with different contexts do different work
 
     def on_gpu(self) -> Goal:
@@ -126,12 +126,12 @@ def _around(mean: int, index: int) -> int:
     return max(1, round(mean * SPREAD[index % 3]))
 
 
-def _answers(figures: Figures) -> float:
+def _answers(figures: LoadMetrics) -> float:
     """Answers per minute for one person: one answer takes the first token and `ANSWER_TOKENS` after it."""
     return 60 / ((figures.ttft_p50_s or 0.0) + ANSWER_TOKENS * (figures.tpot_p50_s or 0.0) + 1e-9)
 
 
-def _reach(figures: Figures) -> float:
+def _reach(figures: LoadMetrics) -> float:
     """Score the context first: doubling it outweighs a thousandfold prefill speed, which only decides ties."""
     return figures.context * math.pow(max(1.0, figures.prompt_tokens_per_s), 0.1)
 
@@ -150,7 +150,7 @@ GOALS: Mapping[str, Goal] = {
         ),
         Goal(
             "long-context", "the longest prompt with an acceptable time to first token", 1, 0, 16,
-            _reach, "points", 0, rounds=1, limits=Limits(max_ttft_s=60.0),
+            _reach, "points", 0, rounds=1, limits=GoalLimits(max_ttft_s=60.0),
             fills_context=True,
         ),
         Goal("share", "a given number of people at the same time", 4, 512, 128, _answers, "answers/min each", 8192, 4),
@@ -158,7 +158,7 @@ GOALS: Mapping[str, Goal] = {
 }  # fmt: skip
 
 
-def goal_of(name: str, limits: Limits = Limits(), people: int | None = None) -> Goal:
+def goal_of(name: str, limits: GoalLimits = GoalLimits(), people: int | None = None) -> Goal:
     """Return the goal of that name with these limits. Raises `ConfigError`."""
     if name not in GOALS:
         known = "; ".join(f"{goal.name}: {goal.what}" for goal in GOALS.values())
@@ -177,7 +177,7 @@ def goal_of(name: str, limits: Limits = Limits(), people: int | None = None) -> 
     return replace(goal, limits=replace(goal.limits, **asked))
 
 
-def over_budget(limits: Limits, planned_bytes: int) -> str:
+def over_budget(limits: GoalLimits, planned_bytes: int) -> str:
     """Return why the planned memory exceeds the limit, before any trial; empty if it does not."""
     if limits.max_memory_bytes is None or planned_bytes <= limits.max_memory_bytes:
         return ""

@@ -36,14 +36,14 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _CachedTokens | None = None
 
 
-class _Choice(msgspec.Struct):
+class _StreamChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
 class _Chunk(msgspec.Struct):
     """The fields of a streamed completion that are used; msgspec skips the others unparsed."""
 
-    choices: Sequence[_Choice] = ()
+    choices: Sequence[_StreamChoice] = ()
     usage: _Usage | None = None
     error: Any = None
 
@@ -89,7 +89,7 @@ def _not_a_url(url: str) -> ConfigError:
     return ConfigError(f"{url!r} is not the URL of a server.", hint="--url http://127.0.0.1:8000", param="url")
 
 
-class _Answer:
+class _Response:
     """One response as it arrives. `times`: arrival time of each piece that has a choice."""
 
     def __init__(self, done: asyncio.Future[None]) -> None:
@@ -124,7 +124,7 @@ class _Answer:
         self.usage = chunk.usage or self.usage
 
 
-class Connection(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """One keep-alive connection that handles one request at a time.
     Its callbacks are called by httptools and asyncio.
     """
@@ -132,22 +132,22 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: _Answer | None = None
+        self._answer: _Response | None = None
         self._now_s = 0.0
         self._keep_alive = True
 
     @classmethod
-    async def open(cls, endpoint: Endpoint) -> Connection:
+    async def open(cls, endpoint: Endpoint) -> LoadConnection:
         """Connect to the endpoint. Raises `OSError` when no server listens."""
         context = ssl.create_default_context() if endpoint.tls else None
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(cls, endpoint.host, endpoint.port, ssl=context)
         return connection
 
-    async def exchange(self, request: bytes) -> _Answer:
+    async def exchange(self, request: bytes) -> _Response:
         """Send a request and wait for the whole response."""
         assert self._transport is not None
-        answer = self._answer = _Answer(asyncio.get_running_loop().create_future())
+        answer = self._answer = _Response(asyncio.get_running_loop().create_future())
         self._transport.write(request)
         await answer.done
         return answer
@@ -226,7 +226,7 @@ class LoadClient:
         waiting = iter(range(len(bodies)))
 
         async def stream() -> None:
-            connection: Connection | None = None
+            connection: LoadConnection | None = None
             for index in waiting:
                 connection, times[index] = await self._ask(connection, bodies[index])
             if connection is not None:
@@ -253,12 +253,14 @@ class LoadClient:
         body = msgspec.json.encode(self.fields(request))
         return self._endpoint.head("POST", "/completions", len(body)) + body
 
-    async def _ask(self, connection: Connection | None, request: bytes) -> tuple[Connection | None, RequestTimes]:
+    async def _ask(
+        self, connection: LoadConnection | None, request: bytes
+    ) -> tuple[LoadConnection | None, RequestTimes]:
         started_s = time.perf_counter()
         is_fresh = connection is None or not connection.is_usable
         try:
             if connection is None or is_fresh:
-                connection = await Connection.open(self._endpoint)
+                connection = await LoadConnection.open(self._endpoint)
                 started_s = time.perf_counter()  # measure as a client with an open connection
             answer = await asyncio.wait_for(connection.exchange(request), REQUEST_TIMEOUT_S)
         except TimeoutError:
@@ -276,7 +278,7 @@ async def fetch_json(endpoint: Endpoint, path: str) -> Any:
     """GET a JSON document. Raises `ConfigError` when the server is not reachable or refuses."""
     address = f"http{'s' if endpoint.tls else ''}://{endpoint.host}:{endpoint.port}"
     try:
-        connection = await asyncio.wait_for(Connection.open(endpoint), 10)
+        connection = await asyncio.wait_for(LoadConnection.open(endpoint), 10)
     except (OSError, TimeoutError) as error:
         raise ConfigError(
             f"No server answers at {address}.", str(error), "Start one with: localllm up   (or give --url)", param="url"
@@ -301,7 +303,7 @@ def _failed(started_s: float, message: str) -> RequestTimes:
     return RequestTimes(started_s, time.perf_counter(), error=message[:LONGEST_ERROR])
 
 
-def _times(started_s: float, answer: _Answer) -> RequestTimes:
+def _times(started_s: float, answer: _Response) -> RequestTimes:
     if (error := _what_went_wrong(answer)) is not None:
         return _failed(started_s, error)
     assert answer.usage is not None
@@ -313,7 +315,7 @@ def _times(started_s: float, answer: _Answer) -> RequestTimes:
     )  # fmt: skip
 
 
-def _what_went_wrong(answer: _Answer) -> str | None:
+def _what_went_wrong(answer: _Response) -> str | None:
     if answer.error is not None:
         return answer.error
     if answer.status != 200:

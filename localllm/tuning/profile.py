@@ -11,7 +11,7 @@ from typing import Any
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError
-from localllm.serving.profiles import Key, Profile, key_of, now, read_profiles, toml_value
+from localllm.serving.profiles import Profile, ProfileKey, key_of, now, read_profiles, toml_value
 from localllm.tuning.figures import Trial, flags_of
 from localllm.tuning.goals import Goal, goal_of
 from localllm.tuning.run import TuningResult
@@ -22,7 +22,7 @@ LOAD = ("streams", "prompt_len", "output_len", "shared_len", "rounds")
 TOLERANCE = 0.10  # relative: the speed of a machine varies by this much
 
 
-def key_here(bed: TrialBed) -> Key:
+def key_here(bed: TrialBed) -> ProfileKey:
     return key_of(bed.bare.served.path, bed.config, bed.hardware, bed.bare.served.plan.device)
 
 

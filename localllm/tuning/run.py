@@ -35,7 +35,7 @@ from localllm.tuning.drive import Cancelled
 from localllm.tuning.figures import Predicted, Trial, pareto
 from localllm.tuning.goals import Goal
 from localllm.tuning.guard import Agreement, agreement
-from localllm.tuning.search import BRIEF, FULL, Found, Outcome, Point, Space, search
+from localllm.tuning.search import BRIEF, FULL, Outcome, Point, SearchRanking, Space, search
 from localllm.tuning.soak import SoakReport, soak
 from localllm.tuning.space import space_of, start_of
 from localllm.tuning.trial import TrialBed
@@ -214,7 +214,7 @@ class TuningRun:
             return space
         return Space(tuple(each for each in space.axes if each is not axis))
 
-    def _search(self, space: Space, start: Mapping[str, Any], before_s: float) -> Found:
+    def _search(self, space: Space, start: Mapping[str, Any], before_s: float) -> SearchRanking:
         floor = self.floor(space)
         detail = f"{space.size} combinations · {self.goal.lengths}" if not self.goal.fills_context else ""
         self._tell(PhaseBegan("search", detail or f"{space.size} combinations"))
@@ -235,7 +235,7 @@ class TuningRun:
             raise Cancelled("The run was cancelled.")
         return found
 
-    def _soaked(self, space: Space, found: Found) -> tuple[Trial | None, SoakReport | None]:
+    def _soaked(self, space: Space, found: SearchRanking) -> tuple[Trial | None, SoakReport | None]:
         """Return the best settings that pass the soak, and the soak's report."""
         report = None
         for point in found.ranking[:SOAKS]:
@@ -308,7 +308,7 @@ class TuningRun:
         return max(measured, key=lambda trial: trial.score or 0.0, default=None)
 
     def _result(
-        self, found: Found | None, pick: Trial | None, soaked: SoakReport | None, start: Mapping[str, Any],
+        self, found: SearchRanking | None, pick: Trial | None, soaked: SoakReport | None, start: Mapping[str, Any],
         space: Space, seconds: float,
     ) -> TuningResult:  # fmt: skip
         is_first = found is not None and pick is not None and found.ranking[:1] == (space.point(pick.settings),)

@@ -94,7 +94,7 @@ Measure = Callable[[Point, float, float | None], Outcome]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchRanking:
     """The ranked points, best first; empty: none works."""
 
     ranking: tuple[Point, ...]
@@ -131,7 +131,7 @@ def search(
     share: float = 0.25,
     before_s: float = 0.0,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Found:
+) -> SearchRanking:
     """Return the best points of the space.
 
     share: the most to spend, as a share of the cost of the whole grid; `before_s` of it is already spent. The probe and
@@ -162,7 +162,7 @@ class _Search:
         self.unit_s = 0.0  # what one full trial costs
         self.noise, self.patience = LEAST_NOISE, HOPELESS
 
-    def run(self) -> Found:
+    def run(self) -> SearchRanking:
         try:
             if self.space.size <= SMALL_SPACE:
                 for point in self.space.points():
@@ -299,7 +299,7 @@ class _Search:
         working = [point for point, known in self.known.items() if known.score(effort) > -math.inf]
         return sorted(working, key=lambda point: -self.known[point].score(effort))
 
-    def _found(self) -> Found:
+    def _found(self) -> SearchRanking:
         self._weigh_noise()
         in_full = [point for point in self._best(FULL) if self.known[point].full]
         others = [point for point in self._best(FULL) if not self.known[point].full]
@@ -308,7 +308,7 @@ class _Search:
         gain = None
         if start is not None and start.full and ranking and self.known[ranking[0]].full:
             gain = self.known[ranking[0]].score(FULL) / start.score(FULL) - 1
-        return Found(tuple(ranking), self.noise, self.spent_s, gain)
+        return SearchRanking(tuple(ranking), self.noise, self.spent_s, gain)
 
     def _weigh_noise(self) -> None:
         """Set the noise to the median difference between repeated full measurements of a point.

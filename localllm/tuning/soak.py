@@ -22,7 +22,7 @@ from localllm.errors import DeviceLost, LocalLLMError
 from localllm.serving.loading import clear_tracebacks
 from localllm.serving.served import ServedModel
 from localllm.serving.sleep import release_cached_memory
-from localllm.tuning.drive import Cancelled, Watch, running, watched
+from localllm.tuning.drive import Cancelled, LoadMonitor, monitored, running
 from localllm.tuning.trial import TrialBed
 from localllm.tuning.workload import PromptSource
 
@@ -77,13 +77,13 @@ def soak(
 async def _soak(
     model: ServedModel, vocab_size: int, seconds: float, seed: int, should_stop: Callable[[], bool]
 ) -> SoakReport:
-    watch = Watch(model.plan.device, should_stop)
+    monitor = LoadMonitor(model.plan.device, should_stop)
     async with running(model) as client:
         crowd = _Crowd(model, client, PromptSource(seed, vocab_size), seconds)
         talkers = min(MOST_TALKERS, model.plan.max_num_seqs) + WAITING
         started_s = time.perf_counter()
-        await watched([crowd.first_words()], watch)
-        await watched([crowd.longest(), *(crowd.talk(number) for number in range(talkers))], watch)
+        await monitored([crowd.first_words()], monitor)
+        await monitored([crowd.longest(), *(crowd.talk(number) for number in range(talkers))], monitor)
         duration_s = time.perf_counter() - started_s
         await crowd.expect_all_back()
         stats = client.stats()
@@ -93,7 +93,7 @@ async def _soak(
         crowd.cancelled,
         len(crowd.failures),
         crowd.longest_tokens,
-        watch.peak_bytes,
+        monitor.peak_bytes,
         stats.num_preemptions,
         crowd.failures[0] if crowd.failures else "",
     )

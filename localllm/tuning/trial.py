@@ -22,8 +22,8 @@ from localllm.serving.loading import clear_tracebacks
 from localllm.serving.reopen import BareModel, close_engine, open_engine
 from localllm.serving.served import OnPhase, ServedModel
 from localllm.serving.sleep import release_cached_memory
-from localllm.tuning.drive import Cancelled, GaveUp, MemoryRanLow, Watch, drive, running
-from localllm.tuning.figures import Fate, Figures, Predicted, Trial, figures_of
+from localllm.tuning.drive import Cancelled, GaveUp, LoadMonitor, MemoryRanLow, drive, running
+from localllm.tuning.figures import Fate, LoadMetrics, Predicted, Trial, figures_of
 from localllm.tuning.goals import Goal, over_budget
 from localllm.tuning.workload import DEFAULT_VOCAB_SIZE, Workload, WorkloadRequest
 
@@ -115,12 +115,12 @@ class TrialBed:
             return replace(trial, fate="over a limit", why=why, figures=figures)
         return replace(trial, figures=figures, score=goal.score(figures))
 
-    def _figures(self, trial: Trial, goal: Goal, seed: int, deadline_s: float | None, should_stop: Stop) -> Figures:
+    def _figures(self, trial: Trial, goal: Goal, seed: int, deadline_s: float | None, should_stop: Stop) -> LoadMetrics:
         held_bytes = process_bytes()
         model = self.open(trial.settings)
         workload = goal.workload(trial.effort, model.plan.max_model_len, seed=seed, vocab_size=self.vocab_size)
-        watch = Watch(model.plan.device, should_stop, deadline_s)
-        figures = asyncio.run(_run(model, workload, goal.streams, watch))
+        monitor = LoadMonitor(model.plan.device, should_stop, deadline_s)
+        figures = asyncio.run(_run(model, workload, goal.streams, monitor))
         if model.plan.device != "cpu":
             return figures
         grown_bytes = figures.peak_bytes - held_bytes  # during the trial: the interpreter and libraries do not count
@@ -137,15 +137,15 @@ def _load(settings: Settings, on_phase: OnPhase) -> BareModel:
     return close_engine(served)
 
 
-async def _run(model: ServedModel, workload: Workload, streams: int, watch: Watch) -> Figures:
+async def _run(model: ServedModel, workload: Workload, streams: int, monitor: LoadMonitor) -> LoadMetrics:
     async with running(model) as client:
-        await drive(client, [WARM_UP], 1, Watch(model.plan.device))
+        await drive(client, [WARM_UP], 1, LoadMonitor(model.plan.device))
         before = client.stats()
         started_s = time.perf_counter()
-        times = await drive(client, workload.requests, streams, watch)
+        times = await drive(client, workload.requests, streams, monitor)
         duration_s = time.perf_counter() - started_s
         preemptions = client.stats().num_preemptions - before.num_preemptions
-    return figures_of(times, duration_s, watch.peak_bytes, preemptions, model.plan.max_model_len)
+    return figures_of(times, duration_s, monitor.peak_bytes, preemptions, model.plan.max_model_len)
 
 
 def fate_of(error: BaseException) -> Fate:

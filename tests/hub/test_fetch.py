@@ -13,7 +13,7 @@ from localllm.cli.announce import LogLines
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import EngineStopped, HubOffline
 from localllm.models.library.hub.fetch import progress_line
-from localllm.models.library.hub.pull import Progress
+from localllm.models.library.hub.pull import PullProgress
 from localllm.serving.build import build_engine
 from localllm.serving.served import Phase
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
@@ -65,13 +65,13 @@ def test_a_load_that_is_given_up_ends_its_download(hub: LocalHub, tiny_llama_pat
 @pytest.mark.parametrize(
     ("progress", "line"),
     [
-        (Progress(2**30, 4 * 2**30, 1, 3, 2**30, 2**20 * 100, 31.0), "1.0 GiB of 4.0 GiB · 100 MiB/s · 31.0 s left"),
-        (Progress(2**30, 2**31, 1, 3, note="m: busy; again in 2 s"), "1.0 GiB of 2.0 GiB · m: busy; again in 2 s"),
-        (Progress(2**30, 4 * 2**30, 1, 3), "1.0 GiB of 4.0 GiB"),
-        (Progress(2**30, 2**30, 3, 3, 2**30, 2**20, 0.0), "1.0 GiB of 1.0 GiB"),
+        (PullProgress(2**30, 4 * 2**30, 1, 3, 2**30, 100 * 2**20, 31), "1.0 GiB of 4.0 GiB · 100 MiB/s · 31.0 s left"),
+        (PullProgress(2**30, 2**31, 1, 3, note="m: busy; again in 2 s"), "1.0 GiB of 2.0 GiB · m: busy; again in 2 s"),
+        (PullProgress(2**30, 4 * 2**30, 1, 3), "1.0 GiB of 4.0 GiB"),
+        (PullProgress(2**30, 2**30, 3, 3, 2**30, 2**20, 0.0), "1.0 GiB of 1.0 GiB"),
     ],
 )  # fmt: skip
-def test_progress_is_one_line(progress: Progress, line: str) -> None:
+def test_progress_is_one_line(progress: PullProgress, line: str) -> None:
     assert progress_line(progress) == line
 
 

@@ -25,7 +25,7 @@ from localllm.models.library.catalog import hub_cache_dir, resolve_model
 from localllm.models.library.hub import cache, client, plan, transfer
 from localllm.models.library.hub.downloads import Downloads
 from localllm.models.library.hub.plan import DownloadPlan, plan_download
-from localllm.models.library.hub.pull import Progress, drop_damaged, pull
+from localllm.models.library.hub.pull import PullProgress, drop_damaged, pull
 from localllm.models.library.hub.repository import search
 from tests.hub.conftest import make_checkpoint, write_safetensors
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
@@ -168,7 +168,7 @@ def test_a_cut_connection_goes_on_where_it_stopped(hub: LocalHub, repo: Path) ->
 def test_what_a_failed_attempt_fetched_is_used_by_the_next(hub: LocalHub, repo: Path) -> None:
     stop = threading.Event()
 
-    def stop_half_way(progress: Progress) -> None:
+    def stop_half_way(progress: PullProgress) -> None:
         if progress.bytes_done > 90_000:
             stop.set()
 
@@ -189,7 +189,7 @@ def test_a_server_that_knows_no_ranges_sends_it_all_again(hub: LocalHub, repo: P
     partial.parent.mkdir(parents=True)
     partial.write_bytes((repo / WEIGHTS).read_bytes()[:100_000])
     hub.troubles[WEIGHTS] = Trouble(ignore_ranges=True)
-    seen: list[Progress] = []
+    seen: list[PullProgress] = []
     assert same(pull(plan_download("org/name"), seen.append), repo)
     assert [p.bytes_done for p in seen] == sorted(p.bytes_done for p in seen), "progress never goes back"
     assert hub.bytes_sent(WEIGHTS) == size(repo)
@@ -390,7 +390,7 @@ def test_file_names_of_the_hub_stay_inside_the_cache(hub: LocalHub, repo: Path, 
 
 def test_progress_only_grows_and_ends_at_all_of_it(hub: LocalHub, repo: Path) -> None:
     hub.troubles[WEIGHTS] = Trouble(cut_after=60_000, times=4)
-    seen: list[Progress] = []
+    seen: list[PullProgress] = []
     pull(plan_download("org/name"), seen.append)
     assert [p.bytes_done for p in seen] == sorted(p.bytes_done for p in seen)
     assert [p.files_done for p in seen] == sorted(p.files_done for p in seen)

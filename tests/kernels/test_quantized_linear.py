@@ -14,7 +14,7 @@ from localllm.kernels.fp8_linear import E4M3, Fp8Weight, Granularity, quantize_f
 from localllm.kernels.int8_linear import Int8Weight, quantize_int8
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.kernels.skinny_gemm import Target
+from localllm.kernels.skinny_gemm import DeviceFeatures
 from localllm.models.layers.linear import Linear
 from tests.kernels.conftest import DTYPES
 from tests.kernels.test_skinny_gemm import ERROR
@@ -132,7 +132,7 @@ def test_turing_never_multiplies_int8_by_int8(arch: int, quantises: bool, monkey
         return lambda x, *_, **__: taken.append(name) or torch.zeros(40, 8)
 
     monkeypatch.setattr(int8_linear, "runs_triton", lambda x: True)
-    monkeypatch.setattr(int8_linear, "device_target", lambda device: Target(arch, False, False))
+    monkeypatch.setattr(int8_linear, "device_features", lambda device: DeviceFeatures(arch, False, False))
     for name in ("w8a16_gemm", "w8a8_gemm"):
         monkeypatch.setattr(int8_linear, name, gemm(name))
     weight = quantize_int8(torch.randn(8, 64), activations="dynamic")

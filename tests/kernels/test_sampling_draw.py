@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from localllm.kernels.launch import INTERPRETED
-from localllm.kernels.sampling.draw import BLOCK, Kept, draw, draw_reference, survey
+from localllm.kernels.sampling.draw import BLOCK, Cutoff, draw, draw_reference, survey
 from localllm.kernels.sampling.nucleus import nucleus
 from tests.kernels.conftest import DTYPES
 from tests.kernels.slot_tables import longs, tables_of
@@ -49,9 +49,9 @@ def test_rows_kept_in_part_draw_the_same_token_too(device: torch.device) -> None
         longs([9] * rows, device),
     )
     found = survey(logits, slots, lengths, tables, filters=True)
-    kept = nucleus(logits, slots, tables, found)
-    got, best = draw(logits, slots, lengths, tables, kept, found)
-    expected, expected_best = draw_reference(logits, slots, lengths, tables, kept)
+    cutoff = nucleus(logits, slots, tables, found)
+    got, best = draw(logits, slots, lengths, tables, cutoff, found)
+    expected, expected_best = draw_reference(logits, slots, lengths, tables, cutoff)
     assert torch.equal(best, expected_best)
     assert got.tolist() == expected.tolist()
 
@@ -115,9 +115,9 @@ def test_frequencies_are_the_softmax(temperature: float, device: torch.device) -
 
 
 def test_nothing_kept_is_still_an_id(device: torch.device) -> None:
-    """`Kept` never says so, but a broken row may."""
+    """`Cutoff` never says so, but a broken row may."""
     tables = tables_of([{"top_k": 1, "seed": 1}], 100, device)
     logits, slot = torch.full((1, 100), -math.inf, device=device), longs([0], device)
-    kept = Kept(torch.zeros(1, device=device), longs([5], device))
+    cutoff = Cutoff(torch.zeros(1, device=device), longs([5], device))
     found = survey(logits, slot, slot, tables, filters=True)
-    assert 0 <= int(draw(logits, slot, slot, tables, kept, found)[0]) < 100
+    assert 0 <= int(draw(logits, slot, slot, tables, cutoff, found)[0]) < 100

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.sampling import nucleus as module
-from localllm.kernels.sampling.draw import Kept, survey
+from localllm.kernels.sampling.draw import Cutoff, survey
 from localllm.kernels.sampling.nucleus import nucleus
 from tests.kernels.conftest import DTYPES
 from tests.kernels.slot_tables import longs, tables_of
@@ -33,8 +33,8 @@ def run(logits: torch.Tensor, asked: list[dict[str, Any]], slots: list[int], dev
     return ids_of(logits.float().cpu(), nucleus(logits, rows, tables, found))
 
 
-def ids_of(logits: torch.Tensor, kept: Kept) -> list[list[int]]:
-    value, last = kept.value.cpu().unsqueeze(-1), kept.last_id.cpu().unsqueeze(-1)
+def ids_of(logits: torch.Tensor, cutoff: Cutoff) -> list[list[int]]:
+    value, last = cutoff.value.cpu().unsqueeze(-1), cutoff.last_id.cpu().unsqueeze(-1)
     inside = (logits > value) | ((logits == value) & (torch.arange(logits.shape[-1]) <= last))
     return [row.nonzero().flatten().tolist() for row in inside & (logits > -math.inf)]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
-from localllm.models.prompt_embeds import PromptEmbeds, PromptEmbedsReader
+from localllm.models.prompt_embeds import PromptEmbedsReader, PromptEmbedsTensor
 from localllm.models.spec.model_spec import ModelSpec, read_spec
 from localllm.models.weights.loader import load_model
 from tests.runner.test_with_scheduler import BLOCK, CPU, MAX_LEN, make_requests, serve
@@ -39,11 +39,11 @@ def table(tiny_llama_path: Path) -> Tensor:
     return weight
 
 
-def embeds_of(spec: ModelSpec, rows: Tensor) -> PromptEmbeds:
+def embeds_of(spec: ModelSpec, rows: Tensor) -> PromptEmbedsTensor:
     return PromptEmbedsReader(spec.hidden_size, torch.float32, MAX_LEN).of_tensor(rows)
 
 
-def embedded(name: str, embeds: PromptEmbeds, **params: Any) -> Request:
+def embedded(name: str, embeds: PromptEmbedsTensor, **params: Any) -> Request:
     asked = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **params})
     assert asked.max_tokens is not None
     ids = [0] * embeds.num_tokens

@@ -421,17 +421,17 @@ def test_a_lost_device_is_recognised_wherever_it_is_found(desk: Desk, monkeypatc
     """CUDA tells of a kernel's error with a later call: a wait, an event, the clean-up."""
     launched = desk.launch((desk.enter("a", 0, PROMPT), 45))
     with monkeypatch.context() as patch:
-        patch.setattr(runner_module.Clock, "wait", lost)
+        patch.setattr(runner_module.StepTimer, "wait", lost)
         with pytest.raises(DeviceLost, match="45 tokens of 1 requests"):
             desk.settle(launched)
     for broken in ("__init__", "stop"):
         with monkeypatch.context() as patch:
-            patch.setattr(runner_module.Clock, broken, lost)
+            patch.setattr(runner_module.StepTimer, broken, lost)
             with pytest.raises(DeviceLost):
                 desk.runner.forward(StepPlan(2, ()))
     desk.runner.forward(StepPlan(3, ()))
     with monkeypatch.context() as patch:
-        patch.setattr(runner_module.Clock, "__init__", lost)
+        patch.setattr(runner_module.StepTimer, "__init__", lost)
         with pytest.raises(DeviceLost):
             desk.runner.sample(StepPlan(3, ()))
     with monkeypatch.context() as patch:

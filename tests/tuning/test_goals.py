@@ -10,7 +10,7 @@ import pytest
 from localllm.config.settings import EngineConfig, ModelTable, Settings, Source
 from localllm.models.fit import MemoryPlan
 from localllm.tuning.figures import flags_of
-from localllm.tuning.goals import GOALS, ROUNDS, SHORTEST, Limits, goal_of
+from localllm.tuning.goals import GOALS, ROUNDS, SHORTEST, GoalLimits, goal_of
 from localllm.tuning.profile import as_flags, as_toml
 from localllm.tuning.space import TUNABLE, fixed_by, space_of, start_of
 
@@ -59,8 +59,8 @@ def test_agents_share_beginnings() -> None:
 
 def test_limits_go_over_a_goals_own() -> None:
     assert goal_of("long-context").limits.max_ttft_s == 60.0
-    assert goal_of("long-context", Limits(max_ttft_s=5.0)).limits.max_ttft_s == 5.0
-    assert goal_of("long-context", Limits(min_context=4096)).limits.max_ttft_s == 60.0
+    assert goal_of("long-context", GoalLimits(max_ttft_s=5.0)).limits.max_ttft_s == 5.0
+    assert goal_of("long-context", GoalLimits(min_context=4096)).limits.max_ttft_s == 60.0
 
 
 @pytest.mark.parametrize("people", [1, 6, 100])

@@ -20,8 +20,8 @@ from localllm.machine.hardware import Gpu, Hardware
 from localllm.serving import profiles
 from localllm.serving.build import build_engine
 from localllm.serving.profiles import (
-    Key,
     Profile,
+    ProfileKey,
     choose,
     key_of,
     model_fingerprint,
@@ -34,7 +34,7 @@ from localllm.serving.profiles import (
 from localllm.serving.served import Phase
 from localllm.serving.sleep import put_to_sleep, wake_up
 
-KEY = Key("GPU", "580.65", "2.9.0", "3.5.0", "0.1", "abc", "dtype=auto")
+KEY = ProfileKey("GPU", "580.65", "2.9.0", "3.5.0", "0.1", "abc", "dtype=auto")
 FOUND = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
 PROFILE = Profile(
     "chat", "chat", FOUND, KEY, "2026-11-21T10:00:00Z", applied=True, context=256, score=12.5, unit="x/min"
@@ -82,7 +82,7 @@ def test_a_damaged_file_is_passed_over(damage: str, folder: Path) -> None:
     assert read_profiles() == []
 
 
-@pytest.mark.parametrize("field", [f.name for f in fields(Key) if f.name != "model"])
+@pytest.mark.parametrize("field", [f.name for f in fields(ProfileKey) if f.name != "model"])
 def test_a_difference_in_anything_is_said_and_the_profile_left_alone(field: str) -> None:
     other = replace(KEY, **{field: "another"})
     choice = choose("auto", other, [PROFILE])

@@ -16,8 +16,8 @@ from localllm.engine.client import EngineClient
 from localllm.runner.runner import TorchRunner
 from localllm.serving.served import ServedModel, WrongTask
 from localllm.tuning import drive, run
-from localllm.tuning.figures import Figures, Trial, pareto
-from localllm.tuning.goals import Limits, goal_of
+from localllm.tuning.figures import LoadMetrics, Trial, pareto
+from localllm.tuning.goals import GoalLimits, goal_of
 from localllm.tuning.guard import agreement
 from localllm.tuning.run import (
     BestChanged,
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused_by_arithmetic(bed: TrialBed, opened: list[
     assert seen.fate == "does not fit"
     assert "1024 TiB" in seen.why
     assert bed.run(2, {}, GOAL, floor=512).why == "a context of 256, at least 512 is required"
-    tight = replace(GOAL, limits=Limits(max_memory_bytes=1000))
+    tight = replace(GOAL, limits=GoalLimits(max_memory_bytes=1000))
     assert bed.run(3, {}, tight).fate == "over a limit"
     assert not opened
 
@@ -147,7 +147,7 @@ def test_a_hopeless_trial_is_given_up(bed: TrialBed, opened: list[TorchRunner]) 
 
 
 def test_a_limit_that_is_broken_is_told_with_its_figures(bed: TrialBed) -> None:
-    seen = bed.run(1, {}, replace(GOAL, limits=Limits(max_ttft_s=1e-9)))
+    seen = bed.run(1, {}, replace(GOAL, limits=GoalLimits(max_ttft_s=1e-9)))
     assert seen.fate == "over a limit"
     assert "to the first token" in seen.why
     assert seen.figures is not None
@@ -256,7 +256,7 @@ def test_a_cancelled_run_keeps_what_was_measured(bed: TrialBed, opened: list[Tor
 
 
 def test_where_nothing_keeps_the_limits_there_is_no_pick(bed: TrialBed) -> None:
-    result = TuningRun(bed, replace(GOAL, limits=Limits(min_context=100_000)), QUICK).start()
+    result = TuningRun(bed, replace(GOAL, limits=GoalLimits(min_context=100_000)), QUICK).start()
     assert result.pick is None
     assert {each.fate for each in result.trials} == {"over a limit"}
 
@@ -267,8 +267,8 @@ def test_a_model_that_writes_nothing_is_not_tuned(tmp_path: Path) -> None:
         TrialBed.load(Settings(EngineConfig(model=str(path), device="cpu", profile="none")))
 
 
-def figures(tokens_per_s: float, ttft_s: float, context: int) -> Figures:
-    return Figures(1.0, 1, ttft_s, ttft_s, 0.01, 0.01, 1.0, tokens_per_s, 1.0, 0.0, 0, 0, context)
+def figures(tokens_per_s: float, ttft_s: float, context: int) -> LoadMetrics:
+    return LoadMetrics(1.0, 1, ttft_s, ttft_s, 0.01, 0.01, 1.0, tokens_per_s, 1.0, 0.0, 0, 0, context)
 
 
 def test_the_pareto_set_holds_what_nothing_beats() -> None:

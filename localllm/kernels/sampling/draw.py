@@ -44,7 +44,7 @@ class Survey:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Cutoff:
     """The likeliest tokens of each row, up to a last one: kept is x > value, or x == value and id <= last_id."""
 
     value: Tensor  # [S] float32  -inf: all
@@ -71,35 +71,35 @@ def survey(logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, *
 
 
 def draw(
-    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, kept: Kept | None = None,
+    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, cutoff: Cutoff | None = None,
     found: Survey | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return token ids [S] int64 and the largest logits [S] float32, NaN if a row contains one.
     Padding rows give 0 and 0.
 
     kept: the kept tokens of rows with top_k, top_p or min_p, from `nucleus`; None: the batch has no such rows. found:
-    the survey from which `kept` was made.
+    the survey from which `cutoff` was made.
     """
     if not runs_triton(logits):
-        return draw_reference(logits, slots, lengths, tables, kept)
+        return draw_reference(logits, slots, lengths, tables, cutoff)
     if found is None:
         found = survey(logits, slots, lengths, tables, filters=False)
     assert found is not None
-    if kept is not None:
-        _race(logits, slots, lengths, tables, found, kept, True)
-    return _pick(logits, slots, lengths, tables, found, kept)
+    if cutoff is not None:
+        _race(logits, slots, lengths, tables, found, cutoff, True)
+    return _pick(logits, slots, lengths, tables, found, cutoff)
 
 
 def draw_reference(
-    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, kept: Kept | None = None
+    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, cutoff: Cutoff | None = None
 ) -> tuple[Tensor, Tensor]:
     logits, at = logits.float(), slots.clamp(min=0)
     heads = selection.group_heads(logits)
     temperature = tables.temperature[at].float().unsqueeze(-1)
     weights = torch.softmax(logits / torch.where(temperature > 0, temperature, 1), -1)
-    if kept is not None:
-        ids, value = torch.arange(logits.shape[-1], device=logits.device), kept.value.unsqueeze(-1)
-        inside = (logits > value) | ((logits == value) & (ids <= kept.last_id.unsqueeze(-1)))
+    if cutoff is not None:
+        ids, value = torch.arange(logits.shape[-1], device=logits.device), cutoff.value.unsqueeze(-1)
+        inside = (logits > value) | ((logits == value) & (ids <= cutoff.last_id.unsqueeze(-1)))
         weights = torch.where(inside, weights, 0)
     drawn = draw_by_weight(weights, row_keys_of(tables.seed[at], lengths).unsqueeze(-1))
     token_ids = torch.where(temperature.squeeze(-1) > 0, drawn, selection.argmax(logits, heads))
@@ -139,28 +139,34 @@ def _draw_group(masses: Tensor, keys: Tensor) -> Tensor:
 
 
 def _race(
-    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, found: Survey, kept: Kept | None, filters: bool
+    logits: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    tables: SlotTables,
+    found: Survey,
+    cutoff: Cutoff | None,
+    filters: bool,
 ) -> None:
     num_rows, vocab_size = logits.shape
-    value, last_id = (found.best, slots) if kept is None else (kept.value, kept.last_id)
+    value, last_id = (found.best, slots) if cutoff is None else (cutoff.value, cutoff.last_id)
     _race_kernel[(num_rows, cdiv(vocab_size, BLOCK))](
         logits, slots, lengths, tables.seed, tables.temperature, tables.top_k, tables.top_p, tables.min_p,
         value, last_id, found.best, found.scores, found.groups, found.heads, found.masses,
-        logits.stride(0), vocab_size, FILTERS=filters, KEPT=kept is not None, BLOCK=BLOCK, num_warps=4,
+        logits.stride(0), vocab_size, FILTERS=filters, KEPT=cutoff is not None, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 def _pick(
-    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, found: Survey, kept: Kept | None
+    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, found: Survey, cutoff: Cutoff | None
 ) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     best = torch.empty(num_rows, device=logits.device)
-    value, last_id = (best, slots) if kept is None else (kept.value, kept.last_id)
+    value, last_id = (best, slots) if cutoff is None else (cutoff.value, cutoff.last_id)
     num_blocks = cdiv(vocab_size, BLOCK)
     _pick_kernel[(num_rows,)](
         logits, slots, lengths, tables.seed, tables.temperature, value, last_id, found.best, found.scores,
-        found.groups, token_ids, best, logits.stride(0), vocab_size, num_blocks, KEPT=kept is not None,
+        found.groups, token_ids, best, logits.stride(0), vocab_size, num_blocks, KEPT=cutoff is not None,
         BLOCKS=next_power_of_2(num_blocks), num_warps=1,
     )  # fmt: skip
     return token_ids, best

@@ -1,9 +1,9 @@
 """Finds the last token kept by top_k, top_p and min_p in each row, without a sort.
 
 All three keep a prefix of one order (larger value first, equal values by lower id), so their combination is described
-by its last token: `Kept`. min_p is a bound on the value. top_k and top_p are the shortest prefix whose measure is large
-enough, where the measure of a token is 1 or its probability. Both are found by halving an interval of values (pivot
-search, as in Qrita, arXiv:2602.01518), without ordering.
+by its last token: `Cutoff`. min_p is a bound on the value. top_k and top_p are the shortest prefix whose measure is
+large enough, where the measure of a token is 1 or its probability. Both are found by halving an interval of values
+(pivot search, as in Qrita, arXiv:2602.01518), without ordering.
 
 The kernel, one program per row, starts from the result of `draw.survey`: the largest logit of each group of 64 ids.
 Tokens above the 129th largest head can only be in 128 groups: these 8,192 tokens are loaded once and searched in
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
 from localllm.kernels.sampling import selection
-from localllm.kernels.sampling.draw import Kept, Survey, asks_for_less
+from localllm.kernels.sampling.draw import Cutoff, Survey, asks_for_less
 from localllm.kernels.sampling.selection import GROUP
 from localllm.kernels.sampling.tables import SlotTables
 
@@ -30,7 +30,7 @@ TRIES = 128  # groups examined first
 TURING_TRIES = 64  # 128 would spill registers on Turing
 
 
-def nucleus(logits: Tensor, slots: Tensor, tables: SlotTables, found: Survey | None = None) -> Kept:
+def nucleus(logits: Tensor, slots: Tensor, tables: SlotTables, found: Survey | None = None) -> Cutoff:
     """Return the kept tokens. logits [S, V]; slots [S] int64, -1: padding;
     found: `survey` of these logits, for the kernel."""
     if not runs_triton(logits):
@@ -38,18 +38,18 @@ def nucleus(logits: Tensor, slots: Tensor, tables: SlotTables, found: Survey | N
     assert found is not None, "the kernel starts from a survey"
     num_rows, vocab_size = logits.shape
     tries = TURING_TRIES if logits.is_cuda and torch.cuda.get_device_capability(logits.device) < (8, 0) else TRIES
-    kept = Kept(torch.empty(num_rows, device=logits.device), torch.empty_like(slots))
+    cutoff = Cutoff(torch.empty(num_rows, device=logits.device), torch.empty_like(slots))
     near = torch.empty(num_rows, tries, dtype=torch.int32, device=logits.device)
     between = torch.empty(num_rows, tries * GROUP, device=logits.device)
     _nucleus_kernel[(num_rows,)](
         logits, slots, tables.temperature, tables.top_k, tables.top_p, tables.min_p, found.heads, found.masses,
-        near, between, kept.value, kept.last_id, logits.stride(0), vocab_size,
+        near, between, cutoff.value, cutoff.last_id, logits.stride(0), vocab_size,
         GROUPS=next_power_of_2(max(tries, cdiv(vocab_size, GROUP))), TRIES=tries, num_warps=16,
     )  # fmt: skip
-    return kept
+    return cutoff
 
 
-def nucleus_reference(logits: Tensor, slots: Tensor, tables: SlotTables) -> Kept:
+def nucleus_reference(logits: Tensor, slots: Tensor, tables: SlotTables) -> Cutoff:
     logits, at, vocab_size = logits.float(), slots.clamp(min=0), logits.shape[-1]
     temperature, top_k, top_p, min_p = (
         column[at].unsqueeze(-1) for column in (tables.temperature, tables.top_k, tables.top_p, tables.min_p)
@@ -63,7 +63,7 @@ def nucleus_reference(logits: Tensor, slots: Tensor, tables: SlotTables) -> Kept
     value = torch.where(inside, logits, torch.inf).amin(-1, keepdim=True)
     ids = torch.arange(vocab_size, device=logits.device)
     last_id = torch.where(inside & (logits == value), ids, -1).amax(-1)
-    return Kept(torch.where(asks, value, -torch.inf).squeeze(-1), torch.where(asks.squeeze(-1), last_id, vocab_size))
+    return Cutoff(torch.where(asks, value, -torch.inf).squeeze(-1), torch.where(asks.squeeze(-1), last_id, vocab_size))
 
 
 def keep_nucleus(logits: Tensor, probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

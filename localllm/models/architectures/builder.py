@@ -31,7 +31,7 @@ from localllm.models.architectures.layer import (
 from localllm.models.architectures.mixture import build_mixture
 from localllm.models.layers.alibi import alibi_slopes
 from localllm.models.layers.attention import Attention
-from localllm.models.layers.embedding import Embedding
+from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.linear import Linear, tied_head
 from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.norm import LayerNorm, RMSNorm
@@ -58,7 +58,7 @@ class DecoderBuilder:
 
     # -- embedding and head
 
-    def _embedding_and_head(self) -> tuple[Embedding, Linear]:
+    def _embedding_and_head(self) -> tuple[EmbeddingTable, Linear]:
         """Build the embedding and the head. Embedding rows keep the stored type if it is narrower: widening a row is
         exact.
 
@@ -87,13 +87,13 @@ class DecoderBuilder:
             return self.weights.linear(["lm_head"], shape, bias=self.spec.lm_head_bias)
         return Linear(functional.normalize(self.weights.take(["lm_head.weight"], shape).float()).to(self.dtype))
 
-    def _embedding(self, rows: Tensor | QuantizedTable) -> Embedding:
+    def _embedding(self, rows: Tensor | QuantizedTable) -> EmbeddingTable:
         spec, positions = self.spec, None
         if spec.positions == "learned":
             shape = (spec.max_position + spec.position_offset, spec.hidden_size)
             positions = self.weights.take(["model.embed_positions.weight"], shape)
         norm = self._norm("model.embed_norm") if spec.embedding_norm else None
-        return Embedding(
+        return EmbeddingTable(
             rows,
             self.dtype,
             spec.embedding_scale,

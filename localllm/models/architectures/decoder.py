@@ -18,7 +18,7 @@ from localllm.kernels.store_kv import has_no_skipped_slot
 from localllm.models.architectures.layer import DecoderLayer, LayerKind, Norm
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.attention import AttentionStep, plan_step
-from localllm.models.layers.embedding import Embedding
+from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraBank
 from localllm.models.layers.rotary import rope_tables
@@ -32,7 +32,7 @@ class DecoderModel:
     def __init__(
         self,
         spec: ModelSpec,
-        embedding: Embedding,
+        embedding: EmbeddingTable,
         layers: Sequence[DecoderLayer],
         norm: Norm,
         lm_head: Linear,

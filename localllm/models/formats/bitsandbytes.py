@@ -56,7 +56,7 @@ def bitsandbytes(config: Mapping[str, Any]) -> MatrixFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class QuantState:
     """The quantisation state that bitsandbytes stores beside a matrix."""
 
     rows: int
@@ -128,7 +128,7 @@ class Bnb4(MatrixFormat):
         state = self._state(checkpoint, stem)
         return promised_table_weight(rows, state.columns, _group(state), torch.float16, (0.0,) * 16)
 
-    def _scales(self, checkpoint: Checkpoint, stem: str, state: State) -> Tensor:
+    def _scales(self, checkpoint: Checkpoint, stem: str, state: QuantState) -> Tensor:
         """Return the scales in fp32, one for each block of the flat matrix."""
         cpu = torch.device("cpu")
         if state.nested_block is None:
@@ -141,7 +141,7 @@ class Bnb4(MatrixFormat):
     def _state_name(self, stem: str) -> str:
         return f"{stem}.weight.quant_state.bitsandbytes__{self.quant_type}"
 
-    def _state(self, checkpoint: Checkpoint, stem: str) -> State:
+    def _state(self, checkpoint: Checkpoint, stem: str) -> QuantState:
         name = self._state_name(stem)
         check_tensor(checkpoint, name, ["U8"])
         check_rank(checkpoint, name, 1)
@@ -150,7 +150,7 @@ class Bnb4(MatrixFormat):
             said = json.loads(raw)
             (rows, columns), block = map(int, said["shape"]), int(said["blocksize"])
             nested = said.get("nested_blocksize")
-            state = State(
+            state = QuantState(
                 rows, columns, block, None if nested is None else int(nested), float(said.get("nested_offset", 0))
             )
             if min(rows, columns, block, state.nested_block or 1) < 1:
@@ -160,7 +160,7 @@ class Bnb4(MatrixFormat):
         return state
 
 
-def _group(state: State) -> int:
+def _group(state: QuantState) -> int:
     """Return the block size as the kernel's group size. ValueError if the kernel does not support it."""
     if state.block not in (32, 64) and state.block % 128:
         raise ValueError(f"blocks of {state.block} weights: only 32, 64 and multiples of 128 are supported")

@@ -23,7 +23,7 @@ from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint, TensorInfo
-from localllm.models.formats.linear_format import Part
+from localllm.models.formats.linear_format import StoredPart
 
 DEQUANTISED = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
 _WIDE = "dequantised"  # shared kind of these types: their results can be one matrix
@@ -90,7 +90,7 @@ class GGUFMatrices:
         return self.kind(checkpoint, stem) in BLOCK_TYPES
 
     def read(
-        self, checkpoint: Checkpoint, parts: Sequence[Part], device: torch.device, dtype: torch.dtype
+        self, checkpoint: Checkpoint, parts: Sequence[StoredPart], device: torch.device, dtype: torch.dtype
     ) -> Tensor | QuantizedWeight:
         kind = self.kind(checkpoint, parts[0].stem)
         if kind == _WIDE:
@@ -104,7 +104,9 @@ class GGUFMatrices:
         columns = _info(checkpoint, parts[0].stem).shape[-1]
         return repack_gguf(blocks[0] if len(blocks) == 1 else torch.cat(blocks), str(kind), columns)
 
-    def promise(self, checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype) -> Tensor | QuantizedWeight:
+    def promise(
+        self, checkpoint: Checkpoint, parts: Sequence[StoredPart], dtype: torch.dtype
+    ) -> Tensor | QuantizedWeight:
         kind, columns = self.kind(checkpoint, parts[0].stem), _info(checkpoint, parts[0].stem).shape[-1]
         rows = sum(self.shape(checkpoint, part.stem)[0] if part.order is None else part.order.numel() for part in parts)
         if kind == _WIDE:
@@ -158,7 +160,7 @@ def _info(checkpoint: Checkpoint, stem: str) -> TensorInfo:
     return checkpoint.tensors[f"{stem}.weight"]
 
 
-def _blocks(checkpoint: Checkpoint, part: Part) -> Tensor:
+def _blocks(checkpoint: Checkpoint, part: StoredPart) -> Tensor:
     """Return a part's blocks, uint8 [n, bytes of a row]. Rows can be reordered while packed."""
     assert not part.transposed, "GGUF stores every matrix by rows"
     blocks = checkpoint.tensor(f"{part.stem}.weight").flatten(0, -2)

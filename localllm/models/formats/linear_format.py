@@ -19,7 +19,7 @@ from localllm.models.formats.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """A stored matrix [n, K]."""
 
     stem: str  # the stored name without its suffix: model.layers.0.mlp.up_proj
@@ -54,12 +54,14 @@ class LinearFormat(Protocol):
         ...
 
     def read(
-        self, checkpoint: Checkpoint, parts: Sequence[Part], device: torch.device, dtype: torch.dtype
+        self, checkpoint: Checkpoint, parts: Sequence[StoredPart], device: torch.device, dtype: torch.dtype
     ) -> Tensor | QuantizedWeight:
         """Return parts of one kind stacked by rows. dtype: of activations. Raises `CorruptModel` if they disagree."""
         ...
 
-    def promise(self, checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype) -> Tensor | QuantizedWeight:
+    def promise(
+        self, checkpoint: Checkpoint, parts: Sequence[StoredPart], dtype: torch.dtype
+    ) -> Tensor | QuantizedWeight:
         """Return `read`'s result on the `meta` device, from headers alone."""
         ...
 

@@ -27,7 +27,7 @@ from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.skinny_gemm import SCALE_BLOCK
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint, TensorInfo
-from localllm.models.formats.linear_format import Part
+from localllm.models.formats.linear_format import StoredPart
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -83,12 +83,12 @@ class MatrixFormat(ABC):
             )
 
     def read(
-        self, checkpoint: Checkpoint, parts: Sequence[Part], device: torch.device, dtype: torch.dtype
+        self, checkpoint: Checkpoint, parts: Sequence[StoredPart], device: torch.device, dtype: torch.dtype
     ) -> QuantizedWeight:
         self._check_parts(checkpoint, parts)
         return stacked([self._part(checkpoint, part, device) for part in parts], parts)
 
-    def promise(self, checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype) -> QuantizedWeight:
+    def promise(self, checkpoint: Checkpoint, parts: Sequence[StoredPart], dtype: torch.dtype) -> QuantizedWeight:
         self._check_parts(checkpoint, parts)
         rows = [self.shape(checkpoint, part.stem)[0] if part.order is None else len(part.order) for part in parts]
         # Not per part: torch.cat on `meta` takes seconds the first time.
@@ -100,9 +100,9 @@ class MatrixFormat(ABC):
 
     def dequantize(self, checkpoint: Checkpoint, stem: str) -> Tensor:
         self._check(checkpoint, stem)
-        return self._part(checkpoint, Part(stem), CPU).dequantize(torch.float32)
+        return self._part(checkpoint, StoredPart(stem), CPU).dequantize(torch.float32)
 
-    def _check_parts(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> None:
+    def _check_parts(self, checkpoint: Checkpoint, parts: Sequence[StoredPart]) -> None:
         for part in parts:
             self._check(checkpoint, part.stem)
         columns = {part.stem: self.shape(checkpoint, part.stem)[1] for part in parts}
@@ -112,7 +112,7 @@ class MatrixFormat(ABC):
                 f"{', '.join(f'{stem}: {count}' for stem, count in columns.items())}.",
             )
 
-    def _part(self, checkpoint: Checkpoint, part: Part, device: torch.device) -> QuantizedWeight:
+    def _part(self, checkpoint: Checkpoint, part: StoredPart, device: torch.device) -> QuantizedWeight:
         if part.transposed and not self.stored_by_outputs:
             raise refuse(f"{part.stem} is quantised as [inputs, outputs].", "Supported: [outputs, inputs].")
         weight = in_words(part.stem, lambda: self._matrix(checkpoint, part.stem, device))
@@ -122,7 +122,7 @@ class MatrixFormat(ABC):
 # ---- matrices --------------------------------------------------------------------------------------------------------
 
 
-def stacked(weights: Sequence[QuantizedWeight], parts: Sequence[Part]) -> QuantizedWeight:
+def stacked(weights: Sequence[QuantizedWeight], parts: Sequence[StoredPart]) -> QuantizedWeight:
     """Stack all rows into one matrix, or a `StackedWeight` if the rows of scale blocks cross parts."""
     if len(weights) == 1:
         return weights[0]

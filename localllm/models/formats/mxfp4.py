@@ -21,7 +21,7 @@ from localllm.errors import CorruptModel
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.formats.checkpoint import Checkpoint
-from localllm.models.formats.linear_format import Part
+from localllm.models.formats.linear_format import StoredPart
 from localllm.models.formats.matrices import CPU, MatrixFormat, check_rank, check_tensor, info, stored
 
 GROUP, BLOCK_BYTES = 32, 16
@@ -65,7 +65,7 @@ class Mxfp4(MatrixFormat):
         check_tensor(checkpoint, f"{stem}_blocks", ["U8"], (*shape[:-1], BLOCK_BYTES))
         check_tensor(checkpoint, f"{stem}_scales", ["U8"], tuple(scales))
 
-    def _part(self, checkpoint: Checkpoint, part: Part, device: torch.device) -> QuantizedWeight:
+    def _part(self, checkpoint: Checkpoint, part: StoredPart, device: torch.device) -> QuantizedWeight:
         """Read only the requested rows, one expert at a time."""
         rows, columns = self.shape(checkpoint, part.stem)
         blocks = stored(checkpoint, f"{part.stem}_blocks").view(rows, columns // GROUP, BLOCK_BYTES)
@@ -78,7 +78,7 @@ class Mxfp4(MatrixFormat):
         return repack_gguf(torch.cat((scales.to(device), halves), dim=2).flatten(1), "MXFP4", columns)
 
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
-        return self._part(checkpoint, Part(stem), device)
+        return self._part(checkpoint, StoredPart(stem), device)
 
     def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> GGUFWeight:
         """Return the empty weight: repack one row, whose layout all rows share, and widen its tensors."""

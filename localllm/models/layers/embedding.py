@@ -10,7 +10,7 @@ from localllm.models.inputs import GivenEmbeds
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 
 
-class Embedding:
+class EmbeddingTable:
     """The embedding table, in its stored type; outputs have the model's type."""
 
     __slots__ = ("dtype", "norm", "position_offset", "positions", "scale", "scales_given", "weight")

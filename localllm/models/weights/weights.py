@@ -24,7 +24,7 @@ from localllm.models.architectures.family import Storage
 from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint
-from localllm.models.formats.linear_format import LinearFormat, Part, TableFormat
+from localllm.models.formats.linear_format import LinearFormat, StoredPart, TableFormat
 from localllm.models.layers.linear import Linear, Weight, laid_out_bytes
 from localllm.models.layers.lora import LoraBank, LoraPart
 from localllm.models.layers.moe import join_experts
@@ -138,7 +138,7 @@ class Weights:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         stored = [self._name(name) for name in names]
-        parts = [Part(name, None, self._is_transposed(name)) for name in stored]
+        parts = [StoredPart(name, None, self._is_transposed(name)) for name in stored]
         return self._plain(parts, shape, keep_narrow, dtype=dtype)
 
     def table(self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False) -> Tensor | QuantizedTable:
@@ -146,7 +146,7 @@ class Weights:
         stem = stored.removesuffix(".weight")
         if not isinstance(format, TableFormat) or not format.is_table(self._checkpoint, stem):
             return self.take([name], shape, keep_narrow=keep_narrow)
-        table = self._matrix(format.kind(self._checkpoint, stem), [Part(stem)], shape)
+        table = self._matrix(format.kind(self._checkpoint, stem), [StoredPart(stem)], shape)
         if tuple(table.shape) != shape:
             raise _wrong_shape([stored], table.shape, shape)
         return cast(QuantizedTable, table)  # guaranteed by `is_table`
@@ -157,7 +157,7 @@ class Weights:
         parts = self._parts(stems, order, shape)
         quantize = self._quantize if self._quantize is not None and self._quantize.takes(stems) else None
         weight = self._weight(parts, shape, quantize)
-        biases = self._plain([Part(f"{p.stem}.bias", p.order) for p in parts], shape[:1]) if bias else None
+        biases = self._plain([StoredPart(f"{p.stem}.bias", p.order) for p in parts], shape[:1]) if bias else None
         if self._lora is None or stems[0] == LM_HEAD.removesuffix(".weight"):
             return Linear(weight, biases, cpu_weights=self.cpu_weights)
         lora_parts = self._lora_parts(stems, parts, order)
@@ -190,7 +190,7 @@ class Weights:
 
     # -- adapters
 
-    def _lora_parts(self, stems: Sequence[str], parts: Sequence[Part], order: Tensor | None) -> list[LoraPart]:
+    def _lora_parts(self, stems: Sequence[str], parts: Sequence[StoredPart], order: Tensor | None) -> list[LoraPart]:
         """Return the names that adapters use for the parts of a layer, and the rows of each part."""
         fused, _ = self._fused(list(stems))
         storage = self._lora_storage
@@ -231,7 +231,7 @@ class Weights:
             for expert in range(count):
                 rows = [torch.arange(height, device="cpu") if order is None else order for height in heights]
                 tall = zip(stacked, rows, heights, strict=True)
-                yield self._weight([Part(stem, own + expert * height) for stem, own, height in tall], shape)
+                yield self._weight([StoredPart(stem, own + expert * height) for stem, own, height in tall], shape)
 
     def _stacked_experts(self, prefix: str, names: Sequence[str], rows: int) -> tuple[list[str], Tensor | None]:
         """Return the stored tensors that hold these matrices for all experts, and the order of an expert's rows."""
@@ -254,7 +254,7 @@ class Weights:
         self, stacked: Sequence[str], order: Tensor | None, shape: tuple[int, int], count: int
     ) -> Iterator[Weight]:
         """Yield each expert's matrix from plain tensors [E, n, K], or [E, K, n] if stored transposed."""
-        views = [self._stored(Part(name)) for name in stacked]
+        views = [self._stored(StoredPart(name)) for name in stacked]
         views = [v.transpose(1, 2) if self._is_transposed(n) else v for n, v in zip(stacked, views, strict=True)]
         got = (sum(view.shape[1] for view in views), *views[0].shape[2:])
         if any(view.shape[0] != count for view in views) or got != shape:
@@ -279,7 +279,7 @@ class Weights:
 
     # -- matrices
 
-    def _weight(self, parts: Sequence[Part], shape: tuple[int, int], quantize: AtLoad | None = None) -> Weight:
+    def _weight(self, parts: Sequence[StoredPart], shape: tuple[int, int], quantize: AtLoad | None = None) -> Weight:
         """Return the parts stacked by rows: one matrix, or several if they are stored differently."""
         runs = [(kind, list(run)) for kind, run in groupby(parts, lambda part: self._kind(part.stem))]
         weights = [self._matrix(kind, run, shape, quantize is not None) for kind, run in runs]
@@ -292,7 +292,9 @@ class Weights:
         """Return the weight as the layer gets it, quantised if requested."""
         return weight if quantize is None or not isinstance(weight, Tensor) else quantize(weight)
 
-    def _parts(self, stems: Sequence[str], order: Tensor | None, shape: tuple[int, int] | None = None) -> list[Part]:
+    def _parts(
+        self, stems: Sequence[str], order: Tensor | None, shape: tuple[int, int] | None = None
+    ) -> list[StoredPart]:
         """Return the stored matrices with the rows of `stems`, and the rows to take of each; they fill `shape`."""
         stems = list(stems)
         fused, stored_order = self._fused(stems)
@@ -304,7 +306,7 @@ class Weights:
         own = [self._stored_rows(stem) for stem in fused]
         if stored_order is not None:
             own = [stored_order]
-        return [Part(*part) for part in zip(stored, self._orders_of(order, rows, own), transposed, strict=True)]
+        return [StoredPart(*part) for part in zip(stored, self._orders_of(order, rows, own), transposed, strict=True)]
 
     @staticmethod
     def _orders_of(
@@ -350,10 +352,12 @@ class Weights:
         shape = matrices.info(self._checkpoint, f"{stem}.weight").shape
         return shape[-1] if self._is_transposed(f"{stem}.weight") else shape[0]
 
-    def _matrix(self, kind: object, parts: list[Part], layer: tuple[int, int], keep_narrow: bool = False) -> Weight:
+    def _matrix(
+        self, kind: object, parts: list[StoredPart], layer: tuple[int, int], keep_narrow: bool = False
+    ) -> Weight:
         """Read parts of one kind for a layer of shape `layer`; the caller checks that their rows fill it."""
         if kind is None:
-            named = [Part(f"{part.stem}.weight", part.order, part.transposed) for part in parts]
+            named = [StoredPart(f"{part.stem}.weight", part.order, part.transposed) for part in parts]
             # Packing copies the weight, so a single matrix may be read from the mapped file.
             may_view = len(parts) == 1 and packs(self._rows_of(parts[0].stem) * layer[1], self.device, self._dtype)
             return self._plain(named, None, keep_narrow, columns=layer[1], may_view=may_view)
@@ -366,7 +370,7 @@ class Weights:
 
     def _plain(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[StoredPart],
         shape: tuple[int, ...] | None,
         keep_narrow: bool = False,
         *,
@@ -400,7 +404,7 @@ class Weights:
         self._count([name for part in parts for name in self._names(part.stem)])
         return whole
 
-    def _stored(self, part: Part) -> Tensor:
+    def _stored(self, part: StoredPart) -> Tensor:
         info = matrices.info(self._checkpoint, part.stem)
         stem = part.stem.removesuffix(".weight")
         if (format := self._format_of(stem)) is not None:
@@ -474,7 +478,9 @@ class PromisedWeights(Weights):
         small = len(shape) == 1 or names[0].endswith(NORMS)
         return torch.empty(whole.shape, dtype=whole.dtype, device="cpu") if small else whole
 
-    def _matrix(self, kind: object, parts: list[Part], layer: tuple[int, int], keep_narrow: bool = False) -> Weight:
+    def _matrix(
+        self, kind: object, parts: list[StoredPart], layer: tuple[int, int], keep_narrow: bool = False
+    ) -> Weight:
         if kind is None:
             return super()._matrix(kind, parts, layer, keep_narrow)
         assert self._format is not None
@@ -487,7 +493,7 @@ class PromisedWeights(Weights):
         held = laid_out_bytes(weight, self._target, self.cpu_weights)
         return PromisedWeight((weight.shape[0], weight.shape[1]), held)
 
-    def _stored(self, part: Part) -> Tensor:
+    def _stored(self, part: StoredPart) -> Tensor:
         info = matrices.info(self._checkpoint, part.stem)
         dtype = matrices.TYPES.get(info.dtype, torch.float32)
         shape = info.shape[::-1] if part.transposed else info.shape

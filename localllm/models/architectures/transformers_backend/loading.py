@@ -14,12 +14,12 @@ import torch
 from localllm.kernels.linear import packs
 from localllm.models.architectures.transformers_backend.model import TransformersModel, load_module, module_on_meta
 from localllm.models.architectures.transformers_backend.verify import (
-    Model,
     eager_logits,
     paged_logits,
     require_equal,
     short_prompt,
 )
+from localllm.models.inputs import CausalModel
 from localllm.models.spec.model_spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def load_through_transformers(
 
 
 @torch.inference_mode()
-def verify_decoder(path: Path, model: Model, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+def verify_decoder(path: Path, model: CausalModel, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Compare a native decoder with a copy of the model that transformers loads temporarily on the CPU."""
     token_ids = short_prompt(spec)
     module = load_module(path, spec, torch.device("cpu"), torch.float32, trust_remote_code=False)

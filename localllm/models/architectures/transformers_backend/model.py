@@ -44,7 +44,7 @@ class Step:
 
 
 class TransformersModel:
-    """A `Model` for the runner. Its steps are not captured in CUDA graphs, as the module may launch anything."""
+    """A `CausalModel` for the runner. Its steps are not captured in CUDA graphs, as the module may launch anything."""
 
     capturable = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,18 +17,13 @@ from torch import Tensor
 from localllm.errors import UnsupportedModel
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
-from localllm.models.inputs import ForwardInputs
+from localllm.models.inputs import CausalModel, ForwardInputs
 from localllm.models.spec.model_spec import ModelSpec
 
 PROMPT_TOKENS, BLOCK_SIZE = 32, 16
 STEPS = (19, 12, 1)  # a first chunk that ends inside a block, a second chunk, a decode step
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 8e-2}
 """Largest difference relative to the largest logit: several layers of rounding to 24, 11 and 8 bits."""
-
-
-class Model(Protocol):
-    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor: ...
-    def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
 
 def short_prompt(spec: ModelSpec) -> list[int]:
@@ -47,7 +42,7 @@ def eager_logits(module: Any, token_ids: list[int], device: torch.device) -> Ten
 
 @torch.inference_mode()
 def paged_logits(
-    model: Model, spec: ModelSpec, token_ids: list[int], device: torch.device, dtype: torch.dtype
+    model: CausalModel, spec: ModelSpec, token_ids: list[int], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Return logits [T, vocab] fp32 of the same tokens, run in chunks over shuffled blocks."""
     num_blocks = len(token_ids) // BLOCK_SIZE + 2

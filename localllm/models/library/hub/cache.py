@@ -61,7 +61,7 @@ def incomplete_repositories() -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RemovalTarget:
     """The meaning of a name for `remove`: a repository, a commit of it, files of one GGUF model, or an alias."""
 
     name: str
@@ -72,7 +72,7 @@ class Target:
     alias_of: str | None = None  # only the alias is removed, the model stays
 
 
-def to_remove(name: str, revision: str | None = None) -> Target:
+def to_remove(name: str, revision: str | None = None) -> RemovalTarget:
     """Return what to delete. Raises `ModelNotFound`; `ConfigError` for demo, paths, other programs' models."""
     if looks_like_path(name):
         raise ConfigError(
@@ -81,11 +81,11 @@ def to_remove(name: str, revision: str | None = None) -> Target:
             param="model",
         )
     if (target := target_of(name)) is not None:
-        return Target(name, "", None, None, 0, target)
+        return RemovalTarget(name, "", None, None, 0, target)
     asked = parse_name(name)
     folder = repository_folder(asked.base)
     if asked.quant is None and asked.is_repository and folder.is_dir() and not (revision or asked.revision):
-        return Target(asked.base, asked.base, None, None, _size(folder))  # whether complete or partly downloaded
+        return RemovalTarget(asked.base, asked.base, None, None, _size(folder))  # whether complete or partly downloaded
     model = resolve_model(name, revision)
     if model.source != "cache":
         whose = "belongs to the program" if model.source == "demo" else "is not in the Hugging Face cache"
@@ -98,10 +98,10 @@ def to_remove(name: str, revision: str | None = None) -> Target:
     repo_id = snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
     if model.format == "gguf":
         names = tuple(str(file.relative_to(snapshot)) for file in model.files)
-        return Target(model.name, repo_id, snapshot.name, names, model.size_bytes)
+        return RemovalTarget(model.name, repo_id, snapshot.name, names, model.size_bytes)
     if revision or asked.revision:
-        return Target(f"{repo_id}@{snapshot.name[:12]}", repo_id, snapshot.name, None, model.size_bytes)
-    return Target(repo_id, repo_id, None, None, _size(snapshot.parent.parent))
+        return RemovalTarget(f"{repo_id}@{snapshot.name[:12]}", repo_id, snapshot.name, None, model.size_bytes)
+    return RemovalTarget(repo_id, repo_id, None, None, _size(snapshot.parent.parent))
 
 
 def _size(folder: Path) -> int:
@@ -111,22 +111,22 @@ def _size(folder: Path) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
+class RemovalResult:
     """The result of `remove`."""
 
     what: str
     freed_bytes: int
 
 
-def remove_target(target: Target) -> Removed:
+def remove_target(target: RemovalTarget) -> RemovalResult:
     """Delete what a name means. Raises `ModelNotFound`."""
     if target.alias_of is not None:
         drop_alias(target.name)
-        return Removed(target.name, 0)
+        return RemovalResult(target.name, 0)
     return remove(target.repo_id, target.commit, target.names)
 
 
-def remove(repo_id: str, commit: str | None = None, names: Iterable[str] | None = None) -> Removed:
+def remove(repo_id: str, commit: str | None = None, names: Iterable[str] | None = None) -> RemovalResult:
     """Delete a repository from the cache, or one of its commits, or some files of a commit.
 
     Files that another commit still uses stay. Raises `ModelNotFound`.
@@ -151,7 +151,7 @@ def remove(repo_id: str, commit: str | None = None, names: Iterable[str] | None 
         freed += _remove_all(repo_id, folder).freed_bytes
     elif not snapshot.exists():
         _forget_refs(folder, commit)
-    return Removed(f"{repo_id}@{commit[:12]}", freed)
+    return RemovalResult(f"{repo_id}@{commit[:12]}", freed)
 
 
 def remove_partial(repo_id: str, etags: Iterable[str] | None = None) -> int:
@@ -172,11 +172,11 @@ def _partials(folder: Path) -> list[Path]:
     return list(folder.glob(f"blobs/*{PARTIAL}"))
 
 
-def _remove_all(repo_id: str, folder: Path) -> Removed:
+def _remove_all(repo_id: str, folder: Path) -> RemovalResult:
     freed = _size(folder)
     shutil.rmtree(folder)
     shutil.rmtree(hub_cache_dir() / ".locks" / folder.name, ignore_errors=True)
-    return Removed(repo_id, freed)
+    return RemovalResult(repo_id, freed)
 
 
 def _remove_unused(folder: Path, blobs: set[Path]) -> int:

@@ -94,7 +94,7 @@ def headers() -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HubResponse:
     """An open response of the hub. `pieces` yields bytes as they arrive."""
 
     status: int
@@ -103,7 +103,7 @@ class Answer:
 
 
 @contextmanager
-def get(url: str, *, extra: Mapping[str, str] | None = None, params: Any = None) -> Iterator[Answer]:
+def get(url: str, *, extra: Mapping[str, str] | None = None, params: Any = None) -> Iterator[HubResponse]:
     """GET a URL, following redirects. Raises the library's own exceptions, which `translated` and `again` handle."""
     session = utilities().get_session()
     asked = {**headers(), "accept-encoding": "identity", **(extra or {})}
@@ -114,7 +114,7 @@ def get(url: str, *, extra: Mapping[str, str] | None = None, params: Any = None)
     with opened as response:
         utilities().hf_raise_for_status(response)
         pieces = response.iter_bytes() if hasattr(response, "iter_bytes") else _arriving(response.raw)
-        yield Answer(response.status_code, response.headers, pieces)
+        yield HubResponse(response.status_code, response.headers, pieces)
 
 
 def _arriving(raw: Any) -> Iterator[bytes]:
@@ -129,7 +129,7 @@ def _arriving(raw: Any) -> Iterator[bytes]:
         raise ConnectionError(str(error)) from error
 
 
-def whole(answer: Answer, most_bytes: int) -> bytes:
+def whole(answer: HubResponse, most_bytes: int) -> bytes:
     """Return the whole body. Raises `HubError` if it is longer than `most_bytes`."""
     pieces, count = [], 0
     for piece in answer.pieces:

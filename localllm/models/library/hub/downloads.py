@@ -18,7 +18,7 @@ from typing import Literal
 from localllm.errors import DownloadCancelled, LocalLLMError, ModelNotFound
 from localllm.models.library.hub import cache
 from localllm.models.library.hub.plan import DownloadPlan, as_it_stands, plan_download, require_room
-from localllm.models.library.hub.pull import Progress, pull
+from localllm.models.library.hub.pull import PullProgress, pull
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class DownloadStatus:
     id: str
     plan: DownloadPlan
     state: State
-    progress: Progress
+    progress: PullProgress
     started_s: float  # seconds since 1970
     error: LocalLLMError | None = None
 
@@ -192,12 +192,12 @@ class _Entry:
         finally:
             self.over.set()
 
-    def _note(self, progress: Progress) -> None:
+    def _note(self, progress: PullProgress) -> None:
         self._progress = progress
 
 
-def _at_rest(plan: DownloadPlan) -> Progress:
+def _at_rest(plan: DownloadPlan) -> PullProgress:
     """Return the progress before any byte is received: the bytes already on disk."""
     have = {file.name: file.cached_bytes for file in plan.files}
     done = sum(not file.needed_bytes for file in plan.files)
-    return Progress(plan.cached_bytes, plan.total_bytes, done, len(plan.files), have=have)
+    return PullProgress(plan.cached_bytes, plan.total_bytes, done, len(plan.files), have=have)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from localllm.models.library.hub.plan import DownloadPlan
-    from localllm.models.library.hub.pull import Progress
+    from localllm.models.library.hub.pull import PullProgress
 
 
 def plan_facts(plan: DownloadPlan) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def plan_facts(plan: DownloadPlan) -> dict[str, Any]:
     }
 
 
-def progress_facts(progress: Progress) -> dict[str, Any]:
+def progress_facts(progress: PullProgress) -> dict[str, Any]:
     return {
         "bytes_done": progress.bytes_done,
         "bytes_total": progress.bytes_total,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from localllm.models.library.hub import client
 from localllm.models.library.hub.plan import DownloadPlan, plan_download
-from localllm.models.library.hub.pull import OnProgress, Progress, pull
+from localllm.models.library.hub.pull import OnProgress, PullProgress, pull
 from localllm.units import format_bytes, format_seconds
 
 
@@ -25,7 +25,7 @@ def fetch_model(
     pull(plan_fetch(name, revision, offline=offline, code=code), on_progress)
 
 
-def progress_line(progress: Progress) -> str:
+def progress_line(progress: PullProgress) -> str:
     """Return a progress line: 3.1 GiB of 15.2 GiB · 112 MiB/s · 1 min 50 s left."""
     parts = [f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"]
     if progress.note:

@@ -29,7 +29,7 @@ _RATE_OVER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PullProgress:
     """The progress of a download. `bytes_done` and `files_done` never decrease."""
 
     bytes_done: int  # on disk, including earlier downloads
@@ -47,7 +47,7 @@ class Progress:
         return self.bytes_done / self.bytes_total if self.bytes_total else 1.0
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[PullProgress], None]
 
 
 def pull(
@@ -153,7 +153,7 @@ class _Run:
                 self.error = self.error or error
                 self.give_up.set()
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> PullProgress:
         self.bytes_done = max(self.bytes_done, sum(list(self.meter.have.values())))
         now = time.perf_counter()
         self._recent.append((now, self.meter.received))
@@ -162,7 +162,7 @@ class _Run:
         seconds, received = now - self._recent[0][0], self.meter.received - self._recent[0][1]
         rate = received / seconds if seconds > 0 else 0.0
         left = self.plan.total_bytes - self.bytes_done
-        return Progress(
+        return PullProgress(
             bytes_done=self.bytes_done,
             bytes_total=self.plan.total_bytes,
             files_done=len(self._done),

@@ -32,7 +32,7 @@ from localllm.web.api.reading import read_query
 from localllm.web.errors import MissingParameter, error_body
 
 if TYPE_CHECKING:
-    from localllm.models.library.hub.cache import Target
+    from localllm.models.library.hub.cache import RemovalTarget
 
 MOST_FOUND = 100
 
@@ -194,7 +194,7 @@ async def remove_model(request: ApiRequest, name: str, revision: str | None = No
     return await remove_found(request, await asyncio.to_thread(to_remove, name, revision))
 
 
-async def remove_found(request: ApiRequest, target: Target) -> dict[str, Any]:
+async def remove_found(request: ApiRequest, target: RemovalTarget) -> dict[str, Any]:
     """Delete what `to_remove` found. Raises `ModelInUse`."""
     from localllm.models.library.hub.cache import remove_target
 
@@ -214,7 +214,7 @@ async def copy_model(request: ApiRequest, source: str, name: str) -> None:
     manager_of(request).register.forget_name(name)  # the name may have belonged to another model
 
 
-def refuse_if_loaded(request: ApiRequest, target: Target) -> None:
+def refuse_if_loaded(request: ApiRequest, target: RemovalTarget) -> None:
     """Raise `ModelInUse` if a loaded model uses the files to be deleted."""
     from localllm.models.library.hub.cache import repository_folder
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from localllm.errors import InvalidParameter
-from localllm.tuning.goals import Goal, Limits, goal_of
+from localllm.tuning.goals import Goal, GoalLimits, goal_of
 from localllm.tuning.run import TuneOptions
 from localllm.units import parse_bytes, parse_count
 from localllm.web.pages.tune.views import LimitFields
@@ -39,7 +39,7 @@ def asked_of(form: Mapping[str, str]) -> Asked:
     known = {"model", "goal", "effort"} | {each.name for each in fields(LimitFields)}
     if unknown := sorted(form.keys() - known):
         raise InvalidParameter(f"The form has no field {unknown[0][:LONGEST_TEXT]!r}.", param=unknown[0][:LONGEST_TEXT])
-    limits = Limits(
+    limits = GoalLimits(
         max_ttft_s=_read(form, "max_ttft", "a number of seconds, such as 2.5", float),
         max_tpot_s=_read(form, "max_tpot", "a number of milliseconds, such as 80", lambda text: float(text) / 1e3),
         min_context=_read(form, "min_context", "a number of tokens, such as 8192 or 8k", parse_count),

@@ -15,8 +15,8 @@ from localllm.machine.hardware import read_hardware
 from localllm.serving.entry import ModelEntry
 from localllm.serving.manager import ModelManager
 from localllm.serving.profiles import (
-    Key,
     Profile,
+    ProfileKey,
     Stored,
     from_profile,
     key_of,
@@ -41,7 +41,7 @@ def plans(manager: ModelManager) -> Plans:
     return Plans(tuple(plan_row(each, keys) for each in stored))
 
 
-def keys_here(manager: ModelManager) -> list[tuple[ModelEntry, Key]]:
+def keys_here(manager: ModelManager) -> list[tuple[ModelEntry, ProfileKey]]:
     """Return the profile keys of the models that this server knows. Blocking."""
     hardware, found = read_hardware(), []
     for entry in manager.entries:
@@ -73,7 +73,7 @@ async def put_to_use(manager: ModelManager, entry: ModelEntry, profile: Profile,
     await asyncio.to_thread(save_profile, profile, model)
 
 
-def plan_row(stored: Stored, keys: Sequence[Key]) -> PlanRow:
+def plan_row(stored: Stored, keys: Sequence[ProfileKey]) -> PlanRow:
     profile = stored.profile
     state, fits = _fits(profile, keys)
     return PlanRow(
@@ -92,7 +92,7 @@ def plan_row(stored: Stored, keys: Sequence[Key]) -> PlanRow:
     )
 
 
-def _fits(profile: Profile, keys: Sequence[Key]) -> tuple[PlanState, str]:
+def _fits(profile: Profile, keys: Sequence[ProfileKey]) -> tuple[PlanState, str]:
     key = profile.key
     here = next((each for each in keys if each.model == key.model), None)
     if here is not None:

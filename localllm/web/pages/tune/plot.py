@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from localllm.tuning.figures import Figures, Trial, pareto, telling
+from localllm.tuning.figures import LoadMetrics, Trial, pareto, telling
 from localllm.tuning.words import settings_in_short
 from localllm.units import format_count, format_rate, format_seconds
 from localllm.web.pages.tune.views import ParetoRow, Point, Scatter
@@ -21,11 +21,13 @@ def scatter(trials: Sequence[Trial], pick: Trial | None, *, by_context: bool) ->
     """
     told = telling(trials)
     best = pareto(told)
-    x_of: Callable[[Figures], float] = (lambda f: float(f.context)) if by_context else (lambda f: f.ttft_p50_s or 0.0)
+    x_of: Callable[[LoadMetrics], float] = (
+        (lambda f: float(f.context)) if by_context else (lambda f: f.ttft_p50_s or 0.0)
+    )
     figures = [trial.figures for trial in told if trial.figures is not None]
     xs, ys = [x_of(each) for each in figures], [each.output_tokens_per_s for each in figures]
 
-    def place(figures: Figures) -> tuple[float, float]:
+    def place(figures: LoadMetrics) -> tuple[float, float]:
         x = _share(x_of(figures), xs) * (WIDTH - 2 * EDGE) + EDGE
         y = HEIGHT - EDGE - _share(figures.output_tokens_per_s, ys) * (HEIGHT - 2 * EDGE)
         return round(x, 1), round(y, 1)
@@ -58,7 +60,7 @@ def _share(value: float, values: Sequence[float]) -> float:
     return (value - low) / (high - low) if high > low else 0.5
 
 
-def _in_words(figures: Figures) -> str:
+def _in_words(figures: LoadMetrics) -> str:
     ttft = f", {format_seconds(figures.ttft_p50_s)} time to first token" if figures.ttft_p50_s is not None else ""
     return f"{format_rate(figures.output_tokens_per_s)}{ttft}, context {format_count(figures.context)}"
 

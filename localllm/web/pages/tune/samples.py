@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from localllm.serving.profiles import Key, Profile
-from localllm.tuning.figures import Figures, Predicted, Trial
+from localllm.serving.profiles import Profile, ProfileKey
+from localllm.tuning.figures import LoadMetrics, Predicted, Trial
 from localllm.tuning.goals import goal_of
 from localllm.tuning.run import PhaseBegan, TrialBegan, TuneOptions, TuningResult
 from localllm.tuning.soak import SoakReport
@@ -93,7 +93,7 @@ def job(*, with_pick: bool = True) -> Job:
         goal, pick, trials[0], tuple(trials), (), 0.02, 0.31, soaked, None, 96, 83.0, was_cancelled=False
     )
     if with_pick:
-        key = Key("GPU", "580.65", "2.9.0", "3.5.0", "0.1", "abc", "dtype=auto")
+        key = ProfileKey("GPU", "580.65", "2.9.0", "3.5.0", "0.1", "abc", "dtype=auto")
         made.profile = Profile("chat", "chat", SETTINGS, key, "2026-11-21T10:00:00Z")
     return made
 
@@ -102,7 +102,7 @@ def _trial(number: int) -> Trial:
     """Return a trial on a wave: more tokens per second, longer time to first token."""
     ttft_s = 0.12 + 0.03 * number + 0.05 * math.sin(3 * number)
     rate = 40 + 9 * number - 12 * math.cos(2 * number)
-    figures = Figures(
+    figures = LoadMetrics(
         3.0, 8, ttft_s, 1.4 * ttft_s, 0.02, 0.03, 2.0, rate, 900.0, 0.1, 5 * GIB + number * (GIB >> 4), 0, 8192
     )
     settings = {**SETTINGS, "max_num_seqs": 2**number if number < 8 else number}
