@@ -1,7 +1,7 @@
-"""Named tensors on disk, in any file format: safetensors.py reads folders, gguf.py GGUF files.
+"""Named tensors on disk, whatever the file format: safetensors.py reads folders, gguf.py GGUF files.
 
 Headers are checked before any allocation: shapes, offsets and sizes must agree and lie inside the file.
-Does not know: what the tensors mean.
+Does not know: the formats (opening.py chooses one), what the tensors mean.
 """
 
 from __future__ import annotations
@@ -52,14 +52,3 @@ def is_gguf(path: Path) -> bool:
         return path.suffix == ".gguf"
     with path.open("rb") as stream:
         return stream.read(4) == b"GGUF"
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open the checkpoint in folder or GGUF file `path`. Raises `CorruptModel`, `UnsupportedModel`, `ModelNotFound`."""
-    if is_gguf(path):
-        from localllm.models.formats.gguf import open_gguf
-
-        return open_gguf(path)
-    from localllm.models.formats.safetensors import SafetensorsCheckpoint
-
-    return SafetensorsCheckpoint(path)

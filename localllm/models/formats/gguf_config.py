@@ -10,14 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.models.formats.checkpoint import FLOATS
+from localllm.models.formats.checkpoint import FLOATS, TensorInfo
 from localllm.models.formats.gguf_header import Header, Strings, Value
-
-if TYPE_CHECKING:
-    from localllm.models.formats.gguf import GGUFCheckpoint
 
 Config = dict[str, Any]
 
@@ -37,7 +34,18 @@ ENDS = frozenset((
 _CONTROL = 3  # tokenizer.ggml.token_type
 
 
-def config_of_header(header: Header, checkpoint: GGUFCheckpoint) -> Config:
+class GGUFTensors(Protocol):
+    """The tensors of a GGUF file, as far as a config depends on them."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def rope_factors(self, name: str) -> list[float] | None:
+        """Return the values of a list that is stored as a tensor; None: missing."""
+        ...
+
+
+def config_of_header(header: Header, checkpoint: GGUFTensors) -> Config:
     """Return the config. header: of the first part. Raises `UnsupportedModel`, `CorruptModel`."""
     metadata = _Metadata(header)
     if metadata.architecture not in _ARCHITECTURES:
@@ -101,7 +109,7 @@ class _Metadata:
         raise CorruptModel(f"{self.file.name} has an invalid metadata value: {self.architecture}.{key}.", why)
 
 
-def _common(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> Config:
+def _common(metadata: _Metadata, checkpoint: GGUFTensors) -> Config:
     hidden, heads = metadata.count("embedding_length"), metadata.count("attention.head_count")
     config: Config = {
         "vocab_size": _vocab_size(metadata, checkpoint),
@@ -134,7 +142,7 @@ def _common(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> Config:
     return config | _rope(metadata, checkpoint, config)
 
 
-def _vocab_size(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> int:
+def _vocab_size(metadata: _Metadata, checkpoint: GGUFTensors) -> int:
     table = checkpoint.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise CorruptModel(f"{metadata.file.name} has no matrix token_embd.weight.")
@@ -157,14 +165,14 @@ def _end_ids(metadata: _Metadata) -> list[int]:
 # -- rotary embedding
 
 
-def _rope(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _rope(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     head_dim, rotary = config.get("head_dim"), metadata.optional_count("rope.dimension_count")
     rope: Config = {"partial_rotary_factor": rotary / head_dim} if head_dim and rotary else {}
     scaling = _scaling(metadata, checkpoint, config)
     return rope | ({"rope_scaling": scaling} if scaling else {})
 
 
-def _scaling(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config | None:
+def _scaling(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config | None:
     kind, factor = metadata.get("rope.scaling.type"), metadata.number("rope.scaling.factor")
     original = metadata.optional_count("rope.scaling.original_context_length")
     short, long = (checkpoint.rope_factors(f"rope_factors_{length}.weight") for length in ("short", "long"))
@@ -213,7 +221,7 @@ def _yarn(metadata: _Metadata, factor: float | None, original: int | None) -> Co
 # -- quantisation
 
 
-def _quantization(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> Config | None:
+def _quantization(metadata: _Metadata, checkpoint: GGUFTensors) -> Config | None:
     """Return the quantization_config; None if every matrix is unquantised."""
     types = Counter(info.dtype for info in checkpoint.tensors.values() if len(info.shape) > 1)
     if not types.keys() - FLOATS.keys():
@@ -227,7 +235,7 @@ def _label(metadata: _Metadata, types: Counter[str]) -> str:
     return name or types.most_common(1)[0][0]
 
 
-def _dtype(config: Config, checkpoint: GGUFCheckpoint) -> str:
+def _dtype(config: Config, checkpoint: GGUFTensors) -> str:
     """Return the type to compute in. Block types imply none: bfloat16 has the range for any scales."""
     types = Counter(info.dtype for info in checkpoint.tensors.values() if len(info.shape) > 1)
     most = types.most_common(1)[0][0] if types else "F32"
@@ -239,11 +247,11 @@ def _dtype(config: Config, checkpoint: GGUFCheckpoint) -> str:
 # -- architectures
 
 
-def _nothing(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _nothing(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     return {}
 
 
-More = Callable[[_Metadata, "GGUFCheckpoint", Config], Config]
+More = Callable[[_Metadata, GGUFTensors, Config], Config]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,11 +262,11 @@ class _Architecture:
     always: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _has(checkpoint: GGUFCheckpoint, name: str, layer: int = 0) -> bool:
+def _has(checkpoint: GGUFTensors, name: str, layer: int = 0) -> bool:
     return f"blk.{layer}.{name}" in checkpoint.tensors
 
 
-def _llama(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _llama(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     """Return the fields of Llama, Mistral, Mixtral and models that compute alike: files do not distinguish them."""
     bias, out_bias = _has(checkpoint, "attn_q.bias"), _has(checkpoint, "attn_output.bias")
     if bias != out_bias:
@@ -268,7 +276,7 @@ def _llama(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> C
     return {"attention_bias": bias, "mlp_bias": _has(checkpoint, "ffn_up.bias")}
 
 
-def _granite_moe(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _granite_moe(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     if _has(checkpoint, "ffn_gate_shexp.weight"):
         raise UnsupportedModel(
             f"{metadata.file.name} has shared experts.", "Granite with shared experts is not supported."
@@ -276,12 +284,12 @@ def _granite_moe(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config
     return {}
 
 
-def _baichuan(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _baichuan(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     """Return the 13B models' fields: they have ALiBi, which a missing field of their config.json implies."""
     return {"model_max_length": config.pop("max_position_embeddings")} if config["num_hidden_layers"] == 40 else {}
 
 
-def _minicpm(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _minicpm(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     """Return MiniCPM's fields as Granite's, which computes alike; the first files omit the multipliers of its 2B."""
     scales = {
         "embedding_multiplier": metadata.number("embedding_scale") or 12.0,
@@ -291,17 +299,17 @@ def _minicpm(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) ->
     return {**_llama(metadata, checkpoint, config), **scales, "attention_multiplier": config["head_dim"] ** -0.5}
 
 
-def _mistral3(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _mistral3(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     scaling = {"llama_4_scaling_beta": metadata.number("attention.temperature_scale"), **config.pop("rope_scaling", {})}
     return {"sliding_window": None, "rope_parameters": {"rope_theta": config.get("rope_theta", 10_000.0), **scaling}}
 
 
-def _qwen1(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _qwen1(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     """Return Qwen 1's fields as Qwen2's, which computes alike; Qwen 1 counts gate and up together."""
     return {"intermediate_size": config["intermediate_size"] // 2}
 
 
-def _mpt(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _mpt(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     clip, most = metadata.number("attention.clamp_kqv"), metadata.number("attention.max_alibi_bias")
     return {
         "attn_config": {"clip_qkv": clip or None, "alibi": bool(most), "alibi_bias_max": most},
@@ -310,11 +318,11 @@ def _mpt(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Con
     }
 
 
-def _ernie(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _ernie(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     return {"use_bias": _has(checkpoint, "attn_q.bias")}
 
 
-def _gemma(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _gemma(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     """Return query_pre_attn_scalar, which files omit: head_dim, or hidden_size / heads for two models."""
     is_27b = (metadata.architecture, config["num_hidden_layers"]) in {("gemma2", 46), ("gemma3", 62)}
     head_dim = config.setdefault("head_dim", 256)
@@ -329,19 +337,19 @@ def _layer_types(metadata: _Metadata) -> list[str]:
     return ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
 
-def _olmo2(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _olmo2(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     if config.get("sliding_window") is None:
         return {}
     return {"architectures": ["Olmo3ForCausalLM"], "layer_types": _layer_types(metadata)}
 
 
-def _exaone4(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _exaone4(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     if config.get("sliding_window") is None:
         return {"sliding_window": None}
     return {"layer_types": _layer_types(metadata)}
 
 
-def _stablelm(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _stablelm(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     return {
         "use_qkv_bias": _has(checkpoint, "attn_q.bias"),
         "qk_layernorm": _has(checkpoint, "attn_q_norm.weight"),
@@ -349,7 +357,7 @@ def _stablelm(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -
     }
 
 
-def _falcon(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _falcon(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     two_norms = _has(checkpoint, "attn_norm_2.weight")
     return {
         "new_decoder_architecture": two_norms,
@@ -359,11 +367,11 @@ def _falcon(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> 
     }
 
 
-def _starcoder2(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _starcoder2(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     return {"use_bias": _has(checkpoint, "attn_q.bias")}
 
 
-def _seed_oss(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _seed_oss(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     return {
         "attention_bias": _has(checkpoint, "attn_q.bias"),
         "attention_out_bias": _has(checkpoint, "attn_output.bias"),
@@ -371,15 +379,15 @@ def _seed_oss(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -
     }
 
 
-def _biases(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _biases(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     return {"attention_bias": _has(checkpoint, "attn_q.bias") or _has(checkpoint, "attn_qkv.bias")}
 
 
-def _cohere(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _cohere(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     return {"use_qk_norm": _has(checkpoint, "attn_q_norm.weight")}
 
 
-def _qwen_moe(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _qwen_moe(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     """Return sizes that some files omit, from the shapes of the experts' tensors."""
     gate, shared = (checkpoint.tensors.get(f"blk.0.ffn_gate_{kind}.weight") for kind in ("exps", "shexp"))
     if gate is None or len(gate.shape) != 3:
@@ -392,14 +400,14 @@ def _qwen_moe(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -
     return {"intermediate_size": config.get("intermediate_size", gate.shape[1]), **sizes}
 
 
-def _glm4_moe(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _glm4_moe(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     return {
         "use_qk_norm": _has(checkpoint, "attn_q_norm.weight"),
         "attention_bias": _has(checkpoint, "attn_q.bias"),
     }
 
 
-def _deepseek2(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _deepseek2(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     """Return the fields of DeepSeek-V2 and V3.
 
     key_length is the cache's size and key_length_mla a head's; older files only have a head's, in key_length.

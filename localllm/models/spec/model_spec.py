@@ -15,7 +15,8 @@ from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.files.json_file import read_json_object
 from localllm.models.architectures.family import Family
 from localllm.models.architectures.registry import FAMILY_OF
-from localllm.models.formats.checkpoint import is_gguf, open_checkpoint
+from localllm.models.formats.checkpoint import is_gguf
+from localllm.models.formats.opening import open_checkpoint
 from localllm.models.formats.registry import linear_format
 from localllm.models.spec.fields import LARGEST, number, size
 from localllm.models.spec.latent import LatentSpec

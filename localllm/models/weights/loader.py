@@ -20,9 +20,10 @@ from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.family import Storage
 from localllm.models.formats.at_load import AtLoad, at_load
-from localllm.models.formats.checkpoint import Checkpoint, open_checkpoint
+from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.linear_format import LinearFormat
 from localllm.models.formats.matrices import MatrixFormat
+from localllm.models.formats.opening import open_checkpoint
 from localllm.models.formats.registry import linear_format
 from localllm.models.layers.lora import LoraBank, LoraRoom
 from localllm.models.spec.model_spec import ModelSpec, family_of
