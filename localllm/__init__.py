@@ -6,7 +6,8 @@ are imported when one of these names is first used, so that the command line ans
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from localllm.version import __version__
+
 __all__ = ["LLM", "BeamSearchParams", "LoRARequest", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 if TYPE_CHECKING:

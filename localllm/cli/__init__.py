@@ -16,10 +16,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from localllm import __version__
 from localllm.cli.flags import ADAPTER_FLAGS, add_debug_flag, add_engine_flags, add_server_flags, refuse_unknown
 from localllm.cli.words import add_chat, add_json, add_logs, add_sampling, add_server, add_service, add_top
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
+from localllm.version import __version__
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells expect: 128 + SIGINT."""

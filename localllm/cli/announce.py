@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from localllm import __version__
 from localllm.cli.tell import package_versions
 from localllm.config.settings import Settings
 from localllm.machine.hardware import Hardware
 from localllm.serving.served import Phase, ServedModel
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.up import Ready
+from localllm.version import __version__
 from localllm.web.app import DRAIN_S
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from localllm import __version__
 from localllm.cli.tell import package_versions
 from localllm.config.settings import Settings, resolve
 from localllm.errors import LocalLLMError
 from localllm.machine.threads import set_thread_environment
 from localllm.units import format_bytes, format_seconds
+from localllm.version import __version__
 
 Verdict = Literal["ok", "note", "problem"]
 SIGNS = {"ok": "✓", "note": "·", "problem": "✗"}

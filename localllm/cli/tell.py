@@ -13,8 +13,8 @@ from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TextIO
 
-from localllm import __version__
 from localllm.config.settings import Settings, default_config_path, resolve
+from localllm.version import __version__
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface-hub", "litestar", "uvicorn")
 

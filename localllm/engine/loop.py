@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from localllm import __version__
 from localllm.engine.adapter import Adapter
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.pulse import Pulse, pulse_of
@@ -31,6 +30,7 @@ from localllm.engine.scheduler import Scheduler, as_told
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import PendingStep, Runner, StepPlan, TokenMasks
 from localllm.errors import DeviceLost, EngineCrashed, EngineError, EngineStopped, LocalLLMError
+from localllm.version import __version__
 
 log = logging.getLogger(__name__)
 

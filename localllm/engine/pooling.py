@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Protocol
 
-from localllm import __version__
 from localllm.engine.pulse import Pulse, pulse_of
 from localllm.errors import (
     DeviceLost,
@@ -30,6 +29,7 @@ from localllm.errors import (
     QueueFull,
     StepFailed,
 )
+from localllm.version import __version__
 
 log = logging.getLogger(__name__)
 

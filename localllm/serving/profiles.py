@@ -99,7 +99,7 @@ class Profile:
 
 def key_of(path: Path, config: EngineConfig, hardware: Hardware, device: str) -> ProfileKey:
     """Return the present conditions. device: cpu or cuda:0, as in plans."""
-    from localllm import __version__
+    from localllm.version import __version__
 
     gpu = next((gpu for gpu in hardware.gpus if f"cuda:{gpu.index}" == device), None)
     return ProfileKey(

@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from localllm import __version__
+from localllm.version import __version__
 from localllm.web.access.scopes import PROBES
 from localllm.web.api.generation import Observed, observed
 

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from localllm import __version__
 from localllm.logs.fault_log import FaultLog
 from localllm.machine import memory
 from localllm.units import format_bytes
+from localllm.version import __version__
 
 if TYPE_CHECKING:
     from localllm.engine.pulse import Pulse

@@ -17,7 +17,7 @@ import msgspec
 from litestar.handlers import HTTPRouteHandler
 from litestar.routes import BaseRoute, HTTPRoute
 
-from localllm import __version__
+from localllm.version import __version__
 from localllm.web.access.scopes import is_open, scope_of
 from localllm.web.errors import Dialect, dialect_of
 from localllm.web.openapi.bodies import Body, Schema, body_schemas, reference, struct_schemas

@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from localllm import __version__
 from localllm.engine.outputs import GenerationEvent, PromptProgress
 from localllm.errors import LocalLLMError
 from localllm.text.answers.parts import Content, Reasoning, ToolArguments, ToolCallStart
+from localllm.version import __version__
 from localllm.web.api.generation import Progress
 from localllm.web.api.openai.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
 from localllm.web.api.openai.prompts import Prompt

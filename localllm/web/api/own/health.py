@@ -8,8 +8,8 @@ from litestar import get, head
 from litestar.response.base import ASGIResponse, Response
 from litestar.types import ControllerRouterHandler
 
-from localllm import __version__
 from localllm.errors import EngineError
+from localllm.version import __version__
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of
 from localllm.web.watchdog import Watchdog, worst
 

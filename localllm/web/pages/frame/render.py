@@ -16,7 +16,8 @@ from litestar.plugins.jinja import JinjaTemplateEngine
 from litestar.template.config import TemplateConfig
 from markupsafe import Markup
 
-from localllm import __version__, units
+from localllm import units
+from localllm.version import __version__
 from localllm.web.pages.frame.static import static_url
 from localllm.web.pages.frame.views import View
 

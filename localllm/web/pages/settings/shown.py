@@ -13,10 +13,10 @@ from platform import python_version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from localllm import __version__
 from localllm.config.config_file import BY_HAND
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.units import format_bytes, format_count
+from localllm.version import __version__
 from localllm.web.pages.frame.static import VENDOR
 from localllm.web.pages.frame.views import Fact
 from localllm.web.pages.settings.views import SettingGroup, SettingRow
