@@ -20,9 +20,9 @@ from localllm.engine.adapter import Adapter
 from localllm.engine.request import Request
 from localllm.errors import ConfigError, InvalidParameter, ModelNotFound, UnsupportedOption
 from localllm.kernels import launch
+from localllm.models.architectures.read_spec import read_spec
 from localllm.models.layers.lora import LoraRoom
-from localllm.models.spec.model_spec import read_spec
-from localllm.models.weights.loader import load_model
+from localllm.models.loader import load_model
 from localllm.models.weights.lora import open_lora, put_lora
 from localllm.serving.adapters import AdapterBusy, AdapterRefused, Adapters
 from localllm.serving.build import build_engine

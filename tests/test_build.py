@@ -83,7 +83,7 @@ def test_damaged_models_are_refused_clearly(tiny_llama_path: Path, tmp_path: Pat
 
 
 def test_too_little_memory_is_refused_before_loading(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.models.weights.loader.load_model", lambda *args: pytest.fail("weights were read"))
+    monkeypatch.setattr("localllm.models.loader.load_model", lambda *args: pytest.fail("weights were read"))
     with pytest.raises(DoesNotFit):
         build_engine(settings_for(tiny_llama_path, kv_cache_memory_bytes=1024))
 
@@ -152,7 +152,7 @@ def test_short_names(name: str, short: str) -> None:
 
 def test_a_gpu_is_readied_before_weights_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The transformers backend runs a model while it loads; nothing is loaded for kernels that cannot be launched."""
-    from localllm.models.weights import loader
+    from localllm.models import loader
     from localllm.runner import device_memory
 
     done: list[object] = []

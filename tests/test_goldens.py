@@ -16,8 +16,8 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler, SchedulerConfig
 from localllm.engine.step import TokenLogprobs
-from localllm.models.spec.model_spec import read_spec
-from localllm.models.weights.loader import load_model
+from localllm.models.architectures.read_spec import read_spec
+from localllm.models.loader import load_model
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from tests.tiny import load_reference

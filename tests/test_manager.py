@@ -187,7 +187,7 @@ def test_a_load_that_is_given_up_stops_at_its_next_report(
     tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loading thread cannot be cancelled: it is told at its next report."""
-    monkeypatch.setattr("localllm.models.weights.loader.load_model", lambda *args: pytest.fail("it went on"))
+    monkeypatch.setattr("localllm.models.loader.load_model", lambda *args: pytest.fail("it went on"))
 
     async def scenario() -> None:
         manager = ModelManager()

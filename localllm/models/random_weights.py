@@ -19,9 +19,10 @@ from localllm.kernels.moe.weights import ExpertWeights, takes_all_at_once
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.architectures.read_spec import spec_of_config
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.moe import join_experts
-from localllm.models.spec.model_spec import ModelSpec, spec_of_config
+from localllm.models.spec.model_spec import ModelSpec
 
 WeightFormat = Literal["16-bit", "fp8", "int8", "int4"]
 """int4: groups of 128 with zero points, as in most AWQ and GPTQ checkpoints. The head stays in 16 bits."""

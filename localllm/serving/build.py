@@ -171,9 +171,9 @@ def _fetch(config: EngineConfig, on_phase: OnPhase) -> None:
 def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, ModelSpec | Literal["embed", "score"]]:
     """Return the checkpoint and its spec. For a checkpoint that does not generate text, return its task instead of a
     spec: reading the rest needs torch, which has its own phase."""
+    from localllm.models.architectures.read_spec import read_spec
     from localllm.models.library.catalog import resolve_model
     from localllm.models.pooling.recipe import task_of
-    from localllm.models.spec.model_spec import read_spec
 
     _fetch(config, on_phase)
     with report_phase("find", on_phase) as report:
@@ -213,10 +213,10 @@ def start_torch(on_phase: OnPhase, limits: LoadLimits) -> Hardware:
 
 def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> Settings:
     """Return the settings with a tuned profile's values wherever the user set nothing, if the profile fits."""
+    from localllm.models.architectures.read_spec import weights_bytes
     from localllm.models.fit import plan_memory
     from localllm.models.fit.checkpoint import count_resident, lora_room
     from localllm.models.fit.plan import choose_gpu
-    from localllm.models.spec.model_spec import weights_bytes
     from localllm.serving.profiles import choose, key_of, read_profiles, settings_that_fit
 
     config = settings.engine
@@ -242,9 +242,9 @@ def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: H
 
 
 def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> MemoryPlan:
+    from localllm.models.architectures.read_spec import weights_bytes
     from localllm.models.fit import plan_memory
     from localllm.models.fit.checkpoint import count_resident, lora_room
-    from localllm.models.spec.model_spec import weights_bytes
 
     with report_phase("fit", on_phase) as report:
         resident = count_resident(path, spec, config.cpu_weights, lora_room(config))
@@ -290,7 +290,7 @@ def _load(
     from localllm.machine.hardware import process_bytes
     from localllm.models.fit import MemoryReport
     from localllm.models.fit.checkpoint import lora_room
-    from localllm.models.weights.loader import load_model
+    from localllm.models.loader import load_model
     from localllm.runner.device_memory import make_current
     from localllm.runner.opening import open_runner
 
@@ -442,7 +442,7 @@ def fingerprint(path: Path, plan: MemoryPlan) -> bytes:
 def files_of(path: Path) -> list[Path]:
     """Return the files of a checkpoint: those of a folder, or all parts of a GGUF model."""
     if path.is_file():
-        from localllm.models.library.gguf_names import parts_of
+        from localllm.models.formats.gguf_names import parts_of
 
         return [path.with_name(name) for name in parts_of(path.name)]
     return sorted(path.glob("*.json")) + sorted(path.glob("*.safetensors"))

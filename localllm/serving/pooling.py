@@ -33,7 +33,7 @@ def build_pooling(
     limits: LoadLimits = NO_LIMITS,
 ) -> ServedModel:
     """Read, fit and load the model. Blocking. Raises UnsupportedModel, CorruptModel, DoesNotFit, ConfigError."""
-    from localllm.models.pooling.plan import plan_pooling
+    from localllm.models.fit.pooling import plan_pooling
     from localllm.models.pooling.recipe import read_recipe
     from localllm.models.pooling.spec import pooling_spec
     from localllm.text.chat_template import ChatTemplate

@@ -83,7 +83,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 def release_cached_memory() -> None:
     """Return freed memory to the device and the system; otherwise both allocators would keep it."""
-    from localllm.models.weights.loader import trim_heap
+    from localllm.models.loader import trim_heap
     from localllm.runner.device_memory import empty_cache
 
     empty_cache()

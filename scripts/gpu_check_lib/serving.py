@@ -256,10 +256,9 @@ def serve_random(folder: Path, arguments: list[str]) -> int:
     import torch
 
     from localllm import cli
-    from localllm.models import random_weights
-    from localllm.models.spec import model_spec
+    from localllm.models import loader, random_weights
+    from localllm.models.architectures import read_spec
     from localllm.models.spec.model_spec import ModelSpec
-    from localllm.models.weights import loader
     from scripts.gpu_check_lib.roofline import work_of
 
     def held(path: Path, of: ModelSpec, device: torch.device, dtype: torch.dtype, **asked: Any) -> int:
@@ -270,7 +269,8 @@ def serve_random(folder: Path, arguments: list[str]) -> int:
         return random_weights.random_model(of, device, dtype, max_model_len=max_model_len)
 
     loader.load_model, loader.resident_bytes = load_random, held  # type: ignore[assignment]
-    model_spec.weights_bytes = lambda path: held(path, model_spec.read_spec(path), torch.device("cpu"), torch.bfloat16)
+    cpu, bfloat16 = torch.device("cpu"), torch.bfloat16
+    read_spec.weights_bytes = lambda path: held(path, read_spec.read_spec(path), cpu, bfloat16)
     return cli.main(["serve", str(folder), *arguments])
 
 

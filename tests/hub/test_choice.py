@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from localllm.errors import CorruptModel, LocalLLMError, ModelNotFound, UnsupportedModel
-from localllm.models.library.gguf_names import choose, gguf_models, quant_of
+from localllm.models.formats.gguf_names import choose, gguf_models, quant_of
 from localllm.models.library.hub.choice import included_files, load_files
 from localllm.models.library.names import ModelName, parse_name
 

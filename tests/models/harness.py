@@ -12,9 +12,9 @@ from torch import Tensor
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.architectures.read_spec import read_spec
 from localllm.models.inputs import ForwardInputs
-from localllm.models.spec.model_spec import read_spec
-from localllm.models.weights.loader import load_model
+from localllm.models.loader import load_model
 
 BLOCK_SIZE = 8
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ from localllm.kernels.cpu import int4, int8, pack
 from localllm.kernels.cpu.int4 import CpuInt4Weight
 from localllm.kernels.cpu.int8 import CpuInt8Weight
 from localllm.kernels.launch import INTERPRETED
+from localllm.models.architectures.read_spec import read_spec
 from localllm.models.fit.checkpoint import count_resident
+from localllm.models.loader import load_model
 from localllm.models.random_weights import WeightFormat, random_model, shape_spec
-from localllm.models.spec.model_spec import read_spec
-from localllm.models.weights.loader import load_model
 from localllm.models.weights.parameters import held_bytes
 from tests.models.harness import CPU, ModelHarness
 

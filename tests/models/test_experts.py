@@ -19,12 +19,13 @@ from localllm.kernels.gguf_linear import GGUFWeight
 from localllm.kernels.launch import LaunchOptions, launching_with
 from localllm.kernels.moe import weights as expert_weights
 from localllm.kernels.moe.weights import PlanarExperts, ScaledExperts
+from localllm.models.architectures.read_spec import read_spec, spec_of_config
 from localllm.models.fit import kv_bytes_per_token, plan_memory
 from localllm.models.layers import latent_attention
+from localllm.models.loader import load_model, resident_bytes
 from localllm.models.spec.latent import heads_at_once
-from localllm.models.spec.model_spec import ModelSpec, read_spec, spec_of_config
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights import weights as weights_module
-from localllm.models.weights.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
 from localllm.runner.kv_cache import KVCache
 from tests.models.formats.quantised import Store

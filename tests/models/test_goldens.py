@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.linear import packs
-from localllm.models.spec.model_spec import read_spec
-from localllm.models.weights.loader import load_model, resident_bytes
+from localllm.models.architectures.read_spec import read_spec
+from localllm.models.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
 from tests.models.harness import CPU, Harness
 from tests.tiny import FAMILIES, VOCAB_SIZE, load_reference, make_tiny_model

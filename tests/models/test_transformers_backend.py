@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.models.architectures.read_spec import read_spec
 from localllm.models.architectures.transformers_backend import verify
-from localllm.models.spec.model_spec import read_spec
-from localllm.models.weights.loader import load_model, resident_bytes
+from localllm.models.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
 from tests.models.harness import CPU, ModelHarness
 from tests.models.test_goldens import assert_close, prompt, reference_greedy, reference_logits

@@ -13,9 +13,10 @@ from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
 from localllm.machine.hardware import Gpu, Hardware
+from localllm.models.architectures.read_spec import read_spec
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
-from localllm.models.spec.model_spec import ModelSpec, read_spec
-from localllm.models.weights.loader import load_model
+from localllm.models.loader import load_model
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import opening
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.opening import largest_steps, open_runner, plan_again

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
+from localllm.models.architectures.read_spec import read_spec
+from localllm.models.loader import load_model
 from localllm.models.prompt_embeds import PromptEmbedsReader, PromptEmbedsTensor
-from localllm.models.spec.model_spec import ModelSpec, read_spec
-from localllm.models.weights.loader import load_model
+from localllm.models.spec.model_spec import ModelSpec
 from tests.runner.test_with_scheduler import BLOCK, CPU, MAX_LEN, make_requests, serve
 from tests.tiny import load_reference
 

@@ -19,9 +19,10 @@ from localllm.engine.step import RowResult, StepPlan, TokenMasks
 from localllm.errors import DeviceLost, StepFailed
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
 from localllm.kernels.layer_kv import LayerKV
+from localllm.models.architectures.read_spec import read_spec
 from localllm.models.inputs import ForwardInputs
-from localllm.models.spec.model_spec import ModelSpec, read_spec
-from localllm.models.weights.loader import load_model
+from localllm.models.loader import load_model
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import graphs
 from localllm.runner import runner as runner_module
 from localllm.runner.device_errors import ask_device

@@ -15,8 +15,9 @@ import torch
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.kernels import launch
-from localllm.models.spec.model_spec import ModelSpec, read_spec
-from localllm.models.weights.loader import load_model
+from localllm.models.architectures.read_spec import read_spec
+from localllm.models.loader import load_model
+from localllm.models.spec.model_spec import ModelSpec
 from tests.runner.test_with_scheduler import serve
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1; on a GPU see tests/device")

@@ -16,8 +16,9 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler, SchedulerConfig
-from localllm.models.spec.model_spec import ModelSpec, read_spec
-from localllm.models.weights.loader import load_model
+from localllm.models.architectures.read_spec import read_spec
+from localllm.models.loader import load_model
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from tests.runner.desk import WAYS

@@ -536,7 +536,7 @@ def test_ceilings_can_be_measured_anywhere(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_folder_for_a_random_server_has_a_word_for_every_id(tmp_path: Path) -> None:
-    from localllm.models.spec.model_spec import read_spec
+    from localllm.models.architectures.read_spec import read_spec
     from localllm.text.tokenizer import load_tokenizer
 
     serving.write_folder(tmp_path, "tiny")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family, Storage
+from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import renamed
 
 _BAICHUAN_2_VOCABULARY = 125_696

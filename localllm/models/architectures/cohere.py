@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family, windowed_layers
+from localllm.models.spec.family import Config, Family, windowed_layers
 from localllm.models.spec.fields import number, size
 from localllm.models.spec.norms import layer_norm
 

@@ -1,7 +1,7 @@
 """One decoder for all families; their differences are in the spec.
 
 Plain objects and functions, no nn.Module: there are no hooks and no lookups in a token's path.
-Does not know: requests, schedules, sampling; where the checkpoint's tensors come from (weights/loader.py).
+Does not know: requests, schedules, sampling; where the checkpoint's tensors come from (loader.py).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from localllm.errors import UnsupportedModel
-from localllm.models.architectures.family import Config, Family, Storage
+from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.latent import latent
 from localllm.models.spec.mixture import by_method, grouping, layers_after, mixture
 from localllm.models.spec.rope import RopeSpec, read_ropes

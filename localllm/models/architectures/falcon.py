@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.models.architectures.bloom import BLOOM_NAMES
-from localllm.models.architectures.family import Config, Family, Storage, grouped_qkv_rows
+from localllm.models.spec.family import Config, Family, Storage, grouped_qkv_rows
 from localllm.models.spec.fields import renamed, size
 from localllm.models.spec.norms import layer_norm
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.architectures import text_part
-from localllm.models.architectures.family import Config, Family, windowed_layers
+from localllm.models.spec.family import Config, Family, windowed_layers
 from localllm.models.spec.fields import number
 from localllm.models.spec.norms import NormSpec
 

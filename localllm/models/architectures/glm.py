@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family, Storage
+from localllm.models.spec.family import Config, Family, Storage
 
 _DEFAULTS = {
     "head_dim": 128,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.errors import UnsupportedModel
-from localllm.models.architectures.family import Config, Family, Storage, windowed_layers
+from localllm.models.spec.family import Config, Family, Storage, windowed_layers
 from localllm.models.spec.mixture import mixture
 
 LIMIT, ALPHA = 7.0, 1.702  # constants of the activation, as kernels/moe/grouped_gemm.py computes it

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family, Storage
 from localllm.models.architectures.gpt2 import GPT_NAMES, gpt2_names
+from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.norms import layer_norm
 
 _RENAMES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family, Storage, grouped_qkv_rows
+from localllm.models.spec.family import Config, Family, Storage, grouped_qkv_rows
 
 
 def _differences(config: Config) -> dict[str, Any]:

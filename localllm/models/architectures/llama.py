@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family
+from localllm.models.spec.family import Config, Family
 
 
 def _llama(config: Config) -> dict[str, Any]:

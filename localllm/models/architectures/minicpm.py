@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from localllm.errors import UnsupportedModel
-from localllm.models.architectures.family import Config, Family
+from localllm.models.spec.family import Config, Family
 from localllm.models.spec.fields import number, size
 
 

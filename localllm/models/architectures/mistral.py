@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.models.architectures import text_part
-from localllm.models.architectures.family import Config, Family, one_window, windowed_layers
+from localllm.models.spec.family import Config, Family, one_window, windowed_layers
 from localllm.models.spec.fields import optional_number
 
 _DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family, Storage
+from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.mixture import mixture
 
 

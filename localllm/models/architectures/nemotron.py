@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family
+from localllm.models.spec.family import Config, Family
 from localllm.models.spec.fields import number, renamed
 from localllm.models.spec.norms import NormSpec
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family, windowed_layers
+from localllm.models.spec.family import Config, Family, windowed_layers
 from localllm.models.spec.fields import optional_number
 from localllm.models.spec.norms import NormSpec
 from localllm.models.spec.rope import plain_rope

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.errors import UnsupportedModel
-from localllm.models.architectures.family import Config, Family
+from localllm.models.spec.family import Config, Family
 from localllm.models.spec.mixture import mixture
 
 

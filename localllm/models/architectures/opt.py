@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.errors import UnsupportedModel
-from localllm.models.architectures.family import Config, Family, Storage
+from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import renamed, size
 from localllm.models.spec.norms import NormSpec
 

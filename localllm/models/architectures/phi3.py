@@ -4,7 +4,7 @@ part of each head rotates (arXiv:2404.14219).
 
 from __future__ import annotations
 
-from localllm.models.architectures.family import Family, Storage, one_window
+from localllm.models.spec.family import Family, Storage, one_window
 
 FAMILY = Family(
     "Phi-3",

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family, Storage
 from localllm.models.architectures.gpt2 import GPT_NAMES
+from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import number, size
 from localllm.models.spec.norms import NormSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family, windowed_layers
+from localllm.models.spec.family import Config, Family, windowed_layers
 
 
 def qwen_window(config: Config) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family
 from localllm.models.architectures.qwen2 import qwen_window
+from localllm.models.spec.family import Config, Family
 
 
 def _differences(config: Config) -> dict[str, Any]:

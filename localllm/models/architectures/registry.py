@@ -37,7 +37,7 @@ from localllm.models.architectures import (
     stablelm,
     starcoder2,
 )
-from localllm.models.architectures.family import Family
+from localllm.models.spec.family import Family
 
 FAMILIES = (
     llama.FAMILY,

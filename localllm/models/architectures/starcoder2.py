@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family, Storage, one_window
+from localllm.models.spec.family import Config, Family, Storage, one_window
 from localllm.models.spec.norms import layer_norm
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.errors import CorruptModel
-from localllm.models.architectures.family import Config, Storage
+from localllm.models.spec.family import Config, Storage
 
 NOTE = "Text only: the vision part is not loaded."
 STORAGE = Storage(

@@ -4,9 +4,11 @@
     step.py        memory of one step besides weights and KV cache
     ladder.py      alternative settings when a model does not fit
     estimate.py    all devices of a machine side by side
+    checkpoint.py  the fit of a checkpoint, from its headers
+    pooling.py     the memory plan of a model that embeds or scores
     report.py      predicted and measured memory
 
-Does not know: files, how the memory is used.
+Does not know: how the memory is used.
 """
 
 from localllm.models.fit.estimate import Estimate, estimate

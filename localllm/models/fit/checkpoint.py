@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from localllm.config.settings import EngineConfig
 from localllm.machine.hardware import Hardware
+from localllm.models.architectures.read_spec import weights_bytes
 from localllm.models.fit.estimate import Estimate, estimate
 from localllm.models.fit.plan import ResidentBytes
 from localllm.models.pooling.spec import spec_of_any
-from localllm.models.spec.model_spec import ModelSpec, weights_bytes
+from localllm.models.spec.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from localllm.models.layers.lora import LoraRoom
@@ -33,7 +34,7 @@ def count_resident(
     """Return a cached function that counts the bytes the loader would hold, by building the model without data."""
     import torch
 
-    from localllm.models.weights.loader import resident_bytes
+    from localllm.models.loader import resident_bytes
 
     @cache
     def count(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:
@@ -60,8 +61,8 @@ def estimate_checkpoint(path: Path, config: EngineConfig, hardware: Hardware) ->
 
 def _estimate_pooling(path: Path, spec: ModelSpec, config: EngineConfig, hardware: Hardware) -> Estimate:
     """Estimate the chosen device only: without a KV cache there is nothing to reduce. Raises `DoesNotFit`."""
+    from localllm.models.fit.pooling import plan_pooling
     from localllm.models.pooling.model import count_parameters
-    from localllm.models.pooling.plan import plan_pooling
     from localllm.models.pooling.recipe import read_recipe
 
     assert spec.task != "generate"

@@ -9,7 +9,7 @@ numbers and with flags that would work.
     KV cache    CUDA: the rest of the budget      CPU: a bounded part of it (see `_default_blocks`)
 
 The budget starts from *free* memory, not from the total, as a GPU often drives a desktop too.
-Does not know: torch, files, how the memory is used (weights/loader.py, runner/kv_cache.py), alternatives (ladder.py).
+Does not know: torch, files, how the memory is used (loader.py, runner/kv_cache.py), alternatives (ladder.py).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Measured:
 
 
 class ResidentBytes(Protocol):
-    """Bytes that the loader will hold (see weights/loader.py); linear in `max_model_len`, due to rotary tables."""
+    """Bytes that the loader will hold (see loader.py); linear in `max_model_len`, due to rotary tables."""
 
     def __call__(self, device: str, dtype: str, max_model_len: int, quantization: str | None, /) -> int: ...
 

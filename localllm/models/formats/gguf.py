@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.models.architectures.family import Storage
 from localllm.models.formats.checkpoint import FLOATS, TensorInfo
 from localllm.models.formats.gguf_config import config_of_header
 from localllm.models.formats.gguf_expansion import expansion, halves, join_expansions
 from localllm.models.formats.gguf_header import Header, StoredTensor, Strings, read_header
+from localllm.models.formats.gguf_names import parts_of
 from localllm.models.formats.gguf_storage import storage_of
-from localllm.models.library.gguf_names import parts_of
+from localllm.models.spec.family import Storage
 
 if TYPE_CHECKING:
     from torch import Tensor

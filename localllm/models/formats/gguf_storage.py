@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from localllm.models.architectures.family import Storage
 from localllm.models.formats.checkpoint import TensorInfo
 from localllm.models.formats.gguf_header import Header
+from localllm.models.spec.family import Storage
 
 _COMMON = (
     (r"^model\.embed_tokens\.", "token_embd."),

@@ -17,8 +17,9 @@ from typing import Any
 from localllm.config.settings import EngineConfig
 from localllm.errors import LocalLLMError
 from localllm.machine.hardware import Hardware
+from localllm.models.architectures.read_spec import spec_of_config
 from localllm.models.fit.plan import MemoryPlan, make_plan
-from localllm.models.spec.model_spec import ModelSpec, spec_of_config
+from localllm.models.spec.model_spec import ModelSpec
 
 LIST = Path(__file__).with_name("picks.toml")
 USEFUL_CONTEXT = 4096

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from localllm.models.architectures.read_spec import read_spec
 from localllm.models.architectures.transformers_backend.spec import load_config, sizes_of
 from localllm.models.pooling.recipe import PoolingRecipe, read_recipe, task_of
-from localllm.models.spec.model_spec import ModelSpec, read_spec
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.rope import RopeSpec
 
 

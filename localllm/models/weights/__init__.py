@@ -1,1 +1,1 @@
-"""From a checkpoint's tensors to a loaded model."""
+"""A checkpoint's tensors by Llama's names, fused and packed for a device; LoRA adapters; the bytes they hold."""

@@ -1,6 +1,6 @@
 """The tensors for a builder: read from a checkpoint, or only described by its headers.
 
-Names are Llama's everywhere. `Storage` (architectures/family.py) maps them to the checkpoint's names and row order, and
+Names are Llama's everywhere. `Storage` (spec/family.py) maps them to the checkpoint's names and row order, and
 the checkpoint's `LinearFormat` says how matrices are stored.
 Does not know: how the parts make a model (architectures/builder.py).
 """
@@ -20,7 +20,6 @@ from localllm.kernels.linear import packs
 from localllm.kernels.moe.weights import ExpertWeights, takes_all_at_once
 from localllm.kernels.quantized_weight import PromisedWeight, QuantizedTable
 from localllm.kernels.stacked_weight import StackedWeight
-from localllm.models.architectures.family import Storage
 from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint
@@ -28,6 +27,7 @@ from localllm.models.formats.linear_format import LinearFormat, StoredPart, Tabl
 from localllm.models.layers.linear import Linear, Weight, laid_out_bytes
 from localllm.models.layers.lora import LoraBank, LoraPart
 from localllm.models.layers.moe import join_experts
+from localllm.models.spec.family import Storage
 from localllm.models.spec.model_spec import ModelSpec
 
 Progress = Callable[[int, int], None]

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.models.weights.loader import resident_bytes
+from localllm.models.loader import resident_bytes
 from localllm.models.weights.parameters import held_bytes
 from tests.models.harness import CPU, Harness
 from tests.models.test_goldens import prompt, reference_logits

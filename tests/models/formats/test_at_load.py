@@ -21,10 +21,10 @@ from localllm.kernels import int4_linear
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
+from localllm.models.architectures.read_spec import read_spec
 from localllm.models.formats.at_load import AT_LOAD, at_load, quantization_in_words
+from localllm.models.loader import load_model, resident_bytes
 from localllm.models.random_weights import SHAPES
-from localllm.models.spec.model_spec import read_spec
-from localllm.models.weights.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
 from tests.models.formats.quantised import SHAPE, in_order, reference, rounded
 from tests.models.harness import CPU, ModelHarness
@@ -157,8 +157,8 @@ def test_a_quantised_checkpoint_is_not_quantised_anew(source: Path, tmp_path: Pa
 def test_counting_bytes_does_not_import_the_compiler(tiny_model_path: Callable[[str], Path]) -> None:
     """torch does so for some arithmetic on `meta`: seconds of each start, for nothing."""
     program = (
-        "import sys, torch; from pathlib import Path; from localllm.models.weights.loader import resident_bytes;"
-        "from localllm.models.spec.model_spec import read_spec; path = Path(sys.argv[1]);"
+        "import sys, torch; from pathlib import Path; from localllm.models.loader import resident_bytes;"
+        "from localllm.models.architectures.read_spec import read_spec; path = Path(sys.argv[1]);"
         "assert resident_bytes(path, read_spec(path), torch.device('cpu'), torch.float32, quantization='int4');"
         "sys.exit('torch._dynamo' in sys.modules)"
     )

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
 from localllm.kernels.int4_linear import Int4Weight
-from localllm.models.spec.model_spec import read_spec
-from localllm.models.weights.loader import load_model
+from localllm.models.architectures.read_spec import read_spec
+from localllm.models.loader import load_model
 from tests.models.formats.quantised import (
     SHAPE,
     Saved,

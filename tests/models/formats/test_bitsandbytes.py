@@ -14,8 +14,8 @@ from torch import Tensor
 from localllm.errors import LocalLLMError, UnsupportedModel
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.planar.linear import PlanarWeight
-from localllm.models.spec.model_spec import read_spec
-from localllm.models.weights.loader import load_model, resident_bytes
+from localllm.models.architectures.read_spec import read_spec
+from localllm.models.loader import load_model, resident_bytes
 from tests.models.formats.quantised import (
     SHAPE,
     Saved,

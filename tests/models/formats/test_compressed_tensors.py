@@ -15,9 +15,9 @@ from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.planar.linear import PlanarWeight
 from localllm.kernels.stacked_weight import StackedWeight
+from localllm.models.architectures.read_spec import read_spec
 from localllm.models.formats.at_load import quantization_in_words, quantization_notes
-from localllm.models.spec.model_spec import read_spec
-from localllm.models.weights.loader import load_model
+from localllm.models.loader import load_model
 from tests.models.formats.quantised import (
     SHAPE,
     Saved,

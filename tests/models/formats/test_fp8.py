@@ -12,8 +12,8 @@ from torch import Tensor
 from localllm.errors import LocalLLMError
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.stacked_weight import StackedWeight
-from localllm.models.spec.model_spec import read_spec
-from localllm.models.weights.loader import load_model
+from localllm.models.architectures.read_spec import read_spec
+from localllm.models.loader import load_model
 from tests.models.formats.quantised import (
     SHAPE,
     Saved,

@@ -19,12 +19,12 @@ from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight
 from localllm.kernels.stacked_weight import StackedWeight
+from localllm.models.architectures.read_spec import read_spec
 from localllm.models.formats.gguf import config_of, metadata_of, open_gguf
 from localllm.models.formats.gguf_matrices import DEQUANTISED
+from localllm.models.formats.gguf_names import parts_of
 from localllm.models.formats.registry import linear_format
-from localllm.models.library.gguf_names import parts_of
-from localllm.models.spec.model_spec import read_spec
-from localllm.models.weights.loader import load_model, resident_bytes
+from localllm.models.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
 from localllm.text.gguf_tokenizer import tokenizer_of_gguf
 from tests.gguf_files import write_gguf

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 
 from localllm import errors
+from localllm.models.formats.gguf_names import gguf_models, the_one
 from localllm.models.formats.safetensors import INDEX, PICKLES
-from localllm.models.library.gguf_names import gguf_models, the_one
 
 _SIDE_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from localllm.errors import CorruptModel, DiskFull
 from localllm.files import json_file
+from localllm.models.formats.gguf_names import gguf_models
 from localllm.models.formats.safetensors import INDEX
 from localllm.models.library.catalog import hub_cache_dir
-from localllm.models.library.gguf_names import gguf_models
 from localllm.models.library.hub import cache, choice, client
 from localllm.models.library.hub.repository import RemoteFile, Repository, read_repository
 from localllm.models.library.names import ModelName, parse_name

@@ -16,7 +16,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import Settings
 from localllm.errors import RequestError
-from localllm.models.library.gguf_names import quant_of
+from localllm.models.formats.gguf_names import quant_of
 from localllm.serving.entry import ModelEntry
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of, warning_headers
 from localllm.web.api.ollama.body import read_body
@@ -186,8 +186,8 @@ def _checkpoint(found: ModelEntry | str, settings: Settings | None) -> str:
 
 
 def _read(name: str) -> tuple[Path, ModelSpec]:
+    from localllm.models.architectures.read_spec import read_spec
     from localllm.models.library.catalog import resolve_model
-    from localllm.models.spec.model_spec import read_spec
 
     path = resolve_model(name).path
     return path, read_spec(path)

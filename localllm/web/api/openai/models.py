@@ -8,7 +8,7 @@ from typing import Any
 from litestar import get
 from litestar.response.base import ASGIResponse
 
-from localllm.models.library.gguf_names import quant_of
+from localllm.models.formats.gguf_names import quant_of
 from localllm.models.library.hub.downloads import DownloadStatus
 from localllm.serving.entry import ModelEntry
 from localllm.serving.served import ModelCard

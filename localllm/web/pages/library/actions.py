@@ -15,9 +15,9 @@ from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, UnsupportedModel
+from localllm.models.library.about import spec_or_reason
 from localllm.models.library.catalog import hub_cache_dir, resolve_model
 from localllm.models.library.hub.cache import remove_partial, to_remove
-from localllm.models.spec.about import spec_or_reason
 from localllm.units import format_bytes
 from localllm.web.api.own.hub import ModelInUse, refuse_if_loaded, remove_found, require_online
 from localllm.web.errors import MissingParameter

@@ -18,10 +18,10 @@ from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.fit import Estimate, MemoryPlan, option_rows
 from localllm.models.fit.checkpoint import estimate_checkpoint
 from localllm.models.fit.table import fit_rows
+from localllm.models.library.about import gguf_rows, spec_rows
 from localllm.models.library.hub import client
 from localllm.models.library.look import Looked, look_at
 from localllm.models.library.names import parse_name
-from localllm.models.spec.about import gguf_rows, spec_rows
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.serving.eviction import hardware_once_free
 from localllm.serving.manager import ModelManager

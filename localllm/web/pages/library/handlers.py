@@ -16,8 +16,8 @@ from litestar import Request, get
 from litestar.response import Response, Stream
 
 from localllm.errors import HubUnreachable, LocalLLMError, ModelNotFound
+from localllm.models.formats.gguf_names import gguf_models
 from localllm.models.library.catalog import is_for_the_hub
-from localllm.models.library.gguf_names import gguf_models
 from localllm.models.library.hub import client
 from localllm.models.library.hub.repository import Found, read_repository
 from localllm.models.library.hub.repository import search as search_hub

@@ -18,7 +18,7 @@ import torch
 from localllm.errors import UnsupportedOption
 from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.family import Storage
+from localllm.models.architectures.read_spec import family_of
 from localllm.models.formats.at_load import AtLoad, at_load
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.linear_format import LinearFormat
@@ -26,7 +26,8 @@ from localllm.models.formats.matrices import MatrixFormat
 from localllm.models.formats.opening import open_checkpoint
 from localllm.models.formats.registry import linear_format
 from localllm.models.layers.lora import LoraBank, LoraRoom
-from localllm.models.spec.model_spec import ModelSpec, family_of
+from localllm.models.spec.family import Storage
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.parameters import held_bytes
 from localllm.models.weights.weights import Progress, PromisedWeights, Weights
 

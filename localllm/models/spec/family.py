@@ -1,7 +1,7 @@
 """A model family as data: its differences from Llama.
 
 `defaults` fill fields that its config.json may omit; `differences` turns the family's own fields into fields of
-`ModelSpec`. Does not know: torch, weights, ModelSpec itself (spec/model_spec.py builds it).
+`ModelSpec`. Does not know: torch, weights, ModelSpec itself (architectures/read_spec.py makes it).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _DAY_S = 24 * 3600
 def gguf_rows(path: Path) -> dict[str, str]:
     """Return the rows that only a GGUF file can fill. A safetensors checkpoint's files do not name its licence."""
     from localllm.models.formats.gguf import metadata_of
-    from localllm.models.library.gguf_names import quant_of
+    from localllm.models.formats.gguf_names import quant_of
 
     return {
         "quantization": quant_of(path.name) or "unknown",
