@@ -19,6 +19,7 @@ from localllm.kernels.launch import HAS_TRITON, INTERPRETED
 from localllm.serving.manager import ModelManager
 from localllm.web.access.scopes import is_open, scope_of
 from localllm.web.app import create_app
+from scripts import layout
 from tests.web.live_server import settings
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +33,11 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 @pytest.mark.parametrize("name", WRITTEN)
 def test_reference_is_up_to_date(name: str) -> None:
     assert (REFERENCE / name).read_text(encoding="utf-8") == WRITTEN[name], "run scripts/make_docs"
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_the_map_is_up_to_date(name: str) -> None:
+    assert (ROOT / name).read_text(encoding="utf-8") == layout.pages()[name], "run scripts/make_docs"
 
 
 @pytest.mark.skipif(INTERPRETED or not HAS_TRITON, reason="needs Triton's compiler, not its interpreter")

@@ -1,4 +1,4 @@
-"""`localllm bench`, which measures, and `localllm tune`, which finds settings by measuring them.
+"""Benchmarks of a server or an engine, and the search for good settings by measuring them: bench and tune.
 
 bench.py load_client.py report.py workload.py   measure a server or an engine under a known load
 goals.py space.py                               what to optimise, and which settings may change
