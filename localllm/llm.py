@@ -2,7 +2,7 @@
 
 It runs the same engine as the server, step by step in the caller's thread. There are no threads or child processes, so
 a script needs no `if __name__ == "__main__"` guard. A call returns when all its prompts are done.
-Does not know: HTTP, asyncio, torch (serving/build.py imports it).
+Does not know: HTTP, asyncio, torch (serving/compute.py imports it).
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ from localllm.machine.hardware import Hardware, read_hardware
 from localllm.machine.memory import bound_arenas
 from localllm.machine.running_servers import announced
 from localllm.serving.manager import ModelManager
-from localllm.serving.served import Phase, ServedModel
+from localllm.serving.phases import Phase
+from localllm.serving.served import ServedModel
 from localllm.web.app import DRAIN_S, Server, bind, create_app
 
 MOST_FILES = 65_536

@@ -9,9 +9,6 @@ import pytest
 from scripts.layout import ORDER, PACKAGE, cycles, imported_names, imports, modules, place_of
 
 KNOWN_CYCLES = (
-    {"checkpoint", "gguf", "gguf_config", "gguf_expansion", "gguf_matrices", "gguf_storage", "linear_format",
-     "safetensors", "safetensors_header"},
-    {"build", "pooling", "profiles"},
     {"openapi", "own", "tables"},
     {"top", "top_screen"},
 )  # fmt: skip

@@ -25,7 +25,8 @@ from localllm.serving.build import build_engine
 from localllm.serving.entry import LoadCancelled, ModelLoading
 from localllm.serving.eviction import promised_bytes
 from localllm.serving.manager import ModelManager
-from localllm.serving.served import LoadLimits, OnPhase, ServedModel
+from localllm.serving.phases import OnPhase
+from localllm.serving.served import LoadLimits, ServedModel
 from tests.serving import PHASES, settings_for, spy_on_closing
 from tests.tiny import make_tiny_model
 

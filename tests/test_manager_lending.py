@@ -18,8 +18,9 @@ from localllm.errors import DeviceLost, LocalLLMError, StepFailed
 from localllm.serving import manager as module
 from localllm.serving.entry import ModelsBusy, ModelTuning
 from localllm.serving.manager import ModelManager
+from localllm.serving.phases import OnPhase
 from localllm.serving.reopen import BareModel
-from localllm.serving.served import LoadLimits, OnPhase, ServedModel
+from localllm.serving.served import LoadLimits, ServedModel
 from localllm.web.errors import retry_headers
 from tests.serving import settings_for, spy_on_closing
 

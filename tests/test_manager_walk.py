@@ -27,7 +27,8 @@ from localllm.serving import manager as manager_module
 from localllm.serving.entry import Lease, ModelLoading, ModelsBusy
 from localllm.serving.loading import Loader
 from localllm.serving.manager import RETRY_S, STABLE_S, ModelManager
-from localllm.serving.served import LoadLimits, ModelCard, OnPhase, Phase
+from localllm.serving.phases import OnPhase, Phase
+from localllm.serving.served import LoadLimits, ModelCard
 from localllm.serving.sleep import SleepingModel
 from tests.web.pages_stub import stub_plan, stub_spec
 

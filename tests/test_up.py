@@ -29,7 +29,7 @@ from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.logs.log_file import log_path
 from localllm.machine.hardware import Gpu, Hardware
-from localllm.serving.served import Phase
+from localllm.serving.phases import Phase
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"

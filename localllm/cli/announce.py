@@ -18,7 +18,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from localllm.cli.tell import package_versions
 from localllm.config.settings import Settings
 from localllm.machine.hardware import Hardware
-from localllm.serving.served import Phase, ServedModel
+from localllm.serving.phases import Phase
+from localllm.serving.served import ServedModel
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.up import Ready
 from localllm.version import __version__

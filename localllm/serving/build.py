@@ -8,13 +8,11 @@ Does not know: which models stay loaded and for how long (manager.py), HTTP, ter
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,8 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import DoesNotFit, UnsupportedOption
 from localllm.machine.gpu_support import require_compiler
+from localllm.serving.compute import start_torch
+from localllm.serving.fingerprints import fingerprint
+from localllm.serving.names import names_of
+from localllm.serving.phases import OnPhase, PhaseReporter, report_phase
 from localllm.serving.profiles import from_profile
-from localllm.serving.served import NO_LIMITS, LoadLimits, OnPhase, Phase, ServedModel
+from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
@@ -131,27 +133,6 @@ def _seal_kernel_settings() -> None:
     table().seal()
 
 
-class PhaseReporter:
-    """Reports one phase: call it with the detail, or with a fraction."""
-
-    def __init__(self, name: str, on_phase: OnPhase) -> None:
-        self.name, self.on_phase = name, on_phase
-        self.started_s, self.detail = time.perf_counter(), ""
-
-    def __call__(self, detail: str = "", fraction: float | None = None, *, done: bool = False) -> None:
-        self.detail = detail or self.detail
-        self.on_phase(Phase(self.name, self.detail, time.perf_counter() - self.started_s, fraction, done))
-
-
-@contextmanager
-def report_phase(name: str, on_phase: OnPhase) -> Iterator[PhaseReporter]:
-    """Report a phase at its start and its end; the block reports what happens between."""
-    report = PhaseReporter(name, on_phase)
-    report()
-    yield report
-    report(fraction=1.0, done=True)
-
-
 def _fetch(config: EngineConfig, on_phase: OnPhase) -> None:
     """Download a model that is only on the hub. The user asked for it by name."""
     from localllm.models.library.catalog import is_for_the_hub
@@ -186,29 +167,6 @@ def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, Model
         through = "" if spec.implementation == "localllm" else " through transformers"
         report(f"{found.name} · {spec.architecture}{through}")
     return found, spec
-
-
-def start_torch(on_phase: OnPhase, limits: LoadLimits) -> Hardware:
-    """Import torch and return the hardware with the memory that is free for this model. The import takes seconds on a
-    cold disk, so it is a phase of its own."""
-    from localllm.machine.hardware import read_hardware
-
-    with report_phase("torch", on_phase) as report:
-        import torch
-
-        from localllm.runner.device_memory import empty_cache
-
-        empty_cache()  # return memory freed by an unloaded model to the device
-        hardware = read_hardware()
-        available = max(0, hardware.ram_available_bytes - limits.promised_bytes)
-        hardware = replace(hardware, ram_available_bytes=available)
-        if hardware.gpus:
-            from localllm.kernels.tuned import ensure_triton_cache
-
-            ensure_triton_cache()
-        set_compute_threads(hardware)
-        report(f"torch {torch.__version__} · {torch.get_num_threads()} compute threads")
-    return hardware
 
 
 def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> Settings:
@@ -358,13 +316,6 @@ def _assemble(
     )
 
 
-def names_of(settings: Settings, found: ResolvedModel) -> tuple[str, frozenset[str]]:
-    """Return the model's displayed name, and the other names that clients may use."""
-    names = settings.server.served_model_name
-    aliases = frozenset(names) if names else frozenset({found.name, settings.engine.model})
-    return (names[0] if names else short_name(found.name)), aliases
-
-
 def engine_parts(
     config: EngineConfig,
     plan: MemoryPlan,
@@ -412,45 +363,6 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
         BlockHasher(fingerprint, plan.block_size),
     )
     return EngineLoop(scheduler, runner, depth=plan.async_depth)
-
-
-# Small decisions ----------------------------------------------------------------------------------------------------
-
-
-def set_compute_threads(hardware: Hardware) -> None:
-    """Use one compute thread per physical core: two threads on one core share its vector units and only interfere.
-
-    A user's OMP_NUM_THREADS stays in force; torch has already read it.
-    """
-    import torch
-
-    if not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(hardware.cpu_cores)
-    log.info("compute threads=%d physical_cores=%d", torch.get_num_threads(), hardware.cpu_cores)
-
-
-def fingerprint(path: Path, plan: MemoryPlan) -> bytes:
-    """Return a key of everything besides the tokens that KV cache values depend on: files, dtype, block size."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files_of(path):
-        status = file.stat()
-        digest.update(f"{file.name}:{status.st_size}:{status.st_mtime_ns};".encode())
-    digest.update(f"{path.resolve()}:{plan.dtype}:{plan.kv_dtype}:{plan.block_size}".encode())
-    return digest.digest()
-
-
-def files_of(path: Path) -> list[Path]:
-    """Return the files of a checkpoint: those of a folder, or all parts of a GGUF model."""
-    if path.is_file():
-        from localllm.models.formats.gguf_names import parts_of
-
-        return [path.with_name(name) for name in parts_of(path.name)]
-    return sorted(path.glob("*.json")) + sorted(path.glob("*.safetensors"))
-
-
-def short_name(name: str) -> str:
-    """Return the last part of a repository's or a folder's name."""
-    return Path(name).name or name
 
 
 GENERATION_DEFAULTS = {

@@ -22,7 +22,8 @@ from typing import Literal
 from localllm.config.settings import Settings
 from localllm.errors import EngineError, LocalLLMError, RequestError
 from localllm.serving.adapters import Adapters
-from localllm.serving.served import ModelCard, OnPhase, Phase, ServedModel
+from localllm.serving.phases import OnPhase, Phase
+from localllm.serving.served import ModelCard, ServedModel
 from localllm.serving.sleep import SleepingModel
 
 State = Literal["loading", "ready", "tuning", "sleeping", "unloading", "unloaded", "failed"]

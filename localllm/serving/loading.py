@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, TypeVar
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import EngineStopped
 from localllm.serving.entry import ModelEntry
+from localllm.serving.phases import OnPhase, Phase
 from localllm.serving.reopen import BareModel, close_engine, open_engine
-from localllm.serving.served import LoadLimits, OnPhase, Phase, ServedModel
+from localllm.serving.served import LoadLimits, ServedModel
 from localllm.serving.sleep import SleepingModel, release_cached_memory
 
 if TYPE_CHECKING:

@@ -38,9 +38,10 @@ from localllm.serving.entry import (
 )
 from localllm.serving.eviction import can_sleep, candidates, has_room_on_host, promised_bytes, ready
 from localllm.serving.loading import Loader, clear_tracebacks, in_compute_thread, load_in_thread
+from localllm.serving.phases import OnPhase
 from localllm.serving.register import Register
 from localllm.serving.reopen import BareModel
-from localllm.serving.served import LoadLimits, OnPhase, ServedModel
+from localllm.serving.served import LoadLimits, ServedModel
 from localllm.serving.sleep import put_to_sleep, wake_up
 
 log = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from localllm.config.settings import EngineConfig, Settings, Source
 from localllm.errors import ConfigError, DoesNotFit
 from localllm.files.folders import data_folder, make_private, open_private
 from localllm.machine.hardware import Hardware
+from localllm.serving.fingerprints import model_fingerprint
 from localllm.units import format_count
 
 SCHEMA = 1
@@ -120,19 +121,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def model_fingerprint(path: Path) -> str:
-    """Return a hash of the names and sizes of a checkpoint's files and the content of the small ones. A copy in another
-    folder has the same fingerprint."""
-    from localllm.serving.build import files_of
-
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files_of(path):
-        digest.update(f"{file.name}:{file.stat().st_size};".encode())
-        if file.name == "config.json":
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 # ---- the files -------------------------------------------------------------------------------------------------------

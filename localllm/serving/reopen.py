@@ -15,8 +15,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from localllm.config.settings import EngineConfig
-from localllm.serving.build import capacity, engine_parts, report_phase, require_context, start_torch
-from localllm.serving.served import NO_LIMITS, LoadLimits, OnPhase, ServedModel
+from localllm.serving.build import capacity, engine_parts, require_context
+from localllm.serving.compute import start_torch
+from localllm.serving.phases import OnPhase, report_phase
+from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:

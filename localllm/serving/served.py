@@ -5,7 +5,7 @@ Does not know: how it was loaded (build.py), which models stay loaded (manager.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -43,20 +43,6 @@ class WrongTask(RequestError):
     """The request needs a task that the model does not support."""
 
     code = "wrong_task"
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A phase of a load. It is reported when it begins, as it progresses, and once with `done`."""
-
-    name: str  # find, fit, torch, profile, tokenizer, weights, memory, engine, adapters
-    detail: str = ""  # one line: what was found or decided
-    seconds: float = 0.0  # since the phase began
-    fraction: float | None = None  # 0 to 1; None: unknown
-    done: bool = False
-
-
-OnPhase = Callable[[Phase], None]
 
 
 @dataclass(frozen=True, slots=True)

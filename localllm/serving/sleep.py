@@ -15,8 +15,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from localllm.config.settings import Settings
+from localllm.serving.phases import OnPhase
 from localllm.serving.reopen import BareModel, close_engine, open_engine
-from localllm.serving.served import NO_LIMITS, LoadLimits, OnPhase, ServedModel
+from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
 
 if TYPE_CHECKING:
     from torch import Tensor

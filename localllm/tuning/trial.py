@@ -19,8 +19,9 @@ from localllm.errors import ConfigError, DeviceLost, DoesNotFit, LocalLLMError, 
 from localllm.machine.hardware import Hardware, process_bytes, read_hardware
 from localllm.serving.build import build_engine
 from localllm.serving.loading import clear_tracebacks
+from localllm.serving.phases import OnPhase
 from localllm.serving.reopen import BareModel, close_engine, open_engine
-from localllm.serving.served import OnPhase, ServedModel
+from localllm.serving.served import ServedModel
 from localllm.serving.sleep import release_cached_memory
 from localllm.tuning.drive import Cancelled, GaveUp, LoadMonitor, MemoryRanLow, drive, running
 from localllm.tuning.figures import Fate, LoadMetrics, Predicted, Trial, figures_of

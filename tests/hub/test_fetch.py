@@ -15,7 +15,7 @@ from localllm.errors import EngineStopped, HubOffline
 from localllm.models.library.hub.fetch import progress_line
 from localllm.models.library.hub.pull import PullProgress
 from localllm.serving.build import build_engine
-from localllm.serving.served import Phase
+from localllm.serving.phases import Phase
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
 
 

@@ -19,19 +19,19 @@ from localllm.llm import LLM
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.serving import profiles
 from localllm.serving.build import build_engine
+from localllm.serving.fingerprints import model_fingerprint
+from localllm.serving.phases import Phase
 from localllm.serving.profiles import (
     Profile,
     ProfileKey,
     choose,
     key_of,
-    model_fingerprint,
     now,
     profiles_folder,
     read_profiles,
     save_profile,
     with_profile,
 )
-from localllm.serving.served import Phase
 from localllm.serving.sleep import put_to_sleep, wake_up
 
 KEY = ProfileKey("GPU", "580.65", "2.9.0", "3.5.0", "0.1", "abc", "dtype=auto")

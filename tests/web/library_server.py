@@ -11,8 +11,9 @@ import pytest
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.models.library.catalog import resolve_model
 from localllm.serving import manager
-from localllm.serving.build import short_name
-from localllm.serving.served import LoadLimits, OnPhase, Phase, ServedModel
+from localllm.serving.names import short_name
+from localllm.serving.phases import OnPhase, Phase
+from localllm.serving.served import LoadLimits, ServedModel
 from localllm.serving.sleep import SleepingModel
 from tests.web.live_server import LiveServer, PacedRunner, fake_model
 

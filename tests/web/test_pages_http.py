@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from localllm.errors import ContextTooLong
-from localllm.serving.served import Phase
+from localllm.serving.phases import Phase
 from localllm.web.pages.chat import asking
 from localllm.web.pages.frame.security import CONTENT_SECURITY_POLICY
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
