@@ -168,7 +168,7 @@ class EngineError(LocalLLMError):
 
 
 class QueueFull(EngineError):
-    """As many requests are waiting as `max_num_queued_reqs` allows."""
+    """The queue is full: `max_num_queued_reqs` requests are waiting."""
 
     status, code, type = 503, "queue_full", "overloaded_error"
 

@@ -47,7 +47,7 @@ class _Remote(ABC):
     continues_text = False
 
     def __init__(self, server: Server, model: str | None, params: Mapping[str, Any]) -> None:
-        """Without `model`, the server's first model is used. Raises `LocalLLMError` if the server lists no model."""
+        """Use `model`, or else the server's first model. Raises `LocalLLMError` if the server lists no model."""
         self._server, self._params = server, params
         self.model = model or next(iter(self.models()), "")
         if not self.model:

@@ -189,7 +189,7 @@ class Lines:
 
 
 class Bar(Lines):
-    """The same with a progress bar, at a terminal."""
+    """Download progress as a bar, at a terminal."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         super().__init__(out)

@@ -78,7 +78,7 @@ def _end(text: str, path: Path, count: int) -> str:
 
 
 def _is_turned(file: TextIO, path: Path) -> bool:
-    """Whether the log was rotated or truncated since `file` was opened."""
+    """Return whether the log was rotated or truncated since `file` was opened."""
     try:
         now = path.stat()
     except FileNotFoundError:  # during a rotation

@@ -154,7 +154,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 
 
 def is_ours(url: str, settings: ServerConfig) -> bool:
-    """Whether a URL points to this machine: to its loopback, or to an address of a running server of this user."""
+    """Return whether a URL points to this machine: to loopback, or to the address of a running server of this user."""
     host = urlsplit(Server(url).url).hostname or ""
     own = {settings.host.lower(), *(urlsplit(server.url).hostname for server in running_servers())}
     return host in own or is_loopback(host)

@@ -151,7 +151,7 @@ def _systemctl(*words: str, must: bool = True) -> str:
 
 
 def _lingers() -> bool:
-    """Whether this user's services keep running without a session."""
+    """Return whether this user's services keep running without a session."""
     return (Path("/var/lib/systemd/linger") / getpass.getuser()).exists()
 
 

@@ -49,7 +49,7 @@ class Speaker(Protocol):
 
     @property
     def continues_text(self) -> bool:
-        """Whether only the last text is continued, without a chat template and without earlier messages."""
+        """Return whether only the last text is continued, without a chat template and without earlier messages."""
 
     def answer(self, messages: Sequence[dict[str, str]]) -> Generator[Piece]:
         """Yield the answer to a conversation in pieces. Closing the generator cancels it; raises `LocalLLMError`."""

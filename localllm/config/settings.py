@@ -151,7 +151,7 @@ class ServerConfig:
     port: int = 8000
     api_key: str | tuple[str, ...] | None = field(
         default=None, repr=False
-    )  # one or several admin keys; further keys: access/keys.py
+    )  # one or several admin keys; further keys: web/access/keys.py
     rate_limit: int | None = (
         None  # requests per minute for each key, or for each address if no key is required; None: no limit
     )

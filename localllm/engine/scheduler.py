@@ -181,7 +181,7 @@ class Scheduler:
         return plan
 
     def _free_a_slot_for_an_urgent_request(self, draft: _Draft) -> None:
-        """If all slots are taken, preempt the least urgent running request for a more urgent waiting one."""
+        """Preempt the least urgent running request for a more urgent waiting one, if all slots are taken."""
         head = next(iter(self.waiting), None)
         if self.config.policy == "fcfs" or head is None or self._free_slots or head.num_in_flight_tokens:
             return

@@ -59,7 +59,7 @@ INTERPRETED: bool = HAS_TRITON and bool(triton.knobs.runtime.interpret)
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """How kernels are launched. A runner holds the options of its model and applies them in each step."""
+    """Options of kernel launches. A runner holds the options of its model and applies them in each step."""
 
     deterministic: bool = False
     """Each row's result has the same bits in any batch: no launch setting may depend on the batch's size."""

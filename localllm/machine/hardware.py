@@ -43,7 +43,7 @@ class Gpu:
 
     @property
     def is_supported(self) -> bool:
-        """Whether the kernels support this GPU."""
+        """Return whether the kernels support this GPU."""
         return self.compute_capability >= MIN_COMPUTE_CAPABILITY
 
 

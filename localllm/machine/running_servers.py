@@ -66,7 +66,7 @@ def process_mark() -> str:
 
 
 def is_of_another(mark: str) -> bool:
-    """Whether the mark belongs to another process of this machine that is still running."""
+    """Return whether the mark belongs to another process of this machine that is still running."""
     pid, _, rest = mark.partition(" ")
     since, _, host = rest.partition(" ")
     try:
@@ -77,7 +77,7 @@ def is_of_another(mark: str) -> bool:
 
 
 def is_running(pid: int, since: float) -> bool:
-    """Whether process `pid` is running and is the one that started at `since`, not a later one with the same id."""
+    """Return whether the process `pid` that started at `since` is running: a later process may have the same id."""
     try:
         return began(pid) == since
     except (psutil.Error, ValueError, OverflowError):

@@ -2,7 +2,7 @@
 
 Each weight is read from the memory map, fused with its siblings, converted and packed for the device before the next
 one is read. Peak RAM is the finished model plus one matrix.
-Does not know: how tensors are named and stored (weights.py, formats/), how they make a model
+Does not know: how tensors are named and stored (weights/, formats/), how they make a model
 (architectures/builder.py).
 """
 

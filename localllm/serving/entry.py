@@ -113,14 +113,14 @@ class ModelEntry:
 
     @property
     def is_running(self) -> bool:
-        """Whether the model is ready and its engine runs. A model that was loaded elsewhere counts as running."""
+        """Return whether the model is ready and its engine runs. A model loaded elsewhere counts as running."""
         if self.state != "ready" or self.served is None:
             return False
         return self.settings is None or self.served.loop.is_running
 
     @property
     def is_loading(self) -> bool:
-        """Whether a task runs that loads or wakes the model, or waits for its turn to do so."""
+        """Return whether a task runs that loads or wakes the model, or waits for its turn to do so."""
         return self.task is not None and not self.task.done()
 
     @property
@@ -130,7 +130,7 @@ class ModelEntry:
         return model.adapters if model is not None else None
 
     def has_adapter(self, name: str) -> bool:
-        """Whether the model has this adapter. Before the first load, look among the configured `lora_modules`."""
+        """Return whether the model has this adapter. Before the first load, the configured `lora_modules` count."""
         if self.adapters is not None:
             return self.adapters.find(name) is not None
         return self.settings is not None and any(name == each.name for each in self.settings.engine.lora_modules)

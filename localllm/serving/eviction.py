@@ -40,7 +40,7 @@ def _wants_gpu(entry: ModelEntry, models: Sequence[ModelEntry]) -> bool:
 
 
 def has_room_on_host(entry: ModelEntry) -> bool:
-    """Whether a GPU model should sleep instead of being unloaded: copying back from RAM is faster than loading."""
+    """Return whether a GPU model should sleep instead of being unloaded: a copy from RAM is faster than a load."""
     plan = entry.served.plan if entry.served is not None else None
     if plan is None or plan.device == "cpu" or not can_sleep(entry):
         return False

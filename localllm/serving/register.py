@@ -68,7 +68,7 @@ class Register:
         raise self.not_found(name)
 
     async def is_taken(self, name: str) -> bool:
-        """Whether a request of that name would get a model."""
+        """Return whether a request of that name would get a model."""
         try:
             await self.look_up(name)
         except ModelNotFound:

@@ -35,7 +35,7 @@ WARM_UP_SEED = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What to measure. `model` None: the model that the server serves, or the demo model."""
+    """The benchmark to run. `model` None: the model that the server serves, or the demo model."""
 
     model: str | None = None
     url: str | None = None  # serve only; None: localllm's default address

@@ -31,7 +31,7 @@ LEAST_FREE_BYTES = 256 * 1024**2  # least RAM that the machine must keep free
 
 
 class MemoryRanLow(LocalLLMError):
-    """So little RAM was left that continuing might have ended the process."""
+    """RAM ran so low that continuing might have ended the process."""
 
     code = "memory_ran_low"
 

@@ -26,7 +26,7 @@ LEAST_AGREEMENT = 0.97
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How many of the compared tokens are the same."""
+    """The number of compared tokens that are the same."""
 
     same: int
     compared: int

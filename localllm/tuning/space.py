@@ -71,7 +71,7 @@ def _seqs(goal: Goal, kind: str) -> Axis:
 
 
 def _is_tight(goal: Goal, plan: MemoryPlan, max_position: int) -> bool:
-    """Whether a larger KV cache would help: for a longer context, or because the streams do not all fit."""
+    """Return whether a larger KV cache would help: for a longer context, or because the streams do not all fit."""
     need = goal.streams * (goal.prompt_len + goal.shared_len + goal.output_len)
     return plan.max_model_len < max_position or plan.num_kv_tokens < need
 

@@ -1,4 +1,4 @@
-"""Whether a model fits into this machine, and how well: arithmetic, without a device.
+"""The fit of a model into this machine, with numbers: arithmetic, without a device.
 
     plan.py        the memory plan, or a refusal with numbers
     step.py        memory of one step besides weights and KV cache

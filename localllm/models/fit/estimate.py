@@ -1,4 +1,4 @@
-"""What a model would need and get on each device of a machine, for `localllm fit` and the pages.
+"""The memory and context that a model would get on each device of a machine, for `localllm fit` and the pages.
 
 Does not know: torch, files, how it is shown.
 """

@@ -171,7 +171,7 @@ class _Ladder:
         return FitOption({**changes, "max_model_len": plan.max_model_len}, plan, cost)
 
     def _is_worth_it(self, option: FitOption) -> bool:
-        """Whether its context is longer than without it, and longer than with some of its flags alone."""
+        """Return whether its context is longer than without it, and longer than with some of its flags alone."""
         if self.best is not None and option.context <= self.best.max_model_len:
             return False
         return not any(other.context >= option.context and _asked(other) <= _asked(option) for other in self.found)

@@ -40,7 +40,7 @@ CPU_KV_SHARE = 0.5  # and takes at most this share of the memory after weights a
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What this machine allows. The engine uses every number here as it is."""
+    """The sizes of an engine on this machine. The engine uses every number as it is."""
 
     device: str  # cpu, cuda:0, ...
     dtype: str  # of weights and activations
@@ -388,7 +388,7 @@ class _Fit:
         return min(int(left * CPU_KV_SHARE), self._blocks_for(tokens))
 
     def _context_fits(self, max_model_len: int) -> bool:
-        """Whether this context fits, together with the requested size of the cache if there is one."""
+        """Return whether this context fits, together with the requested size of the cache if there is one."""
         asked = self.config.kv_cache_memory_bytes or 0
         room = self._num_blocks(max_model_len) >= self._blocks_for(max_model_len)
         return room and asked <= self._blocks_left(max_model_len) * self.block_bytes

@@ -40,7 +40,7 @@ class AtLoad:
     _promise: Callable[[Tensor], QuantizedWeight]
 
     def takes(self, stems: Sequence[str]) -> bool:
-        """Whether the matrices of these names (Llama's) are quantised."""
+        """Return whether the matrices of these names (Llama's) are quantised."""
         return stems[0].startswith("model.layers.") and stems[0].endswith("_proj")
 
     def __call__(self, weight: Tensor) -> QuantizedWeight:

@@ -47,7 +47,7 @@ class Checkpoint(Protocol):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file, by its suffix or its first bytes: other programs' files may lack the suffix."""
+    """Return whether a path is a GGUF file, by its suffix or first bytes: other programs may leave the suffix out."""
     if path.suffix == ".gguf" or not path.is_file():
         return path.suffix == ".gguf"
     with path.open("rb") as stream:

@@ -46,11 +46,11 @@ class Group:
 
     @property
     def means_a_class(self) -> bool:
-        """Whether a target is a class, such as Linear: it stands for all modules that no other group names."""
+        """Return whether a target is a class, such as Linear: it stands for all modules that no other group names."""
         return any(not target.startswith("re:") and "." not in target for target in self.targets)
 
     def names(self, stem: str) -> bool:
-        """Whether a target is this module's name, or a pattern that matches it."""
+        """Return whether a target is this module's name, or a pattern that matches it."""
         return any(
             re.match(target[3:], stem) is not None if target.startswith("re:") else target == stem
             for target in self.targets

@@ -46,7 +46,7 @@ class LinearFormat(Protocol):
         ...
 
     def ignores(self, name: str) -> bool:
-        """Whether a stored tensor is deliberately ignored; `notes` say so if that matters."""
+        """Return whether a stored tensor is deliberately ignored; `notes` say so if that matters."""
         ...
 
     def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
@@ -83,5 +83,5 @@ class TableFormat(LinearFormat, Protocol):
     """A format whose matrices can also be embeddings, which are looked up by row."""
 
     def is_table(self, checkpoint: Checkpoint, stem: str) -> bool:
-        """Whether `read` returns a `QuantizedTable` for this matrix alone."""
+        """Return whether `read` returns a `QuantizedTable` for this matrix alone."""
         ...

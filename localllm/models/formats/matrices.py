@@ -164,7 +164,7 @@ def _stacked_fp8(weights: Sequence[Fp8Weight]) -> QuantizedWeight:
 
 
 def _blocks_do_not_meet(weight: Fp8Weight, rows: Sequence[int]) -> bool:
-    """Whether a scale's block of rows would cross from one part into the next."""
+    """Return whether a scale's block of rows would cross from one part into the next."""
     return weight.scales.ndim == 2 and any(count % SCALE_BLOCK for count in rows[:-1])
 
 
@@ -322,7 +322,7 @@ def group_size(value: object) -> int:
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor is a scale of the KV cache: self_attn.k_scale, self_attn.k_proj.k_scale, ..."""
+    """Return whether a tensor is a scale of the KV cache: self_attn.k_scale, self_attn.k_proj.k_scale, ..."""
     return re.search(r"\.(k|v|kv|q|prob)_(scale|zero_point)$", name) is not None
 
 

@@ -25,7 +25,7 @@ from localllm.models.layers.mlp import GatedMLP
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How router logits become experts and weights; kernels/moe/route.py explains each field."""
+    """The step from router logits to experts and weights; kernels/moe/route.py explains each field."""
 
     top_k: int
     scoring: str = "softmax"  # or "sigmoid"

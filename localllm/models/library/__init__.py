@@ -1,1 +1,1 @@
-"""Which models there are: names, aliases, files on this machine, the hub, and suggestions."""
+"""The models that there are: names, aliases, files on this machine, the hub, and suggestions."""

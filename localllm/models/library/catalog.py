@@ -112,7 +112,7 @@ def _named_by_others(name: str, revision: str | None) -> ResolvedModel:
 
 
 def _is_taken_by_path(name: str) -> bool:
-    """Whether the name is an existing path, which takes precedence over a model of that name."""
+    """Return whether the name is an existing path, which takes precedence over a model of that name."""
     place = _place(name)
     return bool(name) and (place.is_file() or (place.is_dir() and (looks_like_path(name) or _holds_checkpoint(place))))
 
@@ -144,7 +144,7 @@ def adapter_folder(name: str) -> Path:
 
 
 def is_for_the_hub(name: str, revision: str | None = None, *, paths: bool = True) -> bool:
-    """Whether the name is a repository's and this machine does not have it completely."""
+    """Return whether the name is a repository's and this machine does not have it completely."""
     if looks_like_path(name.strip()) or not parse_name(name).is_repository or target_of(name.strip()) is not None:
         return False
     try:

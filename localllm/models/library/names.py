@@ -31,7 +31,7 @@ class ModelName:
 
     @property
     def is_repository(self) -> bool:
-        """Whether the hub could have it: one owner, one name."""
+        """Return whether the hub could have it: one owner, one name."""
         return self.program is None and self.base.count("/") == 1 and _is_repo_id(self.base)
 
 

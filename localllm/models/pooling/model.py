@@ -172,7 +172,7 @@ def load_pooling_model(
 
 
 def _tokenizer_makes_types(path: Path, model_type: str) -> bool:
-    """Whether the checkpoint's tokenizer produces token types: by its config, else by its class.
+    """Return whether the checkpoint's tokenizer produces token types: by its config, else by its class.
 
     The generic class does in checkpoints of transformers 4, but not in those of transformers 5, which renamed it.
     """
@@ -210,5 +210,5 @@ def _dense(folder: Path, device: torch.device) -> DenseLayer:
 
 
 def _looks_both_ways(module: Any) -> bool:
-    """Whether the model is an encoder, which classifies by its first token; decoders use the last."""
+    """Return whether the model is an encoder, which classifies by its first token; decoders use the last."""
     return any(getattr(part, "is_causal", None) is False for part in module.modules())

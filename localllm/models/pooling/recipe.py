@@ -1,4 +1,4 @@
-"""How token states become an output, read from the checkpoint's files before its weights.
+"""The steps from token states to an output, read from the checkpoint's files before its weights.
 
 sentence-transformers describes it in modules.json and the folders it names. A plain checkpoint only has its class name:
 `...ForSequenceClassification` scores, an encoder or a bare `...Model` embeds. sentence_bert_config.json says whether

@@ -1,1 +1,1 @@
-"""What config.json says about a model, checked and in one form for all families."""
+"""A model described by its config.json, checked and in one form for all families."""

@@ -34,7 +34,7 @@ class MixtureSpec:
     activation: str | None = None  # None: the model's hidden_act
 
     def is_in(self, layer: int) -> bool:
-        """Whether this layer is a mixture."""
+        """Return whether this layer is a mixture."""
         return not self.layers or self.layers[layer]
 
 

@@ -45,7 +45,7 @@ class TensorSource(Protocol):
 
     @property
     def cpu_weights(self) -> str:
-        """How this model's quantised matrices are laid out on a CPU: the setting of that name."""
+        """The layout of this model's quantised matrices on a CPU: the setting of that name."""
         ...
 
     def has(self, name: str) -> bool: ...
@@ -437,7 +437,7 @@ class Weights:
         return bool(self._storage.transposed) and stored.endswith(self._storage.transposed)
 
     def _is_ignored(self, stored: str) -> bool:
-        """Whether a tensor carries no information: tables that are recomputed, a second copy of a tied head."""
+        """Return whether a tensor carries no information: tables that are recomputed, a second copy of a tied head."""
         head = self._name(LM_HEAD)
         return (
             stored.endswith("rotary_emb.inv_freq")
@@ -456,7 +456,7 @@ class Weights:
 
 
 class PromisedWeights(Weights):
-    """The same tensors by header only: empty ones on `meta`, and matrices as sizes.
+    """Tensors by header only: empty ones on `meta`, and matrices as sizes.
 
     A model built from them has as many bytes as the real one (parameters.py: held_bytes).
     """

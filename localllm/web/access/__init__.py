@@ -1,1 +1,1 @@
-"""Who may do what: keys and their scopes, sign-in, origins, proxies, limits, TLS, and what a connection may send."""
+"""Access: keys and their scopes, sign-in, origins, proxies, limits, TLS, and what a connection may send."""

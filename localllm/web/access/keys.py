@@ -87,8 +87,8 @@ class KeyRing:
 
     @property
     def is_locked(self) -> bool:
-        """Whether a key is required. Once there was a key, removing the last one locks everybody out; it must not give
-        everybody access."""
+        """Return whether a key is required. Once there was a key, removing the last one locks everybody out, instead of
+        giving everybody access."""
         self._locked = bool(self._current()) or self._locked
         return self._locked
 

@@ -1,4 +1,4 @@
-"""Which pages of other sites may call the API, and the CORS headers for their browsers.
+"""The pages of other sites that may call the API, and the CORS headers for their browsers.
 
 A browser sends the origin of the page: in `Origin` if the page wants to read the answer or writes, in `Sec-Fetch-Site`
 with every request to this machine or over https. A client that sends neither is not a browser.

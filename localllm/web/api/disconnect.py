@@ -35,7 +35,7 @@ STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How a dialect writes a stream. `ping`: the bytes that keep an idle stream alive; empty: the dialect has none."""
+    """The format of a dialect's stream. `ping`: the bytes that keep an idle stream alive; empty: there are none."""
 
     media_type: str
     ping: bytes

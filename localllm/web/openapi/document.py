@@ -51,7 +51,7 @@ HEADERS: dict[str, Schema] = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What one handler reads and answers."""
+    """The request and the answers of one handler."""
 
     what: str
     answer: Any = None  # a type: JSON; a string: that media type; None: only the status

@@ -111,7 +111,7 @@ def _room_of(app: Litestar) -> Room:
 
 
 async def open_room(app: Litestar) -> None:
-    """At server start: start recording the last hour, and purge old deletions once they can no longer be undone."""
+    """Start recording the last hour, and purge old deletions once they can no longer be undone."""
     room = _room_of(app)
     room.history.start()
     if room.store.path is not None and room.store.path.exists():
@@ -119,7 +119,7 @@ async def open_room(app: Litestar) -> None:
 
 
 async def close_room(app: Litestar) -> None:
-    """At shutdown: save the replies that are still being written."""
+    """Save the replies that are still being written, at shutdown."""
     room = _room_of(app)
     await room.history.stop()
     await room.desk.close()

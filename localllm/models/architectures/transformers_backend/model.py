@@ -253,7 +253,7 @@ def _refuse_what_we_do_not_do(
 
 
 def _projects(module: nn.Module) -> bool:
-    """Whether a module has its own matrices: attention modules do, while decoder layers may also have a layer index."""
+    """Return whether a module has its own matrices, as attention has: a decoder layer may also have a layer index."""
     return any(isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children())
 
 

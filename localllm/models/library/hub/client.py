@@ -44,7 +44,7 @@ def endpoint() -> str:
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, parsed as the library does."""
+    """Return whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, parsed as the library does."""
     value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return value.upper() in ("1", "ON", "YES", "TRUE")
 
@@ -188,7 +188,7 @@ def wait_s(attempt: int, error: BaseException) -> float:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether a retry may help: a connection failure, a timeout, a busy hub. Not for a refusal or a full disk."""
+    """Return whether a retry may help: after a connection failure, a timeout or a busy hub, but not after a refusal."""
     status = status_of(error)
     if status is not None:
         return status in _BUSY

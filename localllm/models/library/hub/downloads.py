@@ -41,7 +41,7 @@ class DownloadStatus:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has stopped and will not continue by itself."""
+        """Return whether it has stopped and will not continue by itself."""
         return self.state not in ("waiting", "running")
 
 

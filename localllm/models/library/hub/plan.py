@@ -72,7 +72,7 @@ class DownloadPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the disk has enough free space."""
+        """Return whether the disk has enough free space."""
         return not self.needed_bytes or self.needed_bytes + SPARE_BYTES <= self.free_bytes
 
 

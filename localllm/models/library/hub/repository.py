@@ -110,7 +110,7 @@ def _file(sibling: Any) -> RemoteFile:
 
 
 def _stays_inside(name: str) -> bool:
-    """Whether a file's name, which the hub chose, stays inside the folder when used as a path."""
+    """Return whether a file's name, which the hub chose, stays inside the folder when used as a path."""
     return not name.startswith("/") and not {"..", ".", ""} & set(name.split("/")) and "\\" not in name
 
 

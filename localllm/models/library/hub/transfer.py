@@ -56,7 +56,7 @@ def fetch_file(repo_id: str, commit: str, file: PlannedFile, meter: Meter, stop:
 
 
 def is_intact(path: Path, file: PlannedFile) -> bool:
-    """Whether a file on disk has the hub's size and hash."""
+    """Return whether a file on disk has the hub's size and hash."""
     if path.stat().st_size != file.size:
         return False
     digest = Digest(file)

@@ -87,7 +87,7 @@ class DeepSeek31(Marked):
 
 
 class DeepSeek(DeepSeek31):
-    """Also reads the format of V3.1."""
+    """DeepSeek V3: the format of V3.1 is accepted too."""
 
     name = "deepseek-v3"
     between = "\n"

@@ -22,7 +22,7 @@ MANY = 1_000
 
 @dataclass(frozen=True, slots=True)
 class TokenNames:
-    """How a token is written in a logprobs object."""
+    """The texts of tokens in a logprobs object."""
 
     tokenizer: Tokenizer
     as_ids: bool = False  # return_tokens_as_token_ids: `token_id:123`, exact for any token

@@ -45,7 +45,7 @@ class ModelBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LoadBody(ModelBody):
-    """How long the model stays loaded, and whether the answer waits for the load."""
+    """A request to load a model: how long it stays loaded, and whether the answer waits for the load."""
 
     pin: bool | None = None
     keep_alive: str | float | None = None

@@ -113,7 +113,7 @@ def _end_of_dollars(source: str, at: int) -> int:
 
 
 def _find(source: str, closer: str, start: int) -> int:
-    """Like `str.find`, but an unclosed formula is searched only once and not again from every opener."""
+    """Return what `str.find` does, but search an unclosed formula only once and not again from every opener."""
     return source.find(closer, start) if start <= _last(source, closer) else -1
 
 

@@ -79,7 +79,7 @@ class StepColumn:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """The same step as text."""
+    """A step of the plot, as text."""
 
     step_id: int
     prefill_tokens: int

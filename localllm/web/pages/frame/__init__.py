@@ -1,1 +1,1 @@
-"""What every page shares: the document around it, navigation, live updates, rendering, files, errors, sign-in."""
+"""The shared parts of all pages: the document, navigation, live updates, rendering, files, errors, login."""

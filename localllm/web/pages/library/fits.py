@@ -1,4 +1,4 @@
-"""Whether a model fits on this machine, as a line and as a table: the memory plan in words.
+"""The fit of a model on this machine, as a line and as a table: the memory plan in words.
 
 For a model on the hub the headers are downloaded. Only a few checks run at a time, and results are cached for a while:
 a page of search results asks for twenty.

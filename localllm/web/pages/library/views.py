@@ -80,7 +80,7 @@ class Picks(View):
 
 @dataclass(frozen=True, slots=True)
 class FitVerdict(View):
-    """Whether a model fits on this machine, with the numbers, or why this is unknown."""
+    """The answer whether a model fits on this machine, with the numbers, or why this is unknown."""
 
     template: ClassVar[str] = "library/_fit.html"
     kind: FitKind
@@ -221,7 +221,7 @@ class DeletePage(View):
 
 @dataclass(frozen=True, slots=True)
 class FitTable:
-    """How the model fits on each device of the machine."""
+    """The fit of a model on each device of the machine."""
 
     segments: tuple[Segment, ...]  # shares of the first device's free memory
     devices: tuple[str, ...]

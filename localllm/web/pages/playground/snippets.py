@@ -1,4 +1,4 @@
-"""The same request as curl, Python and JavaScript code, ready to run.
+"""A request of the playground as curl, Python and JavaScript code, ready to run.
 
 Does not know: where the request came from.
 """

@@ -82,7 +82,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Snippet:
-    """The same request in a programming language."""
+    """The request in a programming language."""
 
     id: str
     title: str

@@ -84,7 +84,7 @@ class GoalPage(View):
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much time a run may take."""
+    """The time that a run may take."""
 
     name: str
     title: str

@@ -258,7 +258,7 @@ class Chats:
         self._db.execute("DELETE FROM preset WHERE owner = ? AND name = ?", (owner, name))
 
     def close_unfinished(self) -> None:
-        """At server start, mark replies without an end as interrupted. Another server on the same file may still be
+        """Mark replies without an end as interrupted, at server start. Another server on the same file may still be
         writing its own.
         """
         writers = self._db.execute(f"SELECT DISTINCT writer FROM message WHERE {UNFINISHED}").fetchall()
