@@ -27,7 +27,7 @@ from localllm.engine.pooling import PoolingInput, PoolingLoop
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.step import PromptEmbeds, TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
-from localllm.kernels.huge_pages import make_huge_pages
+from localllm.kernels.huge_pages import collapse_huge_pages
 from localllm.machine.threads import set_thread_environment
 from localllm.serving.build import build_engine
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
@@ -144,7 +144,7 @@ class LLM:
         settings = Settings(_engine_config(given))
         set_thread_environment()  # must run before torch is imported, which building the engine does
         self._engine = build_engine(settings)
-        make_huge_pages()  # a server does this while it is idle; here there is no idle time
+        collapse_huge_pages()  # a server does this while it is idle; here there is no idle time
         self._lock = threading.RLock()
         self._busy = False
         self._ids = itertools.count()

@@ -63,7 +63,7 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
-def _crumbs(packed: Tensor) -> Tensor:
+def _bit_pairs(packed: Tensor) -> Tensor:
     """Unpack [n, b] -> [n, b / 32, 4, 32]: of each 32 bytes the lowest two bits, then the next two, and so on."""
     runs = packed.view(packed.shape[0], -1, 1, 32)
     return (runs >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device).view(1, 1, 4, 1)) & 3
@@ -102,7 +102,7 @@ def _q8_0(b: Tensor) -> Fields:
 
 def _q2_k(b: Tensor) -> Fields:
     small, packed = b[:, :16], b[:, 16:80].contiguous()
-    values = _crumbs(packed).flatten(1)
+    values = _bit_pairs(packed).flatten(1)
     return Fields(values, _int8(small & 15), _int8(small >> 4), _fp16(b[:, 80:82]), -_fp16(b[:, 82:84]))
 
 
@@ -110,7 +110,7 @@ def _q3_k(b: Tensor) -> Fields:
     mask, packed, small = b[:, :32], b[:, 32:96].contiguous(), b[:, 96:108]
     # Bit i of mask byte j is the third bit of weight 32 i + j.
     high = _bits(mask).transpose(1, 2).flatten(1)
-    values = _crumbs(packed).flatten(1) | (high << 2)
+    values = _bit_pairs(packed).flatten(1) | (high << 2)
     low_of_scale = _nibbles(small[:, :8])
     high_of_scale = torch.cat([(small[:, 8:] >> shift) & 3 for shift in (0, 2, 4, 6)], dim=1)
     return Fields(values, _int8(low_of_scale | (high_of_scale << 4), 32), super_scales=_fp16(b[:, 108:110]))
@@ -140,7 +140,7 @@ def _q5_k(b: Tensor) -> Fields:
 
 def _q6_k(b: Tensor) -> Fields:
     low = _nibbles(b[:, :128].reshape(-1, 2, 64)).flatten(1)
-    high = _crumbs(b[:, 128:192].contiguous()).flatten(1)
+    high = _bit_pairs(b[:, 128:192].contiguous()).flatten(1)
     small = b[:, 192:208].contiguous().view(torch.int8)
     return Fields(_int8(low | (high << 4), 32), small, super_scales=_fp16(b[:, 208:210]))
 

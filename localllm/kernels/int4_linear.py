@@ -59,7 +59,7 @@ def pack_int4(
     order = None if g_idx is None else _input_order(g_idx, group)
     weight = _empty(rows, columns, group, bits, scales, zeros, order)
     for start, stop in _row_blocks(rows, columns):
-        _fill(weight, start, q[start:stop])
+        _write_codes(weight, start, q[start:stop])
     return weight
 
 
@@ -74,7 +74,7 @@ def promised_int4(
 ) -> Int4Weight:
     """Return a weight of `shape` like the functions above, on `meta`."""
     columns = shape[1]
-    held = _held_bits(bits)
+    held = _plane_bits(bits)
     num_groups = -(-columns // _group_size(columns, group, held))
     per_group = torch.empty((num_groups, shape[0]), dtype=scales, device="meta")
     weight = _empty(*shape, group, bits, per_group, None, input_order)
@@ -123,7 +123,7 @@ def repack_gptq(
         zeros += 1
     weight = _empty(rows, columns, group, bits, scales, zeros, order)
     for start, stop in _row_blocks(rows, columns):
-        _fill(weight, start, unpack_words32(qweight[:, start:stop].t().contiguous(), bits))
+        _write_codes(weight, start, unpack_words32(qweight[:, start:stop].t().contiguous(), bits))
     return weight
 
 
@@ -163,7 +163,7 @@ def _round_to_groups(rows: Tensor, group: int, scale_type: torch.dtype) -> tuple
     return codes.view(count, -1)[:, :columns].to(torch.uint8), scales, zeros.to(torch.uint8)
 
 
-def _fill(weight: Int4Weight, start: int, codes: Tensor) -> None:
+def _write_codes(weight: Int4Weight, start: int, codes: Tensor) -> None:
     """Write codes [n, K] uint8, in the original order of the inputs, to the weight's rows from `start`."""
     if weight.input_order is not None:
         codes = codes.index_select(1, weight.input_order)
@@ -171,7 +171,7 @@ def _fill(weight: Int4Weight, start: int, codes: Tensor) -> None:
     weight.words[start : start + codes.shape[0]] = pack_words(values, weight.bits, weight.lanes)
 
 
-def _held_bits(bits: int) -> int:
+def _plane_bits(bits: int) -> int:
     """Return the bits of the planes that store codes of `bits` bits."""
     return 4 if bits <= 4 else 8
 
@@ -186,7 +186,7 @@ def _empty(
     input_order: Tensor | None = None,
 ) -> Int4Weight:
     """Return a weight whose words are to be filled in. Zero points that are all the middle code are omitted."""
-    middle, bits = 1 << (bits - 1), _held_bits(bits)
+    middle, bits = 1 << (bits - 1), _plane_bits(bits)
     size = _group_size(columns, group, bits)
     lanes = min(32, size)
     if zeros is not None and bool((zeros == middle).all()):
@@ -250,12 +250,12 @@ def _unpack_awq(words: Tensor) -> Tensor:
 def unpack_words32(words: Tensor, bits: int) -> Tensor:
     """Unpack [r, c * bits / 32] int32 -> [r, c] uint8, low bits first. Three words hold 32 codes of 3 bits."""
     if bits == 3:
-        return _unpack_three(words)
+        return _unpack_3bit(words)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
 
 
-def _unpack_three(words: Tensor) -> Tensor:
+def _unpack_3bit(words: Tensor) -> Tensor:
     """Unpack runs of three words, each 96 consecutive bits: code i is bits 3 i, 3 i + 1 and 3 i + 2."""
     bit = torch.arange(32, dtype=torch.int32, device=words.device)
     bits = ((words[..., None] >> bit) & 1).to(torch.uint8).view(words.shape[0], -1, 3)

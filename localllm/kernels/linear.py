@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.huge_pages import want_huge_pages
+from localllm.kernels.huge_pages import register_huge_pages
 from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.skinny_gemm import device_features, skinny_gemm
 from localllm.kernels.tuned import settings_for
@@ -32,14 +32,14 @@ def pack_weight(weight: Tensor) -> Tensor:
     if not packs(weight.numel(), weight.device, weight.dtype):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
-    want_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+    register_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     return packed
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K], weight from `pack_weight` of [N, K], bias [N] -> [T, N] in x's dtype."""
     if not weight.is_mkldnn:
-        return skinny_gemm(x, weight, bias) if _takes_ours(x, weight) else F.linear(x, weight, bias)
+        return skinny_gemm(x, weight, bias) if _uses_skinny_gemm(x, weight) else F.linear(x, weight, bias)
     if x.shape[0] == 0:
         return x.new_empty((0, weight.shape[0]))
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -50,7 +50,7 @@ class Crossover(NamedTuple):
     skinny_rows: int  # skinny_gemm is used up to so many rows
 
 
-def _takes_ours(x: Tensor, weight: Tensor) -> bool:
+def _uses_skinny_gemm(x: Tensor, weight: Tensor) -> bool:
     if not runs_triton(x):
         return False
     settings = settings_for("linear", crossover_key(weight), crossover_heuristic)

@@ -155,7 +155,7 @@ def _rotary_store_kv_kernel(
         if norm_ptr is not None:
             a, b = _norm(a, b, norm_ptr, head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         if ROTARY_DIM > 0:
-            a, b = _turn(a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM)
+            a, b = _rotate(a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM)
         base = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM
         type: tl.constexpr = q_ptr.dtype.element_ty
         _store_pairs(base, a.to(type), b.to(type), keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
@@ -166,7 +166,7 @@ def _rotary_store_kv_kernel(
         if norm_ptr is not None:
             a, b = _norm(a, b, norm_ptr, NUM_HEADS + head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         if ROTARY_DIM > 0:
-            a, b = _turn(a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM)
+            a, b = _rotate(a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM)
         _store_in_cache(
             a, b, k_ptr, k_scale_ptr, tl.load(slots_ptr + token).to(tl.int64), num_slots, head,
             NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, TO, NATIVE_FP8, BLOCK_PAIRS,
@@ -238,7 +238,7 @@ def _norm(
 
 
 @triton.jit
-def _turn(a, b, angles_ptr, ROTARY_DIM: tl.constexpr):
+def _rotate(a, b, angles_ptr, ROTARY_DIM: tl.constexpr):
     """Rotate pairs [heads, BLOCK_PAIRS] by the angles of one position; those past ROTARY_DIM / 2 are unchanged."""
     TURNING: tl.constexpr = ROTARY_DIM // 2
     # One address per element, so that angles are loaded in the pairs' layout; a single row would need a layout change.

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from localllm.kernels.moe.weights import ExpertWeights, takes_all_at_once
+from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
@@ -203,7 +203,7 @@ class RandomTensors:
         count, rows, columns = shape
         matrices = (self._quantize(self.take([f"{prefix}.{names[0]}.weight"], (rows, columns))) for _ in range(count))
         biases = self.take([f"{prefix}.{names[0]}.bias"], (count, rows)) if bias else None
-        at_once = takes_all_at_once(self.device)
+        at_once = needs_stacked_experts(self.device)
         return join_experts(matrices, count, at_once=at_once, cpu_weights=self.cpu_weights), biases
 
 

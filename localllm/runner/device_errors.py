@@ -28,7 +28,7 @@ def translated(plan: StepPlan | None = None) -> Iterator[None]:
             "Lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs.",
         ) from error
     except RuntimeError as error:
-        if loses_the_device(error):
+        if is_device_loss(error):
             raise DeviceLost(
                 "The GPU has reported an error from which this process cannot recover.",
                 f"{_size(plan)}{first_line(error)}",
@@ -37,7 +37,7 @@ def translated(plan: StepPlan | None = None) -> Iterator[None]:
         raise StepFailed("The step failed on the device.", f"{_size(plan)}{first_line(error)}") from error
 
 
-def loses_the_device(error: BaseException) -> bool:
+def is_device_loss(error: BaseException) -> bool:
     """Return whether the error is one of a CUDA kernel:
     every later call in this process then fails with the same error."""
     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
@@ -45,7 +45,7 @@ def loses_the_device(error: BaseException) -> bool:
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
 
 
-def ask_device(device: torch.device) -> None:
+def check_device(device: torch.device) -> None:
     """Raise `DeviceLost` if the device no longer answers, which an earlier error may not have shown."""
     if device.type == "cuda":
         with translated():

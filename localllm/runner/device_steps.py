@@ -1,8 +1,8 @@
 """Steps on a GPU: copied in one transfer, unpacked there, and replayed as graphs if a recorded shape holds them.
 
 A step is two graphs, because the engine makes two calls: one up to the logits, one from the logits to the sampled
-tokens. The second is recorded in several variants (`WANTS`), so that unused features cost nothing. Rows with further
-features, and steps larger than every shape, are launched kernel by kernel on the same buffers.
+tokens. The second is recorded in several variants (`FEATURE_SETS`), so that unused features cost nothing. Rows with
+further features, and steps larger than every shape, are launched kernel by kernel on the same buffers.
 On a CPU everything works the same with a `Capture` that records nothing; tests use that.
 """
 
@@ -27,11 +27,11 @@ from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel, GivenEmbeds
 from localllm.runner.batch import StepBatch, embeds_on
 from localllm.runner.grammar_masks import RowMasks
-from localllm.runner.graphs import Capture, GraphLadder, Part
+from localllm.runner.graphs import Capture, Part, StepGraphs
 from localllm.runner.host_steps import Drawn, Forward
 from localllm.runner.logprobs import token_logprobs
 from localllm.runner.sampler import Sampled, sample, sample_on_device
-from localllm.runner.sampling import SamplingState, Wants
+from localllm.runner.sampling import SamplingFeatures, SamplingState
 from localllm.runner.staging import StagedInputs, StepShape, row_places, shape_of
 from localllm.runner.upload import to_device, warm_pinned
 
@@ -39,7 +39,11 @@ QUIET_S = 0.05  # seconds without a step before idle time is used
 SIZES_END = 1024  # all steps of at least this many tokens use the same kernels
 PAUSE_S = 0.001  # seconds that an arriving request may have to wait
 FORWARD = "forward"
-WANTS = (Wants(), Wants(filters=True), Wants(filters=True, edits=True))  # each variant also serves the ones before it
+FEATURE_SETS = (
+    SamplingFeatures(),
+    SamplingFeatures(filters=True),
+    SamplingFeatures(filters=True, edits=True),
+)  # each variant also serves the ones before it
 
 
 class DeviceSteps:
@@ -54,7 +58,7 @@ class DeviceSteps:
         self._logits = torch.zeros(max((s.rows for s in shapes), default=0), vocab_size, device=device)
         self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self._best = torch.zeros(rows, device=device)
-        self._graphs = GraphLadder(shapes, capture, self._parts) if capture else None
+        self._graphs = StepGraphs(shapes, capture, self._parts) if capture else None
         self._shape = StepShape(0)  # of the last launched step
         self._replayed = False
         self._num_replayed = self._num_launched = 0
@@ -81,17 +85,17 @@ class DeviceSteps:
 
     def sample(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None = None) -> Drawn:
         places = row_places(batch, self._shape)[batch.rows.samples]
-        wants = self._sampling.wants(batch.slots)
-        if wants is None:
+        features = self._sampling.features(batch.slots)
+        if features is None:
             return self._sample_any(batch, logits.index_select(0, to_device(places, self._device)), masks)
-        kind = next((kind for kind in WANTS if kind.covers(wants)), None) if masks is None else None
+        kind = next((kind for kind in FEATURE_SETS if kind.covers(features)), None) if masks is None else None
         if self._replayed and self._graphs is not None and kind is not None and self._graphs.has(self._shape, kind):
             self._graphs.replay(self._shape, kind)
             out = Sampled(self._token_ids[: self._shape.rows], self._best[: self._shape.rows], None)
         else:
             bitmask = None if masks is None else to_device(masks.for_rows(places, len(logits)), self._device)
-            out = self._draw(self._staged.part(self._shape), logits, wants, bitmask)
-        counts = self._sampling.num_logprobs(batch.slots) if wants.logprobs else np.full(len(places), -1)
+            out = self._draw(self._staged.part(self._shape), logits, features, bitmask)
+        counts = self._sampling.num_logprobs(batch.slots) if features.logprobs else np.full(len(places), -1)
         rows = tuple((row, int(places[row]), int(k)) for row, k in enumerate(counts) if k >= 0)
         return Drawn(out.token_ids, out.best, tuple(places.tolist()), out.logprobs, rows)
 
@@ -103,10 +107,12 @@ class DeviceSteps:
         hidden = self._model.forward(inputs, self._layers)
         return hidden, hidden.index_select(0, buffers.last_tokens)
 
-    def _draw(self, buffers: StepInputs, logits: Tensor, wants: Wants, bitmask: Tensor | None = None) -> Sampled:
+    def _draw(
+        self, buffers: StepInputs, logits: Tensor, features: SamplingFeatures, bitmask: Tensor | None = None
+    ) -> Sampled:
         assert self._sampling.tables is not None
         tokens = self._staged.token_ids
-        out = sample_on_device(logits, buffers.slots, buffers.lengths, self._sampling.tables, tokens, wants, bitmask)
+        out = sample_on_device(logits, buffers.slots, buffers.lengths, self._sampling.tables, tokens, features, bitmask)
         record_tokens(buffers.slots, buffers.lengths, tokens, out.token_ids)
         return out
 
@@ -145,15 +151,15 @@ class DeviceSteps:
             _, last = self._run(shape)
             logits.copy_(self._model.compute_logits(last))
 
-        def draw(wants: Wants) -> Callable[[], None]:
+        def draw(features: SamplingFeatures) -> Callable[[], None]:
             def step() -> None:
-                out = self._draw(self._staged.part(shape), logits, wants)
+                out = self._draw(self._staged.part(shape), logits, features)
                 ids.copy_(out.token_ids)
                 best.copy_(out.best)
 
             return step
 
-        return {FORWARD: forward, **{wants: draw(wants) for wants in WANTS}}
+        return {FORWARD: forward, **{features: draw(features) for features in FEATURE_SETS}}
 
     def warm_up(self, budget_s: float = 0.0) -> None:
         """Compile every kernel, and record the shapes needed at the first request."""
@@ -180,7 +186,7 @@ class DeviceSteps:
         bits = np.full((shape.rows, -(-vocab_size // 32)), -1, np.int32)
         for bitmask in (None, to_device(bits, self._device)):
             for filters in (False, True):
-                self._draw(staged.part(shape), logits, Wants(filters, edits=True, logprobs=True), bitmask)
+                self._draw(staged.part(shape), logits, SamplingFeatures(filters, edits=True, logprobs=True), bitmask)
         warm_pinned(max(bits.nbytes, staged.token_ids[0].nbytes), self._device)
 
     def _padding_step(self, shape: StepShape) -> tuple[Tensor, Tensor]:

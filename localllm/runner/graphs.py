@@ -90,7 +90,7 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + ([max_num_seqs] if max_num_seqs <= 512 else [])
 
 
-def ladder(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
+def capture_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
     """Return every shape worth recording: decode shapes, then mixed ones, smallest first."""
     decodes = [StepShape(size) for size in decode_sizes(max_num_seqs)]
     mixed = [
@@ -102,14 +102,14 @@ def ladder(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
     return decodes + mixed
 
 
-def largest(shapes: Sequence[StepShape]) -> StepShape | None:
+def largest_shape(shapes: Sequence[StepShape]) -> StepShape | None:
     """Return a shape with the most rows and the most tokens of all shapes."""
     if not shapes:
         return None
     return StepShape(0, max(shape.rows for shape in shapes), max(shape.tokens for shape in shapes))
 
 
-class GraphLadder:
+class StepGraphs:
     """Recorded steps by shape. `parts(shape)` returns the functions to record for a shape, by name.
 
     A shape is used as soon as its first part is recorded; its other parts are launched until they are recorded.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from localllm.engine.step import RunnerStats
-from localllm.kernels.huge_pages import make_huge_pages
+from localllm.kernels.huge_pages import collapse_huge_pages
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import CausalModel
 from localllm.runner.batch import InputMaker, StepBatch
@@ -90,7 +90,7 @@ class HostSteps:
 
     def use_idle_time(self) -> bool:
         """Move weights to huge pages for a few milliseconds. Return False when none is left."""
-        return make_huge_pages(IDLE_S)
+        return collapse_huge_pages(IDLE_S)
 
     def warm_up(self, budget_s: float = 0.0) -> None:
         """No-op: nothing is compiled on a CPU."""

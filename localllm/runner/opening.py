@@ -56,7 +56,7 @@ def open_runner(
     if device.type == "cuda":
         report("measuring one full step")
         measured = measure(model, spec, plan, device, held_before, launch_options, config.enable_prompt_embeds)
-        plan = plan_again(spec, config, plan, hardware, measured)
+        plan = replan(spec, config, plan, hardware, measured)
     kv, plan = _allocate(spec, config, plan, hardware, device, held_before)
     recorded = device.type == "cuda" and not config.enforce_eager and getattr(model, "capturable", True)
     capture = CudaCapture(device) if recorded else None
@@ -75,7 +75,7 @@ def open_runner(
     return runner, plan
 
 
-def plan_again(
+def replan(
     spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, measured: Measured
 ) -> MemoryPlan:
     """Return the plan made from measured numbers; its context is never longer than the model was loaded for."""
@@ -139,11 +139,11 @@ def _allocate(
         except DoesNotFit:
             if device.type != "cuda" or not left:
                 raise
-            plan = _shrunk(spec, config, plan, hardware, held_before)
+            plan = _plan_for_free_memory(spec, config, plan, hardware, held_before)
     raise AssertionError("unreachable")
 
 
-def _shrunk(
+def _plan_for_free_memory(
     spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, held_before: int
 ) -> MemoryPlan:
     """Return the plan for the memory that is free now. Our own use counts as free, as before the model was loaded."""
@@ -154,7 +154,7 @@ def _shrunk(
     missing = plan.free_bytes - now[index]
     gpus = tuple(replace(gpu, free_bytes=min(gpu.free_bytes, now[gpu.index])) for gpu in hardware.gpus)
     measured = Measured(plan.weights_bytes, plan.activation_bytes)
-    shrunk = plan_again(spec, config, plan, replace(hardware, gpus=gpus), measured)
+    shrunk = replan(spec, config, plan, replace(hardware, gpus=gpus), measured)
     note = (
         f"Another program took {format_bytes(max(0, missing))} of the GPU while the model was loading: the KV cache "
         f"holds {shrunk.num_kv_tokens} tokens instead of {plan.num_kv_tokens}."

@@ -74,14 +74,14 @@ class LaunchedStep:
         results = [RowResult()] * len(self.plan.rows)
         if self.batch is not None:
             if self.drawn is not None:
-                _tell_samples(self.batch, self.drawn, results)
-            self._tell_prompts(self.batch, results)
+                _sample_results(self.batch, self.drawn, results)
+            self._prompt_results(self.batch, results)
         for row, why in self.refused.items():
             results[row] = RowResult(error=why)
         timings = StepTimings(self.forward_timer.seconds(), self.sample_timer.seconds())
         return StepResult(self.plan.step_id, tuple(results), timings)
 
-    def _tell_prompts(self, batch: StepBatch, results: list[RowResult]) -> None:
+    def _prompt_results(self, batch: StepBatch, results: list[RowResult]) -> None:
         for span, parts in zip(batch.prompt_spans, self.prompts, strict=True):
             told = [entry for part in parts for entry in as_results(part, [span.num_logprobs] * len(part.token_ids))]
             if any(math.isnan(entry.logprobs[0]) for entry in told):
@@ -90,7 +90,7 @@ class LaunchedStep:
                 results[span.plan_row] = results[span.plan_row]._replace(prompt_logprobs=tuple(told))
 
 
-def _tell_samples(batch: StepBatch, drawn: Drawn, results: list[RowResult]) -> None:
+def _sample_results(batch: StepBatch, drawn: Drawn, results: list[RowResult]) -> None:
     logprobs = _logprobs_by_row(drawn)
     ids, best = drawn.token_ids.tolist(), drawn.best.tolist()
     places = range(len(ids)) if drawn.places is None else drawn.places

@@ -26,11 +26,11 @@ from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
-from localllm.runner.device_errors import ask_device, first_line, loses_the_device, translated
+from localllm.runner.device_errors import check_device, first_line, is_device_loss, translated
 from localllm.runner.device_memory import empty_cache, make_current, use_cublas
 from localllm.runner.device_steps import DeviceSteps
 from localllm.runner.grammar_masks import RowMasks
-from localllm.runner.graphs import Capture, ladder, largest
+from localllm.runner.graphs import Capture, capture_shapes, largest_shape
 from localllm.runner.host_steps import Forward, HostSteps
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
@@ -64,10 +64,10 @@ class TorchRunner:
         self._steps: HostSteps | DeviceSteps | None
         inputs: InputMaker
         if staged:
-            shapes = ladder(max_num_seqs, max_num_batched_tokens) if capture else []
+            shapes = capture_shapes(max_num_seqs, max_num_batched_tokens) if capture else []
             staging = StagedInputs(
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device,
-                max_num_batched_tokens=max_num_batched_tokens, largest=largest(shapes),
+                max_num_batched_tokens=max_num_batched_tokens, largest=largest_shape(shapes),
             )  # fmt: skip
             self._steps = DeviceSteps(
                 model, kv.layers, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
@@ -136,7 +136,7 @@ class TorchRunner:
         """Forget every slot. Raises `DeviceLost` if the device no longer answers,
         which the failed step may not have reported."""
         self._forget_slots()
-        ask_device(self._device)
+        check_device(self._device)
 
     def _forget_slots(self) -> None:
         self._launched = None
@@ -200,7 +200,7 @@ class TorchRunner:
         try:
             self._sampling.enter(new)
         except Exception as error:
-            if loses_the_device(error):
+            if is_device_loss(error):
                 raise
             log.exception("parameters could not be set up id=%s", new.request_id)
             self._refused[new.slot] = f"Its parameters could not be set up. {first_line(error)}"

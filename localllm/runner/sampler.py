@@ -27,14 +27,14 @@ from torch import Tensor
 from localllm.engine.params import MAX_LOGPROBS
 from localllm.kernels.sampling import logprobs as on_device
 from localllm.kernels.sampling import selection
-from localllm.kernels.sampling.draw import draw, draw_among, draw_by_weight, survey
+from localllm.kernels.sampling.draw import draw, draw_among, draw_by_weight, summarize_logits
 from localllm.kernels.sampling.edit import edit_logits
 from localllm.kernels.sampling.nucleus import keep_nucleus, keep_sorted, nucleus
 from localllm.kernels.sampling.tables import SlotTables
 from localllm.runner.edits import apply_edits
 from localllm.runner.grammar_masks import RowMasks, apply_masks
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
-from localllm.runner.sampling import GREEDY, PLAIN, TOP_K, KindRows, SamplingBatch, Wants
+from localllm.runner.sampling import GREEDY, PLAIN, TOP_K, KindRows, SamplingBatch, SamplingFeatures
 
 FIRST_TRY = 128  # candidates among which a nucleus is searched before the whole row
 
@@ -63,25 +63,25 @@ def sample(logits: Tensor, batch: SamplingBatch, token_ids: Tensor, masks: RowMa
 
 
 def sample_on_device(
-    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, token_ids: Tensor, wants: Wants,
+    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, token_ids: Tensor, features: SamplingFeatures,
     bitmask: Tensor | None = None,
 ) -> Sampled:  # fmt: skip
     """Sample one token per row with parameters from tables on the device.
-    Can be captured in a CUDA graph, one per `wants`.
+    Can be captured in a CUDA graph, one per `features`.
 
     logits [S, V], may be overwritten; slots [S] int64, -1: padding, which gives token 0; lengths [S] int64, known
     tokens of each slot; tables: the slots' parameters; token_ids [slots, max_model_len]; bitmask [S, ceil(V / 32)]
-    int32, see `edit_logits`. wants: features that rows may use; unused ones cost time and change nothing. Logprobs have
+    int32, see `edit_logits`. features: what rows may use; unused ones cost time and change nothing. Logprobs have
     a row for each of the S and room for the maximum number; rows that did not ask for any have meaningless values.
     """
-    edited = wants.edits or bitmask is not None
-    raw = logits.clone() if wants.logprobs and edited else logits
+    edited = features.edits or bitmask is not None
+    raw = logits.clone() if features.logprobs and edited else logits
     if edited:
         edit_logits(logits, slots, lengths, tables, token_ids, bitmask)
-    found = survey(logits, slots, lengths, tables, filters=wants.filters)
-    kept = nucleus(logits, slots, tables, found) if wants.filters else None
-    chosen, best = draw(logits, slots, lengths, tables, kept, found)
-    if not wants.logprobs:
+    summary = summarize_logits(logits, slots, lengths, tables, filters=features.filters)
+    cutoff = nucleus(logits, slots, tables, summary) if features.filters else None
+    chosen, best = draw(logits, slots, lengths, tables, cutoff, summary)
+    if not features.logprobs:
         return Sampled(chosen, best, None)
     return Sampled(chosen, best, LogprobTensors(*on_device.token_logprobs(raw, chosen, MAX_LOGPROBS, slots, tables)))
 
@@ -145,10 +145,10 @@ def _draw_nucleus_on_cpu(logits: Tensor, heads: Tensor, probabilities: Tensor, r
     first = probabilities.gather(-1, ids)
     total = probabilities.sum(-1, dtype=torch.float64, keepdim=True)
     reached = first.double().sum(-1, keepdim=True) >= rows.top_p * total
-    found = (reached & (rows.top_k >= logits.shape[-1]) & (rows.top_p < 1)).squeeze(-1)
+    summary = (reached & (rows.top_k >= logits.shape[-1]) & (rows.top_p < 1)).squeeze(-1)
     chosen = draw_among(keep_sorted(first, rows.top_p, total), ids, rows.keys, heads.shape[-1])
-    for row in (~found).nonzero().flatten().tolist():
+    for row in (~summary).nonzero().flatten().tolist():
         one = slice(row, row + 1)
-        kept = keep_nucleus(logits[one], probabilities[one], rows.top_k[one], rows.top_p[one])
-        chosen[one] = draw_by_weight(kept, rows.keys[one])
+        cutoff = keep_nucleus(logits[one], probabilities[one], rows.top_k[one], rows.top_p[one])
+        chosen[one] = draw_by_weight(cutoff, rows.keys[one])
     return chosen

@@ -111,7 +111,7 @@ class _SlotEdits:
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class SamplingFeatures:
     """Features that the rows of a batch use, taken together.
     They decide which method samples the batch on the device."""
 
@@ -119,7 +119,7 @@ class Wants:
     edits: bool = False
     logprobs: bool = False
 
-    def covers(self, other: Wants) -> bool:
+    def covers(self, other: SamplingFeatures) -> bool:
         """Return whether a method with these features can serve `other`."""
         return self.filters >= other.filters and self.edits >= other.edits and self.logprobs >= other.logprobs
 
@@ -256,13 +256,13 @@ class SamplingState:
         """Return the number of logprobs of each slot, not counting the sampled token's own; -1: none at all."""
         return self._logprobs[slots]
 
-    def wants(self, slots: Ints) -> Wants | None:
+    def features(self, slots: Ints) -> SamplingFeatures | None:
         """Return what `sample_on_device` must do for these slots;
         None if one has parameters that do not fit into the tables."""
         if self.tables is None or not self._fits[slots].all():
             return None
         drawn = slots[self._kind[slots] != GREEDY]
-        return Wants(
+        return SamplingFeatures(
             filters=bool(((self._kind[drawn] != PLAIN) | (self._min_p[drawn] > 0)).any()),
             edits=bool(self._has_penalties[slots].any()) or any(slot in self._edits for slot in slots.tolist()),
             logprobs=bool((self._logprobs[slots] >= 0).any()),
@@ -298,7 +298,7 @@ class SamplingState:
             self._allowed(asking),
             self._stops([(row, edit) for row, edit in asking if too_short[row]]),
             self._penalised(penalised, slots, lengths) if len(penalised) else None,
-            self._bad(asking, slots, lengths, output_lens),
+            self._bad_words(asking, slots, lengths, output_lens),
         )
 
     def _bias(self, asking: list[tuple[int, _SlotEdits]]) -> Bias | None:
@@ -346,7 +346,7 @@ class SamplingState:
             max_output_len=int((n - output_begins).max()),
         )
 
-    def _bad(
+    def _bad_words(
         self, asking: list[tuple[int, _SlotEdits]], slots: Ints, lengths: Ints, output_lens: Ints
     ) -> BadWords | None:
         words = [(row, word) for row, e in asking for word in e.bad_words]

@@ -77,7 +77,7 @@ class StagedInputs:
         self._inputs = StepInputs.empty(max_rows, max_tokens, max_blocks, device)
         size = staged_size(max_rows, self._max_updates)
         self._staged = torch.zeros(size, dtype=torch.int32, device=device)
-        self._on_host = _OnHost((), (), ())
+        self._host_rows = _HostRows((), (), ())
         self._updates: list[Ints] = []  # [n, 3] (slot, place, block)
 
     # ---- what a slot holds -------------------------------------------------------------------------------------------
@@ -118,14 +118,14 @@ class StagedInputs:
             updates = updates[self._max_updates :]
         fields, used = _row_fields(batch, shape)
         self._send(_packed(fields, updates, used))
-        self._on_host = _on_host(batch, shape)
+        self._host_rows = _host_rows(batch, shape)
 
     def stage_padding(self, shape: StepShape) -> None:
         """Stage a step of this shape that has only padding rows.
         It reads no block, and writes only to the null block."""
         fields = _padding(shape, shape.decodes)
         self._send(_packed(fields, np.empty((0, 3), np.int32), shape.decodes))
-        self._on_host = _OnHost(tuple(fields[2].tolist()), (0,) * shape.rows, (-1,) * shape.rows)
+        self._host_rows = _HostRows(tuple(fields[2].tolist()), (0,) * shape.rows, (-1,) * shape.rows)
 
     def prepare(self, shape: StepShape) -> tuple[ForwardInputs, StepInputs]:
         """Unpack the staged step. The launched kernels depend on the shape alone, so a graph can record them."""
@@ -147,10 +147,10 @@ class StagedInputs:
             cu_seqlens_q=inputs.cu_seqlens_q,
             logits_indices=inputs.last_tokens,
             num_decodes=shape.decodes,
-            query_lens=self._on_host.scheduled,
-            context_lens_host=self._on_host.context,
+            query_lens=self._host_rows.scheduled,
+            context_lens_host=self._host_rows.context,
             adapters=inputs.adapters,
-            adapters_host=self._on_host.adapters,
+            adapters_host=self._host_rows.adapters,
         )
 
     def _send(self, packed: Ints) -> None:
@@ -192,7 +192,7 @@ def _packed(fields: Ints, updates: Ints, used: int) -> Ints:
     return np.concatenate([header, fields.ravel(), updates.ravel()])
 
 
-class _OnHost(NamedTuple):
+class _HostRows(NamedTuple):
     """[R] values of the rows on the host, for the plain-torch twins."""
 
     scheduled: tuple[int, ...]
@@ -200,10 +200,10 @@ class _OnHost(NamedTuple):
     adapters: tuple[int, ...]
 
 
-def _on_host(batch: StepBatch, shape: StepShape) -> _OnHost:
+def _host_rows(batch: StepBatch, shape: StepShape) -> _HostRows:
     """Return the host values of a step. Padding rows have no context and no adapter."""
     scheduled, context, adapters = np.zeros((3, shape.rows), np.int64)
     scheduled[: shape.decodes], adapters[:] = 1, -1
     places, rows = row_places(batch, shape), batch.rows
     scheduled[places], context[places], adapters[places] = rows.scheduled, rows.context, rows.adapters
-    return _OnHost(tuple(scheduled.tolist()), tuple(context.tolist()), tuple(adapters.tolist()))
+    return _HostRows(tuple(scheduled.tolist()), tuple(context.tolist()), tuple(adapters.tolist()))

@@ -89,14 +89,14 @@ class _Runner:
 
     def __call__(self, batch: Sequence[PoolingInput]) -> list[list[float]]:
         assert self._model is not None, "the runner is closed"
-        from localllm.runner.device_errors import ask_device, translated
+        from localllm.runner.device_errors import check_device, translated
 
         types = None if any(each.type_ids is None for each in batch) else [each.type_ids or () for each in batch]
         try:
             with translated():
                 rows: list[list[float]] = self._model.run([each.token_ids for each in batch], types).tolist()
         except Exception:
-            ask_device(self._model.device)  # raises if the device is lost, which the batch may not have reported
+            check_device(self._model.device)  # raises if the device is lost, which the batch may not have reported
             raise
         return rows
 

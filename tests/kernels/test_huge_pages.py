@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from localllm.kernels import huge_pages
-from localllm.kernels.huge_pages import HUGE_PAGE, PIECE, make_huge_pages, want_huge_pages
+from localllm.kernels.huge_pages import HUGE_PAGE, PIECE, collapse_huge_pages, register_huge_pages
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +33,9 @@ def huge_kib(address: int) -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="advice for Linux")
 def test_pages_are_made_piece_by_piece_and_keep_what_they_hold() -> None:
     tensor = torch.arange((3 * PIECE + HUGE_PAGE) // 8)
-    want_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    register_huge_pages(tensor.data_ptr(), tensor.nbytes)
     calls = 1
-    while make_huge_pages(0.0):
+    while collapse_huge_pages(0.0):
         calls += 1
     assert calls in (3, 4), "a piece at a time"
     assert torch.equal(tensor, torch.arange(len(tensor)))
@@ -45,7 +45,7 @@ def test_pages_are_made_piece_by_piece_and_keep_what_they_hold() -> None:
 
 
 def test_small_and_vanished_memory_is_left_alone() -> None:
-    want_huge_pages(HUGE_PAGE + 1, HUGE_PAGE)  # no whole huge page inside
+    register_huge_pages(HUGE_PAGE + 1, HUGE_PAGE)  # no whole huge page inside
     assert not huge_pages._wanted
-    want_huge_pages(1 << 46, 4 * HUGE_PAGE)  # nobody's
-    assert not make_huge_pages()
+    register_huge_pages(1 << 46, 4 * HUGE_PAGE)  # nobody's
+    assert not collapse_huge_pages()

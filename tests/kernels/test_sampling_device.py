@@ -14,12 +14,12 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot
 from localllm.kernels.launch import INTERPRETED
 from localllm.runner.sampler import Sampled, sample, sample_on_device
-from localllm.runner.sampling import SamplingState, Wants
+from localllm.runner.sampling import SamplingFeatures, SamplingState
 from tests.kernels.slot_tables import longs
 from tests.runner.naive import Case, naive_edits, naive_token
 from tests.runner.test_sampler import VOCAB, cases, logits_of
 
-EVERYTHING = Wants(filters=True, edits=True, logprobs=True)
+EVERYTHING = SamplingFeatures(filters=True, edits=True, logprobs=True)
 
 
 def state_of(batch: list[Case], device: torch.device) -> tuple[SamplingState, torch.Tensor]:
@@ -32,18 +32,20 @@ def state_of(batch: list[Case], device: torch.device) -> tuple[SamplingState, to
     return state, held.to(device)
 
 
-def run(logits: torch.Tensor, batch: list[Case], device: torch.device, wants: Wants | None = None) -> Sampled:
+def run(
+    logits: torch.Tensor, batch: list[Case], device: torch.device, features: SamplingFeatures | None = None
+) -> Sampled:
     """One padding row in front and one behind, full of NaN."""
     state, held = state_of(batch, device)
-    wants = wants or state.wants(np.arange(len(batch)))
-    assert wants is not None
+    features = features or state.features(np.arange(len(batch)))
+    assert features is not None
     assert state.tables is not None
     poison = torch.full((1, logits.shape[-1]), math.nan)
     slots = longs([-1, *range(len(batch)), -1], device)
     lengths = longs([0, *(len(case.tokens) for case in batch), 0], device)
     with torch.inference_mode():
         return sample_on_device(
-            torch.cat((poison, logits, poison)).to(device), slots, lengths, state.tables, held, wants
+            torch.cat((poison, logits, poison)).to(device), slots, lengths, state.tables, held, features
         )
 
 
@@ -89,11 +91,12 @@ def test_wants_is_the_least_that_serves_all(device: torch.device) -> None:
     asked = [{"temperature": 0.0, "top_k": 5}, {}, {"top_p": 0.5}, {"min_p": 0.1}, {"presence_penalty": 1.0},
              {"logprobs": 0}]  # fmt: skip
     state, _ = state_of([Case(SamplingParams(**fields)) for fields in asked], device)
-    assert state.wants(np.array([0, 1])) == Wants()
-    assert [state.wants(np.array([slot])) for slot in (2, 3, 4, 5)] == [
-        Wants(filters=True), Wants(filters=True), Wants(edits=True), Wants(logprobs=True),
+    assert state.features(np.array([0, 1])) == SamplingFeatures()
+    assert [state.features(np.array([slot])) for slot in (2, 3, 4, 5)] == [
+        SamplingFeatures(filters=True), SamplingFeatures(filters=True), SamplingFeatures(edits=True),
+        SamplingFeatures(logprobs=True),
     ]  # fmt: skip
-    assert state.wants(np.array([2, 4, 5])) == EVERYTHING
+    assert state.features(np.array([2, 4, 5])) == EVERYTHING
 
 
 def test_a_slot_forgets_its_last_holder(device: torch.device) -> None:
@@ -111,23 +114,23 @@ def test_a_slot_forgets_its_last_holder(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA device")
-@pytest.mark.parametrize("wants", [Wants(), Wants(filters=True), EVERYTHING], ids=str)
-def test_a_captured_graph_samples_whatever_comes_later(wants: Wants, device: torch.device) -> None:
+@pytest.mark.parametrize("features", [SamplingFeatures(), SamplingFeatures(filters=True), EVERYTHING], ids=str)
+def test_a_captured_graph_samples_whatever_comes_later(features: SamplingFeatures, device: torch.device) -> None:
     batch = [Case(SamplingParams(seed=i, top_k=(0, 9)[i % 2], top_p=(1.0, 0.8)[i % 2], presence_penalty=i % 3 / 2))
              for i in range(6)]  # fmt: skip
-    if not wants.filters:
+    if not features.filters:
         batch = [Case(SamplingParams(seed=i)) for i in range(6)]
     state, held = state_of(batch, device)
     assert state.tables is not None
     buffers = (torch.zeros(4, VOCAB, device=device), longs([-1] * 4, device), longs([0] * 4, device))
-    sample_on_device(*buffers, state.tables, held, wants)  # compiles
+    sample_on_device(*buffers, state.tables, held, features)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = sample_on_device(*buffers, state.tables, held, wants)
+        out = sample_on_device(*buffers, state.tables, held, features)
     for slots in ([0, 1, 2, -1], [5, -1, -1, -1], [3, 4, 1, 0]):
         fresh = (logits_of(4, seed=sum(slots)).to(device), longs(slots, device), longs([1] * 4, device))
         for buffer, values in zip(buffers, fresh, strict=True):
             buffer.copy_(values)
         graph.replay()
-        eager = sample_on_device(*fresh, state.tables, held, wants)
+        eager = sample_on_device(*fresh, state.tables, held, features)
         assert out.token_ids.tolist() == eager.token_ids.tolist()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from localllm.kernels.launch import INTERPRETED
-from localllm.kernels.sampling.draw import BLOCK, Cutoff, draw, draw_reference, survey
+from localllm.kernels.sampling.draw import BLOCK, Cutoff, draw, draw_reference, summarize_logits
 from localllm.kernels.sampling.nucleus import nucleus
 from tests.kernels.conftest import DTYPES
 from tests.kernels.slot_tables import longs, tables_of
@@ -48,9 +48,9 @@ def test_rows_kept_in_part_draw_the_same_token_too(device: torch.device) -> None
         longs(range(rows), device),
         longs([9] * rows, device),
     )
-    found = survey(logits, slots, lengths, tables, filters=True)
-    cutoff = nucleus(logits, slots, tables, found)
-    got, best = draw(logits, slots, lengths, tables, cutoff, found)
+    summary = summarize_logits(logits, slots, lengths, tables, filters=True)
+    cutoff = nucleus(logits, slots, tables, summary)
+    got, best = draw(logits, slots, lengths, tables, cutoff, summary)
     expected, expected_best = draw_reference(logits, slots, lengths, tables, cutoff)
     assert torch.equal(best, expected_best)
     assert got.tolist() == expected.tolist()
@@ -119,5 +119,5 @@ def test_nothing_kept_is_still_an_id(device: torch.device) -> None:
     tables = tables_of([{"top_k": 1, "seed": 1}], 100, device)
     logits, slot = torch.full((1, 100), -math.inf, device=device), longs([0], device)
     cutoff = Cutoff(torch.zeros(1, device=device), longs([5], device))
-    found = survey(logits, slot, slot, tables, filters=True)
-    assert 0 <= int(draw(logits, slot, slot, tables, cutoff, found)[0]) < 100
+    summary = summarize_logits(logits, slot, slot, tables, filters=True)
+    assert 0 <= int(draw(logits, slot, slot, tables, cutoff, summary)[0]) < 100

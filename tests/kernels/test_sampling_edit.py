@@ -124,5 +124,5 @@ def test_what_does_not_fit_the_tables_is_sampled_the_general_way() -> None:
     long = tuple(range(WORD_LEN + 1))
     cases = [Case(SamplingParams(logit_bias=many)), Case(SamplingParams(), bad_words=(long,)), Case(SamplingParams())]
     state, _ = state_of(cases, torch.device("cpu"))
-    assert [state.wants(np.array([slot])) is None for slot in range(3)] == [True, True, False]
-    assert state.wants(np.array([2, 0])) is None
+    assert [state.features(np.array([slot])) is None for slot in range(3)] == [True, True, False]
+    assert state.features(np.array([2, 0])) is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.sampling import nucleus as module
-from localllm.kernels.sampling.draw import Cutoff, survey
+from localllm.kernels.sampling.draw import Cutoff, summarize_logits
 from localllm.kernels.sampling.nucleus import nucleus
 from tests.kernels.conftest import DTYPES
 from tests.kernels.slot_tables import longs, tables_of
@@ -29,8 +29,8 @@ def run(logits: torch.Tensor, asked: list[dict[str, Any]], slots: list[int], dev
     """Kept ids per row."""
     logits, rows = logits.to(device), longs(slots, device)
     tables = tables_of(asked, logits.shape[-1], device)
-    found = survey(logits, rows, torch.ones_like(rows), tables, filters=True)
-    return ids_of(logits.float().cpu(), nucleus(logits, rows, tables, found))
+    summary = summarize_logits(logits, rows, torch.ones_like(rows), tables, filters=True)
+    return ids_of(logits.float().cpu(), nucleus(logits, rows, tables, summary))
 
 
 def ids_of(logits: torch.Tensor, cutoff: Cutoff) -> list[list[int]]:

@@ -73,7 +73,7 @@ def assert_as_transformers(model: ModelHarness, dense: Path) -> None:
 def load_as_for_kernels(path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None = None) -> Any:
     """The model on the CPU, its experts as a GPU's kernels want them."""
     for module in (expert_weights, weights_module):
-        monkeypatch.setattr(module, "takes_all_at_once", lambda device: True)
+        monkeypatch.setattr(module, "needs_stacked_experts", lambda device: True)
     return load_model(path, read_spec(path), CPU, torch.float32, quantization=quantization)
 
 

@@ -1,4 +1,4 @@
-"""The ladder: which shape a step is padded to, and in which order shapes are recorded."""
+"""Recorded steps: which shape a step is padded to, and in which order shapes are recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from localllm.errors import DeviceLost
 from localllm.runner.device_memory import CaptureFailed
 from localllm.runner.device_steps import kernel_sizes
-from localllm.runner.graphs import STEPS_PER_CAPTURE, GraphLadder, Replay, decode_sizes, ladder
+from localllm.runner.graphs import STEPS_PER_CAPTURE, Replay, StepGraphs, capture_shapes, decode_sizes
 from localllm.runner.staging import StepShape
 
 
@@ -48,12 +48,12 @@ class Recorder:
         return lambda: self.replayed.append(shape)
 
 
-def make(max_num_seqs: int, budget: int, recorder: Recorder | None = None) -> GraphLadder:
+def make(max_num_seqs: int, budget: int, recorder: Recorder | None = None) -> StepGraphs:
     recorder = recorder or Recorder()
-    return GraphLadder(ladder(max_num_seqs, budget), recorder, recorder.parts)
+    return StepGraphs(capture_shapes(max_num_seqs, budget), recorder, recorder.parts)
 
 
-def complete(graphs: GraphLadder) -> GraphLadder:
+def complete(graphs: StepGraphs) -> StepGraphs:
     while graphs.capture_next():
         pass
     return graphs
@@ -91,7 +91,7 @@ def test_the_smallest_come_before_ready_and_each_part_begins_with_its_largest() 
     complete(graphs)
     rest = [shape.tokens for shape in recorder.recorded[4:]]
     assert rest == sorted(rest, reverse=True)
-    assert set(recorder.recorded) == set(ladder(32, 512))
+    assert set(recorder.recorded) == set(capture_shapes(32, 512))
     assert graphs.is_complete
 
 
@@ -123,7 +123,7 @@ def test_a_shape_that_cannot_be_recorded_is_left_out_and_named(caplog: pytest.Lo
     graphs.capture_first()
     complete(graphs)
     assert graphs.is_complete
-    assert set(recorder.recorded) == set(ladder(32, 512)) - broken
+    assert set(recorder.recorded) == set(capture_shapes(32, 512)) - broken
     assert len(graphs) == graphs.num_wanted - 2
     assert graphs.shape_for(StepShape(3)) == StepShape(8)
     assert "StepShape(decodes=4" in caplog.text

@@ -19,7 +19,7 @@ from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import opening
 from localllm.runner.kv_cache import KVCache
-from localllm.runner.opening import largest_steps, open_runner, plan_again
+from localllm.runner.opening import largest_steps, open_runner, replan
 from localllm.runner.runner import TorchRunner
 
 GIB = 1024**3
@@ -90,12 +90,12 @@ def test_the_largest_steps_are_whole_and_run(model: Any, spec: ModelSpec, tokens
 def test_a_measured_plan_keeps_to_the_context_that_was_loaded(spec: ModelSpec) -> None:
     config = EngineConfig(dtype="bfloat16", device="cuda", max_num_seqs=4)
     plan = plan_memory(config, spec, 10_000_000, CARD)
-    again = plan_again(spec, config, plan, CARD, Measured(4_000_000, 100_000))
+    again = replan(spec, config, plan, CARD, Measured(4_000_000, 100_000))
     assert again.is_measured
     assert again.max_model_len == plan.max_model_len
     assert again.num_blocks > plan.num_blocks  # the bound on activations was generous
     with pytest.raises(DoesNotFit, match="does not fit"):
-        plan_again(spec, config, plan, CARD, Measured(23 * GIB, 1_000_000))
+        replan(spec, config, plan, CARD, Measured(23 * GIB, 1_000_000))
 
 
 def test_memory_taken_meanwhile_shrinks_the_plan_and_is_told(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import graphs
 from localllm.runner import runner as runner_module
-from localllm.runner.device_errors import ask_device
-from localllm.runner.graphs import ladder
+from localllm.runner.device_errors import check_device
+from localllm.runner.graphs import capture_shapes
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.readback import NOT_A_NUMBER, NOTHING_LEFT
 from localllm.runner.runner import TorchRunner
@@ -166,7 +166,7 @@ def test_recording_graphs_between_requests_touches_nobody(
     assert a.output == reference(make_desk, PROMPT, GREEDY, 9)
     assert b.output == reference(make_desk, OTHER, SAMPLED, 9)
     assert runner.stats().replayed_steps >= 8
-    assert runner.stats().captured_graphs == len(ladder(6, 256))
+    assert runner.stats().captured_graphs == len(capture_shapes(6, 256))
 
 
 def test_recording_graphs_between_two_steps_touches_nobody(
@@ -188,7 +188,7 @@ def test_recording_graphs_between_two_steps_touches_nobody(
     assert a.output == reference(make_desk, PROMPT, GREEDY, 17)
     assert b.output == reference(make_desk, OTHER, SAMPLED, 17)
     assert runner.stats().replayed_steps > 0
-    assert runner.stats().captured_graphs < runner.stats().wanted_graphs == len(ladder(6, 256))
+    assert runner.stats().captured_graphs < runner.stats().wanted_graphs == len(capture_shapes(6, 256))
 
 
 def test_cached_prefix_equals_computed(make_desk: Callable[..., Desk]) -> None:
@@ -444,8 +444,8 @@ def test_a_lost_device_is_recognised_wherever_it_is_found(desk: Desk, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "synchronize", lost)
         with pytest.raises(DeviceLost, match="illegal memory access"):
-            ask_device(torch.device("cuda"))
-        patch.setattr(runner_module, "ask_device", lost)
+            check_device(torch.device("cuda"))
+        patch.setattr(runner_module, "check_device", lost)
         with pytest.raises(torch.AcceleratorError):
             desk.runner.reset()
     assert not desk.runner._slots.held()

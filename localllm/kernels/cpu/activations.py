@@ -77,18 +77,18 @@ def _one_row(wide: Tensor) -> Codes:
     sqrt(K) / 112600 of the rms, a thousandth at K = 12 thousand.
     """
     values = wide.numpy()[0]
-    room = _rooms.of(values.shape[0])
+    buffers = _buffers.for_columns(values.shape[0])
     with np.errstate(over="ignore", under="ignore"):
-        np.multiply(values, values, out=room.scaled)
-        step = math.sqrt(room.scaled.sum()) / TWO_BYTES
+        np.multiply(values, values, out=buffers.scaled)
+        step = math.sqrt(buffers.scaled.sum()) / TWO_BYTES
         if not math.isfinite(step):
-            return Codes(room.bytes, math.nan, None)
-        np.multiply(values, 1 / step if step > TINY else 0.0, out=room.scaled)
-    np.add(room.scaled, MIDDLE + 0.5, out=room.scaled)
-    np.copyto(room.codes, room.scaled, casting="unsafe")
-    np.copyto(room.high, room.codes_high)
-    np.copyto(room.low, room.codes_low)
-    return Codes(room.bytes, step, None)
+            return Codes(buffers.bytes, math.nan, None)
+        np.multiply(values, 1 / step if step > TINY else 0.0, out=buffers.scaled)
+    np.add(buffers.scaled, MIDDLE + 0.5, out=buffers.scaled)
+    np.copyto(buffers.codes, buffers.scaled, casting="unsafe")
+    np.copyto(buffers.high, buffers.codes_high)
+    np.copyto(buffers.low, buffers.codes_low)
+    return Codes(buffers.bytes, step, None)
 
 
 def _two_bytes(wide: Tensor, peak: Tensor, fine: Tensor | None) -> Codes:
@@ -110,7 +110,7 @@ def _rounded(wide: Tensor, peak: Tensor, limit: float, middle: int) -> Tensor:
     return torch.addcmul(_constant(middle + 0.5), wide, _constant(limit) / peak).to(torch.int32)
 
 
-class _Room:
+class _RowBuffers:
     """Buffers of `_one_row`, allocated once for each thread and K."""
 
     def __init__(self, columns: int) -> None:
@@ -122,17 +122,17 @@ class _Room:
         self.codes_low, self.codes_high = each[::4], each[1::4]
 
 
-class _Rooms(threading.local):
+class _ThreadBuffers(threading.local):
     def __init__(self) -> None:
-        self.by_columns: dict[int, _Room] = {}
+        self.by_columns: dict[int, _RowBuffers] = {}
 
-    def of(self, columns: int) -> _Room:
+    def for_columns(self, columns: int) -> _RowBuffers:
         if columns not in self.by_columns:
-            self.by_columns[columns] = _Room(columns)
+            self.by_columns[columns] = _RowBuffers(columns)
         return self.by_columns[columns]
 
 
-_rooms = _Rooms()
+_buffers = _ThreadBuffers()
 
 
 @cache

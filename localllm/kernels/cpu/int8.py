@@ -23,7 +23,7 @@ from torch import Tensor
 
 from localllm.kernels.cpu.activations import decode, encode
 from localllm.kernels.cpu.blocks import BLOCK, reorder
-from localllm.kernels.huge_pages import want_huge_pages
+from localllm.kernels.huge_pages import register_huge_pages
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.planar.linear import PlanarWeight, dequantize_reference
@@ -71,7 +71,7 @@ class CpuInt8Weight:
 def pack_int8(values: Tensor, scales: Tensor) -> CpuInt8Weight:
     """Pack values [N, K] int8, scales [N] fp32."""
     packed = reorder(values.contiguous())
-    want_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+    register_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     return CpuInt8Weight(packed, scales)
 
 

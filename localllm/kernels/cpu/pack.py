@@ -30,10 +30,10 @@ Layout = Literal["int4", "int4 and int8", "int8"]
 PACK_MIN_ELEMENTS = 1 << 16  # smaller weights stay exact, since a step's fixed costs dominate
 
 
-def lies_on_cpu(weight: QuantizedWeight) -> bool:
+def is_on_cpu(weight: QuantizedWeight) -> bool:
     """Return whether the weight is in this machine's memory, in a known layout."""
     if isinstance(weight, StackedWeight):
-        return all(not isinstance(part, Tensor) and lies_on_cpu(part) for part in weight.parts)
+        return all(not isinstance(part, Tensor) and is_on_cpu(part) for part in weight.parts)
     tensor = weight.words if isinstance(weight, PlanarWeight) else getattr(weight, "values", None)
     return isinstance(tensor, Tensor) and tensor.device.type == "cpu"
 

@@ -91,7 +91,7 @@ def pack_experts(weight: Tensor) -> Tensor | list[Tensor]:
     return weight
 
 
-def takes_all_at_once(device: torch.device) -> bool:
+def needs_stacked_experts(device: torch.device) -> bool:
     """Return whether the device's kernels need a layer's experts as one tensor.
     On a CPU each may have its own format."""
     return INTERPRETED or device.type != "cpu"
@@ -105,17 +105,19 @@ def stack_experts(matrices: Iterable[Tensor | QuantizedWeight], count: int) -> E
     first = next(iterator)
     if isinstance(first, PromisedWeight):
         return [first, *iterator]
-    room: dict[str, Any] = {name: _room(tensor, count, _axis(first, name)) for name, tensor in _tensors(first).items()}
+    stack: dict[str, Any] = {
+        name: _empty_stack(tensor, count, _axis(first, name)) for name, tensor in _tensors(first).items()
+    }
     for place, matrix in enumerate(chain([first], iterator)):
         tensors = _tensors(matrix)
-        _check_alike(first, matrix)
+        _check_same_layout(first, matrix)
         for name, tensor in tensors.items():
             axis = _axis(first, name)
             size = tensor.shape[axis]
-            room[name].narrow(axis, place * size, size).copy_(tensor)
+            stack[name].narrow(axis, place * size, size).copy_(tensor)
     if isinstance(first, PlanarWeight):
-        return PlanarExperts(replace(first, **room), count)
-    each = {name: tensor.unflatten(0, (count, -1)) for name, tensor in room.items()}
+        return PlanarExperts(replace(first, **stack), count)
+    each = {name: tensor.unflatten(0, (count, -1)) for name, tensor in stack.items()}
     return each["values"] if isinstance(first, Tensor) else ScaledExperts(**each)
 
 
@@ -138,13 +140,13 @@ def _axis(matrix: Tensor | QuantizedWeight, name: str) -> int:
     return 1 if isinstance(matrix, PlanarWeight) and name != "words" else 0
 
 
-def _room(tensor: Tensor, count: int, axis: int) -> Tensor:
+def _empty_stack(tensor: Tensor, count: int, axis: int) -> Tensor:
     shape = list(tensor.shape)
     shape[axis] *= count
     return tensor.new_empty(shape)
 
 
-def _check_alike(first: Tensor | QuantizedWeight, other: Tensor | QuantizedWeight) -> None:
+def _check_same_layout(first: Tensor | QuantizedWeight, other: Tensor | QuantizedWeight) -> None:
     """Raise ValueError unless both matrices agree in everything but their values."""
     if isinstance(first, PlanarWeight) and isinstance(other, PlanarWeight):
         differs = planar_differences(first, other)

@@ -4,14 +4,14 @@ The draw (Maddison, Tarlow & Minka 2014, arXiv:1411.0030) takes the largest of l
 consecutive ids, then the largest of log(probability) + noise within that group. The product is exactly the softmax, and
 noise is needed for V/64 + 64 numbers instead of V.
 
-Kernels: `_race_kernel` reads a row once in blocks of `BLOCK` ids and writes each block's largest logit and best group;
-`_pick_kernel` takes the best block's group and reads its 64 tokens again. Neither needs the row's maximum beforehand:
-comparing logarithms is not affected by a common factor, so each block counts from its own largest logit, and the second
-kernel brings all blocks to one level. Greedy rows work the same way with the logit as score.
-The floor is memory: V * 4 bytes of a row in fp32, read once; 256 rows of 128,256 are 131 MB.
+Kernels: `_gumbel_max_kernel` reads a row once in blocks of `BLOCK` ids and writes each block's largest logit and best
+group; `_pick_kernel` takes the best block's group and reads its 64 tokens again. Neither needs the row's maximum
+beforehand: comparing logarithms is not affected by a common factor, so each block counts from its own largest logit,
+and the second kernel brings all blocks to one level. Greedy rows work the same way with the logit as score. The floor
+is memory: V * 4 bytes of a row in fp32, read once; 256 rows of 128,256 are 131 MB.
 
-Rows with top_k, top_p or min_p are read twice: the first pass writes a `Survey` for `nucleus`, the second reads only
-the row's groups with a kept token.
+Rows with top_k, top_p or min_p are read twice: the first pass writes a `LogitSummary` for `nucleus`, the second reads
+only the row's groups with a kept token.
 The token equals the twin's, unless its two best scores differ by rounding only (see noise.py): sums of exponentials are
 float32 here and start at another maximum.
 """
@@ -33,7 +33,7 @@ BLOCK = 4096  # ids per program; fixed, so that no result depends on the batch
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class LogitSummary:
     """The result of one pass over the logits. G: groups of 64 ids; B: blocks of BLOCK ids."""
 
     best: Tensor  # [S, B] float32    largest logit of each block; NaN where one is NaN
@@ -51,11 +51,13 @@ class Cutoff:
     last_id: Tensor  # [S] int64
 
 
-def survey(logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, *, filters: bool) -> Survey | None:
+def summarize_logits(
+    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, *, filters: bool
+) -> LogitSummary | None:
     """Make one pass over logits [S, V]. slots [S] int64, -1: padding; lengths [S] int64, the sampled position.
 
     filters: whether a row of the batch may have top_k, top_p or min_p; such rows do not choose a group yet. Only
-    kernels exchange surveys; the twins return and need None.
+    kernels exchange summaries; the twins return and need None.
     """
     if not runs_triton(logits):
         return None
@@ -65,29 +67,29 @@ def survey(logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, *
     best, scores = (torch.empty(num_rows, num_blocks, device=logits.device) for _ in range(2))
     groups = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
     heads, masses = (torch.empty(num_rows, num_groups if filters else 1, device=logits.device) for _ in range(2))
-    found = Survey(best, scores, groups, heads, masses)
-    _race(logits, slots, lengths, tables, found, None, filters)
-    return found
+    summary = LogitSummary(best, scores, groups, heads, masses)
+    _gumbel_max(logits, slots, lengths, tables, summary, None, filters)
+    return summary
 
 
 def draw(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, cutoff: Cutoff | None = None,
-    found: Survey | None = None,
+    summary: LogitSummary | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return token ids [S] int64 and the largest logits [S] float32, NaN if a row contains one.
     Padding rows give 0 and 0.
 
-    kept: the kept tokens of rows with top_k, top_p or min_p, from `nucleus`; None: the batch has no such rows. found:
-    the survey from which `cutoff` was made.
+    cutoff: the last kept token of rows with top_k, top_p or min_p, from `nucleus`; None: the batch has no such rows.
+    summary: the summary from which `cutoff` was made.
     """
     if not runs_triton(logits):
         return draw_reference(logits, slots, lengths, tables, cutoff)
-    if found is None:
-        found = survey(logits, slots, lengths, tables, filters=False)
-    assert found is not None
+    if summary is None:
+        summary = summarize_logits(logits, slots, lengths, tables, filters=False)
+    assert summary is not None
     if cutoff is not None:
-        _race(logits, slots, lengths, tables, found, cutoff, True)
-    return _pick(logits, slots, lengths, tables, found, cutoff)
+        _gumbel_max(logits, slots, lengths, tables, summary, cutoff, True)
+    return _pick(logits, slots, lengths, tables, summary, cutoff)
 
 
 def draw_reference(
@@ -138,26 +140,26 @@ def _draw_group(masses: Tensor, keys: Tensor) -> Tensor:
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
-def _race(
+def _gumbel_max(
     logits: Tensor,
     slots: Tensor,
     lengths: Tensor,
     tables: SlotTables,
-    found: Survey,
+    summary: LogitSummary,
     cutoff: Cutoff | None,
     filters: bool,
 ) -> None:
     num_rows, vocab_size = logits.shape
-    value, last_id = (found.best, slots) if cutoff is None else (cutoff.value, cutoff.last_id)
-    _race_kernel[(num_rows, cdiv(vocab_size, BLOCK))](
+    value, last_id = (summary.best, slots) if cutoff is None else (cutoff.value, cutoff.last_id)
+    _gumbel_max_kernel[(num_rows, cdiv(vocab_size, BLOCK))](
         logits, slots, lengths, tables.seed, tables.temperature, tables.top_k, tables.top_p, tables.min_p,
-        value, last_id, found.best, found.scores, found.groups, found.heads, found.masses,
+        value, last_id, summary.best, summary.scores, summary.groups, summary.heads, summary.masses,
         logits.stride(0), vocab_size, FILTERS=filters, KEPT=cutoff is not None, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 def _pick(
-    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, found: Survey, cutoff: Cutoff | None
+    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, summary: LogitSummary, cutoff: Cutoff | None
 ) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -165,8 +167,8 @@ def _pick(
     value, last_id = (best, slots) if cutoff is None else (cutoff.value, cutoff.last_id)
     num_blocks = cdiv(vocab_size, BLOCK)
     _pick_kernel[(num_rows,)](
-        logits, slots, lengths, tables.seed, tables.temperature, value, last_id, found.best, found.scores,
-        found.groups, token_ids, best, logits.stride(0), vocab_size, num_blocks, KEPT=cutoff is not None,
+        logits, slots, lengths, tables.seed, tables.temperature, value, last_id, summary.best, summary.scores,
+        summary.groups, token_ids, best, logits.stride(0), vocab_size, num_blocks, KEPT=cutoff is not None,
         BLOCKS=next_power_of_2(num_blocks), num_warps=1,
     )  # fmt: skip
     return token_ids, best
@@ -176,14 +178,14 @@ def _pick(
 
 
 @triton.jit
-def asks_for_less(slot, top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, V):
+def is_filtered(slot, top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, V):
     """Return whether a slot samples from less than the whole vocabulary."""
     less = (tl.load(top_k_ptr + slot) < V) | (tl.load(top_p_ptr + slot) < 1.0) | (tl.load(min_p_ptr + slot) > 0.0)
     return less & (tl.load(temperature_ptr + slot) > 0.0)
 
 
 @triton.jit
-def _race_kernel(
+def _gumbel_max_kernel(
     logits_ptr, slots_ptr, lengths_ptr, seed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     value_ptr, last_id_ptr, best_ptr, scores_ptr, groups_ptr, heads_ptr, masses_ptr,
     row_stride, V, FILTERS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
@@ -196,7 +198,7 @@ def _race_kernel(
         return
     less = False
     if FILTERS:
-        less = asks_for_less(slot, top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, V)
+        less = is_filtered(slot, top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, V)
     if KEPT:  # noqa: SIM102  one condition for the compiler, the other for the device
         if not less:  # done in the first pass
             return

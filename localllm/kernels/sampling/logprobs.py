@@ -51,7 +51,7 @@ def token_logprobs(
         logits, token_ids, *asked, best, sums, above, heads, logits.stride(0), vocab_size, BY_SLOT=by_slot, BLOCK=BLOCK,
         num_warps=4,
     )  # fmt: skip
-    _tell_kernel[(num_rows,)](
+    _logprobs_kernel[(num_rows,)](
         logits, token_ids, *asked, best, sums, above, heads, ids, logprobs, ranks, logits.stride(0), vocab_size,
         num_blocks, BY_SLOT=by_slot, K=room, NEAR=next_power_of_2(room), BLOCKS=next_power_of_2(num_blocks),
         GROUPS=next_power_of_2(num_groups), num_warps=8,
@@ -120,7 +120,7 @@ def _sum_kernel(
 
 
 @triton.jit
-def _tell_kernel(
+def _logprobs_kernel(
     logits_ptr, token_ids_ptr, slots_ptr, counts_ptr, best_ptr, sums_ptr, above_ptr, heads_ptr, ids_ptr,
     logprobs_ptr, ranks_ptr, row_stride, V, num_blocks, BY_SLOT: tl.constexpr, K: tl.constexpr, NEAR: tl.constexpr,
     BLOCKS: tl.constexpr, GROUPS: tl.constexpr,

@@ -5,10 +5,10 @@ by its last token: `Cutoff`. min_p is a bound on the value. top_k and top_p are 
 large enough, where the measure of a token is 1 or its probability. Both are found by halving an interval of values
 (pivot search, as in Qrita, arXiv:2602.01518), without ordering.
 
-The kernel, one program per row, starts from the result of `draw.survey`: the largest logit of each group of 64 ids.
-Tokens above the 129th largest head can only be in 128 groups: these 8,192 tokens are loaded once and searched in
-registers, which suffices for top_k up to 128 and most nuclei. Wider ones read the row again a few times, until at most
-8,192 tokens are left between two pivots, and continue with these.
+The kernel, one program per row, starts from the result of `draw.summarize_logits`: the largest logit of each group of
+64 ids. Tokens above the 129th largest head can only be in 128 groups: these 8,192 tokens are loaded once and searched
+in registers, which suffices for top_k up to 128 and most nuclei. Wider ones read the row again a few times, until at
+most 8,192 tokens are left between two pivots, and continue with these.
 Probabilities are summed as integer multiples of 2^-40 of the likeliest token's probability. The sums are exact, so they
 do not depend on order, and two sums over the same tokens agree to the bit. Rows without any of the three return at
 once.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
 from localllm.kernels.sampling import selection
-from localllm.kernels.sampling.draw import Cutoff, Survey, asks_for_less
+from localllm.kernels.sampling.draw import Cutoff, LogitSummary, is_filtered
 from localllm.kernels.sampling.selection import GROUP
 from localllm.kernels.sampling.tables import SlotTables
 
@@ -30,19 +30,19 @@ TRIES = 128  # groups examined first
 TURING_TRIES = 64  # 128 would spill registers on Turing
 
 
-def nucleus(logits: Tensor, slots: Tensor, tables: SlotTables, found: Survey | None = None) -> Cutoff:
+def nucleus(logits: Tensor, slots: Tensor, tables: SlotTables, summary: LogitSummary | None = None) -> Cutoff:
     """Return the kept tokens. logits [S, V]; slots [S] int64, -1: padding;
-    found: `survey` of these logits, for the kernel."""
+    summary: `summarize_logits` of these logits, for the kernel."""
     if not runs_triton(logits):
         return nucleus_reference(logits, slots, tables)
-    assert found is not None, "the kernel starts from a survey"
+    assert summary is not None, "the kernel starts from a summary"
     num_rows, vocab_size = logits.shape
     tries = TURING_TRIES if logits.is_cuda and torch.cuda.get_device_capability(logits.device) < (8, 0) else TRIES
     cutoff = Cutoff(torch.empty(num_rows, device=logits.device), torch.empty_like(slots))
     near = torch.empty(num_rows, tries, dtype=torch.int32, device=logits.device)
     between = torch.empty(num_rows, tries * GROUP, device=logits.device)
     _nucleus_kernel[(num_rows,)](
-        logits, slots, tables.temperature, tables.top_k, tables.top_p, tables.min_p, found.heads, found.masses,
+        logits, slots, tables.temperature, tables.top_k, tables.top_p, tables.min_p, summary.heads, summary.masses,
         near, between, cutoff.value, cutoff.last_id, logits.stride(0), vocab_size,
         GROUPS=next_power_of_2(max(tries, cdiv(vocab_size, GROUP))), TRIES=tries, num_warps=16,
     )  # fmt: skip
@@ -203,7 +203,7 @@ def _nucleus_kernel(
     tl.store(last_id_ptr + row, V)
     if slot < 0:
         return
-    if not asks_for_less(slot, top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, V):
+    if not is_filtered(slot, top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, V):
         return
     num_groups = (V + 63) // 64
     groups = tl.arange(0, GROUPS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.kernels.cpu.pack import cpu_layout, lies_on_cpu, pack_for_cpu, packed_nbytes
+from localllm.kernels.cpu.pack import cpu_layout, is_on_cpu, pack_for_cpu, packed_nbytes
 from localllm.kernels.linear import linear, pack_weight
 from localllm.kernels.quantized_weight import PromisedWeight, QuantizedTable, QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
@@ -35,7 +35,7 @@ def lay_out(weight: Weight, cpu_weights: str) -> Weight:
     """Return the weight in the layout that its device reads fastest, or that `cpu_weights` names for a CPU."""
     if isinstance(weight, Tensor):
         return pack_weight(weight)
-    packed = pack_for_cpu(weight, cpu_weights) if lies_on_cpu(weight) else weight
+    packed = pack_for_cpu(weight, cpu_weights) if is_on_cpu(weight) else weight
     if packed is weight and isinstance(weight, StackedWeight):
         return StackedWeight([lay_out(part, cpu_weights) for part in weight.parts])
     return packed
@@ -55,7 +55,7 @@ def laid_out_bytes(weight: QuantizedWeight, device: torch.device, cpu_weights: s
 
 def tied_head(table: QuantizedTable, device: torch.device, cpu_weights: str) -> QuantizedWeight:
     """Return the head that shares its matrix with the embedding: the table itself, or a copy in another layout."""
-    is_promise = device.type == "cpu" and not lies_on_cpu(table)
+    is_promise = device.type == "cpu" and not is_on_cpu(table)
     if not is_promise or cpu_layout(table, cpu_weights) is None:
         return table  # `Linear` packs it
     return PromisedWeight(table.shape, packed_nbytes(table, cpu_weights))

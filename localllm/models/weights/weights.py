@@ -17,7 +17,7 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.linear import packs
-from localllm.kernels.moe.weights import ExpertWeights, takes_all_at_once
+from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
 from localllm.kernels.quantized_weight import PromisedWeight, QuantizedTable
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.formats import matrices
@@ -169,7 +169,7 @@ class Weights:
         count, rows, columns = shape
         each = self._expert_matrices(prefix, names, (rows, columns), count)
         try:
-            at_once = takes_all_at_once(self._target)
+            at_once = needs_stacked_experts(self._target)
             experts = join_experts(each, count, at_once=at_once, cpu_weights=self.cpu_weights)
         except ValueError as error:
             raise UnsupportedModel(

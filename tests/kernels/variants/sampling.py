@@ -17,9 +17,9 @@ FOUND = {"best_ptr": "*fp32", "scores_ptr": "*fp32", "groups_ptr": "*i32", "head
 ROW = {"row_stride": "i32", "V": "i32"}
 
 
-def _race(name: str, logits: str, **constants: Any) -> Variant:
+def _gumbel_max(name: str, logits: str, **constants: Any) -> Variant:
     return Variant(
-        name, draw._race_kernel, {"logits_ptr": f"*{logits}", **SLOTS, **LESS, **KEPT, **FOUND, **ROW},
+        name, draw._gumbel_max_kernel, {"logits_ptr": f"*{logits}", **SLOTS, **LESS, **KEPT, **FOUND, **ROW},
         {"BLOCK": draw.BLOCK, **constants}, aligned=("row_stride", "V"), max_registers=128,
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ def _tell(name: str, logits: str, vocab_size: int, k: int) -> Variant:
     parts = {"best_ptr": "*fp32", "sums_ptr": "*fp32", "above_ptr": "*i32", "heads_ptr": "*fp32", **ROW}
     parts |= {"ids_ptr": "*i64", "logprobs_ptr": "*fp32", "ranks_ptr": "*i64", "num_blocks": "i32"}
     return Variant(
-        name, logprobs._tell_kernel,
+        name, logprobs._logprobs_kernel,
         {"logits_ptr": f"*{logits}", "token_ids_ptr": "*i64", "slots_ptr": "*i64", "counts_ptr": "*i64", **parts},
         {"BY_SLOT": True, "K": k, "NEAR": next_power_of_2(k),
          "BLOCKS": next_power_of_2(-(-vocab_size // logprobs.BLOCK)),
@@ -87,9 +87,9 @@ def _on(variant: Variant, *archs: int, hip: bool = False) -> Variant:
 
 
 VARIANTS = [
-    _on(_race("any V, fp32, plain rows", "fp32", FILTERS=False, KEPT=False), 75, 80, 89, 90, 120, hip=True),
-    _on(_race("any V, bf16, first pass", "bf16", FILTERS=True, KEPT=False), 80, 89, 90, 120),
-    _on(_race("any V, fp32, second pass", "fp32", FILTERS=True, KEPT=True), 80, 89, 90, 120),
+    _on(_gumbel_max("any V, fp32, plain rows", "fp32", FILTERS=False, KEPT=False), 75, 80, 89, 90, 120, hip=True),
+    _on(_gumbel_max("any V, bf16, first pass", "bf16", FILTERS=True, KEPT=False), 80, 89, 90, 120),
+    _on(_gumbel_max("any V, fp32, second pass", "fp32", FILTERS=True, KEPT=True), 80, 89, 90, 120),
     _on(_pick("V 128256, fp32", "fp32", LLAMA, False), 80, 89, 90, 120, hip=True),
     _on(_pick("V 151936, fp32, kept in part", "fp32", QWEN, True), 80, 89, 90, 120),
     _on(_nucleus("V 128256, fp32", "fp32", LLAMA), 80, 89, 90, 120, hip=True),
