@@ -29,7 +29,7 @@ from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError, PortInUse
 from localllm.logs.fault_log import FaultLog, fault_path
 from localllm.machine.hardware import Hardware, read_hardware
-from localllm.machine.memory import bound_arenas
+from localllm.machine.memory import limit_arenas
 from localllm.machine.running_servers import announced
 from localllm.serving.manager import ModelManager
 from localllm.serving.phases import Phase
@@ -70,7 +70,7 @@ def up(settings: Settings, announcer: Announcer, *, started_s: float | None = No
     raise_file_limit()
     address = bind_address(settings.server)
     announcer.starting(settings)
-    bound_arenas()
+    limit_arenas()
     faults = FaultLog(fault_path(settings.server.port))
     with contextlib.closing(address), faults.installed(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         was_ready = runner.run(_Serving(settings, announcer, address, started_s, faults).run())

@@ -304,8 +304,8 @@ def test_doctor_tells_what_keeps_a_gpu_from_being_used(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    old = localllm.machine.gpu_support.Obstacle("Tesla P100 has compute capability 6.0.", "--device cpu")
-    monkeypatch.setattr(localllm.machine.gpu_support, "gpu_obstacles", lambda: [old])
+    old = localllm.machine.gpu_support.GpuProblem("Tesla P100 has compute capability 6.0.", "--device cpu")
+    monkeypatch.setattr(localllm.machine.gpu_support, "gpu_problems", lambda: [old])
     monkeypatch.setattr(doctor, "CHECKS", (doctor.check_gpu_use,))
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out

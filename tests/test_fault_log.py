@@ -79,7 +79,7 @@ def test_what_is_written_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFix
     faults = FaultLog(path)
     with faults.installed():
         for _ in range(200):
-            faults.note("somewhere", ValueError("x" * 50_000))
+            faults.record("somewhere", ValueError("x" * 50_000))
     assert path.stat().st_size < FILE_BYTES + 200_000
     assert faults.count == 200
 
@@ -95,7 +95,7 @@ def test_stacks_of_all_threads_are_written_where_something_stands_still(tmp_path
     faults = FaultLog(tmp_path / "faults.log")
     try:
         with faults.installed():
-            faults.stands_still("engine demo", "Its step has run for 200 s.")
+            faults.record_stall("engine demo", "Its step has run for 200 s.")
             assert "waits_for_ever" in (tmp_path / "faults.log").read_text()
     finally:
         go_on.set()

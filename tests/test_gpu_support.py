@@ -12,7 +12,7 @@ from localllm.machine.gpu_support import (
     CompilerFacts,
     NvidiaFacts,
     TorchFacts,
-    gpu_obstacles,
+    gpu_problems,
     judge_compiler,
     judge_gpus,
     read_compiler,
@@ -57,13 +57,13 @@ def test_a_driver_of_the_same_major_version_will_do() -> None:
 def test_a_reason_is_told_with_numbers_and_a_remedy(
     nvidia: NvidiaFacts, built_for: TorchFacts, words: list[str]
 ) -> None:
-    [obstacle] = judge_gpus(nvidia, built_for)
-    assert not [word for word in words if word not in f"{obstacle.what} {obstacle.remedy}"]
+    [problem] = judge_gpus(nvidia, built_for)
+    assert not [word for word in words if word not in f"{problem.what} {problem.remedy}"]
 
 
 def test_an_old_gpu_beside_a_good_one_is_named() -> None:
-    [obstacle] = judge_gpus(facts(H200, P100), CU128)
-    assert "P100" in obstacle.what
+    [problem] = judge_gpus(facts(H200, P100), CU128)
+    assert "P100" in problem.what
 
 
 HEADER = Path("/usr/include/python3.12/Python.h")
@@ -78,8 +78,8 @@ HEADER = Path("/usr/include/python3.12/Python.h")
     ],
 )
 def test_what_triton_lacks_to_launch_kernels_is_told(facts: CompilerFacts, words: list[str]) -> None:
-    [obstacle] = judge_compiler(facts)
-    assert not [word for word in words if word not in f"{obstacle.what} {obstacle.remedy}"]
+    [problem] = judge_compiler(facts)
+    assert not [word for word in words if word not in f"{problem.what} {problem.remedy}"]
 
 
 def test_a_triton_that_compiles_no_c_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,4 +94,4 @@ def test_a_triton_that_compiles_no_c_needs_no_compiler(monkeypatch: pytest.Monke
 
 def test_this_machine_can_be_asked() -> None:
     assert read_compiler().header.name == "Python.h"
-    assert all(obstacle.what and obstacle.remedy for obstacle in gpu_obstacles())
+    assert all(problem.what and problem.remedy for problem in gpu_problems())

@@ -157,7 +157,7 @@ def test_blanks_around_a_name_are_not_kept(tiny_llama_path: Path) -> None:
         found = SimpleNamespace(path=entry.path, name="org/tiny", source="cache", alias_of=None)
         manager.register._loader = replace(manager.register._loader, resolve=lambda name, paths: found)
         for blanks in range(5):
-            assert await manager.register.named("org/tiny" + " " * blanks) is entry
+            assert await manager.register.find_or_add("org/tiny" + " " * blanks) is entry
         assert "org/tiny" in entry.names
         assert not [name for name in entry.names if name != name.strip()]
         with pytest.raises(ModelNotFound, match="300 characters"):

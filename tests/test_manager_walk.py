@@ -211,7 +211,7 @@ class ManagerWalk(RuleBasedStateMachine):
         """
         if any(lease.model is served and lease._on_release for lease in self.leases):
             self.violations.append(f"{served.name} was taken from a request")
-        entry = self.manager.register.known(served.name)
+        entry = self.manager.register.find(served.name)
         if entry is not None and entry.pinned and not entry.waiters and served.name not in self.told_to_go:
             self.violations.append(f"{served.name} is pinned and was evicted")
 
@@ -283,7 +283,7 @@ class ManagerWalk(RuleBasedStateMachine):
 
     @rule(name=NAMES, pinned=st.booleans())
     def pin(self, name: str, pinned: bool) -> None:
-        if self.manager.register.known(name):
+        if self.manager.register.find(name):
             self.manager.pin(name, pinned)
 
     @rule(name=NAMES)

@@ -110,20 +110,20 @@ def check_gpu_use() -> Iterator[Finding]:
     import torch
 
     from localllm.kernels.tuned import is_writable, triton_cache_dir
-    from localllm.machine.gpu_support import gpu_obstacles
+    from localllm.machine.gpu_support import gpu_problems
 
     there = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or torch.cuda.is_available()
     if not there:
         yield Finding("gpu", "note", "No NVIDIA GPU: models run on the CPU.")
         return
-    obstacles = gpu_obstacles()
-    for obstacle in obstacles:
-        yield Finding("gpu", "problem", obstacle.what, obstacle.remedy)
+    problems = gpu_problems()
+    for problem in problems:
+        yield Finding("gpu", "problem", problem.what, problem.remedy)
     folder = triton_cache_dir()
     if not is_writable(folder):
         text = f"{folder} is not writable: compiled kernels are stored elsewhere, or compiled again at every start"
         yield Finding("kernel cache", "note", text, "Set TRITON_CACHE_DIR to another folder.")
-    elif not obstacles:
+    elif not problems:
         yield Finding("kernel cache", "ok", str(folder))
 
 

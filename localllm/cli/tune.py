@@ -21,10 +21,10 @@ from localllm.errors import ConfigError, LocalLLMError
 from localllm.machine.threads import set_thread_environment
 from localllm.serving.profiles import save_profile
 from localllm.tuning.goals import Goal, GoalLimits, goal_of
-from localllm.tuning.profile import Checked, as_flags, as_toml, check, profile_of
+from localllm.tuning.profile import ProfileCheck, as_flags, as_toml, check, profile_of
 from localllm.tuning.run import TuneOptions, TuningResult, TuningRun
 from localllm.tuning.space import fixed_by
-from localllm.tuning.trial import TrialBed
+from localllm.tuning.trial import TrialRunner
 from localllm.tuning.words import nothing_worked
 from localllm.units import parse_bytes, parse_count
 
@@ -42,11 +42,11 @@ def tune(options: argparse.Namespace) -> int:
     settings = asked.of_first_model()
     settings = replace(settings, engine=replace(settings.engine, profile="none"))
     with view_for(options.json) as view:
-        bed = TrialBed.load(settings, view.phase)
+        runner = TrialRunner.load(settings, view.phase)
         if options.check:
-            return _tell_check(check(bed, options.save or goal.name), options.json)
-        result = _run(bed, goal, effort, view)
-    return _tell(result, bed, options)
+            return _tell_check(check(runner, options.save or goal.name), options.json)
+        result = _run(runner, goal, effort, view)
+    return _tell(result, runner, options)
 
 
 def _limits(options: argparse.Namespace) -> GoalLimits:
@@ -77,8 +77,8 @@ def _effort(options: argparse.Namespace, fixed: frozenset[str]) -> TuneOptions:
     return replace(made, **{name: value for name, value in asked.items() if value is not None})
 
 
-def _run(bed: TrialBed, goal: Goal, options: TuneOptions, view: View) -> TuningResult:
-    run = TuningRun(bed, goal, options, view.event)
+def _run(runner: TrialRunner, goal: Goal, options: TuneOptions, view: View) -> TuningResult:
+    run = TuningRun(runner, goal, options, view.event)
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -101,12 +101,12 @@ def _run(bed: TrialBed, goal: Goal, options: TuneOptions, view: View) -> TuningR
     return run.result
 
 
-def _tell(result: TuningResult, bed: TrialBed, options: argparse.Namespace) -> int:
+def _tell(result: TuningResult, runner: TrialRunner, options: argparse.Namespace) -> int:
     saved = None
     if result.pick is not None and not options.no_save and not result.was_cancelled:
         name = options.save or result.goal.name
-        profile = profile_of(result, bed, name, applied=options.apply)
-        saved = save_profile(profile, bed.bare.served.name)
+        profile = profile_of(result, runner, name, applied=options.apply)
+        saved = save_profile(profile, runner.bare.served.name)
     if options.json:
         facts = result.to_dict() | {"profile": str(saved) if saved else None}
         for name, export in EXPORTS.items():
@@ -126,14 +126,14 @@ def _tell(result: TuningResult, bed: TrialBed, options: argparse.Namespace) -> i
     return 0
 
 
-def _tell_check(checked: Checked, as_json: bool) -> int:
+def _tell_check(checked: ProfileCheck, as_json: bool) -> int:
     profile, change = checked.profile, checked.change
     if as_json:
-        print(json.dumps({**asdict(checked), "change": change, "is_true": checked.is_true}, indent=2))
-        return 0 if checked.is_true else UNTRUE
+        print(json.dumps({**asdict(checked), "change": change, "is_true": checked.still_holds}, indent=2))
+        return 0 if checked.still_holds else UNTRUE
     print(f"{profile.name}, tuned {profile.date}: {profile.score:.1f} {profile.unit} then", end="")
     print(f", {checked.trial.score:.1f} now ({change:+.0%})" if change is not None else f"; now {checked.trial.why}")
     if checked.difference:
         print(f"It is not used at start: {checked.difference}.")
-    print("It still holds." if checked.is_true else f"Tune again: localllm tune MODEL --goal {profile.goal}")
-    return 0 if checked.is_true else UNTRUE
+    print("It still holds." if checked.still_holds else f"Tune again: localllm tune MODEL --goal {profile.goal}")
+    return 0 if checked.still_holds else UNTRUE

@@ -63,7 +63,7 @@ class FaultLog:
         """Record exceptions that end a thread or the process, and native crashes, until the block ends."""
         self._open()
         before = sys.excepthook, threading.excepthook, sys.unraisablehook
-        sys.excepthook = lambda kind, error, tb: self._note_and(before[0], kind, error, tb)
+        sys.excepthook = lambda kind, error, tb: self._record_and_call(before[0], kind, error, tb)
         threading.excepthook = self._on_thread
         sys.unraisablehook = self._on_unraisable
         try:
@@ -72,23 +72,23 @@ class FaultLog:
             sys.excepthook, threading.excepthook, sys.unraisablehook = before
             self._close()
 
-    def note(self, where: str, error: BaseException) -> None:
+    def record(self, where: str, error: BaseException) -> None:
         """Log the line, and write the traceback to the file."""
         at = traceback.extract_tb(error.__traceback__)
         has_file = self._file is not None
         place = f"{_short(at[-1].filename)}:{at[-1].lineno}" if at else "-"
         said = " ".join(str(error).split())[:_LONGEST]
         what = f"{type(error).__name__}: {said}" if said else type(error).__name__
-        self._keep(Fault(time.time(), where, f"{what} at {place}"))
+        self._store(Fault(time.time(), where, f"{what} at {place}"))
         self._write("".join(traceback.format_exception(error)), f"{where}: {what}")
         log.error(
             "unhandled fault where=%r error=%r at=%s details=%s report=%r", where, what, place, self._details, REPORT,
             exc_info=None if has_file else error,
         )  # fmt: skip
 
-    def stands_still(self, where: str, what: str) -> None:
+    def record_stall(self, where: str, what: str) -> None:
         """Log the line, and write the stacks of all threads to the file."""
-        self._keep(Fault(time.time(), where, what))
+        self._store(Fault(time.time(), where, what))
         with self._lock:
             if self._file is not None and self._has_room():
                 with suppress(OSError, ValueError):
@@ -103,7 +103,7 @@ class FaultLog:
         source = context.get("task") or context.get("future") or context.get("handle") or "event loop"
         name = f"task {source.get_name()}" if isinstance(source, asyncio.Task) else " ".join(repr(source).split())[:120]
         if isinstance(error, BaseException):
-            self.note(name, error)
+            self.record(name, error)
         else:  # no exception, only a message of asyncio
             log.warning("event loop: %s where=%r", context.get("message", "?"), name)
 
@@ -111,15 +111,15 @@ class FaultLog:
 
     def _on_thread(self, args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
-            self.note(f"thread {args.thread.name if args.thread else '?'}", args.exc_value)
+            self.record(f"thread {args.thread.name if args.thread else '?'}", args.exc_value)
 
     def _on_unraisable(self, args: sys.UnraisableHookArgs) -> None:
         if args.exc_value is not None:
-            self.note(f"clean-up of {args.object!r}"[:120], args.exc_value)
+            self.record(f"clean-up of {args.object!r}"[:120], args.exc_value)
 
-    def _note_and(self, before: Any, kind: Any, error: BaseException, tb: Any) -> None:
+    def _record_and_call(self, before: Any, kind: Any, error: BaseException, tb: Any) -> None:
         if not isinstance(error, KeyboardInterrupt):
-            self.note("main thread", error)
+            self.record("main thread", error)
         before(kind, error, tb)
 
     # The file ---------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class FaultLog:
     def _details(self) -> str:
         return str(self.path) if self._file is not None else "-"
 
-    def _keep(self, fault: Fault) -> None:
+    def _store(self, fault: Fault) -> None:
         with self._lock:
             self.last, self.count = fault, self.count + 1
 
@@ -136,7 +136,7 @@ class FaultLog:
         if self.path is None:
             return
         try:
-            self._say_how_the_last_run_ended(self.path)
+            self._log_end_of_last_run(self.path)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             private = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             self._file = open(private, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 (until the end)
@@ -144,7 +144,7 @@ class FaultLog:
         except OSError as error:
             log.warning("the fault log cannot be written path=%s error=%s", self.path, error.strerror or error)
 
-    def _say_how_the_last_run_ended(self, path: Path) -> None:
+    def _log_end_of_last_run(self, path: Path) -> None:
         if not path.exists() or not path.stat().st_size:
             return
         older = path.with_name(f"{path.name}.1")

@@ -26,7 +26,7 @@ TRITON_BUILDS_WITH_C = (3, 7)
 """Triton before this version compiles a small C module for each kernel's signature when it is first launched."""
 
 
-class Obstacle(NamedTuple):
+class GpuProblem(NamedTuple):
     """A reason why a GPU cannot be used, and what would help."""
 
     what: str
@@ -58,7 +58,7 @@ class CompilerFacts(NamedTuple):
     has_header: bool
 
 
-def gpu_obstacles() -> list[Obstacle]:
+def gpu_problems() -> list[GpuProblem]:
     """Return the reasons why this machine's GPU cannot be used; empty if it can."""
     import torch
 
@@ -68,24 +68,24 @@ def gpu_obstacles() -> list[Obstacle]:
     if nvidia.gpus:
         found += judge_compiler(read_compiler())
     if not found and not torch.cuda.is_available():
-        found.append(Obstacle("torch cannot use the GPU.", "nvidia-smi shows whether the driver works at all."))
+        found.append(GpuProblem("torch cannot use the GPU.", "nvidia-smi shows whether the driver works at all."))
     return found
 
 
-def judge_gpus(nvidia: NvidiaFacts, built_for: TorchFacts) -> list[Obstacle]:
-    """Return the obstacles that follow from these facts: no GPU, torch's build, the driver's age, each GPU's age."""
+def judge_gpus(nvidia: NvidiaFacts, built_for: TorchFacts) -> list[GpuProblem]:
+    """Return the problems that follow from these facts: no GPU, torch's build, the driver's age, each GPU's age."""
     if not nvidia.gpus:
         if nvidia.driver is None:
-            return [Obstacle("There is no NVIDIA GPU, or no driver for it.", "nvidia-smi should list the GPU.")]
-        return [Obstacle(f"The driver ({nvidia.driver}) sees no GPU.", "In a container: start it with --gpus all.")]
+            return [GpuProblem("There is no NVIDIA GPU, or no driver for it.", "nvidia-smi should list the GPU.")]
+        return [GpuProblem(f"The driver ({nvidia.driver}) sees no GPU.", "In a container: start it with --gpus all.")]
     if built_for.cuda is None:
         what = f"There is an NVIDIA GPU, but torch {built_for.version} is not a CUDA build."
-        return [Obstacle(what, "pip install --force-reinstall torch")]
-    return [*_driver_obstacles(nvidia, built_for), *_age_obstacles(nvidia, built_for)]
+        return [GpuProblem(what, "pip install --force-reinstall torch")]
+    return [*_driver_problems(nvidia, built_for), *_capability_problems(nvidia, built_for)]
 
 
-def judge_compiler(facts: CompilerFacts) -> list[Obstacle]:
-    """Return an obstacle if Triton lacks the C compiler or the Python headers that its older versions need."""
+def judge_compiler(facts: CompilerFacts) -> list[GpuProblem]:
+    """Return a problem if Triton lacks the C compiler or the Python headers that its older versions need."""
     if facts.triton is None or facts.triton >= TRITON_BUILDS_WITH_C:
         return []
     missing = [] if facts.compiler else ["there is no C compiler (gcc, clang or $CC)"]
@@ -93,7 +93,7 @@ def judge_compiler(facts: CompilerFacts) -> list[Obstacle]:
     if not missing:
         return []
     what = f"Triton {facts.triton[0]}.{facts.triton[1]} compiles C to launch kernels, but {' and '.join(missing)}."
-    return [Obstacle(what, "sudo apt install gcc python3-dev")]
+    return [GpuProblem(what, "sudo apt install gcc python3-dev")]
 
 
 def require_compiler() -> None:
@@ -116,29 +116,29 @@ def read_compiler() -> CompilerFacts:
     return CompilerFacts(triton, compiler, header, header.exists())
 
 
-def _driver_obstacles(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator[Obstacle]:
-    """Yield an obstacle if the driver is too old. A driver runs builds of its own CUDA major version and older ones."""
+def _driver_problems(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator[GpuProblem]:
+    """Yield a problem if the driver is too old. A driver runs builds of its own CUDA major version and older ones."""
     major = int((built_for.cuda or "0").split(".")[0])
     if nvidia.cuda is not None and nvidia.cuda[0] < major:
         runs, needs = ".".join(map(str, nvidia.cuda)), DRIVER_FOR_CUDA.get(major)
-        yield Obstacle(
+        yield GpuProblem(
             f"The NVIDIA driver {nvidia.driver} runs CUDA up to {runs}; torch {built_for.version} was built with CUDA "
             f"{built_for.cuda}" + (f", which needs driver {needs} or newer." if needs else "."),
             f"Update the driver, or install a torch that was built with CUDA {nvidia.cuda[0]}.",
         )
 
 
-def _age_obstacles(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator[Obstacle]:
+def _capability_problems(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator[GpuProblem]:
     for name, capability in nvidia.gpus:
         number = f"{capability[0]}.{capability[1]}"
         if capability < MIN_COMPUTE_CAPABILITY:
-            yield Obstacle(
+            yield GpuProblem(
                 f"{name} has compute capability {number}; the kernels need 7.5 or newer "
                 "(Turing: GTX 16, RTX 20, T4, and all later GPUs).",
                 "--device cpu runs models without it.",
             )
         elif built_for.archs and not any(_runs_on(arch, capability) for arch in built_for.archs):
-            yield Obstacle(
+            yield GpuProblem(
                 f"{name} has compute capability {number}; torch {built_for.version} was built for "
                 f"{', '.join(built_for.archs)}.",
                 "Install a newer torch: pip install --upgrade torch",

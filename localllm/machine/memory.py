@@ -23,7 +23,7 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def bound_arenas(count: int = ARENAS) -> bool:
+def limit_arenas(count: int = ARENAS) -> bool:
     """Limit the number of arenas; call it before threads start. Return False if the allocator is not glibc's, or if
     MALLOC_ARENA_MAX is set."""
     libc = _glibc()

@@ -77,7 +77,7 @@ def build_engine(
         if config.takes_adapters:
             model = _with_adapters(model, config, on_phase)
         undo.pop_all()
-    _seal_kernel_settings()
+    _seal_launch_settings()
     return model
 
 
@@ -126,14 +126,14 @@ def require_context(plan: MemoryPlan, spec: ModelSpec, config: EngineConfig, lim
         )
 
 
-def _seal_kernel_settings() -> None:
+def _seal_launch_settings() -> None:
     """Stop measuring kernel launch settings: from now on, requests may be waiting."""
     from localllm.kernels.tuned import table
 
     table().seal()
 
 
-def _fetch(config: EngineConfig, on_phase: OnPhase) -> None:
+def _download(config: EngineConfig, on_phase: OnPhase) -> None:
     """Download a model that is only on the hub. The user asked for it by name."""
     from localllm.models.library.catalog import is_for_the_hub
 
@@ -156,7 +156,7 @@ def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, Model
     from localllm.models.library.catalog import resolve_model
     from localllm.models.pooling.recipe import task_of
 
-    _fetch(config, on_phase)
+    _download(config, on_phase)
     with report_phase("find", on_phase) as report:
         found = resolve_model(config.model, config.revision)
         task = task_of(found.path, config.task)

@@ -135,7 +135,8 @@ class ModelEntry:
             return self.adapters.find(name) is not None
         return self.settings is not None and any(name == each.name for each in self.settings.engine.lora_modules)
 
-    def note(self, phase: Phase) -> None:
+    def record_phase(self, phase: Phase) -> None:
+        """Store the latest report of a loading phase and pass it on."""
         self.phases[phase.name] = phase
         self.on_phase(phase)
 

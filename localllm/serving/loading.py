@@ -64,7 +64,7 @@ async def load_in_thread(loader: Loader, entry: ModelEntry, limits: LoadLimits) 
         """Report a phase from the loading thread, which can only be stopped here."""
         if given_up.is_set():
             raise EngineStopped("The load was cancelled.")
-        event_loop.call_soon_threadsafe(entry.note, phase)
+        event_loop.call_soon_threadsafe(entry.record_phase, phase)
 
     def work() -> ServedModel:
         try:

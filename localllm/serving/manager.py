@@ -137,7 +137,7 @@ class ModelManager:
         Raises `ModelNotFound`, `ModelLoading` after `WAIT_S`, `ModelsBusy`, `LoadCancelled`, and whatever a load
         raises.
         """
-        entry = await self.register.named(name, task)
+        entry = await self.register.find_or_add(name, task)
         if keep_alive_s is not None:
             entry.keep_alive_s = keep_alive_s
         if entry.state == "failed" and entry.error is not None and self._clock() - entry.failed_s < RETRY_S:
@@ -152,7 +152,7 @@ class ModelManager:
         self, name: str, *, pin: bool | None = None, keep_alive_s: float | None = None, wait: bool = True
     ) -> ModelStatus:
         """Load or wake a model; with `wait`, until it is ready. The name may be a path: only for operators."""
-        entry = await self.register.named(name, anywhere=True)
+        entry = await self.register.find_or_add(name, anywhere=True)
         entry.pinned = entry.pinned if pin is None else pin
         entry.keep_alive_s = entry.keep_alive_s if keep_alive_s is None else keep_alive_s
         if wait:
@@ -163,7 +163,7 @@ class ModelManager:
 
     async def wake(self, name: str) -> ModelStatus:
         """Wake a sleeping model, and wait until it is ready."""
-        entry = self.register.require_known(name)
+        entry = self.register.require(name)
         if entry.state in ("unloaded", "failed"):
             raise ModelNotLoaded(f"{entry.name} is not asleep: it is {entry.state}.", "Load it instead.", param="model")
         (await self._claim(entry)).release()
@@ -171,7 +171,7 @@ class ModelManager:
 
     async def unload(self, name: str) -> ModelStatus:
         """Unload a model. Cancel its load; let running requests finish for `DRAIN_S`, then end them."""
-        entry = self.register.require_known(name)
+        entry = self.register.require(name)
         self._refuse_while_lent()
         entry.pinned = False
         if entry.is_loading and entry.state == "loading":
@@ -183,7 +183,7 @@ class ModelManager:
 
     async def sleep(self, name: str) -> ModelStatus:
         """Keep the weights in host memory and free everything else. Running requests may finish for `DRAIN_S`."""
-        entry = self.register.require_known(name)
+        entry = self.register.require(name)
         self._refuse_while_lent()
         async with self._turn:
             if entry.state == "ready" and not can_sleep(entry):
@@ -198,7 +198,7 @@ class ModelManager:
 
     def pin(self, name: str, pinned: bool = True) -> ModelStatus:
         """Pin or unpin a model. A pinned model is never evicted; only `unload` by name unloads it."""
-        entry = self.register.require_known(name)
+        entry = self.register.require(name)
         entry.pinned = pinned
         return entry.status(self._clock())
 
@@ -228,7 +228,7 @@ class ModelManager:
         """Load the first model. `on_phase` is called on this event loop. Raises what a load raises."""
         self.register.settings, self._closing = settings, False
         own = settings.of_first_model()
-        entry = self.register.remember(own, settings.engine.model, keep_alive_s=math.inf)
+        entry = self.register.add(own, settings.engine.model, keep_alive_s=math.inf)
         entry.on_phase = on_phase
         self._spawn(self._tick_forever())
         try:
@@ -456,7 +456,7 @@ class ModelManager:
 
     async def _require_reopenable(self, name: str) -> ModelEntry:
         self._refuse_while_lent()
-        entry = self.register.require_known(name)
+        entry = self.register.require(name)
         with await self._claim(entry) as model:
             model.require("generate")
         if entry.settings is None:

@@ -146,14 +146,14 @@ def save_profile(profile: Profile, model: str, folder: Path | None = None) -> Pa
     try:
         make_private(folder)
         if profile.applied:
-            _set_aside(profile, folder)
+            _unmark_others(profile, folder)
         _write(path, profile)
     except OSError as error:
         raise ConfigError(f"Cannot save the profile in {path}.", f"{error}.", param="save") from error
     return path
 
 
-def _set_aside(applied: Profile, folder: Path) -> None:
+def _unmark_others(applied: Profile, folder: Path) -> None:
     for path in sorted(folder.glob("*.toml")):
         other = _read(path)
         if other is not None and other.applied and other.key == applied.key and other.name != applied.name:
@@ -212,7 +212,7 @@ def stored_profile(file: str, folder: Path | None = None) -> Stored:
     return stored
 
 
-def forget_profile(file: str, folder: Path | None = None) -> Profile:
+def delete_profile(file: str, folder: Path | None = None) -> Profile:
     """Delete the profile in the file of that name. Raises `ConfigError`."""
     stored = stored_profile(file, folder)
     try:

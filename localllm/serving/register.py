@@ -41,7 +41,7 @@ class Register:
         if settings is None:
             return {}
         names: dict[str, ModelEntry | None] = {
-            table.name: None for table in settings.models.values() if self.known(table.name) is None
+            table.name: None for table in settings.models.values() if self.find(table.name) is None
         }
         if settings.server.on_demand:
             entry_at = {entry.path: entry for entry in self.entries}
@@ -50,13 +50,13 @@ class Register:
                 if each.alias_of is not None:
                     if each.name not in own_names:
                         names[each.name] = entry_at.get(each.path)
-                elif each.path not in entry_at and self.known(each.name) is None:
+                elif each.path not in entry_at and self.find(each.name) is None:
                     names.setdefault(each.name, None)
         return names
 
     async def look_up(self, name: str) -> ModelEntry | str:
         """Return the model that a request of that name would get, or the name if it must be loaded first."""
-        entry = self.known(name)
+        entry = self.find(name)
         if entry is not None:
             return entry
         settings = self.settings
@@ -75,7 +75,7 @@ class Register:
             return False
         return True
 
-    async def named(self, name: str | None, task: Task = "generate", *, anywhere: bool = False) -> ModelEntry:
+    async def find_or_add(self, name: str | None, task: Task = "generate", *, anywhere: bool = False) -> ModelEntry:
         """Return the model of that name, and register it if it is new.
 
         anywhere: the name may also be a path, for operators only; the answer to a request must not show what other
@@ -89,7 +89,7 @@ class Register:
                 "GET /v1/models lists the served and loadable models.",
                 param="model",
             )
-        entry = self.known(name) if name else self._default_for(task)
+        entry = self.find(name) if name else self._default_for(task)
         if entry is not None:
             return entry
         if not name:
@@ -99,7 +99,7 @@ class Register:
             raise self.not_found(name)
         table = settings.table(name)
         if table is not None:
-            return self.remember(settings.of_model(name), name)
+            return self.add(settings.of_model(name), name)
         if not anywhere and not settings.server.on_demand:
             raise self.not_found(name)
         try:
@@ -111,18 +111,18 @@ class Register:
                 raise
             what, why = f"The model {name!r} cannot be served.", "Its files are incomplete, damaged or not supported."
             raise ModelUnusable(what, why, f"localllm show {name}, on the server's machine.", param="model") from None
-        same = self.known(name) or next((entry for entry in self.entries if entry.path == found.path), None)
+        same = self.find(name) or next((entry for entry in self.entries if entry.path == found.path), None)
         if same is not None:  # requested under another of its names, or registered by another request meanwhile
             same.names |= {name}
             return same
         short = short_name(found.name)
-        names = (found.name,) if self.known(short) is not None else ()
-        entry = self.remember(settings.of_model(name, names), short if not names else found.name)
+        names = (found.name,) if self.find(short) is not None else ()
+        entry = self.add(settings.of_model(name, names), short if not names else found.name)
         entry.names |= {name, found.name}
         entry.path = found.path
         return entry
 
-    def forget_name(self, name: str) -> None:
+    def remove_name(self, name: str) -> None:
         """Remove an alias that was deleted. The model's own name stays."""
         for entry in self.entries:
             if entry.name != name:
@@ -133,21 +133,21 @@ class Register:
         able = [entry for entry in self.entries if entry.card is not None and entry.card.spec.task == task]
         return _used_last(able) or self.default
 
-    def known(self, name: str) -> ModelEntry | None:
+    def find(self, name: str) -> ModelEntry | None:
         """Return the model of that name, or the model that has an adapter of that name."""
-        return self._called(name) or next((entry for entry in self.entries if entry.has_adapter(name)), None)
+        return self._by_name(name) or next((entry for entry in self.entries if entry.has_adapter(name)), None)
 
-    def _called(self, name: str) -> ModelEntry | None:
+    def _by_name(self, name: str) -> ModelEntry | None:
         return next((entry for entry in self.entries if name in entry.names), None)
 
-    def require_known(self, name: str) -> ModelEntry:
+    def require(self, name: str) -> ModelEntry:
         """Return the model of that name. An adapter's name does not count here."""
-        entry = self._called(name)
+        entry = self._by_name(name)
         if entry is None:
-            raise ModelNotLoaded(f"{name!r} is not loaded.", self._served_words(), "localllm ps", param="model")
+            raise ModelNotLoaded(f"{name!r} is not loaded.", self._served_names(), "localllm ps", param="model")
         return entry
 
-    def remember(self, settings: Settings, asked: str, *, keep_alive_s: float = KEEP_ALIVE_S) -> ModelEntry:
+    def add(self, settings: Settings, asked: str, *, keep_alive_s: float = KEEP_ALIVE_S) -> ModelEntry:
         """Register a model that can be loaded from now on."""
         table = settings.table(asked)
         said = [table.keep_alive if table else None, settings.server.keep_alive, keep_alive_s]
@@ -160,9 +160,9 @@ class Register:
 
     def not_found(self, name: str) -> ModelNotFound:
         hint = "GET /v1/models lists the served and loadable models."
-        return ModelNotFound(f"The model {name!r} is not served here.", self._served_words(), hint, param="model")
+        return ModelNotFound(f"The model {name!r} is not served here.", self._served_names(), hint, param="model")
 
-    def _served_words(self) -> str:
+    def _served_names(self) -> str:
         names = [entry.name for entry in self.entries if entry.state not in ("unloaded", "failed")]
         return f"Served: {', '.join(names) or 'none'}."
 

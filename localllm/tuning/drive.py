@@ -36,7 +36,7 @@ class MemoryRanLow(LocalLLMError):
     code = "memory_ran_low"
 
 
-class GaveUp(LocalLLMError):
+class DeadlineExceeded(LocalLLMError):
     """The load did not end before its deadline."""
 
     code = "gave_up"
@@ -57,18 +57,18 @@ class LoadMonitor:
     deadline_s: float | None = None  # from the start of the load
     peak_bytes: int = 0
 
-    def begin(self) -> None:
+    def start_measuring(self) -> None:
         if self.device != "cpu":
             import torch
 
             torch.cuda.reset_peak_memory_stats(torch.device(self.device))
 
-    def look(self, running_s: float) -> None:
-        """Raise `Cancelled`, `GaveUp` or `MemoryRanLow` if the load has to stop."""
+    def check(self, running_s: float) -> None:
+        """Raise `Cancelled`, `DeadlineExceeded` or `MemoryRanLow` if the load has to stop."""
         if self.should_stop():
             raise Cancelled("The trial was cancelled.")
         if self.deadline_s is not None and running_s > self.deadline_s:
-            raise GaveUp(f"It did not finish within {self.deadline_s:.1f} s.")
+            raise DeadlineExceeded(f"It did not finish within {self.deadline_s:.1f} s.")
         if self.device == "cpu":
             self.peak_bytes = max(self.peak_bytes, process_bytes())
             available = int(psutil.virtual_memory().available)
@@ -107,7 +107,7 @@ async def drive(
 
     async def stream() -> None:
         for number, request in left:
-            times.append(await answered(client, f"trial-{number}", request))
+            times.append(await run_request(client, f"trial-{number}", request))
 
     await monitored([stream() for _ in range(min(streams, len(requests)))], monitor)
     return times
@@ -115,7 +115,7 @@ async def drive(
 
 async def monitored(jobs: Sequence[Coroutine[Any, Any, None]], monitor: LoadMonitor) -> None:
     """Wait until all jobs are done. The first failed job, or the monitor, cancels the others."""
-    monitor.begin()
+    monitor.start_measuring()
     started_s = time.perf_counter()
     tasks = [asyncio.create_task(job) for job in jobs]
     try:
@@ -124,7 +124,7 @@ async def monitored(jobs: Sequence[Coroutine[Any, Any, None]], monitor: LoadMoni
             for task in tasks:
                 if task.done():
                     task.result()
-            monitor.look(time.perf_counter() - started_s)
+            monitor.check(time.perf_counter() - started_s)
     finally:
         for task in tasks:
             task.cancel()
@@ -133,7 +133,7 @@ async def monitored(jobs: Sequence[Coroutine[Any, Any, None]], monitor: LoadMoni
                 await task
 
 
-async def answered(client: EngineClient, request_id: str, request: WorkloadRequest) -> RequestTimes:
+async def run_request(client: EngineClient, request_id: str, request: WorkloadRequest) -> RequestTimes:
     """Run one request to its last token, and return its times. Raises the error that ended it.
 
     Tokens are not detokenized: half a character would be held back, and its token would seem to come late.

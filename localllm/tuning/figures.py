@@ -105,29 +105,29 @@ def flags_of(settings: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-def telling(trials: Sequence[Trial]) -> list[Trial]:
+def best_measurements(trials: Sequence[Trial]) -> list[Trial]:
     """Return the best evidence for each measured set of settings: the last full trial, else the last brief one."""
-    told: dict[str, Trial] = {}
+    measured: dict[str, Trial] = {}
     for trial in trials:
-        known = told.get(trial.flags)
+        known = measured.get(trial.flags)
         if trial.was_measured and (known is None or trial.effort >= known.effort):
-            told[trial.flags] = trial
-    return list(told.values())
+            measured[trial.flags] = trial
+    return list(measured.values())
 
 
 def pareto(trials: Sequence[Trial]) -> list[Trial]:
     """Return the trials that no other trial beats in speed, time to first token and context at once, fastest first."""
-    told = telling(trials)
-    kept = [one for one in told if not any(_beats(other, one) for other in told)]
-    return sorted(kept, key=lambda trial: -_places(trial)[0])
+    measured = best_measurements(trials)
+    kept = [one for one in measured if not any(_dominates(other, one) for other in measured)]
+    return sorted(kept, key=lambda trial: -_objectives(trial)[0])
 
 
-def _beats(one: Trial, other: Trial) -> bool:
-    a, b = _places(one), _places(other)
+def _dominates(one: Trial, other: Trial) -> bool:
+    a, b = _objectives(one), _objectives(other)
     return a != b and all(mine >= its for mine, its in zip(a, b, strict=True))
 
 
-def _places(trial: Trial) -> tuple[float, float, float]:
+def _objectives(trial: Trial) -> tuple[float, float, float]:
     assert trial.figures is not None
     figures = trial.figures
     return figures.output_tokens_per_s, -(figures.ttft_p50_s or 0.0), float(figures.context)

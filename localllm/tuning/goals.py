@@ -7,7 +7,7 @@
     share          several people at once
 
 A higher score is always better. Lengths are typical of the use; on a machine that would take minutes for one round
-they are scaled down (`fit_to`), and the report says so.
+they are scaled down (`scaled_to`), and the report says so.
 Does not know: engines, the search, how a load is run (drive.py).
 """
 
@@ -72,26 +72,26 @@ class Goal:
         """Return the goal for a GPU: a load that saturates a CPU leaves a GPU idle."""
         return replace(self, streams=256) if self.name == "throughput" else self
 
-    def fit_to(self, round_s: float, trial_s: float) -> Goal:
+    def scaled_to(self, round_s: float, trial_s: float) -> Goal:
         """Return the goal scaled to trials of about `trial_s`, if a full-length round takes `round_s`."""
         if self.fills_context:
             return self
         rounds = trial_s / max(round_s, 1e-6)
         if rounds >= ROUNDS:
             return replace(self, rounds=min(MOST_ROUNDS, int(rounds)))
-        return self.shortened(max(SHORTEST, rounds / ROUNDS))
+        return self.with_scaled_lengths(max(SHORTEST, rounds / ROUNDS))
 
-    def shortened(self, scale: float) -> Goal:
+    def with_scaled_lengths(self, scale: float) -> Goal:
         lengths = {
             name: max(1, round(getattr(self, name) * scale)) for name in ("prompt_len", "output_len", "shared_len")
         }
         lengths["shared_len"] *= bool(self.shared_len)
         return replace(self, **lengths)
 
-    def fitting(self, context: int) -> Goal:
+    def cut_to_context(self, context: int) -> Goal:
         """Return the goal with its lengths cut to fit into this context."""
         longest = self.shared_len + SPREAD[-1] * (self.prompt_len + self.output_len)
-        return self if longest <= context else self.shortened(0.95 * context / longest)
+        return self if longest <= context else self.with_scaled_lengths(0.95 * context / longest)
 
     def workload(self, effort: float, context: int, *, seed: int, vocab_size: int) -> Workload:
         """Return the requests of a trial. They do not depend on the settings, so that trials can be compared."""
@@ -99,13 +99,14 @@ class Goal:
             prompt = max(1, int(LONG_SHARE * context) - self.output_len)
             request = WorkloadRequest(PromptSource(seed, vocab_size).prompt(prompt), self.output_len)
             return Workload(f"one prompt of {format_count(prompt)}", seed, (request,))
-        goal, source = self.fitting(context), PromptSource(seed, vocab_size)
+        goal, source = self.cut_to_context(context), PromptSource(seed, vocab_size)
         shared = [source.prompt(goal.shared_len) for _ in range(self.streams)]
         count = self.streams * max(1, round(self.rounds * effort))
         # Vary the lengths: requests of equal length all end together, which makes any scheduler look better than it is.
         requests = tuple(
             WorkloadRequest(
-                shared[i % self.streams] + source.prompt(_around(goal.prompt_len, i)), _around(goal.output_len, i + 1)
+                shared[i % self.streams] + source.prompt(_spread_length(goal.prompt_len, i)),
+                _spread_length(goal.output_len, i + 1),
             )
             for i in range(count)
         )
@@ -122,16 +123,16 @@ class Goal:
         return f"{format_count(score) if score >= 100 else f'{score:.1f}'} {self.unit}"
 
 
-def _around(mean: int, index: int) -> int:
+def _spread_length(mean: int, index: int) -> int:
     return max(1, round(mean * SPREAD[index % 3]))
 
 
-def _answers(figures: LoadMetrics) -> float:
+def _answers_per_minute(figures: LoadMetrics) -> float:
     """Answers per minute for one person: one answer takes the first token and `ANSWER_TOKENS` after it."""
     return 60 / ((figures.ttft_p50_s or 0.0) + ANSWER_TOKENS * (figures.tpot_p50_s or 0.0) + 1e-9)
 
 
-def _reach(figures: LoadMetrics) -> float:
+def _context_score(figures: LoadMetrics) -> float:
     """Score the context first: doubling it outweighs a thousandfold prefill speed, which only decides ties."""
     return figures.context * math.pow(max(1.0, figures.prompt_tokens_per_s), 0.1)
 
@@ -139,7 +140,10 @@ def _reach(figures: LoadMetrics) -> float:
 GOALS: Mapping[str, Goal] = {
     goal.name: goal
     for goal in (
-        Goal("chat", "one or two people who wait for each answer", 2, 512, 128, _answers, "answers/min", 8192, 8),
+        Goal(
+            "chat", "one or two people who wait for each answer", 2, 512, 128,
+            _answers_per_minute, "answers/min", 8192, 8,
+        ),
         Goal(
             "agents", "a few programs whose long prompts share a prefix", 4, 256, 96,
             lambda figures: 60 * figures.requests_per_s, "turns/min", 65536, 8, shared_len=4096,
@@ -150,10 +154,13 @@ GOALS: Mapping[str, Goal] = {
         ),
         Goal(
             "long-context", "the longest prompt with an acceptable time to first token", 1, 0, 16,
-            _reach, "points", 0, rounds=1, limits=GoalLimits(max_ttft_s=60.0),
+            _context_score, "points", 0, rounds=1, limits=GoalLimits(max_ttft_s=60.0),
             fills_context=True,
         ),
-        Goal("share", "a given number of people at the same time", 4, 512, 128, _answers, "answers/min each", 8192, 4),
+        Goal(
+            "share", "a given number of people at the same time", 4, 512, 128,
+            _answers_per_minute, "answers/min each", 8192, 4,
+        ),
     )
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.serving.served import ServedModel
 from localllm.tuning.drive import running
-from localllm.tuning.trial import TrialBed
+from localllm.tuning.trial import TrialRunner
 from localllm.tuning.workload import PromptSource
 
 PROMPTS, PROMPT_LEN, ANSWER_LEN = 6, 48, 24
@@ -43,15 +43,15 @@ class Agreement:
         return f"{self.same} of {self.compared} tokens are the same as with the model's own cache ({self.share:.1%})"
 
 
-def agreement(bed: TrialBed, base: Mapping[str, Any], changed: Mapping[str, Any], seed: int = 0) -> Agreement:
+def agreement(runner: TrialRunner, base: Mapping[str, Any], changed: Mapping[str, Any], seed: int = 0) -> Agreement:
     """Compare the answers under two settings. Raises what opening either engine raises."""
-    source = PromptSource(seed, bed.vocab_size)
+    source = PromptSource(seed, runner.vocab_size)
     prompts = [source.prompt(PROMPT_LEN) for _ in range(PROMPTS)]
-    answers = asyncio.run(_answers(bed.open(base), prompts))
-    return asyncio.run(_read(bed.open(changed), prompts, answers))
+    answers = asyncio.run(_greedy_answers(runner.open(base), prompts))
+    return asyncio.run(_agreement_of(runner.open(changed), prompts, answers))
 
 
-async def _answers(model: ServedModel, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+async def _greedy_answers(model: ServedModel, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER_LEN, ignore_eos=True, detokenize=False)
     async with running(model) as client:
         return await asyncio.gather(
@@ -68,7 +68,7 @@ async def _tokens(client: EngineClient, name: str, prompt: tuple[int, ...], para
     return tuple(tokens)
 
 
-async def _read(
+async def _agreement_of(
     model: ServedModel, prompts: Sequence[tuple[int, ...]], answers: Sequence[tuple[int, ...]]
 ) -> Agreement:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)

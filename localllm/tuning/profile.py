@@ -15,18 +15,18 @@ from localllm.serving.profiles import Profile, ProfileKey, key_of, now, read_pro
 from localllm.tuning.figures import Trial, flags_of
 from localllm.tuning.goals import Goal, goal_of
 from localllm.tuning.run import TuningResult
-from localllm.tuning.trial import TrialBed
+from localllm.tuning.trial import TrialRunner
 
 LOAD = ("streams", "prompt_len", "output_len", "shared_len", "rounds")
 """Fields of the goal that describe its load on this machine."""
 TOLERANCE = 0.10  # relative: the speed of a machine varies by this much
 
 
-def key_here(bed: TrialBed) -> ProfileKey:
-    return key_of(bed.bare.served.path, bed.config, bed.hardware, bed.bare.served.plan.device)
+def profile_key(runner: TrialRunner) -> ProfileKey:
+    return key_of(runner.bare.served.path, runner.config, runner.hardware, runner.bare.served.plan.device)
 
 
-def profile_of(result: TuningResult, bed: TrialBed, name: str, *, applied: bool) -> Profile:
+def profile_of(result: TuningResult, runner: TrialRunner, name: str, *, applied: bool) -> Profile:
     """Return the profile to store. Requires `result.pick`."""
     pick = result.pick
     assert pick is not None
@@ -35,12 +35,12 @@ def profile_of(result: TuningResult, bed: TrialBed, name: str, *, applied: bool)
     return Profile(
         name=name,
         goal=result.goal.name,
-        settings=kept(pick.settings),
-        key=key_here(bed),
+        settings=non_default_settings(pick.settings),
+        key=profile_key(runner),
         created=now(),
         applied=applied,
         context=pick.predicted.context,
-        free_bytes=bed.plan(pick.settings).free_bytes,
+        free_bytes=runner.plan(pick.settings).free_bytes,
         score=pick.score,
         unit=result.goal.unit,
         lengths=result.goal.lengths,
@@ -48,24 +48,24 @@ def profile_of(result: TuningResult, bed: TrialBed, name: str, *, applied: bool)
     )
 
 
-def kept(settings: Mapping[str, Any]) -> dict[str, Any]:
+def non_default_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that differ from the defaults."""
     default = EngineConfig()
     return {name: value for name, value in settings.items() if value is not None and value != getattr(default, name)}
 
 
 def as_flags(model: str, settings: Mapping[str, Any]) -> str:
-    return f"localllm up {model} {flags_of(kept(settings))}".rstrip()
+    return f"localllm up {model} {flags_of(non_default_settings(settings))}".rstrip()
 
 
 def as_toml(model: str, settings: Mapping[str, Any]) -> str:
     """Return the settings as a table for config.toml."""
-    lines = [f"{name} = {toml_value(value)}" for name, value in kept(settings).items()]
+    lines = [f"{name} = {toml_value(value)}" for name, value in non_default_settings(settings).items()]
     return "\n".join([f"[models.{toml_value(model)}]", *lines])
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class ProfileCheck:
     """A stored profile and a new measurement of it."""
 
     profile: Profile
@@ -78,13 +78,13 @@ class Checked:
         return self.trial.score / self.profile.score - 1 if self.trial.score is not None else None
 
     @property
-    def is_true(self) -> bool:
+    def still_holds(self) -> bool:
         return not self.difference and self.change is not None and self.change > -TOLERANCE
 
 
-def check(bed: TrialBed, name: str) -> Checked:
+def check(runner: TrialRunner, name: str) -> ProfileCheck:
     """Measure a stored profile again. Raises `ConfigError` if this model has no profile of that name."""
-    key = key_here(bed)
+    key = profile_key(runner)
     own = [each for each in read_profiles() if each.key.model == key.model]
     named = sorted((each for each in own if each.name == name), key=lambda each: each.key != key)
     if not named:
@@ -92,5 +92,5 @@ def check(bed: TrialBed, name: str) -> Checked:
         raise ConfigError(f"There is no profile {name!r} to check.", f"Known: {known}.", f"localllm tune --goal {name}")
     profile = named[0]
     goal: Goal = replace(goal_of(profile.goal), **profile.load)
-    trial = bed.run(1, profile.settings, goal)
-    return Checked(profile, trial, profile.key.differs_from(key))
+    trial = runner.run(1, profile.settings, goal)
+    return ProfileCheck(profile, trial, profile.key.differs_from(key))

@@ -15,8 +15,8 @@ Events are frozen values, sent on the thread that runs; a web page posts them to
     SoakEnded         the soak of a pick; another one follows if it did not pass
     RunEnded          the `TuningResult`
 
-The bed holds the weights of an engine that was closed (serving/reopen.py), so no requests are served meanwhile. After
-the run no engine is open on the weights, and `open_engine` serves again, with the new or the old settings.
+The runner holds the weights of an engine that was closed (serving/reopen.py), so no requests are served meanwhile.
+After the run no engine is open on the weights, and `open_engine` serves again, with the new or the old settings.
 Does not know: terminals, HTTP, where profiles are stored.
 """
 
@@ -38,7 +38,7 @@ from localllm.tuning.guard import Agreement, agreement
 from localllm.tuning.search import BRIEF, FULL, Outcome, Point, SearchRanking, Space, search
 from localllm.tuning.soak import SoakReport, soak
 from localllm.tuning.space import space_of, start_of
-from localllm.tuning.trial import TrialBed
+from localllm.tuning.trial import TrialRunner
 
 FLOOR_SHARE = 0.95  # share of the longest possible context to require, if a goal's comfortable context is longer
 CALIBRATE_SCALE = 1 / 8  # scale of the goal's lengths
@@ -132,7 +132,7 @@ Event = PhaseBegan | TrialBegan | TrialEnded | BestChanged | SoakEnded | RunEnde
 class TuningRun:
     """One run; the module's docstring shows its use."""
 
-    bed: TrialBed
+    runner: TrialRunner
     goal: Goal
     options: TuneOptions = TuneOptions()
     on_event: Callable[[Event], None] = lambda event: None
@@ -157,21 +157,21 @@ class TuningRun:
         found, soaked, pick = None, None, None
         try:
             self._calibrate(start)
-            self.searched = space = self._guarded(space, start)
+            self.searched = space = self._without_lossy_cache(space, start)
             found = self._search(space, start, time.perf_counter() - started_s)
-            pick, soaked = self._soaked(space, found)
+            pick, soaked = self._soak_best(space, found)
         except Cancelled:
             pick = self._best_of([trial for trial in self.trials if trial.effort == FULL]) or self._best_of(self.trials)
         self.result = self._result(found, pick, soaked, start, space, time.perf_counter() - started_s)
-        self._tell(RunEnded(self.result))
+        self._emit(RunEnded(self.result))
         return self.result
 
     # ---- stages ------------------------------------------------------------------------------------------------------
 
     def space(self) -> tuple[Space, dict[str, Any]]:
         """Return the search space, and the planner's guess in it."""
-        config, served = self.bed.config, self.bed.bare.served
-        plan = self.bed.plan({})
+        config, served = self.runner.config, self.runner.bare.served
+        plan = self.runner.plan({})
         self.goal = self.goal if plan.device == "cpu" else self.goal.on_gpu()
         space = space_of(self.goal, plan, config, self.options.fixed, served.spec.max_position)
         return space, space.settings(space.point(start_of(space, plan, config)))
@@ -180,29 +180,29 @@ class TuningRun:
         """Measure how long a round takes on this machine, and scale the goal's lengths to it."""
         if self.goal.fills_context:
             return
-        self._tell(PhaseBegan("calibrate", f"{self.goal.name}: {self.goal.what}"))
-        short = replace(self.goal, limits=type(self.goal.limits)()).shortened(CALIBRATE_SCALE)
+        self._emit(PhaseBegan("calibrate", f"{self.goal.name}: {self.goal.what}"))
+        short = replace(self.goal, limits=type(self.goal.limits)()).with_scaled_lengths(CALIBRATE_SCALE)
         trials = [
-            self.bed.run(
+            self.runner.run(
                 0, start, short, effort=BRIEF, should_stop=self._cancelled.is_set, deadline_s=LONGEST_TRIAL_S,
                 seed=self.options.seed + 1,
             )
             for _ in range(CALIBRATIONS)
         ]  # fmt: skip
         if seen := [trial.figures for trial in trials if trial.figures is not None]:
-            self.goal = self.goal.fitting(seen[0].context)
+            self.goal = self.goal.cut_to_context(seen[0].context)
             round_s = min(figures.duration_s for figures in seen) / CALIBRATE_SCALE
-            self.goal = self.goal.fit_to(round_s, self.options.trial_s)
+            self.goal = self.goal.scaled_to(round_s, self.options.trial_s)
 
-    def _guarded(self, space: Space, start: Mapping[str, Any]) -> Space:
+    def _without_lossy_cache(self, space: Space, start: Mapping[str, Any]) -> Space:
         """Remove the 8-bit KV cache from the space if it changes answers. Checked once, before the search."""
         axis = next((axis for axis in space.axes if axis.name == "kv_cache_dtype"), None)
         if axis is None:
             return space
-        self._tell(PhaseBegan("guard", f"does a KV cache in {axis.values[1]} give the same output?"))
+        self._emit(PhaseBegan("guard", f"does a KV cache in {axis.values[1]} give the same output?"))
         try:
             self.agreement = agreement(
-                self.bed, {**start, "kv_cache_dtype": "auto"}, {**start, "kv_cache_dtype": axis.values[1]}
+                self.runner, {**start, "kv_cache_dtype": "auto"}, {**start, "kv_cache_dtype": axis.values[1]}
             )
         except DeviceLost:
             raise
@@ -217,7 +217,7 @@ class TuningRun:
     def _search(self, space: Space, start: Mapping[str, Any], before_s: float) -> SearchRanking:
         floor = self.floor(space)
         detail = f"{space.size} combinations · {self.goal.lengths}" if not self.goal.fills_context else ""
-        self._tell(PhaseBegan("search", detail or f"{space.size} combinations"))
+        self._emit(PhaseBegan("search", detail or f"{space.size} combinations"))
 
         def measure(point: Point, effort: float, deadline_s: float | None) -> Outcome:
             if self.goal.fills_context:  # a longer prompt is more work, so times cannot be compared
@@ -235,18 +235,18 @@ class TuningRun:
             raise Cancelled("The run was cancelled.")
         return found
 
-    def _soaked(self, space: Space, found: SearchRanking) -> tuple[Trial | None, SoakReport | None]:
+    def _soak_best(self, space: Space, found: SearchRanking) -> tuple[Trial | None, SoakReport | None]:
         """Return the best settings that pass the soak, and the soak's report."""
         report = None
         for point in found.ranking[:SOAKS]:
             settings = space.settings(point)
             if not self.options.soak_s:
                 return self._last_of(settings), None
-            self._tell(PhaseBegan("soak", f"{self.options.soak_s:.0f} s under the heaviest load"))
+            self._emit(PhaseBegan("soak", f"{self.options.soak_s:.0f} s under the heaviest load"))
             report = soak(
-                self.bed, settings, self.options.soak_s, seed=self.options.seed, should_stop=self._cancelled.is_set
+                self.runner, settings, self.options.soak_s, seed=self.options.seed, should_stop=self._cancelled.is_set
             )
-            self._tell(SoakEnded(settings, report))
+            self._emit(SoakEnded(settings, report))
             if report.passed:
                 return self._last_of(settings), report
         return None, report
@@ -258,17 +258,17 @@ class TuningRun:
     ) -> Trial:
         """Run one trial, report it and keep it."""
         number = len(self.trials) + 1
-        predicted, _, _ = self.bed.refusal(settings, self.goal, floor)
-        self._tell(TrialBegan(number, settings, effort, predicted))
-        trial = self.bed.run(
+        predicted, _, _ = self.runner.refusal(settings, self.goal, floor)
+        self._emit(TrialBegan(number, settings, effort, predicted))
+        trial = self.runner.run(
             number, settings, self.goal, effort=effort, floor=floor, seed=self.options.seed,
             deadline_s=min(deadline_s or LONGEST_TRIAL_S, self._patience_s()), should_stop=self._cancelled.is_set,
         )  # fmt: skip
         before = self._best_of(self.trials)
         self.trials.append(trial)
-        self._tell(TrialEnded(trial))
+        self._emit(TrialEnded(trial))
         if trial.score is not None and (before is None or trial.score > (before.score or 0)):
-            self._tell(BestChanged(trial))
+            self._emit(BestChanged(trial))
         return trial
 
     def _patience_s(self) -> float:
@@ -289,7 +289,7 @@ class TuningRun:
         longest = 0
         for point in space.points():
             try:
-                longest = max(longest, self.bed.plan(space.settings(point)).max_model_len)
+                longest = max(longest, self.runner.plan(space.settings(point)).max_model_len)
             except LocalLLMError:
                 continue
             if longest >= self.goal.comfortable_context:
@@ -327,6 +327,6 @@ class TuningRun:
             was_cancelled=self.is_cancelled,
         )
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         self.events.append(event)
         self.on_event(event)

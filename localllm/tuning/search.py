@@ -104,7 +104,7 @@ class SearchRanking:
 
 
 @dataclass(slots=True)
-class _Known:
+class _PointScores:
     """The measurements of one point."""
 
     brief: list[float] = field(default_factory=list)
@@ -157,7 +157,7 @@ class _Search:
     ) -> None:
         self.space, self.start, self.source, self.share, self.before_s = space, start, source, share, before_s
         self._measure, self._should_stop = measure, should_stop
-        self.known: dict[Point, _Known] = {}
+        self.known: dict[Point, _PointScores] = {}
         self.spent_s, self.best_work_s = 0.0, math.inf
         self.unit_s = 0.0  # what one full trial costs
         self.noise, self.patience = LEAST_NOISE, HOPELESS
@@ -183,19 +183,19 @@ class _Search:
         """Measure the start, which shows the cost of a trial.
         If it does not work, try others until a few have worked.
         """
-        for point in [self.start, *self._scattered(self.space.size)]:
+        for point in [self.start, *self._spread_points(self.space.size)]:
             if self._try(point, BRIEF) > -math.inf and (point == self.start or len(self._best(BRIEF)) >= PROBES):
                 break
         for best in self._best(BRIEF)[:1]:
             brief = self.known[best].score(BRIEF)
-            self.unit_s = self._timed(best)
+            self.unit_s = self._measure_in_full(best)
             if self.known[best].full:
                 full = self.known[best].full[0]
                 self.patience = HOPELESS * (1 + abs(full - brief) / max(full, brief))
 
     def _explore(self, until_s: float) -> None:
         count, half_s = max(3, round(self.space.size / 8)), (self.spent_s + until_s) / 2
-        for point in self._scattered(count):
+        for point in self._spread_points(count):
             if self.spent_s < half_s and point not in self.known:
                 self._try(point, BRIEF)
         climbed: set[Point] = set()
@@ -213,7 +213,7 @@ class _Search:
             for moves in self._directions():
                 there = self.space.step(here, moves)
                 while there is not None and self.spent_s < until_s:
-                    if self._brief(there) <= self._brief(here) * (1 + LEAST_NOISE / 2):
+                    if self._brief_score(there) <= self._brief_score(here) * (1 + LEAST_NOISE / 2):
                         break
                     here, there, moving = there, self.space.step(there, moves), True
                     climbed.add(here)
@@ -234,23 +234,23 @@ class _Search:
             finalists.pop()
         for point in finalists:
             if not self.known[point].full:
-                budget_s -= self._timed(point)
+                budget_s -= self._measure_in_full(point)
         if self.start not in finalists and self.start in self._best(BRIEF):
             finalists.append(self.start)
         while budget_s >= len(finalists) * self.unit_s and finalists:
             if min(len(self.known[point].full) for point in finalists) >= 3:
                 return
             for point in finalists:
-                budget_s -= self._timed(point)
+                budget_s -= self._measure_in_full(point)
 
-    def _timed(self, point: Point) -> float:
+    def _measure_in_full(self, point: Point) -> float:
         before_s = self.spent_s
         self._try(point, FULL)
         return self.spent_s - before_s
 
     # ---- one point ---------------------------------------------------------------------------------------------------
 
-    def _brief(self, point: Point) -> float:
+    def _brief_score(self, point: Point) -> float:
         """Return the brief score of a point; measure it if unknown."""
         known = self.known.get(point)
         return known.score(BRIEF) if known is not None else self._try(point, BRIEF)
@@ -263,7 +263,7 @@ class _Search:
             deadline_s = self.patience * self.best_work_s + GRACE_S
         outcome = self._measure(point, effort, deadline_s)
         self.spent_s += outcome.cost_s
-        known = self.known.setdefault(point, _Known())
+        known = self.known.setdefault(point, _PointScores())
         if outcome.score is None:
             known.refused = True
             return -math.inf
@@ -273,7 +273,7 @@ class _Search:
             self.best_work_s = min(self.best_work_s, outcome.work_s)
         return known.score(effort)
 
-    def _scattered(self, count: int) -> list[Point]:
+    def _spread_points(self, count: int) -> list[Point]:
         """Return so many points, each as far as possible from the start and the previous ones."""
         left = [point for point in self.space.points() if point != self.start]
         self.source.shuffle(left)
@@ -300,17 +300,17 @@ class _Search:
         return sorted(working, key=lambda point: -self.known[point].score(effort))
 
     def _found(self) -> SearchRanking:
-        self._weigh_noise()
+        self._estimate_noise()
         in_full = [point for point in self._best(FULL) if self.known[point].full]
         others = [point for point in self._best(FULL) if not self.known[point].full]
-        ranking = self._settle_ties(in_full) + self._settle_ties(others)
+        ranking = self._break_ties(in_full) + self._break_ties(others)
         start = self.known.get(self.start)
         gain = None
         if start is not None and start.full and ranking and self.known[ranking[0]].full:
             gain = self.known[ranking[0]].score(FULL) / start.score(FULL) - 1
         return SearchRanking(tuple(ranking), self.noise, self.spent_s, gain)
 
-    def _weigh_noise(self) -> None:
+    def _estimate_noise(self) -> None:
         """Set the noise to the median difference between repeated full measurements of a point.
 
         If no point was measured twice, use how differently the points' scores changed from brief to full.
@@ -322,7 +322,7 @@ class _Search:
             spreads = [_spread(changes)] if len(changes) > 1 else []
         self.noise = max(LEAST_NOISE, statistics.median(spreads)) if spreads else LEAST_NOISE
 
-    def _settle_ties(self, points: list[Point]) -> list[Point]:
+    def _break_ties(self, points: list[Point]) -> list[Point]:
         """Rank the points. Those within the noise of the best come first, in the order of the tie-breaker; among equal
         tie-breakers the start wins.
         """

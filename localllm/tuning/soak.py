@@ -23,7 +23,7 @@ from localllm.serving.loading import clear_tracebacks
 from localllm.serving.served import ServedModel
 from localllm.serving.sleep import release_cached_memory
 from localllm.tuning.drive import Cancelled, LoadMonitor, monitored, running
-from localllm.tuning.trial import TrialBed
+from localllm.tuning.trial import TrialRunner
 from localllm.tuning.workload import PromptSource
 
 WAITING = 2  # more requests than the engine runs at a time
@@ -55,7 +55,7 @@ class SoakReport:
 
 
 def soak(
-    bed: TrialBed,
+    runner: TrialRunner,
     settings: Mapping[str, Any],
     seconds: float,
     *,
@@ -64,7 +64,7 @@ def soak(
 ) -> SoakReport:
     """Run the soak. Raises `Cancelled` and `DeviceLost`; any other error counts as a failure of the soak."""
     try:
-        return asyncio.run(_soak(bed.open(settings), bed.vocab_size, seconds, seed, should_stop))
+        return asyncio.run(_soak(runner.open(settings), runner.vocab_size, seconds, seed, should_stop))
     except (Cancelled, DeviceLost):
         raise
     except (LocalLLMError, MemoryError, RuntimeError) as error:
@@ -79,13 +79,13 @@ async def _soak(
 ) -> SoakReport:
     monitor = LoadMonitor(model.plan.device, should_stop)
     async with running(model) as client:
-        crowd = _Crowd(model, client, PromptSource(seed, vocab_size), seconds)
+        crowd = _SimulatedUsers(model, client, PromptSource(seed, vocab_size), seconds)
         talkers = min(MOST_TALKERS, model.plan.max_num_seqs) + WAITING
         started_s = time.perf_counter()
         await monitored([crowd.first_words()], monitor)
-        await monitored([crowd.longest(), *(crowd.talk(number) for number in range(talkers))], monitor)
+        await monitored([crowd.longest(), *(crowd.converse(number) for number in range(talkers))], monitor)
         duration_s = time.perf_counter() - started_s
-        await crowd.expect_all_back()
+        await crowd.require_free_blocks()
         stats = client.stats()
     return SoakReport(
         duration_s,
@@ -99,7 +99,7 @@ async def _soak(
     )
 
 
-class _Crowd:
+class _SimulatedUsers:
     """The simulated users of one engine, until time is up."""
 
     def __init__(self, model: ServedModel, client: EngineClient, source: PromptSource, seconds: float) -> None:
@@ -122,7 +122,7 @@ class _Crowd:
         output = min(32, self.limit // 2)
         await self.ask("longest", self.source.prompt(self.limit - output), output, gives_up=False, waits=True)
 
-    async def talk(self, number: int) -> None:
+    async def converse(self, number: int) -> None:
         """Hold one conversation after another. Each turn's prompt is the whole conversation so far, and more."""
         source = random.Random(number)
         turn = 0
@@ -165,7 +165,7 @@ class _Crowd:
         self.longest_tokens = max(self.longest_tokens, len(prompt) + len(answer))
         return tuple(answer)
 
-    async def expect_all_back(self) -> None:
+    async def require_free_blocks(self) -> None:
         """Wait until all KV blocks are free again, and record a failure if they are not."""
         began_s, began_steps = time.perf_counter(), self.client.stats().num_steps
         waited_s = 0.0
@@ -173,8 +173,8 @@ class _Crowd:
             stats = self.client.stats()
             if not (stats.num_running or stats.num_waiting or stats.used_blocks):
                 return
-            stands_still = not (stats.num_running or stats.num_waiting)
-            if waited_s > SETTLE_S and (stands_still or stats.num_steps >= began_steps + SETTLE_STEPS):
+            record_stall = not (stats.num_running or stats.num_waiting)
+            if waited_s > SETTLE_S and (record_stall or stats.num_steps >= began_steps + SETTLE_STEPS):
                 break
             await asyncio.sleep(0.02)
             waited_s = time.perf_counter() - began_s

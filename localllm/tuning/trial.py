@@ -23,7 +23,7 @@ from localllm.serving.phases import OnPhase
 from localllm.serving.reopen import BareModel, close_engine, open_engine
 from localllm.serving.served import ServedModel
 from localllm.serving.sleep import release_cached_memory
-from localllm.tuning.drive import Cancelled, GaveUp, LoadMonitor, MemoryRanLow, drive, running
+from localllm.tuning.drive import Cancelled, DeadlineExceeded, LoadMonitor, MemoryRanLow, drive, running
 from localllm.tuning.figures import Fate, LoadMetrics, Predicted, Trial, figures_of
 from localllm.tuning.goals import Goal, over_budget
 from localllm.tuning.workload import DEFAULT_VOCAB_SIZE, Workload, WorkloadRequest
@@ -36,7 +36,7 @@ WARM_UP = WorkloadRequest(tuple(range(1, 9)), 4)
 Stop = Callable[[], bool]
 
 
-class TrialBed:
+class TrialRunner:
     """A model's weights, and the settings that all trials share. Not thread-safe: one trial at a time."""
 
     def __init__(self, bare: BareModel, config: EngineConfig) -> None:
@@ -45,7 +45,7 @@ class TrialBed:
         self.hardware: Hardware = bare.as_if_not_loaded(read_hardware())
 
     @classmethod
-    def load(cls, settings: Settings, on_phase: OnPhase = lambda phase: None) -> TrialBed:
+    def load(cls, settings: Settings, on_phase: OnPhase = lambda phase: None) -> TrialRunner:
         """Load a model. Raises what a load raises, and `WrongTask` for a model that does not generate text."""
         # Load in a thread that ends with the load: libgomp keeps the workers of a thread that has computed, and
         # with two teams the engine's workers would sleep instead of spinning.
@@ -150,7 +150,7 @@ async def _run(model: ServedModel, workload: Workload, streams: int, monitor: Lo
 
 
 def fate_of(error: BaseException) -> Fate:
-    if isinstance(error, GaveUp):
+    if isinstance(error, DeadlineExceeded):
         return "given up"
     if isinstance(error, DoesNotFit):
         return "does not fit"

@@ -268,7 +268,7 @@ def as_local_error(error: BaseException, scope: Scope) -> LocalLLMError:
         return ClientGone("The client closed the connection before its request had arrived.")
     request_id = request_id_of(scope)
     faults: FaultLog = scope["litestar_app"].state.watchdog.faults
-    faults.note(f"request id={request_id} path={scope['path']!r}", error)
+    faults.record(f"request id={request_id} path={scope['path']!r}", error)
     return InternalError("Internal server error.", f"The log has the details under request id {request_id}.")
 
 

@@ -169,7 +169,7 @@ class Watchdog:
             try:
                 self._look(time.monotonic())
             except Exception as error:  # the manager changes while it is read; the next check may succeed
-                self.faults.note("watchdog", error)
+                self.faults.record("watchdog", error)
 
     def _look(self, now_s: float) -> None:
         self._look_at_loop(now_s)
@@ -213,15 +213,15 @@ class Watchdog:
         loop = self._event_loop(now_s)
         if loop.state == "stuck" and not self._loop_told:
             self._loop_told = True
-            self.faults.stands_still(loop.part, loop.why)
+            self.faults.record_stall(loop.part, loop.why)
         for name, seen in self._engines.items():
             part = _judge(f"engine {name}", seen, now_s)
             if part.state in ("stuck", "dead") and not seen.told:
                 seen.told = True
-                self.faults.stands_still(part.part, part.why)
+                self.faults.record_stall(part.part, part.why)
         compilers = self._compiler_parts()
         if compilers and not self._compilers_told:
-            self.faults.stands_still(compilers[0].part, compilers[0].why)
+            self.faults.record_stall(compilers[0].part, compilers[0].why)
         self._compilers_told = bool(compilers)
 
     def _give_back(self, now_s: float) -> None:

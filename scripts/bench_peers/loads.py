@@ -85,7 +85,7 @@ def bench_load(kind: str, sizes: Sizes, vocab_size: int) -> Load:
 
 def goal_load(goal: Goal, scale: float, context: int, vocab_size: int) -> Load:
     """Return a goal's load. scale: factor on its lengths. context: longest request; a load that fills it does so."""
-    goal = goal if goal.fills_context else goal.shortened(scale).fitting(context)
+    goal = goal if goal.fills_context else goal.with_scaled_lengths(scale).cut_to_context(context)
     return Load(
         f"goal {goal.name}",
         goal.streams,

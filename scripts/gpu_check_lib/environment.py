@@ -34,9 +34,9 @@ def missing() -> list[str]:
             problems.append(f"{name} {found} is too old: {oldest} or newer. Try: pip install --upgrade {name}")
     if problems:
         return problems
-    from localllm.machine.gpu_support import gpu_obstacles
+    from localllm.machine.gpu_support import gpu_problems
 
-    return [f"{obstacle.what} Try: {obstacle.remedy}" for obstacle in gpu_obstacles()]
+    return [f"{problem.what} Try: {problem.remedy}" for problem in gpu_problems()]
 
 
 def machine() -> dict[str, Any]:

@@ -44,7 +44,7 @@ def test_requests_fit_a_short_context(name: str, context: int) -> None:
 
 def test_a_slow_machine_gets_shorter_requests_and_a_fast_one_more() -> None:
     chat = GOALS["chat"]
-    slow, slowest, fast = chat.fit_to(20.0, 12.0), chat.fit_to(1e6, 12.0), chat.fit_to(0.1, 12.0)
+    slow, slowest, fast = chat.scaled_to(20.0, 12.0), chat.scaled_to(1e6, 12.0), chat.scaled_to(0.1, 12.0)
     assert (slow.prompt_len, slow.output_len, slow.rounds) == (77, 19, ROUNDS)
     assert slowest.prompt_len == chat.prompt_len * SHORTEST
     assert (fast.prompt_len, fast.rounds) == (512, 32)

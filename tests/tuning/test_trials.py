@@ -30,7 +30,7 @@ from localllm.tuning.run import (
     TuningRun,
 )
 from localllm.tuning.soak import soak
-from localllm.tuning.trial import TrialBed
+from localllm.tuning.trial import TrialRunner
 from tests.models.pooling.checkpoints import save_bert
 from tests.serving import spy_on_closing
 
@@ -42,14 +42,14 @@ QUICK = TuneOptions(
 
 
 @pytest.fixture(scope="module")
-def bed(tmp_path_factory: pytest.TempPathFactory) -> TrialBed:
+def runner(tmp_path_factory: pytest.TempPathFactory) -> TrialRunner:
     from tests.tiny import make_tiny_model
 
     path = make_tiny_model(tmp_path_factory.mktemp("tuned") / "tiny-llama", "llama")
     config = EngineConfig(
         model=str(path), device="cpu", max_model_len=256, kv_cache_memory_bytes=1 << 20, profile="none"
     )
-    return TrialBed.load(Settings(config))
+    return TrialRunner.load(Settings(config))
 
 
 @pytest.fixture
@@ -57,21 +57,21 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TorchRunner]]:
     """Whatever a test opens on the weights is closed when it ends."""
     runners: list[TorchRunner] = []
     closed = spy_on_closing(monkeypatch)
-    make = TrialBed.open
+    make = TrialRunner.open
 
-    def spy(self: TrialBed, settings: Any) -> ServedModel:
+    def spy(self: TrialRunner, settings: Any) -> ServedModel:
         model = make(self, settings)
         assert isinstance(model.loop.runner, TorchRunner)
         runners.append(model.loop.runner)
         return model
 
-    monkeypatch.setattr(TrialBed, "open", spy)
+    monkeypatch.setattr(TrialRunner, "open", spy)
     yield runners
     assert {id(each) for each in runners} <= {id(each) for each in closed}
 
 
-def test_a_trial_measures_what_its_goal_asks(bed: TrialBed, opened: list[TorchRunner]) -> None:
-    seen = bed.run(1, {"max_num_seqs": 4}, GOAL)
+def test_a_trial_measures_what_its_goal_asks(runner: TrialRunner, opened: list[TorchRunner]) -> None:
+    seen = runner.run(1, {"max_num_seqs": 4}, GOAL)
     assert seen.fate == "measured", seen.why
     assert seen.figures is not None
     assert seen.predicted is not None
@@ -83,132 +83,137 @@ def test_a_trial_measures_what_its_goal_asks(bed: TrialBed, opened: list[TorchRu
     assert len(opened) == 1
 
 
-def test_the_same_weights_answer_under_other_settings(bed: TrialBed, opened: list[TorchRunner]) -> None:
+def test_the_same_weights_answer_under_other_settings(runner: TrialRunner, opened: list[TorchRunner]) -> None:
     """What the next trial opens computes with the tensors that the last one used."""
     models = []
     for settings in ({"max_num_seqs": 2}, {"max_num_batched_tokens": 64}):
-        served = bed.open(settings)
+        served = runner.open(settings)
         models.append(served.loop.runner.model)  # type: ignore[union-attr]
         served.close()
-    assert models[0] is models[1] is bed.bare.model
+    assert models[0] is models[1] is runner.bare.model
     assert len(opened) == 2
 
 
-def test_what_does_not_fit_is_refused_by_arithmetic(bed: TrialBed, opened: list[TorchRunner]) -> None:
-    seen = bed.run(1, {"kv_cache_memory_bytes": 1 << 50}, GOAL)
+def test_what_does_not_fit_is_refused_by_arithmetic(runner: TrialRunner, opened: list[TorchRunner]) -> None:
+    seen = runner.run(1, {"kv_cache_memory_bytes": 1 << 50}, GOAL)
     assert seen.fate == "does not fit"
     assert "1024 TiB" in seen.why
-    assert bed.run(2, {}, GOAL, floor=512).why == "a context of 256, at least 512 is required"
+    assert runner.run(2, {}, GOAL, floor=512).why == "a context of 256, at least 512 is required"
     tight = replace(GOAL, limits=GoalLimits(max_memory_bytes=1000))
-    assert bed.run(3, {}, tight).fate == "over a limit"
+    assert runner.run(3, {}, tight).fate == "over a limit"
     assert not opened
 
 
 def test_a_trial_out_of_memory_is_a_result(
-    bed: TrialBed, opened: list[TorchRunner], monkeypatch: pytest.MonkeyPatch
+    runner: TrialRunner, opened: list[TorchRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device refuses in the middle of a step; the next trial finds everything as it was."""
-    forward = bed.bare.model.forward
+    forward = runner.bare.model.forward
 
     def greedy_forward(inputs: Any, kv_cache: Any) -> Any:
         if len(inputs.token_ids) > 16:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return forward(inputs, kv_cache)
 
-    monkeypatch.setattr(bed.bare.model, "forward", greedy_forward)
-    large, small = bed.run(1, {"max_num_batched_tokens": 64}, GOAL), bed.run(2, {"max_num_batched_tokens": 16}, GOAL)
+    monkeypatch.setattr(runner.bare.model, "forward", greedy_forward)
+    large, small = (
+        runner.run(1, {"max_num_batched_tokens": 64}, GOAL),
+        runner.run(2, {"max_num_batched_tokens": 16}, GOAL),
+    )
     assert (large.fate, small.fate) == ("out of memory", "measured")
     assert "ran out of memory" in large.why
     assert large.score is None
 
 
-def test_memory_that_is_refused_at_the_opening_is_a_result(bed: TrialBed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_refused_at_the_opening_is_a_result(
+    runner: TrialRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*args: Any, **options: Any) -> Any:
         raise MemoryError("no pages")
 
     with monkeypatch.context() as patch:
         patch.setattr(TorchRunner, "warm_up", refuse)
-        assert bed.run(1, {}, GOAL).fate == "out of memory"
-    assert bed.run(2, {}, GOAL).fate == "measured"
+        assert runner.run(1, {}, GOAL).fate == "out of memory"
+    assert runner.run(2, {}, GOAL).fate == "measured"
 
 
 def test_a_machine_that_runs_low_ends_the_trial_before_the_kernel_does(
-    bed: TrialBed, opened: list[TorchRunner], monkeypatch: pytest.MonkeyPatch
+    runner: TrialRunner, opened: list[TorchRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drive, "LEAST_FREE_BYTES", 1 << 60)
-    assert bed.run(1, {}, GOAL).fate == "out of memory"
+    assert runner.run(1, {}, GOAL).fate == "out of memory"
 
 
-def test_a_hopeless_trial_is_given_up(bed: TrialBed, opened: list[TorchRunner]) -> None:
+def test_a_hopeless_trial_is_given_up(runner: TrialRunner, opened: list[TorchRunner]) -> None:
     long = replace(GOAL, rounds=200)
-    seen = bed.run(1, {}, long, deadline_s=0.05)
+    seen = runner.run(1, {}, long, deadline_s=0.05)
     assert seen.fate == "given up"
     assert seen.cost_s < 5
 
 
-def test_a_limit_that_is_broken_is_told_with_its_figures(bed: TrialBed) -> None:
-    seen = bed.run(1, {}, replace(GOAL, limits=GoalLimits(max_ttft_s=1e-9)))
+def test_a_limit_that_is_broken_is_told_with_its_figures(runner: TrialRunner) -> None:
+    seen = runner.run(1, {}, replace(GOAL, limits=GoalLimits(max_ttft_s=1e-9)))
     assert seen.fate == "over a limit"
     assert "to the first token" in seen.why
     assert seen.figures is not None
     assert not seen.was_measured
 
 
-def test_a_cache_that_says_the_same_agrees_wholly(bed: TrialBed, opened: list[TorchRunner]) -> None:
-    same = agreement(bed, {}, {"max_num_batched_tokens": 64})
+def test_a_cache_that_says_the_same_agrees_wholly(runner: TrialRunner, opened: list[TorchRunner]) -> None:
+    same = agreement(runner, {}, {"max_num_batched_tokens": 64})
     assert same.share == 1.0
     assert same.is_enough
-    assert 0.0 <= agreement(bed, {}, {"kv_cache_dtype": "fp8"}).share <= 1.0
+    assert 0.0 <= agreement(runner, {}, {"kv_cache_dtype": "fp8"}).share <= 1.0
 
 
-def test_a_soak_fills_the_context_and_loses_nothing(bed: TrialBed, opened: list[TorchRunner]) -> None:
-    report = soak(bed, {"max_num_seqs": 4, "max_num_batched_tokens": 64}, 0.5)
+def test_a_soak_fills_the_context_and_loses_nothing(runner: TrialRunner, opened: list[TorchRunner]) -> None:
+    report = soak(runner, {"max_num_seqs": 4, "max_num_batched_tokens": 64}, 0.5)
     assert report.passed, report.why
     assert report.cancelled > 0
     assert report.longest_tokens == 256
 
 
-def test_a_soak_passes_on_a_machine_that_is_slow(bed: TrialBed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_soak_passes_on_a_machine_that_is_slow(runner: TrialRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a step takes a third of the time there is: somebody is answered, and what runs may end."""
-    forward = bed.bare.model.forward
+    forward = runner.bare.model.forward
 
     def slow(inputs: Any, kv_cache: Any) -> Any:
         time.sleep(0.1)
         return forward(inputs, kv_cache)
 
-    monkeypatch.setattr(bed.bare.model, "forward", slow)
+    monkeypatch.setattr(runner.bare.model, "forward", slow)
     monkeypatch.setattr("localllm.tuning.soak.SETTLE_S", 0.01)
-    report = soak(bed, {"max_num_seqs": 2, "max_num_batched_tokens": 16}, 0.3)
+    report = soak(runner, {"max_num_seqs": 2, "max_num_batched_tokens": 16}, 0.3)
     assert report.passed, report
     assert report.finished <= 3
 
 
-def test_a_soak_sees_blocks_that_are_not_given_back(bed: TrialBed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_soak_sees_blocks_that_are_not_given_back(runner: TrialRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineClient, "stats", lambda self: replace(stats(self), used_blocks=7))
     monkeypatch.setattr("localllm.tuning.soak.SETTLE_S", 0.05)
-    report = soak(bed, {"max_num_seqs": 2}, 0.2)
+    report = soak(runner, {"max_num_seqs": 2}, 0.2)
     assert not report.passed
     assert report.why == "7 KV blocks were not freed, 0 requests are still running"
 
 
-def test_a_soak_sees_a_step_that_fails(bed: TrialBed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_soak_sees_a_step_that_fails(runner: TrialRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the longest context runs out of memory: no trial would have found it."""
-    forward = bed.bare.model.forward
+    forward = runner.bare.model.forward
 
     def fails_late(inputs: Any, kv_cache: Any) -> Any:
         if int(inputs.positions.max()) > 200:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return forward(inputs, kv_cache)
 
-    monkeypatch.setattr(bed.bare.model, "forward", fails_late)
-    report = soak(bed, {"max_num_seqs": 2}, 0.3)
+    monkeypatch.setattr(runner.bare.model, "forward", fails_late)
+    report = soak(runner, {"max_num_seqs": 2}, 0.3)
     assert not report.passed
     assert "out of memory" in report.why
 
 
-def test_a_run_goes_from_a_goal_to_a_pick_that_was_soaked(bed: TrialBed, opened: list[TorchRunner]) -> None:
+def test_a_run_goes_from_a_goal_to_a_pick_that_was_soaked(runner: TrialRunner, opened: list[TorchRunner]) -> None:
     told: list[Any] = []
-    tuning = TuningRun(bed, GOAL, QUICK, told.append)
+    tuning = TuningRun(runner, GOAL, QUICK, told.append)
     result = tuning.start()
     assert result is tuning.result
     assert told == tuning.events
@@ -226,22 +231,22 @@ def test_a_run_goes_from_a_goal_to_a_pick_that_was_soaked(bed: TrialBed, opened:
     assert not result.was_cancelled
 
 
-def test_the_next_best_is_taken_where_the_soak_fails(bed: TrialBed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_best_is_taken_where_the_soak_fails(runner: TrialRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     soaked: list[Any] = []
 
-    def fails_once(bed: TrialBed, settings: Any, *args: Any, **options: Any) -> Any:
+    def fails_once(runner: TrialRunner, settings: Any, *args: Any, **options: Any) -> Any:
         soaked.append(settings)
-        return replace(soak(bed, settings, 0.2), failures=int(len(soaked) == 1))
+        return replace(soak(runner, settings, 0.2), failures=int(len(soaked) == 1))
 
     monkeypatch.setattr(run, "soak", fails_once)
-    result = TuningRun(bed, GOAL, QUICK).start()
+    result = TuningRun(runner, GOAL, QUICK).start()
     assert len(soaked) == 2
     assert result.pick is not None
     assert result.pick.settings == soaked[1] != soaked[0]
 
 
-def test_a_cancelled_run_keeps_what_was_measured(bed: TrialBed, opened: list[TorchRunner]) -> None:
-    tuning = TuningRun(bed, GOAL, QUICK)
+def test_a_cancelled_run_keeps_what_was_measured(runner: TrialRunner, opened: list[TorchRunner]) -> None:
+    tuning = TuningRun(runner, GOAL, QUICK)
 
     def cancel_after_two(event: Any) -> None:
         if isinstance(event, TrialBegan) and event.number == 3:
@@ -255,8 +260,8 @@ def test_a_cancelled_run_keeps_what_was_measured(bed: TrialBed, opened: list[Tor
     assert result.soak is None
 
 
-def test_where_nothing_keeps_the_limits_there_is_no_pick(bed: TrialBed) -> None:
-    result = TuningRun(bed, replace(GOAL, limits=GoalLimits(min_context=100_000)), QUICK).start()
+def test_where_nothing_keeps_the_limits_there_is_no_pick(runner: TrialRunner) -> None:
+    result = TuningRun(runner, replace(GOAL, limits=GoalLimits(min_context=100_000)), QUICK).start()
     assert result.pick is None
     assert {each.fate for each in result.trials} == {"over a limit"}
 
@@ -264,7 +269,7 @@ def test_where_nothing_keeps_the_limits_there_is_no_pick(bed: TrialBed) -> None:
 def test_a_model_that_writes_nothing_is_not_tuned(tmp_path: Path) -> None:
     path = save_bert(tmp_path / "bert")
     with pytest.raises(WrongTask):
-        TrialBed.load(Settings(EngineConfig(model=str(path), device="cpu", profile="none")))
+        TrialRunner.load(Settings(EngineConfig(model=str(path), device="cpu", profile="none")))
 
 
 def figures(tokens_per_s: float, ttft_s: float, context: int) -> LoadMetrics:

@@ -49,7 +49,7 @@ class Held:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    made, measure = Held(), trial.TrialBed.run
+    made, measure = Held(), trial.TrialRunner.run
 
     def wait(self: Any, number: int, *args: Any, should_stop: Callable[[], bool], **options: Any) -> Any:
         if number == 2:
@@ -57,7 +57,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
             wait_until(lambda: made.go_on.is_set() or should_stop())
         return measure(self, number, *args, should_stop=should_stop, **options)
 
-    monkeypatch.setattr(trial.TrialBed, "run", wait)
+    monkeypatch.setattr(trial.TrialRunner, "run", wait)
     yield made
     made.go_on.set()
 
@@ -166,13 +166,13 @@ def test_a_cancelled_run_shows_what_was_measured_and_the_model_serves(server: Tu
 
 
 def test_a_trial_out_of_memory_is_a_line_of_the_table(server: TunedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_or_not(self: trial.TrialBed, settings: Any) -> Any:
+    def open_or_not(self: trial.TrialRunner, settings: Any) -> Any:
         if settings.get("max_num_batched_tokens") == 256:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return opened(self, settings)
 
-    opened = trial.TrialBed.open
-    monkeypatch.setattr(trial.TrialBed, "open", open_or_not)
+    opened = trial.TrialRunner.open
+    monkeypatch.setattr(trial.TrialRunner, "open", open_or_not)
     server.begin()
     result = text_of(server.finish())
     assert "out of memory CUDA out of memory. Tried to allocate 20.00 GiB." in result

@@ -265,7 +265,7 @@ def test_while_the_model_loads_pages_say_so_and_refuse_politely() -> None:
         assert "Loading tiny" in browser.get("/dashboard").text
         assert browser.post("/chat", data={"message": "hi"}, headers=SCRIPTED).status_code == 503
         with browser.stream("GET", "/live/status?loading=1") as stream:
-            server.manager.entries[0].note(Phase("weights", "1.2 of 8.3 MiB", 0.1, 0.15))
+            server.manager.entries[0].record_phase(Phase("weights", "1.2 of 8.3 MiB", 0.1, 0.15))
             news = stream.iter_text()
             wait_until(lambda: "1.2 of 8.3 MiB" in next(news))
             server.manager.adopt(StubModel())  # type: ignore[arg-type]

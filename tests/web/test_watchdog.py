@@ -195,7 +195,7 @@ def test_health_is_red_while_an_engine_is_stuck(
     thread = held_step(server, runner)
     wait_until(lambda: server.get("/health").status_code == 503)
     error = refusal(server.get("/health"), 503)
-    assert error["code"] == "stands_still"
+    assert error["code"] == "record_stall"
     assert "finished no step" in error["message"]
     wait_until(lambda: server.get("/localllm/v1/server").json()["num_faults"] == 1)
     runner.gate.set()
@@ -246,7 +246,7 @@ def test_the_doctor_tells_what_a_running_server_knows(
         assert word in told, told
     thread = held_step(server, runner)
     wait_until(lambda: server.get("/health").json()["status"] == "slow")
-    server.server.app.state.watchdog.faults.note("thread x", ValueError("odd"))
+    server.server.app.state.watchdog.faults.record("thread x", ValueError("odd"))
     assert main(["doctor", "--server", "--url", server.url]) == 0
     told = capsys.readouterr().out
     for word in ("Its step has run for", "1 open", "thread x: ValueError: odd"):

@@ -56,7 +56,7 @@ class WakeQuery(ModelQuery, kw_only=True):
 async def slots(request: ApiRequest) -> ASGIResponse:
     """A slot is a sequence here; there are no idle slots."""
     manager, name = manager_of(request), request.query_params.get("model")
-    asked = manager.register.require_known(name) if name else None
+    asked = manager.register.require(name) if name else None
     models = [model for model in manager.ready if asked is None or asked.served is model]
     return json_response([_slot(i, model, each) for i, (model, each) in enumerate(_live(models))])
 
@@ -143,7 +143,7 @@ async def is_sleeping(request: ApiRequest) -> ASGIResponse:
 
 def _meant(request: ApiRequest) -> ModelEntry | None:
     manager, name = manager_of(request), request.query_params.get("model")
-    return manager.register.require_known(name) if name else manager.default
+    return manager.register.require(name) if name else manager.default
 
 
 def routes() -> list[ControllerRouterHandler]:

@@ -201,7 +201,7 @@ async def remove_found(request: ApiRequest, target: RemovalTarget) -> dict[str, 
     refuse_if_loaded(request, target)
     removed = await asyncio.to_thread(remove_target, target)
     if target.alias_of is not None:
-        manager_of(request).register.forget_name(target.name)
+        manager_of(request).register.remove_name(target.name)
     return {"id": target.name, "object": "model", "deleted": True, "freed_bytes": removed.freed_bytes}
 
 
@@ -211,7 +211,7 @@ async def copy_model(request: ApiRequest, source: str, name: str) -> None:
 
     refuse_if_named(request, name)
     await asyncio.to_thread(catalog.copy_model, source, name)
-    manager_of(request).register.forget_name(name)  # the name may have belonged to another model
+    manager_of(request).register.remove_name(name)  # the name may have belonged to another model
 
 
 def refuse_if_loaded(request: ApiRequest, target: RemovalTarget) -> None:

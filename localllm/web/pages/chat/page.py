@@ -139,7 +139,7 @@ def _worth_returning(text: str) -> str:
 def card_of(room: Room, settings: Mapping[str, str]) -> ModelCard | None:
     """Return facts about the model that the next message goes to."""
     name = settings.get("model")
-    entry = room.manager.register.known(name) if name else None
+    entry = room.manager.register.find(name) if name else None
     return entry.card if entry is not None else room.card if not name else None
 
 
@@ -154,7 +154,7 @@ async def _models(room: Room, settings: Mapping[str, str]) -> tuple[ModelChoice,
     }
     notes |= {name: "not loaded" for name in await room.manager.register.installed() if name not in notes}
     if chosen not in notes:
-        known = room.manager.register.known(chosen)
+        known = room.manager.register.find(chosen)
         notes = {chosen: "not here"} | notes if known is None else notes
         chosen = known.name if known is not None else chosen
     return tuple(ModelChoice(name, name == chosen, note) for name, note in notes.items())

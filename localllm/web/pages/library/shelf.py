@@ -79,13 +79,13 @@ class Shelf:
 
     def row(self, name: str) -> ModelRow | None:
         """Return the row of a model, named as in the catalogue or in the manager."""
-        entry = self._manager.register.known(name)
+        entry = self._manager.register.find(name)
         names = {name, entry.name} if entry is not None else {name}
         return next((row for row in self.rows() if row.name in names), None)
 
     def path_of(self, name: str) -> Path | None:
         """Return the path of a model, if the manager knows it."""
-        entry = self._manager.register.known(name)
+        entry = self._manager.register.find(name)
         return entry.path if entry is not None else None
 
     def has(self, repo_id: str) -> bool:

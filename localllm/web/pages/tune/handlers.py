@@ -23,7 +23,7 @@ from litestar.response import Redirect, Response, Stream
 from localllm.errors import LocalLLMError
 from localllm.serving.entry import ModelEntry
 from localllm.serving.manager import DRAIN_S
-from localllm.serving.profiles import forget_profile
+from localllm.serving.profiles import delete_profile
 from localllm.tuning.goals import GOALS, goal_of
 from localllm.tuning.run import TuneOptions
 from localllm.units import format_count, format_seconds
@@ -155,7 +155,7 @@ async def apply_plan(request: Request[Any, Any, Any]) -> Redirect:
 async def delete_plan(request: Request[Any, Any, Any]) -> Redirect:
     """Delete a profile; a model that runs with it keeps running."""
     file = (await fields_of(request)).get("file", "")
-    await asyncio.to_thread(forget_profile, file)
+    await asyncio.to_thread(delete_profile, file)
     return Redirect("/tune#plans", status_code=303)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from localllm.tuning.figures import LoadMetrics, Trial, pareto, telling
+from localllm.tuning.figures import LoadMetrics, Trial, best_measurements, pareto
 from localllm.tuning.words import settings_in_short
 from localllm.units import format_count, format_rate, format_seconds
 from localllm.web.pages.tune.views import ParetoRow, Point, Scatter
@@ -19,12 +19,12 @@ def scatter(trials: Sequence[Trial], pick: Trial | None, *, by_context: bool) ->
     """Return the plot. For each set of settings it shows the most reliable trial: a brief one says
     little about speed.
     """
-    told = telling(trials)
-    best = pareto(told)
+    measured = best_measurements(trials)
+    best = pareto(measured)
     x_of: Callable[[LoadMetrics], float] = (
         (lambda f: float(f.context)) if by_context else (lambda f: f.ttft_p50_s or 0.0)
     )
-    figures = [trial.figures for trial in told if trial.figures is not None]
+    figures = [trial.figures for trial in measured if trial.figures is not None]
     xs, ys = [x_of(each) for each in figures], [each.output_tokens_per_s for each in figures]
 
     def place(figures: LoadMetrics) -> tuple[float, float]:
@@ -34,7 +34,7 @@ def scatter(trials: Sequence[Trial], pick: Trial | None, *, by_context: bool) ->
 
     numbers = {trial.number for trial in best}
     points = []
-    for trial in told:
+    for trial in measured:
         assert trial.figures is not None
         is_pick = pick is not None and trial.settings == pick.settings
         kind = "pick" if is_pick else "pareto" if trial.number in numbers else "other"
@@ -48,8 +48,8 @@ def scatter(trials: Sequence[Trial], pick: Trial | None, *, by_context: bool) ->
         title="Speed against context" if by_context else "Speed against time to first token",
         x_title="tokens of context" if by_context else "time to first token",
         x_low=write(min(xs)) if xs else "",
-        x_high=write(max(xs)) if len(told) > 1 else "",
-        y_low=format_rate(min(ys)) if len(told) > 1 else "",
+        x_high=write(max(xs)) if len(measured) > 1 else "",
+        y_low=format_rate(min(ys)) if len(measured) > 1 else "",
         y_high=format_rate(max(ys)) if ys else "",
         rows=tuple(_row(trial, pick) for trial in best),
     )

@@ -97,7 +97,7 @@ def choosable(models: Sequence[ModelEntry]) -> list[str]:
 
 
 def progress(job: Job) -> Progress:
-    seen = job.outlook()
+    seen = job.remaining_time()
     return Progress(
         model=job.model,
         goal=job.goal.name,

@@ -21,12 +21,12 @@ from localllm.serving.profiles import Profile, save_profile
 from localllm.serving.reopen import BareModel
 from localllm.tuning.figures import Trial
 from localllm.tuning.goals import Goal
-from localllm.tuning.outlook import Outlook, outlook
 from localllm.tuning.profile import profile_of
+from localllm.tuning.remaining_time import RemainingTime, remaining_time
 from localllm.tuning.run import BestChanged, Event, PhaseBegan, TrialBegan, TrialEnded, TuneOptions, TuningResult
 from localllm.tuning.run import TuningRun as Run
 from localllm.tuning.space import fixed_by
-from localllm.tuning.trial import TrialBed
+from localllm.tuning.trial import TrialRunner
 from localllm.web.pages.tune.plans import put_to_use
 
 log = logging.getLogger(__name__)
@@ -78,11 +78,11 @@ class Job:
     def seconds(self) -> float:
         return (self.ended_s or time.monotonic()) - self.started_s
 
-    def outlook(self) -> Outlook | None:
+    def remaining_time(self) -> RemainingTime | None:
         if self.run is None:
             return None
         soaking = next((began_s for phase, began_s in self.phases if phase.name == "soak"), None)
-        return outlook(self.run, time.monotonic() - soaking if soaking is not None else 0.0)
+        return remaining_time(self.run, time.monotonic() - soaking if soaking is not None else 0.0)
 
     def note(self, event: Event) -> None:
         self.stage = "running"
@@ -117,7 +117,7 @@ class Wizard:
         if self.running is not None:
             why = f"{self.running.model} is being tuned for {self.running.goal.name}."
             raise TuningUnderWay("A tuning run is under way.", why, "Watch it at /tune/run, or cancel it there.")
-        entry = self.manager.register.require_known(model)
+        entry = self.manager.register.require(model)
         asked = entry.settings.engine.model if entry.settings is not None else entry.name
         self.job = Job(entry.name, asked, goal, options, time.monotonic())
         self._task = asyncio.create_task(self._live(self.job), name="tune")
@@ -160,7 +160,7 @@ class Wizard:
             raise NothingTuned("There are no settings to save.", "The last run found no settings.", "Tune again.")
         profile = replace(job.profile, name=name or job.profile.name, applied=apply)
         if apply:
-            await put_to_use(self.manager, self.manager.register.require_known(job.model), profile, job.model)
+            await put_to_use(self.manager, self.manager.register.require(job.model), profile, job.model)
         else:
             await asyncio.to_thread(save_profile, profile, job.model)
         job.kept_as, job.is_applied = profile.name, apply
@@ -177,13 +177,13 @@ class Wizard:
             loop.call_soon_threadsafe(self._note, job, event)
 
         def work(bare: BareModel, settings: Settings) -> None:
-            bed = TrialBed(bare, replace(settings.engine, profile="none"))
-            job.run = Run(bed, job.goal, replace(job.options, fixed=fixed_by(settings)), tell)
+            runner = TrialRunner(bare, replace(settings.engine, profile="none"))
+            job.run = Run(runner, job.goal, replace(job.options, fixed=fixed_by(settings)), tell)
             if job.cancelled:
                 job.run.cancel()
             job.result = result = job.run.start()
             if result.pick is not None:
-                job.profile = profile_of(result, bed, result.goal.name, applied=False)
+                job.profile = profile_of(result, runner, result.goal.name, applied=False)
 
         def stop() -> None:
             job.cancelled = True

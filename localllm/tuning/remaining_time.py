@@ -12,8 +12,8 @@ from localllm.tuning.search import FINALISTS, FULL, SMALL_SPACE
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """Time of the search and the soak; the phases before them are short."""
+class RemainingTime:
+    """Time that the search and the soak took and will take; the phases before them are short."""
 
     spent_s: float
     left_s: float
@@ -23,8 +23,8 @@ class Outlook:
         return self.spent_s / (self.spent_s + self.left_s) if self.spent_s + self.left_s else 0.0
 
 
-def outlook(run: TuningRun, soaking_s: float = 0.0) -> Outlook | None:
-    """Return the outlook, or None before the size of the search is known. soaking_s: time since the soak began."""
+def remaining_time(run: TuningRun, soaking_s: float = 0.0) -> RemainingTime | None:
+    """Return the times, or None before the size of the search is known. soaking_s: time since the soak began."""
     if run.searched is None:
         return None
     full = [trial.cost_s for trial in run.trials if trial.effort == FULL and trial.was_measured]
@@ -36,4 +36,4 @@ def outlook(run: TuningRun, soaking_s: float = 0.0) -> Outlook | None:
     soaked = any(isinstance(event, SoakEnded) for event in run.events)
     search_left_s = 0.0 if soaks else max(0.0, budget_s - spent_s)
     soak_left_s = 0.0 if soaked else max(0.0, run.options.soak_s - soaking_s)
-    return Outlook(spent_s + soaking_s, search_left_s + soak_left_s)
+    return RemainingTime(spent_s + soaking_s, search_left_s + soak_left_s)
