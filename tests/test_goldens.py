@@ -14,7 +14,8 @@ from localllm.engine.block_pool import BlockPool
 from localllm.engine.loop import EngineLoop
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
-from localllm.engine.scheduler import Scheduler, SchedulerConfig
+from localllm.engine.scheduler import Scheduler
+from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import TokenLogprobs
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model

@@ -26,7 +26,8 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.pulse import Pulse, pulse_of
 from localllm.engine.recorder import now_s
 from localllm.engine.request import Request
-from localllm.engine.scheduler import Scheduler, as_told
+from localllm.engine.scheduler import Scheduler
+from localllm.engine.settle import as_localllm_error
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import PendingStep, Runner, StepPlan, TokenMasks
 from localllm.errors import DeviceLost, EngineCrashed, EngineError, EngineStopped, LocalLLMError
@@ -256,7 +257,7 @@ class EngineLoop:
             request.needs_host_tokens = self.runner.needs_host_tokens(request.params)
             self.scheduler.add(request)
         except Exception as error:
-            told = as_told(error, request)
+            told = as_localllm_error(error, request)
             self._collect([EngineOutput(request.request_id, finish_reason="error", error=told)])
 
     def _collect(self, outputs: list[EngineOutput]) -> None:
@@ -324,7 +325,7 @@ class EngineLoop:
                 request.grammar.fill(allowed)
             except Exception as error:
                 allowed[:] = -1
-                self.scheduler.fail(request, as_told(error, request))
+                self.scheduler.fail(request, as_localllm_error(error, request))
         return TokenMasks(tuple(rows), bits)
 
     def _may_forbid(self, request: Request) -> bool:
@@ -335,7 +336,7 @@ class EngineLoop:
         try:
             return request.grammar.may_forbid(request.num_output_placeholders - 1)
         except Exception as error:
-            self.scheduler.fail(request, as_told(error, request))
+            self.scheduler.fail(request, as_localllm_error(error, request))
             return False
 
     def _draft(self, drafter: Drafter) -> None:
@@ -359,7 +360,7 @@ class EngineLoop:
         log.error("step failed running=%d launched=%d", running, launched, exc_info=error)
         self._pending.clear()
         self.scheduler.recorder.num_failed_steps += 1
-        told, interrupt = as_told(error), None
+        told, interrupt = as_localllm_error(error), None
         if not isinstance(told, DeviceLost | EngineCrashed):  # after these the device cannot be used at all
             try:
                 self.runner.reset()

@@ -346,7 +346,8 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
     from localllm.engine.block_hash import BlockHasher
     from localllm.engine.block_pool import BlockPool
     from localllm.engine.loop import EngineLoop
-    from localllm.engine.scheduler import Scheduler, SchedulerConfig
+    from localllm.engine.scheduler import Scheduler
+    from localllm.engine.scheduler_config import SchedulerConfig
 
     scheduler = Scheduler(
         SchedulerConfig(

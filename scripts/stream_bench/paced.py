@@ -18,7 +18,8 @@ from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import BlockPool
 from localllm.engine.loop import EngineLoop
 from localllm.engine.params import SamplingParams
-from localllm.engine.scheduler import Scheduler, SchedulerConfig
+from localllm.engine.scheduler import Scheduler
+from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import RowResult, Runner, RunnerStats, StepPlan, StepResult, StepTimings, TokenMasks
 
 BLOCK_SIZE = 16

@@ -15,7 +15,9 @@ from localllm.engine.loop import Drafter, EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Grammar, Request, State
-from localllm.engine.scheduler import NEVER, Scheduler, SchedulerConfig
+from localllm.engine.request_table import NEVER
+from localllm.engine.scheduler import Scheduler
+from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import PromptEmbeds, RunnerStats, StepPlan
 from localllm.errors import StepFailed
 from localllm.runner.fake import FakeRunner

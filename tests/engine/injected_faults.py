@@ -321,7 +321,7 @@ class Walk:
         assert not loop._open
         assert not loop._pending
         assert scheduler.pool.num_free == scheduler.pool.capacity
-        assert sorted(scheduler._free_slots) == list(range(4))
+        assert sorted(scheduler.table.free_slots) == list(range(4))
         assert [adapter.num_requests for adapter in self.adapters] == [0, 0]
 
     def _settled(self) -> None:

@@ -15,7 +15,8 @@ from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import BlockPool
 from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput
-from localllm.engine.scheduler import Scheduler, SchedulerConfig
+from localllm.engine.scheduler import Scheduler
+from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.runner.fake import FakeRunner
 from tests.engine.harness import make_request
 

@@ -100,7 +100,7 @@ class EngineWalk(RuleBasedStateMachine):
         self.engine.run()
         scheduler = self.engine.scheduler
         assert scheduler.pool.num_free == scheduler.pool.capacity  # I6
-        assert sorted(scheduler._free_slots) == list(range(len(scheduler._free_slots)))
+        assert sorted(scheduler.table.free_slots) == list(range(len(scheduler.table.free_slots)))
         for name, (prompt, max_tokens, stop, grammar) in self.asked.items():
             assert name in self.engine.endings  # I20: exactly one ending
             expected = expected_output(prompt, max_tokens, vocab_size=4, grammar=grammar and EveryOther(grammar))

@@ -15,7 +15,8 @@ from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
-from localllm.engine.scheduler import Scheduler, SchedulerConfig
+from localllm.engine.scheduler import Scheduler
+from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec

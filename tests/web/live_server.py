@@ -21,7 +21,8 @@ from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import BlockPool
 from localllm.engine.client import EngineClient
 from localllm.engine.loop import EngineLoop
-from localllm.engine.scheduler import Scheduler, SchedulerConfig
+from localllm.engine.scheduler import Scheduler
+from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import StepPlan
 from localllm.models.fit import MemoryPlan

@@ -1,0 +1,176 @@
+"""The unfinished requests of one engine: which wait, which run, and the slots and KV blocks that the running ones hold.
+
+    waiting -> running (`admit`) -> finished (`finish`)
+                  |  ^
+                  v  |
+               preempted (`preempt`), which waits again without blocks
+
+The scheduler plans steps over these requests (scheduler.py), and settle.py applies the results of a step to them.
+Does not know: why a request is admitted or preempted, tokens of a step, torch, text, threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+
+from localllm.engine.block_hash import BlockHasher
+from localllm.engine.block_pool import BlockPool
+from localllm.engine.output_reserve import OutputReserve
+from localllm.engine.outputs import EngineOutput
+from localllm.engine.recorder import StatsRecorder, now_s
+from localllm.engine.request import Request, State
+from localllm.engine.scheduler_config import SchedulerConfig
+from localllm.errors import LocalLLMError
+
+log = logging.getLogger(__name__)
+
+NEVER = 2**31
+"""Larger than any request's number of blocks.
+As `num_registered_blocks` it keeps further blocks from being registered."""
+
+
+class WaitingQueue:
+    """Waiting requests in order of (priority, arrival).
+    A preempted request comes before later arrivals of its priority."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int, Request]] = []  # sorted; sequence numbers are unique
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for *_, request in self._entries)
+
+    def push(self, request: Request) -> None:
+        insort(self._entries, (request.priority, request.sequence, request))
+
+    def remove(self, request: Request) -> None:
+        place = bisect_left(self._entries, (request.priority, request.sequence))
+        assert self._entries[place][2] is request, f"{request.request_id} is not waiting"
+        del self._entries[place]
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+
+class RequestTable:
+    """All unfinished requests by id, and the changes of state that a request goes through."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, hasher: BlockHasher, recorder: StatsRecorder) -> None:
+        self.config, self.pool, self.hasher, self.recorder = config, pool, hasher, recorder
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []  # in order of admission
+        self.waiting = WaitingQueue()
+        self.reserve = OutputReserve(config.output_reserve)
+        self._num_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.free_slots = list(range(self._num_slots))[::-1]
+        self._freed_slots: list[int] = []  # reported to the runner with the next plan
+        self._arrivals = 0
+
+    def add(self, request: Request) -> None:
+        assert request.request_id not in self.requests, f"request id {request.request_id} is in use"
+        self._arrivals += 1
+        request.sequence = self._arrivals
+        request.hash_root = self.hasher.root(request.cache_extras)
+        self.requests[request.request_id] = request
+        self.waiting.push(request)
+
+    def admit(self, request: Request, cached_blocks: Sequence[int]) -> None:
+        """Run a waiting request: give it a slot and the cached blocks that hold the start of its prompt."""
+        self.waiting.remove(request)
+        self.pool.acquire(cached_blocks)
+        cached = len(cached_blocks) * self.config.block_size
+        request.block_table = list(cached_blocks)
+        request.num_computed_tokens = cached
+        if request.scheduled_s is None:  # not at a readmission, which also finds blocks of the request's own outputs
+            request.num_cached_tokens = cached
+        request.num_registered_blocks = len(cached_blocks)
+        request.slot = self.free_slots.pop()
+        request.state = State.RUNNING
+        self.running.append(request)
+        self.recorder.on_admission(request)
+
+    def preempt(self, request: Request) -> None:
+        """Make a running request wait again, to be recomputed.
+        Its registered blocks can be found until they are reused, so resuming is often cheap."""
+        self._release(request)
+        request.state = State.PREEMPTED
+        request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
+        request.num_computed_tokens = 0
+        request.num_output_placeholders = 0
+        request.draft_token_ids = ()
+        request.num_preemptions += 1
+        self.recorder.num_preemptions += 1
+        self.reserve.on_preemption()
+        self.waiting.push(request)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request, whatever its state, and free its blocks and slot. No other function ends one."""
+        was_running = request.state is State.RUNNING
+        if was_running:
+            self.register_blocks(request, request.num_computed_tokens)
+            self._release(request)
+        request.state = State.FINISHED
+        request.finish_reason = reason
+        request.finished_s = now_s()
+        if not was_running:
+            self.waiting.remove(request)
+        del self.requests[request.request_id]
+        self.reserve.on_end(request)
+        try:
+            self.recorder.on_finish(request, request.timeline())
+        except Exception:
+            log.exception("statistics of a request were not recorded id=%s", request.request_id)
+
+    def finish_with_error(self, request: Request, error: LocalLLMError) -> EngineOutput:
+        self.finish(request, "error")
+        return EngineOutput(request.request_id, finish_reason="error", error=error)
+
+    def _release(self, request: Request) -> None:
+        """Remove a request from the running ones and free its blocks and its slot."""
+        self.running.remove(request)
+        self.pool.release(request.block_table)
+        request.block_table = []
+        self.free_slots.append(request.slot)
+        self._freed_slots.append(request.slot)
+        request.slot = -1
+
+    def take_freed_slots(self) -> tuple[int, ...]:
+        """Return the slots freed since the last call."""
+        freed, self._freed_slots = tuple(self._freed_slots), []
+        return freed
+
+    def register_blocks(self, request: Request, end: int) -> None:
+        """Register the blocks before position `end` that are full of accepted tokens: never drafts, never placeholders.
+
+        In each layer, a step writes the K and V of all its rows before any row attends. A block can therefore be shared
+        already in the step that fills it.
+        """
+        full = min(end, len(request.token_ids)) // self.config.block_size
+        if full <= request.num_registered_blocks or not self.config.enable_prefix_caching:
+            return
+        self.hasher.extend(request.block_hashes, request.hash_root, request.token_ids)
+        for index in range(request.num_registered_blocks, full):
+            self.pool.register(request.block_table[index], request.block_hashes[index])
+        request.num_registered_blocks = full
+
+    def forget_cached_blocks(self) -> None:
+        """Drop all prefix-cache names after a row produced NaN. Its KV blocks, and any computed from them, may contain
+        NaN for an unknown time, so no existing block, and none that a running request fills later, is shared."""
+        self.pool.forget_all()
+        for request in self.running:
+            request.num_registered_blocks = NEVER
+
+    def restart_all(self) -> None:
+        """Free all blocks and slots, and queue every request in order of arrival, with nothing computed."""
+        self.pool.clear()
+        self.free_slots = list(range(self._num_slots))[::-1]
+        self._freed_slots.clear()
+        self.running.clear()
+        self.waiting.clear()
+        for request in self.requests.values():
+            request.start_over()
+            self.waiting.push(request)

@@ -1,0 +1,21 @@
+"""Limits of the scheduler, as decided by the memory plan (models/fit/)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one scheduler. Token counts are per step unless their name says otherwise."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 4096
+    block_size: int = 16
+    long_prefill_token_threshold: int = 0  # prefill tokens per step while any request decodes; 0: no cap
+    policy: str = "fcfs"  # fcfs, priority
+    max_num_queued_reqs: int = 1024
+    enable_prefix_caching: bool = True
+    watermark: float = 0.01  # share of the pool kept free at admission while something runs
+    output_reserve: float = 0.65  # share of its expected output that a request needs room for at admission
