@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from localllm.cli import doctor, main
-from localllm.files.folders import data_folder
+from localllm.files.folders import data_folder, write_whole
 from localllm.logs.log_file import LogFile, log_path
 from localllm.machine.running_servers import announced
 from localllm.models.library.aliases import set_alias
@@ -60,3 +61,46 @@ def test_what_is_kept_is_for_its_owner_alone_and_doctor_says_where_it_is_not(
     folder.chmod(0o755)
     main(["doctor"])
     assert f"chmod -R go= {folder}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_a_file_is_replaced_whole_and_has_the_mode_that_was_asked_for(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "facts.toml"
+    path.write_text("old")
+    previous = os.umask(0o022)
+    try:
+        write_whole(path, "new\n", mode)
+    finally:
+        os.umask(previous)
+    assert path.read_text() == "new\n"
+    assert path.stat().st_mode & 0o777 == mode
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("at", ["open", "replace"])
+def test_a_crash_before_the_replacement_leaves_the_old_file_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at: str
+) -> None:
+    path = tmp_path / "facts.toml"
+    path.write_text("old")
+
+    def crash(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    if at == "open":
+        monkeypatch.setattr("builtins.open", crash)
+    else:
+        monkeypatch.setattr(Path, "replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, "new")
+    monkeypatch.undo()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_writers_of_one_file_do_not_mix_their_texts(tmp_path: Path) -> None:
+    path, texts = tmp_path / "facts.toml", [letter * 200_000 for letter in "abcd"]
+    with ThreadPoolExecutor(4) as writers:
+        list(writers.map(lambda text: write_whole(path, text), texts * 5))
+    assert path.read_text() in texts
+    assert list(tmp_path.iterdir()) == [path]

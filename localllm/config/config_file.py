@@ -8,7 +8,6 @@ Does not know: who asks; that the file is read again only at the next start.
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 import tomllib
@@ -19,6 +18,7 @@ from typing import Any
 
 from localllm.config.settings import EngineConfig, ServerConfig, resolve
 from localllm.errors import ConfigError
+from localllm.files.folders import write_whole
 
 KINDS: Mapping[str, str] = {each.name: str(each.type) for each in (*fields(EngineConfig), *fields(ServerConfig))}
 BY_HAND = {
@@ -58,14 +58,10 @@ def planned(path: Path, name: str, asked: str | None) -> Change:
 def write(change: Change) -> None:
     """Replace the file atomically. Raises `ConfigError`."""
     path = change.path.resolve()  # a symbolic link stays one
-    new = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-        new.unlink(missing_ok=True)
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-            file.write(change.text)
-        new.replace(path)
+        write_whole(path, change.text, mode)
     except OSError as error:
         raise ConfigError(f"Cannot write {change.path}.", f"{error.strerror or error}.") from error
 

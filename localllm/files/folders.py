@@ -1,4 +1,5 @@
-"""The folders of this program's own files, by the XDG Base Directory Specification and its defaults.
+"""The folders of this program's own files, by the XDG Base Directory Specification and its defaults, and how such
+files are written.
 
 Does not know: which files, or whether they exist.
 """
@@ -30,6 +31,21 @@ def make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def open_private(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_TRUNC) -> int:
+def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
+    """Replace a file atomically: readers find the old text or the new text, even after a crash. The folder must exist.
+
+    mode: permissions of the new file, less the umask. Raises `OSError`; the old file is then unchanged.
+    """
+    new = path.with_name(f".{os.urandom(8).hex()}")  # a name of its own: two processes may write at once
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def open_private(path: Path, flags: int) -> int:
     """Open a file that only its owner may read. An existing file keeps its mode."""
     return os.open(path, flags, 0o600)

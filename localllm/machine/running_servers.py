@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from localllm.files.folders import data_folder, make_private, open_private
+from localllm.files.folders import data_folder, make_private, write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,7 @@ def announced(url: str, model: str) -> Iterator[None]:
     path, mine = _own_folder() / f"localllm-{urlsplit(url).port}.json", json.dumps(asdict(me))
     with suppress(OSError):
         make_private(path.parent)
-        written = path.with_suffix(f".{me.pid}")
-        with open(open_private(written), "w") as file:
-            file.write(mine)
-        written.replace(path)
+        write_whole(path, mine)
     try:
         yield
     finally:

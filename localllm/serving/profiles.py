@@ -22,7 +22,7 @@ from typing import Any
 
 from localllm.config.settings import EngineConfig, Settings, Source
 from localllm.errors import ConfigError, DoesNotFit
-from localllm.files.folders import data_folder, make_private, open_private
+from localllm.files.folders import data_folder, make_private, write_whole
 from localllm.machine.hardware import Hardware
 from localllm.serving.fingerprints import model_fingerprint
 from localllm.units import format_count
@@ -168,10 +168,7 @@ def _write(path: Path, profile: Profile) -> None:
         lines += ["", f"[{name}]"] + [
             f"{key} = {toml_value(value)}" for key, value in table.items() if value is not None
         ]
-    new = path.with_suffix(".new")
-    with open(open_private(new), "w", encoding="utf-8") as file:
-        file.write("\n".join(lines) + "\n")
-    new.replace(path)
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def toml_value(value: Any) -> str:

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import platformdirs
 import torch
 
+from localllm.files.folders import write_whole
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED, launch_options, triton
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ class Table:
         if path is None:
             return
         try:
-            _write_whole(path, json.dumps({"entries": entries_as_rows(entries)}, indent=1) + "\n")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps({"entries": entries_as_rows(entries)}, indent=1) + "\n")
         except OSError as error:
             self._complain("cannot be written", path, error)
 
@@ -208,14 +210,6 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file atomically, even if two processes measure at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.replace(file.name, path)
 
 
 def _file_name(gpu: str) -> str:

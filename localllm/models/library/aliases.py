@@ -7,13 +7,12 @@ Does not know: which model a name means (catalog.py).
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from localllm.errors import ConfigError
-from localllm.files.folders import data_folder, make_private, open_private
+from localllm.files.folders import data_folder, make_private, write_whole
 from localllm.models.library.names import PROGRAMS, looks_like_path
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,79}")
@@ -46,10 +45,7 @@ def set_alias(name: str, target: str) -> None:
     file = _file(name)
     try:
         make_private(file.parent)
-        new = file.with_name(f".{os.getpid()}")
-        with open(open_private(new), "w", encoding="utf-8") as written:
-            written.write(target)
-        new.replace(file)
+        write_whole(file, target)
     except OSError as error:
         raise ConfigError(
             f"The name {name} could not be saved.", f"{file.parent}: {error.strerror or error}.", param="destination"

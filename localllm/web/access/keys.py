@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import re
 import secrets
 import time
@@ -26,7 +25,7 @@ from typing import Any, Literal, get_args
 from filelock import FileLock
 
 from localllm.errors import ConfigError
-from localllm.files.folders import data_folder, make_private, open_private
+from localllm.files.folders import data_folder, make_private, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -217,8 +216,4 @@ def _write(path: Path, keys: Iterable[Key]) -> None:
         f'created = "{key.created}"\nlast = "{key.last}"\n' + (f'id = "{key.id}"\n' if key.id else "")
         for key in keys
     )
-    new = path.with_suffix(".new")
-    new.unlink(missing_ok=True)
-    with open(open_private(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
-        file.write(_HEAD + "".join(tables))
-    new.replace(path)
+    write_whole(path, _HEAD + "".join(tables))

@@ -8,7 +8,6 @@ Does not know: terminals, HTTP.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from localllm.files.folders import write_whole
 from localllm.models.library.hub import cache, client
 from localllm.models.library.hub.plan import DownloadPlan, PlannedFile, require_room
 from localllm.models.library.hub.transfer import Meter, cancelled, fetch_file, is_intact
@@ -181,6 +181,4 @@ def _remember_revision(plan: DownloadPlan) -> None:
         return
     ref = cache.repository_folder(plan.repo_id) / "refs" / plan.revision
     ref.parent.mkdir(parents=True, exist_ok=True)
-    new = ref.with_name(f".{ref.name}.{os.getpid()}")
-    new.write_text(plan.commit, encoding="utf-8")
-    os.replace(new, ref)
+    write_whole(ref, plan.commit, mode=0o666)
