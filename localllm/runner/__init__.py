@@ -6,5 +6,4 @@ kv_cache    the tensors behind the block tables
 sampling    the slots' sampling parameters      sampler     logits to tokens, in a documented order
 edits       penalties, biases, masks            selection   the likeliest tokens without a sort
 noise       randomness keyed by request         logprobs    of the raw model
-fake        the same contract without a model, for tests of the engine
 """

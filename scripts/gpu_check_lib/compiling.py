@@ -50,9 +50,9 @@ def compile_all(context: Context, models: Sequence[tuple[str, str]] = MODELS) ->
 
 def main(shape: str, weights: str, device_name: str) -> None:
     from localllm.kernels.launch import num_compiles
-    from localllm.models.random_weights import shape_spec
     from scripts.gpu_check_lib.engine import RandomEngine
     from scripts.gpu_check_lib.figures import dtype_of, goals_of, options_for
+    from scripts.random_weights import shape_spec
 
     started_s, device = time.perf_counter(), torch.device(device_name)
     goals = goals_of(shape, weights)

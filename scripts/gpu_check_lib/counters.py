@@ -64,9 +64,9 @@ def _in_ns(value: float, unit: str) -> float:
 def main(weights: str, device: str = "cuda") -> None:
     import torch
 
-    from localllm.models.random_weights import shape_spec
     from scripts.gpu_check_lib.engine import Options, RandomEngine
     from scripts.gpu_check_lib.figures import dtype_of
+    from scripts.random_weights import shape_spec
 
     where = torch.device(device)
     spec = shape_spec("llama-3.1-8b" if device == "cuda" else "tiny", num_hidden_layers=1)

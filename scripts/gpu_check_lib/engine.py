@@ -30,12 +30,12 @@ from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import PendingStep, Runner, StepPlan, StepResult, TokenMasks
 from localllm.kernels.launch import DEFAULTS, LaunchOptions
 from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.random_weights import WeightFormat, random_model
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.graphs import Capture, CudaCapture
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from localllm.tuning.workload import PromptSource, Workload
+from scripts.random_weights import WeightFormat, random_model
 
 WARM_UP_STEPS = 16
 GREEDY = SamplingParams(temperature=0.0)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from localllm.engine.params import SamplingParams
-from localllm.models.random_weights import shape_spec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.tuning.workload import Workload, chat_lengths, fixed_lengths
 from localllm.units import format_bytes
@@ -32,6 +31,7 @@ from scripts.gpu_check_lib.roofline import (
     work_of,
 )
 from scripts.gpu_check_lib.stages import Context, Found, Skip, Verdict
+from scripts.random_weights import shape_spec
 
 DECODE_STEPS = 256
 GAP_STEPS = 40

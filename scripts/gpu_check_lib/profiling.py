@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from localllm.models.random_weights import WeightFormat, shape_spec
 from scripts.gpu_check_lib.activity import Activity, record
 from scripts.gpu_check_lib.engine import Options, RandomEngine
 from scripts.gpu_check_lib.figures import dtype_of, require_memory
 from scripts.gpu_check_lib.roofline import work_of
 from scripts.gpu_check_lib.stages import Context, Found, Skip
+from scripts.random_weights import WeightFormat, shape_spec
 
 STEPS = 20
 CONTEXT = 1024

@@ -47,10 +47,10 @@ def _last(done: subprocess.CompletedProcess[str]) -> str:
 def main(weights: str, device: str = "cuda") -> None:
     import torch
 
-    from localllm.models.random_weights import shape_spec
     from localllm.tuning.workload import uniform_lengths
     from scripts.gpu_check_lib.engine import Options, RandomEngine
     from scripts.gpu_check_lib.figures import DEFAULT_SAMPLING
+    from scripts.random_weights import shape_spec
 
     spec = shape_spec("tiny")
     options = Options(

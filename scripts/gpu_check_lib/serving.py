@@ -239,7 +239,7 @@ def write_folder(folder: Path, shape: str) -> None:
     """Write a model's folder with an empty weights file: config.json, and a tokenizer that has a word for every id."""
     from safetensors.torch import save_file
 
-    from localllm.models.random_weights import SHAPES
+    from scripts.random_weights import SHAPES
 
     maker = script("make_tiny_model")
     words = {"llama-3.1-8b": maker.LLAMA_1B, "tiny": maker.TINY}[shape]  # the 8B has the 1B's vocabulary
@@ -256,9 +256,10 @@ def serve_random(folder: Path, arguments: list[str]) -> int:
     import torch
 
     from localllm import cli
-    from localllm.models import loader, random_weights
+    from localllm.models import loader
     from localllm.models.architectures import read_spec
     from localllm.models.spec.model_spec import ModelSpec
+    from scripts import random_weights
     from scripts.gpu_check_lib.roofline import work_of
 
     def held(path: Path, of: ModelSpec, device: torch.device, dtype: torch.dtype, **asked: Any) -> int:

@@ -14,11 +14,11 @@ import torch
 from localllm.kernels import tuned
 from localllm.kernels.launch import LaunchOptions
 from localllm.kernels.linear import Crossover
-from localllm.models.random_weights import random_model, shape_spec
 from scripts.gpu_check_lib.engine import Options, RandomEngine
 from scripts.gpu_check_lib.figures import dtype_of, require_memory
 from scripts.gpu_check_lib.roofline import work_of
 from scripts.gpu_check_lib.stages import Context, Found
+from scripts.random_weights import random_model, shape_spec
 
 BATCHES = (1, 16, 32, 64, 96)
 EARLY_BATCHES = (1, 64)

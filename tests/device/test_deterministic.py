@@ -8,9 +8,9 @@ import torch
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.kernels.launch import LaunchOptions
-from localllm.models.random_weights import random_model, shape_spec
 from localllm.tuning.workload import PromptSource
 from scripts.gpu_check_lib.engine import RandomEngine
+from scripts.random_weights import random_model, shape_spec
 from tests.device.conftest import DEVICE, ON_GPU, SIXTEEN_BITS
 from tests.device.serving import Answer, answer, options
 

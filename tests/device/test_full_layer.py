@@ -12,9 +12,9 @@ from torch import Tensor
 
 from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.random_weights import RandomTensors, random_model, shape_spec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.parameters import replace_tensors
+from scripts.random_weights import RandomTensors, random_model, shape_spec
 from tests.device.conftest import DEVICE, ON_GPU, SIXTEEN_BITS
 from tests.models.harness import CPU, ModelHarness
 

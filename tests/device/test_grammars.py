@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from localllm.models.random_weights import random_model, shape_spec
+from scripts.random_weights import random_model, shape_spec
 from tests.device.conftest import DEVICE
 from tests.device.serving import many_requests, options, serve
 

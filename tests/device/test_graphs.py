@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from localllm.models.random_weights import random_model, shape_spec
+from scripts.random_weights import random_model, shape_spec
 from tests.device.conftest import BLOCK_SIZES, DEVICE, ON_GPU, SIXTEEN_BITS
 from tests.device.serving import many_requests, options, serve
 

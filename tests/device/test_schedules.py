@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from localllm.kernels.launch import DEFAULTS, LaunchOptions
-from localllm.models.random_weights import random_model, shape_spec
 from scripts.gpu_check_lib.engine import RandomEngine
+from scripts.random_weights import random_model, shape_spec
 from tests.device.conftest import DEVICE, SIXTEEN_BITS, needs_gpu
 from tests.device.serving import Answer, answer, many_requests, options, serve
 

@@ -20,7 +20,7 @@ from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import PromptEmbeds, RunnerStats, StepPlan
 from localllm.errors import StepFailed
-from localllm.runner.fake import FakeRunner
+from tests.fake_runner import FakeRunner
 
 BLOCK_SIZE = 4
 

@@ -35,8 +35,8 @@ from localllm.errors import (
     QueueFull,
     StepFailed,
 )
-from localllm.runner.fake import CorruptKV, FakeRunner, expected_output
 from tests.engine.harness import EveryOther, check_invariants, make_engine, make_request
+from tests.fake_runner import CorruptKV, FakeRunner, expected_output
 
 VOCAB = 4
 THREADED = 20  # one of so many walks uses the engine's thread

@@ -17,8 +17,8 @@ from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
-from localllm.runner.fake import FakeRunner
 from tests.engine.harness import make_request
+from tests.fake_runner import FakeRunner
 
 BLOCK_SIZE = 16
 PROMPT_LEN, OUTPUT_LEN, NUM_REQUESTS = 64, 512, 64

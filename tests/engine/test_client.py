@@ -23,10 +23,10 @@ from localllm.errors import (
     QueueFull,
     StepFailed,
 )
-from localllm.runner.fake import expected_output
 from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import load_tokenizer
 from tests.engine.harness import make_engine
+from tests.fake_runner import expected_output
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.runner.fake import expected_output
 from localllm.text.reasoning_budget import ReasoningBudget, ReasoningMarks
 from tests.engine.harness import EveryOther, check_invariants, make_engine
+from tests.fake_runner import expected_output
 
 LETTERS = b"abcde"
 MARKS = ReasoningMarks(b"a", b"bc", (1, 2), lambda token_id: LETTERS[token_id : token_id + 1])

@@ -16,8 +16,8 @@ from localllm.engine.request import State
 from localllm.engine.scheduler import _Draft
 from localllm.engine.step import RowResult
 from localllm.errors import KVCacheExhausted, QueueFull, RequestError, StepFailed
-from localllm.runner.fake import expected_output
 from tests.engine.harness import BLOCK_SIZE, EveryOther, check_invariants, make_engine, make_request
+from tests.fake_runner import expected_output
 
 PROMPTS = [list(range(start, start + length)) for start in (1, 1, 7) for length in (1, 3, 4, 5, 8, 13, 24)]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from localllm.engine.step import StepPlan
 from localllm.kernels.paged_attention import kv_cache_shape, paged_attention, plan_attention
-from localllm.runner.fake import FakeRunner
 from tests.engine.harness import BLOCK_SIZE, make_engine
+from tests.fake_runner import FakeRunner
 
 VOCAB, MAX_LEN, HEADS, KV_HEADS, DIM = 32, 64, 4, 2, 8
 

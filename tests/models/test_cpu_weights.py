@@ -16,8 +16,8 @@ from localllm.kernels.launch import INTERPRETED
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.fit.checkpoint import count_resident
 from localllm.models.loader import load_model
-from localllm.models.random_weights import WeightFormat, random_model, shape_spec
 from localllm.models.weights.parameters import held_bytes
+from scripts.random_weights import WeightFormat, random_model, shape_spec
 from tests.models.harness import CPU, ModelHarness
 
 pytestmark = pytest.mark.skipif(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from localllm.models.random_weights import SHAPES, WeightFormat, random_model, shape_spec
 from scripts.gpu_check_lib.roofline import work_of
+from scripts.random_weights import SHAPES, WeightFormat, random_model, shape_spec
 from tests.models.harness import CPU, ModelHarness
 
 PARAMETERS = {  # in matrices of layers and of the head, from the published configurations

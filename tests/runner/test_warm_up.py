@@ -12,10 +12,10 @@ import torch
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, Row, StepPlan, TokenMasks
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED, LaunchOptions
-from localllm.models.random_weights import WeightFormat, random_model, shape_spec
 from localllm.runner.graphs import Replay
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
+from scripts.random_weights import WeightFormat, random_model, shape_spec
 
 if not HAS_TRITON or INTERPRETED:
     pytest.skip("notes what a GPU would compile", allow_module_level=True)

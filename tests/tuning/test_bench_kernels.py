@@ -13,7 +13,6 @@ import torch
 
 from localllm.kernels import tuned
 from localllm.kernels.tuned import Table, settings_for
-from localllm.models.random_weights import shape_spec
 from scripts.gpu_check_lib import tuning
 from scripts.gpu_check_lib.kernel_cases import (
     TOLERANCE,
@@ -26,6 +25,7 @@ from scripts.gpu_check_lib.kernel_cases import (
     sampling_cases,
 )
 from scripts.gpu_check_lib.roofline import Ceilings
+from scripts.random_weights import shape_spec
 from tests.tuning.test_scripts import script
 
 

@@ -45,7 +45,7 @@ H200 = Ceilings(copy_bytes_per_s=4.3e12, bf16_flops_per_s=790e12, fp8_flops_per_
 
 
 def work(shape: str = "llama-3.1-8b") -> Work:
-    from localllm.models.random_weights import shape_spec
+    from scripts.random_weights import shape_spec
 
     return work_of(shape_spec(shape))
 
@@ -474,7 +474,7 @@ def test_waiting_for_captures_ends_when_their_number_stands_still(monkeypatch: p
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[RandomEngine]:
-    from localllm.models.random_weights import shape_spec
+    from scripts.random_weights import shape_spec
 
     options = Options(torch.device("cpu"), torch.float32, max_num_seqs=4, max_model_len=256, num_kv_tokens=1024,
                       max_num_batched_tokens=64, block_size=16)  # fmt: skip

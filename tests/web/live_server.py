@@ -27,7 +27,6 @@ from localllm.engine.stats import EngineStats
 from localllm.engine.step import StepPlan
 from localllm.models.fit import MemoryPlan
 from localllm.models.spec.model_spec import ModelSpec, RopeSpec
-from localllm.runner.fake import FakeRunner
 from localllm.serving.manager import ModelManager
 from localllm.serving.served import ServedModel
 from localllm.text.answers.detect import answer_format
@@ -36,6 +35,7 @@ from localllm.text.grammar import Grammars
 from localllm.text.reasoning_budget import ReasoningBudgets
 from localllm.text.tokenizer import load_tokenizer
 from localllm.web.app import Server, bind, create_app
+from tests.fake_runner import FakeRunner
 from tests.tiny import VOCAB_SIZE, save_tiny_tokenizer
 
 MAX_MODEL_LEN = 512

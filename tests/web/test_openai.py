@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from localllm.runner.fake import expected_output
+from tests.fake_runner import expected_output
 from tests.tiny import VOCAB_SIZE
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer
 

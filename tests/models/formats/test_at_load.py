@@ -24,8 +24,8 @@ from localllm.kernels.int8_linear import Int8Weight
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.formats.at_load import AT_LOAD, at_load, quantization_in_words
 from localllm.models.loader import load_model, resident_bytes
-from localllm.models.random_weights import SHAPES
 from localllm.models.weights.parameters import held_bytes
+from scripts.random_weights import SHAPES
 from tests.models.formats.quantised import SHAPE, in_order, reference, rounded
 from tests.models.harness import CPU, ModelHarness
 from tests.models.test_goldens import prompt, reference_logits
