@@ -17,7 +17,7 @@ from localllm.machine.running_servers import announced
 from localllm.models.library.aliases import set_alias
 from localllm.serving.profiles import Profile, ProfileKey, save_profile
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.chat.store.opening import chats_path, open_database
+from localllm.web.pages.chat.store.database import chats_path, open_database
 
 
 def log_a_line() -> None:

@@ -15,7 +15,7 @@ from localllm.cli import main
 from localllm.errors import ConfigError
 from localllm.web.access.keys import GIVEN, KeyRing, add_key, keys_path, read_keys, remove_key
 from localllm.web.pages.chat.store import Chats
-from localllm.web.pages.chat.store.opening import chats_path, open_database
+from localllm.web.pages.chat.store.database import chats_path, open_database
 
 
 @pytest.fixture

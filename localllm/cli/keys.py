@@ -13,7 +13,7 @@ from localllm.cli.tell import print_table
 from localllm.errors import ConfigError
 from localllm.web.access.keys import Key, add_key, keys_path, read_keys, remove_key
 from localllm.web.pages.chat.store import Chats
-from localllm.web.pages.chat.store.opening import beside_a_server, chats_path
+from localllm.web.pages.chat.store.database import beside_a_server, chats_path
 
 
 def keys(options: argparse.Namespace) -> int:

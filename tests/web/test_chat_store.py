@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from localllm.machine.running_servers import began
-from localllm.web.pages.chat.store import Chats, ChatStore, Message, finding, opening, thread
+from localllm.web.pages.chat.store import Chats, ChatStore, Message, chat_store, database, search
 from localllm.web.pages.chat.store import chats as chat_rows
 from localllm.web.pages.chat.store.chats import UNDO_S
-from localllm.web.pages.chat.store.opening import MIGRATIONS, open_database
+from localllm.web.pages.chat.store.database import MIGRATIONS, open_database
 from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
 
 Result = TypeVar("Result")
@@ -316,7 +316,7 @@ def test_what_was_deleted_before_the_last_server_ended_is_purged_in_time(
     chat_id = on(path, _new_chat)
     deletion = on(path, lambda store: store.call(Chats.delete, "", chat_id))
     later_s = time.time() + UNDO_S + 1
-    monkeypatch.setattr(thread.time, "time", lambda: later_s)
+    monkeypatch.setattr(chat_store.time, "time", lambda: later_s)
     with pytest.raises(ChatNotFound):
         on(path, lambda store: store.call(Chats.undo, "", deletion))
 
@@ -333,7 +333,7 @@ def test_what_was_deleted_before_the_last_server_ended_is_purged_in_time(
     ],
 )
 def test_a_snippet_shows_the_text_around_the_first_match(text: str, words: str, expected: tuple[str, str, str]) -> None:
-    assert finding.snippet(text, words) == expected
+    assert search.snippet(text, words) == expected
 
 
 def test_a_search_takes_no_longer_where_a_word_is_frequent() -> None:
@@ -362,7 +362,7 @@ def test_what_was_purged_or_wiped_is_not_in_the_file(tmp_path: Path) -> None:
 
 
 def test_locked_file_is_said_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "BUSY_S", 0.05)
+    monkeypatch.setattr(database, "BUSY_S", 0.05)
     path = tmp_path / "chats.db"
     on(path, _new_chat)
     other = sqlite3.connect(path, isolation_level=None)
@@ -422,7 +422,7 @@ def test_older_file_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "chats.db"
     on(path, _new_chat)
     later = "ALTER TABLE chat ADD COLUMN colour TEXT NOT NULL DEFAULT 'green';\nUPDATE chat SET title = title || '!';"
-    monkeypatch.setattr(opening, "MIGRATIONS", (*MIGRATIONS, later))
+    monkeypatch.setattr(database, "MIGRATIONS", (*MIGRATIONS, later))
     assert on(path, _titles) == (["kept!"], "")
     assert on(path, _titles) == (["kept!"], "")  # once
 
@@ -450,9 +450,9 @@ def test_chats_of_the_first_version_stay(tmp_path: Path) -> None:
 def test_migration_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "chats.db"
     on(path, _new_chat)
-    monkeypatch.setattr(opening, "MIGRATIONS", (*MIGRATIONS, "DELETE FROM message;\nSELECT x FROM nowhere;\n"))
+    monkeypatch.setattr(database, "MIGRATIONS", (*MIGRATIONS, "DELETE FROM message;\nSELECT x FROM nowhere;\n"))
     with pytest.raises(sqlite3.OperationalError, match="no such table"):
-        opening._prepared(str(path))
+        database._prepared(str(path))
     with sqlite3.connect(path) as db:
         assert db.execute("SELECT count(*) FROM message").fetchone() == (2,)
     db.close()

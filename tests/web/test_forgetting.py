@@ -14,7 +14,7 @@ from urllib.parse import urlencode, urlsplit
 import psutil
 import pytest
 
-from localllm.web.pages.chat.drawing import DrawnTexts, drawn
+from localllm.web.pages.chat.markdown_stream import DrawnTexts, drawn
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 
 JSON = {"content-type": "application/json"}

@@ -16,9 +16,9 @@ import pytest
 
 from localllm.errors import ContextTooLong, DoesNotFit
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.chat import asking, desk
-from localllm.web.pages.chat.store import Chats, opening
-from localllm.web.pages.chat.store.opening import chats_path
+from localllm.web.pages.chat import active_replies, turns
+from localllm.web.pages.chat.store import Chats, database
+from localllm.web.pages.chat.store.database import chats_path
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import StubModel
 from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen, stream_url
@@ -35,7 +35,7 @@ def own_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def fresh_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data folder for one test; the file in it."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    monkeypatch.setattr(opening, "BUSY_S", 0.05)
+    monkeypatch.setattr(database, "BUSY_S", 0.05)
     return chats_path()
 
 
@@ -337,7 +337,7 @@ def test_each_key_sees_its_own_chats(fresh_data: Path) -> None:
 
 
 def test_locked_store_is_said_and_loses_nothing(fresh_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "SAVE_S", 0.05)
+    monkeypatch.setattr(active_replies, "SAVE_S", 0.05)
     model = StubModel()
     with LiveServer(model, settings(ui=True)) as server, browser_of(server) as browser:  # type: ignore[arg-type]
         model.client.every_s, model.client.chars = 0.005, 20
@@ -433,20 +433,20 @@ def test_model_that_has_to_come_first_is_waited_for_in_the_reply(
             raise DoesNotFit("It does not fit.", "9 GiB needed.", "Take a smaller one.")
         return await acquire(name)
 
-    monkeypatch.setattr(asking, "MODEL_WAIT_S", 0.01)
+    monkeypatch.setattr(turns, "MODEL_WAIT_S", 0.01)
     monkeypatch.setattr(manager, "acquire", acquire_later)
-    turns = {
+    answers = {
         name: browser.post("/chat", data={"message": "hi", "model": name}, headers=SCRIPTED).text
         for name in ("demo", "broken", "stopped")
     }
-    for name, turn in turns.items():
+    for name, turn in answers.items():
         assert f"Loading {name} …" in turn
-    assert browser.post(stream_url(turns["stopped"]).replace("/stream", "/stop"), headers=SCRIPTED).status_code == 204
-    assert "Reply stopped" in listen(browser, stream_url(turns["stopped"]))
+    assert browser.post(stream_url(answers["stopped"]).replace("/stream", "/stop"), headers=SCRIPTED).status_code == 204
+    assert "Reply stopped" in listen(browser, stream_url(answers["stopped"]))
     come._loop.call_soon_threadsafe(come.set)  # type: ignore[attr-defined]
-    told = listen(browser, stream_url(turns["demo"]))
+    told = listen(browser, stream_url(answers["demo"]))
     assert "watch the blocks on the dashboard" in told
-    assert "9 GiB needed." in listen(browser, stream_url(turns["broken"]))
+    assert "9 GiB needed." in listen(browser, stream_url(answers["broken"]))
     wait_until(lambda: all(entry.num_leases == 0 for entry in manager.entries))
 
 
@@ -467,11 +467,11 @@ def test_long_chat_is_drawn_from_its_end_and_its_beginning_on_demand(browser: ht
 def test_what_the_last_server_deleted_is_purged_though_nobody_deletes_more(
     fresh_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    db, _ = opening.open_database(fresh_data)
+    db, _ = database.open_database(fresh_data)
     chats = Chats(db)
     chats.delete("", chats.create("", "gone", {}).id)
     db.close()
-    monkeypatch.setattr(desk, "UNDO_S", 0.0)
+    monkeypatch.setattr(active_replies, "UNDO_S", 0.0)
     with LiveServer(quick(), settings(ui=True)):  # type: ignore[arg-type]
 
         def is_gone() -> bool:

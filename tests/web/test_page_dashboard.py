@@ -14,7 +14,7 @@ import pytest
 from localllm.engine.recorder import RECENT_STEPS, StatsRecorder
 from localllm.engine.stats import EngineStats, RequestTimeline, StepComposition
 from localllm.web.pages.dashboard.machine import GPUReading, MachineReading
-from localllm.web.pages.dashboard.machine_tile import machine_use
+from localllm.web.pages.dashboard.machine_presenter import machine_use
 from localllm.web.pages.dashboard.plots import (
     FIVE_MINUTES,
     HOUR,
@@ -25,8 +25,8 @@ from localllm.web.pages.dashboard.plots import (
     sparkline,
     step_columns,
 )
-from localllm.web.pages.dashboard.rows import finished_requests
-from localllm.web.pages.dashboard.tiles import steps
+from localllm.web.pages.dashboard.presenters import steps
+from localllm.web.pages.dashboard.request_presenters import finished_requests
 from localllm.web.pages.frame.history import History
 from localllm.web.pages.frame.live import Sample
 from tests.web.live_server import LiveServer, settings

@@ -11,8 +11,8 @@ import pytest
 
 from localllm.config.settings import EngineConfig, ModelTable, Settings
 from localllm.machine.hardware import Gpu, Hardware
-from localllm.web.pages.library import fits
-from localllm.web.pages.library.fits import Fits, look
+from localllm.web.pages.library import fit_checks
+from localllm.web.pages.library.fit_checks import Fits, look
 
 MIB, GIB = 1024**2, 1024**3
 
@@ -56,7 +56,7 @@ def test_each_model_is_looked_at_with_settings_of_its_own(monkeypatch: pytest.Mo
         asked[name] = config.cpu_weights
         return SimpleNamespace(error=None)
 
-    monkeypatch.setattr(fits, "look", note)
+    monkeypatch.setattr(fit_checks, "look", note)
     tables = {"exact-one": ModelTable("exact-one", {"cpu_weights": "exact"})}
     known = Fits(SimpleNamespace(kept=[]), Settings(EngineConfig(cpu_weights="small"), models=tables))  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ import pytest
 
 from localllm.errors import InvalidParameter
 from localllm.logs.recent_logs import LogLine, RecentLogs
-from localllm.web.pages.logs.chosen import Choice, choice_from, row
+from localllm.web.pages.logs.filters import Choice, choice_from, row
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubModel
 
@@ -72,7 +72,7 @@ def test_a_choice_that_cannot_be_read_is_refused(given: dict[str, str], server: 
 
 def test_a_line_is_taken_apart_and_one_of_another_make_stays_whole() -> None:
     assert row(LINES[2]).text == "load failed id=abc-0"
-    assert (row(LINES[2]).kind, row(LINES[2]).logger) == ("warning", "manager")
+    assert (row(LINES[2]).kind, row(LINES[2]).logger) == ("warning", "serving")
     assert row(LINES[3]).text == LINES[3].text
 
 

@@ -18,7 +18,7 @@ from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import InvalidParameter
 from localllm.serving.build import build_engine
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.playground import asked, handlers, shown
+from localllm.web.pages.playground import forms, handlers, presenters
 from localllm.web.pages.playground.snippets import snippets
 from tests.models.pooling.checkpoints import save_bert
 from tests.text.templates import CHATML
@@ -57,7 +57,7 @@ def send(server: LiveServer, scripted: bool = True, **fields: Any) -> Any:
 
 def body_of(**fields: Any) -> dict[str, Any]:
     form = {name: [value] if isinstance(value, str) else value for name, value in fields.items()}
-    return asked.body(asked.editor(fields["tab"], form, {}), "tiny")
+    return forms.body(forms.editor(fields["tab"], form, {}), "tiny")
 
 
 def run_python(code: str) -> None:
@@ -262,14 +262,14 @@ def test_without_scripts_messages_come_and_go_and_what_was_typed_stays(server: L
     ],
 )
 def test_tokens_fall_into_five_classes(logprob: float | None, kind: str, likely: str) -> None:
-    token = shown.heat_token("\n", logprob, [("a", -3.0), ("b", -1.0)])
+    token = presenters.heat_token("\n", logprob, [("a", -3.0), ("b", -1.0)])
     assert (token.kind, token.likely, token.text) == (kind, likely, "↵\n")
     assert [text for text, _ in token.alternatives] == ["b", "a"]
 
 
 def test_vectors_are_compared() -> None:
     data = [{"embedding": [1.0, 0.0]}, {"embedding": [0.0, 2.0]}, {"embedding": [3.0, 0.0]}]
-    facts = shown.result("embeddings", {"data": data, "usage": {"prompt_tokens": 3}}, "").facts
+    facts = presenters.result("embeddings", {"data": data, "usage": {"prompt_tokens": 3}}, "").facts
     assert [fact.value for fact in facts] == ["3", "2", "3 tokens", "0.0000", "1.0000"]
 
 

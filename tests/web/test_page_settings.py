@@ -17,7 +17,7 @@ from localllm.config.config_file import KINDS
 from localllm.config.settings import EngineConfig, ModelTable, ServerConfig, Settings, resolve
 from localllm.errors import ConfigError
 from localllm.web.access.keys import Key, add_key, keys_path, read_keys
-from localllm.web.pages.settings import doctor, shown
+from localllm.web.pages.settings import doctor, setting_rows
 from localllm.web.pages.settings.key_handlers import consequence
 from localllm.web.pages.settings.words import SWITCH, WORDS
 from tests.web.live_server import LiveServer
@@ -91,24 +91,27 @@ def test_the_bounds_are_those_of_the_parser(name: str) -> None:
 
 def test_each_value_says_where_it_comes_from(server: LiveServer) -> None:
     settings = server.settings
-    rows = {name: shown.row(name, settings, None) for name in KINDS}
+    rows = {name: setting_rows.row(name, settings, None) for name in KINDS}
     assert (rows["max_num_seqs"].value, rows["max_num_seqs"].source) == ("8", "file")
     assert (rows["log_level"].value, rows["log_level"].source) == ("debug", "environment")
     assert (rows["rate_limit"].value, rows["rate_limit"].source) == ("6,000", "flag")
     assert (rows["block_size"].value, rows["block_size"].source) == ("decided at the start", "default")
     model: Any = SimpleNamespace(tuned={"block_size": 32, "max_num_seqs": 99}, plan=stub_plan())
-    assert shown.row("models_max", settings, None).value == "as many as fit"
-    tuned = shown.row("block_size", settings, model)
+    assert setting_rows.row("models_max", settings, None).value == "as many as fit"
+    tuned = setting_rows.row("block_size", settings, model)
     assert (tuned.value, tuned.source) == ("32", "profile")
-    assert shown.row("max_num_seqs", settings, model).source == "file"
-    assert shown.row("max_model_len", settings, model).now == "2,048"
+    assert setting_rows.row("max_num_seqs", settings, model).source == "file"
+    assert setting_rows.row("max_model_len", settings, model).now == "2,048"
     table = replace(settings, models={"demo": ModelTable("demo", {"block_size": 16})})
-    assert (shown.row("block_size", table, model).value, shown.row("block_size", table, model).source) == ("16", "file")
+    assert (
+        setting_rows.row("block_size", table, model).value,
+        setting_rows.row("block_size", table, model).source,
+    ) == ("16", "file")
 
 
 def test_a_key_of_the_command_line_is_never_shown() -> None:
     settings = Settings(server=ServerConfig(api_key="sk-secret"), sources={"api_key": "flag"})
-    assert "secret" not in repr(shown.row("api_key", settings, None))
+    assert "secret" not in repr(setting_rows.row("api_key", settings, None))
 
 
 # The file -----------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
 from localllm.web.pages import dashboard
-from localllm.web.pages.chat import replies
-from localllm.web.pages.chat.drawing import News
+from localllm.web.pages.chat import live_reply
+from localllm.web.pages.chat.live_reply import Progress, Reply
 from localllm.web.pages.chat.markdown import render_markdown
-from localllm.web.pages.chat.replies import Progress, Reply
+from localllm.web.pages.chat.markdown_stream import News
 from localllm.web.pages.frame import live
 from localllm.web.pages.frame.live import Sampler, Tick, sse, until_closing
 from tests.web.pages_stub import REPLY, StubClient
@@ -57,7 +57,7 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "BATCH_S", 0.005)
+    monkeypatch.setattr(live_reply, "BATCH_S", 0.005)
 
 
 def test_follower_sees_the_reply_grow_and_ends_with_all_of_it() -> None:
@@ -112,7 +112,7 @@ def test_cancel_keeps_what_was_written() -> None:
 
 def test_reply_that_nobody_follows_is_cancelled_after_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        monkeypatch.setattr(replies, "DETACHED_LIMIT_S", 0.05)
+        monkeypatch.setattr(live_reply, "DETACHED_LIMIT_S", 0.05)
         reply = start(StubClient(every_s=0.005))
         await eventually(lambda: reply.done)
         assert reply.finish_reason == "abort"

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.web.pages.chat import markdown
-from localllm.web.pages.chat.drawing import draw
 from localllm.web.pages.chat.markdown import BlockSplitter, code_block, render_markdown
+from localllm.web.pages.chat.markdown_stream import draw
 from tests.web.pages_stub import HOSTILE, REPLY
 
 ALLOWED_TAGS = {

@@ -13,7 +13,7 @@ import pytest
 
 from localllm.config.settings import EngineConfig, ServerConfig, Settings, Source
 from localllm.tuning.run import TuneOptions
-from localllm.web.pages.tune import asked
+from localllm.web.pages.tune import forms
 from tests.web.live_server import LiveServer, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
@@ -58,7 +58,7 @@ class TunedServer(LiveServer):
 
 def be_quick(monkeypatch: pytest.MonkeyPatch, trial_s: float = 0.05, soak_s: float = 0.2) -> None:
     quick = replace(TuneOptions.quick(), trial_s=trial_s, soak_s=soak_s)
-    monkeypatch.setitem(asked.EFFORTS, "quick", quick)
+    monkeypatch.setitem(forms.EFFORTS, "quick", quick)
 
 
 def text_of(page: str) -> str:

@@ -24,12 +24,12 @@ from localllm.web.pages.frame.forms import FormRequest
 from localllm.web.pages.frame.navigation import choose_theme
 from localllm.web.pages.frame.render import template_config
 from localllm.web.pages.frame.security import HEADERS
+from localllm.web.pages.frame.state import close_room, open_room
 from localllm.web.pages.frame.static import static_files
 from localllm.web.pages.library import handlers as library
 from localllm.web.pages.logs import handlers as logs
 from localllm.web.pages.playground import handlers as playground
 from localllm.web.pages.settings import handlers as settings
-from localllm.web.pages.state import close_room, open_room
 from localllm.web.pages.tune import handlers as tune
 
 __all__ = ["close_room", "open_room", "routes", "template_config"]

@@ -11,12 +11,12 @@ from typing import Any
 from litestar import Request, get
 from litestar.response import Response
 
-from localllm.web.pages import state
 from localllm.web.pages.chat import samples as chat
 from localllm.web.pages.dashboard import samples as dashboard
 from localllm.web.pages.frame import views as v
 from localllm.web.pages.frame.navigation import shell
 from localllm.web.pages.frame.render import render
+from localllm.web.pages.frame.state import html, room_of
 from localllm.web.pages.frame.static import static_files
 from localllm.web.pages.library import samples as library
 from localllm.web.pages.logs import samples as logs
@@ -40,7 +40,7 @@ SHEETS = tuple(sorted(name for name in static_files() if name.endswith(".css") a
 def patterns_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show all partials."""
     drawn = tuple((sample.template, render(sample)) for sample in samples() if is_partial(sample))
-    return state.html(v.PatternsPage(state.room_of(request).shell(request, "Patterns", ""), drawn, SHEETS))
+    return html(v.PatternsPage(room_of(request).shell(request, "Patterns", ""), drawn, SHEETS))
 
 
 def is_partial(sample: v.View) -> bool:

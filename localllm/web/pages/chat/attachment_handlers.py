@@ -15,13 +15,13 @@ from litestar.response import Response
 
 from localllm.errors import RequestError
 from localllm.web.access.caller import owner_of
-from localllm.web.pages.chat import page
+from localllm.web.pages.chat import presenters
 from localllm.web.pages.chat.attachments import MAX_PDF_BYTES, Attachment, read_file
-from localllm.web.pages.chat.history import with_files
 from localllm.web.pages.chat.message_views import AttachmentChip, Attachments
+from localllm.web.pages.chat.template_messages import with_files
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.state import Room, html, room_of
+from localllm.web.pages.frame.state import Room, html, room_of
 
 MAX_UPLOAD_BYTES = MAX_PDF_BYTES + 2_000_000
 
@@ -41,7 +41,7 @@ async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
             files.append(await _put(room, owner, upload, model))
     except RequestError as problem:
         error = notice(problem)
-    card = page.card_of(room, {"model": model} if model else {})
+    card = presenters.card_of(room, {"model": model} if model else {})
     return html(_shown(files, card.plan.max_model_len if card is not None else 0, error))
 
 
@@ -67,7 +67,7 @@ async def _put(room: Room, owner: str, upload: UploadFile, model: str) -> Attach
 
 async def _num_tokens(room: Room, name: str, text: str, settings: Mapping[str, str]) -> int | None:
     """Return the token count; None if the model that the message goes to is not loaded."""
-    card, served = page.card_of(room, settings), room.served
+    card, served = presenters.card_of(room, settings), room.served
     if card is None or served is None or served.name != card.name:
         return None
     return len(

@@ -2,7 +2,7 @@
 
 A message posted by htmx is answered at once with the user's message and an element that follows the reply over SSE. A
 message posted without scripts is answered, after a redirect, with the page that has the whole reply.
-Does not know: how a reply is generated (replies.py) or saved (desk.py, web/store).
+Does not know: how a reply is generated (live_reply.py) or saved (active_replies.py, store/).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from localllm.errors import LocalLLMError, RequestError
 from localllm.web.access.caller import owner_of
 from localllm.web.api.own.health import is_running
 from localllm.web.errors import wants_html
-from localllm.web.pages.chat import asking, inside, page, shown
+from localllm.web.pages.chat import message_presenters, part_presenters, presenters, turns
+from localllm.web.pages.chat.active_replies import Writing
 from localllm.web.pages.chat.attachment_handlers import MAX_UPLOAD_BYTES, attached_files
-from localllm.web.pages.chat.chats_views import Undo
-from localllm.web.pages.chat.desk import Writing
+from localllm.web.pages.chat.sidebar_views import Undo
 from localllm.web.pages.chat.store import Chat, Chats, Message
 from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
 from localllm.web.pages.chat.views import ChatTurn, ComposerAction
@@ -33,7 +33,7 @@ from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.live import closing, event_stream, sse, until_closing
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.state import Room, html, room_of
+from localllm.web.pages.frame.state import Room, html, room_of
 
 COOKIE = "localllm_chat"
 MAX_BODY_BYTES = 2_000_000
@@ -44,7 +44,7 @@ async def new_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """Show an empty chat; a program, which does not ask for HTML, is told that the server is running."""
     if not wants_html(request.scope):
         return is_running()
-    return html(await page.chat_page(request, None, undo=_undo(request, "The chat is deleted.")))
+    return html(await presenters.chat_page(request, None, undo=_undo(request, "The chat is deleted.")))
 
 
 @get("/chat")
@@ -63,9 +63,11 @@ async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """Show a conversation. A reply that is being written continues in its place."""
     chat, query = await asked_chat(request), request.query_params
     if "before" in query and is_scripted(request):
-        return html(await page.earlier(request, chat, query["before"]))
+        return html(await presenters.earlier(request, chat, query["before"]))
     undo = _undo(request, "The message is deleted.")
-    view = await page.chat_page(request, chat, before=query.get("before"), editing=query.get("edit", ""), undo=undo)
+    view = await presenters.chat_page(
+        request, chat, before=query.get("before"), editing=query.get("edit", ""), undo=undo
+    )
     return html(view, cookies=[_cookie(chat)])
 
 
@@ -75,7 +77,7 @@ async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
     room, owner, form = room_of(request), owner_of(request), await fields_of(request)
     try:
         files = await attached_files(request)
-        turn = await asking.ask(room, owner, form, files)
+        turn = await turns.ask(room, owner, form, files)
     except LocalLLMError as error:
         if is_scripted(request) or not isinstance(error, RequestError):
             raise
@@ -88,12 +90,12 @@ async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
     assert turn.user is not None
     messages = [room.desk.current(turn.writing.message)]
     view = ChatTurn(
-        user=shown.one_message(turn.chat.id, turn.user),
-        reply=shown.one_message(turn.chat.id, messages[0], turn.writing),
-        action=ComposerAction(shown.stop_url(turn.writing)),
+        user=message_presenters.one_message(turn.chat.id, turn.user),
+        reply=message_presenters.one_message(turn.chat.id, messages[0], turn.writing),
+        action=ComposerAction(message_presenters.stop_url(turn.writing)),
         conversation_id=turn.chat.id,
-        head=shown.head(turn.chat, messages, page.card_of(room, turn.chat.settings)),
-        chats=await page.chat_list(room, owner, turn.chat),
+        head=message_presenters.head(turn.chat, messages, presenters.card_of(room, turn.chat.settings)),
+        chats=await presenters.chat_list(room, owner, turn.chat),
     )
     return html(view, headers={"HX-Replace-Url": f"/c/{turn.chat.id}"}, cookies=[cookie])
 
@@ -125,7 +127,7 @@ async def _news(
 ) -> AsyncIterator[bytes]:
     if writing is not None:
         async for progress in writing.reply.follow():
-            yield sse(render(inside.reply_progress(message.id, writing.reply, progress)))
+            yield sse(render(part_presenters.reply_progress(message.id, writing.reply, progress)))
         message = writing.now
         try:
             chat = await room.store.call(Chats.get, owner, writing.chat_id)
@@ -133,7 +135,9 @@ async def _news(
         except (ChatNotFound, ChatsUnavailable):  # deleted, or the file is locked; the text is in memory
             chat = chat or Chat(writing.chat_id, "", False, message.id, {}, 0.0)
     assert chat is not None
-    yield sse(render(shown.reply_finished(chat, message, writing, page.card_of(room, chat.settings))))
+    yield sse(
+        render(message_presenters.reply_finished(chat, message, writing, presenters.card_of(room, chat.settings)))
+    )
 
 
 async def until_written(request: Request[Any, Any, Any], writing: Writing) -> None:
@@ -188,7 +192,7 @@ async def _page_with_error(request: Request[Any, Any, Any], form: Mapping[str, s
             chat = await room_of(request).store.call(Chats.get, owner_of(request), form["conversation"])
         except ChatNotFound:
             chat = None
-    return page.with_error(await page.chat_page(request, chat), form, notice(error))
+    return presenters.with_error(await presenters.chat_page(request, chat), form, notice(error))
 
 
 HANDLERS = (new_chat, latest_chat, open_chat, send_message, follow_reply, stop_reply)

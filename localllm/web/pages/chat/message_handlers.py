@@ -1,7 +1,7 @@
 """Actions on one message: edit, regenerate, continue, switch between versions, delete, show the raw text.
 
 With scripts each is answered with the updated messages; without scripts, after a redirect, with the page.
-Does not know: how the actions work (asking.py, web/store).
+Does not know: how the actions work (turns.py, store/).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
 from localllm.web.access.caller import owner_of
-from localllm.web.pages.chat import asking, page, shown
-from localllm.web.pages.chat.asking import Turn
-from localllm.web.pages.chat.chats_views import Undo
+from localllm.web.pages.chat import message_presenters, presenters, turns
 from localllm.web.pages.chat.handlers import (
     MAX_BODY_BYTES,
     asked_message,
     until_written,
 )
+from localllm.web.pages.chat.sidebar_views import Undo
 from localllm.web.pages.chat.store import Chat, Chats, Message
+from localllm.web.pages.chat.turns import Turn
 from localllm.web.pages.chat.views import ChatMessage
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.state import Room, html, room_of
+from localllm.web.pages.frame.state import Room, html, room_of
 
 ONE = "/c/{conversation_id:str}/m/{message_id:str}"
 Ask = Callable[[Room, str, Chat, Message, Mapping[str, str]], Awaitable[Turn]]
@@ -38,7 +38,7 @@ async def show_message(request: Request[Any, Any, Any]) -> Response[Any]:
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}#m-{message.id}", status_code=303)
     desk = room_of(request).desk
-    return html(shown.one_message(chat.id, desk.current(message), desk.of(message.id)))
+    return html(message_presenters.one_message(chat.id, desk.current(message), desk.of(message.id)))
 
 
 @get(f"{ONE}/raw")
@@ -55,31 +55,31 @@ async def edit_form(request: Request[Any, Any, Any]) -> Response[Any]:
     chat, message = await asked_message(request)
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}?edit={message.id}#m-{message.id}", status_code=303)
-    return html(ChatMessage(message.id, message.role, edit=shown.edit_form(chat.id, message)))
+    return html(ChatMessage(message.id, message.role, edit=message_presenters.edit_form(chat.id, message)))
 
 
 @post(f"{ONE}/edit", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def edit_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Send an edited message as a branch beside the original."""
-    return await _answered(request, asking.edit)
+    return await _answered(request, turns.edit)
 
 
 @post(f"{ONE}/regenerate", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def regenerate(request: Request[Any, Any, Any]) -> Response[Any]:
     """Write another reply beside this one."""
-    return await _answered(request, asking.regenerate)
+    return await _answered(request, turns.regenerate)
 
 
 @post(f"{ONE}/continue", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def go_on(request: Request[Any, Any, Any]) -> Response[Any]:
     """Continue a reply that was cut off."""
-    return await _answered(request, asking.go_on)
+    return await _answered(request, turns.go_on)
 
 
 @post(f"{ONE}/results", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def give_results(request: Request[Any, Any, Any]) -> Response[Any]:
     """Send the results of a reply's tool calls."""
-    return await _answered(request, asking.give_results)
+    return await _answered(request, turns.give_results)
 
 
 @post(f"{ONE}/select", guards=[same_origin], status_code=200)
@@ -119,7 +119,7 @@ async def _shown_anew(
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}{where}", status_code=303)
     chat = await room_of(request).store.call(Chats.get, owner_of(request), chat.id)
-    return html(await page.update(request, chat, announcement, undo))
+    return html(await presenters.update(request, chat, announcement, undo))
 
 
 HANDLERS = (

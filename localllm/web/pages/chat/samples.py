@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from localllm.web.pages.chat import chats_views as c
 from localllm.web.pages.chat import message_views as m
+from localllm.web.pages.chat import sidebar_views as c
 from localllm.web.pages.chat import views as v
 from localllm.web.pages.chat.markdown import code_block, render_markdown
 from localllm.web.pages.frame import views

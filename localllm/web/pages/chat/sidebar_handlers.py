@@ -1,6 +1,6 @@
 """Actions on chats: search, rename, pin, delete with undo, export, import, delete all; and presets.
 
-Does not know: how chats are stored (web/store), the format of an exported file (transfer.py).
+Does not know: how chats are stored (store/), the format of an exported file (transfer.py).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from localllm.errors import InvalidParameter
 from localllm.web.access.caller import owner_of
 from localllm.web.api.exchange import require_few_values
 from localllm.web.errors import MissingParameter
-from localllm.web.pages.chat import page, shown, transfer
-from localllm.web.pages.chat.chats_views import ChatListPage, ChatsChanged, ManageChat, ManageChats, Undo
-from localllm.web.pages.chat.drawing import drawn
+from localllm.web.pages.chat import message_presenters, presenters, transfer
 from localllm.web.pages.chat.handlers import COOKIE, MAX_BODY_BYTES, asked_chat
+from localllm.web.pages.chat.markdown_stream import drawn
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
+from localllm.web.pages.chat.sidebar_views import ChatListPage, ChatsChanged, ManageChat, ManageChats, Undo
 from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.views import Sampling
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.state import html, room_of
+from localllm.web.pages.frame.state import html, room_of
 
 MAX_TITLE_CHARS, MAX_PRESET_CHARS = 200, 60
 
@@ -37,9 +37,9 @@ async def find_chats(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the list, or the results of a search."""
     room, owner, query = room_of(request), owner_of(request), request.query_params.get("q", "")[:1000]
     if is_scripted(request):
-        return html(await page.chat_list(room, owner, None, query))
-    found = await page.chat_list(room, owner, None, query, page.MOST_LISTED)
-    return html(await page.panel_page(request, "Chats", ChatListPage(found)))
+        return html(await presenters.chat_list(room, owner, None, query))
+    found = await presenters.chat_list(room, owner, None, query, presenters.MOST_LISTED)
+    return html(await presenters.panel_page(request, "Chats", ChatListPage(found)))
 
 
 @get("/c/{conversation_id:str}/manage")
@@ -47,7 +47,7 @@ async def manage_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the forms that change a whole chat, in a dialog or as a page."""
     chat = await asked_chat(request)
     form = ManageChat(f"/c/{chat.id}", chat.title, chat.pinned)
-    return html(form if is_scripted(request) else await page.panel_page(request, chat.title, form))
+    return html(form if is_scripted(request) else await presenters.panel_page(request, chat.title, form))
 
 
 @get("/chats/manage")
@@ -55,7 +55,7 @@ async def manage_chats(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the forms to import a chat and to delete all chats."""
     path = room_of(request).store.path
     form = ManageChats(str(path) if path is not None else "")
-    return html(form if is_scripted(request) else await page.panel_page(request, "Chats", form))
+    return html(form if is_scripted(request) else await presenters.panel_page(request, "Chats", form))
 
 
 @post("/c/{conversation_id:str}/rename", guards=[same_origin], status_code=200)
@@ -167,14 +167,14 @@ async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
         raise InvalidParameter(f"Unknown action {action[:20]!r}.", hint="use, save or remove.", param="action")
     names = tuple(await room.store.call(Chats.presets, owner))
     model = {"model": form["model"]} if form.get("model") else {}
-    drawer = shown.sampling(page.card_of(room, model), settings, names, preset=name, is_open=True)
+    drawer = message_presenters.sampling(presenters.card_of(room, model), settings, names, preset=name, is_open=True)
     return html(drawer) if is_scripted(request) else html(await _page_with(request, form, drawer))
 
 
 async def _page_with(request: Request[Any, Any, Any], form: Any, drawer: Sampling) -> Any:
     chat_id = form.get("conversation")
     chat = await room_of(request).store.call(Chats.get, owner_of(request), chat_id) if chat_id else None
-    view = await page.chat_page(request, chat)
+    view = await presenters.chat_page(request, chat)
     if view.composer is None:
         return view
     composer = replace(view.composer, sampling=drawer, text=form.get("message", "")[:MAX_MESSAGE_CHARS])
@@ -191,9 +191,9 @@ async def _list_changed(request: Request[Any, Any, Any], announcement: str, undo
     chat = await room.store.call(Chats.get, owner, open_id) if open_id else None
     head = None
     if chat is not None and open_id == changed:
-        branch = await room.store.call(Chats.branch, chat.id, chat.leaf, limit=page.WINDOW)
-        head = shown.head(chat, branch.messages, page.card_of(room, chat.settings))
-    return html(ChatsChanged(await page.chat_list(room, owner, chat), head, announcement, undo))
+        branch = await room.store.call(Chats.branch, chat.id, chat.leaf, limit=presenters.WINDOW)
+        head = message_presenters.head(chat, branch.messages, presenters.card_of(room, chat.settings))
+    return html(ChatsChanged(await presenters.chat_list(room, owner, chat), head, announcement, undo))
 
 
 HANDLERS = (

@@ -13,8 +13,8 @@ import msgspec
 
 from localllm.errors import InvalidParameter
 from localllm.web.api.tools import checked, read_tool
-from localllm.web.pages.chat.history import calls_of
 from localllm.web.pages.chat.store import Message
+from localllm.web.pages.chat.template_messages import calls_of
 from localllm.web.pages.frame.errors import MessageTooLong
 
 MAX_TOOLS_CHARS = 64 * 1024

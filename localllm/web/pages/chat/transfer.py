@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 from localllm.errors import RequestError
-from localllm.web.pages.chat.asking import title_of
-from localllm.web.pages.chat.history import files_of, with_files
 from localllm.web.pages.chat.settings import NAMES, typed
 from localllm.web.pages.chat.store import Chat, Message
 from localllm.web.pages.chat.store.records import Role
+from localllm.web.pages.chat.template_messages import files_of, with_files
+from localllm.web.pages.chat.turns import title_of
 
 LISTS = {"calls": ("id", "name", "arguments"), "results": ("id", "name", "text"), "files": ("name", "text")}
 """Details that are lists of rows -> the text fields of a row."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from localllm.web.pages.chat.chats_views import ChatHead, ChatList, Undo
 from localllm.web.pages.chat.message_views import (
     AttachmentChip,
     Attachments,
@@ -14,6 +13,7 @@ from localllm.web.pages.chat.message_views import (
     ToolCallCard,
     ToolResult,
 )
+from localllm.web.pages.chat.sidebar_views import ChatHead, ChatList, Undo
 from localllm.web.pages.frame.views import ErrorNotice, Loading, Shell, View
 
 

@@ -1,6 +1,6 @@
 """The dashboard's handlers, and the live streams of the dashboard and the status pill.
 
-Does not know: how a tile is filled (tiles.py) or rendered (templates).
+Does not know: how a tile is filled (presenters.py) or rendered (templates).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from litestar import Request, get, post
 from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import EngineStopped, InvalidParameter
-from localllm.web.pages.chat import shown
-from localllm.web.pages.dashboard import records, tiles
+from localllm.web.pages.chat import message_presenters
+from localllm.web.pages.dashboard import presenters, request_handlers
 from localllm.web.pages.dashboard.plots import MINUTE, SPANS, Span
 from localllm.web.pages.dashboard.views import Dashboard, DashboardPage
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.live import Tick, changed, closing, event_stream, sse, until_closing
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.state import Room, html, room_of
 from localllm.web.pages.frame.views import LiveUpdate
-from localllm.web.pages.state import Room, html, room_of
 
 STATUS_EVERY_S = 1.0
 
@@ -35,7 +35,7 @@ async def dashboard_page(request: Request[Any, Any, Any]) -> Response[str]:
     live_url = "/live/dashboard" if span is MINUTE else f"/live/dashboard?last={span.key}"
     shell = room.shell(request, "Dashboard", "dashboard", live_url, waits=board is None, moves=True)
     spans = tuple((each.key, each.title, each is span) for each in SPANS)
-    return html(DashboardPage(shell, board, None if board else shown.loading(room), spans))
+    return html(DashboardPage(shell, board, None if board else message_presenters.loading(room), spans))
 
 
 @get("/live/dashboard")
@@ -123,14 +123,14 @@ async def _dashboard(room: Room, tick: Tick, span: Span) -> Dashboard | None:
         return None
     machine = await room.machine.read()
     past = tick.samples if span is MINUTE else room.history.samples
-    return tick.drawn(f"dashboard {span.key}", lambda: tiles.dashboard(stats, tick, served, machine, past, span))
+    return tick.drawn(f"dashboard {span.key}", lambda: presenters.dashboard(stats, tick, served, machine, past, span))
 
 
 def _shared_parts(room: Room, tick: Tick, waiting: bool) -> dict[str, str]:
     """Return the parts of every page: the status pill, and the load progress on a page that waits for its model."""
     parts = {"status-pill": tick.drawn("pill", lambda: render(room.pill(tick)))}
     if room.served is None and waiting:
-        parts["loading"] = tick.drawn("loading", lambda: render(shown.loading(room)))
+        parts["loading"] = tick.drawn("loading", lambda: render(message_presenters.loading(room)))
     return parts
 
 
@@ -149,4 +149,4 @@ def draw_tiles(board: Dashboard) -> dict[str, str]:
     }
 
 
-HANDLERS = (dashboard_page, live_dashboard, live_status, cancel_request, *records.HANDLERS)
+HANDLERS = (dashboard_page, live_dashboard, live_status, cancel_request, *request_handlers.HANDLERS)

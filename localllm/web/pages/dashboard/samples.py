@@ -8,10 +8,10 @@ from dataclasses import replace
 from localllm.engine.stats import RequestTimeline, StepComposition
 from localllm.web.pages.dashboard import views as v
 from localllm.web.pages.dashboard.machine import GPUReading, MachineReading
-from localllm.web.pages.dashboard.machine_tile import machine_use
+from localllm.web.pages.dashboard.machine_presenter import machine_use
 from localllm.web.pages.dashboard.plots import pool_map, sparkline, stacked
-from localllm.web.pages.dashboard.rows import request_page
-from localllm.web.pages.dashboard.tiles import steps
+from localllm.web.pages.dashboard.presenters import steps
+from localllm.web.pages.dashboard.request_presenters import request_page
 from localllm.web.pages.frame import views
 
 

@@ -17,8 +17,8 @@ from localllm.web.access.auth import SESSION_COOKIE, address_of, session_key, se
 from localllm.web.access.keys import SESSION_S, KeyRing
 from localllm.web.pages.frame.navigation import own_path, shell, theme_of
 from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice, LoginPage, StatusPill
-from localllm.web.pages.state import html
 
 WRONG = ErrorNotice(
     "That is not a key of this server.", "", "Create keys on the server's machine: localllm keys add NAME"

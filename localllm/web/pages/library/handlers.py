@@ -1,7 +1,8 @@
 """The Models page: installed models, search on the hub, downloads, the facts and fit of one model.
 
 The hub is contacted only when the user searches, opens a model that is not installed, or downloads one.
-Does not know: the actions (actions.py), how the numbers are computed (shelf.py, fits.py, fetching.py).
+Does not know: the actions (action_handlers.py), how the numbers are computed (installed_models.py, fit_checks.py,
+download_presenters.py).
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from localllm.units import format_bytes, format_count, format_parameters
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
 from localllm.web.pages.frame.render import render
+from localllm.web.pages.frame.state import Room, html, room_of
 from localllm.web.pages.frame.views import LiveUpdate
-from localllm.web.pages.library import actions
-from localllm.web.pages.library.fetching import download_list
-from localllm.web.pages.library.fits import Fit
-from localllm.web.pages.library.shelf import page_url
-from localllm.web.pages.library.shown import downloads_page as shown_downloads
-from localllm.web.pages.library.shown import installed_page, shell
+from localllm.web.pages.library import action_handlers
+from localllm.web.pages.library.download_presenters import download_list
+from localllm.web.pages.library.fit_checks import Fit
+from localllm.web.pages.library.installed_models import page_url
+from localllm.web.pages.library.presenters import downloads_page as shown_downloads
+from localllm.web.pages.library.presenters import installed_page, shell
 from localllm.web.pages.library.state import Library, library_of
 from localllm.web.pages.library.views import (
     DiscoverPage,
@@ -43,7 +45,6 @@ from localllm.web.pages.library.views import (
     Tab,
     Variant,
 )
-from localllm.web.pages.state import Room, html, room_of
 
 MOST_FOUND = 20
 LONGEST_QUERY = 200
@@ -220,4 +221,4 @@ def _require_online(library: Library, what: str) -> None:
         raise client.offline_error(what)
 
 
-HANDLERS = (library_page, discover_page, fit, downloads_page, model_page, live_library, *actions.HANDLERS)
+HANDLERS = (library_page, discover_page, fit, downloads_page, model_page, live_library, *action_handlers.HANDLERS)

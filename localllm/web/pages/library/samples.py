@@ -5,8 +5,8 @@ from __future__ import annotations
 from localllm.web.pages.dashboard.plots import stacked
 from localllm.web.pages.frame import views
 from localllm.web.pages.library import views as v
-from localllm.web.pages.library.fetching import VERBS
-from localllm.web.pages.library.shelf import LOAD, PIN, SLEEP, STOP, UNLOAD
+from localllm.web.pages.library.download_presenters import VERBS
+from localllm.web.pages.library.installed_models import LOAD, PIN, SLEEP, STOP, UNLOAD
 
 
 def samples(shell: views.Shell) -> list[views.View]:

@@ -21,9 +21,9 @@ from localllm.models.library.hub.downloads import Downloads
 from localllm.models.library.picks import picks_for
 from localllm.serving.manager import ModelManager
 from localllm.units import format_bytes, format_count, format_parameters
-from localllm.web.pages.library.fetching import num_running
-from localllm.web.pages.library.fits import Fits
-from localllm.web.pages.library.shelf import Shelf, page_url
+from localllm.web.pages.library.download_presenters import num_running
+from localllm.web.pages.library.fit_checks import Fits
+from localllm.web.pages.library.installed_models import Shelf, page_url
 from localllm.web.pages.library.views import LibraryTabs, PickCard, Picks, Tab
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """The logs page: recent lines, new lines live, and a download of all.
 
-Does not know: how lines are filtered and split (chosen.py), who logs.
+Does not know: how lines are filtered and split (filters.py), who logs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from localllm.logs.log_file import log_path
 from localllm.logs.recent_logs import KEPT, RecentLogs, installed
 from localllm.web.pages.frame.live import closing, event_stream, sse, until_closing
 from localllm.web.pages.frame.render import render
+from localllm.web.pages.frame.state import html, room_of
 from localllm.web.pages.frame.views import ErrorNotice
-from localllm.web.pages.logs.chosen import LEVELS, Choice, choice_from, row
+from localllm.web.pages.logs.filters import LEVELS, Choice, choice_from, row
 from localllm.web.pages.logs.views import LogLines, LogsPage
-from localllm.web.pages.state import html, room_of
 
 SHOWN = 500
 """Lines shown at first; a script keeps the page at this number as more arrive."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from localllm.web.pages.frame import views
 from localllm.web.pages.logs import views as v
-from localllm.web.pages.logs.chosen import LEVELS
+from localllm.web.pages.logs.filters import LEVELS
 
 
 def samples(shell: views.Shell) -> list[views.View]:

@@ -1,6 +1,6 @@
 """The playground's handlers: a form is sent through the API's own code, and the result is shown.
 
-Does not know: the API's fields (asked.py writes them, web/api reads them), how a response is shown (shown.py).
+Does not know: the API's fields (forms.py writes them, web/api reads them), how a response is shown (presenters.py).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from localllm.web.api.openai.chat import answer_chat, chat_prompt
 from localllm.web.api.openai.completions import answer_completion
 from localllm.web.api.openai.embeddings import answer_embeddings
 from localllm.web.api.openai.tokenize import answer_tokenize
-from localllm.web.pages.chat.shown import loading
+from localllm.web.pages.chat.message_presenters import loading
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.live import sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.playground import asked, shown
-from localllm.web.pages.playground.gathered import Gathered
+from localllm.web.pages.frame.state import html, room_of
+from localllm.web.pages.playground import forms, presenters
 from localllm.web.pages.playground.snippets import snippets
+from localllm.web.pages.playground.stream_accumulator import Gathered
 from localllm.web.pages.playground.views import Editor, PlaygroundPage, PromptTokens, Result, Snippet
-from localllm.web.pages.state import html, room_of
 
 ANSWERS = {
     "chat": answer_chat,
@@ -100,21 +100,21 @@ def _page(
     shell = room.shell(request, "Playground", "playground", waits=card is None)
     if card is None:
         return PlaygroundPage(shell, loading=loading(room))
-    tabs = (*(asked.GENERATES if card.spec.task == "generate" else ()), *asked.BOTH)
-    tabs += asked.EMBEDS if card.spec.task == "embed" else ()
+    tabs = (*(forms.GENERATES if card.spec.task == "generate" else ()), *forms.BOTH)
+    tabs += forms.EMBEDS if card.spec.task == "embed" else ()
     tab = tab or tabs[0][0]
     if tab not in dict(tabs):
         raise InvalidParameter(f"Unknown tab {tab[:40]!r}.", f"Known: {', '.join(dict(tabs))}.", param="tab")
     params = card.default_params
-    defaults = {name: f"{getattr(params, name, None) or 0:g}" for name in asked.NUMBERS if name != "seed"}
+    defaults = {name: f"{getattr(params, name, None) or 0:g}" for name in forms.NUMBERS if name != "seed"}
     defaults |= {"max_tokens": "16" if tab == "completions" else "up to the context", "seed": "drawn"}
-    return PlaygroundPage(shell, tabs, asked.editor(tab, form, defaults), result)
+    return PlaygroundPage(shell, tabs, forms.editor(tab, form, defaults), result)
 
 
 def _body(request: Request[Any, Any, Any], editor: Editor) -> dict[str, Any]:
     """Return the API body. Raises `InvalidParameter`."""
     card = room_of(request).card
-    return asked.body(editor, card.name if card is not None else "")
+    return forms.body(editor, card.name if card is not None else "")
 
 
 def _elsewhere(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]) -> tuple[Snippet, ...]:
@@ -125,7 +125,7 @@ def _elsewhere(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any
 async def _whole(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]) -> Result:
     sent = {name: value for name, value in body.items() if name != "stream"}
     answer = await ANSWERS[tab](request, msgspec.json.encode(sent))
-    return shown.result(tab, msgspec.json.decode(answer.body), _warning(answer))
+    return presenters.result(tab, msgspec.json.decode(answer.body), _warning(answer))
 
 
 async def _stream(request: Request[Any, Any, Any], tab: str, body: dict[str, Any], known: Result) -> EventStream:
@@ -145,9 +145,11 @@ async def _growing(
         async for piece in pieces:
             gathered.add(piece)
             if time.monotonic() - drawn_s >= EVERY_S:
-                yield sse(render(shown.so_far(gathered)))
+                yield sse(render(presenters.so_far(gathered)))
                 drawn_s = time.monotonic()
-    yield sse(render(replace(shown.streamed(tab, gathered, warning), prompt=known.prompt, snippets=known.snippets)))
+    yield sse(
+        render(replace(presenters.streamed(tab, gathered, warning), prompt=known.prompt, snippets=known.snippets))
+    )
 
 
 def _warning(answer: ASGIResponse) -> str:
@@ -159,11 +161,11 @@ async def _prompt(request: Request[Any, Any, Any], tab: str, body: Mapping[str, 
     if tab == "chat":
         model, token_ids = await chat_prompt(request, msgspec.json.encode(body))
         texts = ((token_id, model.tokenizer.token_text(token_id)) for token_id in token_ids)
-        return shown.prompt_tokens(texts, len(token_ids))
+        return presenters.prompt_tokens(texts, len(token_ids))
     if tab == "completions":
         text = {"model": body["model"], "prompt": body["prompt"], "return_token_strs": True}
         found = msgspec.json.decode((await answer_tokenize(request, msgspec.json.encode(text))).body)
-        return shown.prompt_tokens(zip(found["tokens"], found["token_strs"], strict=True), found["count"])
+        return presenters.prompt_tokens(zip(found["tokens"], found["token_strs"], strict=True), found["count"])
     return None
 
 

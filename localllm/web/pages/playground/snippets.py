@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from localllm.web.pages.playground.asked import PATHS
+from localllm.web.pages.playground.forms import PATHS
 from localllm.web.pages.playground.views import Snippet
 
 KEY = "YOUR-KEY"

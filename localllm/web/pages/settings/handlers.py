@@ -1,6 +1,6 @@
 """The settings page, changes to config.toml, and the checks of this machine.
 
-Does not know: how a setting is shown (shown.py), how the file is changed (config/config_file.py).
+Does not know: how a setting is shown (setting_rows.py), how the file is changed (config/config_file.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from localllm.errors import ConfigError, InvalidParameter, LocalLLMError
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.state import html, room_of
 from localllm.web.pages.frame.views import ErrorNotice
-from localllm.web.pages.settings import doctor, key_handlers, shown
-from localllm.web.pages.settings.page import LEVELS, file_of, keys_card, settings_of, whole_page
+from localllm.web.pages.settings import doctor, key_handlers, setting_rows
+from localllm.web.pages.settings.presenters import LEVELS, file_of, keys_card, settings_of, whole_page
 from localllm.web.pages.settings.views import ChangePage, DoctorReport
 from localllm.web.pages.settings.words import WORDS
-from localllm.web.pages.state import html, room_of
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def _change(
     source = settings.source(name)
     page = ChangePage(
         shell=room.shell(request, name, "settings"),
-        row=shown.row(name, settings, room.served),
+        row=setting_rows.row(name, settings, room.served),
         choices=WORDS[name].choices,
         text=value or "",
         config_file=str(path),

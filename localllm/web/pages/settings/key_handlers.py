@@ -19,10 +19,10 @@ from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.store.records import ChatsUnavailable
 from localllm.web.pages.frame.login import session_cookie
 from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.state import html, room_of
 from localllm.web.pages.frame.views import ErrorNotice
-from localllm.web.pages.settings.page import key_of, keys_card, whole_page
+from localllm.web.pages.settings.presenters import key_of, keys_card, whole_page
 from localllm.web.pages.settings.views import NewKeyPage, RemoveKeyPage
-from localllm.web.pages.state import html, room_of
 
 FIRST_FOR_INFER = ErrorNotice(
     "This first key would lock you out of this page.",

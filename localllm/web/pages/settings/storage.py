@@ -15,7 +15,7 @@ from localllm.models.library.hub.cache import free_bytes, incomplete_repositorie
 from localllm.serving.profiles import profiles_folder
 from localllm.units import format_bytes
 from localllm.web.access.keys import keys_path
-from localllm.web.pages.chat.store.opening import chats_path
+from localllm.web.pages.chat.store.database import chats_path
 from localllm.web.pages.settings.views import StorageCard, StoredRow
 
 

@@ -8,7 +8,7 @@
     POST /tune/plans/delete
 
 All routes need the scope admin.
-Does not know: how a run works (wizard.py), what the pages show (shown.py).
+Does not know: how a run works (wizard.py), what the pages show (presenters.py).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from localllm.web.pages.frame.forms import fields_of
 from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.state import Room, html, room_of
 from localllm.web.pages.frame.views import ErrorNotice, LiveUpdate
-from localllm.web.pages.state import Room, html, room_of
-from localllm.web.pages.tune import asked, plans, shown
+from localllm.web.pages.tune import forms, presenters, saved_profiles
 from localllm.web.pages.tune.views import Effort, GoalPage, LimitsPage, ResultPage, RunPage
 from localllm.web.pages.tune.wizard import Job, NothingTuned, Wizard
 
@@ -45,17 +45,17 @@ SMALL_BODY_BYTES = 10_000
 async def goal_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the first step: the choice of a goal."""
     room, wizard = room_of(request), wizard_of(request)
-    models = shown.choosable(room.manager.entries)
+    models = presenters.choosable(room.manager.entries)
     chosen = request.query_params.get("model", "")
     model = chosen if chosen in models else next(iter(models), "")
     return html(
         GoalPage(
             shell=room.shell(request, "Tune", "tune"),
-            steps=shown.steps("goal", runs=wizard.running is not None, ended=_has_ended(wizard)),
+            steps=presenters.steps("goal", runs=wizard.running is not None, ended=_has_ended(wizard)),
             model=model,
             models=tuple(models),
-            goals=tuple(shown.goal_card(goal, model) for goal in GOALS.values()),
-            plans=await asyncio.to_thread(plans.plans, room.manager),
+            goals=tuple(presenters.goal_card(goal, model) for goal in GOALS.values()),
+            plans=await asyncio.to_thread(saved_profiles.plans, room.manager),
             under_way=wizard.running.goal.name if wizard.running is not None else "",
             has_result=_has_ended(wizard),
         )
@@ -74,7 +74,7 @@ async def start_run(request: Request[Any, Any, Any]) -> Response[Any]:
     form = await fields_of(request)
     wizard = wizard_of(request)
     try:
-        wanted = asked.asked_of(form)
+        wanted = forms.asked_of(form)
         wizard.start(wanted.model, wanted.goal, wanted.options)
     except LocalLLMError as error:
         return html(_limits_page(request, form, notice(error)), error.status)
@@ -91,11 +91,11 @@ def run_page(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(
         RunPage(
             shell=room.shell(request, f"Tuning for {job.goal.name}", "tune", "/live/tune", moves=True),
-            steps=shown.steps("run"),
-            progress=shown.progress(job),
-            best=shown.best(job),
-            scatter=shown.plot(job),
-            trials=shown.trials(job),
+            steps=presenters.steps("run"),
+            progress=presenters.progress(job),
+            best=presenters.best(job),
+            scatter=presenters.plot(job),
+            trials=presenters.trials(job),
         )
     )
 
@@ -108,7 +108,7 @@ def live_run(request: Request[Any, Any, Any]) -> Stream:
 
 @post("/tune/run/cancel", guards=[same_origin], status_code=303, sync_to_thread=False)
 def cancel_run(request: Request[Any, Any, Any]) -> Redirect:
-    """Cancel the run; finished measurements are kept."""
+    """Cancel the run; finished measurements are entry."""
     wizard_of(request).cancel()
     return Redirect("/tune/run", status_code=303)
 
@@ -147,7 +147,7 @@ def toml_file(request: Request[Any, Any, Any]) -> Response[str]:
 @post("/tune/plans/apply", guards=[same_origin], status_code=303, request_max_body_size=SMALL_BODY_BYTES)
 async def apply_plan(request: Request[Any, Any, Any]) -> Redirect:
     """Reload the model with a saved profile; every later start uses it, too."""
-    await plans.apply_plan(room_of(request).manager, (await fields_of(request)).get("file", ""))
+    await saved_profiles.apply_plan(room_of(request).manager, (await fields_of(request)).get("file", ""))
     return Redirect("/tune#plans", status_code=303)
 
 
@@ -181,17 +181,17 @@ def _limits_page(
 ) -> LimitsPage:
     room, wizard = room_of(request), wizard_of(request)
     name = form.get("goal", "")
-    goal = goal_of(name[: asked.LONGEST_TEXT] if error is None or name in GOALS else "chat")
+    goal = goal_of(name[: forms.LONGEST_TEXT] if error is None or name in GOALS else "chat")
     entry = _entry(room, form.get("model", ""))
     limit = goal.limits.max_ttft_s
     card = entry.card if entry is not None else None
     return LimitsPage(
         shell=room.shell(request, f"Limits for {goal.name}", "tune"),
-        steps=shown.steps("limits", runs=wizard.running is not None, ended=_has_ended(wizard)),
+        steps=presenters.steps("limits", runs=wizard.running is not None, ended=_has_ended(wizard)),
         model=entry.name if entry is not None else "",
-        goal=shown.goal_card(goal, ""),
-        typed=asked.typed_in(form),
-        efforts=tuple(_effort(name, options, form.get("effort")) for name, options in asked.EFFORTS.items()),
+        goal=presenters.goal_card(goal, ""),
+        typed=forms.typed_in(form),
+        efforts=tuple(_effort(name, options, form.get("effort")) for name, options in forms.EFFORTS.items()),
         asks_people=goal.name == "share",
         own_limit=f"if empty, {format_seconds(limit)}" if limit is not None else "",
         comfortable=format_count(goal.comfortable_context) if goal.comfortable_context else "",
@@ -204,7 +204,7 @@ def _limits_page(
 
 def _entry(room: Room, name: str) -> ModelEntry | None:
     """Return the model of that name, else the first one that can be tuned."""
-    models = shown.choosable(room.manager.entries)
+    models = presenters.choosable(room.manager.entries)
     wanted = name if name in models else next(iter(models), None)
     return next((entry for entry in room.manager.entries if entry.name == wanted), None)
 
@@ -217,15 +217,15 @@ def _effort(name: str, options: TuneOptions, chosen: str | None) -> Effort:
 def _result_page(request: Request[Any, Any, Any], job: Job, error: ErrorNotice | None = None) -> ResultPage:
     return ResultPage(
         shell=room_of(request).shell(request, f"Tuned for {job.goal.name}", "tune"),
-        steps=shown.steps("result", goal=job.goal.name),
+        steps=presenters.steps("result", goal=job.goal.name),
         model=job.model,
         goal=job.goal.name,
-        verdict=shown.verdict(job),
-        notes=shown.notes(job),
-        found=shown.found(job),
-        scatter=shown.plot(job),
-        trials=shown.trials(job),
-        failure=shown.failure(job),
+        verdict=presenters.verdict(job),
+        notes=presenters.notes(job),
+        found=presenters.found(job),
+        scatter=presenters.plot(job),
+        trials=presenters.trials(job),
+        failure=presenters.failure(job),
         error=error,
     )
 
@@ -234,7 +234,7 @@ async def _keep(request: Request[Any, Any, Any], *, apply: bool) -> Response[Any
     wizard = wizard_of(request)
     name = (await fields_of(request)).get("name", "").strip()
     try:
-        await wizard.keep(name[: asked.LONGEST_TEXT], apply=apply)
+        await wizard.keep(name[: forms.LONGEST_TEXT], apply=apply)
     except LocalLLMError as error:
         if wizard.job is None or not wizard.job.is_over:
             raise
@@ -243,7 +243,7 @@ async def _keep(request: Request[Any, Any, Any], *, apply: bool) -> Response[Any
 
 
 def _file(wizard: Wizard, kind: str) -> Response[str]:
-    found = shown.found(wizard.job) if wizard.job is not None else None
+    found = presenters.found(wizard.job) if wizard.job is not None else None
     if found is None:
         raise NothingTuned("There are no settings to export.", "The last run found no settings.", "Tune again.")
     text = found.flags if kind == "flags" else found.toml
@@ -260,10 +260,10 @@ async def _events(room: Room, wizard: Wizard) -> AsyncIterator[bytes]:
             break
         parts = {
             "status-pill": render(room.pill()),
-            "tune-progress": render(shown.progress(job)),
-            "tune-best": render(shown.best(job)),
-            "tune-scatter": render(shown.plot(job)),
-            "tune-trials": render(shown.trials(job)),
+            "tune-progress": render(presenters.progress(job)),
+            "tune-best": render(presenters.best(job)),
+            "tune-scatter": render(presenters.plot(job)),
+            "tune-trials": render(presenters.trials(job)),
         }
         if news := changed(parts, sent):
             yield sse(render(LiveUpdate(news)))

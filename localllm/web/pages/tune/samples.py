@@ -11,7 +11,7 @@ from localllm.tuning.goals import goal_of
 from localllm.tuning.run import PhaseBegan, TrialBegan, TuneOptions, TuningResult
 from localllm.tuning.soak import SoakReport
 from localllm.web.pages.frame import views
-from localllm.web.pages.tune import asked, shown
+from localllm.web.pages.tune import forms, presenters
 from localllm.web.pages.tune import views as v
 from localllm.web.pages.tune.wizard import Job
 
@@ -24,12 +24,12 @@ def samples(shell: views.Shell) -> list[views.View]:
     running.result = None
     ended.stage = failed.stage = "ended"
     ended.kept_as, ended.is_applied = "chat", True
-    card = shown.goal_card(goal_of("chat"), "demo")
+    card = presenters.goal_card(goal_of("chat"), "demo")
     rows = (_plan("matches", "Every start uses it."), _plan("differs", "Not used: torch was 2.8.0 and is 2.9.0."))
-    steps = shown.steps("run")
+    steps = presenters.steps("run")
     empty = Job("demo", "demo", goal_of("chat"), TuneOptions(), 0.0)
     limits = v.LimitsPage(
-        shell, shown.steps("limits"), "demo", card, v.LimitFields(max_ttft="2"),
+        shell, presenters.steps("limits"), "demo", card, v.LimitFields(max_ttft="2"),
         (v.Effort("quick", "Quick", "trials of about 3 s", True), v.Effort("full", "Full", "trials of about 12 s")),
         True, "without one it is 60.0 s", "8,192", "40,960", 2, "30 s",
     )  # fmt: skip
@@ -38,20 +38,25 @@ def samples(shell: views.Shell) -> list[views.View]:
         card,
         v.Plans(()),
         v.Plans(rows),
-        shown.progress(empty),
-        shown.progress(running),
-        shown.best(empty),
-        shown.best(running),
-        shown.plot(empty),
-        shown.plot(running),
-        shown.trials(empty),
-        shown.trials(running),
-        v.GoalPage(shell, shown.steps("goal"), "demo", ("demo", "other"), (card,), v.Plans(rows), "chat"),
-        v.GoalPage(shell, shown.steps("goal"), "", (), (card,), v.Plans(()), has_result=True),
+        presenters.progress(empty),
+        presenters.progress(running),
+        presenters.best(empty),
+        presenters.best(running),
+        presenters.plot(empty),
+        presenters.plot(running),
+        presenters.trials(empty),
+        presenters.trials(running),
+        v.GoalPage(shell, presenters.steps("goal"), "demo", ("demo", "other"), (card,), v.Plans(rows), "chat"),
+        v.GoalPage(shell, presenters.steps("goal"), "", (), (card,), v.Plans(()), has_result=True),
         limits,
         replace(limits, open_requests=0, longest="", error=views.ErrorNotice("It is not understood.", "Got 'x'.")),
         v.RunPage(
-            shell, steps, shown.progress(running), shown.best(running), shown.plot(running), shown.trials(running)
+            shell,
+            steps,
+            presenters.progress(running),
+            presenters.best(running),
+            presenters.plot(running),
+            presenters.trials(running),
         ),
         _result(shell, ended),
         replace(_result(shell, failed), error=views.ErrorNotice("demo is busy.", "2 requests run.", "Try later.")),
@@ -60,8 +65,9 @@ def samples(shell: views.Shell) -> list[views.View]:
 
 def _result(shell: views.Shell, job: Job) -> v.ResultPage:
     return v.ResultPage(
-        shell, shown.steps("result", goal="chat"), job.model, job.goal.name, shown.verdict(job), shown.notes(job),
-        shown.found(job), shown.plot(job), shown.trials(job), shown.failure(job),
+        shell, presenters.steps("result", goal="chat"), job.model, job.goal.name, presenters.verdict(job),
+        presenters.notes(job), presenters.found(job), presenters.plot(job), presenters.trials(job),
+        presenters.failure(job),
     )  # fmt: skip
 
 
@@ -80,7 +86,7 @@ def job(*, with_pick: bool = True) -> Job:
     trials = [_trial(i) for i in range(1, 14)]
     trials[4] = replace(trials[4], fate="out of memory", why="The step ran out of memory.", figures=None, score=None)
     trials[8] = replace(trials[8], fate="over a limit", why="2.4 s to the first token, the limit is 2.0 s", score=None)
-    made = Job("demo", "demo", goal, asked.EFFORTS["quick"], 0.0, stage="running", ended_s=83.0)
+    made = Job("demo", "demo", goal, forms.EFFORTS["quick"], 0.0, stage="running", ended_s=83.0)
     made.phases = [
         (PhaseBegan("calibrate", "chat: one or two people"), 0.0),
         (PhaseBegan("search", "96 settings"), 4.0),

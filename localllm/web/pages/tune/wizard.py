@@ -27,7 +27,7 @@ from localllm.tuning.run import BestChanged, Event, PhaseBegan, TrialBegan, Tria
 from localllm.tuning.run import TuningRun as Run
 from localllm.tuning.space import fixed_by
 from localllm.tuning.trial import TrialRunner
-from localllm.web.pages.tune.plans import put_to_use
+from localllm.web.pages.tune.saved_profiles import put_to_use
 
 log = logging.getLogger(__name__)
 

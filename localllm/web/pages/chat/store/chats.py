@@ -2,7 +2,7 @@
 
 A chat has an owner, the name of a key or an empty string; every call for a chat names the owner. Deleted rows are
 marked first, so that they can be restored, and purged later.
-Does not know: threads (thread.py), how the file is opened (opening.py).
+Does not know: threads (chat_store.py), how the file is opened (database.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from localllm.machine.running_servers import is_of_another, process_mark
-from localllm.web.pages.chat.store import finding
+from localllm.web.pages.chat.store import search
 from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, Found, Message, Role
 from localllm.web.pages.chat.store.tree import Tree
 
@@ -52,11 +52,11 @@ class Chats:
     def get(self, owner: str, chat_id: str) -> Chat:
         """Return a chat. Raises `ChatNotFound`."""
         found = self._db.execute(
-            f"SELECT {finding.CHAT} FROM chat WHERE id = ? AND owner = ? AND deletion IS NULL", (chat_id, owner)
+            f"SELECT {search.CHAT} FROM chat WHERE id = ? AND owner = ? AND deletion IS NULL", (chat_id, owner)
         ).fetchone()
         if found is None:
             raise ChatNotFound("This chat is not on the server.", "It was deleted, or it never existed.", GONE_HINT)
-        return finding.chat(found)
+        return search.chat(found)
 
     def rename(self, owner: str, chat_id: str, title: str) -> None:
         self._change(owner, chat_id, "title = ?", title)
@@ -73,11 +73,11 @@ class Chats:
 
     def latest(self, owner: str, limit: int) -> list[Chat]:
         """Return chats, pinned ones first, then the newest."""
-        return finding.list_chats(self._db, owner, limit)
+        return search.list_chats(self._db, owner, limit)
 
     def search(self, owner: str, words: str, limit: int) -> list[Found]:
         """Return chats whose title or messages contain words that begin with each of these."""
-        return finding.search(self._db, owner, words, limit)
+        return search.search(self._db, owner, words, limit)
 
     def count(self, owner: str) -> int:
         """Return how many chats an owner has, without deleted ones."""

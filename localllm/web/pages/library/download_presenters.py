@@ -13,8 +13,8 @@ from localllm.models.library.hub.fetch import progress_line
 from localllm.units import format_bytes
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.views import ErrorNotice
-from localllm.web.pages.library.fits import terms_url
-from localllm.web.pages.library.shelf import page_url
+from localllm.web.pages.library.fit_checks import terms_url
+from localllm.web.pages.library.installed_models import page_url
 from localllm.web.pages.library.views import CutDownload, DownloadCard, DownloadList, FileRow, Verb
 
 VERBS = {

@@ -11,11 +11,11 @@ from typing import Any
 
 from localllm.text.answers.whole import ToolCall
 from localllm.units import format_count
-from localllm.web.pages.chat.drawing import drawn
-from localllm.web.pages.chat.history import calls_of, files_of
+from localllm.web.pages.chat.live_reply import Progress, Reply
 from localllm.web.pages.chat.markdown import code_block
+from localllm.web.pages.chat.markdown_stream import drawn
 from localllm.web.pages.chat.message_views import AttachmentChip, ResultForm, Thinking, ToolCallCard, ToolResult
-from localllm.web.pages.chat.replies import Progress, Reply
+from localllm.web.pages.chat.template_messages import calls_of, files_of
 from localllm.web.pages.chat.views import OpenBlock, ReplyProgress
 
 PREVIEW_CHARS = 20_000

@@ -25,7 +25,7 @@ from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments,
 from localllm.text.answers.reader import AnswerReader
 from localllm.text.answers.whole import ToolCall
 from localllm.web.api.generation import Progress as Counts
-from localllm.web.pages.chat.drawing import Drawing, News, OpenKind, Seen
+from localllm.web.pages.chat.markdown_stream import Drawing, News, OpenKind, Seen
 
 log = logging.getLogger(__name__)
 

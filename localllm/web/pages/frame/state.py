@@ -15,12 +15,12 @@ from litestar.response import Response
 from localllm.engine.stats import EngineStats
 from localllm.errors import LocalLLMError
 from localllm.web.access.caller import salted
+from localllm.web.pages.chat.active_replies import Desk
 from localllm.web.pages.chat.attachments import Tray
-from localllm.web.pages.chat.desk import Desk
 from localllm.web.pages.chat.store import ChatStore
-from localllm.web.pages.chat.store.opening import chats_path
+from localllm.web.pages.chat.store.database import chats_path
 from localllm.web.pages.dashboard.machine import MachineMonitor
-from localllm.web.pages.dashboard.tiles import status_pill
+from localllm.web.pages.dashboard.presenters import status_pill
 from localllm.web.pages.frame.history import History
 from localllm.web.pages.frame.live import Sampler, Tick
 from localllm.web.pages.frame.navigation import shell, theme_of

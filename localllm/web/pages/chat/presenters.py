@@ -16,9 +16,9 @@ from litestar import Request
 from localllm.errors import LocalLLMError
 from localllm.serving.served import ModelCard
 from localllm.web.access.caller import owner_of
-from localllm.web.pages.chat import shown
-from localllm.web.pages.chat.chats_views import ChatGroup, ChatHead, ChatList, ChatRow, Undo
+from localllm.web.pages.chat import message_presenters
 from localllm.web.pages.chat.settings import NAMES
+from localllm.web.pages.chat.sidebar_views import ChatGroup, ChatHead, ChatList, ChatRow, Undo
 from localllm.web.pages.chat.store import Branch, Chat, Chats, Found
 from localllm.web.pages.chat.store.records import ChatsUnavailable
 from localllm.web.pages.chat.views import (
@@ -32,8 +32,8 @@ from localllm.web.pages.chat.views import (
     Sampling,
 )
 from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.state import Room, room_of
 from localllm.web.pages.frame.views import ErrorNotice, View
-from localllm.web.pages.state import Room, room_of
 
 WINDOW = 40
 """Messages of a chat that are shown at first; earlier ones load when the user scrolls up."""
@@ -70,7 +70,7 @@ async def chat_page(
     writing = room.desk.writing(chat.id) if chat else None
     composer, empty = None, None
     if not waits:
-        action = ComposerAction(shown.stop_url(writing) if writing else None)
+        action = ComposerAction(message_presenters.stop_url(writing) if writing else None)
         drawer = await _drawer(room, owner, card, settings)
         composer = Composer(chat.id if chat else "", drawer, action, models=await _models(room, settings))
         if chat is None and card is not None:
@@ -78,12 +78,12 @@ async def chat_page(
     messages = [room.desk.current(message) for message in branch.messages]
     return ChatPage(
         shell=room.shell(request, chat.title if chat else "New chat", "chat", waits=waits),
-        head=shown.head(chat, messages, card),
+        head=message_presenters.head(chat, messages, card),
         chats=await chat_list(room, owner, chat),
-        list=await shown.message_list(room.desk, chat.id, branch, editing=editing) if chat else None,
+        list=await message_presenters.message_list(room.desk, chat.id, branch, editing=editing) if chat else None,
         composer=composer,
         empty=empty,
-        loading=shown.loading(room) if waits else None,
+        loading=message_presenters.loading(room) if waits else None,
         undo=undo,
         notice=_set_aside(room),
     )
@@ -104,9 +104,11 @@ async def update(
     branch = await room.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW)
     writing = room.desk.writing(chat.id)
     return ChatUpdate(
-        list=await shown.message_list(room.desk, chat.id, branch),
-        action=ComposerAction(shown.stop_url(writing) if writing else None),
-        head=shown.head(chat, [room.desk.current(m) for m in branch.messages], card_of(room, chat.settings)),
+        list=await message_presenters.message_list(room.desk, chat.id, branch),
+        action=ComposerAction(message_presenters.stop_url(writing) if writing else None),
+        head=message_presenters.head(
+            chat, [room.desk.current(m) for m in branch.messages], card_of(room, chat.settings)
+        ),
         announcement=announcement,
         undo=undo,
     )
@@ -116,7 +118,7 @@ async def earlier(request: Request[Any, Any, Any], chat: Chat, before: str) -> M
     """Return the messages before one, to be inserted above it."""
     room = room_of(request)
     branch = await room.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
-    return await shown.message_list(room.desk, chat.id, branch, outside=False)
+    return await message_presenters.message_list(room.desk, chat.id, branch, outside=False)
 
 
 def with_error(page: ChatPage, form: Mapping[str, str], error: ErrorNotice) -> ChatPage:
@@ -165,7 +167,7 @@ async def _drawer(room: Room, owner: str, card: ModelCard | None, settings: Mapp
         presets = await room.store.call(Chats.presets, owner)
     except ChatsUnavailable:
         presets = {}
-    return shown.sampling(card, settings, tuple(presets))
+    return message_presenters.sampling(card, settings, tuple(presets))
 
 
 def _set_aside(room: Room) -> ErrorNotice | None:

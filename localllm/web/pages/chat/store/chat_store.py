@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from localllm.web.pages.chat.store.chats import UNDO_S, Chats
-from localllm.web.pages.chat.store.opening import open_database, unavailable
+from localllm.web.pages.chat.store.database import open_database, unavailable
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

@@ -14,7 +14,7 @@ from typing import Any
 
 from localllm.units import format_count, format_rate, format_seconds
 from localllm.web.pages.frame.views import ErrorNotice, Fact
-from localllm.web.pages.playground.gathered import Gathered
+from localllm.web.pages.playground.stream_accumulator import Gathered
 from localllm.web.pages.playground.views import Call, HeatToken, PromptTokens, Result, Token
 
 MOST_TOKENS = 2000

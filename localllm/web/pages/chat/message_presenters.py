@@ -11,10 +11,9 @@ from typing import Any
 
 from localllm.serving.served import ModelCard
 from localllm.units import format_count
-from localllm.web.pages.chat.chats_views import ChatHead, ContextMeter
-from localllm.web.pages.chat.desk import Desk, Writing
-from localllm.web.pages.chat.drawing import drawn
-from localllm.web.pages.chat.inside import (
+from localllm.web.pages.chat.active_replies import Desk, Writing
+from localllm.web.pages.chat.markdown_stream import drawn
+from localllm.web.pages.chat.part_presenters import (
     call_cards,
     file_chips,
     kept_thinking,
@@ -23,6 +22,7 @@ from localllm.web.pages.chat.inside import (
     results,
 )
 from localllm.web.pages.chat.settings import SETTINGS, effective
+from localllm.web.pages.chat.sidebar_views import ChatHead, ContextMeter
 from localllm.web.pages.chat.store import Branch, Chat, Message
 from localllm.web.pages.chat.views import (
     ChatMessage,
@@ -37,8 +37,8 @@ from localllm.web.pages.chat.views import (
     SettingField,
 )
 from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.state import Room
 from localllm.web.pages.frame.views import ErrorNotice, Loading, Phase
-from localllm.web.pages.state import Room
 
 GOES_ON = ("length", "abort", "interrupted")
 """Finish reasons after which a model can continue."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from localllm.engine.stats import EngineStats, Histogram, StepComposition
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.web.pages.dashboard.machine import MachineReading
-from localllm.web.pages.dashboard.machine_tile import machine_use
+from localllm.web.pages.dashboard.machine_presenter import machine_use
 from localllm.web.pages.dashboard.plots import MINUTE, Span, colours, pool_map, sparkline, stacked, step_columns
-from localllm.web.pages.dashboard.rows import finished_requests, live_requests
+from localllm.web.pages.dashboard.request_presenters import finished_requests, live_requests
 from localllm.web.pages.dashboard.views import (
     Counters,
     Dashboard,

@@ -14,11 +14,11 @@ from litestar.response import Response
 from localllm.errors import LocalLLMError
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
+from localllm.web.pages.frame.state import html, room_of
 from localllm.web.pages.frame.views import Shell
-from localllm.web.pages.library.fetching import download_list
+from localllm.web.pages.library.download_presenters import download_list
 from localllm.web.pages.library.state import library_of
 from localllm.web.pages.library.views import DownloadsPage, LibraryPage, Tab
-from localllm.web.pages.state import html, room_of
 
 
 def shell(request: Request[Any, Any, Any], title: str, on: Tab, *, moves: bool = False) -> Shell:

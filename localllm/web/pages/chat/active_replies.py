@@ -2,7 +2,7 @@
 
 If the server is killed, at most the last `SAVE_S` seconds are lost. If the store cannot be written, saving is retried;
 until it succeeds, the reply stays in memory and on the page.
-Does not know: HTTP, templates, how a reply is generated (replies.py).
+Does not know: HTTP, templates, how a reply is generated (live_reply.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from localllm.web.pages.chat.replies import Reply
+from localllm.web.pages.chat.live_reply import Reply
 from localllm.web.pages.chat.store import Chats, ChatStore, Message
 from localllm.web.pages.chat.store.chats import UNDO_S
 from localllm.web.pages.chat.store.records import ChatsUnavailable

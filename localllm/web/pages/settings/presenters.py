@@ -15,11 +15,11 @@ from litestar import Request
 
 from localllm.config.settings import Settings, default_config_path
 from localllm.web.access.keys import GIVEN, SCOPES, Key, KeyRing, read_keys
-from localllm.web.pages.settings import shown
+from localllm.web.pages.frame.state import room_of
+from localllm.web.pages.settings import setting_rows
 from localllm.web.pages.settings.storage import read_storage
 from localllm.web.pages.settings.views import DoctorReport, KeyRow, KeysCard, SettingsPage
 from localllm.web.pages.settings.words import SERVER
-from localllm.web.pages.state import room_of
 
 LEVELS = SERVER["log_level"].choices
 UNASKED = DoctorReport()
@@ -30,11 +30,11 @@ async def whole_page(request: Request[Any, Any, Any], keys: KeysCard, report: Do
     storage = await asyncio.to_thread(read_storage, settings.file)
     return SettingsPage(
         shell=room.shell(request, "Settings", "settings"),
-        groups=shown.groups(settings, room.served),
+        groups=setting_rows.groups(settings, room.served),
         keys=keys,
         storage=storage,
-        versions=shown.versions(),
-        licences=shown.licences(),
+        versions=setting_rows.versions(),
+        licences=setting_rows.licences(),
         doctor=report,
         log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower(),
         log_levels=LEVELS,

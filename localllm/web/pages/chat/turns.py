@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 from localllm.engine.client import GenerationRequest
 from localllm.errors import InvalidParameter, LocalLLMError, RequestError
 from localllm.units import format_count
+from localllm.web.pages.chat.active_replies import Writing
 from localllm.web.pages.chat.attachments import Attachment
-from localllm.web.pages.chat.desk import Writing
-from localllm.web.pages.chat.history import messages_of, num_chars, reply_message
+from localllm.web.pages.chat.live_reply import Reply
 from localllm.web.pages.chat.prompting import prompt_of, reading
-from localllm.web.pages.chat.replies import Reply
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, sampling_params, typed
 from localllm.web.pages.chat.store import Chat, Chats, Message
+from localllm.web.pages.chat.template_messages import messages_of, num_chars, reply_message
 from localllm.web.pages.chat.tools import read_tools, results_of
 from localllm.web.pages.frame.errors import MessageTooLong
-from localllm.web.pages.state import Room
+from localllm.web.pages.frame.state import Room
 
 if TYPE_CHECKING:
     from localllm.serving.entry import Lease

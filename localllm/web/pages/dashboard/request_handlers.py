@@ -1,6 +1,6 @@
 """The dashboard's data by request and as files: pages of requests, CSV, JSON.
 
-Does not know: how a row is filled (rows.py) or rendered (templates).
+Does not know: how a row is filled (request_presenters.py) or rendered (templates).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from litestar.response import Response
 
 from localllm.engine.stats import EngineStats, RequestTimeline, StepComposition
 from localllm.errors import EngineStopped
-from localllm.web.pages.dashboard.rows import finished_requests, live_requests, request_page
+from localllm.web.pages.dashboard.request_presenters import finished_requests, live_requests, request_page
 from localllm.web.pages.dashboard.views import RequestsPage
 from localllm.web.pages.frame.errors import UnknownRequest
 from localllm.web.pages.frame.live import Sample
-from localllm.web.pages.state import html, room_of
+from localllm.web.pages.frame.state import html, room_of
 
 MOST_LIVE = 1000
 

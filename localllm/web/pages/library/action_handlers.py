@@ -25,12 +25,12 @@ from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import LiveUpdate
-from localllm.web.pages.library.fetching import download_list
-from localllm.web.pages.library.shown import downloads_page, installed_page, shell
+from localllm.web.pages.library.download_presenters import download_list
+from localllm.web.pages.library.presenters import downloads_page, installed_page, shell
 from localllm.web.pages.library.state import Library, library_of
 from localllm.web.pages.library.views import DeletePage, DeleteQuestion
-from localllm.web.pages.state import html
 
 MAX_FORM_BYTES = 64 * 1024
 VERBS = ("load", "unload", "sleep", "wake", "pin", "unpin")
