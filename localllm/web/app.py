@@ -28,6 +28,7 @@ from localllm.web.access.auth import FrontDoor
 from localllm.web.access.connection import Connection
 from localllm.web.access.keys import KeyRing, keys_path, read_keys
 from localllm.web.access.limits import Guesses
+from localllm.web.access.scopes import API_RULES
 from localllm.web.access.tls import check_certificate
 from localllm.web.access.uncached import keep_nothing_of_requests
 from localllm.web.api import anthropic, ollama, openai, responses, router
@@ -55,12 +56,12 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
     handlers += [*openai.routes(), *responses.routes(), *anthropic.routes(), *ollama.routes()]
     handlers += [*running.routes(), *router.routes(), *hub.routes(), openapi_json]
-    template_config = None
+    template_config, rules = None, API_RULES
     if settings.server.ui:
         from localllm.web import pages
 
         handlers += pages.routes()
-        template_config = pages.template_config()
+        template_config, rules = pages.template_config(), API_RULES + pages.rules()
     keys = KeyRing(settings.server.api_keys, always_locked=not settings.server.is_loopback)
     counts: Counter[tuple[str, str, int]] = Counter()
     guesses = Guesses()
@@ -88,12 +89,11 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
     )
     keep_nothing_of_requests(app)
     # This wraps the router, so it sees unknown URLs as well.
-    app.asgi_handler = FrontDoor(app.asgi_handler, settings.server, keys, counts, guesses)
+    app.asgi_handler = FrontDoor(app.asgi_handler, settings.server, keys, counts, guesses, rules)
     app.on_startup.append(watchdog.start)
     app.on_shutdown.append(watchdog.stop)
     if settings.server.ui:
-        app.on_startup.append(pages.open_room)
-        app.on_shutdown.append(pages.close_room)
+        pages.mount(app)
     if settings.server.otlp_traces_endpoint is not None:
         traces = _traces()(settings.server.otlp_traces_endpoint)
         app.asgi_handler = traces.around(app.asgi_handler)

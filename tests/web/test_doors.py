@@ -16,9 +16,10 @@ import pytest
 
 from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError
+from localllm.web import pages
 from localllm.web.access.keys import add_key, keys_path, remove_key
 from localllm.web.access.limits import MOST_CLIENTS, Limits, RateLimited
-from localllm.web.access.scopes import ADMIN_PATHS, is_open, scope_of
+from localllm.web.access.scopes import API_RULES, is_open, scope_of
 from localllm.web.app import bind
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.test_disconnect import open_request
@@ -157,13 +158,14 @@ def test_names_of_models_tell_nothing_of_files(
 
 
 def test_routes_that_nobody_listed() -> None:
-    assert [scope_of("GET", path) for path in ("/live/tune", "/live/dashboard")] == ["admin", "infer"]
+    rules = API_RULES + pages.rules()
+    assert [rules.scope_of("GET", path) for path in ("/live/tune", "/live/dashboard")] == ["admin", "infer"]
     assert scope_of("POST", "/v1/messages") == scope_of("GET", "/api/tags") == scope_of("POST", "/api/chat") == "infer"
     assert scope_of("DELETE", "/api/delete") == scope_of("POST", "/api/pull") == scope_of("PUT", "/v1/x") == "admin"
     assert scope_of("POST", "/anything") == scope_of("GET", "/anything") == scope_of("POST", "/localllm/x") == "admin"
     assert scope_of("DELETE", "/v1/responses/resp_1") == "infer"
     assert scope_of("DELETE", "/v1/models/tiny") == scope_of("DELETE", "/v1/responses") == "admin"
-    assert all(scope_of("POST", f"/{path}//") == "admin" for path in ADMIN_PATHS)
+    assert all(scope_of("POST", f"/{path}//") == "admin" for path in API_RULES.admin.exact)
 
 
 # Keys ---------------------------------------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ from localllm.web.pages.dashboard.plots import (
 )
 from localllm.web.pages.dashboard.presenters import steps
 from localllm.web.pages.dashboard.request_presenters import finished_requests
-from localllm.web.pages.frame.history import History
-from localllm.web.pages.frame.live import Sample
+from localllm.web.pages.frame.sampler import Sample, Sampler
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubClient, StubModel
 
@@ -121,10 +120,10 @@ def test_the_past_is_kept_whether_or_not_somebody_looks() -> None:
         replace(stats, taken_s=1020.0, uptime_s=30.0),
         replace(stats, taken_s=1025.0, uptime_s=1.0, generation_tokens=10**9),  # and this is another engine
     ]
-    history = History(lambda: past.pop(0))
+    sampler = Sampler(lambda: past.pop(0))
     for _ in range(len(past)):
-        history.look()
-    assert [(each.taken_s, each.decode_tokens_per_s, each.prefill_tokens_per_s) for each in history.samples] == [
+        sampler.tick()
+    assert [(each.taken_s, each.decode_tokens_per_s, each.prefill_tokens_per_s) for each in sampler.hour] == [
         (1005.0, 10.0, 100.0)
     ]
 

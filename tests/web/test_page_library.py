@@ -13,7 +13,7 @@ import pytest
 from localllm.config.settings import EngineConfig
 from localllm.models.library.hub.plan import plan_download
 from localllm.models.library.hub.pull import pull
-from localllm.web.access.scopes import scope_of
+from localllm.web import pages
 from tests.hub import conftest as hub_fixtures
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
 from tests.web.library_server import LibraryServer, Loads
@@ -329,9 +329,9 @@ def test_only_who_has_the_machine_may_change_it(hub: LocalHub, loads: Loads) -> 
             assert live.http.request(method, url, headers={"authorization": "Bearer wrong"}).status_code == 401
         assert live.get("/library", headers={"authorization": "Bearer secret"}).status_code == 200
     reads = ("/library", "/library/discover", "/library/fit", "/library/model/org/name", "/live/library")
-    assert {scope_of("GET", path) for path in reads} == {"infer"}
+    assert {pages.rules().scope_of("GET", path) for path in reads} == {"infer"}
     changes = ("/library/models", "/library/import", "/library/delete", "/library/downloads/1", "/library/partial")
-    assert {scope_of("POST", path) for path in changes} == {"admin"}
+    assert {pages.rules().scope_of("POST", path) for path in changes} == {"admin"}
 
 
 def test_htmx_gets_the_parts_that_changed(browser: httpx.Client) -> None:

@@ -16,8 +16,8 @@ import torch
 
 from localllm.serving.profiles import read_profiles, save_profile, stored_profiles
 from localllm.tuning import run, trial
+from localllm.web import pages
 from localllm.web.access.keys import Key
-from localllm.web.access.scopes import scope_of
 from tests.web.live_server import wait_until
 from tests.web.tuned_server import TunedServer, be_quick, text_of
 
@@ -238,7 +238,7 @@ def test_a_name_that_is_none_keeps_nothing(server: TunedServer) -> None:
 
 def test_the_wizard_is_for_whoever_has_the_machine(server: TunedServer) -> None:
     for method, path in (("GET", "/tune"), ("POST", "/tune/run"), ("POST", "/tune/result/apply"), ("GET", "/tune/run")):
-        assert scope_of(method, path) == "admin"
-    assert not Key("a", "infer", "").may(scope_of("POST", "/tune/run/cancel"))
+        assert pages.rules().scope_of(method, path) == "admin"
+    assert not Key("a", "infer", "").may(pages.rules().scope_of("POST", "/tune/run/cancel"))
     foreign = server.http.post("/tune/run", data={"goal": "chat"}, headers={"sec-fetch-site": "cross-site"})
     assert foreign.status_code == 403

@@ -11,13 +11,14 @@ import pytest
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
-from localllm.web.pages import dashboard
 from localllm.web.pages.chat import live_reply
 from localllm.web.pages.chat.live_reply import Progress, Reply
 from localllm.web.pages.chat.markdown import render_markdown
-from localllm.web.pages.chat.markdown_stream import News
+from localllm.web.pages.chat.markdown_stream import TextUpdate
 from localllm.web.pages.frame import live
-from localllm.web.pages.frame.live import Sampler, Tick, sse, until_closing
+from localllm.web.pages.frame.handlers import update_event
+from localllm.web.pages.frame.live import sse, until_closing
+from localllm.web.pages.frame.sampler import Sampler, Tick
 from tests.web.pages_stub import REPLY, StubClient
 
 
@@ -28,7 +29,7 @@ def start(client: StubClient, text: str = "hello") -> Reply:
     return reply
 
 
-async def collect(news: AsyncIterator[Progress]) -> tuple[str, str, list[News]]:
+async def collect(news: AsyncIterator[Progress]) -> tuple[str, str, list[TextUpdate]]:
     """What a browser would show at the end: finished blocks and the open block."""
     html, shown, seen = "", "", []
     async for progress in news:
@@ -166,7 +167,7 @@ def test_what_was_seen_of_another_engine_is_not_its_past() -> None:
     other = replace(one, taken_s=1002.0, uptime_s=90.0, num_steps=900)
     told = [one, replace(one, taken_s=1001.0, uptime_s=101.0), other, replace(other, taken_s=1003.0, uptime_s=91.0)]
     sampler = Sampler(lambda: told.pop(0))
-    assert [[sample.taken_s for sample in sampler.look().samples] for _ in range(4)] == [
+    assert [[sample.taken_s for sample in sampler.tick().samples] for _ in range(4)] == [
         [1000.0], [1000.0, 1001.0], [1002.0], [1002.0, 1003.0],
     ]  # fmt: skip
 
@@ -214,9 +215,9 @@ def test_streams_end_when_the_server_stops() -> None:
 def test_dashboards_that_miss_the_same_parts_share_one_update() -> None:
     tick = Tick(1, None, (), None)
     parts = {"tile-a": '<p id="tile-a">1</p>', "tile-b": '<p id="tile-b">2</p>'}
-    first = dashboard._update(tick, "minute", parts)
-    assert dashboard._update(tick, "minute", dict(parts)) is first
-    assert dashboard._update(tick, "hour", dict.fromkeys(parts, "another plot")) != first
-    late = dashboard._update(tick, "minute", {"tile-b": parts["tile-b"]})
+    first = update_event(tick, "minute", parts)
+    assert update_event(tick, "minute", dict(parts)) is first
+    assert update_event(tick, "hour", dict.fromkeys(parts, "another plot")) != first
+    late = update_event(tick, "minute", {"tile-b": parts["tile-b"]})
     assert b"tile-a" not in late
     assert b"tile-b" in late

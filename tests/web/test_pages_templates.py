@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from localllm.web.pages import PAGES
 from localllm.web.pages.dashboard.views import DashboardPage
+from localllm.web.pages.frame.patterns import samples
 from localllm.web.pages.frame.render import FRAME, age, percent, render
 from localllm.web.pages.frame.views import View
-from localllm.web.pages.patterns import samples
 
-SAMPLES = samples()
+SAMPLES = samples(PAGES)
 TEMPLATES = {
     path.relative_to(FRAME if path.is_relative_to(FRAME) else FRAME.parent).as_posix(): path
     for path in sorted(FRAME.parent.rglob("*.html"))

@@ -41,7 +41,7 @@ from localllm.web.access.keys import Key, KeyRing
 from localllm.web.access.limits import Bodies, Guesses, Limits
 from localllm.web.access.origins import Origins, netloc_of
 from localllm.web.access.proxies import Proxies
-from localllm.web.access.scopes import PROBES, is_open, scope_of
+from localllm.web.access.scopes import API_RULES, PROBES, RouteRules, is_open
 from localllm.web.errors import (
     Forbidden,
     HeadTooLarge,
@@ -66,8 +66,6 @@ MAX_COOKIE_BYTES = 16 * 1024
 """Our own cookies take a few hundred bytes; a browser also sends those of other programs on this machine."""
 FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
 """Values of Sec-Fetch-Site. "same-site" includes other ports of this machine, which are other programs."""
-LINKED_PAGES = frozenset({"/", "/login", "/dashboard", "/playground"})
-"""Pages that other sites may link to, because opening them starts nothing. The pages below /c/ are allowed, too."""
 GUARDS = ((b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin"))
 """Headers of every answer; they stop pages of other sites from loading it as an image, a script or a style."""
 _PLAIN = re.compile(r"[!#-~]+")
@@ -85,11 +83,13 @@ class FrontDoor:
         keys: KeyRing,
         counts: Counter[tuple[str, str, int]],
         guesses: Guesses,
+        rules: RouteRules = API_RULES,
     ) -> None:
         """`counts` receives the number of answers by method, route and status, for /metrics. `guesses` is shared with
-        /login.
+        /login. `rules`: who may use which route.
         """
         self.app = app
+        self.rules = rules
         self.counts = counts
         self.config = config
         self.keys = keys
@@ -200,7 +200,7 @@ class FrontDoor:
         if is_api(scope["path"]):
             if origin and self.origins.may_call(origin, shows_key=shows_key):
                 return
-        elif _is_link(scope, headers):
+        elif self._is_link(scope, headers):
             return
         if not origin:
             raise Forbidden(
@@ -209,6 +209,11 @@ class FrontDoor:
                 "Open the page from the start page, or enter its address.",
             )
         raise Forbidden(f"Pages of {origin} may not use this server.", hint=self.origins.hint(origin))
+
+    def _is_link(self, scope: HTTPScope, headers: dict[bytes, bytes]) -> bool:
+        """Return whether a browser opens a page in its own window, and the page only displays something."""
+        opens = headers.get(b"sec-fetch-mode") == b"navigate" and headers.get(b"sec-fetch-dest") == b"document"
+        return opens and scope["method"] == "GET" and normalize_path(scope["path"]) in self.rules.linked
 
     def _needs_key(self, scope: HTTPScope) -> bool:
         return self.keys.is_locked and not is_open(normalize_path(scope["path"]))
@@ -222,7 +227,7 @@ class FrontDoor:
                 "The API key is missing or wrong.",
                 hint="Send the header 'Authorization: Bearer KEY' with a key of this server (localllm keys add NAME).",
             )
-        needed = scope_of(scope["method"], scope["path"])
+        needed = self.rules.scope_of(scope["method"], scope["path"])
         if not key.may(needed):
             raise missing_scope(key, needed)
 
@@ -247,13 +252,6 @@ class FrontDoor:
             return True
         name = _hostname(host)
         return name in self.names or (not self.config.is_loopback and _is_ip(name))
-
-
-def _is_link(scope: HTTPScope, headers: dict[bytes, bytes]) -> bool:
-    """Return whether a browser opens a page in its own window, and the page only displays something."""
-    path = normalize_path(scope["path"])
-    opens = headers.get(b"sec-fetch-mode") == b"navigate" and headers.get(b"sec-fetch-dest") == b"document"
-    return opens and scope["method"] == "GET" and (path in LINKED_PAGES or path.startswith("/c/"))
 
 
 def _is_preflight(scope: HTTPScope, headers: dict[bytes, bytes]) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from localllm.web.pages.frame.navigation import ENTRIES
+from localllm.web.pages import PAGES as REGISTERED
 from tests.web.browser.looks import overflow, until
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubModel
@@ -81,12 +81,12 @@ def test_skip_link_and_tab_order_reach_everything(open_page: Callable[..., Page]
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     seen = []
-    for _ in range(2 + len(ENTRIES)):
+    for _ in range(2 + len(REGISTERED)):
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.textContent.trim().split(/\\s/)[0]"))
         outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline == "solid", seen
-    assert seen == ["", *(entry.title for entry in ENTRIES), "Theme:"]
+    assert seen == ["", *(page.entry.title for page in REGISTERED), "Theme:"]
 
 
 def test_settings_apply_and_close_with_escape(open_page: Callable[..., Page], model: StubModel) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from localllm.web.pages.frame.navigation import ENTRIES
+from localllm.web.pages import PAGES as REGISTERED
 from tests.web.browser.looks import overflow, small_targets
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 WIDTHS = (320, 360, 768, 1280)
-PAGES = [entry.url for entry in ENTRIES] + ["/dev/patterns", "/c/unknown"]
+PAGES = [page.entry.url for page in REGISTERED] + ["/dev/patterns", "/c/unknown"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -27,7 +27,7 @@ SAVE_S = 3.0
 
 
 @dataclass(slots=True)
-class Writing:
+class ActiveReply:
     """A reply, with its chat and message."""
 
     owner: str
@@ -45,19 +45,19 @@ class Writing:
         return Message(it.id, it.parent_id, it.role, self.reply.text, details, it.created_s, it.versions)
 
 
-class Desk:
+class ActiveReplies:
     """Every reply that is not completely saved yet."""
 
     def __init__(self, store: ChatStore) -> None:
         self._store = store
-        self._writings: dict[str, Writing] = {}
+        self._writings: dict[str, ActiveReply] = {}
         self._taken: set[str] = set()
         self._purges: set[asyncio.Task[None]] = set()
 
-    def of(self, message_id: str) -> Writing | None:
+    def of(self, message_id: str) -> ActiveReply | None:
         return self._writings.get(message_id)
 
-    def writing(self, chat_id: str) -> Writing | None:
+    def writing(self, chat_id: str) -> ActiveReply | None:
         """Return the unfinished reply of a chat."""
         found = (each for each in self._writings.values() if each.chat_id == chat_id and not each.reply.done)
         return next(found, None)
@@ -81,7 +81,7 @@ class Desk:
         finally:
             self._taken.discard(chat_id)
 
-    def take(self, writing: Writing) -> None:
+    def take(self, writing: ActiveReply) -> None:
         """Save this reply from now on."""
         self._writings[writing.message.id] = writing
         writing.keeper = asyncio.create_task(self._keep(writing), name=f"keep {writing.message.id}")
@@ -114,7 +114,7 @@ class Desk:
         self._writings.clear()
         await self._store.close()
 
-    async def _keep(self, writing: Writing) -> None:
+    async def _keep(self, writing: ActiveReply) -> None:
         reply, saved = writing.reply, ("", "")
         while True:
             with contextlib.suppress(TimeoutError):

@@ -18,10 +18,11 @@ from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import presenters
 from localllm.web.pages.chat.attachments import MAX_PDF_BYTES, Attachment, read_file
 from localllm.web.pages.chat.message_views import AttachmentChip, Attachments
+from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.template_messages import with_files
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.frame.state import Room, html, room_of
+from localllm.web.pages.frame.state import html
 
 MAX_UPLOAD_BYTES = MAX_PDF_BYTES + 2_000_000
 
@@ -31,27 +32,27 @@ async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
     """Return the files of the next message, with the new ones and without the removed one. An error for an unreadable
     file is shown beside the readable ones.
     """
-    room, owner, form = room_of(request), owner_of(request), await request.form()
+    state, owner, form = chat_state(request), owner_of(request), await request.form()
     removed, model = request.query_params.get("detach", ""), form.get("model", "")
     error, files = None, list[Attachment]()
     try:
-        files = room.tray.get(owner, [each for each in form.getall("attachment", []) if each != removed])
+        files = state.attachments.get(owner, [each for each in form.getall("attachment", []) if each != removed])
         for upload in _uploads(form):
-            room.tray.room_for(len(files) + 1)
-            files.append(await _put(room, owner, upload, model))
+            state.attachments.room_for(len(files) + 1)
+            files.append(await _put(state, owner, upload, model))
     except RequestError as problem:
         error = notice(problem)
-    card = presenters.card_of(room, {"model": model} if model else {})
+    card = presenters.card_of(state, {"model": model} if model else {})
     return html(_shown(files, card.plan.max_model_len if card is not None else 0, error))
 
 
 async def attached_files(request: Request[Any, Any, Any]) -> list[Attachment]:
     """Return the files of the message that is being sent. Raises `RequestError`."""
-    room, owner, form = room_of(request), owner_of(request), await request.form()
-    files = room.tray.get(owner, form.getall("attachment", []))
+    state, owner, form = chat_state(request), owner_of(request), await request.form()
+    files = state.attachments.get(owner, form.getall("attachment", []))
     for upload in _uploads(form):
-        room.tray.room_for(len(files) + 1)
-        files.append(await _put(room, owner, upload, form.get("model", "")))
+        state.attachments.room_for(len(files) + 1)
+        files.append(await _put(state, owner, upload, form.get("model", "")))
     return files
 
 
@@ -60,14 +61,16 @@ def _uploads(form: Any) -> list[UploadFile]:
     return [each for each in form.getall("file", []) if isinstance(each, UploadFile) and each.filename]
 
 
-async def _put(room: Room, owner: str, upload: UploadFile, model: str) -> Attachment:
+async def _put(state: ChatState, owner: str, upload: UploadFile, model: str) -> Attachment:
     name, text = await read_file(upload.filename, await upload.read())
-    return room.tray.put(owner, name, text, await _num_tokens(room, name, text, {"model": model} if model else {}))
+    return state.attachments.put(
+        owner, name, text, await _num_tokens(state, name, text, {"model": model} if model else {})
+    )
 
 
-async def _num_tokens(room: Room, name: str, text: str, settings: Mapping[str, str]) -> int | None:
+async def _num_tokens(state: ChatState, name: str, text: str, settings: Mapping[str, str]) -> int | None:
     """Return the token count; None if the model that the message goes to is not loaded."""
-    card, served = presenters.card_of(room, settings), room.served
+    card, served = presenters.card_of(state, settings), state.pages.served
     if card is None or served is None or served.name != card.name:
         return None
     return len(

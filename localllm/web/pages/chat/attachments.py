@@ -144,7 +144,7 @@ def _pages_text(name: str, body: bytes) -> str:
     return "\n\n".join(text for text in texts if text)
 
 
-class Tray:
+class PendingAttachments:
     """Files that wait for their message."""
 
     def __init__(self) -> None:

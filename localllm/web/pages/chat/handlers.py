@@ -22,9 +22,10 @@ from localllm.web.access.caller import owner_of
 from localllm.web.api.own.health import is_running
 from localllm.web.errors import wants_html
 from localllm.web.pages.chat import message_presenters, part_presenters, presenters, turns
-from localllm.web.pages.chat.active_replies import Writing
+from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.attachment_handlers import MAX_UPLOAD_BYTES, attached_files
 from localllm.web.pages.chat.sidebar_views import Undo
+from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, Message
 from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
 from localllm.web.pages.chat.views import ChatTurn, ComposerAction
@@ -33,7 +34,7 @@ from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.live import closing, event_stream, sse, until_closing
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.frame.state import Room, html, room_of
+from localllm.web.pages.frame.state import html
 
 COOKIE = "localllm_chat"
 MAX_BODY_BYTES = 2_000_000
@@ -52,7 +53,7 @@ async def latest_chat(request: Request[Any, Any, Any]) -> Redirect:
     """Redirect to the latest conversation."""
     chat_id = request.cookies.get(COOKIE, "")
     try:
-        chat = await room_of(request).store.call(Chats.get, owner_of(request), chat_id)
+        chat = await chat_state(request).store.call(Chats.get, owner_of(request), chat_id)
     except (ChatNotFound, ChatsUnavailable):
         return Redirect("/", status_code=303)
     return Redirect(f"/c/{chat.id}", status_code=303)
@@ -74,28 +75,28 @@ async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
 @post("/chat", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Send a message from the composer, or one of the examples."""
-    room, owner, form = room_of(request), owner_of(request), await fields_of(request)
+    state, owner, form = chat_state(request), owner_of(request), await fields_of(request)
     try:
         files = await attached_files(request)
-        turn = await turns.ask(room, owner, form, files)
+        turn = await turns.ask(state, owner, form, files)
     except LocalLLMError as error:
         if is_scripted(request) or not isinstance(error, RequestError):
             raise
         return html(await _page_with_error(request, form, error), error.status)
-    room.tray.drop(files)
+    state.attachments.drop(files)
     cookie = _cookie(turn.chat)
     if not is_scripted(request):
         await until_written(request, turn.writing)
         return Redirect(f"/c/{turn.chat.id}#m-{turn.writing.message.id}", status_code=303, cookies=[cookie])
     assert turn.user is not None
-    messages = [room.desk.current(turn.writing.message)]
+    messages = [state.replies.current(turn.writing.message)]
     view = ChatTurn(
         user=message_presenters.one_message(turn.chat.id, turn.user),
         reply=message_presenters.one_message(turn.chat.id, messages[0], turn.writing),
         action=ComposerAction(message_presenters.stop_url(turn.writing)),
         conversation_id=turn.chat.id,
-        head=message_presenters.head(turn.chat, messages, presenters.card_of(room, turn.chat.settings)),
-        chats=await presenters.chat_list(room, owner, turn.chat),
+        head=message_presenters.head(turn.chat, messages, presenters.card_of(state, turn.chat.settings)),
+        chats=await presenters.chat_list(state, owner, turn.chat),
     )
     return html(view, headers={"HX-Replace-Url": f"/c/{turn.chat.id}"}, cookies=[cookie])
 
@@ -105,7 +106,7 @@ async def follow_reply(request: Request[Any, Any, Any]) -> Stream:
     """Stream a reply from its beginning: a tab that is reopened misses nothing."""
     writing = _own_writing(request)
     chat, message = (None, writing.message) if writing is not None else await asked_message(request)
-    news = _news(room_of(request), owner_of(request), chat, message, writing)
+    news = _news(chat_state(request), owner_of(request), chat, message, writing)
     return event_stream(until_closing(news, closing(request.app.state)))
 
 
@@ -123,24 +124,24 @@ async def stop_reply(request: Request[Any, Any, Any]) -> Response[Any]:
 
 
 async def _news(
-    room: Room, owner: str, chat: Chat | None, message: Message, writing: Writing | None
+    state: ChatState, owner: str, chat: Chat | None, message: Message, writing: ActiveReply | None
 ) -> AsyncIterator[bytes]:
     if writing is not None:
         async for progress in writing.reply.follow():
             yield sse(render(part_presenters.reply_progress(message.id, writing.reply, progress)))
         message = writing.now
         try:
-            chat = await room.store.call(Chats.get, owner, writing.chat_id)
-            message = replace(message, versions=(await room.store.call(Chats.message, chat.id, message.id)).versions)
+            chat = await state.store.call(Chats.get, owner, writing.chat_id)
+            message = replace(message, versions=(await state.store.call(Chats.message, chat.id, message.id)).versions)
         except (ChatNotFound, ChatsUnavailable):  # deleted, or the file is locked; the text is in memory
             chat = chat or Chat(writing.chat_id, "", False, message.id, {}, 0.0)
     assert chat is not None
     yield sse(
-        render(message_presenters.reply_finished(chat, message, writing, presenters.card_of(room, chat.settings)))
+        render(message_presenters.reply_finished(chat, message, writing, presenters.card_of(state, chat.settings)))
     )
 
 
-async def until_written(request: Request[Any, Any, Any], writing: Writing) -> None:
+async def until_written(request: Request[Any, Any, Any], writing: ActiveReply) -> None:
     """Wait for the reply. If the browser disconnects (its stop button), stop the reply."""
     written = asyncio.create_task(writing.reply.wait())
     gone = asyncio.create_task(_disconnect(request))
@@ -161,17 +162,17 @@ async def _disconnect(request: Request[Any, Any, Any]) -> None:
 
 async def asked_chat(request: Request[Any, Any, Any]) -> Chat:
     """Return the chat in the URL. Raises `ChatNotFound`, also for another owner's chat."""
-    return await room_of(request).store.call(Chats.get, owner_of(request), request.path_params["conversation_id"])
+    return await chat_state(request).store.call(Chats.get, owner_of(request), request.path_params["conversation_id"])
 
 
 async def asked_message(request: Request[Any, Any, Any]) -> tuple[Chat, Message]:
     chat = await asked_chat(request)
-    return chat, await room_of(request).store.call(Chats.message, chat.id, request.path_params["message_id"])
+    return chat, await chat_state(request).store.call(Chats.message, chat.id, request.path_params["message_id"])
 
 
-def _own_writing(request: Request[Any, Any, Any]) -> Writing | None:
+def _own_writing(request: Request[Any, Any, Any]) -> ActiveReply | None:
     """Return the reply in the URL if it is on the desk; the store is not used, so a locked one blocks nothing."""
-    found = room_of(request).desk.of(request.path_params["message_id"])
+    found = chat_state(request).replies.of(request.path_params["message_id"])
     return found if found is not None and found.owner == owner_of(request) else None
 
 
@@ -189,7 +190,7 @@ async def _page_with_error(request: Request[Any, Any, Any], form: Mapping[str, s
     chat = None
     if form.get("conversation"):
         try:
-            chat = await room_of(request).store.call(Chats.get, owner_of(request), form["conversation"])
+            chat = await chat_state(request).store.call(Chats.get, owner_of(request), form["conversation"])
         except ChatNotFound:
             chat = None
     return presenters.with_error(await presenters.chat_page(request, chat), form, notice(error))

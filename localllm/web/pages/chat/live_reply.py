@@ -25,7 +25,7 @@ from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments,
 from localllm.text.answers.reader import AnswerReader
 from localllm.text.answers.whole import ToolCall
 from localllm.web.api.generation import Progress as Counts
-from localllm.web.pages.chat.markdown_stream import Drawing, News, OpenKind, Seen
+from localllm.web.pages.chat.markdown_stream import MarkdownStream, OpenKind, ReadPosition, TextUpdate
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ DETACHED_LIMIT_S = 600.0
 class Progress:
     """The part of a reply that a follower has not seen yet: of its reasoning and of its text."""
 
-    body: News | None
-    thinking: News | None
+    body: TextUpdate | None
+    thinking: TextUpdate | None
     thinking_turns: bool = False  # reasoning began or ended: its whole block is drawn again
 
 
@@ -50,7 +50,7 @@ class Reply:
 
     def __init__(self, request_id: str, model: str, context_tokens: int) -> None:
         self.request_id, self.model, self.context_tokens = request_id, model, context_tokens
-        self.body, self.thinking = Drawing(), Drawing()
+        self.body, self.thinking = MarkdownStream(), MarkdownStream()
         self.calls: list[ToolCall] = []
         self.usage: Usage | None = None
         self.timings: Timings | None = None
@@ -154,13 +154,13 @@ class Reply:
 
     async def follow(self) -> AsyncIterator[Progress]:
         """Yield everything so far, then updates until the reply is complete."""
-        body, thinking, turn = Seen(), Seen(), (False, False)
+        body, thinking, turn = ReadPosition(), ReadPosition(), (False, False)
         async with self._following():
             while True:
                 done, version = self.done, self._version
                 turned = (bool(self.thinking.text), self.thinks)
                 if turned != turn:
-                    thinking = Seen()
+                    thinking = ReadPosition()
                 progress = Progress(
                     self.body.news(body), self.thinking.news(thinking) if turned[0] else None, turned != turn
                 )

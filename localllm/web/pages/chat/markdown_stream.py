@@ -25,7 +25,7 @@ OpenKind = Literal["text", "code", "note"]
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class TextUpdate:
     """The part of a text that a follower has not seen yet. `restarts`: discard everything before."""
 
     html: str
@@ -35,8 +35,8 @@ class News:
 
 
 @dataclass(slots=True)
-class Seen:
-    """The part of a text that one follower has seen."""
+class ReadPosition:
+    """How much of a text one follower has seen."""
 
     blocks: int = 0
     kind: str = ""
@@ -44,7 +44,7 @@ class Seen:
     first: bool = True
 
 
-class Drawing:
+class MarkdownStream:
     """One growing text."""
 
     def __init__(self) -> None:
@@ -80,15 +80,15 @@ class Drawing:
         """Publish the current state to followers, with `instead` in place of the open block if given."""
         self.settled = (len(self.blocks), *(instead or self._splitter.open_block()))
 
-    def news(self, seen: Seen) -> News | None:
+    def news(self, seen: ReadPosition) -> TextUpdate | None:
         """Return what this follower has not seen, and mark it as seen; None if there is nothing new."""
         num_blocks, kind, text = self.settled
         html, chars = "".join(self.blocks[seen.blocks : num_blocks]), seen.chars
         redraws = seen.first or bool(html) or kind != seen.kind or len(text) < chars
         first, seen.blocks, seen.kind, seen.chars, seen.first = seen.first, num_blocks, kind, len(text), False
         if redraws:
-            return News(html, first, kind, text)
-        return News("", False, None, text[chars:]) if len(text) > chars else None
+            return TextUpdate(html, first, kind, text)
+        return TextUpdate("", False, None, text[chars:]) if len(text) > chars else None
 
     def _draw(self, closed: str) -> str:
         self._drawn_chars += len(closed)
@@ -104,7 +104,7 @@ def draw(text: str) -> str:
     return render_markdown(head) + plain(text[len(head) :])
 
 
-class DrawnTexts:
+class RenderedTexts:
     """A cache of `draw` for texts that no longer change. Thread-safe."""
 
     def __init__(self, most_chars: int) -> None:
@@ -134,7 +134,7 @@ class DrawnTexts:
             self._chars = 0
 
 
-drawn = DrawnTexts(MAX_KEPT_CHARS)
+drawn = RenderedTexts(MAX_KEPT_CHARS)
 
 
 def plain(text: str) -> str:

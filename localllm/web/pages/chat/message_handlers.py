@@ -20,15 +20,16 @@ from localllm.web.pages.chat.handlers import (
     until_written,
 )
 from localllm.web.pages.chat.sidebar_views import Undo
+from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, Message
 from localllm.web.pages.chat.turns import Turn
 from localllm.web.pages.chat.views import ChatMessage
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.frame.state import Room, html, room_of
+from localllm.web.pages.frame.state import html
 
 ONE = "/c/{conversation_id:str}/m/{message_id:str}"
-Ask = Callable[[Room, str, Chat, Message, Mapping[str, str]], Awaitable[Turn]]
+Ask = Callable[[ChatState, str, Chat, Message, Mapping[str, str]], Awaitable[Turn]]
 
 
 @get(ONE)
@@ -37,7 +38,7 @@ async def show_message(request: Request[Any, Any, Any]) -> Response[Any]:
     chat, message = await asked_message(request)
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}#m-{message.id}", status_code=303)
-    desk = room_of(request).desk
+    desk = chat_state(request).replies
     return html(message_presenters.one_message(chat.id, desk.current(message), desk.of(message.id)))
 
 
@@ -45,7 +46,7 @@ async def show_message(request: Request[Any, Any, Any]) -> Response[Any]:
 async def raw_message(request: Request[Any, Any, Any]) -> Response[str]:
     """Return the text as it was written, with its Markdown."""
     _, message = await asked_message(request)
-    text = room_of(request).desk.current(message).text
+    text = chat_state(request).replies.current(message).text
     return Response(text, media_type="text/plain", headers={"Cache-Control": "no-store"})
 
 
@@ -85,10 +86,10 @@ async def give_results(request: Request[Any, Any, Any]) -> Response[Any]:
 @post(f"{ONE}/select", guards=[same_origin], status_code=200)
 async def select_version(request: Request[Any, Any, Any]) -> Response[Any]:
     """Show the branch with this message."""
-    room = room_of(request)
+    state = chat_state(request)
     chat, message = await asked_message(request)
-    with room.desk.turn(chat.id):
-        await room.store.call(Chats.select, chat.id, message.id)
+    with state.replies.turn(chat.id):
+        await state.store.call(Chats.select, chat.id, message.id)
     at, count = message.versions.index(message.id) + 1, len(message.versions)
     return await _shown_anew(request, chat, f"Version {at} of {count}", f"#m-{message.id}")
 
@@ -96,18 +97,18 @@ async def select_version(request: Request[Any, Any, Any]) -> Response[Any]:
 @post(f"{ONE}/delete", guards=[same_origin], status_code=200)
 async def delete_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Delete a message and all that follow it."""
-    room = room_of(request)
+    state = chat_state(request)
     chat, message = await asked_message(request)
-    with room.desk.turn(chat.id):
-        deletion = await room.store.call(Chats.delete_message, chat.id, message.id)
-    room.desk.purge_later()
+    with state.replies.turn(chat.id):
+        deletion = await state.store.call(Chats.delete_message, chat.id, message.id)
+    state.replies.purge_later()
     undo = Undo("The message and what followed it are deleted.", f"/chats/undo/{deletion}")
     return await _shown_anew(request, chat, "Message deleted", f"?deleted={deletion}", undo)
 
 
 async def _answered(request: Request[Any, Any, Any], ask: Ask) -> Response[Any]:
     chat, message = await asked_message(request)
-    turn = await ask(room_of(request), owner_of(request), chat, message, await fields_of(request))
+    turn = await ask(chat_state(request), owner_of(request), chat, message, await fields_of(request))
     if not is_scripted(request):
         await until_written(request, turn.writing)
     return await _shown_anew(request, chat, "Generating", f"#m-{turn.writing.message.id}")
@@ -118,7 +119,7 @@ async def _shown_anew(
 ) -> Response[Any]:
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}{where}", status_code=303)
-    chat = await room_of(request).store.call(Chats.get, owner_of(request), chat.id)
+    chat = await chat_state(request).store.call(Chats.get, owner_of(request), chat.id)
     return html(await presenters.update(request, chat, announcement, undo))
 
 

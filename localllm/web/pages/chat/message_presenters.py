@@ -11,7 +11,7 @@ from typing import Any
 
 from localllm.serving.served import ModelCard
 from localllm.units import format_count
-from localllm.web.pages.chat.active_replies import Desk, Writing
+from localllm.web.pages.chat.active_replies import ActiveReplies, ActiveReply
 from localllm.web.pages.chat.markdown_stream import drawn
 from localllm.web.pages.chat.part_presenters import (
     call_cards,
@@ -36,16 +36,14 @@ from localllm.web.pages.chat.views import (
     Sampling,
     SettingField,
 )
-from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.state import Room
-from localllm.web.pages.frame.views import ErrorNotice, Loading, Phase
+from localllm.web.pages.frame.views import ErrorNotice
 
 GOES_ON = ("length", "abort", "interrupted")
 """Finish reasons after which a model can continue."""
 
 
 async def message_list(
-    desk: Desk, chat_id: str, branch: Branch, *, editing: str = "", outside: bool = True
+    desk: ActiveReplies, chat_id: str, branch: Branch, *, editing: str = "", outside: bool = True
 ) -> MessageList:
     """Return a branch in its current state. Markdown is rendered off the event loop, and cached."""
     messages = [desk.current(message) for message in branch.messages]
@@ -57,7 +55,9 @@ async def message_list(
     return MessageList(views, earlier, branch.num_earlier, later)
 
 
-def one_message(chat_id: str, message: Message, writing: Writing | None = None, *, editing: str = "") -> ChatMessage:
+def one_message(
+    chat_id: str, message: Message, writing: ActiveReply | None = None, *, editing: str = ""
+) -> ChatMessage:
     if message.role == "user":
         return _user_message(chat_id, message, editing=editing)
     return _assistant_message(chat_id, message, writing)
@@ -76,7 +76,7 @@ def _user_message(chat_id: str, message: Message, *, editing: str) -> ChatMessag
     )
 
 
-def _assistant_message(chat_id: str, message: Message, writing: Writing | None) -> ChatMessage:
+def _assistant_message(chat_id: str, message: Message, writing: ActiveReply | None) -> ChatMessage:
     """Return the reply in its current state; while it is being written, with the URL of its events."""
     details = message.details
     live = writing is not None and not writing.reply.done
@@ -166,22 +166,11 @@ def sampling(
     return Sampling(said, tuple(fields), tuple(presets), preset, is_open, error, settings.get("tools", ""))
 
 
-def loading(room: Room) -> Loading:
-    """Return the progress of the load, or why it failed."""
-    entry = room.manager.default
-    if entry is None:
-        return Loading("the model")
-    phases = tuple(Phase(phase.name, phase.done, phase.fraction, phase.detail) for phase in entry.phases.values())
-    error = notice(entry.error) if entry.error and entry.state == "failed" else None
-    rests = entry.state if entry.state in ("sleeping", "unloaded") else ""
-    return Loading(entry.name, phases, error, rests, entry.state == "tuning")
-
-
-def stop_url(writing: Writing) -> str:
+def stop_url(writing: ActiveReply) -> str:
     return f"/c/{writing.chat_id}/m/{writing.message.id}/stop"
 
 
-def reply_finished(chat: Chat, message: Message, writing: Writing | None, card: ModelCard | None) -> ReplyFinished:
+def reply_finished(chat: Chat, message: Message, writing: ActiveReply | None, card: ModelCard | None) -> ReplyFinished:
     view = one_message(chat.id, message, writing)
     return ReplyFinished(view, ComposerAction(), head(chat, [message], card), announcement(message.details))
 

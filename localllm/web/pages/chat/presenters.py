@@ -19,6 +19,7 @@ from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import message_presenters
 from localllm.web.pages.chat.settings import NAMES
 from localllm.web.pages.chat.sidebar_views import ChatGroup, ChatHead, ChatList, ChatRow, Undo
+from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Branch, Chat, Chats, Found
 from localllm.web.pages.chat.store.records import ChatsUnavailable
 from localllm.web.pages.chat.views import (
@@ -32,7 +33,6 @@ from localllm.web.pages.chat.views import (
     Sampling,
 )
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.state import Room, room_of
 from localllm.web.pages.frame.views import ErrorNotice, View
 
 WINDOW = 40
@@ -60,54 +60,54 @@ async def chat_page(
     settings: Mapping[str, str] | None = None,
 ) -> ChatPage:
     """Return the page of a chat, or of a new one. There is a composer even if the model sleeps: a message wakes it."""
-    room, owner = room_of(request), owner_of(request)
+    state, owner = chat_state(request), owner_of(request)
     settings = settings if settings is not None else chat.settings if chat else {}
     branch = Branch(())
     if chat is not None:
-        branch = await room.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
-    waits = room.card is None
-    card = card_of(room, settings)
-    writing = room.desk.writing(chat.id) if chat else None
+        branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
+    waits = state.pages.card is None
+    card = card_of(state, settings)
+    writing = state.replies.writing(chat.id) if chat else None
     composer, empty = None, None
     if not waits:
         action = ComposerAction(message_presenters.stop_url(writing) if writing else None)
-        drawer = await _drawer(room, owner, card, settings)
-        composer = Composer(chat.id if chat else "", drawer, action, models=await _models(room, settings))
+        drawer = await _drawer(state, owner, card, settings)
+        composer = Composer(chat.id if chat else "", drawer, action, models=await _models(state, settings))
         if chat is None and card is not None:
             empty = EmptyChat(card.name, card.plan.max_model_len, EXAMPLES)
-    messages = [room.desk.current(message) for message in branch.messages]
+    messages = [state.replies.current(message) for message in branch.messages]
     return ChatPage(
-        shell=room.shell(request, chat.title if chat else "New chat", "chat", waits=waits),
+        shell=state.pages.shell(request, chat.title if chat else "New chat", "chat", waits=waits),
         head=message_presenters.head(chat, messages, card),
-        chats=await chat_list(room, owner, chat),
-        list=await message_presenters.message_list(room.desk, chat.id, branch, editing=editing) if chat else None,
+        chats=await chat_list(state, owner, chat),
+        list=await message_presenters.message_list(state.replies, chat.id, branch, editing=editing) if chat else None,
         composer=composer,
         empty=empty,
-        loading=message_presenters.loading(room) if waits else None,
+        loading=state.pages.loading() if waits else None,
         undo=undo,
-        notice=_set_aside(room),
+        notice=_set_aside(state),
     )
 
 
 async def panel_page(request: Request[Any, Any, Any], title: str, panel: View) -> ChatPage:
     """Return a page with a form or a list in place of a chat; with scripts it is a dialog."""
-    room = room_of(request)
-    chats = await chat_list(room, owner_of(request), None)
-    return ChatPage(room.shell(request, title, "chat"), ChatHead(title), chats, panel=panel)
+    state = chat_state(request)
+    chats = await chat_list(state, owner_of(request), None)
+    return ChatPage(state.pages.shell(request, title, "chat"), ChatHead(title), chats, panel=panel)
 
 
 async def update(
     request: Request[Any, Any, Any], chat: Chat, announcement: str, undo: Undo | None = None
 ) -> ChatUpdate:
     """Return the changed parts of an open page after messages changed."""
-    room = room_of(request)
-    branch = await room.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW)
-    writing = room.desk.writing(chat.id)
+    state = chat_state(request)
+    branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW)
+    writing = state.replies.writing(chat.id)
     return ChatUpdate(
-        list=await message_presenters.message_list(room.desk, chat.id, branch),
+        list=await message_presenters.message_list(state.replies, chat.id, branch),
         action=ComposerAction(message_presenters.stop_url(writing) if writing else None),
         head=message_presenters.head(
-            chat, [room.desk.current(m) for m in branch.messages], card_of(room, chat.settings)
+            chat, [state.replies.current(m) for m in branch.messages], card_of(state, chat.settings)
         ),
         announcement=announcement,
         undo=undo,
@@ -116,9 +116,9 @@ async def update(
 
 async def earlier(request: Request[Any, Any, Any], chat: Chat, before: str) -> MessageList:
     """Return the messages before one, to be inserted above it."""
-    room = room_of(request)
-    branch = await room.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
-    return await message_presenters.message_list(room.desk, chat.id, branch, outside=False)
+    state = chat_state(request)
+    branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
+    return await message_presenters.message_list(state.replies, chat.id, branch, outside=False)
 
 
 def with_error(page: ChatPage, form: Mapping[str, str], error: ErrorNotice) -> ChatPage:
@@ -138,53 +138,55 @@ def _worth_returning(text: str) -> str:
     return text if len(text) < 100_000 else ""
 
 
-def card_of(room: Room, settings: Mapping[str, str]) -> ModelCard | None:
+def card_of(state: ChatState, settings: Mapping[str, str]) -> ModelCard | None:
     """Return facts about the model that the next message goes to."""
     name = settings.get("model")
-    entry = room.manager.register.find(name) if name else None
-    return entry.card if entry is not None else room.card if not name else None
+    entry = state.pages.manager.register.find(name) if name else None
+    return entry.card if entry is not None else state.pages.card if not name else None
 
 
-async def _models(room: Room, settings: Mapping[str, str]) -> tuple[ModelChoice, ...]:
+async def _models(state: ChatState, settings: Mapping[str, str]) -> tuple[ModelChoice, ...]:
     """Return every model that can answer; the chat's own model first, even if it is gone."""
-    default = room.manager.default
+    default = state.pages.manager.default
     chosen = settings.get("model") or (default.name if default else "")
     notes = {
         entry.name: "" if entry.state == "ready" else entry.state
-        for entry in room.manager.entries
+        for entry in state.pages.manager.entries
         if entry.card is None or entry.card.spec.task == "generate"
     }
-    notes |= {name: "not loaded" for name in await room.manager.register.installed() if name not in notes}
+    notes |= {name: "not loaded" for name in await state.pages.manager.register.installed() if name not in notes}
     if chosen not in notes:
-        known = room.manager.register.find(chosen)
+        known = state.pages.manager.register.find(chosen)
         notes = {chosen: "not here"} | notes if known is None else notes
         chosen = known.name if known is not None else chosen
     return tuple(ModelChoice(name, name == chosen, note) for name, note in notes.items())
 
 
-async def _drawer(room: Room, owner: str, card: ModelCard | None, settings: Mapping[str, str]) -> Sampling:
+async def _drawer(state: ChatState, owner: str, card: ModelCard | None, settings: Mapping[str, str]) -> Sampling:
     try:
-        presets = await room.store.call(Chats.presets, owner)
+        presets = await state.store.call(Chats.presets, owner)
     except ChatsUnavailable:
         presets = {}
     return message_presenters.sampling(card, settings, tuple(presets))
 
 
-def _set_aside(room: Room) -> ErrorNotice | None:
-    return ErrorNotice(room.store.notice) if room.store.notice else None
+def _set_aside(state: ChatState) -> ErrorNotice | None:
+    return ErrorNotice(state.store.notice) if state.store.notice else None
 
 
 # The list ----------------------------------------------------------------------------------------------------------
 
 
-async def chat_list(room: Room, owner: str, current: Chat | None, query: str = "", limit: int = LISTED) -> ChatList:
+async def chat_list(
+    state: ChatState, owner: str, current: Chat | None, query: str = "", limit: int = LISTED
+) -> ChatList:
     """Return the chats by date, or the results of a search. If the store cannot be read, the list shows the error."""
     try:
         if query.strip():
-            found = await room.store.call(Chats.search, owner, query, limit)
+            found = await state.store.call(Chats.search, owner, query, limit)
             rows = tuple(_row(each, current) for each in found)
             return ChatList((ChatGroup("Found", rows),) if rows else (), query)
-        chats = await room.store.call(Chats.latest, owner, limit + 1)
+        chats = await state.store.call(Chats.latest, owner, limit + 1)
     except LocalLLMError as error:
         return ChatList(query=query, error=notice(error))
     groups: dict[str, list[ChatRow]] = {}

@@ -23,11 +23,12 @@ from localllm.web.pages.chat.handlers import COOKIE, MAX_BODY_BYTES, asked_chat
 from localllm.web.pages.chat.markdown_stream import drawn
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
 from localllm.web.pages.chat.sidebar_views import ChatListPage, ChatsChanged, ManageChat, ManageChats, Undo
+from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.views import Sampling
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.frame.state import html, room_of
+from localllm.web.pages.frame.state import html
 
 MAX_TITLE_CHARS, MAX_PRESET_CHARS = 200, 60
 
@@ -35,10 +36,10 @@ MAX_TITLE_CHARS, MAX_PRESET_CHARS = 200, 60
 @get("/chats")
 async def find_chats(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the list, or the results of a search."""
-    room, owner, query = room_of(request), owner_of(request), request.query_params.get("q", "")[:1000]
+    state, owner, query = chat_state(request), owner_of(request), request.query_params.get("q", "")[:1000]
     if is_scripted(request):
-        return html(await presenters.chat_list(room, owner, None, query))
-    found = await presenters.chat_list(room, owner, None, query, presenters.MOST_LISTED)
+        return html(await presenters.chat_list(state, owner, None, query))
+    found = await presenters.chat_list(state, owner, None, query, presenters.MOST_LISTED)
     return html(await presenters.panel_page(request, "Chats", ChatListPage(found)))
 
 
@@ -53,7 +54,7 @@ async def manage_chat(request: Request[Any, Any, Any]) -> Response[str]:
 @get("/chats/manage")
 async def manage_chats(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the forms to import a chat and to delete all chats."""
-    path = room_of(request).store.path
+    path = chat_state(request).store.path
     form = ManageChats(str(path) if path is not None else "")
     return html(form if is_scripted(request) else await presenters.panel_page(request, "Chats", form))
 
@@ -64,7 +65,7 @@ async def rename_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     title = " ".join((await fields_of(request)).get("title", "").split())[:MAX_TITLE_CHARS]
     if not title:
         raise InvalidParameter("The title is empty.", hint="Type something first.", param="title")
-    await room_of(request).store.call(Chats.rename, owner_of(request), chat.id, title)
+    await chat_state(request).store.call(Chats.rename, owner_of(request), chat.id, title)
     return await _list_changed(request, "Chat renamed")
 
 
@@ -72,17 +73,17 @@ async def rename_chat(request: Request[Any, Any, Any]) -> Response[Any]:
 async def pin_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     chat = await asked_chat(request)
     pinned = bool((await fields_of(request)).get("pinned"))
-    await room_of(request).store.call(Chats.pin, owner_of(request), chat.id, pinned)
+    await chat_state(request).store.call(Chats.pin, owner_of(request), chat.id, pinned)
     return await _list_changed(request, "Chat pinned" if pinned else "Chat unpinned")
 
 
 @post("/c/{conversation_id:str}/delete", guards=[same_origin], status_code=200)
 async def delete_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     """Delete a chat, with undo for a while. A reply that is being written in it stops."""
-    room, chat = room_of(request), await asked_chat(request)
-    deletion = await room.store.call(Chats.delete, owner_of(request), chat.id)
-    room.desk.cancel(chat_id=chat.id)
-    room.desk.purge_later()
+    state, chat = chat_state(request), await asked_chat(request)
+    deletion = await state.store.call(Chats.delete, owner_of(request), chat.id)
+    state.replies.cancel(chat_id=chat.id)
+    state.replies.purge_later()
     form = await fields_of(request)
     if not is_scripted(request):
         return Redirect(f"/?deleted={deletion}", status_code=303)
@@ -94,21 +95,21 @@ async def delete_chat(request: Request[Any, Any, Any]) -> Response[Any]:
 @post("/chats/undo/{deletion:str}", guards=[same_origin], status_code=303)
 async def undo_delete(request: Request[Any, Any, Any]) -> Redirect:
     """Restore what was deleted, and show it."""
-    chat_id = await room_of(request).store.call(Chats.undo, owner_of(request), request.path_params["deletion"])
+    chat_id = await chat_state(request).store.call(Chats.undo, owner_of(request), request.path_params["deletion"])
     return Redirect(f"/c/{chat_id}", status_code=303)
 
 
 @get("/c/{conversation_id:str}/export/{kind:str}")
 async def export_chat(request: Request[Any, Any, Any]) -> Response[bytes]:
     """Export the shown branch as Markdown, or everything as JSON."""
-    room, chat = room_of(request), await asked_chat(request)
+    state, chat = chat_state(request), await asked_chat(request)
     kind = request.path_params["kind"]
-    branch = await room.store.call(Chats.branch, chat.id, chat.leaf)
-    shown_now = [room.desk.current(message) for message in branch.messages]
+    branch = await state.store.call(Chats.branch, chat.id, chat.leaf)
+    shown_now = [state.replies.current(message) for message in branch.messages]
     if kind == "md":
         body, media_type = transfer.as_markdown(chat, shown_now), "text/markdown"
     elif kind == "json":
-        everything = [room.desk.current(m) for m in await room.store.call(Chats.all_messages, chat.id)]
+        everything = [state.replies.current(m) for m in await state.store.call(Chats.all_messages, chat.id)]
         body, media_type = transfer.as_json(chat, shown_now, everything), "application/json"
     else:
         raise InvalidParameter(f"Chats are not exported as {kind[:20]!r}.", hint="Use md or json.", param="kind")
@@ -125,7 +126,7 @@ async def import_chat(request: Request[Any, Any, Any]) -> Redirect:
     raw = await file.read()
     require_few_values(raw)
     found = await anyio.to_thread.run_sync(transfer.read, raw)
-    chat = await room_of(request).store.call(
+    chat = await chat_state(request).store.call(
         Chats.add_all, owner_of(request), found.title, found.settings, found.messages, found.leaf
     )
     return Redirect(f"/c/{chat.id}", status_code=303)
@@ -136,9 +137,9 @@ async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
     """Delete everything of the caller, permanently."""
     if not (await fields_of(request)).get("sure"):
         raise MissingParameter("Nothing was deleted.", hint="Tick the box to confirm.", param="sure")
-    room, owner = room_of(request), owner_of(request)
-    room.desk.cancel(owner=owner)
-    await room.store.call(Chats.wipe, owner)
+    state, owner = chat_state(request), owner_of(request)
+    state.replies.cancel(owner=owner)
+    await state.store.call(Chats.wipe, owner)
     drawn.forget()
     redirect = Redirect("/", status_code=303)
     redirect.delete_cookie(COOKIE)
@@ -148,8 +149,8 @@ async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
 @post("/chats/preset/{action:str}", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
     """Use, save or remove a preset; answer with the drawer, or with the page and the drawer open."""
-    room, owner, form = room_of(request), owner_of(request), await fields_of(request)
-    presets = await room.store.call(Chats.presets, owner)
+    state, owner, form = chat_state(request), owner_of(request), await fields_of(request)
+    presets = await state.store.call(Chats.presets, owner)
     action, name = request.path_params["action"], form.get("preset", "")
     settings = typed(form, {})
     if action == "use":
@@ -159,21 +160,21 @@ async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
         if not name:
             raise MissingParameter("The preset has no name.", hint="Type one first.", param="preset_name")
         settings.pop("model", None)  # a preset does not set the model
-        await room.store.call(Chats.save_preset, owner, name, settings)
+        await state.store.call(Chats.save_preset, owner, name, settings)
     elif action == "remove":
-        await room.store.call(Chats.remove_preset, owner, name)
+        await state.store.call(Chats.remove_preset, owner, name)
         name = ""
     else:
         raise InvalidParameter(f"Unknown action {action[:20]!r}.", hint="use, save or remove.", param="action")
-    names = tuple(await room.store.call(Chats.presets, owner))
+    names = tuple(await state.store.call(Chats.presets, owner))
     model = {"model": form["model"]} if form.get("model") else {}
-    drawer = message_presenters.sampling(presenters.card_of(room, model), settings, names, preset=name, is_open=True)
+    drawer = message_presenters.sampling(presenters.card_of(state, model), settings, names, preset=name, is_open=True)
     return html(drawer) if is_scripted(request) else html(await _page_with(request, form, drawer))
 
 
 async def _page_with(request: Request[Any, Any, Any], form: Any, drawer: Sampling) -> Any:
     chat_id = form.get("conversation")
-    chat = await room_of(request).store.call(Chats.get, owner_of(request), chat_id) if chat_id else None
+    chat = await chat_state(request).store.call(Chats.get, owner_of(request), chat_id) if chat_id else None
     view = await presenters.chat_page(request, chat)
     if view.composer is None:
         return view
@@ -183,17 +184,17 @@ async def _page_with(request: Request[Any, Any, Any], form: Any, drawer: Samplin
 
 async def _list_changed(request: Request[Any, Any, Any], announcement: str, undo: Undo | None = None) -> Response[Any]:
     """Return the updated list, and the head if the changed chat is open."""
-    room, owner = room_of(request), owner_of(request)
+    state, owner = chat_state(request), owner_of(request)
     changed = request.path_params["conversation_id"]
     if not is_scripted(request):
         return Redirect(f"/c/{changed}", status_code=303)
     open_id = (await fields_of(request)).get("conversation", "")
-    chat = await room.store.call(Chats.get, owner, open_id) if open_id else None
+    chat = await state.store.call(Chats.get, owner, open_id) if open_id else None
     head = None
     if chat is not None and open_id == changed:
-        branch = await room.store.call(Chats.branch, chat.id, chat.leaf, limit=presenters.WINDOW)
-        head = message_presenters.head(chat, branch.messages, presenters.card_of(room, chat.settings))
-    return html(ChatsChanged(await presenters.chat_list(room, owner, chat), head, announcement, undo))
+        branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=presenters.WINDOW)
+        head = message_presenters.head(chat, branch.messages, presenters.card_of(state, chat.settings))
+    return html(ChatsChanged(await presenters.chat_list(state, owner, chat), head, announcement, undo))
 
 
 HANDLERS = (

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 from localllm.engine.client import GenerationRequest
 from localllm.errors import InvalidParameter, LocalLLMError, RequestError
 from localllm.units import format_count
-from localllm.web.pages.chat.active_replies import Writing
+from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.attachments import Attachment
 from localllm.web.pages.chat.live_reply import Reply
 from localllm.web.pages.chat.prompting import prompt_of, reading
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, sampling_params, typed
+from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, Message
 from localllm.web.pages.chat.template_messages import messages_of, num_chars, reply_message
 from localllm.web.pages.chat.tools import read_tools, results_of
 from localllm.web.pages.frame.errors import MessageTooLong
-from localllm.web.pages.frame.state import Room
 
 if TYPE_CHECKING:
     from localllm.serving.entry import Lease
@@ -45,72 +45,72 @@ class Turn:
 
     chat: Chat
     user: Message | None  # the new message that is answered; None: the message existed before
-    writing: Writing
+    writing: ActiveReply
 
 
-async def ask(room: Room, owner: str, form: Mapping[str, str], files: Sequence[Attachment] = ()) -> Turn:
+async def ask(state: ChatState, owner: str, form: Mapping[str, str], files: Sequence[Attachment] = ()) -> Turn:
     """Add a message to a chat, or to a new one. Raises `RequestError`, `ChatsUnavailable`."""
     text = checked_message(form, or_nothing=bool(files))
     details = {"files": [{"name": file.name, "text": file.text} for file in files]} if files else {}
     if not form.get("conversation"):
         settings = typed(form, {})
-        claim = await _claim(room, owner, settings)
+        claim = await _claim(state, owner, settings)
         try:
             title = title_of(text or files[0].name)
-            chat = await room.store.call(Chats.create, owner, title, settings)
-            return await _answer(room, owner, chat, None, (text, details), settings, claim)
+            chat = await state.store.call(Chats.create, owner, title, settings)
+            return await _answer(state, owner, chat, None, (text, details), settings, claim)
         except BaseException:
             _let_go(claim)
             raise
-    chat = await room.store.call(Chats.get, owner, form["conversation"])
-    return await _say(room, owner, chat, chat.leaf, (text, details), form)
+    chat = await state.store.call(Chats.get, owner, form["conversation"])
+    return await _say(state, owner, chat, chat.leaf, (text, details), form)
 
 
-async def edit(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
+async def edit(state: ChatState, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
     """Answer an edited message, as a branch beside the original."""
     if message.role != "user" or "results" in message.details:
         raise InvalidParameter("Only your own messages can be edited.", hint="A reply can be regenerated instead.")
     text = checked_message(form, or_nothing="files" in message.details)
-    return await _say(room, owner, chat, message.parent_id, (text, message.details), form)
+    return await _say(state, owner, chat, message.parent_id, (text, message.details), form)
 
 
-async def give_results(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
+async def give_results(state: ChatState, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
     """Answer the results of a reply's tool calls: the model continues with them."""
-    results = results_of(room.desk.current(message), form)
+    results = results_of(state.replies.current(message), form)
     text = "\n\n".join(f"{each['name']}: {each['text']}" for each in results)
-    return await _say(room, owner, chat, message.id, (text, {"results": results}), form)
+    return await _say(state, owner, chat, message.id, (text, {"results": results}), form)
 
 
-async def regenerate(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
+async def regenerate(state: ChatState, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
     """Write another reply beside this one, or a first reply to a message without one."""
     settings = typed(form, chat.settings)
     parent = message.id if message.role == "user" else message.parent_id
-    with room.desk.turn(chat.id):
-        claim = await _claim(room, owner, settings)
+    with state.replies.turn(chat.id):
+        claim = await _claim(state, owner, settings)
         try:
-            await _configure(room, owner, chat, settings)
-            return await _begin(room, owner, chat, parent, None, settings, claim)
+            await _configure(state, owner, chat, settings)
+            return await _begin(state, owner, chat, parent, None, settings, claim)
         except BaseException:
             _let_go(claim)
             raise
 
 
-async def go_on(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
+async def go_on(state: ChatState, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
     """Continue a reply that was cut off."""
-    message = room.desk.current(message)
+    message = state.replies.current(message)
     if message.role != "assistant" or chat.leaf != message.id or not message.text or "calls" in message.details:
         raise InvalidParameter("Only the last reply of a branch can be continued.", hint="Write a message instead.")
     settings = typed(form, chat.settings)
-    with room.desk.turn(chat.id):
-        claim = await _claim(room, owner, settings)
+    with state.replies.turn(chat.id):
+        claim = await _claim(state, owner, settings)
         try:
-            history = await _history(room, chat, message.parent_id, settings)
+            history = await _history(state, chat, message.parent_id, settings)
             reply = _reply(claim, message.id)
-            writing = Writing(owner, chat.id, message, reply, _figures_only(message.details))
+            writing = ActiveReply(owner, chat.id, message, reply, _figures_only(message.details))
             said = message.details
             thought = (said.get("reasoning", ""), said.get("reasoning_s", 0.0), said.get("reasoning_tokens", 0))
             await reply.go_on_from(message.text, *thought)
-            room.desk.take(writing)
+            state.replies.take(writing)
             _start(writing, claim, [*history, reply_message(message)], settings, goes_on=True)
             return Turn(chat, None, writing)
         except BaseException:
@@ -118,54 +118,56 @@ async def go_on(room: Room, owner: str, chat: Chat, message: Message, form: Mapp
             raise
 
 
-async def _say(room: Room, owner: str, chat: Chat, parent: str | None, said: Said, form: Mapping[str, str]) -> Turn:
+async def _say(
+    state: ChatState, owner: str, chat: Chat, parent: str | None, said: Said, form: Mapping[str, str]
+) -> Turn:
     settings = typed(form, chat.settings)
-    with room.desk.turn(chat.id):
-        claim = await _claim(room, owner, settings)
+    with state.replies.turn(chat.id):
+        claim = await _claim(state, owner, settings)
         try:
-            await _configure(room, owner, chat, settings)
-            return await _answer(room, owner, chat, parent, said, settings, claim)
+            await _configure(state, owner, chat, settings)
+            return await _answer(state, owner, chat, parent, said, settings, claim)
         except BaseException:
             _let_go(claim)
             raise
 
 
 async def _answer(
-    room: Room, owner: str, chat: Chat, parent: str | None, said: Said, settings: Mapping[str, str], claim: _Claim
+    state: ChatState, owner: str, chat: Chat, parent: str | None, said: Said, settings: Mapping[str, str], claim: _Claim
 ) -> Turn:
     text, details = said
     new = num_chars(Message("", parent, "user", text, details))
-    await _history(room, chat, parent, settings, new)  # refuses a chat that is too long before saving
-    user = await room.store.call(Chats.add, chat.id, parent, "user", text, details)
-    return await _begin(room, owner, chat, user.id, user, settings, claim)
+    await _history(state, chat, parent, settings, new)  # refuses a chat that is too long before saving
+    user = await state.store.call(Chats.add, chat.id, parent, "user", text, details)
+    return await _begin(state, owner, chat, user.id, user, settings, claim)
 
 
 async def _begin(
-    room: Room, owner: str, chat: Chat, parent: str | None, user: Message | None, settings: Mapping[str, str],
+    state: ChatState, owner: str, chat: Chat, parent: str | None, user: Message | None, settings: Mapping[str, str],
     claim: _Claim,
 ) -> Turn:  # fmt: skip
-    history = await _history(room, chat, parent, settings)
+    history = await _history(state, chat, parent, settings)
     details = {"model": claim.name, "finish_reason": ""}
-    message = await room.store.call(Chats.add, chat.id, parent, "assistant", "", details)
-    message = await room.store.call(Chats.message, chat.id, message.id)
-    chat = await room.store.call(Chats.get, owner, chat.id)
-    writing = Writing(owner, chat.id, message, _reply(claim, message.id))
-    room.desk.take(writing)
+    message = await state.store.call(Chats.add, chat.id, parent, "assistant", "", details)
+    message = await state.store.call(Chats.message, chat.id, message.id)
+    chat = await state.store.call(Chats.get, owner, chat.id)
+    writing = ActiveReply(owner, chat.id, message, _reply(claim, message.id))
+    state.replies.take(writing)
     _start(writing, claim, history, settings)  # from here on the reply owns the lease, so nothing may fail
     return Turn(chat, user, writing)
 
 
-async def _configure(room: Room, owner: str, chat: Chat, settings: Mapping[str, str]) -> None:
+async def _configure(state: ChatState, owner: str, chat: Chat, settings: Mapping[str, str]) -> None:
     if settings != chat.settings:
-        await room.store.call(Chats.configure, owner, chat.id, settings)
+        await state.store.call(Chats.configure, owner, chat.id, settings)
 
 
 async def _history(
-    room: Room, chat: Chat, leaf: str | None, settings: Mapping[str, str], new_chars: int = 0
+    state: ChatState, chat: Chat, leaf: str | None, settings: Mapping[str, str], new_chars: int = 0
 ) -> list[dict[str, Any]]:
     """Return the messages for the chat template; `new_chars` will be added."""
-    branch = await room.store.call(Chats.branch, chat.id, leaf)
-    messages = [room.desk.current(message) for message in branch.messages]
+    branch = await state.store.call(Chats.branch, chat.id, leaf)
+    messages = [state.replies.current(message) for message in branch.messages]
     length = sum(num_chars(message) for message in messages)
     if length + new_chars > MAX_CONVERSATION_CHARS:
         raise _too_long("This chat", length + new_chars, MAX_CONVERSATION_CHARS, "Start a new chat.")
@@ -184,10 +186,10 @@ class _Claim:
     cache_salt: str | None = None
 
 
-async def _claim(room: Room, owner: str, settings: Mapping[str, str]) -> _Claim:
+async def _claim(state: ChatState, owner: str, settings: Mapping[str, str]) -> _Claim:
     """Request the model. Raises immediately if there is no such model, or if its load fails at once."""
     name = settings.get("model") or None
-    lease = asyncio.create_task(room.manager.acquire(name))
+    lease = asyncio.create_task(state.pages.manager.acquire(name))
     try:
         await asyncio.wait({lease}, timeout=MODEL_WAIT_S)
     except asyncio.CancelledError:
@@ -200,9 +202,9 @@ async def _claim(room: Room, owner: str, settings: Mapping[str, str]) -> _Claim:
         except RequestError:
             found.release()
             raise
-        return _Claim(found.model.name, lease, room.cache_salt(owner))
-    default = room.manager.default
-    return _Claim(name or (default.name if default else ""), lease, room.cache_salt(owner))
+        return _Claim(found.model.name, lease, state.pages.cache_salt(owner))
+    default = state.pages.manager.default
+    return _Claim(name or (default.name if default else ""), lease, state.pages.cache_salt(owner))
 
 
 def _let_go(claim: _Claim) -> None:
@@ -222,7 +224,7 @@ def _reply(claim: _Claim, message_id: str) -> Reply:
 
 
 def _start(
-    writing: Writing,
+    writing: ActiveReply,
     claim: _Claim,
     messages: list[dict[str, Any]],
     settings: Mapping[str, str],

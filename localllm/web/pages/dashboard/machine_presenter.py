@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from localllm.units import format_bytes
 from localllm.web.pages.dashboard.machine import GPUReading, MachineReading
-from localllm.web.pages.dashboard.plots import stacked
 from localllm.web.pages.dashboard.views import GPUUse, MachineUse
+from localllm.web.pages.frame.bars import stacked
 from localllm.web.pages.frame.views import Fact, Gauge
 
 

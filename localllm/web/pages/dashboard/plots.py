@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from localllm.web.pages.dashboard.views import PoolCell, Sparkline, StepColumn
-from localllm.web.pages.frame.views import Segment
 
 WIDTH, HEIGHT, PAD = 120.0, 32.0, 2.0
 POINTS = 240
@@ -111,17 +110,6 @@ def _points(run: Sequence[tuple[float, float]], end: float, high: float, span: S
 def _area(run: Sequence[tuple[float, float]]) -> str:
     line = "L".join(f"{x:.1f} {y:.1f}" for x, y in run)
     return f"M{run[0][0]:.1f} {HEIGHT:g}L{line}L{run[-1][0]:.1f} {HEIGHT:g}Z"
-
-
-def stacked(parts: Sequence[tuple[str, str, float, str]], total: float | None = None) -> tuple[Segment, ...]:
-    """Return the parts (name, kind, amount, printed value) side by side; `total` is the amount of the whole bar."""
-    whole = max(total if total is not None else 0.0, sum(amount for _, _, amount, _ in parts)) or 1.0
-    segments, x = [], 0.0
-    for name, kind, amount, value in parts:
-        width = 100 * amount / whole
-        segments.append(Segment(name, kind, round(x, 3), round(width, 3), value))
-        x += width
-    return tuple(segments)
 
 
 def step_columns(held: Sequence[tuple[int, int]]) -> tuple[StepColumn, ...]:

@@ -13,7 +13,7 @@ from localllm.engine.stats import EngineStats, Histogram, StepComposition
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.web.pages.dashboard.machine import MachineReading
 from localllm.web.pages.dashboard.machine_presenter import machine_use
-from localllm.web.pages.dashboard.plots import MINUTE, Span, colours, pool_map, sparkline, stacked, step_columns
+from localllm.web.pages.dashboard.plots import MINUTE, Span, colours, pool_map, sparkline, step_columns
 from localllm.web.pages.dashboard.request_presenters import finished_requests, live_requests
 from localllm.web.pages.dashboard.views import (
     Counters,
@@ -26,33 +26,15 @@ from localllm.web.pages.dashboard.views import (
     StepRow,
     Steps,
 )
-from localllm.web.pages.frame.live import Sample, Tick
-from localllm.web.pages.frame.views import Fact, StatusPill
+from localllm.web.pages.frame.bars import stacked
+from localllm.web.pages.frame.sampler import Sample, Tick
+from localllm.web.pages.frame.views import Fact
 
 if TYPE_CHECKING:
-    from localllm.models.fit import MemoryPlan
     from localllm.serving.served import ServedModel
 
 HIGH_KV = 0.9
 """Use of the KV cache at which its meter shows a warning: preemption is near."""
-
-
-def status_pill(model: str | None, state: str, stats: EngineStats | None, plan: MemoryPlan | None) -> StatusPill:
-    """Return the header's status pill; without an engine it shows the model's state."""
-    if model is None or stats is None or plan is None:
-        return StatusPill("error" if state == "failed" else "loading", state or "loading")
-    busy = stats.num_running + stats.num_waiting
-    waiting = f", {stats.num_waiting} waiting" if stats.num_waiting else ""
-    label = f"{stats.num_running} running{waiting}" if busy else "ready"
-    return StatusPill(
-        state="busy" if busy else "ready",
-        label=label,
-        model=model,
-        tokens_per_s=stats.decode_tokens_per_s,
-        kv_usage=stats.kv_usage,
-        context_tokens=plan.max_model_len,
-        memory_bytes=plan.weights_bytes + plan.kv_bytes + plan.activation_bytes,
-    )
 
 
 def dashboard(

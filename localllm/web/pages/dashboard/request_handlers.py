@@ -20,8 +20,8 @@ from localllm.errors import EngineStopped
 from localllm.web.pages.dashboard.request_presenters import finished_requests, live_requests, request_page
 from localllm.web.pages.dashboard.views import RequestsPage
 from localllm.web.pages.frame.errors import UnknownRequest
-from localllm.web.pages.frame.live import Sample
-from localllm.web.pages.frame.state import html, room_of
+from localllm.web.pages.frame.sampler import Sample
+from localllm.web.pages.frame.state import html, pages_state
 
 MOST_LIVE = 1000
 
@@ -30,7 +30,7 @@ MOST_LIVE = 1000
 def requests_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show all running and waiting requests, and all finished ones that are still known."""
     stats = _stats(request)
-    shell = room_of(request).shell(request, "Requests", "dashboard")
+    shell = pages_state(request).shell(request, "Requests", "dashboard")
     finished = finished_requests(stats.recent, len(stats.recent))
     return html(RequestsPage(shell, live_requests(stats, MOST_LIVE), finished))
 
@@ -44,20 +44,20 @@ def one_request(request: Request[Any, Any, Any]) -> Response[str]:
     if found is None:
         why = f"{len(stats.requests)} that live and the last {len(stats.recent)} finished ones are."
         raise UnknownRequest(f"There is no request {wanted[:80]}.", why, "Open /dashboard/requests.")
-    shell = room_of(request).shell(request, "Request", "dashboard")
+    shell = pages_state(request).shell(request, "Request", "dashboard")
     return html(request_page(shell, found, stats.taken_s))
 
 
 @get("/dashboard/minute.csv", sync_to_thread=False)
 def minute_csv(request: Request[Any, Any, Any]) -> Response[str]:
     """Return the samples of the last minute, as far as a page was open."""
-    return _csv(Sample, room_of(request).sampler.look().samples)
+    return _csv(Sample, pages_state(request).sampler.tick().samples)
 
 
 @get("/dashboard/hour.csv", sync_to_thread=False)
 def hour_csv(request: Request[Any, Any, Any]) -> Response[str]:
     """Return the five-second means of the last hour, oldest first."""
-    return _csv(Sample, room_of(request).history.samples)
+    return _csv(Sample, pages_state(request).sampler.hour)
 
 
 @get("/dashboard/steps.csv", sync_to_thread=False)
@@ -83,7 +83,7 @@ _FRESH = {"Cache-Control": "no-store"}
 
 
 def _stats(request: Request[Any, Any, Any]) -> EngineStats:
-    stats = room_of(request).sampler.look().stats
+    stats = pages_state(request).sampler.tick().stats
     if stats is None:
         raise EngineStopped("No model is being served.", hint="Wait until it has loaded.")
     return stats

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from localllm.engine.stats import EngineStats, RequestTimeline
 from localllm.units import format_count, format_seconds
-from localllm.web.pages.dashboard.plots import colours, stacked
+from localllm.web.pages.dashboard.plots import colours
 from localllm.web.pages.dashboard.views import (
     FinishedRequests,
     FinishedRow,
@@ -21,6 +21,7 @@ from localllm.web.pages.dashboard.views import (
     RequestPage,
     RequestRow,
 )
+from localllm.web.pages.frame.bars import stacked
 from localllm.web.pages.frame.views import Fact, Segment, Shell
 
 MAX_LIVE, MAX_FINISHED = 24, 8

@@ -9,10 +9,11 @@ from localllm.engine.stats import RequestTimeline, StepComposition
 from localllm.web.pages.dashboard import views as v
 from localllm.web.pages.dashboard.machine import GPUReading, MachineReading
 from localllm.web.pages.dashboard.machine_presenter import machine_use
-from localllm.web.pages.dashboard.plots import pool_map, sparkline, stacked
+from localllm.web.pages.dashboard.plots import pool_map, sparkline
 from localllm.web.pages.dashboard.presenters import steps
 from localllm.web.pages.dashboard.request_presenters import request_page
 from localllm.web.pages.frame import views
+from localllm.web.pages.frame.bars import stacked
 
 
 def samples(shell: views.Shell) -> list[views.View]:

@@ -14,7 +14,7 @@ from litestar.response import Response
 from localllm.errors import LocalLLMError, RequestError
 from localllm.web.errors import as_local_error, drop_frames
 from localllm.web.pages.frame.forms import is_scripted
-from localllm.web.pages.frame.navigation import shell, theme_of
+from localllm.web.pages.frame.navigation import shell
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import HEADERS
 from localllm.web.pages.frame.views import ErrorNotice, ErrorPage, StatusPill
@@ -56,4 +56,4 @@ def handle_page_error(request: Request[Any, Any, Any], error: Exception) -> Resp
 
 
 def _page(request: Request[Any, Any, Any], error: LocalLLMError) -> ErrorPage:
-    return ErrorPage(shell("Error", "", StatusPill("loading", "…"), theme_of(request)), error.status, notice(error))
+    return ErrorPage(shell(request, "Error", "", StatusPill("loading", "…")), error.status, notice(error))

@@ -15,7 +15,7 @@ from litestar.response import Redirect, Response
 
 from localllm.web.access.auth import SESSION_COOKIE, address_of, session_key, session_of
 from localllm.web.access.keys import SESSION_S, KeyRing
-from localllm.web.pages.frame.navigation import own_path, shell, theme_of
+from localllm.web.pages.frame.navigation import own_path, shell
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice, LoginPage, StatusPill
@@ -67,7 +67,7 @@ def session_cookie(request: Request[Any, Any, Any], value: str, max_age: int) ->
 
 
 def _page(request: Request[Any, Any, Any], following: str, error: ErrorNotice | None = None) -> LoginPage:
-    around = shell("Log in", "", StatusPill("loading", "locked"), theme_of(request), live_url="")
+    around = shell(request, "Log in", "", StatusPill("loading", "locked"), live_url="")
     return LoginPage(around, following, error)
 
 

@@ -1,7 +1,6 @@
 """The frame around every page: the navigation bar, the status pill in the header, the theme.
 
-A page that needs an entry in the navigation bar gets a line in `ENTRIES`.
-Does not know: what the pages show, where the pill's figures come from.
+Does not know: which pages there are, what they show, where the pill's figures come from.
 """
 
 from __future__ import annotations
@@ -16,37 +15,22 @@ from litestar.response import Redirect
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.views import NavEntry, Shell, StatusPill, Theme
 
-ENTRIES = (
-    NavEntry("chat", "Chat", "/chat", "M3 4.5h14v9H9l-3.5 3v-3H3z"),
-    NavEntry("dashboard", "Dashboard", "/dashboard", "M3 16.5V11m4.7 5.5v-9m4.6 9v-5m4.7 5V3.5"),
-    NavEntry("library", "Models", "/library", "M10 2.5l7 3.75v7.5l-7 3.75-7-3.75v-7.5zM3 6.25L10 10l7-3.75M10 10v7.5"),
-    NavEntry(
-        "tune",
-        "Tune",
-        "/tune",
-        "M3 6h7m4 0h3M3 14h3m4 0h7M14 6a2 2 0 1 1-4 0 2 2 0 0 1 4 0zm-4 8a2 2 0 1 1-4 0 2 2 0 0 1 4 0z",
-    ),
-    NavEntry("playground", "Playground", "/playground", "M6.5 5.5 2.5 10l4 4.5m7-9 4 4.5-4 4.5M11.5 4l-3 12"),
-    NavEntry("logs", "Logs", "/logs", "M3 5h14M3 10h9m-9 5h12"),
-    NavEntry("settings", "Settings", "/settings", "M3 6h8m4 0h2M13 4v4M3 14h2m4 0h8M7 12v4"),
-)
-"""The icons are strokes in a 20 by 20 box."""
-
 THEMES: tuple[Theme, ...] = get_args(Theme)
 THEME_COOKIE = "localllm_theme"
 A_YEAR_S = 365 * 24 * 3600
 
 
 def shell(
+    request: Request[Any, Any, Any],
     title: str,
     here: str,
     pill: StatusPill,
-    theme: Theme = "auto",
     live_url: str = "/live/status",
     refresh_s: int | None = None,
 ) -> Shell:
     """Return the frame of a page. `here`: the key of the page's entry, or an empty string."""
-    return Shell(title, here, ENTRIES, pill, theme, live_url, refresh_s)
+    entries: tuple[NavEntry, ...] = request.app.state["navigation"]
+    return Shell(title, here, entries, pill, theme_of(request), live_url, refresh_s)
 
 
 def theme_of(request: Request[Any, Any, Any]) -> Theme:

@@ -1,12 +1,13 @@
-"""The state that the pages' handlers share: the manager, the chats, the sampler. One `Room` per application.
+"""The state that all pages share: the manager, the sampler, the header's status. One `PagesState` per application.
 
-Does not know: routes, the requests to the engine.
+A page with a state of its own keeps it with `once_per_app`.
+Does not know: routes, what the pages show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from litestar import Litestar, Request
 from litestar.datastructures import Cookie
@@ -15,36 +16,27 @@ from litestar.response import Response
 from localllm.engine.stats import EngineStats
 from localllm.errors import LocalLLMError
 from localllm.web.access.caller import salted
-from localllm.web.pages.chat.active_replies import Desk
-from localllm.web.pages.chat.attachments import Tray
-from localllm.web.pages.chat.store import ChatStore
-from localllm.web.pages.chat.store.database import chats_path
-from localllm.web.pages.dashboard.machine import MachineMonitor
-from localllm.web.pages.dashboard.presenters import status_pill
-from localllm.web.pages.frame.history import History
-from localllm.web.pages.frame.live import Sampler, Tick
-from localllm.web.pages.frame.navigation import shell, theme_of
+from localllm.web.pages.frame import status
+from localllm.web.pages.frame.navigation import shell
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.views import Shell, StatusPill, View
+from localllm.web.pages.frame.sampler import Sampler, Tick
+from localllm.web.pages.frame.views import Loading, Shell, StatusPill, View
 
 if TYPE_CHECKING:
     from localllm.config.settings import ServerConfig
     from localllm.serving.manager import ModelManager
     from localllm.serving.served import ModelCard, ServedModel
 
+T = TypeVar("T")
 
-class Room:
+
+class PagesState:
     """The shared state of the pages."""
 
-    def __init__(self, manager: ModelManager, asked: ServerConfig) -> None:
+    def __init__(self, manager: ModelManager, config: ServerConfig) -> None:
         self.manager = manager
-        self.store = ChatStore(chats_path() if asked.chat_history else None)
-        self._share_prefix_cache = asked.share_prefix_cache
-        self.desk = Desk(self.store)
-        self.tray = Tray()
+        self._share_prefix_cache = config.share_prefix_cache
         self.sampler = Sampler(self._stats)
-        self.history = History(self._stats)
-        self.machine = MachineMonitor()
 
     @property
     def served(self) -> ServedModel | None:
@@ -66,9 +58,21 @@ class Room:
         entry = self.manager.default
         stats = tick.stats if tick is not None else self._stats()
         plan = self.served.plan if self.served is not None else None
-        return status_pill(
-            entry.name if entry is not None else None, entry.state if entry is not None else "", stats, plan
-        )
+        name, state = (entry.name, entry.state) if entry is not None else (None, "")
+        return status.status_pill(name, state, stats, plan)
+
+    def loading(self) -> Loading:
+        """Return the progress of the load, or why it failed."""
+        return status.loading(self.manager.default)
+
+    def live_parts(self, tick: Tick, *, waits: bool = False) -> dict[str, str]:
+        """Return the live parts of every page by element id: the status pill, and the load progress on a page that
+        waits for its model.
+        """
+        parts = {"status-pill": tick.cached("pill", lambda: render(self.pill(tick)))}
+        if self.served is None and waits:
+            parts["loading"] = tick.cached("loading", lambda: render(self.loading()))
+        return parts
 
     def shell(
         self,
@@ -85,7 +89,7 @@ class Room:
         """
         if waits:
             live_url += f"{'&' if '?' in live_url else '?'}loading=1"
-        return shell(title, here, self.pill(), theme_of(request), live_url, 2 if waits or moves else None)
+        return shell(request, title, here, self.pill(), live_url, 2 if waits or moves else None)
 
     def _stats(self) -> EngineStats | None:
         served = self.served
@@ -97,32 +101,30 @@ class Room:
             return None  # the engine is stopping or restarting; the pill then shows no served model
 
 
-def room_of(request: Request[Any, Any, Any]) -> Room:
-    return _room_of(request.app)
+def once_per_app(app: Litestar, name: str, make: Callable[[], T]) -> T:
+    """Return the application's object of this name, made at first use."""
+    found: T | None = app.state.get(name)
+    if found is None:
+        found = app.state[name] = make()
+    return found
 
 
-def _room_of(app: Litestar) -> Room:
-    """Return the application's room, created at first use."""
-    room: Room | None = app.state.get("pages_room")
-    if room is None:
-        room = Room(app.state["manager"], app.state["settings"].server)
-        app.state["pages_room"] = room
-    return room
+def pages_state(request: Request[Any, Any, Any]) -> PagesState:
+    """Return the application's state of all pages, made at first use."""
+    return pages_state_of(request.app)
 
 
-async def open_room(app: Litestar) -> None:
-    """Start recording the last hour, and purge old deletions once they can no longer be undone."""
-    room = _room_of(app)
-    room.history.start()
-    if room.store.path is not None and room.store.path.exists():
-        room.desk.purge_later()
+def pages_state_of(app: Litestar) -> PagesState:
+    return once_per_app(app, "pages", lambda: PagesState(app.state["manager"], app.state["settings"].server))
 
 
-async def close_room(app: Litestar) -> None:
-    """Save the replies that are still being written, at shutdown."""
-    room = _room_of(app)
-    await room.history.stop()
-    await room.desk.close()
+async def open_pages(app: Litestar) -> None:
+    """At server start: record the last hour from now on."""
+    pages_state_of(app).sampler.start()
+
+
+async def close_pages(app: Litestar) -> None:
+    await pages_state_of(app).sampler.stop()
 
 
 def html(

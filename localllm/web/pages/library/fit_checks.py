@@ -26,7 +26,7 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.serving.eviction import hardware_once_free
 from localllm.serving.manager import ModelManager
 from localllm.units import format_bytes, format_count
-from localllm.web.pages.dashboard.plots import stacked
+from localllm.web.pages.frame.bars import stacked
 from localllm.web.pages.frame.views import Fact, Segment
 from localllm.web.pages.library.views import FileRow, FitKind, FitTable, FitVerdict
 

@@ -27,7 +27,7 @@ from localllm.units import format_bytes, format_count, format_parameters
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.state import Room, html, room_of
+from localllm.web.pages.frame.state import PagesState, html, pages_state
 from localllm.web.pages.frame.views import LiveUpdate
 from localllm.web.pages.library import action_handlers
 from localllm.web.pages.library.download_presenters import download_list
@@ -138,17 +138,16 @@ async def live_library(request: Request[Any, Any, Any]) -> Stream:
     """Stream the status pill, the tabs' count and the page's content as they change."""
     on = request.query_params.get("on", "none")
     here: Tab = next((tab for tab in TABS if tab == on), "none")
-    events = _events(room_of(request), library_of(request), here)
+    events = _events(pages_state(request), library_of(request), here)
     return event_stream(until_closing(events, closing(request.app.state)))
 
 
-async def _events(room: Room, library: Library, on: Tab) -> AsyncIterator[bytes]:
+async def _events(state: PagesState, library: Library, on: Tab) -> AsyncIterator[bytes]:
     sent: dict[str, str] = {}
-    async for tick in room.sampler.follow():
-        pill = tick.drawn("pill", lambda tick=tick: render(room.pill(tick)))  # type: ignore[misc]
-        parts = {"status-pill": pill, "library-tabs": render(library.tabs(on))}
+    async for tick in state.sampler.follow():
+        parts = state.live_parts(tick) | {"library-tabs": render(library.tabs(on))}
         if on == "installed":
-            parts["installed"] = tick.drawn("installed", partial(render, await library.shelf.look()))
+            parts["installed"] = tick.cached("installed", partial(render, await library.shelf.look()))
         elif on == "downloads":
             parts["downloads"] = render(await asyncio.to_thread(download_list, library.downloads))
         if news := changed(parts, sent):

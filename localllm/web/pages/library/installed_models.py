@@ -23,7 +23,7 @@ from localllm.serving.eviction import can_sleep
 from localllm.serving.manager import ModelManager
 from localllm.units import format_bytes, format_count
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.views import Phase
+from localllm.web.pages.frame.status import load_phases
 from localllm.web.pages.library.views import Installed, ModelRow, Verb
 
 LOOK_EVERY_S = 3.0
@@ -101,7 +101,6 @@ class Shelf:
         facts = book.facts if book is not None else (f"path {entry.path}",) if entry.path is not None else ()
         if status.size_bytes:
             facts = (*facts, f"uses {format_bytes(status.size_bytes)} on {status.device}")
-        phases = tuple(Phase(each.name, each.done, each.fraction, each.detail) for each in entry.phases.values())
         rests = entry.state in ("unloaded", "failed")
         return ModelRow(
             name=entry.name,
@@ -111,7 +110,7 @@ class Shelf:
             verbs=_verbs(entry),
             pinned=entry.pinned,
             delete_url=_delete_url(book.model) if book is not None and rests else "",
-            phases=phases if entry.state == "loading" else (),
+            phases=load_phases(entry) if entry.state == "loading" else (),
             error=notice(entry.error) if entry.state == "failed" and entry.error is not None else None,
         )
 

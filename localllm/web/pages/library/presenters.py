@@ -14,7 +14,7 @@ from litestar.response import Response
 from localllm.errors import LocalLLMError
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
-from localllm.web.pages.frame.state import html, room_of
+from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import Shell
 from localllm.web.pages.library.download_presenters import download_list
 from localllm.web.pages.library.state import library_of
@@ -26,7 +26,7 @@ def shell(request: Request[Any, Any, Any], title: str, on: Tab, *, moves: bool =
     page reloads itself. A reload would discard a message or typed text, so the answer to an action never reloads.
     """
     moves = moves and request.method == "GET"
-    return room_of(request).shell(request, title, "library", f"/live/library?on={on}", moves=moves)
+    return pages_state(request).shell(request, title, "library", f"/live/library?on={on}", moves=moves)
 
 
 async def installed_page(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from localllm.web.pages.dashboard.plots import stacked
 from localllm.web.pages.frame import views
+from localllm.web.pages.frame.bars import stacked
 from localllm.web.pages.library import views as v
 from localllm.web.pages.library.download_presenters import VERBS
 from localllm.web.pages.library.installed_models import LOAD, PIN, SLEEP, STOP, UNLOAD

@@ -21,6 +21,7 @@ from localllm.models.library.hub.downloads import Downloads
 from localllm.models.library.picks import picks_for
 from localllm.serving.manager import ModelManager
 from localllm.units import format_bytes, format_count, format_parameters
+from localllm.web.pages.frame.state import once_per_app
 from localllm.web.pages.library.download_presenters import num_running
 from localllm.web.pages.library.fit_checks import Fits
 from localllm.web.pages.library.installed_models import Shelf, page_url
@@ -110,9 +111,5 @@ def machine_words(hardware: Hardware) -> str:
 
 def library_of(request: Request[Any, Any, Any]) -> Library:
     """Return the application's library, created at first use."""
-    state = request.app.state
-    library: Library | None = state.get("pages_library")
-    if library is None:
-        library = Library(state["manager"], state["settings"], state["downloads"])
-        state["pages_library"] = library
-    return library
+    app = request.app.state
+    return once_per_app(request.app, "library", lambda: Library(app["manager"], app["settings"], app["downloads"]))

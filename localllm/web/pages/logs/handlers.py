@@ -17,7 +17,7 @@ from localllm.logs.log_file import log_path
 from localllm.logs.recent_logs import KEPT, RecentLogs, installed
 from localllm.web.pages.frame.live import closing, event_stream, sse, until_closing
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.state import html, room_of
+from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
 from localllm.web.pages.logs.filters import LEVELS, Choice, choice_from, row
 from localllm.web.pages.logs.views import LogLines, LogsPage
@@ -40,7 +40,7 @@ def logs_page(request: Request[Any, Any, Any]) -> Response[str]:
     last = kept[-1].number if kept else 0
     query = f"?{choice.query}" if choice.query else ""
     page = LogsPage(
-        room_of(request).shell(request, "Logs", "logs"),
+        pages_state(request).shell(request, "Logs", "logs"),
         LogLines(tuple(map(row, shown))),
         level=choice.level,
         levels=LEVELS,

@@ -22,13 +22,12 @@ from localllm.web.api.openai.chat import answer_chat, chat_prompt
 from localllm.web.api.openai.completions import answer_completion
 from localllm.web.api.openai.embeddings import answer_embeddings
 from localllm.web.api.openai.tokenize import answer_tokenize
-from localllm.web.pages.chat.message_presenters import loading
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.live import sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.frame.state import html, room_of
+from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.playground import forms, presenters
 from localllm.web.pages.playground.snippets import snippets
 from localllm.web.pages.playground.stream_accumulator import Gathered
@@ -95,11 +94,11 @@ async def run_request(request: Request[Any, Any, Any]) -> Response[Any]:
 def _page(
     request: Request[Any, Any, Any], tab: str, form: Mapping[str, Sequence[str]], result: Result | None
 ) -> PlaygroundPage:
-    room = room_of(request)
-    card = room.card
-    shell = room.shell(request, "Playground", "playground", waits=card is None)
+    state = pages_state(request)
+    card = state.card
+    shell = state.shell(request, "Playground", "playground", waits=card is None)
     if card is None:
-        return PlaygroundPage(shell, loading=loading(room))
+        return PlaygroundPage(shell, loading=state.loading())
     tabs = (*(forms.GENERATES if card.spec.task == "generate" else ()), *forms.BOTH)
     tabs += forms.EMBEDS if card.spec.task == "embed" else ()
     tab = tab or tabs[0][0]
@@ -113,7 +112,7 @@ def _page(
 
 def _body(request: Request[Any, Any, Any], editor: Editor) -> dict[str, Any]:
     """Return the API body. Raises `InvalidParameter`."""
-    card = room_of(request).card
+    card = pages_state(request).card
     return forms.body(editor, card.name if card is not None else "")
 
 

@@ -17,7 +17,7 @@ from localllm.errors import ConfigError, InvalidParameter, LocalLLMError
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.frame.state import html, room_of
+from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
 from localllm.web.pages.settings import doctor, key_handlers, setting_rows
 from localllm.web.pages.settings.presenters import LEVELS, file_of, keys_card, settings_of, whole_page
@@ -84,7 +84,7 @@ def _change(
     request: Request[Any, Any, Any], name: str, value: str | None, *, removes: bool, writes: bool = False
 ) -> tuple[ChangePage, bool]:
     """Return the page, and whether the file was written."""
-    room, settings = room_of(request), settings_of(request)
+    state, settings = pages_state(request), settings_of(request)
     if name not in KINDS:
         raise InvalidParameter(f"Unknown setting {name[:80]!r}.", hint="Open /settings.", param="name")
     error, change = None, None
@@ -102,8 +102,8 @@ def _change(
         error = ErrorNotice(refused.what, refused.why, refused.hint)
     source = settings.source(name)
     page = ChangePage(
-        shell=room.shell(request, name, "settings"),
-        row=setting_rows.row(name, settings, room.served),
+        shell=state.shell(request, name, "settings"),
+        row=setting_rows.row(name, settings, state.served),
         choices=WORDS[name].choices,
         text=value or "",
         config_file=str(path),

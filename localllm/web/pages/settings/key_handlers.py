@@ -15,11 +15,12 @@ from litestar.response import Redirect, Response
 
 from localllm.errors import ConfigError
 from localllm.web.access.keys import SCOPES, SESSION_S, Key, KeyRing, add_key, read_keys, remove_key
+from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.store.records import ChatsUnavailable
 from localllm.web.pages.frame.login import session_cookie
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.frame.state import html, room_of
+from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
 from localllm.web.pages.settings.presenters import key_of, keys_card, whole_page
 from localllm.web.pages.settings.views import NewKeyPage, RemoveKeyPage
@@ -57,7 +58,7 @@ async def make_key(request: Request[Any, Any, Any]) -> Response[Any]:
         return html(await whole_page(request, card), 400)
     made = ring.find([key.encode()])
     cookies = [session_cookie(request, ring.session(made), SESSION_S)] if first and made is not None else []
-    page = NewKeyPage(room_of(request).shell(request, "New key", "settings"), name, scope, key, first)
+    page = NewKeyPage(pages_state(request).shell(request, "New key", "settings"), name, scope, key, first)
     return html(page, cookies=cookies)
 
 
@@ -76,12 +77,12 @@ async def unmake_key(request: Request[Any, Any, Any]) -> Response[Any]:
         if not why and found.scope == "infer" and not _shares(found, keys):
             num_chats = 0
             with suppress(ChatsUnavailable):  # an unavailable store must not block the removal of a key
-                num_chats = await room_of(request).store.call(Chats.count, found.owner)
+                num_chats = await chat_state(request).store.call(Chats.count, found.owner)
             title = f"{name} has {num_chats} {'chat' if num_chats == 1 else 'chats'}."
             why = CHATS_STAY.format(owner=found.owner, path=ring.path) if num_chats else ""
         if why:
             warning = ErrorNotice(title, why)
-            shell = room_of(request).shell(request, "Remove a key", "settings")
+            shell = pages_state(request).shell(request, "Remove a key", "settings")
             return html(RemoveKeyPage(shell, name, request.url.path, warning), 409)
     remove_key(ring.path, name)
     return Redirect("/settings#keys", status_code=303)

@@ -15,7 +15,7 @@ from litestar import Request
 
 from localllm.config.settings import Settings, default_config_path
 from localllm.web.access.keys import GIVEN, SCOPES, Key, KeyRing, read_keys
-from localllm.web.pages.frame.state import room_of
+from localllm.web.pages.frame.state import pages_state
 from localllm.web.pages.settings import setting_rows
 from localllm.web.pages.settings.storage import read_storage
 from localllm.web.pages.settings.views import DoctorReport, KeyRow, KeysCard, SettingsPage
@@ -26,11 +26,11 @@ UNASKED = DoctorReport()
 
 
 async def whole_page(request: Request[Any, Any, Any], keys: KeysCard, report: DoctorReport = UNASKED) -> SettingsPage:
-    room, settings = room_of(request), settings_of(request)
+    state, settings = pages_state(request), settings_of(request)
     storage = await asyncio.to_thread(read_storage, settings.file)
     return SettingsPage(
-        shell=room.shell(request, "Settings", "settings"),
-        groups=setting_rows.groups(settings, room.served),
+        shell=state.shell(request, "Settings", "settings"),
+        groups=setting_rows.groups(settings, state.served),
         keys=keys,
         storage=storage,
         versions=setting_rows.versions(),

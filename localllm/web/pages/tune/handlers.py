@@ -32,7 +32,7 @@ from localllm.web.pages.frame.forms import fields_of
 from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.frame.state import Room, html, room_of
+from localllm.web.pages.frame.state import PagesState, html, once_per_app, pages_state
 from localllm.web.pages.frame.views import ErrorNotice, LiveUpdate
 from localllm.web.pages.tune import forms, presenters, saved_profiles
 from localllm.web.pages.tune.views import Effort, GoalPage, LimitsPage, ResultPage, RunPage
@@ -44,18 +44,18 @@ SMALL_BODY_BYTES = 10_000
 @get("/tune")
 async def goal_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the first step: the choice of a goal."""
-    room, wizard = room_of(request), wizard_of(request)
-    models = presenters.choosable(room.manager.entries)
+    state, wizard = pages_state(request), wizard_of(request)
+    models = presenters.choosable(state.manager.entries)
     chosen = request.query_params.get("model", "")
     model = chosen if chosen in models else next(iter(models), "")
     return html(
         GoalPage(
-            shell=room.shell(request, "Tune", "tune"),
+            shell=state.shell(request, "Tune", "tune"),
             steps=presenters.steps("goal", runs=wizard.running is not None, ended=_has_ended(wizard)),
             model=model,
             models=tuple(models),
             goals=tuple(presenters.goal_card(goal, model) for goal in GOALS.values()),
-            plans=await asyncio.to_thread(saved_profiles.plans, room.manager),
+            plans=await asyncio.to_thread(saved_profiles.plans, state.manager),
             under_way=wizard.running.goal.name if wizard.running is not None else "",
             has_result=_has_ended(wizard),
         )
@@ -84,13 +84,13 @@ async def start_run(request: Request[Any, Any, Any]) -> Response[Any]:
 @get("/tune/run", sync_to_thread=False)
 def run_page(request: Request[Any, Any, Any]) -> Response[Any]:
     """Show the run."""
-    wizard, room = wizard_of(request), room_of(request)
+    wizard, state = wizard_of(request), pages_state(request)
     job = wizard.running
     if job is None:
         return Redirect("/tune/result" if wizard.job is not None else "/tune", status_code=303)
     return html(
         RunPage(
-            shell=room.shell(request, f"Tuning for {job.goal.name}", "tune", "/live/tune", moves=True),
+            shell=state.shell(request, f"Tuning for {job.goal.name}", "tune", "/live/tune", moves=True),
             steps=presenters.steps("run"),
             progress=presenters.progress(job),
             best=presenters.best(job),
@@ -103,12 +103,12 @@ def run_page(request: Request[Any, Any, Any]) -> Response[Any]:
 @get("/live/tune", sync_to_thread=False)
 def live_run(request: Request[Any, Any, Any]) -> Stream:
     """Stream every changed part of the run's page. At the end of the run, or without one, tell the page to reload."""
-    return event_stream(until_closing(_events(room_of(request), wizard_of(request)), closing(request.app.state)))
+    return event_stream(until_closing(_events(pages_state(request), wizard_of(request)), closing(request.app.state)))
 
 
 @post("/tune/run/cancel", guards=[same_origin], status_code=303, sync_to_thread=False)
 def cancel_run(request: Request[Any, Any, Any]) -> Redirect:
-    """Cancel the run; finished measurements are entry."""
+    """Cancel the run; finished measurements are kept."""
     wizard_of(request).cancel()
     return Redirect("/tune/run", status_code=303)
 
@@ -147,7 +147,7 @@ def toml_file(request: Request[Any, Any, Any]) -> Response[str]:
 @post("/tune/plans/apply", guards=[same_origin], status_code=303, request_max_body_size=SMALL_BODY_BYTES)
 async def apply_plan(request: Request[Any, Any, Any]) -> Redirect:
     """Reload the model with a saved profile; every later start uses it, too."""
-    await saved_profiles.apply_plan(room_of(request).manager, (await fields_of(request)).get("file", ""))
+    await saved_profiles.apply_plan(pages_state(request).manager, (await fields_of(request)).get("file", ""))
     return Redirect("/tune#plans", status_code=303)
 
 
@@ -161,12 +161,7 @@ async def delete_plan(request: Request[Any, Any, Any]) -> Redirect:
 
 def wizard_of(request: Request[Any, Any, Any]) -> Wizard:
     """Return the application's wizard, created at first use."""
-    state = request.app.state
-    wizard: Wizard | None = state.get("tune_wizard")
-    if wizard is None:
-        wizard = Wizard(state["manager"])
-        state["tune_wizard"] = wizard
-    return wizard
+    return once_per_app(request.app, "tune_wizard", lambda: Wizard(request.app.state["manager"]))
 
 
 def _has_ended(wizard: Wizard) -> bool:
@@ -179,14 +174,14 @@ def _has_ended(wizard: Wizard) -> bool:
 def _limits_page(
     request: Request[Any, Any, Any], form: Mapping[str, str], error: ErrorNotice | None = None
 ) -> LimitsPage:
-    room, wizard = room_of(request), wizard_of(request)
+    state, wizard = pages_state(request), wizard_of(request)
     name = form.get("goal", "")
     goal = goal_of(name[: forms.LONGEST_TEXT] if error is None or name in GOALS else "chat")
-    entry = _entry(room, form.get("model", ""))
+    entry = _entry(state, form.get("model", ""))
     limit = goal.limits.max_ttft_s
     card = entry.card if entry is not None else None
     return LimitsPage(
-        shell=room.shell(request, f"Limits for {goal.name}", "tune"),
+        shell=state.shell(request, f"Limits for {goal.name}", "tune"),
         steps=presenters.steps("limits", runs=wizard.running is not None, ended=_has_ended(wizard)),
         model=entry.name if entry is not None else "",
         goal=presenters.goal_card(goal, ""),
@@ -202,11 +197,11 @@ def _limits_page(
     )
 
 
-def _entry(room: Room, name: str) -> ModelEntry | None:
+def _entry(state: PagesState, name: str) -> ModelEntry | None:
     """Return the model of that name, else the first one that can be tuned."""
-    models = presenters.choosable(room.manager.entries)
+    models = presenters.choosable(state.manager.entries)
     wanted = name if name in models else next(iter(models), None)
-    return next((entry for entry in room.manager.entries if entry.name == wanted), None)
+    return next((entry for entry in state.manager.entries if entry.name == wanted), None)
 
 
 def _effort(name: str, options: TuneOptions, chosen: str | None) -> Effort:
@@ -216,7 +211,7 @@ def _effort(name: str, options: TuneOptions, chosen: str | None) -> Effort:
 
 def _result_page(request: Request[Any, Any, Any], job: Job, error: ErrorNotice | None = None) -> ResultPage:
     return ResultPage(
-        shell=room_of(request).shell(request, f"Tuned for {job.goal.name}", "tune"),
+        shell=pages_state(request).shell(request, f"Tuned for {job.goal.name}", "tune"),
         steps=presenters.steps("result", goal=job.goal.name),
         model=job.model,
         goal=job.goal.name,
@@ -253,13 +248,13 @@ def _file(wizard: Wizard, kind: str) -> Response[str]:
     return Response(f"{text}\n", media_type=media_type, headers=headers)
 
 
-async def _events(room: Room, wizard: Wizard) -> AsyncIterator[bytes]:
+async def _events(state: PagesState, wizard: Wizard) -> AsyncIterator[bytes]:
     sent: dict[str, str] = {}
     async for job in wizard.follow():
         if job.is_over:
             break
         parts = {
-            "status-pill": render(room.pill()),
+            "status-pill": render(state.pill()),
             "tune-progress": render(presenters.progress(job)),
             "tune-best": render(presenters.best(job)),
             "tune-scatter": render(presenters.plot(job)),

@@ -1,65 +1,50 @@
 """`/dev/patterns`: every partial template with sample data, on one page. The template tests use the same samples.
 
-Each page's package has samples of its own views (`samples.py`).
-Does not know: the engine; all figures here are invented.
+Each page's folder has samples of its own views (`samples.py`).
+Does not know: the pages, the engine; all figures here are invented.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from litestar import Request, get
 from litestar.response import Response
 
-from localllm.web.pages.chat import samples as chat
-from localllm.web.pages.dashboard import samples as dashboard
 from localllm.web.pages.frame import views as v
-from localllm.web.pages.frame.navigation import shell
+from localllm.web.pages.frame.page import Page
 from localllm.web.pages.frame.render import render
-from localllm.web.pages.frame.state import html, room_of
+from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.static import static_files
-from localllm.web.pages.library import samples as library
-from localllm.web.pages.logs import samples as logs
-from localllm.web.pages.playground import samples as playground
-from localllm.web.pages.settings import samples as settings
-from localllm.web.pages.tune import samples as tune
 
-PAGES = {
-    "chat": chat,
-    "dashboard": dashboard,
-    "library": library,
-    "tune": tune,
-    "logs": logs,
-    "settings": settings,
-    "playground": playground,
-}
 SHEETS = tuple(sorted(name for name in static_files() if name.endswith(".css") and name != "app.css"))
 
 
 @get("/dev/patterns", sync_to_thread=False)
 def patterns_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show all partials."""
-    drawn = tuple((sample.template, render(sample)) for sample in samples() if is_partial(sample))
-    return html(v.PatternsPage(room_of(request).shell(request, "Patterns", ""), drawn, SHEETS))
+    pages: tuple[Page, ...] = request.app.state["registered_pages"]
+    drawn = tuple((sample.template, render(sample)) for sample in samples(pages) if is_partial(sample))
+    return html(v.PatternsPage(pages_state(request).shell(request, "Patterns", ""), drawn, SHEETS))
 
 
 def is_partial(sample: v.View) -> bool:
     return sample.template.rpartition("/")[2].startswith("_")
 
 
-def samples() -> list[v.View]:
-    """Return at least one view per template, pages included."""
-    drawn = _shared()
-    for here, page in PAGES.items():
-        drawn += page.samples(_shell(here))
-    return drawn
+def samples(pages: Sequence[Page]) -> list[v.View]:
+    """Return at least one view per template of the frame and of the pages."""
+    entries = tuple(page.entry for page in pages)
+    pill = v.StatusPill("ready", "ready", "demo", 0.0, 0.02)
+
+    def shell(here: str) -> v.Shell:
+        return v.Shell("Sample", here, entries, pill, "auto", "/live/status", 2)
+
+    return [*_shared(shell("")), *(sample for page in pages for sample in page.samples(shell(page.entry.key)))]
 
 
-def _shell(here: str) -> v.Shell:
-    return shell("Sample", here, v.StatusPill("ready", "ready", "demo", 0.0, 0.02), refresh_s=2)
-
-
-def _shared() -> list[v.View]:
+def _shared(shell: v.Shell) -> list[v.View]:
     phases = (v.Phase("Weights", True, 1.0, "12 MiB in 0.1 s"), v.Phase("KV cache", False, 0.4, "0.8 of 2.0 GiB"))
     ready = v.StatusPill("ready", "ready", "demo", 0.0, 0.0)
     return [
@@ -79,8 +64,8 @@ def _shared() -> list[v.View]:
         v.Loading("Qwen3-8B-AWQ", (), v.ErrorNotice("It does not fit.", "27.5 GiB needed, 22.1 free.", "Try another.")),
         v.Loading("demo", is_tuned=True),
         v.LiveUpdate({"status-pill": render(ready)}),
-        v.LoginPage(_shell(""), "/dashboard"),
-        v.LoginPage(_shell(""), "/", v.ErrorNotice("That is not a key of this server.")),
-        v.ErrorPage(_shell(""), 404, v.ErrorNotice("Not here.", "It made room.", "Start a new chat.")),
-        v.PatternsPage(_shell(""), (("_error_notice.html", render(v.ErrorNotice("Sample."))),), SHEETS),
+        v.LoginPage(shell, "/dashboard"),
+        v.LoginPage(shell, "/", v.ErrorNotice("That is not a key of this server.")),
+        v.ErrorPage(shell, 404, v.ErrorNotice("Not here.", "It made state.", "Start a new chat.")),
+        v.PatternsPage(shell, (("_error_notice.html", render(v.ErrorNotice("Sample."))),), SHEETS),
     ]

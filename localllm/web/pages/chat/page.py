@@ -1,0 +1,24 @@
+"""The description of the chat page, for the registry."""
+
+from __future__ import annotations
+
+from localllm.web.access.scopes import Paths, RouteRules
+from localllm.web.pages.chat import attachment_handlers, handlers, message_handlers, sidebar_handlers
+from localllm.web.pages.chat.samples import samples
+from localllm.web.pages.chat.state import close_chats, open_chats
+from localllm.web.pages.frame.page import Page
+from localllm.web.pages.frame.views import NavEntry
+
+PAGE = Page(
+    NavEntry("chat", "Chat", "/chat", "M3 4.5h14v9H9l-3.5 3v-3H3z"),
+    handlers=(
+        *handlers.HANDLERS,
+        *message_handlers.HANDLERS,
+        *attachment_handlers.HANDLERS,
+        *sidebar_handlers.HANDLERS,
+    ),
+    samples=samples,
+    rules=RouteRules(infer=Paths("/", "/chat", "/chats", "/c/*", "/chats/*"), linked=Paths("/", "/c/*")),
+    on_startup=(open_chats,),
+    on_shutdown=(close_chats,),
+)

@@ -1,0 +1,48 @@
+"""The state that the chat's handlers share: stored chats, unfinished replies, attached files. One per application.
+
+Does not know: routes, the requests to the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import Litestar, Request
+
+from localllm.web.pages.chat.active_replies import ActiveReplies
+from localllm.web.pages.chat.attachments import PendingAttachments
+from localllm.web.pages.chat.store import ChatStore
+from localllm.web.pages.chat.store.database import chats_path
+from localllm.web.pages.frame.state import PagesState, once_per_app, pages_state_of
+
+
+class ChatState:
+    """The shared state of the chat page."""
+
+    def __init__(self, pages: PagesState, *, on_disk: bool) -> None:
+        self.pages = pages
+        self.store = ChatStore(chats_path() if on_disk else None)
+        self.replies = ActiveReplies(self.store)
+        self.attachments = PendingAttachments()
+
+
+def chat_state(request: Request[Any, Any, Any]) -> ChatState:
+    """Return the application's chat state, made at first use."""
+    return _state_of(request.app)
+
+
+def _state_of(app: Litestar) -> ChatState:
+    on_disk = app.state["settings"].server.chat_history
+    return once_per_app(app, "chats", lambda: ChatState(pages_state_of(app), on_disk=on_disk))
+
+
+async def open_chats(app: Litestar) -> None:
+    """At server start: purge old deletions once they can no longer be undone."""
+    state = _state_of(app)
+    if state.store.path is not None and state.store.path.exists():
+        state.replies.purge_later()
+
+
+async def close_chats(app: Litestar) -> None:
+    """At shutdown: save the replies that are still being written."""
+    await _state_of(app).replies.close()

@@ -1,0 +1,48 @@
+"""What every page shows of the model: the status pill in the header, and the progress of a load.
+
+Does not know: HTTP, templates, where the statistics came from.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from localllm.engine.stats import EngineStats
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.views import Loading, Phase, StatusPill
+
+if TYPE_CHECKING:
+    from localllm.models.fit import MemoryPlan
+    from localllm.serving.entry import ModelEntry
+
+
+def status_pill(model: str | None, state: str, stats: EngineStats | None, plan: MemoryPlan | None) -> StatusPill:
+    """Return the header's status pill; without an engine it shows the model's state."""
+    if model is None or stats is None or plan is None:
+        return StatusPill("error" if state == "failed" else "loading", state or "loading")
+    busy = stats.num_running + stats.num_waiting
+    waiting = f", {stats.num_waiting} waiting" if stats.num_waiting else ""
+    label = f"{stats.num_running} running{waiting}" if busy else "ready"
+    return StatusPill(
+        state="busy" if busy else "ready",
+        label=label,
+        model=model,
+        tokens_per_s=stats.decode_tokens_per_s,
+        kv_usage=stats.kv_usage,
+        context_tokens=plan.max_model_len,
+        memory_bytes=plan.weights_bytes + plan.kv_bytes + plan.activation_bytes,
+    )
+
+
+def loading(entry: ModelEntry | None) -> Loading:
+    """Return the progress of a model's load, or why the load failed."""
+    if entry is None:
+        return Loading("the model")
+    error = notice(entry.error) if entry.error and entry.state == "failed" else None
+    rests = entry.state if entry.state in ("sleeping", "unloaded") else ""
+    return Loading(entry.name, load_phases(entry), error, rests, entry.state == "tuning")
+
+
+def load_phases(entry: ModelEntry) -> tuple[Phase, ...]:
+    """Return the phases of a model's current load."""
+    return tuple(Phase(phase.name, phase.done, phase.fraction, phase.detail) for phase in entry.phases.values())
