@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from localllm.config.settings import EngineConfig, Settings, read_lora_modules
+from localllm.config.settings import SETTINGS, EngineConfig, Settings
 from localllm.config.unsupported import UNSUPPORTED
 from localllm.engine.adapter import Adapter
 from localllm.engine.admission import GenerationRequest
@@ -524,11 +524,9 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
             near = get_close_matches(name, known, n=1)
             why = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(known))}."
             raise ConfigError(f"LLM has no argument {name!r}.", why, param=name)
-    if values["max_model_len"] in ("auto", -1):
-        values["max_model_len"] = None
     values["dtype"] = str(values["dtype"]).removeprefix("torch.")  # torch.float16 and "float16" mean the same
-    if "lora_modules" in values:
-        values["lora_modules"] = read_lora_modules(values["lora_modules"])
+    for name in {"max_model_len", "lora_modules"} & values.keys():
+        values[name] = SETTINGS[name].parse(values[name])
     values.setdefault("max_num_queued_reqs", 2**31)  # the caller's list is the queue, so it has no limit
     values.setdefault("profile", "none")  # a script's results do not depend on what was tuned on this machine
     return EngineConfig(**values)

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from localllm import LLM, LoRARequest, SamplingParams
-from localllm.config.settings import EngineConfig, LoraModule, ServerConfig, Settings, resolve
+from localllm.config.lora_modules import LoraModule
+from localllm.config.resolve import resolve
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.adapter import Adapter
 from localllm.engine.request import Request
 from localllm.errors import ConfigError, InvalidParameter, ModelNotFound, UnsupportedOption

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from localllm.cli import build_parser, doctor, flags, main, parse
-from localllm.cli.flags import SERVER_GROUPS, settings_from
-from localllm.config.settings import EngineConfig, ServerConfig, resolve
+from localllm.cli.flags import FLAGS, settings_from
+from localllm.config.resolve import resolve
+from localllm.config.settings import EngineConfig, ServerConfig
 from localllm.config.unsupported import UNSUPPORTED
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.machine import threads
 from localllm.units import parse_keep_alive
 
 FIELDS = [field.name for config in (EngineConfig, ServerConfig) for field in fields(config)]
-FLAGS = {flag.name: flag for _, group in SERVER_GROUPS for flag in group}
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_setting_has_a_flag(name: str) -> None:
-    assert name == "model" or name in FLAGS
+    assert name == "model" or name in {spec.name for spec in FLAGS}
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,7 @@ def test_every_setting_has_a_flag(name: str) -> None:
 )
 def test_flag_sets_its_setting(words: str, name: str, value: object) -> None:
     settings = settings_from(parse(["up", *words.split()]))
-    part = settings.engine if hasattr(settings.engine, name) else settings.server
-    assert getattr(part, name) == value
+    assert settings.value(name) == value
     assert settings.source(name) == "flag"
 
 

@@ -18,6 +18,7 @@ from typing import NoReturn, TextIO
 
 from localllm.cli.flags import ADAPTER_FLAGS, add_debug_flag, add_engine_flags, add_server_flags, refuse_unknown
 from localllm.cli.words import add_chat, add_json, add_logs, add_sampling, add_server, add_service, add_top
+from localllm.config.settings import SETTINGS
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
 from localllm.version import __version__
 
@@ -161,7 +162,7 @@ def _with_verb(words: list[str], verbs: dict[str, Parser]) -> list[str]:
 
 
 def _model_argument(parser: Parser, *, required: bool) -> None:
-    help = "ORG/NAME, ORG/NAME:QUANT, a folder, a .gguf file, a name that `localllm list` shows, or demo"
+    help = SETTINGS["model"].allowed
     parser.add_argument("model", nargs=None if required else "?", metavar="MODEL", help=help)
 
 

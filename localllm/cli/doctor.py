@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from localllm.cli.tell import package_versions
-from localllm.config.settings import Settings, resolve
+from localllm.config.resolve import resolve
+from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
 from localllm.machine.threads import set_thread_environment
 from localllm.units import format_bytes, format_seconds

@@ -20,7 +20,8 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
-from localllm.config.settings import ServerConfig, resolve
+from localllm.config.resolve import resolve
+from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.machine.running_servers import running_servers
 

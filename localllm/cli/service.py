@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from localllm.cli.flags import SERVER_GROUPS, settings_from
+from localllm.cli.flags import FLAGS, settings_from
 from localllm.cli.tell import print_table
 from localllm.cli.unit import MARK, unit_text
 from localllm.errors import ConfigError, LocalLLMError
@@ -39,9 +39,7 @@ class ServiceError(LocalLLMError):
 
 def service(options: argparse.Namespace) -> int:
     if options.action != "install":
-        given = [
-            flag.spelling for _, flags in SERVER_GROUPS for flag in flags if getattr(options, flag.name) is not None
-        ]
+        given = [spec.flag for spec in FLAGS if getattr(options, spec.name) is not None]
         given += ["MODEL"] * bool(options.model) + ["--print"] * options.print
         if given:
             why = "There is only one service, and its unit defines what it runs."

@@ -9,11 +9,11 @@ import argparse
 import json
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TextIO
 
-from localllm.config.settings import Settings, default_config_path, resolve
+from localllm.config.resolve import default_config_path, resolve
+from localllm.config.settings import SETTINGS, Settings
 from localllm.version import __version__
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface-hub", "litestar", "uvicorn")
@@ -30,25 +30,15 @@ def tell_config(options: argparse.Namespace) -> int:
         print(json.dumps({name: {"value": value, "source": source} for name, value, source in rows}, indent=2))
         return 0
     print(f"# {options.config or default_config_path()}")
-    print_table([(name, _shown(value), source) for name, value, source in rows])
+    print_table([(name, SETTINGS[name].shown(value), source) for name, value, source in rows])
     return 0
 
 
 def _settings_rows(settings: Settings) -> Iterable[tuple[str, Any, str]]:
-    for part in (settings.engine, settings.server):
-        for each in fields(part):
-            value = getattr(part, each.name)
-            if each.name == "api_key" and value:
-                value = "(set)"  # never printed: terminals are shared and pasted into issues
-            yield each.name, value, settings.source(each.name)
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "auto"
-    return (
-        ",".join(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    for name, spec in SETTINGS.items():
+        value = settings.value(name)
+        # A secret is never printed: terminals are shared and pasted into issues.
+        yield name, "(set)" if value and spec.is_secret else value, settings.source(name)
 
 
 def tell_versions(options: argparse.Namespace) -> int:

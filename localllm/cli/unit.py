@@ -14,18 +14,18 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from localllm.cli.flags import SERVER_GROUPS, Flag
-from localllm.config.settings import ENVIRONMENT
+from localllm.cli.flags import FLAGS
+from localllm.config.setting_spec import SettingSpec
+from localllm.config.settings import SETTINGS
 from localllm.errors import ConfigError, DeviceLost
 
 MARK = "# Written by `localllm service install`."
-PATHS = ("ssl_certfile", "ssl_keyfile")
 KEPT = (
     "PYTHONPATH",
     *("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "TRITON_CACHE_DIR", "OMP_NUM_THREADS"),
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME", "LD_LIBRARY_PATH"),
     *("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "LOCALLLM_CONFIG"),
-    *(variable for setting, variable in ENVIRONMENT.items() if setting != "api_key"),
+    *(spec.environment for spec in SETTINGS.values() if spec.environment and not spec.is_secret),
 )
 STOP_S = 45
 """Timeout of a stop, longer than the time that running requests get (web/app.py)."""
@@ -98,28 +98,28 @@ def _command(options: argparse.Namespace) -> Iterator[str]:
     yield from (sys.executable, "-P", "-m", "localllm", "serve")  # -P: do not import from a folder ~/localllm
     if options.model:
         yield _absolute(options.model)
-    for flag in (flag for _, flags in SERVER_GROUPS for flag in flags):
-        value = getattr(options, flag.name)
+    for spec in FLAGS:
+        value = getattr(options, spec.name)
         if value is not None:
-            yield from _words(flag, value)
+            yield from _words(spec, value)
     if options.config:
         yield from ("--config", str(options.config.expanduser().resolve()))
 
 
-def _words(flag: Flag, value: bool | str | Sequence[str]) -> Iterator[str]:
+def _words(spec: SettingSpec, value: bool | str | Sequence[str]) -> Iterator[str]:
     """Yield one setting as command line words."""
-    if flag.metavar is None:
-        yield flag.spelling if value else flag.spelling.replace("--", "--no-", 1)
-    elif flag.name == "lora_modules":
-        yield flag.spelling
+    if spec.kind == "bool":
+        yield spec.flag if value else spec.flag.replace("--", "--no-", 1)
+    elif spec.takes_words:
+        yield spec.flag
         for module in value if isinstance(value, Sequence) else ():
             name, equals, path = module.partition("=")
             yield f"{name}={_absolute(path)}" if equals else module
-    elif flag.several or (flag.repeats and not isinstance(value, str)):
+    elif spec.repeats and not isinstance(value, str):
         for each in value if isinstance(value, Sequence) else ():
-            yield from (flag.spelling, each)
+            yield from (spec.flag, each)
     else:
-        yield from (flag.spelling, _absolute(str(value)) if flag.name in PATHS else str(value))
+        yield from (spec.flag, _absolute(str(value)) if spec.is_path else str(value))
 
 
 def _absolute(name: str) -> str:

@@ -1,5 +1,9 @@
 """Settings: what there is to set, where each value comes from, and the file that keeps them.
 
-settings.py      frozen settings that know their source     config_file.py   read and edit config.toml
-unsupported.py   options of other servers, refused by name
+settings.py       the table of settings, and frozen values that know their source
+setting_spec.py   the description of one setting: parse, check and show a value
+lora_modules.py   the value of one setting: names and paths of adapters
+resolve.py        flags, environment and config file become values
+edit.py           change one line of config.toml
+unsupported.py    options of other servers, refused by name
 """

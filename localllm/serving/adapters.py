@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.config.settings import LoraModule
+from localllm.config.lora_modules import LoraModule
 from localllm.engine.adapter import Adapter
 from localllm.errors import EngineError, ModelNotFound, RequestError
 

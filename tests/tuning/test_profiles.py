@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from localllm import cli
-from localllm.config.settings import EngineConfig, ModelTable, Settings, resolve
+from localllm.config.resolve import resolve
+from localllm.config.settings import EngineConfig, ModelTable, Settings
 from localllm.errors import ConfigError
 from localllm.llm import LLM
 from localllm.machine.hardware import Gpu, Hardware

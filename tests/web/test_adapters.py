@@ -10,7 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from localllm.config.settings import EngineConfig, LoraModule, ServerConfig, Settings
+from localllm.config.lora_modules import LoraModule
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.serving.build import build_engine
 from tests.adapters import make_tiny_adapter
 from tests.web.live_server import LiveServer, wait_until

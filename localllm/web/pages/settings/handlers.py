@@ -1,6 +1,6 @@
 """The settings page, changes to config.toml, and the checks of this machine.
 
-Does not know: how a setting is shown (setting_rows.py), how the file is changed (config/config_file.py).
+Does not know: how a setting is shown (setting_rows.py), how the file is changed (config/edit.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
-from localllm.config.config_file import BY_HAND, KINDS, planned, write
+from localllm.config.edit import planned, write
+from localllm.config.settings import SETTINGS
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
@@ -22,7 +23,6 @@ from localllm.web.pages.frame.views import ErrorNotice
 from localllm.web.pages.settings import doctor, key_handlers, setting_rows
 from localllm.web.pages.settings.presenters import LEVELS, file_of, keys_card, settings_of, whole_page
 from localllm.web.pages.settings.views import ChangePage, DoctorReport
-from localllm.web.pages.settings.words import WORDS
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def _change(
 ) -> tuple[ChangePage, bool]:
     """Return the page, and whether the file was written."""
     state, settings = pages_state(request), settings_of(request)
-    if name not in KINDS:
+    if name not in SETTINGS:
         raise InvalidParameter(f"Unknown setting {name[:80]!r}.", hint="Open /settings.", param="name")
     error, change = None, None
     path = file_of(settings)
@@ -94,8 +94,8 @@ def _change(
             change = planned(path, name, None if removes else value)
             if writes:
                 write(change)
-        elif name in BY_HAND:
-            raise ConfigError(f"{name} cannot be set here.", BY_HAND[name], param=name)
+        elif SETTINGS[name].by_hand:
+            raise ConfigError(f"{name} cannot be set here.", SETTINGS[name].by_hand, param=name)
         elif writes:
             raise ConfigError("The value is missing.", param="value")
     except ConfigError as refused:
@@ -104,7 +104,7 @@ def _change(
     page = ChangePage(
         shell=state.shell(request, name, "settings"),
         row=setting_rows.row(name, settings, state.served),
-        choices=WORDS[name].choices,
+        choices=SETTINGS[name].options,
         text=value or "",
         config_file=str(path),
         line=change.line if change else "",

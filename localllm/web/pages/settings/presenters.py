@@ -13,15 +13,15 @@ from urllib.parse import quote
 
 from litestar import Request
 
-from localllm.config.settings import Settings, default_config_path
+from localllm.config.resolve import default_config_path
+from localllm.config.settings import SETTINGS, Settings
 from localllm.web.access.keys import GIVEN, SCOPES, Key, KeyRing, read_keys
 from localllm.web.pages.frame.state import pages_state
 from localllm.web.pages.settings import setting_rows
 from localllm.web.pages.settings.storage import read_storage
 from localllm.web.pages.settings.views import DoctorReport, KeyRow, KeysCard, SettingsPage
-from localllm.web.pages.settings.words import SERVER
 
-LEVELS = SERVER["log_level"].choices
+LEVELS = SETTINGS["log_level"].options
 UNASKED = DoctorReport()
 
 

@@ -12,9 +12,13 @@ _WHAT = "longest prompt and output together"
 
 def samples(shell: views.Shell) -> list[views.View]:
     change = "/settings/change?name=max_model_len"
-    row = v.SettingRow("max_model_len", _WHAT, "auto", "tokens", "32,768", "at least 1", "auto", "default", False)
+    row = v.SettingRow(
+        "max_model_len", _WHAT, _WHAT, "auto", "tokens", "32,768", "at least 1", "auto", "default", False
+    )
     row = replace(row, change_url=change)
-    said = v.SettingRow("log_level", "what is logged", "debug", "", "", "info", "info", "flag", True, True, change)
+    said = v.SettingRow(
+        "log_level", "Level", "what is logged", "debug", "", "", "info", "info", "flag", True, True, change
+    )
     group = v.SettingGroup("group-0", "Engine", (row, said), 1, True)
     key = v.KeyRow("laptop", "admin", "2026-01-02", "x9Kd", True, "/settings/keys/laptop/remove")
     warning = views.ErrorNotice("This first key would lock you out of this page.", "It is for infer.", "Try another.")

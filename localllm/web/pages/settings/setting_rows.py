@@ -5,22 +5,22 @@ Does not know: HTTP, keys, files on disk.
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from platform import python_version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from localllm.config.config_file import BY_HAND
-from localllm.config.settings import EngineConfig, ServerConfig, Settings
-from localllm.units import format_bytes, format_count
+from localllm.config.setting_spec import SettingSpec
+from localllm.config.settings import SETTINGS, EngineConfig, ServerConfig, Settings
+from localllm.units import format_count
 from localllm.version import __version__
 from localllm.web.pages.frame.static import VENDOR
 from localllm.web.pages.frame.views import Fact
 from localllm.web.pages.settings.views import SettingGroup, SettingRow
-from localllm.web.pages.settings.words import GROUPS, WORDS, Words
 
 if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan
@@ -37,9 +37,10 @@ PLANNED = {
 
 def groups(settings: Settings, served: ServedModel | None) -> tuple[SettingGroup, ...]:
     """Return the groups; the first is open, and so is each with a changed setting."""
+    server_first = [SETTINGS[each.name] for config in (ServerConfig, EngineConfig) for each in fields(config)]
     made = []
-    for number, (title, group) in enumerate(GROUPS.items()):
-        rows = tuple(row(name, settings, served) for name in group)
+    for number, (title, group) in enumerate(groupby(server_first, key=lambda spec: spec.group)):
+        rows = tuple(row(spec.name, settings, served) for spec in group)
         num_set = sum(each.is_set for each in rows)
         made.append(SettingGroup(f"group-{number}", title, rows, num_set, not number or num_set > 0))
     return tuple(made)
@@ -54,58 +55,41 @@ def row(name: str, settings: Settings, served: ServedModel | None) -> SettingRow
     if name in tuned and source == "default":
         value, source = tuned[name], "profile"
     plan = served.plan if served is not None else None
-    words = WORDS[name]
+    spec = SETTINGS[name]
     return SettingRow(
         name=name,
-        meaning=words.meaning,
-        value=_shown(name, value, words),
-        unit=words.unit if isinstance(value, int | float) and not name.endswith("_bytes") else "",
-        now=_decided(name, plan) if value in (None, "auto") else "",
-        allowed=words.range,
-        default=_shown(name, _default(name), words),
+        text=spec.text[:1].upper() + spec.text[1:],
+        meaning=spec.meaning,
+        value=_shown(spec, value),
+        unit=spec.unit if isinstance(value, int | float) and spec.unit != "bytes" else "",
+        now=_decided(spec, plan) if value in (None, "auto") else "",
+        allowed=spec.allowed + (", separated by commas" if spec.kind == "tuple" else ""),
+        default=_shown(spec, spec.default),
         source=source,
         is_set=source != "default",
         at_once=name == "log_level",
-        change_url="" if name in BY_HAND else f"/settings/change?{urlencode({'name': name})}",
+        change_url="" if spec.by_hand else f"/settings/change?{urlencode({'name': name})}",
     )
 
 
 def _asked(name: str, settings: Settings) -> tuple[Any, str]:
     """Return the value and its source for the model named at start, including its table in the config file."""
     first = settings.of_first_model()
-    part = first.engine if hasattr(first.engine, name) else first.server
     source: str = settings.source(name)
     table = settings.table(settings.engine.model)
     if table is not None and name in table.engine and source not in ("flag", "environment"):
         source = "file"
-    return getattr(part, name), source
+    return first.value(name), source
 
 
-def _default(name: str) -> Any:
-    defaults = (EngineConfig(), ServerConfig())
-    return getattr(next(part for part in defaults if hasattr(part, name)), name)
-
-
-def _decided(name: str, plan: MemoryPlan | None) -> str:
-    if plan is None or name not in PLANNED:
+def _decided(spec: SettingSpec, plan: MemoryPlan | None) -> str:
+    if plan is None or spec.name not in PLANNED:
         return ""
-    return _shown(name, getattr(plan, PLANNED[name]), WORDS[name])
+    return _shown(spec, getattr(plan, PLANNED[spec.name]))
 
 
-def _shown(name: str, value: Any, words: Words) -> str:
-    if name == "api_key":
-        return "none" if value is None else "set, not shown"
-    if value is None or value == ():
-        return words.unset
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return ", ".join("=".join(each) if isinstance(each, tuple) else str(each) for each in value)
-    if name.endswith("_bytes"):
-        return format_bytes(value)
-    if isinstance(value, float):
-        return "forever" if math.isinf(value) else f"{value:g}"
-    return format_count(value) if isinstance(value, int) and name != "port" else str(value)
+def _shown(spec: SettingSpec, value: Any) -> str:
+    return format_count(value) if spec.unit not in ("", "bytes") and isinstance(value, int) else spec.shown(value)
 
 
 def versions() -> tuple[Fact, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from localllm.config.settings import default_config_path
+from localllm.config.resolve import default_config_path
 from localllm.logs.log_file import log_folder
 from localllm.models.library.catalog import hub_cache_dir
 from localllm.models.library.hub.cache import free_bytes, incomplete_repositories

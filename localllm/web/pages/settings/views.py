@@ -13,7 +13,8 @@ class SettingRow:
     """One setting. All texts are ready to show."""
 
     name: str
-    meaning: str
+    text: str  # what it does, as a title
+    meaning: str  # the text with the allowed values
     value: str
     unit: str
     now: str  # the value that was decided if the setting leaves it open; empty: none

@@ -11,21 +11,14 @@ import json
 import re
 import tempfile
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localllm.config.settings import EngineConfig, ServerConfig, resolve
+from localllm.config.resolve import resolve
+from localllm.config.settings import SETTINGS
 from localllm.errors import ConfigError
 from localllm.files.folders import write_whole
-
-KINDS: Mapping[str, str] = {each.name: str(each.type) for each in (*fields(EngineConfig), *fields(ServerConfig))}
-BY_HAND = {
-    "api_key": "Secrets are not stored in this file: create an API key instead.",
-    "trust_remote_code": "It lets a checkpoint run code with your rights: edit the file yourself.",
-}
-"""Settings that `planned` refuses, and why."""
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?")
 
@@ -44,11 +37,11 @@ class Change:
 def planned(path: Path, name: str, asked: str | None) -> Change:
     """Return the change that sets `name` to `asked`, as a person types it; None removes the line. Raises `ConfigError`
     for a value that a start would refuse."""
-    if name not in KINDS:
-        raise ConfigError(f"Unknown setting {name[:80]!r}.", f"Known: {', '.join(sorted(KINDS))}.", param="name")
-    if name in BY_HAND:
-        raise ConfigError(f"{name} cannot be set here.", BY_HAND[name], param=name)
-    line = "" if asked is None else f"{name} = {_toml(KINDS[name], asked.strip())}"
+    if name not in SETTINGS:
+        raise ConfigError(f"Unknown setting {name[:80]!r}.", f"Known: {', '.join(sorted(SETTINGS))}.", param="name")
+    if why := SETTINGS[name].by_hand:
+        raise ConfigError(f"{name} cannot be set here.", why, param=name)
+    line = "" if asked is None else f"{name} = {_toml(SETTINGS[name].kind, asked.strip())}"
     text = _read(path)
     old_line, new = _replaced(text, name, line)
     _check(path, text, new, name)
@@ -76,11 +69,11 @@ def _read(path: Path) -> str:
 
 
 def _toml(kind: str, text: str) -> str:
-    if kind.startswith("tuple"):
+    if kind == "tuple":
         return f"[{', '.join(_quoted(part.strip()) for part in text.split(',') if part.strip())}]"
-    if kind.startswith("bool") and text.lower() in ("true", "false"):
+    if kind == "bool" and text.lower() in ("true", "false"):
         return text.lower()
-    return text if kind.startswith(("int", "float")) and _NUMBER.fullmatch(text) else _quoted(text)
+    return text if kind in ("int", "float", "bytes", "seconds") and _NUMBER.fullmatch(text) else _quoted(text)
 
 
 def _quoted(text: str) -> str:

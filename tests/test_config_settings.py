@@ -1,0 +1,132 @@
+"""The table of settings: each has one description, and the bounds it names are those that construction enforces."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm import LLM
+from localllm.cli import build_parser
+from localllm.config.settings import SETTINGS, EngineConfig, ServerConfig
+from localllm.errors import ConfigError
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def make(name: str, value: Any) -> EngineConfig | ServerConfig:
+    config: Any = EngineConfig if hasattr(EngineConfig(), name) else ServerConfig
+    made: EngineConfig | ServerConfig = config(**{name: value})
+    return made
+
+
+@pytest.mark.parametrize("field", [*fields(EngineConfig), *fields(ServerConfig)], ids=lambda field: field.name)
+def test_a_setting_describes_itself(field: Any) -> None:
+    spec = field.metadata["spec"]
+    for text in (spec.group, spec.text):
+        assert text.strip() == text != ""
+        assert not text.endswith(".")
+    assert SETTINGS[field.name].default == field.default
+    assert SETTINGS[field.name].meaning.startswith(spec.text)
+    assert spec.unset != "none" or "None" not in field.type or field.name in OFF, "say what None means"
+
+
+OFF = {"revision", "quantization", "api_key", "otlp_traces_endpoint", "ssl_certfile", "ssl_keyfile"}
+"""Settings that are off, or not needed, while they are not set."""
+
+
+def test_settings_of_one_group_are_neighbours_and_each_text_belongs_to_one_setting() -> None:
+    groups = [spec.group for spec in SETTINGS.values()]
+    assert sorted(groups, key=groups.index) == groups
+    assert len({spec.text for spec in SETTINGS.values()}) == len(SETTINGS)
+
+
+OTHER = {"model", "keep_alive"}
+"""Names of settings that are also fields of requests and of stored files."""
+
+
+def described_again(tree: ast.AST) -> Iterator[str]:
+    """Yield the settings that a module describes: a name, then a text with a space, in a call, a pair or a dict."""
+    for node in ast.walk(tree):
+        pairs: list[tuple[ast.expr | None, ast.expr]] = []
+        if isinstance(node, ast.Call) and len(node.args) > 1:
+            pairs = [(node.args[0], node.args[1])]
+        elif isinstance(node, ast.Tuple | ast.List) and len(node.elts) > 1:
+            pairs = [(node.elts[0], node.elts[1])]
+        elif isinstance(node, ast.Dict):
+            pairs = [(key, _first_argument(value)) for key, value in zip(node.keys, node.values, strict=True)]
+        for key, text in pairs:
+            if isinstance(key, ast.Constant) and key.value in SETTINGS.keys() - OTHER and _is_phrase(text):
+                yield key.value
+
+
+def _first_argument(value: ast.expr) -> ast.expr:
+    return value.args[0] if isinstance(value, ast.Call) and value.args else value
+
+
+def _is_phrase(text: ast.expr) -> bool:
+    return isinstance(text, ast.Constant) and isinstance(text.value, str) and text.value.count(" ") >= 2
+
+
+def test_no_other_module_describes_a_setting() -> None:
+    found = [
+        f"{path.relative_to(REPOSITORY)}: {name}"
+        for path in (*REPOSITORY.glob("localllm/**/*.py"), REPOSITORY / "scripts" / "make_docs")
+        for name in described_again(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not found
+    assert set(described_again(ast.parse('Flag("port", "the port to use"), {"host": Words("where it listens")}'))) == {
+        "port",
+        "host",
+    }
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SETTINGS.values() if spec.has_flag], ids=lambda spec: spec.name)
+def test_the_flag_says_what_the_table_says(spec: Any) -> None:
+    [action] = [each for each in build_parser()[1]["serve"]._actions if each.dest == spec.name]
+    assert action.help.replace("%%", "%").startswith(spec.meaning)
+    assert action.option_strings[0] == spec.flag
+
+
+@pytest.mark.parametrize("spec", [s for s in SETTINGS.values() if s.low is not None or s.choices], ids=lambda s: s.name)
+def test_the_bounds_are_enforced(spec: Any) -> None:
+    several = spec.kind == "tuple"
+    inside = [*spec.choices, *(bound for bound in (spec.low, spec.high) if bound is not None)]
+    outside = [7 if spec.kind == "int" else "other"] if spec.choices else [spec.low - 1]
+    outside += [spec.high + 1] if spec.high is not None else []
+    for value in inside:
+        make(spec.name, (value,) if several else value)
+    for value in outside:
+        with pytest.raises(ConfigError, match=f"^{spec.flag} {value} is out of range") as refused:
+            make(spec.name, (value,) if several else value)
+        assert refused.value.param == spec.name
+        assert refused.value.why == f"Allowed: {spec.allowed}."
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.01),
+        ("gpu_memory_utilization", float("nan")),
+        ("otlp_traces_endpoint", "localhost:4318"),
+        ("trusted_proxies", ("10.0.0.0/8", "proxy.lan")),
+        ("max_num_seqs", None),
+    ],
+)
+def test_other_values_that_are_not_allowed_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match="is out of range"):
+        make(name, value)
+
+
+def test_the_offline_api_has_the_defaults_of_the_table() -> None:
+    """Its seed is 0, as vLLM's: the same script gives the same answers."""
+    parameters = inspect.signature(LLM.__init__).parameters
+    shared = (parameters.keys() & SETTINGS.keys()) - {"model", "seed"}
+    assert len(shared) > 5
+    assert {name: parameters[name].default for name in shared} == {name: SETTINGS[name].default for name in shared}
