@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli import build_parser, doctor, flags, main, parse
+from localllm.cli import build_parser, doctor, flags, help_of, main, parse
 from localllm.cli.flags import FLAGS, settings_from
 from localllm.config.resolve import resolve
 from localllm.config.settings import EngineConfig, ServerConfig
@@ -230,6 +230,14 @@ def test_ctrl_c_ends_with_the_code_that_shells_expect(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(flags, "resolve", interrupt)
     assert main(["up"]) == 130
+
+
+def test_every_argument_has_help_that_names_its_default_once() -> None:
+    actions = [each for parser in build_parser()[1].values() for each in parser._actions]
+    assert [each.dest for each in actions if not each.help] == []
+    helps = [help_of(each) for each in actions]
+    assert [help for help in helps if help.count("default: ") > 1] == []
+    assert "number of requests; default: 100" in helps
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])

@@ -26,11 +26,24 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells expect: 128 + SIGINT."""
 
 
+def help_of(action: argparse.Action) -> str:
+    """Return the help of an argument with its default, if it has one."""
+    default = "" if action.default in (None, False, argparse.SUPPRESS) else f"; default: {action.default}"
+    return f"{action.help or ''}{default}"
+
+
+class HelpWithDefaults(argparse.HelpFormatter):
+    """Adds the default to the help of each argument."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return help_of(action)
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser that raises `ConfigError` instead of exiting."""
 
     def __init__(self, **kwargs: object) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
+        super().__init__(allow_abbrev=False, formatter_class=HelpWithDefaults, **kwargs)  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message[:1].upper() + message[1:] + ".", "", f"{self.prog} --help")
@@ -85,7 +98,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     up = verb("up", "serve a model on this machine, with a chat page", "serving:up")
     _model_argument(up, required=False)
     add_server_flags(up)
-    serve = verb("serve", "the same for a service: no browser, plain log lines", "serving:serve")
+    serve = verb("serve", "serve a model as a service does: no browser, plain log lines", "serving:serve")
     _model_argument(serve, required=False)
     add_server_flags(serve)
     _add_run(verb("run", "answer a prompt, or chat, in this terminal", "run:run"))
@@ -142,7 +155,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     _add_config(verb("config", "show the settings in force, and where each comes from", "tell:tell_config"))
     add_json(verb("version", "show the versions of localllm and its main packages", "tell:tell_versions"))
     completion = verb("completion", "print a shell completion script", "completion:print_script")
-    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell to complete in")
     add_debug_flag(completion)
     return parser, verbs
 
@@ -169,7 +182,7 @@ def _model_argument(parser: Parser, *, required: bool) -> None:
 def _add_search(parser: Parser) -> None:
     parser.add_argument("query", nargs="+", metavar="QUERY", help="part of a name")
     parser.add_argument("--format", choices=("safetensors", "gguf"), help="only models in this format")
-    parser.add_argument("--limit", type=int, default=20, metavar="N", help="maximum number of results; default: 20")
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="maximum number of results")
     add_json(parser)
 
 
@@ -209,11 +222,11 @@ def _add_run(parser: Parser) -> None:
 
 
 def _add_bench(parser: Parser) -> None:
-    parser.add_argument("kind", choices=("throughput", "latency", "serve"))
+    parser.add_argument("kind", choices=("throughput", "latency", "serve"), help="what to measure")
     _model_argument(parser, required=False)
     parser.add_argument("--url", metavar="URL", help="serve: the server to measure; default: http://127.0.0.1:8000")
     parser.add_argument("--api-key", metavar="KEY", help="serve: the server's API key")
-    parser.add_argument("--num-requests", type=int, default=100, metavar="N")
+    parser.add_argument("--num-requests", type=int, default=100, metavar="N", help="number of requests")
     parser.add_argument("--concurrency", type=int, default=10, metavar="N", help="concurrent requests")
     parser.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens per request")
     parser.add_argument("--output-len", type=int, default=64, metavar="N", help="output tokens per request")
@@ -225,7 +238,7 @@ def _add_bench(parser: Parser) -> None:
 
 def _add_tune(parser: Parser) -> None:
     _model_argument(parser, required=True)
-    help = "chat, agents, throughput, long-context or share; default: chat"
+    help = "what to optimise for: chat, agents, throughput, long-context or share"
     parser.add_argument("--goal", default="chat", metavar="NAME", help=help)
     parser.add_argument("--people", type=int, metavar="N", help="share: number of concurrent users; default: 4")
     limits = parser.add_argument_group("limits")
@@ -272,16 +285,16 @@ def _add_doctor(parser: Parser) -> None:
 
 
 def _add_keys(parser: Parser) -> None:
-    parser.add_argument("action", choices=("add", "list", "remove"), nargs="?", default="list")
+    parser.add_argument("action", choices=("add", "list", "remove"), nargs="?", default="list", help="without it: list")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the key's name, as the access log shows it")
-    help = "infer: use models and read metrics; admin: also load, unload, download and delete models; default: infer"
+    help = "infer: use models and read metrics; admin: also load, unload, download and delete models"
     parser.add_argument("--scope", choices=("infer", "admin"), default="infer", help=help)
     parser.add_argument("--delete-chats", action="store_true", help="with remove: also delete the key's chats")
     add_json(parser)
 
 
 def _add_config(parser: Parser) -> None:
-    parser.add_argument("action", choices=("show", "path"), nargs="?", default="show")
+    parser.add_argument("action", choices=("show", "path"), nargs="?", default="show", help="without it: show")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings (or LOCALLLM_CONFIG)")
     add_json(parser)
 

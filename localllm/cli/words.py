@@ -29,8 +29,10 @@ def add_sampling(parser: argparse.ArgumentParser, *, chats: bool = True) -> argp
     else:
         parser.set_defaults(system=None)
     sampling.add_argument("--temperature", type=float, metavar="X", help="0: greedy, always the likeliest token")
-    sampling.add_argument("--top-p", type=float, metavar="X")
-    sampling.add_argument("--top-k", type=int, metavar="N")
+    sampling.add_argument(
+        "--top-p", type=float, metavar="X", help="sample from the likeliest tokens of this total probability"
+    )
+    sampling.add_argument("--top-k", type=int, metavar="N", help="sample from this many of the likeliest tokens")
     help = f"longest answer, in tokens; default: {'up to the context' if chats else '256'}"
     sampling.add_argument("--max-tokens", type=int, metavar="N", help=help)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text")
@@ -62,7 +64,9 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_service(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("install", "uninstall", "status"), nargs="?", default="status")
+    parser.add_argument(
+        "action", choices=("install", "uninstall", "status"), nargs="?", default="status", help="without it: status"
+    )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="the model to serve, as for `localllm serve`")
     parser.add_argument("--print", action="store_true", help="only print the unit; write and start nothing")
     add_server_flags(parser, json="with status: print JSON")

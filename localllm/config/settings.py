@@ -88,7 +88,7 @@ class EngineConfig:
         note="read the code first",
         by_hand="It lets a checkpoint run code with your rights: edit the file yourself.")
     profile: str = setting(
-        "auto", MODEL, "values found by localllm tune, for settings that you leave at their default",
+        "auto", MODEL, "values found by localllm tune, for settings that nothing else sets",
         allowed_text="auto (the applied profile), none or a profile's name")
 
     enable_lora: bool = setting(
