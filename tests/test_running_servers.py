@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import pytest
 
-from localllm.cli.server import Server, ServerRefused
+from localllm.cli.server import ServerClient, ServerRefused
 from localllm.machine.running_servers import RunningServer, announced, began, is_running, running_servers
 
 
@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_written_keeps_nobody_from_serving(tmp_path: Pat
 
 def test_the_error_names_the_servers_that_do_run() -> None:
     with announced("http://127.0.0.1:8001", "mine"), pytest.raises(ServerRefused) as caught:
-        Server("http://127.0.0.1:9").ask("GET", "/health")
+        ServerClient("http://127.0.0.1:9").ask("GET", "/health")
     assert caught.value.hint == "--url http://127.0.0.1:8001 (mine)"
 
 
@@ -116,7 +116,7 @@ def test_the_error_names_the_servers_that_do_run() -> None:
 
 
 def key_for(url: str | None, api_key: str | None = None) -> str | None:
-    return Server.of(Namespace(url=url, api_key=api_key))._api_key
+    return ServerClient.of(Namespace(url=url, api_key=api_key))._api_key
 
 
 def test_the_key_of_this_machine_stays_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,11 +172,11 @@ def redirecting() -> Iterator[type[Redirecting]]:
 
 def test_a_redirect_to_another_server_is_not_followed(redirecting: type[Redirecting]) -> None:
     there = redirecting.target.removesuffix("/end")
-    assert Server(there, "secret").ask("GET", "/begin") == {"ended": True}
+    assert ServerClient(there, "secret").ask("GET", "/begin") == {"ended": True}
     assert redirecting.seen == ["Bearer secret"] * 2
     redirecting.target = redirecting.target.replace("127.0.0.1", "localhost")
     with pytest.raises(ServerRefused, match="redirects to http://localhost"):
-        Server(there, "secret").ask("GET", "/begin")
+        ServerClient(there, "secret").ask("GET", "/begin")
     assert redirecting.seen == ["Bearer secret"] * 3
 
 

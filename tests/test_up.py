@@ -24,7 +24,7 @@ import pytest
 
 from localllm import up
 from localllm.cli import main
-from localllm.cli.announce import JsonLines, LogLines, Terminal, doors
+from localllm.cli.announce import JsonAnnouncer, LogAnnouncer, TerminalAnnouncer, doors
 from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.logs.log_file import log_path
@@ -178,7 +178,7 @@ def test_ctrl_c_while_loading_ends_the_command(monkeypatch: pytest.MonkeyPatch) 
     sender = threading.Thread(target=interrupt)
     sender.start()
     with pytest.raises(KeyboardInterrupt):
-        up.up(Settings(server=ServerConfig(port=0, ui=False)), JsonLines(io.StringIO()))
+        up.up(Settings(server=ServerConfig(port=0, ui=False)), JsonAnnouncer(io.StringIO()))
     sender.join()
 
 
@@ -230,7 +230,7 @@ def _tell(announcer: Any, hardware: Hardware, ready: up.Ready) -> None:
 
 def test_terminal_tells_facts_and_where_to_go() -> None:
     out = io.StringIO()
-    _tell(Terminal(out), ONE_GPU, _ready())
+    _tell(TerminalAnnouncer(out), ONE_GPU, _ready())
     text = out.getvalue()
     for fact in (
         "GPU 0  A GPU 24.0 GiB · driver 580.65 · 22.0 GiB free",
@@ -249,7 +249,7 @@ def test_terminal_tells_facts_and_where_to_go() -> None:
 
 def test_no_gpu_is_one_line() -> None:
     out = io.StringIO()
-    _tell(Terminal(out), NO_GPU, _ready())
+    _tell(TerminalAnnouncer(out), NO_GPU, _ready())
     assert "No GPU: the model runs on the CPU · A CPU · 1 core · 12.0 GiB of 16.0 GiB RAM free\n" in out.getvalue()
 
 
@@ -260,7 +260,7 @@ def test_doors_name_only_what_is_there() -> None:
 
 def test_json_lines_are_json() -> None:
     out = io.StringIO()
-    _tell(JsonLines(out), ONE_GPU, _ready())
+    _tell(JsonAnnouncer(out), ONE_GPU, _ready())
     events = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [event["event"] for event in events] == ["starting", "hardware", "phase", "ready", "stopping"]
     assert events[2] == {"event": "phase", "phase": "weights", "seconds": 1.0, "detail": "2 of 2 GiB"}
@@ -268,7 +268,7 @@ def test_json_lines_are_json() -> None:
 
 def test_log_has_one_line_per_event(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    _tell(LogLines(), NO_GPU, _ready())
+    _tell(LogAnnouncer(), NO_GPU, _ready())
     assert [record.message.split()[0] for record in caplog.records] == [
         "starting", "hardware", "loaded", "ready", "stopping",
     ]  # fmt: skip

@@ -33,7 +33,7 @@ log = logging.getLogger("localllm")
 DOWNLOAD_LINE_EVERY_S = 10.0
 
 
-class Terminal:
+class TerminalAnnouncer:
     """Output for people: a line per fact, a progress bar while weights load, and the next steps."""
 
     def __init__(self, out: TextIO | None = None) -> None:
@@ -99,7 +99,7 @@ class Terminal:
             self._bars.stop()
 
 
-class LogLines:
+class LogAnnouncer:
     """Output for logs: one line per event, as key=value pairs."""
 
     def __init__(self) -> None:
@@ -131,38 +131,38 @@ class LogLines:
         """Nothing to undo."""
 
 
-class Together:
+class Announcers:
     """Passes every event on to several announcers."""
 
-    def __init__(self, *voices: Terminal | LogLines | JsonLines) -> None:
-        self._voices = voices
+    def __init__(self, *announcers: TerminalAnnouncer | LogAnnouncer | JsonAnnouncer) -> None:
+        self._announcers = announcers
 
     def starting(self, settings: Settings) -> None:
-        for voice in self._voices:
-            voice.starting(settings)
+        for announcer in self._announcers:
+            announcer.starting(settings)
 
     def found(self, hardware: Hardware) -> None:
-        for voice in self._voices:
-            voice.found(hardware)
+        for announcer in self._announcers:
+            announcer.found(hardware)
 
     def phase(self, phase: Phase) -> None:
-        for voice in self._voices:
-            voice.phase(phase)
+        for announcer in self._announcers:
+            announcer.phase(phase)
 
     def ready(self, ready: Ready) -> None:
-        for voice in self._voices:
-            voice.ready(ready)
+        for announcer in self._announcers:
+            announcer.ready(ready)
 
     def stopping(self, num_requests: int) -> None:
-        for voice in self._voices:
-            voice.stopping(num_requests)
+        for announcer in self._announcers:
+            announcer.stopping(num_requests)
 
     def close(self) -> None:
-        for voice in self._voices:
-            voice.close()
+        for announcer in self._announcers:
+            announcer.close()
 
 
-class JsonLines:
+class JsonAnnouncer:
     """Output for programs: one JSON object per event on standard output."""
 
     def __init__(self, out: TextIO | None = None) -> None:

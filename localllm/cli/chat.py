@@ -12,7 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from localllm.cli.server import Server, ServerRefused
+from localllm.cli.server import ServerClient, ServerRefused
 from localllm.cli.talk import Piece, Talk, answer_or_chat, read_prompt, speed_line
 from localllm.errors import ConfigError
 
@@ -36,7 +36,7 @@ def _talk(options: argparse.Namespace, speaker: type[_Remote]) -> int:
     given = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
     if options.verbose:
         given["stream_options"] = {"include_usage": True}
-    answers = speaker(Server.of_anyone(options), options.model, given)
+    answers = speaker(ServerClient.of_anyone(options), options.model, given)
     return answer_or_chat(Talk(answers, system=options.system, verbose=options.verbose), prompt)
 
 
@@ -46,7 +46,7 @@ class _Remote(ABC):
     path = ""
     continues_text = False
 
-    def __init__(self, server: Server, model: str | None, params: Mapping[str, Any]) -> None:
+    def __init__(self, server: ServerClient, model: str | None, params: Mapping[str, Any]) -> None:
         """Use `model`, or else the server's first model. Raises `LocalLLMError` if the server lists no model."""
         self._server, self._params = server, params
         self.model = model or next(iter(self.models()), "")

@@ -49,7 +49,7 @@ complete -c localllm -n '__fish_is_first_arg' -f -a '{verbs}'
 
 
 @dataclass(frozen=True, slots=True)
-class Verb:
+class VerbCompletions:
     """The possible arguments of a verb."""
 
     flags: list[str]
@@ -66,7 +66,7 @@ def print_script(options: argparse.Namespace) -> int:
     return 0
 
 
-def _verb(parser: argparse.ArgumentParser) -> Verb:
+def _verb(parser: argparse.ArgumentParser) -> VerbCompletions:
     flags: list[str] = []
     values: dict[str, list[str]] = {}
     words: list[str] = []
@@ -80,10 +80,10 @@ def _verb(parser: argparse.ArgumentParser) -> Verb:
         flags += [flag for flag in action.option_strings if flag.startswith("--")]
         if action.nargs != 0:
             values |= dict.fromkeys(action.option_strings, choices)
-    return Verb(flags, values, words, takes_model)
+    return VerbCompletions(flags, values, words, takes_model)
 
 
-def _bash(verbs: Mapping[str, Verb], *, zsh: bool) -> str:
+def _bash(verbs: Mapping[str, VerbCompletions], *, zsh: bool) -> str:
     cases, values = [], []
     for name, verb in verbs.items():
         names = " names=1" if verb.takes_model else ""
@@ -99,7 +99,7 @@ def _bash(verbs: Mapping[str, Verb], *, zsh: bool) -> str:
     return intro + script
 
 
-def _fish(verbs: Mapping[str, Verb]) -> str:
+def _fish(verbs: Mapping[str, VerbCompletions]) -> str:
     lines = []
     for name, verb in verbs.items():
         start = f"complete -c localllm -n '__localllm_verb {name}'"

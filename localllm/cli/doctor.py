@@ -206,9 +206,9 @@ LAG_S = 1.0
 def check_server(options: argparse.Namespace) -> Iterator[Finding]:
     """Report a running server's parts, models, memory and last fault."""
     from localllm.cli.running import state_of
-    from localllm.cli.server import Server
+    from localllm.cli.server import ServerClient
 
-    server = Server.of(options)
+    server = ServerClient.of(options)
     began_s = time.perf_counter()
     told = server.ask("GET", "/localllm/v1/server", timeout_s=ANSWER_S)
     took_s = time.perf_counter() - began_s

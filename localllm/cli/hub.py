@@ -70,7 +70,7 @@ def pull(options: argparse.Namespace) -> int:
     if options.dry_run:
         _tell_plan(plan, options)
         return 0
-    say = _voice(options.json)
+    say = _output(options.json)
     if options.verify:
         say.checking(plan)
         damaged = drop_damaged(plan)
@@ -81,7 +81,7 @@ def pull(options: argparse.Namespace) -> int:
     return 0
 
 
-def fetch(plan: DownloadPlan, say: Voice) -> None:
+def fetch(plan: DownloadPlan, say: PullOutput) -> None:
     """Download and report progress to `say`. Ctrl-C cancels, and the downloaded part is kept."""
     from localllm.models.library.hub.pull import pull as pull_files
 
@@ -101,7 +101,7 @@ def fetch_if_missing(config: EngineConfig) -> None:
         from localllm.models.library.hub.fetch import plan_fetch
 
         plan = plan_fetch(config.model, config.revision, offline=config.offline, code=config.trust_remote_code)
-        fetch(plan, _voice(False, sys.stderr))
+        fetch(plan, _output(False, sys.stderr))
 
 
 def login(options: argparse.Namespace) -> int:
@@ -138,7 +138,7 @@ def logout(options: argparse.Namespace) -> int:
 # Progress output ----------------------------------------------------------------------------------------------------
 
 
-class Voice(Protocol):
+class PullOutput(Protocol):
     """Displays the progress of a pull. A context manager around the download itself."""
 
     def checking(self, plan: DownloadPlan) -> None: ...
@@ -150,7 +150,7 @@ class Voice(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
-class Lines:
+class PullLines:
     """Plain lines: the plan, then the progress every few seconds."""
 
     def __init__(self, out: TextIO | None = None) -> None:
@@ -178,7 +178,7 @@ class Lines:
         fetched = f"{format_bytes(plan.needed_bytes)} in {format_seconds(seconds)}"
         self._say(f"{plan.name} is complete ({fetched if plan.needed_bytes else 'nothing was missing'}): {path}")
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> PullLines:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -188,7 +188,7 @@ class Lines:
         print(line, file=self._out, flush=True)
 
 
-class Bar(Lines):
+class PullBar(PullLines):
     """Download progress as a bar, at a terminal."""
 
     def __init__(self, out: TextIO | None = None) -> None:
@@ -208,7 +208,7 @@ class Bar(Lines):
     def progress(self, progress: PullProgress) -> None:
         self._bars.update(self._task, completed=progress.fraction, line=_line(progress))
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> PullLines:
         self._bars.start()
         return self
 
@@ -216,7 +216,7 @@ class Bar(Lines):
         self._bars.stop()
 
 
-class JsonLines(Lines):
+class PullJson(PullLines):
     """Output for programs: one JSON object per line."""
 
     def checking(self, plan: DownloadPlan) -> None:
@@ -238,8 +238,8 @@ class JsonLines(Lines):
         self._say(json.dumps({"event": event, **facts}))
 
 
-def _voice(as_json: bool, out: TextIO | None = None) -> Voice:
-    return JsonLines() if as_json else (Bar if (out or sys.stdout).isatty() else Lines)(out)
+def _output(as_json: bool, out: TextIO | None = None) -> PullOutput:
+    return PullJson() if as_json else (PullBar if (out or sys.stdout).isatty() else PullLines)(out)
 
 
 @contextmanager

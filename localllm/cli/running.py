@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from localllm.cli.server import Server
+from localllm.cli.server import ServerClient
 from localllm.cli.tell import print_table
 from localllm.units import format_bytes, format_count, format_seconds
 
@@ -20,7 +20,7 @@ ROOT = "/localllm/v1/models"
 
 def ps(options: argparse.Namespace) -> int:
     """List every model of the server, with its state."""
-    models = Server.of(options).ask("GET", f"{ROOT}/loaded")["data"]
+    models = ServerClient.of(options).ask("GET", f"{ROOT}/loaded")["data"]
     if options.json:
         print(json.dumps(models, indent=2))
         return 0
@@ -56,7 +56,7 @@ def pin(options: argparse.Namespace) -> int:
 
 
 def _tell(options: argparse.Namespace, verb: str, body: Mapping[str, Any]) -> int:
-    model = Server.of(options).ask("POST", f"{ROOT}/{verb}", {k: v for k, v in body.items() if v is not None})
+    model = ServerClient.of(options).ask("POST", f"{ROOT}/{verb}", {k: v for k, v in body.items() if v is not None})
     print(json.dumps(model, indent=2) if options.json else f"{model['name']}: {state_of(model)}")
     return 0
 

@@ -32,7 +32,7 @@ class ServerRefused(LocalLLMError):
     code: str | None = "server_refused"
 
 
-class Server:
+class ServerClient:
     """A client of one running server."""
 
     def __init__(self, url: str, api_key: str | None = None, *, kind: str = "localllm") -> None:
@@ -45,7 +45,7 @@ class Server:
         self.v1 = url if re.search(r"/v\d\w*(/|$)", urlsplit(url).path) else f"{url}/v1"
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> Server:
+    def of(cls, options: argparse.Namespace) -> ServerClient:
         """Return the client of a localllm. If it is on this machine, the key from this user's settings is sent."""
         settings = resolve({"api_key": options.api_key}).server
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -54,7 +54,7 @@ class Server:
         return cls(url, settings.client_key if options.api_key or is_ours(url, settings) else None)
 
     @classmethod
-    def of_anyone(cls, options: argparse.Namespace) -> Server:
+    def of_anyone(cls, options: argparse.Namespace) -> ServerClient:
         """Return the client of any OpenAI-compatible server. A remote one never gets this user's local key."""
         if not options.url or is_ours(options.url, resolve({}).server):
             return cls.of(options)
@@ -156,7 +156,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 
 def is_ours(url: str, settings: ServerConfig) -> bool:
     """Return whether a URL points to this machine: to loopback, or to the address of a running server of this user."""
-    host = urlsplit(Server(url).url).hostname or ""
+    host = urlsplit(ServerClient(url).url).hostname or ""
     own = {settings.host.lower(), *(urlsplit(server.url).hostname for server in running_servers())}
     return host in own or is_loopback(host)
 

@@ -38,11 +38,11 @@ def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
     set_thread_environment()
     talks = at_terminal and not options.json
     set_up_logging(settings, quiet=talks or options.json)
-    from localllm.cli.announce import JsonLines, LogLines, Terminal, Together
+    from localllm.cli.announce import Announcers, JsonAnnouncer, LogAnnouncer, TerminalAnnouncer
     from localllm.up import up as go_up
 
-    said = [Terminal()] if talks else [JsonLines()] if options.json else []
-    announcer = Together(*said, LogLines())
+    said = [TerminalAnnouncer()] if talks else [JsonAnnouncer()] if options.json else []
+    announcer = Announcers(*said, LogAnnouncer())
     try:
         with contextlib.closing(announcer):
             go_up(settings, announcer, started_s=STARTED_S)

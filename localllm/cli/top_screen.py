@@ -1,6 +1,6 @@
-"""The screen of `localllm top`: draw the view of a server at the terminal, twice a second.
+"""The screen of `localllm top`: draw a server's statistics at the terminal, twice a second.
 
-Does not know: where views come from (top.py).
+Does not know: where the statistics come from (server_stats.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from localllm.cli.top import LATENCIES, ModelView, View, Watch, shown
+from localllm.cli.server_stats import LATENCIES, ModelStats, ServerStats, StatsPoller, shown
 from localllm.engine.stats import EngineStats
 from localllm.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -22,29 +22,31 @@ HIGH_KV = 0.9
 ID_CHARS = 12
 
 
-def show(watch: Watch, view: View, every_s: float) -> NoReturn:
-    """Draw views until Ctrl-C, then restore the terminal."""
+def show(poller: StatsPoller, stats: ServerStats, every_s: float) -> NoReturn:
+    """Draw the statistics until Ctrl-C, then restore the terminal."""
     with Live(screen=True, auto_refresh=False, console=Console(highlight=False)) as live:
         while True:
             started_s = time.monotonic()
-            live.update(draw(view), refresh=True)
+            live.update(draw(stats), refresh=True)
             time.sleep(max(0.05, every_s - (time.monotonic() - started_s)))
-            view = watch.next()
+            stats = poller.poll_or_last()
 
 
-def draw(view: View) -> RenderableType:
-    parts: list[RenderableType] = [Text(f"localllm top · {view.url} · Ctrl+C leaves", style="bold")]
-    if view.problem:
-        told = f"{view.problem} No answer for {format_seconds(view.silent_s)}; trying again. The figures are outdated."
+def draw(stats: ServerStats) -> RenderableType:
+    parts: list[RenderableType] = [Text(f"localllm top · {stats.url} · Ctrl+C leaves", style="bold")]
+    if stats.problem:
+        told = (
+            f"{stats.problem} No answer for {format_seconds(stats.silent_s)}; trying again. The figures are outdated."
+        )
         parts.append(Text(told, style="bold red"))
-    if not view.models:
+    if not stats.models:
         parts.append(Text("The server has no model."))
-    for model in view.models:
+    for model in stats.models:
         parts += [Text(), *_model(model)]
     return Group(*parts)
 
 
-def _model(model: ModelView) -> list[RenderableType]:
+def _model(model: ModelStats) -> list[RenderableType]:
     told, stats = model.told, model.stats
     size = f" · {format_bytes(told['size_bytes'])}" if told["size_bytes"] else ""
     device = f" · {told['device']}" if told["device"] else ""
@@ -83,7 +85,7 @@ def _kv(stats: EngineStats) -> Text:
     return bar.append(f"  {stats.kv_usage:.0%}  {counts}, {format_count(stats.cached_blocks)} reusable")
 
 
-def _latency(model: ModelView) -> RenderableType:
+def _latency(model: ModelStats) -> RenderableType:
     grid = Table.grid(padding=(0, 3))
     grid.add_row("", "p50", "p95", style="dim")
     for name, title in LATENCIES:

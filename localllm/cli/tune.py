@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from localllm.cli import INTERRUPTED
 from localllm.cli.flags import settings_from
 from localllm.cli.hub import fetch_if_missing
-from localllm.cli.tune_show import View, summary, view_for
+from localllm.cli.tune_show import TuneOutput, output_for, summary
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.machine.threads import set_thread_environment
 from localllm.serving.profiles import save_profile
@@ -41,11 +41,11 @@ def tune(options: argparse.Namespace) -> int:
     fetch_if_missing(asked.engine)
     settings = asked.of_first_model()
     settings = replace(settings, engine=replace(settings.engine, profile="none"))
-    with view_for(options.json) as view:
-        runner = TrialRunner.load(settings, view.phase)
+    with output_for(options.json) as output:
+        runner = TrialRunner.load(settings, output.phase)
         if options.check:
             return _tell_check(check(runner, options.save or goal.name), options.json)
-        result = _run(runner, goal, effort, view)
+        result = _run(runner, goal, effort, output)
     return _tell(result, runner, options)
 
 
@@ -77,8 +77,8 @@ def _effort(options: argparse.Namespace, fixed: frozenset[str]) -> TuneOptions:
     return replace(made, **{name: value for name, value in asked.items() if value is not None})
 
 
-def _run(runner: TrialRunner, goal: Goal, options: TuneOptions, view: View) -> TuningResult:
-    run = TuningRun(runner, goal, options, view.event)
+def _run(runner: TrialRunner, goal: Goal, options: TuneOptions, output: TuneOutput) -> TuningResult:
+    run = TuningRun(runner, goal, options, output.event)
     failed: list[BaseException] = []
 
     def work() -> None:

@@ -26,32 +26,32 @@ SHOWN = 12  # number of last trials shown
 COLUMNS = ("", "settings", "trial", "score", "TTFT", "per token", "tok/s", "planned", "measured")
 
 
-class View(Protocol):
+class TuneOutput(Protocol):
     """Displays the events of a run."""
 
     def phase(self, phase: Phase) -> None: ...
     def event(self, event: Event) -> None: ...
 
 
-def view_for(as_json: bool) -> AbstractContextManager[View]:
-    """Return the view for this output. With --json, progress goes to standard error."""
+def output_for(as_json: bool) -> AbstractContextManager[TuneOutput]:
+    """Return what displays the run. With --json, progress goes to standard error."""
     if sys.stdout.isatty() and not as_json:
         return _live(Console(highlight=False))
     return _lines(sys.stderr if as_json else sys.stdout)
 
 
 @contextmanager
-def _lines(out: TextIO) -> Iterator[View]:
-    yield Lines(out)
+def _lines(out: TextIO) -> Iterator[TuneOutput]:
+    yield TuneLines(out)
 
 
 @contextmanager
-def _live(console: Console) -> Iterator[View]:
+def _live(console: Console) -> Iterator[TuneOutput]:
     with Live(console=console, refresh_per_second=4, transient=True) as live:
-        yield Board(live)
+        yield TuneTable(live)
 
 
-class Lines:
+class TuneLines:
     """Prints a line for each event."""
 
     def __init__(self, out: TextIO) -> None:
@@ -76,7 +76,7 @@ class Lines:
         print(text, file=self._out, flush=True)
 
 
-class Board:
+class TuneTable:
     """Shows the best trial, the last trials and the current phase."""
 
     def __init__(self, live: Live) -> None:

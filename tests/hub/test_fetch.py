@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from localllm.cli.announce import LogLines
+from localllm.cli.announce import LogAnnouncer
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import EngineStopped, HubOffline
 from localllm.models.library.hub.fetch import progress_line
@@ -76,7 +76,7 @@ def test_progress_is_one_line(progress: PullProgress, line: str) -> None:
 
 
 def test_a_long_download_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    log = LogLines()
+    log = LogAnnouncer()
     with caplog.at_level("INFO", "localllm"):
         for seconds in (0.0, 5.0, 12.0, 15.0, 23.0):
             log.phase(Phase("download", f"at {seconds:g} s", seconds, 0.5))

@@ -14,7 +14,7 @@ from threading import Thread
 import pytest
 
 from localllm.cli import main
-from localllm.cli.server import Server
+from localllm.cli.server import ServerClient
 from localllm.errors import ConfigError
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.openai import params
@@ -205,16 +205,16 @@ def test_the_key_of_this_machine_is_told_to_nobody_elsewhere(monkeypatch: pytest
 
     monkeypatch.setenv("LOCALLLM_API_KEY", "mine")
     for url, known in (("http://localhost:1", "mine"), ("http://127.0.0.1.evil.example", None), ("elsewhere:1", None)):
-        assert Server.of_anyone(parse(["chat", "--url", url]))._api_key == known
+        assert ServerClient.of_anyone(parse(["chat", "--url", url]))._api_key == known
     monkeypatch.setenv("OPENAI_API_KEY", "theirs")
-    assert Server.of_anyone(parse(["chat", "--url", "https://elsewhere/v1"]))._api_key == "theirs"
+    assert ServerClient.of_anyone(parse(["chat", "--url", "https://elsewhere/v1"]))._api_key == "theirs"
 
 
 def test_a_chat_overwrites_no_file_of_others(tmp_path: Path) -> None:
     from localllm.cli.chat import ChatSpeaker
     from localllm.cli.talk import Talk
 
-    talk = Talk(ChatSpeaker(Server("http://127.0.0.1:9"), "m", {}), system="Be brief.")
+    talk = Talk(ChatSpeaker(ServerClient("http://127.0.0.1:9"), "m", {}), system="Be brief.")
     (tmp_path / "notes.md").write_text("mine")
     with pytest.raises(ConfigError, match="already exists"):
         talk.save(tmp_path / "notes.md")

@@ -14,7 +14,7 @@ import pytest
 
 from localllm.cli import main, parse
 from localllm.cli import top as top_module
-from localllm.cli.top import Watch
+from localllm.cli.server_stats import StatsPoller
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.terminal import Terminal
 
@@ -35,8 +35,7 @@ def ask(server: LiveServer, **fields: Any) -> httpx.Response:
 def test_a_snapshot_goes_over_the_wire_and_back_unchanged(server: LiveServer) -> None:
     ask(server)
     server.wait_idle()
-    view = Watch(parse(["top", "--url", server.url])).first()
-    (model,) = view.models
+    (model,) = StatsPoller(parse(["top", "--url", server.url])).poll().models
     now = server.stats()
     assert model.stats is not None
     assert (model.stats.ttft, model.stats.requests, model.stats.finished) == (now.ttft, now.requests, now.finished)
@@ -64,13 +63,13 @@ def test_one_look_as_lines_and_as_json(server: LiveServer, capsys: Capture) -> N
 
 def test_quantiles_are_those_of_the_last_minute(server: LiveServer, runner: PacedRunner) -> None:
     ask(server)
-    watch = Watch(parse(["top", "--url", server.url]))
+    poller = StatsPoller(parse(["top", "--url", server.url]))
     server.wait_idle()
-    watch.first()
+    poller.poll()
     runner.step_s = 0.2
     ask(server, max_tokens=1)
     server.wait_idle()
-    p50, _ = watch.next().models[0].latency_s["ttft"]
+    p50, _ = poller.poll_or_last().models[0].latency_s["ttft"]
     assert p50 is not None
     assert p50 > 0.1  # the quick ones before count no longer
 

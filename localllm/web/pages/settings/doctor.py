@@ -12,7 +12,7 @@ import sys
 import msgspec
 
 from localllm.errors import LocalLLMError
-from localllm.web.pages.settings.views import DoctorReport, Finding
+from localllm.web.pages.settings.views import DoctorReport, FindingRow
 
 COMMAND = (sys.executable, "-m", "localllm", "doctor", "--json")
 LIMIT_S = 60.0
@@ -30,7 +30,7 @@ def examine() -> DoctorReport:
         if not ended.stdout.strip():
             said = ended.stderr.decode(errors="replace").strip().splitlines()
             raise NoReport("The check failed.", said[-1] if said else f"Its exit code is {ended.returncode}.", hint)
-        return DoctorReport(tuple(msgspec.json.decode(ended.stdout, type=list[Finding])))
+        return DoctorReport(tuple(msgspec.json.decode(ended.stdout, type=list[FindingRow])))
     except subprocess.TimeoutExpired as error:
         raise NoReport("The check timed out.", f"Its limit is {LIMIT_S:.0f} s.", hint) from error
     except (OSError, msgspec.DecodeError) as error:

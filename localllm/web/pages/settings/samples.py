@@ -31,9 +31,9 @@ def samples(shell: views.Shell) -> list[views.View]:
     storage = v.StorageCard(stored, 182 * 2**30)
     report = v.DoctorReport(
         (
-            v.Finding("ok", "cpu", "8 cores"),
-            v.Finding("note", "gpu", "No NVIDIA GPU: models run on the CPU."),
-            v.Finding("problem", "memory", "1.2 of 8.0 GiB available", "Close something."),
+            v.FindingRow("ok", "cpu", "8 cores"),
+            v.FindingRow("note", "gpu", "No NVIDIA GPU: models run on the CPU."),
+            v.FindingRow("problem", "memory", "1.2 of 8.0 GiB available", "Close something."),
         )
     )
     facts = (views.Fact("localllm", "0.1.0", "Apache-2.0"),)

@@ -87,7 +87,7 @@ class StorageCard(View):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class FindingRow:
     """One result of a check by `localllm doctor`."""
 
     verdict: Literal["ok", "note", "problem"]
@@ -101,7 +101,7 @@ class DoctorReport(View):
     """The results of `localllm doctor`; empty if it has not run yet."""
 
     template: ClassVar[str] = "settings/_doctor.html"
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[FindingRow, ...] = ()
     error: ErrorNotice | None = None
 
 
