@@ -32,7 +32,7 @@ from localllm.machine.threads import set_thread_environment
 from localllm.serving.build import build_engine
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
 from localllm.text.answers.reasoning import PromptEnd
-from localllm.text.answers.whole import Answer, ToolCall, add_up
+from localllm.text.answers.whole import ParsedAnswer, ToolCall, add_up
 from localllm.text.messages import text_of
 
 if TYPE_CHECKING:
@@ -543,7 +543,7 @@ def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mappin
 
 
 def _tell_apart(output: CompletionOutput, reader: AnswerReader) -> None:
-    answer = Answer()
+    answer = ParsedAnswer()
     add_up(answer, [*reader.feed(output.text), *reader.end()])
     output.text, output.reasoning, output.tool_calls = answer.text, answer.reasoning or None, answer.calls
 

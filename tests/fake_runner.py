@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.engine.params import SamplingParams
-from localllm.engine.request import Grammar
 from localllm.engine.step import NewSlot, Row, RowResult, RunnerStats, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from localllm.text.grammar import OutputGrammar
 
 Bits = npt.NDArray[np.int32]
 
@@ -200,7 +200,7 @@ def next_token(context: Sequence[int], vocab_size: int, bits: Bits | None = None
 
 
 def expected_output(
-    prompt: Sequence[int], count: int, vocab_size: int = 32, grammar: Grammar | None = None
+    prompt: Sequence[int], count: int, vocab_size: int = 32, grammar: OutputGrammar | None = None
 ) -> list[int]:
     """Return the fake model's output after `prompt`, computed without an engine."""
     known, bits = list(prompt), None if grammar is None else np.zeros(-(-vocab_size // 32), np.int32)

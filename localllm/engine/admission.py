@@ -15,10 +15,11 @@ from typing import Protocol
 from localllm.engine.adapter import Adapter
 from localllm.engine.params import MAX_LOGPROBS, SamplingParams
 from localllm.engine.recorder import now_s
-from localllm.engine.request import Grammar, Request
+from localllm.engine.request import Request
 from localllm.engine.step import PromptEmbeds
 from localllm.errors import ContextTooLong, InvalidParameter
-from localllm.text.structured import StructuredOutputsParams
+from localllm.text.grammar import Grammars, OutputGrammar
+from localllm.text.reasoning_budget import ReasoningBudgets
 
 KEPT_BAD_WORDS = 16  # lists of bad words kept tokenised, each of up to a thousand words
 MOST_LOGPROBS = 2**24
@@ -26,29 +27,10 @@ MOST_LOGPROBS = 2**24
 about 1 GB as JSON."""
 
 
-class Encoder(Protocol):
-    """The part of a tokenizer that admission needs."""
+class WordEncoder(Protocol):
+    """The part of a tokenizer that admission needs, to find the token ids of bad words."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-
-class Grammars(Protocol):
-    """Makes grammars for `SamplingParams.structured_outputs` (text/grammar.py)."""
-
-    def start(self, asked: StructuredOutputsParams) -> Grammar:
-        """Return a grammar for one output. Raises `InvalidParameter` if it is invalid or unsupported."""
-
-    def is_large(self, asked: StructuredOutputsParams) -> bool:
-        """Return whether `start` may take seconds. Raises `InvalidParameter`."""
-
-    def close(self) -> None: ...
-
-
-class ReasoningBudgets(Protocol):
-    """Makes grammars for `SamplingParams.thinking_token_budget` (text/reasoning_budget.py)."""
-
-    def start(self, tokens: int, prompt: Sequence[int], inner: Grammar | None) -> Grammar | None:
-        """Return a grammar for one output, around its own grammar. Raises `InvalidParameter` if it is unsupported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +60,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ModelLimits:
     """Limits of this model as loaded."""
 
     max_model_len: int  # tokens, prompt and output together
@@ -119,8 +101,8 @@ class Admission:
 
     def __init__(
         self,
-        limits: Limits,
-        tokenizer: Encoder,
+        limits: ModelLimits,
+        tokenizer: WordEncoder,
         seed: int = 0,
         grammars: Grammars | None = None,
         budgets: ReasoningBudgets | None = None,
@@ -252,7 +234,7 @@ class Admission:
         asked = params.structured_outputs
         return asked is not None and self._grammars is not None and self._grammars.is_large(asked)
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
+    def _grammar(self, params: SamplingParams) -> OutputGrammar | None:
         """Return a new grammar. Each choice needs its own, since a grammar follows its choice's output."""
         if params.structured_outputs is None:
             return None
@@ -268,7 +250,7 @@ class Admission:
         ]
         return params if counts == [params.logprobs, params.prompt_logprobs] else params.with_logprobs(*counts)
 
-    def _within_budget(self, params: SamplingParams, prompt: Sequence[int]) -> Grammar | None:
+    def _within_budget(self, params: SamplingParams, prompt: Sequence[int]) -> OutputGrammar | None:
         """Return the grammar of the output, wrapped by the reasoning budget if there is one."""
         grammar, tokens = self._grammar(params), params.thinking_token_budget
         if tokens is None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from localllm.engine.adapter import Adapter
-from localllm.engine.admission import Admission, GenerationRequest, Limits
+from localllm.engine.admission import Admission, GenerationRequest, ModelLimits
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import InvalidParameter
@@ -170,7 +170,7 @@ class BeamSearch:
         return math.pow(length, self._length_penalty)
 
 
-def _check_width(width: int, limits: Limits) -> None:
+def _check_width(width: int, limits: ModelLimits) -> None:
     if width > limits.vocab_size:
         why = f"The vocabulary has only {limits.vocab_size} tokens."
         raise InvalidParameter(f"A beam search of width {width} is not possible.", why, param="n")

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import TypeVar
 
-from localllm.engine.admission import Admission, GenerationRequest, Limits, child_id
+from localllm.engine.admission import Admission, GenerationRequest, ModelLimits, child_id
 from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput, GenerationEvent
 from localllm.engine.params import SamplingParams
@@ -53,7 +53,7 @@ class EngineClient:
         self._large_compilers = TimedPool(1, "localllm-large-grammar")
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ModelLimits:
         return self.admission.limits
 
     async def start(self) -> None:

@@ -43,11 +43,11 @@ class PoolingInput:
     type_ids: tuple[int, ...] | None = None  # 0 and 1 for the two texts of a pair
 
 
-Answer = list[float]
+PooledValues = list[float]
 
 
-class Runner(Protocol):
-    def __call__(self, batch: Sequence[PoolingInput], /) -> list[Answer]: ...
+class PoolingRunner(Protocol):
+    def __call__(self, batch: Sequence[PoolingInput], /) -> list[PooledValues]: ...
 
     def close(self) -> None:
         """Free the model."""
@@ -68,10 +68,10 @@ class _Request:
     __slots__ = ("answers", "future", "missing", "waiting")
 
     def __init__(self, inputs: Sequence[PoolingInput]) -> None:
-        self.answers: list[Answer | None] = [None] * len(inputs)
+        self.answers: list[PooledValues | None] = [None] * len(inputs)
         self.missing = len(inputs)
         self.waiting = dict(enumerate(inputs))  # inputs in no batch yet, by index
-        self.future: Future[list[Answer]] = Future()
+        self.future: Future[list[PooledValues]] = Future()
 
 
 _Waiting = tuple[_Request, int, PoolingInput]
@@ -81,7 +81,9 @@ class PoolingLoop:
     """Batches and runs inputs. Call `start`, then `submit` from any thread;
     `stop` ends waiting requests with an error."""
 
-    def __init__(self, runner: Runner, *, max_num_seqs: int, max_num_batched_tokens: int, max_num_queued: int) -> None:
+    def __init__(
+        self, runner: PoolingRunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_num_queued: int
+    ) -> None:
         self.runner, self._max_seqs, self._max_tokens = runner, max_num_seqs, max_num_batched_tokens
         self._max_queued = max_num_queued
         self._waiting: deque[_Request] = deque()  # requests with inputs in no batch yet; the next one's turn is first
@@ -111,7 +113,7 @@ class PoolingLoop:
         for request in left:
             _fail(request, error)
 
-    def submit(self, inputs: Sequence[PoolingInput]) -> Future[list[Answer]]:
+    def submit(self, inputs: Sequence[PoolingInput]) -> Future[list[PooledValues]]:
         """Queue inputs; the future gives one answer per input, in order.
         Cancelling it drops the inputs that still wait.
 
@@ -242,7 +244,7 @@ class PoolingLoop:
         )
 
 
-def _answered(request: _Request, index: int, answer: Answer) -> bool:
+def _answered(request: _Request, index: int, answer: PooledValues) -> bool:
     """Store an answer, and return whether the request now has all its answers."""
     request.answers[index] = answer
     request.missing -= 1

@@ -17,7 +17,7 @@ from localllm.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
-class _Choice:
+class _OpenChoice:
     index: int
     cursor: TextCursor | None  # None: detokenize=False
     prompt_tokens: int
@@ -33,7 +33,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._choices: dict[str, _Choice] = {}
+        self._choices: dict[str, _OpenChoice] = {}
 
     def open(self, request: Request, index: int = 0, *, timed: bool = False) -> None:
         params, cursor = request.params, None
@@ -47,7 +47,7 @@ class OutputProcessor:
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=params.min_tokens,
             )
-        self._choices[request.request_id] = _Choice(
+        self._choices[request.request_id] = _OpenChoice(
             index, cursor, request.prompt_len, request.arrived_s, request.stop_token_ids, timed
         )
 
@@ -92,7 +92,7 @@ class OutputProcessor:
         choice = self._choices.pop(request_id, None)
         return None if choice is None else GenerationEvent(choice.index, finish_reason="error", error=error)
 
-    def _advance(self, choice: _Choice, output: EngineOutput) -> TextDelta:
+    def _advance(self, choice: _OpenChoice, output: EngineOutput) -> TextDelta:
         """Push the new tokens; at the end also flush held-back text."""
         if choice.cursor is None:
             choice.completion_tokens += len(output.token_ids)
@@ -106,14 +106,14 @@ class OutputProcessor:
         choice.completion_tokens = choice.cursor.num_tokens
         return delta
 
-    def _progress(self, choice: _Choice, output: EngineOutput) -> PromptProgress:
+    def _progress(self, choice: _OpenChoice, output: EngineOutput) -> PromptProgress:
         done = output.num_prompt_tokens_done or 0
         return PromptProgress(choice.prompt_tokens, output.num_cached_tokens, done, now_s() - output.scheduled_s)
 
-    def _usage(self, choice: _Choice, output: EngineOutput) -> Usage:
+    def _usage(self, choice: _OpenChoice, output: EngineOutput) -> Usage:
         return Usage(choice.prompt_tokens, choice.completion_tokens, output.num_cached_tokens)
 
-    def _timings(self, choice: _Choice, output: EngineOutput) -> Timings:
+    def _timings(self, choice: _OpenChoice, output: EngineOutput) -> Timings:
         end_s = now_s()
         scheduled_s = output.scheduled_s or end_s
         first_s = choice.first_token_s or end_s

@@ -16,33 +16,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
 from localllm.engine.stats import RequestTimeline
 from localllm.engine.step import PromptEmbeds, TokenLogprobs
-
-
-class Grammar(Protocol):
-    """Constraint on a request's output (text/grammar.py). It knows the output so far."""
-
-    def fill(self, bits: npt.NDArray[np.int32]) -> None:
-        """Set the bits of the tokens that may come next. bits [ceil(V / 32)].
-        Raises `LocalLLMError` if that cannot be computed."""
-
-    def may_forbid(self, num_unseen: int) -> bool:
-        """Return whether a token may be forbidden after `num_unseen` tokens that were not passed to `accept` yet."""
-
-    def accept(self, token_id: int) -> None:
-        """Advance by one output token. Raises `LocalLLMError` if the grammar forbids it."""
-
-    @property
-    def is_over(self) -> bool:
-        """True when only an end token may follow."""
+from localllm.text.grammar import OutputGrammar
 
 
 class State(StrEnum):
@@ -77,7 +56,7 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: Adapter | None = None,
-        grammar: Grammar | None = None,
+        grammar: OutputGrammar | None = None,
         reports_progress: bool = False,
         prompt_embeds: PromptEmbeds | None = None,
         arrived_s: float = 0.0,

@@ -326,13 +326,13 @@ def engine_parts(
     runner: Runner,
 ) -> tuple[EngineLoop, Admission, EngineClient]:
     """Return an engine's loop, its admission and its client."""
-    from localllm.engine.admission import Admission, Limits
+    from localllm.engine.admission import Admission, ModelLimits
     from localllm.engine.client import EngineClient
     from localllm.text.grammar import Grammars
     from localllm.text.reasoning_budget import ReasoningBudgets
 
     loop = _engine_loop(config, plan, fingerprint(path, plan), runner)
-    request_limits = Limits(
+    request_limits = ModelLimits(
         plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs, config.enable_prompt_embeds
     )
     grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)

@@ -1,5 +1,6 @@
 """Grammar-constrained decoding: which tokens may come next, computed by llguidance over this model's vocabulary.
 
+    OutputGrammar   what the engine needs of a constraint on one output
     Grammars        compiles grammars, keeps the last ones
     GrammarState    the state of one output: computes token masks, accepts tokens
     AfterReasoning  a GrammarState that starts when the reasoning ends
@@ -18,13 +19,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from localllm.errors import InvalidParameter, RequestError, StepFailed
-from localllm.text.grammar_trial import STACK_BYTES, TrialFailed, Trials, TrialUnavailable
+from localllm.text.grammar_trial import STACK_BYTES, GrammarTrials, TrialFailed, TrialUnavailable
 from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
 
@@ -52,6 +53,24 @@ class GrammarStuck(RequestError):
     """The grammar has become too complex for the output to continue. A retry would fail the same way."""
 
     code = "grammar_stuck"
+
+
+class OutputGrammar(Protocol):
+    """Constraint on one output, which follows the output so far."""
+
+    def fill(self, bits: npt.NDArray[np.int32]) -> None:
+        """Set the bits of the tokens that may come next. bits [ceil(V / 32)].
+        Raises `LocalLLMError` if that cannot be computed."""
+
+    def may_forbid(self, num_unseen: int) -> bool:
+        """Return whether a token may be forbidden after `num_unseen` tokens that were not passed to `accept` yet."""
+
+    def accept(self, token_id: int) -> None:
+        """Advance by one output token. Raises `LocalLLMError` if the grammar forbids it."""
+
+    @property
+    def is_over(self) -> bool:
+        """True when only an end token may follow."""
 
 
 class GrammarState:
@@ -162,9 +181,9 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """vocab_size: of the model's logits; ids beyond the tokenizer's vocabulary are never allowed."""
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
-        self._words: _Words | None = None
+        self._words: _TokenizerVocabulary | None = None
         self._vocabulary: LLTokenizer | None = None
-        self._trials = Trials(self._words_of_vocabulary, _LIMITS)
+        self._trials = GrammarTrials(self._words_of_vocabulary, _LIMITS)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the most recently used last
         self._lock = threading.Lock()
 
@@ -229,10 +248,10 @@ class Grammars:
         if reason is not None:
             raise _cannot_be_honoured(reason, asked)
 
-    def _words_of_vocabulary(self) -> _Words:
+    def _words_of_vocabulary(self) -> _TokenizerVocabulary:
         with self._lock:
             if self._words is None:
-                self._words = _Words(self._tokenizer, self._vocab_size, self._eos_token_ids)
+                self._words = _TokenizerVocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
             return self._words
 
     def _llguidance_vocabulary(self) -> LLTokenizer:
@@ -301,7 +320,7 @@ def _on_large_stack(work: Callable[[], T]) -> T:
     return future.result()
 
 
-class _Words:
+class _TokenizerVocabulary:
     """A vocabulary in the form that llguidance expects."""
 
     is_tokenizer_wrapper = True

@@ -1,7 +1,7 @@
 """A child process that compiles grammars for the server: if it crashes or is killed, only its grammar fails.
 
 It is started by file name and imports llguidance, but nothing of localllm or torch. It reads the vocabulary and then
-grammars from stdin, and writes an error or null for each to stdout. `Trials` in grammar_trial.py is its parent.
+grammars from stdin, and writes an error or null for each to stdout. `GrammarTrials` in grammar_trial.py is its parent.
 Does not know: requests, tokenizers.
 """
 
@@ -22,7 +22,7 @@ WALK_TOKENS = 16
 LONGEST_TOKEN = 16
 
 
-class Words:
+class ChildVocabulary:
     """The vocabulary in the form that llguidance expects.
     A text is split into its longest tokens, which suffices for a trial."""
 
@@ -50,7 +50,7 @@ def main() -> None:
     _limit_memory(facts["memory_bytes"])
     from llguidance import LLTokenizer
 
-    words = Words(facts)
+    words = ChildVocabulary(facts)
     vocabulary = LLTokenizer(words, n_vocab=len(words.tokens), eos_token=facts["eos_token_ids"])  # type: ignore[arg-type]
     _write(sink, None)
     while grammar := _read(source).decode():

@@ -35,7 +35,7 @@ START_S = 30.0
 MEMORY_BYTES = 2 * 2**30  # address space, including the stack above; Python and a vocabulary take less than 1 GiB
 
 
-class Words(Protocol):
+class GrammarVocabulary(Protocol):
     """A vocabulary in the form that llguidance expects."""
 
     tokens: list[bytes]
@@ -52,10 +52,10 @@ class TrialUnavailable(Exception):
     """No child process could be started to try a grammar."""
 
 
-class Trials:
+class GrammarTrials:
     """Runs trials, one at a time. `run` is thread-safe."""
 
-    def __init__(self, words: Callable[[], Words], limits: Mapping[str, Any]) -> None:
+    def __init__(self, words: Callable[[], GrammarVocabulary], limits: Mapping[str, Any]) -> None:
         """limits: arguments of `LLParserLimits`."""
         self._words, self._limits = words, dict(limits)
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,26 +21,13 @@ from localllm.errors import InvalidParameter
 from localllm.text.answers.formats.harmony import ANALYSIS, CHANNEL, START
 from localllm.text.answers.reader import AnswerFormat
 from localllm.text.answers.reasoning import PromptEnd
-from localllm.text.grammar import clear, ids_inside_text
+from localllm.text.grammar import OutputGrammar, clear, ids_inside_text
 from localllm.text.tokenizer import Tokenizer
 
 PROMPT_TAIL = 16
 """Number of prompt tokens that show whether the prompt ends inside reasoning."""
 
 Bits = npt.NDArray[np.int32]
-
-
-class Inner(Protocol):
-    """The answer's own grammar."""
-
-    def fill(self, bits: Bits) -> None: ...
-
-    def accept(self, token_id: int) -> None: ...
-
-    def may_forbid(self, num_unseen: int) -> bool: ...
-
-    @property
-    def is_over(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +47,9 @@ class ReasoningBudget:
 
     __slots__ = ("_inner", "_left", "_marks", "_num_forced", "_place", "_tail")
 
-    def __init__(self, marks: ReasoningMarks, tokens: int, *, is_inside: bool, inner: Inner | None = None) -> None:
+    def __init__(
+        self, marks: ReasoningMarks, tokens: int, *, is_inside: bool, inner: OutputGrammar | None = None
+    ) -> None:
         """is_inside: whether the prompt has opened the reasoning."""
         self._marks, self._left, self._inner = marks, tokens, inner
         self._place: Literal["before", "inside", "barred", "over"] = "inside" if is_inside else "before"
@@ -146,7 +135,9 @@ class ReasoningBudgets:
         self._pair = format.reasoning if format is not None else None
         self._marks = None if format is None else _marks(tokenizer, format)
 
-    def start(self, tokens: int, prompt: Sequence[int], inner: Inner | None) -> ReasoningBudget | Inner | None:
+    def start(
+        self, tokens: int, prompt: Sequence[int], inner: OutputGrammar | None
+    ) -> ReasoningBudget | OutputGrammar | None:
         """Return the grammar of one answer.
         Raises `InvalidParameter` if the model does not reason, unless `tokens` is 0."""
         if self._marks is None or self._pair is None:

@@ -19,7 +19,7 @@ from dataclasses import replace
 import uvloop
 
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
-from localllm.engine.admission import Admission, Limits
+from localllm.engine.admission import Admission, ModelLimits
 from localllm.engine.client import EngineClient
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
@@ -101,7 +101,7 @@ def served_model(pace: Pace) -> ServedModel:
     config = EngineConfig(device="cpu", max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
     plan = plan_memory(config, spec, weights_bytes(found.path), read_hardware())
     loop = paced_loop(pace)
-    admission = Admission(Limits(MAX_MODEL_LEN, spec.vocab_size, spec.eos_token_ids), tokenizer)
+    admission = Admission(ModelLimits(MAX_MODEL_LEN, spec.vocab_size, spec.eos_token_ids), tokenizer)
     return ServedModel(
         name="paced",
         path=found.path,

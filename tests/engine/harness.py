@@ -14,12 +14,13 @@ from localllm.engine.block_pool import NULL_BLOCK, BlockPool
 from localllm.engine.loop import Drafter, EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
-from localllm.engine.request import Grammar, Request, State
+from localllm.engine.request import Request, State
 from localllm.engine.request_table import NEVER
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import PromptEmbeds, RunnerStats, StepPlan
 from localllm.errors import StepFailed
+from localllm.text.grammar import OutputGrammar
 from tests.fake_runner import FakeRunner
 
 BLOCK_SIZE = 4
@@ -67,7 +68,7 @@ def make_request(
     priority: int = 0,
     salt: str | None = None,
     eos: tuple[int, ...] = (),
-    grammar: Grammar | None = None,
+    grammar: OutputGrammar | None = None,
     embeds: PromptEmbeds | None = None,
     **params: object,
 ) -> Request:

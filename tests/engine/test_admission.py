@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from localllm.engine.admission import MOST_LOGPROBS, Admission, GenerationRequest, Limits
+from localllm.engine.admission import MOST_LOGPROBS, Admission, GenerationRequest, ModelLimits
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong, InvalidParameter
 
@@ -20,7 +20,7 @@ class Letters:
 
 @pytest.fixture
 def admission():
-    return Admission(Limits(max_model_len=10, vocab_size=100, eos_token_ids=(7,)), Letters(), seed=3)
+    return Admission(ModelLimits(max_model_len=10, vocab_size=100, eos_token_ids=(7,)), Letters(), seed=3)
 
 
 def ask(prompt, **params):
@@ -126,7 +126,7 @@ def test_minus_one_is_the_whole_vocabulary(admission, bound, asked, given):
 
 @pytest.mark.parametrize(("field", "fits"), [("logprobs", {"max_tokens": 64}), ("prompt_logprobs", {"max_tokens": 1})])
 def test_a_vocabulary_at_more_positions_than_memory_should_hold_is_refused_with_numbers(field, fits):
-    limits = Limits(max_model_len=4096, vocab_size=150_000, max_logprobs=-1)
+    limits = ModelLimits(max_model_len=4096, vocab_size=150_000, max_logprobs=-1)
     admission = Admission(limits, Letters())
     assert admission.admit(ask([1] * 64, **{field: -1}, **fits))
     with pytest.raises(InvalidParameter, match=f"{150_000 * 256} numbers") as caught:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.admission import Admission, GenerationRequest, Limits
+from localllm.engine.admission import Admission, GenerationRequest, ModelLimits
 from localllm.engine.beam_search import BeamSearch, BeamSearchParams
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import InvalidParameter
@@ -56,7 +56,7 @@ def all_the_way(
 
 def search(asked: GenerationRequest, scores: Scores, eos: tuple[int, ...], vocab_size: int = VOCAB) -> BeamSearch:
     """Driven to its end."""
-    search = BeamSearch(asked, Admission(Limits(64, vocab_size, eos), Letters()))
+    search = BeamSearch(asked, Admission(ModelLimits(64, vocab_size, eos), Letters()))
     while not search.is_over:
         answers = []
         for request in search.requests():

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from localllm.engine.admission import Admission, GenerationRequest, Limits
+from localllm.engine.admission import Admission, GenerationRequest, ModelLimits
 from localllm.engine.client import EngineClient
 from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
@@ -36,7 +36,7 @@ def tokenizer(tiny_llama_path):
 
 def make_client(tokenizer, **config):
     engine = make_engine(**{"num_blocks": 200, **config})
-    limits = Limits(max_model_len=200, vocab_size=32)
+    limits = ModelLimits(max_model_len=200, vocab_size=32)
     return EngineClient(engine.loop, Admission(limits, tokenizer), tokenizer), engine
 
 
@@ -461,7 +461,7 @@ def test_compilers_that_are_stuck_harm_only_those_who_need_them(tokenizer, monke
     monkeypatch.setattr("localllm.engine.client.LARGE_COMPILE_S", 0.5)
     engine = make_engine()
     grammars = StuckGrammars()
-    admission = Admission(Limits(max_model_len=200, vocab_size=32), tokenizer, grammars=grammars)
+    admission = Admission(ModelLimits(max_model_len=200, vocab_size=32), tokenizer, grammars=grammars)
     client = EngineClient(engine.loop, admission, tokenizer)
 
     def prepared(choice):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.pooling import Answer, PoolingInput, PoolingLoop, Runner
+from localllm.engine.pooling import PooledValues, PoolingInput, PoolingLoop, PoolingRunner
 from localllm.engine.pooling_client import PoolingClient, PoolingLimits
 from localllm.errors import DeviceLost, EngineCrashed, EngineStopped, QueueFull, StepFailed
 
@@ -21,7 +21,7 @@ def tokens(first: int, length: int) -> PoolingInput:
     return PoolingInput((first,) * length)
 
 
-def answer(each: PoolingInput) -> Answer:
+def answer(each: PoolingInput) -> PooledValues:
     return [float(each.token_ids[0]), float(len(each.token_ids))]
 
 
@@ -33,7 +33,7 @@ class Recorder:
         self.gate, self.entered = threading.Event(), threading.Event()
         self.gate.set()
 
-    def __call__(self, batch: Sequence[PoolingInput]) -> list[Answer]:
+    def __call__(self, batch: Sequence[PoolingInput]) -> list[PooledValues]:
         self.batches.append(list(batch))
         self.entered.set()
         assert self.gate.wait(10)
@@ -43,7 +43,7 @@ class Recorder:
 
 
 @contextmanager
-def running(run: Runner, seqs: int = 4, budget: int = 64, queued: int = 1000) -> Iterator[PoolingLoop]:
+def running(run: PoolingRunner, seqs: int = 4, budget: int = 64, queued: int = 1000) -> Iterator[PoolingLoop]:
     loop = PoolingLoop(run, max_num_seqs=seqs, max_num_batched_tokens=budget, max_num_queued=queued)
     loop.start()
     try:
@@ -59,7 +59,7 @@ class Fails(Recorder):
         super().__init__()
         self.error = error
 
-    def __call__(self, batch: Sequence[PoolingInput]) -> list[Answer]:
+    def __call__(self, batch: Sequence[PoolingInput]) -> list[PooledValues]:
         answers = super().__call__(batch)
         if any(each.token_ids[0] == 0 for each in batch):
             raise self.error
@@ -102,7 +102,7 @@ def test_a_client_hears_that_its_engine_has_ended() -> None:
 
 
 def test_a_batch_that_fails_ends_its_own_requests() -> None:
-    answers: list[list[Answer]] = [[], [[1.0, 3.0]]]
+    answers: list[list[PooledValues]] = [[], [[1.0, 3.0]]]
     with running(lambda batch: answers.pop(0)) as loop:  # type: ignore[arg-type]
         assert isinstance(loop.submit([tokens(1, 3)]).exception(10), StepFailed)
         assert loop.submit([tokens(1, 3)]).result(10) == [[1.0, 3.0]]
@@ -148,7 +148,7 @@ def test_like_lengths_share_a_batch_and_the_oldest_is_always_in_it() -> None:
 
 def test_a_failed_batch_is_told_and_the_next_one_runs() -> None:
     class Fails(Recorder):
-        def __call__(self, batch: Sequence[PoolingInput]) -> list[Answer]:
+        def __call__(self, batch: Sequence[PoolingInput]) -> list[PooledValues]:
             if any(each.token_ids[0] == 13 for each in batch):
                 raise RuntimeError("boom")
             return super().__call__(batch)
@@ -176,7 +176,7 @@ def test_a_cancelled_request_leaves_the_queue() -> None:
 def test_a_full_queue_and_a_stopped_loop_refuse() -> None:
     recorder = Recorder()
     recorder.gate.clear()
-    waiting: Future[list[Answer]]
+    waiting: Future[list[PooledValues]]
     with running(recorder, seqs=1, queued=2) as loop:
         loop.submit([tokens(0, 1)])
         assert recorder.entered.wait(10)
@@ -223,7 +223,7 @@ def test_requests_take_turns() -> None:
 
 def test_the_rest_of_a_failed_request_is_not_computed() -> None:
     class Fails(Recorder):
-        def __call__(self, batch: Sequence[PoolingInput]) -> list[Answer]:
+        def __call__(self, batch: Sequence[PoolingInput]) -> list[PooledValues]:
             super().__call__(batch)
             raise RuntimeError("boom")
 

@@ -19,7 +19,7 @@ from localllm.errors import InvalidParameter
 from localllm.text import grammar_trial
 from localllm.text.grammar import LARGE_LEVELS, Grammars
 from localllm.text.grammar_levels import levels_of_lark, levels_of_schema
-from localllm.text.grammar_trial import TrialFailed, Trials, TrialUnavailable
+from localllm.text.grammar_trial import GrammarTrials, TrialFailed, TrialUnavailable
 from localllm.text.structured import MAX_LEVELS, StructuredOutputsParams
 from tests.text.vocabularies import tokenizer
 
@@ -160,25 +160,25 @@ class Words:
 
 
 @pytest.fixture
-def trials() -> Iterator[Trials]:
-    made = Trials(Words, {})
+def trials() -> Iterator[GrammarTrials]:
+    made = GrammarTrials(Words, {})
     yield made
     made.close()
 
 
-def test_a_trial_says_what_the_compiler_says(trials: Trials) -> None:
+def test_a_trial_says_what_the_compiler_says(trials: GrammarTrials) -> None:
     assert trials.run('start: "a"') is None
     assert "other" in str(trials.run("start: other"))
 
 
-def test_a_child_that_crashes_is_replaced(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_crashes_is_replaced(trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_trial, "STACK_BYTES", 2**20)
     with pytest.raises(TrialFailed, match="crashes"):
         trials.run(lark(9000))
     assert trials.run('start: "a"') is None
 
 
-def test_a_child_that_is_stuck_is_killed_and_replaced(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_is_stuck_is_killed_and_replaced(trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_trial, "WALL_S", 0.5)
     assert trials.run('start: "a"') is None
     assert trials._child is not None
@@ -191,13 +191,15 @@ def test_a_child_that_is_stuck_is_killed_and_replaced(trials: Trials, monkeypatc
     assert trials._child.pid != stuck
 
 
-def test_a_compile_without_end_is_ended_by_its_own_clock(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compile_without_end_is_ended_by_its_own_clock(
+    trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammar_trial, "CPU_S", 0.02)
     with pytest.raises(TrialFailed, match=r"0\.02 s"):
         trials.run(lark(9000, '"a" ', ' "b"'))
 
 
-def test_a_child_that_was_ended_by_others_is_replaced(trials: Trials) -> None:
+def test_a_child_that_was_ended_by_others_is_replaced(trials: GrammarTrials) -> None:
     assert trials.run('start: "a"') is None
     assert trials._child is not None
     trials._child.kill()
@@ -205,7 +207,7 @@ def test_a_child_that_was_ended_by_others_is_replaced(trials: Trials) -> None:
     assert trials.run('start: "a"') is None
 
 
-def test_the_child_ends_with_its_owner(trials: Trials) -> None:
+def test_the_child_ends_with_its_owner(trials: GrammarTrials) -> None:
     trials.run('start: "a"')
     child = trials._child
     assert child is not None
@@ -217,7 +219,7 @@ def test_the_child_ends_with_its_owner(trials: Trials) -> None:
 def test_without_a_child_large_grammars_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(TrialUnavailable):
-        Trials(Words, {}).run('start: "a"')
+        GrammarTrials(Words, {}).run('start: "a"')
     made = tokenizer("byte_level")
     grammars, asked = Grammars(made, made.vocab_size, [0]), StructuredOutputsParams(grammar=lark(LARGE_LEVELS * 10))
     assert grammars.is_large(asked)

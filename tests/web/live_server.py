@@ -16,7 +16,7 @@ from typing import Any, Self
 import httpx
 
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
-from localllm.engine.admission import Admission, Limits
+from localllm.engine.admission import Admission, ModelLimits
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import BlockPool
 from localllm.engine.client import EngineClient
@@ -75,7 +75,7 @@ def fake_model(
         max_num_queued_reqs=max_num_queued_reqs,
     )
     loop = EngineLoop(Scheduler(config, BlockPool(runner.num_blocks), BlockHasher(b"test", BLOCK_SIZE)), runner)
-    limits = Limits(MAX_MODEL_LEN, VOCAB_SIZE)
+    limits = ModelLimits(MAX_MODEL_LEN, VOCAB_SIZE)
     answers = answer_format(template)
     admission = Admission(
         limits,

@@ -30,7 +30,7 @@ class CannotForce(Exception):
     """No grammar guarantees that its texts are parsed as calls that fit their schema."""
 
 
-class Grammar:
+class GrammarBuilder:
     """Rules of a grammar, added as needed. The methods return expressions for use in other rules."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:

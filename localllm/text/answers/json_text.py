@@ -1,7 +1,7 @@
 """Parses JSON while it is being written: passes values on as they arrive, and reads calls that are JSON objects.
 
 Only brackets and strings of a value are tracked, so that it can be passed on before it is complete. Whether it is valid
-JSON is checked at the end by `Output`.
+JSON is checked at the end by `PartCollector`.
 Does not know: the markers around it.
 """
 
@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
-from localllm.text.answers.grammar import Grammar, Schema, dumps
-from localllm.text.answers.output import Output
+from localllm.text.answers.grammar import GrammarBuilder, Schema, dumps
+from localllm.text.answers.output import PartCollector
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.answers.values import parse_json
 
-Head: TypeAlias = Callable[[Grammar, str], str]
-ReadCall: TypeAlias = Callable[[Scanner, Output, Sequence[str]], Read[None]]
+Head: TypeAlias = Callable[[GrammarBuilder, str], str]
+ReadCall: TypeAlias = Callable[[Scanner, PartCollector, Sequence[str]], Read[None]]
 
 _OUTSIDE = re.compile(r'["{}\[\]<]')
 _INSIDE = re.compile(r'["\\\x00-\x1f]')
@@ -72,7 +72,7 @@ def read_string(scan: Scanner) -> Read[str]:
         raise NotACall(f"a string is not JSON: {error}") from error
 
 
-def pass_arguments(scan: Scanner, output: Output, stops: Sequence[str] = ()) -> Read[bool]:
+def pass_arguments(scan: Scanner, output: PartCollector, stops: Sequence[str] = ()) -> Read[bool]:
     """Pass on the open call's arguments as they arrive. Return False if they are cut off."""
 
     def give(text: str) -> None:
@@ -83,7 +83,7 @@ def pass_arguments(scan: Scanner, output: Output, stops: Sequence[str] = ()) -> 
 
 
 def read_json_call(
-    scan: Scanner, output: Output, stops: Sequence[str] = (), *, keys: Collection[str] | None = None
+    scan: Scanner, output: PartCollector, stops: Sequence[str] = (), *, keys: Collection[str] | None = None
 ) -> Read[None]:
     """Read `{"name": "f", "arguments": {...}}`, also with "parameters". The call starts with its arguments.
 
@@ -128,7 +128,7 @@ def read_json_call(
     output.arguments(held or "{}")
 
 
-def read_keyed_call(scan: Scanner, output: Output, stops: Sequence[str] = ()) -> Read[None]:
+def read_keyed_call(scan: Scanner, output: PartCollector, stops: Sequence[str] = ()) -> Read[None]:
     """Read `{"f": {...}}`. The call starts with its arguments. Raises `NotACall` before that."""
     yield from scan.expect("{")
     yield from scan.skip_space()
@@ -144,7 +144,7 @@ def read_keyed_call(scan: Scanner, output: Output, stops: Sequence[str] = ()) ->
 
 def read_json_calls(
     scan: Scanner,
-    output: Output,
+    output: PartCollector,
     stops: Sequence[str] = (),
     read_call: ReadCall = read_json_call,
 ) -> Read[None]:
@@ -162,24 +162,26 @@ def read_json_calls(
     scan.at += len(char)
 
 
-def named_head(grammar: Grammar, name: str) -> str:
+def named_head(grammar: GrammarBuilder, name: str) -> str:
     return grammar.text(f'{{"name": {dumps(name)}, "arguments": ')
 
 
-def json_call_rule(grammar: Grammar, tools: Mapping[str, Schema], head: Head = named_head) -> str:
+def json_call_rule(grammar: GrammarBuilder, tools: Mapping[str, Schema], head: Head = named_head) -> str:
     """Return a call of one of the tools as templates print it; `head` writes the part before the arguments."""
     return grammar.one_of(
         [f"{head(grammar, name)} {grammar.arguments(schema)} {grammar.text('}')}" for name, schema in tools.items()]
     )
 
 
-def json_calls_rule(grammar: Grammar, tools: Mapping[str, Schema], head: Head = named_head, *, parallel: bool) -> str:
+def json_calls_rule(
+    grammar: GrammarBuilder, tools: Mapping[str, Schema], head: Head = named_head, *, parallel: bool
+) -> str:
     """Return the text that `read_json_calls` reads."""
     call = json_call_rule(grammar, tools, head)
     return grammar.rule(f'"[" {call} (", " {call})* "]"' if parallel else f'"[" {call} "]"')
 
 
-def _start(scan: Scanner, output: Output, name: str, char: str, stops: Sequence[str]) -> Read[bool]:
+def _start(scan: Scanner, output: PartCollector, name: str, char: str, stops: Sequence[str]) -> Read[bool]:
     """Start a call. Return False if its arguments are cut off."""
     if char == "{":
         output.start_call(name)

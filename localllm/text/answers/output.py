@@ -39,7 +39,7 @@ class Enough(Exception):
     """The only allowed call is complete; the rest of the answer is not read."""
 
 
-class Output:
+class PartCollector:
     def __init__(
         self, tools: Sequence[Mapping[str, Any]] | None, new_id: Callable[[], str], *, parallel: bool = True
     ) -> None:

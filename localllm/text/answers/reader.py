@@ -11,7 +11,7 @@ from typing import Any
 
 from localllm.text.answers.formats.base import ContentReader, ToolFormat
 from localllm.text.answers.formats.harmony import FINAL
-from localllm.text.answers.output import Enough, Output, call_id
+from localllm.text.answers.output import Enough, PartCollector, call_id
 from localllm.text.answers.parts import Part
 from localllm.text.answers.reasoning import NO_PROMPT, PromptEnd, ReasoningPair, read_reasoning
 from localllm.text.answers.scanner import Read, Scanner
@@ -74,7 +74,9 @@ class AnswerReader:
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self._scan = Scanner()
-        self._output = Output(tools, new_id or (format.tools.new_id if format.tools else call_id), parallel=parallel)
+        self._output = PartCollector(
+            tools, new_id or (format.tools.new_id if format.tools else call_id), parallel=parallel
+        )
         self.is_over = False
         self._reading = self._read(format, prompt, calls=tools is None or len(tools) > 0)
         self._resume()

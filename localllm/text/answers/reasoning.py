@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from localllm.text.answers.output import Output
+from localllm.text.answers.output import PartCollector
 from localllm.text.answers.scanner import Read, Scanner
 
 
@@ -48,7 +48,7 @@ class PromptEnd(NamedTuple):
 NO_PROMPT = PromptEnd("")
 
 
-def read_reasoning(scan: Scanner, output: Output, pair: ReasoningPair, *, inside: bool) -> Read[bool]:
+def read_reasoning(scan: Scanner, output: PartCollector, pair: ReasoningPair, *, inside: bool) -> Read[bool]:
     """Read the reasoning at the start of an answer, without surrounding whitespace. Return False if there is none."""
     yield from scan.skip_space()
     if not (yield from scan.accept(pair.opener)) and not inside:  # a model may repeat the opener of the prompt

@@ -42,7 +42,7 @@ class Whole(Protocol):
 
 
 @dataclass(slots=True)
-class Answer:
+class ParsedAnswer:
     text: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 
 from localllm.text.answers.formats.arguments import LINE, TaggedArguments, pairs_rule
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.grammar import Grammar, Schema, checked_name, one_or_more
-from localllm.text.answers.output import Output
+from localllm.text.answers.grammar import GrammarBuilder, Schema, checked_name, one_or_more
+from localllm.text.answers.output import PartCollector
 from localllm.text.answers.scanner import Read, Scanner
 
 
@@ -35,7 +35,7 @@ class Glm4(ToolFormat):
     openers: tuple[str, ...] = ("<tool_call>",)
     closers: tuple[str, ...] = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
-    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
         """Read one call; the next one begins with an opener too."""
         call_end, key_begin, key_end, value_begin, value_end, *others = self.closers
         if (yield from scan.accept(*self.openers[:-1])):
@@ -58,7 +58,7 @@ class Glm4(ToolFormat):
         yield from arguments.end_without_marker(call_end)
         yield from scan.accept_behind_space(*others[1:])
 
-    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+    def write_calls(self, grammar: GrammarBuilder, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         end, key_begin, key_end, value_begin, _, *others = map(grammar.marker, self.closers)
         *before, begin = map(grammar.marker, self.openers)
         line = grammar.text(LINE)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from localllm.text.answers.grammar import Grammar, Schema, checked_name, plain_properties
-from localllm.text.answers.output import Output
+from localllm.text.answers.grammar import GrammarBuilder, Schema, checked_name, plain_properties
+from localllm.text.answers.output import PartCollector
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.answers.values import dump_string, types_of, value_to_json
 
@@ -19,7 +19,7 @@ LINE = "\n"
 
 
 def pairs_rule(
-    grammar: Grammar,
+    grammar: GrammarBuilder,
     schema: Schema,
     end: str,
     pair: Callable[[str, str, bool], str],
@@ -43,7 +43,7 @@ class TaggedArguments:
     """Converts one call's tagged arguments to JSON.
     The call starts with the first argument, or at the end if there is none."""
 
-    def __init__(self, scan: Scanner, output: Output, name: str) -> None:
+    def __init__(self, scan: Scanner, output: PartCollector, name: str) -> None:
         self._scan, self._output, self._name = scan, output, name
         self._schema = output.schema(name)
         self._begun = False

@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from localllm.text.answers.grammar import CannotForce, Grammar, Schema
-from localllm.text.answers.output import Output, call_id, tool_schemas
+from localllm.text.answers.grammar import CannotForce, GrammarBuilder, Schema
+from localllm.text.answers.output import PartCollector, call_id, tool_schemas
 from localllm.text.answers.reasoning import ReasoningPair
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.structured import StructuredOutputsParams
@@ -33,11 +33,11 @@ class ToolFormat(ABC):
     new_id: Callable[[], str] = staticmethod(call_id)
 
     @abstractmethod
-    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
         """Read calls, beginning with their opener. Raises `NotACall`; uncommitted text then becomes content."""
 
     @abstractmethod
-    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+    def write_calls(self, grammar: GrammarBuilder, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         """Return the expression of one call or, if `parallel`, of several. Raises `CannotForce`."""
 
     def call_grammar(
@@ -58,7 +58,7 @@ class ToolFormat(ABC):
         """
         schemas = tool_schemas(tools)
         chosen = schemas if choice == "required" else {choice: schemas[choice]}
-        grammar = Grammar(tokenizer)
+        grammar = GrammarBuilder(tokenizer)
         try:
             written = self.write_calls(grammar, chosen, parallel=parallel)
             if answer is not None:
@@ -69,19 +69,19 @@ class ToolFormat(ABC):
         except (CannotForce, RecursionError):
             return None
 
-    def begins_apart(self, grammar: Grammar, answer: StructuredOutputsParams) -> bool:
+    def begins_apart(self, grammar: GrammarBuilder, answer: StructuredOutputsParams) -> bool:
         """Return whether no text of `answer` begins like a call: with its token, or its first character."""
         marker = self.openers[0]
         return grammar.has_token(marker) or (not self.bare and not answer.may_begin_with(marker[0]))
 
-    def write_answer(self, grammar: Grammar, answer: str, frame: Sequence[str]) -> str:
+    def write_answer(self, grammar: GrammarBuilder, answer: str, frame: Sequence[str]) -> str:
         """Return the expression of a text that is not a call."""
         if not frame:
             return answer
         marker = grammar.one_of([grammar.marker(marker) for marker in frame])
         return f"{marker}? {marker}? {answer} {marker}?"
 
-    def read(self, scan: Scanner, output: Output, content: ContentReader) -> Read[None]:
+    def read(self, scan: Scanner, output: PartCollector, content: ContentReader) -> Read[None]:
         """Parse an answer."""
         opener, num_broken = "", 0
         if not self.bare:
@@ -112,7 +112,7 @@ class ContentReader:
     first one is dropped.
     """
 
-    def __init__(self, scan: Scanner, output: Output, frame: Sequence[str] = (), orphan: str = "") -> None:
+    def __init__(self, scan: Scanner, output: PartCollector, frame: Sequence[str] = (), orphan: str = "") -> None:
         self._scan, self._output = scan, output
         self._frame, self._orphan = tuple(frame), orphan
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from localllm.text.answers.formats.base import ToolFormat
 from localllm.text.answers.grammar import (
     CannotForce,
-    Grammar,
+    GrammarBuilder,
     Schema,
     checked_name,
     dumps,
@@ -22,7 +22,7 @@ from localllm.text.answers.grammar import (
     require_only,
     with_definitions,
 )
-from localllm.text.answers.output import Output
+from localllm.text.answers.output import PartCollector
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.answers.values import dump_string, options_of, resolve, types_of, value_to_json, values_of
 
@@ -38,7 +38,7 @@ class Gemma4(ToolFormat):
     openers = ("<|tool_call>",)
     closers = ("<tool_call|>", '<|"|>')
 
-    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
         yield from scan.expect(*self.openers)
         yield from scan.skip_space()
         yield from scan.expect("call:")
@@ -54,7 +54,7 @@ class Gemma4(ToolFormat):
         if (yield from self._pass_value(scan, give, 0)):
             yield from scan.accept_behind_space(self.closers[0])
 
-    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+    def write_calls(self, grammar: GrammarBuilder, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         begin, end = grammar.marker(self.openers[0]), grammar.marker(self.closers[0])
         calls = []
         for name, schema in tools.items():
@@ -110,7 +110,7 @@ class Gemma4(ToolFormat):
         scan.rewind()
         return ""
 
-    def _object(self, grammar: Grammar, schema: Schema, root: Schema) -> str:
+    def _object(self, grammar: GrammarBuilder, schema: Schema, root: Schema) -> str:
         pairs = []
         for key, value, required in sorted(plain_properties(schema), key=lambda one: one[0]):
             if not key.isidentifier():
@@ -118,7 +118,7 @@ class Gemma4(ToolFormat):
             pairs.append((f"{grammar.text(f'{key}:')} {self._value(grammar, value, root)}", required))
         return f'"{{" {grammar.list_of(pairs, dumps(","))} "}}"'
 
-    def _value(self, grammar: Grammar, schema: object, root: Schema) -> str:
+    def _value(self, grammar: GrammarBuilder, schema: object, root: Schema) -> str:
         schema = resolve(schema, root)
         if not isinstance(schema, Mapping):
             raise CannotForce
@@ -141,7 +141,7 @@ class Gemma4(ToolFormat):
             return self._object(grammar, schema, root)
         return grammar.json(with_definitions(schema, root))
 
-    def _array(self, grammar: Grammar, schema: Schema, root: Schema) -> str:
+    def _array(self, grammar: GrammarBuilder, schema: Schema, root: Schema) -> str:
         require_only(schema, "type", "items", "minItems", "maxItems")
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if not isinstance(least, int) or not isinstance(most, int | None) or most == 0:
@@ -152,7 +152,7 @@ class Gemma4(ToolFormat):
         others = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}' if most != 1 else ""
         return f'"[" ({item} {others}){"" if least else "?"} "]"'
 
-    def _literal(self, grammar: Grammar, value: object) -> str:
+    def _literal(self, grammar: GrammarBuilder, value: object) -> str:
         if isinstance(value, list | dict):
             raise CannotForce
         if not isinstance(value, str):

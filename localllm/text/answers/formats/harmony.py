@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from localllm.text.answers.formats.base import ContentReader, ToolFormat
-from localllm.text.answers.grammar import CannotForce, Grammar, Schema, checked_name
-from localllm.text.answers.output import Output
+from localllm.text.answers.grammar import CannotForce, GrammarBuilder, Schema, checked_name
+from localllm.text.answers.output import PartCollector
 from localllm.text.answers.reasoning import ReasoningPair
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 
@@ -37,7 +37,7 @@ class Harmony(ToolFormat):
     reasoning = ReasoningPair(f"{CHANNEL}{ANALYSIS}{MESSAGE}", ENDS[0])
     reads_reasoning = True
 
-    def read(self, scan: Scanner, output: Output, content: ContentReader) -> Read[None]:
+    def read(self, scan: Scanner, output: PartCollector, content: ContentReader) -> Read[None]:
         while (yield from scan.peek()):
             scan.commit()
             try:
@@ -51,7 +51,7 @@ class Harmony(ToolFormat):
                     yield from _pass_body(scan, output.content)
             scan.commit()
 
-    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
         """Read one message of any kind."""
         if not (yield from scan.next_of(*self.openers)):
             yield from _pass_body(scan, output.content)
@@ -73,7 +73,7 @@ class Harmony(ToolFormat):
         else:
             yield from _pass_body(scan, output.content)
 
-    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+    def write_calls(self, grammar: GrammarBuilder, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         """Return optional reasoning, then one call: the model is trained to wait for the result of each."""
         channel, message = grammar.marker(CHANNEL), grammar.marker(MESSAGE)
         call = grammar.one_of(
@@ -85,11 +85,11 @@ class Harmony(ToolFormat):
         )
         return f"{_thought(grammar)} {channel} {call}"
 
-    def write_answer(self, grammar: Grammar, answer: str, frame: Sequence[str]) -> str:
+    def write_answer(self, grammar: GrammarBuilder, answer: str, frame: Sequence[str]) -> str:
         return f"{_thought(grammar)} {grammar.marker(FINAL)} {answer}"
 
 
-def _thought(grammar: Grammar) -> str:
+def _thought(grammar: GrammarBuilder) -> str:
     """Return optional reasoning followed by the start of the next message."""
     if not grammar.has_token(START):
         raise CannotForce

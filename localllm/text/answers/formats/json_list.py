@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.grammar import Grammar, Schema, dumps
+from localllm.text.answers.grammar import GrammarBuilder, Schema, dumps
 from localllm.text.answers.json_text import (
     ReadCall,
     json_calls_rule,
@@ -26,23 +26,23 @@ from localllm.text.answers.json_text import (
     read_json_calls,
     read_keyed_call,
 )
-from localllm.text.answers.output import Output
+from localllm.text.answers.output import PartCollector
 from localllm.text.answers.scanner import Read, Scanner
 
 
 class JsonList(ToolFormat):
     read_call: ReadCall = staticmethod(read_json_call)
 
-    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
         yield from scan.expect(*self.openers)
         yield from scan.skip_space()
         yield from read_json_calls(scan, output, self.closers, self.read_call)
         yield from scan.accept_behind_space(*self.closers)
 
-    def write_head(self, grammar: Grammar, name: str) -> str:
+    def write_head(self, grammar: GrammarBuilder, name: str) -> str:
         return named_head(grammar, name)
 
-    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+    def write_calls(self, grammar: GrammarBuilder, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         calls = json_calls_rule(grammar, tools, self.write_head, parallel=parallel)
         return " ".join([grammar.marker(self.openers[0]), calls, *map(grammar.marker, self.closers)])
 
@@ -75,7 +75,7 @@ class Command(JsonList):
     openers = ("<|START_ACTION|>",)
     closers = ("<|END_ACTION|>",)
 
-    def write_head(self, grammar: Grammar, name: str) -> str:
+    def write_head(self, grammar: GrammarBuilder, name: str) -> str:
         begin, behind = '{"tool_call_id": "', f'", "tool_name": {dumps(name)}, "parameters": '
         return f"{grammar.text(begin)} /[0-9]{{1,2}}/ {grammar.text(behind)}"
 
@@ -86,5 +86,5 @@ class Apertus(JsonList):
     closers = ("<|tools_suffix|>",)
     read_call = staticmethod(read_keyed_call)
 
-    def write_head(self, grammar: Grammar, name: str) -> str:
+    def write_head(self, grammar: GrammarBuilder, name: str) -> str:
         return grammar.text(f"{{{dumps(name)}: ")

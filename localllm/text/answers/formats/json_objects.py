@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.grammar import Grammar, Schema, one_or_more
+from localllm.text.answers.grammar import GrammarBuilder, Schema, one_or_more
 from localllm.text.answers.json_text import json_call_rule, read_json_call
-from localllm.text.answers.output import Output
+from localllm.text.answers.output import PartCollector
 from localllm.text.answers.scanner import Read, Scanner
 
 
@@ -29,7 +29,7 @@ class Hermes(ToolFormat):
     openers: tuple[str, ...] = ("<tool_call>",)
     closers = ("</tool_call>",)
 
-    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
         yield from scan.expect(*self.openers)
         yield from scan.skip_space()
         yield from read_json_call(scan, output, self.closers)
@@ -37,7 +37,7 @@ class Hermes(ToolFormat):
             scan.at -= 1
             yield from read_json_call(scan, output, self.closers)
 
-    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+    def write_calls(self, grammar: GrammarBuilder, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         begin, end = grammar.marker(self.openers[0]), grammar.marker(self.closers[0])
         one = json_call_rule(grammar, tools)
         call = grammar.rule(begin, grammar.text("\n"), one, grammar.text("\n"), end)
@@ -49,7 +49,7 @@ class MiniMaxM1(Hermes):
     openers = ("<tool_calls>",)
     closers = ("</tool_calls>",)
 
-    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+    def write_calls(self, grammar: GrammarBuilder, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         calls = one_or_more(json_call_rule(grammar, tools), parallel=parallel)
         line = grammar.text("\n")
         return " ".join([grammar.marker(self.openers[0]), line, calls, line, grammar.marker(self.closers[0])])
@@ -62,7 +62,7 @@ class GigaChat(Hermes):
     openers = ("<|function_call|>", "function call<|role_sep|>\n")
     closers = ("<|message_sep|>",)
 
-    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+    def write_calls(self, grammar: GrammarBuilder, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         new, old = self.openers
         begin = new if grammar.has_token(new) else f"{self.closers[0]}\n\n{old}"
         return f"{grammar.marker(begin)} {json_call_rule(grammar, tools)}"

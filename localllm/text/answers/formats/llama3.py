@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.grammar import Grammar, Schema, dumps
+from localllm.text.answers.grammar import GrammarBuilder, Schema, dumps
 from localllm.text.answers.json_text import json_call_rule, read_json_call
-from localllm.text.answers.output import Output
+from localllm.text.answers.output import PartCollector
 from localllm.text.answers.scanner import Read, Scanner
 from localllm.text.structured import StructuredOutputsParams
 
@@ -26,7 +26,7 @@ class Llama3Json(ToolFormat):
     openers = ("<|python_tag|>",)
     bare = True
 
-    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
         if (yield from scan.skip_space()) != "{":
             yield from scan.expect(*self.openers)
             yield from scan.skip_space()
@@ -40,12 +40,12 @@ class Llama3Json(ToolFormat):
             scan.commit()
         scan.rewind()
 
-    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+    def write_calls(self, grammar: GrammarBuilder, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         return json_call_rule(grammar, tools, _head)  # trained to make one call at a time
 
-    def begins_apart(self, grammar: Grammar, answer: StructuredOutputsParams) -> bool:
+    def begins_apart(self, grammar: GrammarBuilder, answer: StructuredOutputsParams) -> bool:
         return False  # a call begins like any JSON object
 
 
-def _head(grammar: Grammar, name: str) -> str:
+def _head(grammar: GrammarBuilder, name: str) -> str:
     return grammar.text(f'{{"name": {dumps(name)}, "parameters": ')

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.grammar import Grammar, Schema, checked_name, one_or_more
+from localllm.text.answers.grammar import GrammarBuilder, Schema, checked_name, one_or_more
 from localllm.text.answers.json_text import pass_arguments
-from localllm.text.answers.output import Output
+from localllm.text.answers.output import PartCollector
 from localllm.text.answers.reasoning import ReasoningPair
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 
@@ -37,7 +37,7 @@ class Marked(ToolFormat):
 
     between = ""  # between calls
 
-    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
         *before, begin = self.openers
         if (yield from scan.accept(*before)):
             yield from scan.skip_space()
@@ -52,10 +52,10 @@ class Marked(ToolFormat):
         yield from scan.expect(self.closers[0])
         return name, ""
 
-    def write_head(self, grammar: Grammar, name: str) -> str:
+    def write_head(self, grammar: GrammarBuilder, name: str) -> str:
         return f"{grammar.text(name)} {grammar.marker(self.closers[0])}"
 
-    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+    def write_calls(self, grammar: GrammarBuilder, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         *before, begin = map(grammar.marker, self.openers)
         end, *behind = map(grammar.marker, self.closers[1:3])
         call = grammar.one_of(
@@ -66,10 +66,10 @@ class Marked(ToolFormat):
         )
         return " ".join([*before, one_or_more(call, parallel=parallel, between=self.between), *behind])
 
-    def write_arguments(self, grammar: Grammar, schema: Schema) -> str:
+    def write_arguments(self, grammar: GrammarBuilder, schema: Schema) -> str:
         return grammar.arguments(schema)
 
-    def _read_call(self, scan: Scanner, output: Output) -> Read[None]:
+    def _read_call(self, scan: Scanner, output: PartCollector) -> Read[None]:
         name, call_id = yield from self.read_head(scan)
         output.schema(name)
         if (yield from scan.skip_space()) != "{":
@@ -100,10 +100,10 @@ class DeepSeek(DeepSeek31):
             yield from scan.expect("```json")
         return name, ""
 
-    def write_head(self, grammar: Grammar, name: str) -> str:
+    def write_head(self, grammar: GrammarBuilder, name: str) -> str:
         return f"{super().write_head(grammar, 'function')} {grammar.text(f'{name}{FENCE}')}"
 
-    def write_arguments(self, grammar: Grammar, schema: Schema) -> str:
+    def write_arguments(self, grammar: GrammarBuilder, schema: Schema) -> str:
         return f"{grammar.arguments(schema)} {grammar.text(FENCE_END)}"
 
 
@@ -119,7 +119,7 @@ class KimiK2(Marked):
         name, _, number = call_id.rpartition(":")
         return (name if number.isdigit() else call_id).removeprefix("functions."), call_id
 
-    def write_head(self, grammar: Grammar, name: str) -> str:
+    def write_head(self, grammar: GrammarBuilder, name: str) -> str:
         return f"{grammar.text(f'functions.{name}:')} /[0-9]{{1,3}}/ {grammar.marker(self.closers[0])}"
 
 
@@ -135,7 +135,7 @@ class Solar(Marked):
         name, _ = yield from super().read_head(scan)
         return name, call_id
 
-    def write_head(self, grammar: Grammar, name: str) -> str:
+    def write_head(self, grammar: GrammarBuilder, name: str) -> str:
         return f"/[a-z0-9]{{10}}/ {grammar.marker(self.closers[3])} {super().write_head(grammar, name)}"
 
 

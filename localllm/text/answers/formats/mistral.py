@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.grammar import Grammar, Schema, checked_name
+from localllm.text.answers.grammar import GrammarBuilder, Schema, checked_name
 from localllm.text.answers.json_text import json_calls_rule, pass_arguments, read_json_calls
-from localllm.text.answers.output import Output, short_call_id
+from localllm.text.answers.output import PartCollector, short_call_id
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 
 
@@ -23,7 +23,7 @@ class Mistral(ToolFormat):
     closers = ("[ARGS]", "[CALL_ID]")
     new_id = staticmethod(short_call_id)
 
-    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
         yield from scan.expect(*self.openers)
         if (yield from scan.skip_space()) == "[":
             yield from read_json_calls(scan, output)
@@ -39,7 +39,7 @@ class Mistral(ToolFormat):
         output.start_call(name, call_id)
         yield from pass_arguments(scan, output)
 
-    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+    def write_calls(self, grammar: GrammarBuilder, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         """Return the format of the vocabulary: newer models have a token `[ARGS]`."""
         begin = grammar.marker(self.openers[0])
         if not grammar.has_token("[ARGS]"):

@@ -12,8 +12,15 @@ import re
 from collections.abc import Mapping
 
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.grammar import CannotForce, Grammar, Schema, checked_name, plain_properties, with_definitions
-from localllm.text.answers.output import Output
+from localllm.text.answers.grammar import (
+    CannotForce,
+    GrammarBuilder,
+    Schema,
+    checked_name,
+    plain_properties,
+    with_definitions,
+)
+from localllm.text.answers.output import PartCollector
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.answers.values import dump_string, parse_json, python_to_json
 from localllm.text.structured import StructuredOutputsParams
@@ -28,7 +35,7 @@ class Pythonic(ToolFormat):
     closers = ("<|python_end|>", "<|tool_call_end|>")
     bare = True
 
-    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
         yield from scan.skip_space()
         yield from scan.accept(*self.openers)
         yield from scan.skip_space()
@@ -45,7 +52,7 @@ class Pythonic(ToolFormat):
         scan.at += len(char)
         yield from scan.accept_behind_space(*self.closers)
 
-    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+    def write_calls(self, grammar: GrammarBuilder, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         call = grammar.one_of(
             [
                 f'{grammar.text(f"{checked_name(name)}(")} {_keywords(grammar, schema)} ")"'
@@ -58,11 +65,11 @@ class Pythonic(ToolFormat):
                 return f"{grammar.marker(begin)} {calls} {grammar.marker(end)}"
         return calls
 
-    def begins_apart(self, grammar: Grammar, answer: StructuredOutputsParams) -> bool:
+    def begins_apart(self, grammar: GrammarBuilder, answer: StructuredOutputsParams) -> bool:
         return any(map(grammar.has_token, self.openers))
 
 
-def _keywords(grammar: Grammar, schema: Schema) -> str:
+def _keywords(grammar: GrammarBuilder, schema: Schema) -> str:
     """Return `a=1, b="x"` in the schema's order; arguments that are not required may be missing."""
     pairs = []
     for name, value, required in plain_properties(schema):
@@ -72,7 +79,7 @@ def _keywords(grammar: Grammar, schema: Schema) -> str:
     return grammar.list_of(pairs, '", "')
 
 
-def _read_call(scan: Scanner, output: Output) -> Read[bool]:
+def _read_call(scan: Scanner, output: PartCollector) -> Read[bool]:
     """Read `f(a=1, b="x")`. Return False if it is cut off, or if its rest is not valid;
     the rest is then passed on as arguments."""
     name = yield from scan.name()
@@ -105,7 +112,7 @@ def _read_call(scan: Scanner, output: Output) -> Read[bool]:
     return True
 
 
-def _give_rest(scan: Scanner, output: Output, *, begun: bool) -> Read[bool]:
+def _give_rest(scan: Scanner, output: PartCollector, *, begun: bool) -> Read[bool]:
     if not begun:
         raise NotACall("its arguments have no names")
     scan.rewind()

@@ -24,8 +24,8 @@ from collections.abc import Mapping
 
 from localllm.text.answers.formats.arguments import LINE, TaggedArguments, pairs_rule
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.grammar import Grammar, Schema, checked_name, one_or_more
-from localllm.text.answers.output import Output
+from localllm.text.answers.grammar import GrammarBuilder, Schema, checked_name, one_or_more
+from localllm.text.answers.output import PartCollector
 from localllm.text.answers.scanner import Read, Scanner
 
 CDATA, CDATA_END = "<![CDATA[", "]]>"
@@ -46,7 +46,7 @@ class Tagged(ToolFormat):
     typed = False  # tags state which values are text
     cdata = False
 
-    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+    def read_calls(self, scan: Scanner, output: PartCollector) -> Read[None]:
         """Read one call; a further one in the same tags begins with an opener too."""
         value_end, call_end, *end = self.closers
         if (yield from scan.accept(*self.openers[:-1])):
@@ -75,7 +75,7 @@ class Tagged(ToolFormat):
         else:
             yield from arguments.end_without_marker(*end)
 
-    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+    def write_calls(self, grammar: GrammarBuilder, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         value_end, call_end, *ends = self.closers
         line, argument = grammar.text(self.line), grammar.marker(self.argument)
 
