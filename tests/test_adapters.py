@@ -23,7 +23,7 @@ from localllm.engine.request import Request
 from localllm.errors import ConfigError, InvalidParameter, ModelNotFound, UnsupportedOption
 from localllm.kernels import launch
 from localllm.models.architectures.read_spec import read_spec
-from localllm.models.layers.lora import LoraRoom
+from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model
 from localllm.models.weights.lora import open_lora, put_lora
 from localllm.serving.adapters import AdapterBusy, AdapterRefused, Adapters
@@ -63,7 +63,7 @@ def requests(adapters: list[Adapter | None], count: int, tokens: tuple[int, int]
 
 
 def loaded_model(path: Path, folders: dict[str, Path]) -> tuple[Any, list[Adapter | None]]:
-    model = load_model(path, read_spec(path), CPU, torch.float32, lora=LoraRoom(2, 4))
+    model = load_model(path, read_spec(path), CPU, torch.float32, lora=LoraLimits(2, 4))
     adapters: list[Adapter | None] = [None]
     for slot, name in enumerate("ab"):
         put_lora(open_lora(folders[name]), model.lora, slot)  # type: ignore[union-attr, arg-type]
@@ -195,7 +195,7 @@ def test_a_refused_request_counts_no_longer() -> None:
 
 @pytest.fixture
 def adapters(tiny_llama_path: Path) -> Adapters:
-    model = load_model(tiny_llama_path, read_spec(tiny_llama_path), CPU, torch.float32, lora=LoraRoom(2, 4))
+    model = load_model(tiny_llama_path, read_spec(tiny_llama_path), CPU, torch.float32, lora=LoraLimits(2, 4))
     return Adapters(model.lora, ("tiny", "org/tiny"))  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ from localllm.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from localllm.models.fit import Estimate, FitOption
-    from localllm.models.library.look import Looked
+    from localllm.models.library.inspection import InspectedCheckpoint
     from localllm.models.spec.model_spec import ModelSpec
 
 
@@ -26,10 +26,10 @@ def fit(options: argparse.Namespace) -> int:
     """Print the estimates. Return exit code 4 if the model does not fit on the device that `up` would use."""
     from localllm.machine.hardware import read_hardware
     from localllm.models.fit.checkpoint import estimate_checkpoint
-    from localllm.models.library.look import look_at
+    from localllm.models.library.inspection import inspect_checkpoint
 
     config = settings_from(options).engine
-    with look_at(config.model, config.revision) as found:
+    with inspect_checkpoint(config.model, config.revision) as found:
         spec, estimates = estimate_checkpoint(found.path, config, read_hardware())
     if options.json:
         print(json.dumps(_facts(found, spec, estimates), indent=2))
@@ -41,7 +41,7 @@ def fit(options: argparse.Namespace) -> int:
 # ---- for people ------------------------------------------------------------------------------------------------------
 
 
-def _tell(found: Looked, spec: ModelSpec, estimates: Sequence[Estimate]) -> None:
+def _tell(found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estimate]) -> None:
     from localllm.models.fit.table import fit_rows
 
     print(f"{found.name} · {spec.architecture} · context of {format_count(spec.max_position)} tokens")
@@ -76,7 +76,7 @@ def _tell_device(each: Estimate, *, several: bool) -> None:
 # ---- for programs ----------------------------------------------------------------------------------------------------
 
 
-def _facts(found: Looked, spec: ModelSpec, estimates: Sequence[Estimate]) -> dict[str, Any]:
+def _facts(found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estimate]) -> dict[str, Any]:
     return {
         "model": found.name,
         "architecture": spec.architecture,

@@ -25,7 +25,7 @@ from localllm.models.formats.linear_format import LinearFormat
 from localllm.models.formats.matrices import MatrixFormat
 from localllm.models.formats.opening import open_checkpoint
 from localllm.models.formats.registry import linear_format
-from localllm.models.layers.lora import LoraBank, LoraRoom
+from localllm.models.layers.lora import LoraBank, LoraLimits
 from localllm.models.spec.family import Storage
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.parameters import held_bytes
@@ -45,7 +45,7 @@ def load_model(
     max_model_len: int | None = None,
     quantization: str | None = None,
     verify: bool | None = None,
-    lora: LoraRoom | None = None,
+    lora: LoraLimits | None = None,
     cpu_weights: str = "fast",
 ) -> DecoderModel | TransformersModel:
     """Load the model in folder or GGUF file `path`. progress(bytes read, bytes in all) is called after each weight.
@@ -85,7 +85,7 @@ def resident_bytes(
     *,
     max_model_len: int | None = None,
     quantization: str | None = None,
-    lora: LoraRoom | None = None,
+    lora: LoraLimits | None = None,
     cpu_weights: str = "fast",
 ) -> int:
     """Return the exact bytes of `load_model`'s result from the headers, with rotary tables and adapter buffers."""
@@ -131,8 +131,8 @@ def _at_load(spec: ModelSpec, asked: str | None) -> AtLoad | None:
     return found
 
 
-def _lora_bank(spec: ModelSpec, room: LoraRoom | None) -> LoraBank | None:
-    if room is None:
+def _lora_bank(spec: ModelSpec, limits: LoraLimits | None) -> LoraBank | None:
+    if limits is None:
         return None
     if spec.implementation != "localllm":
         raise UnsupportedOption(
@@ -141,7 +141,7 @@ def _lora_bank(spec: ModelSpec, room: LoraRoom | None) -> LoraBank | None:
             "Leave out --enable-lora and --lora-modules.",
             param="enable_lora",
         )
-    return LoraBank(room)
+    return LoraBank(limits)
 
 
 def _lora_storage(spec: ModelSpec, storage: Storage) -> Storage | None:

@@ -173,7 +173,7 @@ def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: H
     """Return the settings with a tuned profile's values wherever the user set nothing, if the profile fits."""
     from localllm.models.architectures.read_spec import weights_bytes
     from localllm.models.fit import plan_memory
-    from localllm.models.fit.checkpoint import count_resident, lora_room
+    from localllm.models.fit.checkpoint import count_resident, lora_limits
     from localllm.models.fit.plan import choose_gpu
     from localllm.serving.profiles import choose, key_of, read_profiles, settings_that_fit
 
@@ -186,7 +186,7 @@ def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: H
     choice = choose(config.profile, key_of(found.path, config, hardware, device), profiles)
     if choice is None:
         return settings
-    resident = count_resident(found.path, spec, config.cpu_weights, lora_room(config))
+    resident = count_resident(found.path, spec, config.cpu_weights, lora_limits(config))
 
     def context_of(settings: Settings) -> int:
         stored = weights_bytes(found.path)
@@ -202,10 +202,10 @@ def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: H
 def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> MemoryPlan:
     from localllm.models.architectures.read_spec import weights_bytes
     from localllm.models.fit import plan_memory
-    from localllm.models.fit.checkpoint import count_resident, lora_room
+    from localllm.models.fit.checkpoint import count_resident, lora_limits
 
     with report_phase("fit", on_phase) as report:
-        resident = count_resident(path, spec, config.cpu_weights, lora_room(config))
+        resident = count_resident(path, spec, config.cpu_weights, lora_limits(config))
         plan = plan_memory(config, spec, weights_bytes(path), hardware, resident_bytes=resident)
         for note in plan.notes:
             log.info("plan note=%r", note)
@@ -244,10 +244,10 @@ def _load(
 ) -> tuple[Runner, MemoryPlan, MemoryReport]:
     import torch
 
-    from localllm.kernels.cpu.pack import in_words
+    from localllm.kernels.cpu.pack import describe_layout
     from localllm.machine.hardware import process_bytes
     from localllm.models.fit import MemoryReport
-    from localllm.models.fit.checkpoint import lora_room
+    from localllm.models.fit.checkpoint import lora_limits
     from localllm.models.loader import load_model
     from localllm.runner.device_memory import make_current
     from localllm.runner.opening import open_runner
@@ -266,11 +266,11 @@ def _load(
         length, quantization = plan.max_model_len, config.quantization
         model = load_model(
             path, spec, device, dtype, progress,
-            max_model_len=length, quantization=quantization, verify=config.verify, lora=lora_room(config),
+            max_model_len=length, quantization=quantization, verify=config.verify, lora=lora_limits(config),
             cpu_weights=config.cpu_weights,
         )  # fmt: skip
         if device.type == "cpu" and (quantization or spec.quantization):
-            report(in_words(config.cpu_weights))
+            report(describe_layout(config.cpu_weights))
     loaded = process_bytes() - process_before
     with report_phase("memory", on_phase) as report:
         runner, kept = open_runner(model, spec, config, plan, hardware, report, held_before)

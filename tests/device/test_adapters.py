@@ -11,7 +11,7 @@ from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.models.architectures.read_spec import read_spec
-from localllm.models.layers.lora import LoraRoom
+from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model
 from localllm.models.weights.lora import open_lora, put_lora
 from tests.adapters import make_tiny_adapter, merged
@@ -28,7 +28,7 @@ def test_adapters(graphs: str, tiny_llama_path: Path, tmp_path: Path) -> None:
     folders = [make_tiny_adapter(tmp_path / name, tiny_llama_path, seed=seed) for seed, name in enumerate("ab")]
     bases = [load_reference(tiny_llama_path), *(merged(tiny_llama_path, folder) for folder in folders)]
     spec = read_spec(tiny_llama_path)
-    model = load_model(tiny_llama_path, spec, DEVICE, torch.float32, max_model_len=160, lora=LoraRoom(2, 4))
+    model = load_model(tiny_llama_path, spec, DEVICE, torch.float32, max_model_len=160, lora=LoraLimits(2, 4))
     adapters: list[Adapter | None] = [None]
     for slot, folder in enumerate(folders):
         put_lora(open_lora(folder), model.lora, slot)  # type: ignore[union-attr, arg-type]

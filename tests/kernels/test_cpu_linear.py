@@ -29,7 +29,7 @@ from localllm.kernels.int8_linear import quantize_int8
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
-from localllm.models.layers.linear import Linear, laid_out_bytes, lay_out
+from localllm.models.layers.linear import Linear, device_layout_bytes, to_device_layout
 from localllm.models.weights.parameters import held_bytes
 
 pytestmark = pytest.mark.skipif(
@@ -144,7 +144,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so() -> None:
     x = normal(5, 64)
     x[1], x[2, 3], x[3, 4] = 0, math.nan, math.inf
     for rows in (x, x[1:2], x[2:3], x[3:4]):
-        y = lay_out(quantize_int8(normal(16, 64)), "fast").linear(rows)  # type: ignore[union-attr]
+        y = to_device_layout(quantize_int8(normal(16, 64)), "fast").linear(rows)  # type: ignore[union-attr]
         finite = rows.isfinite().all(1)
         assert bool((y.isfinite().all(1) == finite).all())
         assert bool((y[(rows == 0).all(1)] == 0).all())
@@ -261,9 +261,9 @@ def test_single_rows_of_a_table() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_bytes_are_known_before(name: str, mode: str) -> None:
     weight = KINDS[name]()
-    assert laid_out_bytes(weight, CPU, mode) == held_bytes(lay_out(weight, mode))
-    assert laid_out_bytes(weight, torch.device("cuda"), mode) == weight.nbytes
-    assert (lay_out(weight, mode) is weight) == (mode == "exact")
+    assert device_layout_bytes(weight, CPU, mode) == held_bytes(to_device_layout(weight, mode))
+    assert device_layout_bytes(weight, torch.device("cuda"), mode) == weight.nbytes
+    assert (to_device_layout(weight, mode) is weight) == (mode == "exact")
 
 
 def test_layouts_by_mode() -> None:
@@ -280,25 +280,25 @@ def test_layouts_by_mode() -> None:
 def test_a_small_weight_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 48 * 256 + 1)
     weight = quantize_int8(normal(48, 256))
-    assert lay_out(weight, "fast") is weight
+    assert to_device_layout(weight, "fast") is weight
     monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 48 * 256)
-    assert isinstance(lay_out(weight, "fast"), CpuInt8Weight)
+    assert isinstance(to_device_layout(weight, "fast"), CpuInt8Weight)
 
 
 def test_parts_become_one_matrix_where_that_takes_no_more() -> None:
     parts = [gguf("Q6_K", 64, 256), gguf("Q8_0", 20, 256)]
     whole = StackedWeight(parts)
-    packed = lay_out(whole, "fast")
+    packed = to_device_layout(whole, "fast")
     assert isinstance(packed, CpuInt8Weight)
-    assert packed.nbytes == laid_out_bytes(whole, CPU, "fast")
-    assert packed.nbytes == sum(laid_out_bytes(part, CPU, "fast") for part in parts)
+    assert packed.nbytes == device_layout_bytes(whole, CPU, "fast")
+    assert packed.nbytes == sum(device_layout_bytes(part, CPU, "fast") for part in parts)
     x = normal(3, 256)
     assert error(packed.linear(x), product(x, whole.dequantize(torch.float32))) < 0.03
     mixed = StackedWeight([gguf("Q4_K", 64, 256), normal(64, 256), gguf("Q8_0", 20, 256)])
-    apart = lay_out(mixed, "fast")
+    apart = to_device_layout(mixed, "fast")
     assert isinstance(apart, StackedWeight)
     assert [type(part).__name__ for part in apart.parts] == ["CpuInt4Weight", "Tensor", "CpuInt8Weight"]
-    assert laid_out_bytes(mixed, CPU, "fast") == held_bytes(apart)
+    assert device_layout_bytes(mixed, CPU, "fast") == held_bytes(apart)
     assert error(apart.linear(x), product(x, mixed.dequantize(torch.float32))) < 0.03
 
 
@@ -313,9 +313,9 @@ def test_runs_as_stored_where_torch_lacks_the_product(missing: str, monkeypatch:
     x = normal(3, 256)
     for weight in (four, eight):
         linear = Linear(weight)
-        assert laid_out_bytes(weight, CPU, "fast") == held_bytes(linear)
+        assert device_layout_bytes(weight, CPU, "fast") == held_bytes(linear)
         assert error(linear(x), product(x, weight.dequantize(torch.float32))) < 0.03
-    assert ("no fast int8 product" in pack.in_words("fast")) == (missing != "int4")
+    assert ("no fast int8 product" in pack.describe_layout("fast")) == (missing != "int4")
 
 
 @pytest.mark.parametrize("product_name", ["has_int8", "has_int4"])

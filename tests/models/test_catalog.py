@@ -10,7 +10,7 @@ import pytest
 
 from localllm.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 from localllm.models.library import catalog
-from localllm.models.library.aliases import drop_alias
+from localllm.models.library.aliases import delete_alias
 from localllm.models.library.catalog import (
     adapter_folder,
     copy_model,
@@ -305,7 +305,7 @@ def test_a_second_name_stands_for_the_first_until_it_is_dropped(cache: FakeCache
     assert [model.name for model in list_models()] == ["demo", "org/name", "again", "me/my-model:v1.0", "mine"]
     copy_model("demo", "again")
     assert resolve_model("again").path == demo
-    drop_alias("again")
+    delete_alias("again")
     assert isinstance(refusal("again"), ModelNotFound)
     assert resolve_model("mine", NEW[:7]).path == snapshot
     copy_model("demo", "shown")

@@ -17,7 +17,7 @@ from torch import Tensor
 from localllm.errors import CorruptModel, LocalLLMError, ModelNotFound, UnsupportedModel, UnsupportedOption
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.read_spec import read_spec
-from localllm.models.layers.lora import LoraLinear, LoraRoom
+from localllm.models.layers.lora import LoraLimits, LoraLinear
 from localllm.models.layers.mlp import CPU_ROWS
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.weights.lora import open_lora, put_lora
@@ -31,10 +31,12 @@ from tests.models.test_goldens import assert_close, prompt, reference_logits
 from tests.tiny import load_reference, make_tiny_model
 
 PathOf = Callable[[str], Path]
-ROOM = LoraRoom(max_loras=2, max_rank=8)
+ROOM = LoraLimits(max_loras=2, max_rank=8)
 
 
-def load(path: Path, quantization: str | None = None, room: LoraRoom = ROOM, cpu_weights: str = "fast") -> DecoderModel:
+def load(
+    path: Path, quantization: str | None = None, room: LoraLimits = ROOM, cpu_weights: str = "fast"
+) -> DecoderModel:
     model = load_model(
         path, read_spec(path), CPU, torch.float32, lora=room, quantization=quantization, cpu_weights=cpu_weights
     )

@@ -86,7 +86,7 @@ def _is_known(weight: object) -> bool:
     return isinstance(weight, PlanarWeight | Int8Weight | Fp8Weight)
 
 
-def in_words(mode: str) -> str:
+def describe_layout(mode: str) -> str:
     """Describe how quantised weights run on this CPU in that mode, for users."""
     if mode == "exact":
         return "weights as stored, widened to float32 in every step: exact and slow"

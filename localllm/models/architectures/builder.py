@@ -162,7 +162,7 @@ class DecoderBuilder:
             qkv,
             out,
             spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
-            before_rotation=list(self._before_rotation(prefix)),
+            before_rotation=list(self._qk_transforms(prefix)),
             qk_norm=self._qk_norm(prefix),
             softcap=spec.attention_softcap,
             sinks=self._sinks(prefix),
@@ -181,7 +181,7 @@ class DecoderBuilder:
         rows = torch.arange((turning + spec.num_kv_heads) * spec.head_dim, device="cpu").view(-1, spec.head_dim)
         return torch.cat((rows[:turning, head], rows[turning:])).flatten()
 
-    def _before_rotation(self, prefix: str) -> Iterable[Callable[[Tensor], Tensor]]:
+    def _qk_transforms(self, prefix: str) -> Iterable[Callable[[Tensor], Tensor]]:
         spec = self.spec
         if spec.clip_qkv is not None:
             yield Clip(spec.clip_qkv)

@@ -57,11 +57,11 @@ def _attention(config: Config, *, interleaved: bool) -> dict[str, Any]:
         "num_kv_heads": 1,
         "head_dim": sizes.cached_size,
         "rope": rope,
-        "attention_scale": (sizes.nope_size + sizes.rope_size) ** -0.5 * _sharpening(rope),
+        "attention_scale": (sizes.nope_size + sizes.rope_size) ** -0.5 * _yarn_mscale(rope),
     }
 
 
-def _sharpening(rope: RopeSpec) -> float:
+def _yarn_mscale(rope: RopeSpec) -> float:
     """Return YaRN's correction of the softmax for long contexts, for keys and queries."""
     weight = rope.parameters.get("mscale_all_dim") if rope.variant == "yarn" else None
     factor = rope.parameters.get("factor", 1.0)

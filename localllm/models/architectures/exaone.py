@@ -33,7 +33,7 @@ def _exaone4(config: Config) -> dict[str, Any]:
     common = {"topology": "post_norm", "qk_norm": "head"}
     if config["sliding_window"] is None:
         return common
-    windowed = windowed_layers(config, _slides(config))
+    windowed = windowed_layers(config, _window_rule(config))
     return {
         **common,
         "sliding_window": config["sliding_window"],
@@ -42,7 +42,7 @@ def _exaone4(config: Config) -> dict[str, Any]:
     }
 
 
-def _slides(config: Config) -> Any:
+def _window_rule(config: Config) -> Any:
     """Return the rule for windowed layers. A pattern is n (every n-th layer is full) or letters: L local, G global."""
     pattern, last = config["sliding_window_pattern"], config["num_hidden_layers"] - 1
     if isinstance(pattern, str):

@@ -55,16 +55,16 @@ def build_latent_attention(spec: ModelSpec, latent: LatentSpec, weights: TensorS
 def _query_rows(latent: LatentSpec, heads: int) -> Tensor:
     """Return the row order of queries: stored unrotated part first; here rotated part first, in halves."""
     size = latent.nope_size + latent.rope_size
-    head = torch.cat((latent.nope_size + _turning(latent), torch.arange(latent.nope_size, device="cpu")))
+    head = torch.cat((latent.nope_size + _rope_order(latent), torch.arange(latent.nope_size, device="cpu")))
     return (torch.arange(heads, device="cpu")[:, None] * size + head).flatten()
 
 
 def _key_rows(latent: LatentSpec) -> Tensor:
     """Return the row order of keys: stored latent first; here the rotated part first."""
-    return torch.cat((latent.latent_size + _turning(latent), torch.arange(latent.latent_size, device="cpu")))
+    return torch.cat((latent.latent_size + _rope_order(latent), torch.arange(latent.latent_size, device="cpu")))
 
 
-def _turning(latent: LatentSpec) -> Tensor:
+def _rope_order(latent: LatentSpec) -> Tensor:
     if not latent.interleaved:
         return torch.arange(latent.rope_size, device="cpu")
     return half_split_order(latent.rope_size, latent.rope_size)

@@ -2,7 +2,7 @@
 
     plan.py        the memory plan, or a refusal with numbers
     step.py        memory of one step besides weights and KV cache
-    ladder.py      alternative settings when a model does not fit
+    options.py     alternative settings when a model does not fit
     estimate.py    all devices of a machine side by side
     checkpoint.py  the fit of a checkpoint, from its headers
     pooling.py     the memory plan of a model that embeds or scores
@@ -12,7 +12,7 @@ Does not know: how the memory is used.
 """
 
 from localllm.models.fit.estimate import Estimate, estimate
-from localllm.models.fit.ladder import FitOption, fit_options, option_rows, plan_memory
+from localllm.models.fit.options import FitOption, fit_options, option_rows, plan_memory
 from localllm.models.fit.plan import Measured, MemoryPlan, ResidentBytes
 from localllm.models.fit.report import MemoryPart, MemoryReport
 from localllm.models.fit.step import LOGITS_ROWS, kv_bytes_per_token

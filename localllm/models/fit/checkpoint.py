@@ -18,18 +18,18 @@ from localllm.models.pooling.spec import spec_of_any
 from localllm.models.spec.model_spec import ModelSpec
 
 if TYPE_CHECKING:
-    from localllm.models.layers.lora import LoraRoom
+    from localllm.models.layers.lora import LoraLimits
 
 
-def lora_room(config: EngineConfig) -> LoraRoom | None:
+def lora_limits(config: EngineConfig) -> LoraLimits | None:
     """Return the adapter sizes to plan for, or None if adapters are not enabled."""
-    from localllm.models.layers.lora import LoraRoom
+    from localllm.models.layers.lora import LoraLimits
 
-    return LoraRoom(config.max_loras, config.max_lora_rank) if config.takes_adapters else None
+    return LoraLimits(config.max_loras, config.max_lora_rank) if config.takes_adapters else None
 
 
 def count_resident(
-    path: Path, spec: ModelSpec, cpu_weights: str = "fast", lora: LoraRoom | None = None
+    path: Path, spec: ModelSpec, cpu_weights: str = "fast", lora: LoraLimits | None = None
 ) -> ResidentBytes:
     """Return a cached function that counts the bytes the loader would hold, by building the model without data."""
     import torch
@@ -55,7 +55,7 @@ def estimate_checkpoint(path: Path, config: EngineConfig, hardware: Hardware) ->
     spec = spec_of_any(path, task=config.task, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
     if spec.task != "generate":
         return spec, [_estimate_pooling(path, spec, config, hardware)]
-    resident = count_resident(path, spec, config.cpu_weights, lora_room(config))
+    resident = count_resident(path, spec, config.cpu_weights, lora_limits(config))
     return spec, estimate(config, spec, weights_bytes(path), hardware, resident)
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit
 from localllm.machine.hardware import Hardware
-from localllm.models.fit.ladder import FitOption, fit_options
+from localllm.models.fit.options import FitOption, fit_options
 from localllm.models.fit.plan import MemoryPlan, ResidentBytes, choose_gpu, make_plan
 from localllm.models.spec.model_spec import ModelSpec
 

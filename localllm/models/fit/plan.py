@@ -9,7 +9,7 @@ numbers and with flags that would work.
     KV cache    CUDA: the rest of the budget      CPU: a bounded part of it (see `_default_blocks`)
 
 The budget starts from *free* memory, not from the total, as a GPU often drives a desktop too.
-Does not know: torch, files, how the memory is used (loader.py, runner/kv_cache.py), alternatives (ladder.py).
+Does not know: torch, files, how the memory is used (loader.py, runner/kv_cache.py), alternatives (options.py).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def make_plan(
     gpu = choose_gpu(config.device, hardware)
     if gpu is None and config.deterministic:
         raise _deterministic_on_cpu(config, spec)
-    return _Fit(config, spec, weights_bytes, hardware, gpu, resident_bytes, measured).plan()
+    return _PlanAttempt(config, spec, weights_bytes, hardware, gpu, resident_bytes, measured).plan()
 
 
 def _deterministic_on_cpu(config: EngineConfig, spec: ModelSpec) -> UnsupportedOption:
@@ -203,7 +203,7 @@ def _too_old(gpu: Gpu) -> str:
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
-class _Fit:
+class _PlanAttempt:
     """One planning attempt: its inputs, its budget, and what fits."""
 
     def __init__(
@@ -283,14 +283,14 @@ class _Fit:
         if asked == "bfloat16" and not self.gpu.supports_bfloat16:
             raise UnsupportedOption(
                 f"--dtype bfloat16 is not supported by {self.gpu.name}.",
-                f"It needs compute capability 8.0; this GPU has {_dotted(self.gpu)}.",
+                f"It needs compute capability 8.0; this GPU has {_capability_name(self.gpu)}.",
                 "--dtype float16",
                 param="dtype",
             )
         if asked == "auto" and self.spec.dtype == "bfloat16" and not self.gpu.supports_bfloat16:
             self.notes.append(
                 f"float16 instead of the checkpoint's bfloat16: {self.gpu.name} has compute capability "
-                f"{_dotted(self.gpu)}, bfloat16 needs 8.0."
+                f"{_capability_name(self.gpu)}, bfloat16 needs 8.0."
             )
             return "float16"
         return self.spec.dtype if asked == "auto" else asked
@@ -302,7 +302,7 @@ class _Fit:
         if self.gpu.compute_capability < (8, 0):
             raise UnsupportedOption(
                 f"Latent attention is not supported by {self.gpu.name}.",
-                f"Its kernels need compute capability 8.0; this GPU has {_dotted(self.gpu)}.",
+                f"Its kernels need compute capability 8.0; this GPU has {_capability_name(self.gpu)}.",
                 "--device cpu",
                 param="device",
             )
@@ -363,16 +363,16 @@ class _Fit:
         return self.budget - self._weights(max_model_len) - self.graphs
 
     def _blocks_left(self, max_model_len: int) -> int:
-        room = self._room_for_kv(max_model_len)
+        available = self._room_for_kv(max_model_len)
         if self.measured is not None:
-            return max(0, room - self.measured.activation_bytes) // self.block_bytes
+            return max(0, available - self.measured.activation_bytes) // self.block_bytes
         step = self.step  # takes the larger of two amounts, one of which grows with the cache
-        blocks = (room - step.fixed_bytes(max_model_len)) // self.block_bytes
+        blocks = (available - step.fixed_bytes(max_model_len)) // self.block_bytes
         gathered = step.gathered_per_block()
         if gathered:
-            beside = room - step.gathering_bytes(max_model_len)
-            most = max(0, beside - step.most_gathered_blocks() * gathered) // self.block_bytes
-            blocks = min(blocks, max(beside // (self.block_bytes + gathered), most))
+            for_blocks = available - step.gathering_bytes(max_model_len)
+            most = max(0, for_blocks - step.most_gathered_blocks() * gathered) // self.block_bytes
+            blocks = min(blocks, max(for_blocks // (self.block_bytes + gathered), most))
         return max(0, blocks)
 
     def _num_blocks(self, max_model_len: int) -> int:
@@ -390,8 +390,8 @@ class _Fit:
     def _context_fits(self, max_model_len: int) -> bool:
         """Return whether this context fits, together with the requested size of the cache if there is one."""
         asked = self.config.kv_cache_memory_bytes or 0
-        room = self._num_blocks(max_model_len) >= self._blocks_for(max_model_len)
-        return room and asked <= self._blocks_left(max_model_len) * self.block_bytes
+        has_blocks = self._num_blocks(max_model_len) >= self._blocks_for(max_model_len)
+        return has_blocks and asked <= self._blocks_left(max_model_len) * self.block_bytes
 
     def _largest_context(self) -> int:
         """Return the longest context that fits, 0 if none does, by bisection (fitting is monotone)."""
@@ -457,20 +457,20 @@ class _Fit:
 
     def _refuse_context(self, asked: int, largest: int) -> None:
         need, planned = (n * self.block_bytes for n in (self._blocks_for(asked), self._num_blocks(asked)))
-        room = [f"--max-model-len {largest}"] if largest else []
+        options = [f"--max-model-len {largest}"] if largest else []
         place, budget, cache = self._place(), self._budget_in_words(), self.config.kv_cache_memory_bytes
         if cache is not None and need > cache:
             place, budget = "into the requested KV cache", f"--kv-cache-memory-bytes {format_bytes(cache)}"
             left = self._blocks_left(asked) * self.block_bytes
-            room.append(f"--kv-cache-memory-bytes {need}" if need <= left else "a larger --kv-cache-memory-bytes")
+            options.append(f"--kv-cache-memory-bytes {need}" if need <= left else "a larger --kv-cache-memory-bytes")
         elif cache is not None:
-            room.append("a larger --kv-cache-memory-bytes")
+            options.append("a larger --kv-cache-memory-bytes")
         elif self.gpu is not None and self.config.gpu_memory_utilization < 0.95:
-            room.append("a higher --gpu-memory-utilization")
+            options.append("a higher --gpu-memory-utilization")
         elif self.gpu is None and self._blocks_left(asked) * self.block_bytes >= need:
-            room.append(f"--kv-cache-memory-bytes {need}")
-        room += ["fewer --max-num-seqs", "a smaller --max-num-batched-tokens"]
-        room += ["--dtype bfloat16"] if self.dtype == "float32" else []
+            options.append(f"--kv-cache-memory-bytes {need}")
+        options += ["fewer --max-num-seqs", "a smaller --max-num-batched-tokens"]
+        options += ["--dtype bfloat16"] if self.dtype == "float32" else []
         auto = (
             " Without --max-model-len the largest length is chosen automatically." if self.config.max_model_len else ""
         )
@@ -478,7 +478,7 @@ class _Fit:
             f"A context of {format_count(asked)} tokens does not fit {place}.",
             f"It needs {format_bytes(need)} of KV cache and {format_bytes(planned)} are planned for it "
             f"({budget}); the largest length that works is {format_count(largest)}.",
-            f"{', or '.join(room)}.{auto}",
+            f"{', or '.join(options)}.{auto}",
             param="max_model_len",
         )
         error.plan = self._plan_for(asked, self._blocks_for(asked))
@@ -533,5 +533,5 @@ def free_and_reserve(hardware: Hardware, gpu: Gpu | None) -> tuple[int, int]:
     return hardware.ram_available_bytes, max(GIB // 2, int(0.05 * hardware.ram_total_bytes))
 
 
-def _dotted(gpu: Gpu) -> str:
+def _capability_name(gpu: Gpu) -> str:
     return ".".join(map(str, gpu.compute_capability))

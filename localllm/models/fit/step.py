@@ -69,11 +69,11 @@ class StepMemory:
 
     def _layers(self, context: int) -> int:
         parts = (self._mlp(), self._projections(), self._attention() + self._gathered_prompt(context))
-        return max(parts) + self._masks(context) + self._codes() + self._given()
+        return max(parts) + self._masks(context) + self._codes() + self._prompt_embeds_bytes()
 
     def gathering_bytes(self, context: int) -> int:
         """Return the bytes of decode attention, without what it gathers from the cache."""
-        return self.state_bytes(context) + self._attention() + self._masks(context) + self._given()
+        return self.state_bytes(context) + self._attention() + self._masks(context) + self._prompt_embeds_bytes()
 
     def gathered_per_block(self) -> int:
         """Return the bytes that decoding gathers per KV block: a CPU copies one layer's K and V, with fp32 scores."""
@@ -94,9 +94,9 @@ class StepMemory:
     def state_bytes(self, context: int) -> int:
         """Return the bytes that are also held between steps, for the slots and in the process."""
         slots = self.max_num_seqs * (context + -(-context // self.block_size)) * 4
-        return slots + (0 if self.on_gpu else PROCESS_BYTES + self.kept_bytes(context))
+        return slots + (0 if self.on_gpu else PROCESS_BYTES + self.allocator_bytes(context))
 
-    def kept_bytes(self, context: int) -> int:
+    def allocator_bytes(self, context: int) -> int:
         """Return the bytes that a CPU's allocator keeps: smaller buffers of the feed-forward part, of prompts, 16-bit
         logits.
 
@@ -240,7 +240,7 @@ class StepMemory:
             return 0
         return self.max_num_batched_tokens * self.spec.hidden_size * (4 + 4 + 1)
 
-    def _given(self) -> int:
+    def _prompt_embeds_bytes(self) -> int:
         return self._stream(1) if self.prompt_embeds else 0
 
     def _dequantized(self) -> int:

@@ -30,7 +30,7 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
         yield "CUDA graphs", row("graph_bytes")
     yield "reserve", row("reserve_bytes")
     yield "free now", row("free_bytes")
-    yield "remains", [_remains(each) for each in estimates]
+    yield "remains", [_bytes_left(each) for each in estimates]
     yield "verdict", [each.verdict for each in estimates]
     yield "context", [_count(each.plan.max_model_len) if each.plan else "" for each in estimates]
     for length in estimates[0].concurrency if has_cache else ():
@@ -43,7 +43,7 @@ def _kv_in_all(each: Estimate) -> str:
     return f"{format_bytes(each.needs.kv_bytes)} as {each.needs.kv_dtype}"
 
 
-def _remains(each: Estimate) -> str:
+def _bytes_left(each: Estimate) -> str:
     needs = each.needs
     left = needs.free_bytes - needs.reserve_bytes - needs.total_bytes
     return format_bytes(left) if left >= 0 else f"{format_bytes(-left)} are missing"

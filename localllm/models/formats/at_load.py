@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import UnsupportedOption
-from localllm.kernels.cpu.pack import in_words
+from localllm.kernels.cpu.pack import describe_layout
 from localllm.kernels.fp8_linear import quantize_fp8
 from localllm.kernels.int4_linear import promised_int4, quantize_int4
 from localllm.kernels.int8_linear import Int8Weight, quantize_int8
@@ -103,7 +103,7 @@ def quantization_in_words(
     way = at_load(asked, stored) or linear_format(stored)
     if way is None:
         return ""
-    runs = f"runs as {way.runs_as}" if device != "cpu" else f"on this CPU: {in_words(cpu_weights)}"
+    runs = f"runs as {way.runs_as}" if device != "cpu" else f"on this CPU: {describe_layout(cpu_weights)}"
     return f"{way.name} · {runs}"
 
 

@@ -23,7 +23,7 @@ from localllm.models.formats.matrices import (
     group_size,
     groups_in_words,
     info,
-    kept_scales,
+    load_scales,
     num_groups,
     present,
     refuse,
@@ -82,7 +82,7 @@ class Awq(MatrixFormat):
             check_tensor(checkpoint, f"{stem}.qzeros", ["I32"], (groups, rows // 8))
 
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> Int4Weight:
-        scales = kept_scales(checkpoint, f"{stem}.scales", device)
+        scales = load_scales(checkpoint, f"{stem}.scales", device)
         qweight = stored(checkpoint, f"{stem}.qweight", device)
         if not self._has_zeros(checkpoint, stem):
             shape = (scales.shape[0], qweight.shape[1])

@@ -31,8 +31,8 @@ from localllm.models.formats.matrices import (
     MatrixFormat,
     check_rank,
     check_tensor,
-    kept,
-    kept_scales,
+    load_copy,
+    load_scales,
     present,
     promised_table_weight,
     refuse,
@@ -121,7 +121,7 @@ class Bnb4(MatrixFormat):
         packed = stored(checkpoint, f"{stem}.weight", device).reshape(state.rows, -1)
         codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1)
         scales = self._scales(checkpoint, stem, state).view(state.rows, -1).to(device, torch.float16)
-        table = kept_scales(checkpoint, f"{stem}.weight.quant_map", torch.device("cpu"))
+        table = load_scales(checkpoint, f"{stem}.weight.quant_map", torch.device("cpu"))
         return table_weight(codes, scales, _group(state), table.tolist())
 
     def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> PlanarWeight:
@@ -132,10 +132,10 @@ class Bnb4(MatrixFormat):
         """Return the scales in fp32, one for each block of the flat matrix."""
         cpu = torch.device("cpu")
         if state.nested_block is None:
-            return kept_scales(checkpoint, f"{stem}.weight.absmax", cpu)
+            return load_scales(checkpoint, f"{stem}.weight.absmax", cpu)
         codes = stored(checkpoint, f"{stem}.weight.absmax").int()
-        values = kept_scales(checkpoint, f"{stem}.weight.nested_quant_map", cpu)[codes]
-        each = kept_scales(checkpoint, f"{stem}.weight.nested_absmax", cpu).repeat_interleave(state.nested_block)
+        values = load_scales(checkpoint, f"{stem}.weight.nested_quant_map", cpu)[codes]
+        each = load_scales(checkpoint, f"{stem}.weight.nested_absmax", cpu).repeat_interleave(state.nested_block)
         return values * each[: codes.numel()] + state.nested_offset
 
     def _state_name(self, stem: str) -> str:
@@ -198,8 +198,8 @@ class LlmInt8(MatrixFormat):
             raise refuse(
                 f"{stem} is stored in a GPU-specific tile layout.", "Supported: LLM.int8 weights stored by rows."
             )
-        scales = kept_scales(checkpoint, f"{stem}.SCB", device) / INT8_TOP
-        return Int8Weight(kept(checkpoint, f"{stem}.weight", device), scales)
+        scales = load_scales(checkpoint, f"{stem}.SCB", device) / INT8_TOP
+        return Int8Weight(load_copy(checkpoint, f"{stem}.weight", device), scales)
 
     def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
         return promised_int8((rows, self.shape(checkpoint, stem)[1]))

@@ -23,7 +23,7 @@ from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.matrices import (
     MatrixFormat,
     check_tensor,
-    kept_scales,
+    load_scales,
     present,
     promised_table_weight,
     refuse,
@@ -97,8 +97,8 @@ class Fp4(MatrixFormat):
     def _products(self, checkpoint: Checkpoint, stem: str) -> Tensor:
         """Return the scales [N, G] fp16."""
         assert self.names.global_scale is not None
-        whole = kept_scales(checkpoint, f"{stem}.{self.names.global_scale}", torch.device("cpu"), torch.float32)
-        scales = kept_scales(checkpoint, f"{stem}.{self.names.scales}", torch.device("cpu"), torch.float32)
+        whole = load_scales(checkpoint, f"{stem}.{self.names.global_scale}", torch.device("cpu"), torch.float32)
+        scales = load_scales(checkpoint, f"{stem}.{self.names.scales}", torch.device("cpu"), torch.float32)
         wide = (scales / whole if self.names.divides else scales * whole) / 2
         narrow = wide.to(torch.float16)
         if not bool(torch.isfinite(narrow).all()):

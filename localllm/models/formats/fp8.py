@@ -25,8 +25,8 @@ from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.matrices import (
     MatrixFormat,
     check_tensor,
-    kept,
-    kept_scales,
+    load_copy,
+    load_scales,
     present,
     refuse,
     shape_of,
@@ -114,8 +114,8 @@ class Fp8(MatrixFormat):
         scales = fp8_scales(checkpoint, self._scale(checkpoint, stem), shape, self.block, device)
         static = None
         if self._is_static:
-            static = kept_scales(checkpoint, self._input_scale(checkpoint, stem), device, torch.float32).view(1)
-        return fp8_weight(kept(checkpoint, f"{stem}.weight", device), scales, static, self._unmeasured)
+            static = load_scales(checkpoint, self._input_scale(checkpoint, stem), device, torch.float32).view(1)
+        return fp8_weight(load_copy(checkpoint, f"{stem}.weight", device), scales, static, self._unmeasured)
 
     def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> Fp8Weight:
         columns = self.shape(checkpoint, stem)[1]
@@ -152,7 +152,7 @@ def fp8_scales(
     checkpoint: Checkpoint, name: str, shape: tuple[int, int], block: tuple[int, int] | None, device: torch.device
 ) -> Tensor:
     """Return fp32 scales: [N], repeated if there is one per tensor; or one for each 128 x 128 block."""
-    scales = kept_scales(checkpoint, name, device, torch.float32)
+    scales = load_scales(checkpoint, name, device, torch.float32)
     if block is None:
         return scales.reshape(-1).expand(shape[0]).contiguous()
     for dim, (size, length) in enumerate(zip(block, shape, strict=True)):

@@ -71,7 +71,7 @@ def parts_of(name: str) -> list[str]:
     return [f"{stem[: match.start()]}-{number:05d}-of-{match[2]}{ending}" for number in range(1, count + 1)]
 
 
-def the_one(where: str, models: Sequence[GGUFModel], asked: str | None, hint: str) -> GGUFModel:
+def require_one(where: str, models: Sequence[GGUFModel], asked: str | None, hint: str) -> GGUFModel:
     """Return the complete model in `where` that is meant.
 
     Raises `ModelNotFound` with the available ones and `hint`; `CorruptModel` for missing parts.

@@ -7,7 +7,7 @@
     model.layers.N.mlp.gate_proj            blk.N.ffn_gate
 
 Rows of q and k: rotary embedding rotates pairs of dimensions. For architectures where ggml rotates neighbours and
-transformers rotates halves, the converter has moved the rows; `_neighbours` moves them back.
+transformers rotates halves, the converter has moved the rows; `_deinterleave` moves them back.
 Does not know: metadata's numbers (gguf_config.py), block types.
 """
 
@@ -66,7 +66,7 @@ _TWO_NORMS_AT_ONCE = (  # Falcon 40B: the second is attention's
 )
 
 
-def _neighbours(heads_of: Callable[[int, int], int]) -> Callable[[int, int, int], Sequence[int]]:
+def _deinterleave(heads_of: Callable[[int, int], int]) -> Callable[[int, int, int], Sequence[int]]:
     """Return the row order: row i of a head's first half is stored at 2 i, row i of its second half at 2 i + 1."""
 
     def rows(num_heads: int, num_kv_heads: int, head_dim: int) -> Sequence[int]:
@@ -77,11 +77,11 @@ def _neighbours(heads_of: Callable[[int, int], int]) -> Callable[[int, int, int]
     return rows
 
 
-_LLAMA_ROWS = {"q_proj": _neighbours(lambda heads, kv: heads), "k_proj": _neighbours(lambda heads, kv: kv)}
+_LLAMA_ROWS = {"q_proj": _deinterleave(lambda heads, kv: heads), "k_proj": _deinterleave(lambda heads, kv: kv)}
 
 
 @dataclass(frozen=True, slots=True)
-class _Naming:
+class _ArchitectureNames:
     """The differences of an architecture."""
 
     norms: tuple[tuple[str, str], ...] = _PRE_NORMS
@@ -90,9 +90,9 @@ class _Naming:
     fused_gate_up: str | None = None  # Llama's name of the fused matrix: up_proj
 
 
-_LLAMA = _Naming(rows=_LLAMA_ROWS)
-_GEMMA = _Naming(_SANDWICH_NORMS, added=(("norm.weight", 1.0),))
-_NAMINGS: dict[str, _Naming] = {
+_LLAMA = _ArchitectureNames(rows=_LLAMA_ROWS)
+_GEMMA = _ArchitectureNames(_SANDWICH_NORMS, added=(("norm.weight", 1.0),))
+_NAMINGS: dict[str, _ArchitectureNames] = {
     "llama": _LLAMA,
     "smollm3": _LLAMA,
     "granite": _LLAMA,
@@ -103,25 +103,25 @@ _NAMINGS: dict[str, _Naming] = {
     "minicpm": _LLAMA,
     "arcee": _LLAMA,
     "mistral3": _LLAMA,
-    "nemotron": _Naming(added=(("norm.weight", 1.0),)),
-    "gemma": _Naming(added=(("norm.weight", 1.0),)),
+    "nemotron": _ArchitectureNames(added=(("norm.weight", 1.0),)),
+    "gemma": _ArchitectureNames(added=(("norm.weight", 1.0),)),
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
-    "olmo2": _Naming(_SANDWICH_NORMS),
-    "exaone4": _Naming(_SANDWICH_NORMS),
-    "phi3": _Naming(fused_gate_up="up_proj"),
-    "chatglm": _Naming(fused_gate_up="up_proj"),
-    "glm4": _Naming(_SANDWICH_NORMS, fused_gate_up="up_proj"),
-    "glm4moe": _Naming(_NORM_BEFORE_MLP),
-    "gpt-oss": _Naming(_NORM_BEFORE_MLP),
-    "seed_oss": _Naming(_NORM_BEFORE_MLP),
+    "olmo2": _ArchitectureNames(_SANDWICH_NORMS),
+    "exaone4": _ArchitectureNames(_SANDWICH_NORMS),
+    "phi3": _ArchitectureNames(fused_gate_up="up_proj"),
+    "chatglm": _ArchitectureNames(fused_gate_up="up_proj"),
+    "glm4": _ArchitectureNames(_SANDWICH_NORMS, fused_gate_up="up_proj"),
+    "glm4moe": _ArchitectureNames(_NORM_BEFORE_MLP),
+    "gpt-oss": _ArchitectureNames(_NORM_BEFORE_MLP),
+    "seed_oss": _ArchitectureNames(_NORM_BEFORE_MLP),
 }
 """By general.architecture; others use Llama's names and leave the rows of q and k in place."""
 
 
 def storage_of(header: Header, tensors: Mapping[str, TensorInfo], ignored: tuple[str, ...]) -> Storage:
     """Return the storage of a file. header: of its first part; tensors: all of them; ignored: name patterns."""
-    naming = _NAMINGS.get(str(header.metadata["general.architecture"]), _Naming())
+    naming = _NAMINGS.get(str(header.metadata["general.architecture"]), _ArchitectureNames())
     norms = _TWO_NORMS_AT_ONCE if "blk.0.attn_norm_2.weight" in tensors else naming.norms
     return Storage(
         renames=(*norms, *_LATENT, *_EXPERTS, *_COMMON),

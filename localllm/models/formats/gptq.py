@@ -33,7 +33,7 @@ from localllm.models.formats.matrices import (
     group_size,
     groups_in_words,
     info,
-    kept_scales,
+    load_scales,
     num_groups,
     present,
     refuse,
@@ -135,7 +135,7 @@ class Gptq(MatrixFormat):
         weight = repack_gptq(
             stored(checkpoint, f"{stem}.qweight", device),
             stored(checkpoint, f"{stem}.qzeros", device),
-            kept_scales(checkpoint, f"{stem}.scales", device),
+            load_scales(checkpoint, f"{stem}.scales", device),
             self._g_idx(checkpoint, stem, device),
             self.layout,
             packing.bits,

@@ -92,8 +92,8 @@ class MatrixFormat(ABC):
         self._check_parts(checkpoint, parts)
         rows = [self.shape(checkpoint, part.stem)[0] if part.order is None else len(part.order) for part in parts]
         # Not per part: torch.cat on `meta` takes seconds the first time.
-        whole = in_words(parts[0].stem, lambda: self._promise(checkpoint, parts[0].stem, sum(rows)))
-        if isinstance(whole, Fp8Weight) and _blocks_do_not_meet(whole, rows):
+        whole = naming_matrix(parts[0].stem, lambda: self._promise(checkpoint, parts[0].stem, sum(rows)))
+        if isinstance(whole, Fp8Weight) and _blocks_cross_parts(whole, rows):
             each = zip(parts, rows, strict=True)
             return StackedWeight([self._promise(checkpoint, part.stem, count) for part, count in each])
         return whole
@@ -115,7 +115,7 @@ class MatrixFormat(ABC):
     def _part(self, checkpoint: Checkpoint, part: StoredPart, device: torch.device) -> QuantizedWeight:
         if part.transposed and not self.stored_by_outputs:
             raise refuse(f"{part.stem} is quantised as [inputs, outputs].", "Supported: [outputs, inputs].")
-        weight = in_words(part.stem, lambda: self._matrix(checkpoint, part.stem, device))
+        weight = naming_matrix(part.stem, lambda: self._matrix(checkpoint, part.stem, device))
         return weight if part.order is None else take_rows(weight, part.order.to(device), part.stem)
 
 
@@ -127,7 +127,7 @@ def stacked(weights: Sequence[QuantizedWeight], parts: Sequence[StoredPart]) -> 
     if len(weights) == 1:
         return weights[0]
     if all(isinstance(weight, PlanarWeight) for weight in weights):
-        return in_words(
+        return naming_matrix(
             " + ".join(part.stem for part in parts),
             lambda: stack_rows([w for w in weights if isinstance(w, PlanarWeight)]),
         )
@@ -150,7 +150,7 @@ def _stacked_int8(weights: Sequence[Int8Weight]) -> Int8Weight:
 
 def _stacked_fp8(weights: Sequence[Fp8Weight]) -> QuantizedWeight:
     first = weights[0]
-    if _blocks_do_not_meet(first, [weight.shape[0] for weight in weights]):
+    if _blocks_cross_parts(first, [weight.shape[0] for weight in weights]):
         return StackedWeight(weights)
     values = torch.cat([weight.values.view(torch.uint8) for weight in weights]).view(first.values.dtype)
     static = [weight.activation_scale for weight in weights if weight.activation_scale is not None]
@@ -163,7 +163,7 @@ def _stacked_fp8(weights: Sequence[Fp8Weight]) -> QuantizedWeight:
     )
 
 
-def _blocks_do_not_meet(weight: Fp8Weight, rows: Sequence[int]) -> bool:
+def _blocks_cross_parts(weight: Fp8Weight, rows: Sequence[int]) -> bool:
     """Return whether a scale's block of rows would cross from one part into the next."""
     return weight.scales.ndim == 2 and any(count % SCALE_BLOCK for count in rows[:-1])
 
@@ -190,7 +190,7 @@ def take_rows(weight: QuantizedWeight, order: Tensor, stem: str) -> QuantizedWei
 def table_weight(codes: Tensor, scales: Tensor, group: int, table: Sequence[float]) -> PlanarWeight:
     """Pack codes [N, K] uint8 below 16, whose values are in `table`, with scales [N, G]."""
     words = pack_words(codes, 4, min(32, group))
-    return _through_table(words, scales.t(), codes.shape[1], group, table)
+    return _table_weight(words, scales.t(), codes.shape[1], group, table)
 
 
 def promised_table_weight(
@@ -199,10 +199,10 @@ def promised_table_weight(
     """Return `table_weight`'s result on `meta`."""
     words = torch.empty((rows, padded_columns(columns, 4, min(32, group)) // 4), dtype=torch.int16, device="meta")
     scales = torch.empty((-(-columns // group), rows), dtype=scale_type, device="meta")
-    return _through_table(words, scales, columns, group, table)
+    return _table_weight(words, scales, columns, group, table)
 
 
-def _through_table(words: Tensor, scales: Tensor, columns: int, group: int, table: Sequence[float]) -> PlanarWeight:
+def _table_weight(words: Tensor, scales: Tensor, columns: int, group: int, table: Sequence[float]) -> PlanarWeight:
     """Build the weight from scales [G, N], padded for the groups of the last chunk."""
     lanes = min(32, group)
     num_groups = -(-padded_columns(columns, 4, lanes) // group)
@@ -270,14 +270,14 @@ def stored(checkpoint: Checkpoint, name: str, device: torch.device = CPU) -> Ten
     return tensor.to(device)
 
 
-def kept(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a copy that may be kept."""
+def load_copy(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a copy that outlives the checkpoint file."""
     tensor = stored(checkpoint, name)
     return tensor.to(device, tensor.dtype if dtype is None else dtype, copy=True).contiguous()
 
 
-def kept_scales(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    scales = kept(checkpoint, name, device, dtype)
+def load_scales(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    scales = load_copy(checkpoint, name, device, dtype)
     if not bool(torch.isfinite(scales.float()).all()):
         raise CorruptModel(f"{name} contains NaN or infinite scales.", hint="Download the model again.")
     return scales
@@ -292,7 +292,7 @@ def scale_type(checkpoint: Checkpoint, name: str) -> torch.dtype:
 SCALE_TYPES = tuple(FLOATS)
 
 
-def in_words(what: str, make: Callable[[], T]) -> T:
+def naming_matrix(what: str, make: Callable[[], T]) -> T:
     """Call `make`, and translate a kernel's ValueError into an error that names the matrix."""
     try:
         return make()

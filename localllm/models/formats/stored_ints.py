@@ -28,8 +28,8 @@ from localllm.models.formats.matrices import (
     check_tensor,
     groups_in_words,
     info,
-    kept,
-    kept_scales,
+    load_copy,
+    load_scales,
     num_groups,
     present,
     scale_type,
@@ -162,12 +162,12 @@ class PlainInts(MatrixFormat):
 
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
         rows, _ = self.shape(checkpoint, stem)
-        zeros = None if self.ints.symmetric else kept(checkpoint, f"{stem}.weight_zero_point", device)
+        zeros = None if self.ints.symmetric else load_copy(checkpoint, f"{stem}.weight_zero_point", device)
         if zeros is not None and self.ints.per_tensor:
             zeros = zeros.reshape(1).expand(rows).contiguous()
         if self._per_output:
             scales = group_scales(checkpoint, stem, self.ints, rows, device)[0].float()
-            values = kept(checkpoint, f"{stem}.weight", device)
+            values = load_copy(checkpoint, f"{stem}.weight", device)
             return Int8Weight(values, scales, None if zeros is None else zeros.reshape(-1), self.ints.activations)
         values = stored(checkpoint, f"{stem}.weight", device)
         if self.ints.bits < 8 and (int(values.min()) < -self.ints.middle or int(values.max()) >= self.ints.middle):
@@ -205,7 +205,7 @@ def check_scales(checkpoint: Checkpoint, stem: str, ints: Ints, rows: int, colum
 
 def group_scales(checkpoint: Checkpoint, stem: str, ints: Ints, rows: int, device: torch.device) -> Tensor:
     """Return the scales [G, N] as stored."""
-    scales = kept_scales(checkpoint, f"{stem}.weight_scale", device)
+    scales = load_scales(checkpoint, f"{stem}.weight_scale", device)
     return (scales.reshape(1, 1).expand(rows, 1) if ints.per_tensor else scales.view(rows, -1)).t()
 
 

@@ -22,7 +22,7 @@ class Linear:
     __slots__ = ("bias", "weight")
 
     def __init__(self, weight: Weight, bias: Tensor | None = None, *, cpu_weights: str = "fast") -> None:
-        self.weight = lay_out(weight, cpu_weights)
+        self.weight = to_device_layout(weight, cpu_weights)
         self.bias = bias
 
     def __call__(self, x: Tensor, first_row: int = 0) -> Tensor:
@@ -31,24 +31,26 @@ class Linear:
         return linear(x, weight, self.bias) if isinstance(weight, Tensor) else weight.linear(x, self.bias)
 
 
-def lay_out(weight: Weight, cpu_weights: str) -> Weight:
+def to_device_layout(weight: Weight, cpu_weights: str) -> Weight:
     """Return the weight in the layout that its device reads fastest, or that `cpu_weights` names for a CPU."""
     if isinstance(weight, Tensor):
         return pack_weight(weight)
     packed = pack_for_cpu(weight, cpu_weights) if is_on_cpu(weight) else weight
     if packed is weight and isinstance(weight, StackedWeight):
-        return StackedWeight([lay_out(part, cpu_weights) for part in weight.parts])
+        return StackedWeight([to_device_layout(part, cpu_weights) for part in weight.parts])
     return packed
 
 
-def laid_out_bytes(weight: QuantizedWeight, device: torch.device, cpu_weights: str) -> int:
-    """Return the bytes of `lay_out`'s result on `device`; the weight may be on `meta`."""
+def device_layout_bytes(weight: QuantizedWeight, device: torch.device, cpu_weights: str) -> int:
+    """Return the bytes of `to_device_layout`'s result on `device`; the weight may be on `meta`."""
     if device.type == "cpu" and cpu_layout(weight, cpu_weights) is not None:
         return packed_nbytes(weight, cpu_weights)
     if not isinstance(weight, StackedWeight):
         return weight.nbytes
     return sum(
-        part.numel() * part.dtype.itemsize if isinstance(part, Tensor) else laid_out_bytes(part, device, cpu_weights)
+        part.numel() * part.dtype.itemsize
+        if isinstance(part, Tensor)
+        else device_layout_bytes(part, device, cpu_weights)
         for part in weight.parts
     )
 

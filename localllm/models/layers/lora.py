@@ -85,7 +85,7 @@ class LoraLinear(Linear):
         self.ranks[slot] = rank
 
 
-class LoraRoom(NamedTuple):
+class LoraLimits(NamedTuple):
     """The adapters that a model has room for: their number and largest rank."""
 
     max_loras: int
@@ -95,8 +95,8 @@ class LoraRoom(NamedTuple):
 class LoraBank:
     """All layers of a model that take adapters. Starts empty; the loader adds each layer (weights/weights.py)."""
 
-    def __init__(self, room: LoraRoom) -> None:
-        self.max_loras, self.max_rank = room
+    def __init__(self, limits: LoraLimits) -> None:
+        self.max_loras, self.max_rank = limits
         self.step = LoraStep()
         self.layers: list[LoraLinear] = []
         self._places: dict[str, tuple[LoraLinear, int]] = {}  # stored name -> the layer, and which of its parts

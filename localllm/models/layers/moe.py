@@ -19,7 +19,7 @@ from torch import Tensor
 from localllm.kernels.moe.experts import experts
 from localllm.kernels.moe.route import route
 from localllm.kernels.moe.weights import ExpertWeights, pack_experts, stack_experts
-from localllm.models.layers.linear import Linear, Weight, lay_out
+from localllm.models.layers.linear import Linear, Weight, to_device_layout
 from localllm.models.layers.mlp import GatedMLP
 
 
@@ -41,7 +41,7 @@ def join_experts(matrices: Iterable[Weight], count: int, *, at_once: bool, cpu_w
     at_once: stack them into one tensor for kernels, ValueError if that is not possible; otherwise keep a list.
     cpu_weights: the layout of that list's quantised matrices on a CPU.
     """
-    return stack_experts(matrices, count) if at_once else [lay_out(matrix, cpu_weights) for matrix in matrices]
+    return stack_experts(matrices, count) if at_once else [to_device_layout(matrix, cpu_weights) for matrix in matrices]
 
 
 class Experts:

@@ -52,7 +52,7 @@ def set_alias(name: str, target: str) -> None:
         ) from error
 
 
-def drop_alias(name: str) -> None:
+def delete_alias(name: str) -> None:
     _file(name).unlink(missing_ok=True)
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 from localllm.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 from localllm.files.json_file import read_json, read_text
-from localllm.models.formats.gguf_names import GGUFModel, gguf_models, parts_of, the_one, whole_stem
+from localllm.models.formats.gguf_names import GGUFModel, gguf_models, parts_of, require_one, whole_stem
 from localllm.models.library.aliases import aliases, set_alias, target_of
 from localllm.models.library.names import ModelName, looks_like_path, parse_name
 
@@ -69,10 +69,10 @@ def resolve_model(name: str, revision: str | None = None, *, paths: bool = True)
     """
     name = name.strip()
     target = target_of(name)
-    return _resolve(name, revision, paths) if target is None else _behind(name, target, revision, paths)
+    return _resolve(name, revision, paths) if target is None else _resolve_alias(name, target, revision, paths)
 
 
-def _behind(alias: str, target: str, revision: str | None, paths: bool = True) -> ResolvedModel:
+def _resolve_alias(alias: str, target: str, revision: str | None, paths: bool = True) -> ResolvedModel:
     try:
         return replace(_resolve(target, revision, paths), name=alias, alias_of=target)
     except ModelNotFound as error:
@@ -89,21 +89,21 @@ def _resolve(name: str, revision: str | None, paths: bool) -> ResolvedModel:
         _no_revision(name, revision)
         return _demo()
     if not paths:
-        return _named_by_others(name, revision)
+        return _resolve_for_client(name, revision)
     if _is_taken_by_path(name):
         _no_revision(name, revision)
-        return _from_path(_place(name))
+        return _from_path(_as_path(name))
     if looks_like_path(name) or not name:
         raise ModelNotFound(f"{name!r} is not a model.", _available(), "localllm up  (the demo model)", param="model")
     found = _by_name(name, revision)
     if found is not None:
         return found
-    if _place(name).is_dir():
-        return _from_path(_place(name))  # raises an error that says what the folder contains
+    if _as_path(name).is_dir():
+        return _from_path(_as_path(name))  # raises an error that says what the folder contains
     raise _not_found(name)
 
 
-def _named_by_others(name: str, revision: str | None) -> ResolvedModel:
+def _resolve_for_client(name: str, revision: str | None) -> ResolvedModel:
     """Resolve a client's name. The error names no folder of this machine, and paths are never accepted."""
     found = None if looks_like_path(name) or not name else _by_name(name, revision)
     if found is None or _is_taken_by_path(name):
@@ -113,7 +113,7 @@ def _named_by_others(name: str, revision: str | None) -> ResolvedModel:
 
 def _is_taken_by_path(name: str) -> bool:
     """Return whether the name is an existing path, which takes precedence over a model of that name."""
-    place = _place(name)
+    place = _as_path(name)
     return bool(name) and (place.is_file() or (place.is_dir() and (looks_like_path(name) or _holds_checkpoint(place))))
 
 
@@ -125,7 +125,7 @@ def _by_name(name: str, revision: str | None) -> ResolvedModel | None:
     return _from_cache(asked, revision or asked.revision)
 
 
-def _place(name: str) -> Path:
+def _as_path(name: str) -> Path:
     """Return the name as a path; a path that does not exist if the name cannot be a path."""
     try:
         path = Path(name).expanduser()
@@ -137,7 +137,7 @@ def _place(name: str) -> Path:
 
 def adapter_folder(name: str) -> Path:
     """Return the folder of a LoRA adapter: a local folder, or a repository's snapshot in the Hugging Face cache."""
-    path = _place(name)
+    path = _as_path(name)
     if path.is_dir() or name not in _cached_repositories():
         return path
     return _snapshot(hub_cache_dir() / _folder_name(name), name, None)
@@ -150,7 +150,7 @@ def is_for_the_hub(name: str, revision: str | None = None, *, paths: bool = True
     try:
         resolve_model(name, revision, paths=paths)
     except (ModelNotFound, CorruptModel):
-        return not paths or not _place(name).exists()
+        return not paths or not _as_path(name).exists()
     except UnsupportedModel:
         return False
     return False
@@ -160,23 +160,23 @@ def list_models() -> list[ResolvedModel]:
     """Return all models that `resolve_model` accepts by name: demo, cache, other programs, and aliases."""
     own, second = _list_own_names(), list[ResolvedModel]()
     for alias, target in aliases().items():
-        second += _sound(alias, partial(_aliased, alias, target))
+        second += _skip_broken(alias, partial(_alias_entry, alias, target))
     return [*own, *second]
 
 
-def _aliased(alias: str, target: str) -> list[ResolvedModel]:
-    return [_behind(alias, target, None)]
+def _alias_entry(alias: str, target: str) -> list[ResolvedModel]:
+    return [_resolve_alias(alias, target, None)]
 
 
 def _list_own_names() -> list[ResolvedModel]:
     found = []
     for repo_id in _cached_repositories():
-        found += _sound(repo_id, partial(_list_repository, repo_id))
+        found += _skip_broken(repo_id, partial(_list_repository, repo_id))
     demo = [ResolvedModel(DEMO_NAME, _demo_path(), "demo")] if (_demo_path() / "config.json").is_file() else []
-    return [*demo, *found, *_sound("other programs", _list_programs)]
+    return [*demo, *found, *_skip_broken("other programs", _list_programs)]
 
 
-def _sound(name: str, look: Callable[[], list[ResolvedModel]]) -> list[ResolvedModel]:
+def _skip_broken(name: str, look: Callable[[], list[ResolvedModel]]) -> list[ResolvedModel]:
     """Return what `look` finds, or nothing if it fails, so that one bad file does not break the list."""
     try:
         return look()
@@ -277,7 +277,7 @@ def _from_path(path: Path) -> ResolvedModel:
         ggufs = gguf_models(file.name for file in path.glob("*.gguf"))
         if ggufs:
             return _from_gguf_file(
-                path / the_one(str(path), ggufs, None, "Copy the missing files into the folder.").files[0]
+                path / require_one(str(path), ggufs, None, "Copy the missing files into the folder.").files[0]
             )
     _check_checkpoint(path, str(path))
     if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
@@ -350,7 +350,7 @@ def _resolve_cached(repo_id: str, quant: str | None, revision: str | None) -> Re
                 _fetch_hint(name),
                 param="model",
             )
-        return _gguf_of(repo_id, snapshot, the_one(repo_id, models, quant, _fetch_hint(name)), models)
+        return _gguf_of(repo_id, snapshot, require_one(repo_id, models, quant, _fetch_hint(name)), models)
     _check_checkpoint(snapshot, repo_id)
     return ResolvedModel(repo_id, snapshot, "cache", snapshot.name)
 

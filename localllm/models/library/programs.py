@@ -39,11 +39,11 @@ class ProgramModel:
 
 def program_models(program: str | None = None) -> list[ProgramModel]:
     """Return the models of one program, or of all, by name. A missing or unreadable folder counts as empty."""
-    found = [model for name, look in _LOOKS.items() if program in (None, name) for model in _guarded(look)]
+    found = [model for name, look in _LOOKS.items() if program in (None, name) for model in _skip_unreadable(look)]
     return sorted(found, key=lambda model: model.name)
 
 
-def _guarded(look: Callable[[], Iterator[ProgramModel]]) -> list[ProgramModel]:
+def _skip_unreadable(look: Callable[[], Iterator[ProgramModel]]) -> list[ProgramModel]:
     try:
         return list(look())
     except OSError:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.files.json_file import read_json, read_json_object
-from localllm.models.architectures.transformers_backend.model import keep_matrices_our_way, read_module
+from localllm.models.architectures.transformers_backend.model import read_module, use_device_layouts
 from localllm.models.architectures.transformers_backend.spec import load_config
 from localllm.models.formats.safetensors import SafetensorsCheckpoint
 from localllm.models.pooling.recipe import PoolingRecipe
@@ -46,7 +46,7 @@ class PoolingModel:
         self.vocab_size: int = module.config.vocab_size
         self.num_labels: int = getattr(module.config, "num_labels", 1) if recipe.task == "score" else 0
         self._takes_types = takes_types and getattr(module.config, "type_vocab_size", 0) > 1
-        self._is_causal = recipe.task == "score" and not _looks_both_ways(module)
+        self._is_causal = recipe.task == "score" and not _is_encoder(module)
 
     @property
     def dim(self) -> int:
@@ -166,7 +166,7 @@ def load_pooling_model(
         )
     with torch.inference_mode():
         module = module.to(device)
-        keep_matrices_our_way(module)
+        use_device_layouts(module)
         dense = [_dense(folder, device) for folder in recipe.dense]
         return PoolingModel(module, recipe, dense, device, takes_types=_tokenizer_makes_types(path, config.model_type))
 
@@ -209,6 +209,6 @@ def _dense(folder: Path, device: torch.device) -> DenseLayer:
     return DenseLayer(tensors["weight"], tensors.get("bias"), activation)
 
 
-def _looks_both_ways(module: Any) -> bool:
+def _is_encoder(module: Any) -> bool:
     """Return whether the model is an encoder, which classifies by its first token; decoders use the last."""
     return any(getattr(part, "is_causal", None) is False for part in module.modules())

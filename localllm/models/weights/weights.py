@@ -24,7 +24,7 @@ from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint
 from localllm.models.formats.linear_format import LinearFormat, StoredPart, TableFormat
-from localllm.models.layers.linear import Linear, Weight, laid_out_bytes
+from localllm.models.layers.linear import Linear, Weight, device_layout_bytes
 from localllm.models.layers.lora import LoraBank, LoraPart
 from localllm.models.layers.moe import join_experts
 from localllm.models.spec.family import Storage
@@ -112,7 +112,7 @@ class Weights:
         quantised matrices on a CPU: fast, small or exact.
         """
         self._target = device
-        self.device = self._place(device)
+        self.device = self._load_device(device)
         self._quantize, self.cpu_weights = quantize, cpu_weights
         self._lora, self._lora_storage = lora, lora_storage
         self._checkpoint, self._spec, self._storage, self._format = checkpoint, spec, storage, format
@@ -122,7 +122,7 @@ class Weights:
         self._done_bytes = 0
         self._total_bytes = sum(info.num_bytes for n, info in checkpoint.tensors.items() if not self._is_ignored(n))
 
-    def _place(self, target: torch.device) -> torch.device:
+    def _load_device(self, target: torch.device) -> torch.device:
         """Return the device of the tensors for a model that runs on `target`."""
         return target
 
@@ -185,7 +185,7 @@ class Weights:
         if left:
             raise CorruptModel(
                 f"The checkpoint holds {len(left)} tensors that {self._spec.architecture} does not use.",
-                f"Unexpected: {_some(sorted(left))}.",
+                f"Unexpected: {_shortened(sorted(left))}.",
             )
 
     # -- adapters
@@ -262,7 +262,7 @@ class Weights:
         for expert in range(count):
             matrix = torch.cat([view[expert] for view in views]) if len(views) > 1 else views[0][expert]
             matrix = matrix if order is None else matrix[order.to(matrix.device)]
-            yield self._made(matrix.to(self.device, self._dtype, copy=True).contiguous(), self._quantize)
+            yield self._finished(matrix.to(self.device, self._dtype, copy=True).contiguous(), self._quantize)
         self._count(stacked)
 
     def _expert_biases(self, prefix: str, names: Sequence[str], shape: tuple[int, int]) -> Tensor:
@@ -286,9 +286,9 @@ class Weights:
         weight = weights[0] if len(weights) == 1 else StackedWeight(weights)
         if tuple(weight.shape) != shape:
             raise _wrong_shape([part.stem for part in parts], weight.shape, shape)
-        return self._made(weight, quantize)
+        return self._finished(weight, quantize)
 
-    def _made(self, weight: Weight, quantize: AtLoad | None) -> Weight:
+    def _finished(self, weight: Weight, quantize: AtLoad | None) -> Weight:
         """Return the weight as the layer gets it, quantised if requested."""
         return weight if quantize is None or not isinstance(weight, Tensor) else quantize(weight)
 
@@ -461,7 +461,7 @@ class PromisedWeights(Weights):
     A model built from them has as many bytes as the real one (parameters.py: held_bytes).
     """
 
-    def _place(self, target: torch.device) -> torch.device:
+    def _load_device(self, target: torch.device) -> torch.device:
         return torch.device("meta")
 
     def take(
@@ -486,11 +486,11 @@ class PromisedWeights(Weights):
         assert self._format is not None
         return self._format.promise(self._checkpoint, parts, self._dtype)
 
-    def _made(self, weight: Weight, quantize: AtLoad | None) -> Weight:
-        weight = super()._made(weight, quantize)
+    def _finished(self, weight: Weight, quantize: AtLoad | None) -> Weight:
+        weight = super()._finished(weight, quantize)
         if isinstance(weight, Tensor):
             return weight
-        held = laid_out_bytes(weight, self._target, self.cpu_weights)
+        held = device_layout_bytes(weight, self._target, self.cpu_weights)
         return PromisedWeight((weight.shape[0], weight.shape[1]), held)
 
     def _stored(self, part: StoredPart) -> Tensor:
@@ -511,5 +511,5 @@ def _layer_of(stored: str) -> int:
     return -1 if found is None else int(found[1])
 
 
-def _some(names: list[str]) -> str:
+def _shortened(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

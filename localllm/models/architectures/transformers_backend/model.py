@@ -58,8 +58,8 @@ class TransformersModel:
         self.spec, self.device, self.dtype, self.max_model_len = spec, device, dtype, max_model_len
         self._step = Step()
         _replace_attention(module, self._step, spec)
-        keep_matrices_our_way(module)
-        self.module, self._head = module, _head_alone(module, spec)
+        use_device_layouts(module)
+        self.module, self._head = module, _head_only(module, spec)
 
     def table_bytes(self, max_model_len: int) -> int:
         """Return 0: the module computes its rotary angles in each step."""
@@ -205,7 +205,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend: q [1, num_heads, T, head_dim], k and v [1, num_kv_heads, T, head_dim] -> [1, T, num_heads, head_dim]."""
     step: Step = module.localllm_step
-    _refuse_what_we_do_not_do(module, q, v, attention_mask, s_aux, others)
+    _refuse_unsupported(module, q, v, attention_mask, s_aux, others)
     inputs, kv = step.inputs, step.kv_cache[module.layer_idx]
     assert inputs is not None, "attention runs inside a step"
     num_heads, tokens, head_dim = q.shape[1:]
@@ -232,7 +232,7 @@ def _attend(
     return out.view(1, tokens, num_heads, head_dim), None
 
 
-def _refuse_what_we_do_not_do(
+def _refuse_unsupported(
     module: Any, q: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, others: dict[str, Any]
 ) -> None:
     if mask is not None:
@@ -257,7 +257,7 @@ def _projects(module: nn.Module) -> bool:
     return any(isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children())
 
 
-class _OurLinear(nn.Module):
+class _DeviceLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.linear = Linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
@@ -267,7 +267,7 @@ class _OurLinear(nn.Module):
         return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
-def keep_matrices_our_way(module: nn.Module) -> None:
+def use_device_layouts(module: nn.Module) -> None:
     """Replace every plain Linear by one in the layout that the device reads fastest.
 
     A module that reads such a weight by name elsewhere would break; known ones (routers) do not use exactly
@@ -276,10 +276,10 @@ def keep_matrices_our_way(module: nn.Module) -> None:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, _OurLinear(child))
+                setattr(parent, name, _DeviceLinear(child))
 
 
-class _Given(nn.Module):
+class _Identity(nn.Module):
     """A stand-in for the base model that returns its input."""
 
     def forward(self, *positional: Any, inputs_embeds: Tensor, **named: Any) -> Any:
@@ -288,11 +288,11 @@ class _Given(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
-def _head_alone(module: Any, spec: ModelSpec) -> Any:
+def _head_only(module: Any, spec: ModelSpec) -> Any:
     """Return the model without its layers: what it does with hidden states, caps and scales included."""
     if module.base_model is module:
         raise UnsupportedModel(f"transformers' {spec.architecture} does not separate its output head from its layers.")
     head = copy.copy(module)
     head._modules = dict(module._modules)
-    head._modules[module.base_model_prefix] = _Given()
+    head._modules[module.base_model_prefix] = _Identity()
     return head

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.errors import ConfigError, ModelNotFound
-from localllm.models.library.aliases import drop_alias, target_of
+from localllm.models.library.aliases import delete_alias, target_of
 from localllm.models.library.catalog import hub_cache_dir, resolve_model
 from localllm.models.library.names import looks_like_path, parse_name
 
@@ -121,7 +121,7 @@ class RemovalResult:
 def remove_target(target: RemovalTarget) -> RemovalResult:
     """Delete what a name means. Raises `ModelNotFound`."""
     if target.alias_of is not None:
-        drop_alias(target.name)
+        delete_alias(target.name)
         return RemovalResult(target.name, 0)
     return remove(target.repo_id, target.commit, target.names)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 
 from localllm import errors
-from localllm.models.formats.gguf_names import gguf_models, the_one
+from localllm.models.formats.gguf_names import gguf_models, require_one
 from localllm.models.formats.safetensors import INDEX, PICKLES
 
 _SIDE_FILES = (
@@ -39,7 +39,7 @@ def load_files(
     ggufs = gguf_models(names)
     if quant is not None or (ggufs and not weights):
         first = f":{ggufs[0].quant or ggufs[0].stem}" if ggufs else ""
-        return list(the_one(repo_id, ggufs, quant, f"localllm pull {repo_id}{first}").files)
+        return list(require_one(repo_id, ggufs, quant, f"localllm pull {repo_id}{first}").files)
     if not weights:
         raise _no_weights(repo_id, names)
     side = [name for name in names if any(_matches(name, pattern) for pattern in _SIDE_FILES)]

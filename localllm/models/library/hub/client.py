@@ -104,7 +104,7 @@ class HubResponse:
 
 @contextmanager
 def get(url: str, *, extra: Mapping[str, str] | None = None, params: Any = None) -> Iterator[HubResponse]:
-    """GET a URL, following redirects. Raises the library's own exceptions, which `translated` and `again` handle."""
+    """GET a URL, following redirects. Raises the library's own exceptions, which `translated` and `retry` handle."""
     session = utilities().get_session()
     asked = {**headers(), "accept-encoding": "identity", **(extra or {})}
     if callable(getattr(session, "stream", None)):  # httpx; requests has a setting of that name
@@ -129,7 +129,7 @@ def _arriving(raw: Any) -> Iterator[bytes]:
         raise ConnectionError(str(error)) from error
 
 
-def whole(answer: HubResponse, most_bytes: int) -> bytes:
+def read_body(answer: HubResponse, most_bytes: int) -> bytes:
     """Return the whole body. Raises `HubError` if it is longer than `most_bytes`."""
     pieces, count = [], 0
     for piece in answer.pieces:
@@ -149,28 +149,28 @@ def get_json(path: str, params: Any = None, *, about: str) -> Any:
 
     def once() -> Any:
         with get(endpoint() + path, params=params) as answer:
-            return json.loads(whole(answer, LARGEST_ANSWER))
+            return json.loads(read_body(answer, LARGEST_ANSWER))
 
     with translated(about):
-        return again(once)
+        return retry(once)
 
 
 # Retries ------------------------------------------------------------------------------------------------------------
 
 
-def again(call: Callable[[], T], *, stop: threading.Event | None = None, tries: int = 3) -> T:
+def retry(call: Callable[[], T], *, stop: threading.Event | None = None, tries: int = 3) -> T:
     """Call `call()`, and retry when the hub is busy or the connection fails. Raises the last attempt's error."""
     for attempt in range(1, tries):
         try:
             return call()
         except Exception as error:
-            if not is_passing(error):
+            if not is_transient(error):
                 raise
-            pause(attempt, error, stop)
+            wait_before_retry(attempt, error, stop)
     return call()
 
 
-def pause(attempt: int, error: BaseException, stop: threading.Event | None = None) -> None:
+def wait_before_retry(attempt: int, error: BaseException, stop: threading.Event | None = None) -> None:
     """Wait before the next attempt: longer each time, or as long as the hub says. Ends early when `stop` is set."""
     seconds = wait_s(attempt, error)
     log.info("hub retry attempt=%d wait=%.1fs reason=%s", attempt, seconds, plain_reason(error))
@@ -187,7 +187,7 @@ def wait_s(attempt: int, error: BaseException) -> float:
     return min(seconds, LONGEST_WAIT_S)
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Return whether a retry may help: after a connection failure, a timeout or a busy hub, but not after a refusal."""
     status = status_of(error)
     if status is not None:
@@ -229,13 +229,13 @@ def translated(about: str) -> Iterator[None]:
     except (ValueError, RecursionError) as error:  # JSON that is none: a login page of a network, a proxy
         raise HubError(f"{endpoint()} did not answer like a hub.", f"{error}.", "Check HF_ENDPOINT.") from error
     except Exception as error:
-        ours = _our_error(error, about)
+        ours = _translate(error, about)
         if ours is None:
             raise
         raise ours from error
 
 
-def _our_error(error: Exception, about: str) -> LocalLLMError | None:
+def _translate(error: Exception, about: str) -> LocalLLMError | None:
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -247,7 +247,7 @@ def _our_error(error: Exception, about: str) -> LocalLLMError | None:
 
     cause = error.__cause__
     if isinstance(error, LocalEntryNotFoundError) and isinstance(cause, Exception):
-        return _our_error(cause, about)  # "cannot find it locally" hides the network error
+        return _translate(cause, about)  # "cannot find it locally" hides the network error
     if isinstance(error, OfflineModeIsEnabled):
         return offline_error(about)
     if isinstance(error, GatedRepoError):

@@ -59,7 +59,7 @@ class Downloads:
         plan = plan_download(name, revision, include)
         require_room(plan)
         with self._lock:
-            same = [entry for entry in self._entries.values() if _what(entry.plan) == _what(plan)]
+            same = [entry for entry in self._entries.values() if _identity(entry.plan) == _identity(plan)]
             entry = next((entry for entry in same if entry.status().state != "done"), None)
             if entry is None:
                 entry = _Entry(str(next(self._ids)), plan)
@@ -123,7 +123,7 @@ class Downloads:
             del self._entries[id]
 
 
-def _what(plan: DownloadPlan) -> tuple[str, str, tuple[str, ...]]:
+def _identity(plan: DownloadPlan) -> tuple[str, str, tuple[str, ...]]:
     return plan.repo_id, plan.commit, tuple(file.name for file in plan.files)
 
 
@@ -138,7 +138,7 @@ class _Entry:
         self._state: State = "cancelled"  # until it starts
         self._halted_as: State = "cancelled"
         self._error: LocalLLMError | None = None
-        self._progress = _at_rest(plan)
+        self._progress = _initial_progress(plan)
 
     def status(self) -> DownloadStatus:
         return DownloadStatus(self.id, self.plan, self._state, self._progress, self.started_s, self._error)
@@ -147,7 +147,7 @@ class _Entry:
         """Start a thread, unless one is running."""
         if not self.over.is_set():
             return
-        self.plan, self._progress, self._error, self._state = plan, _at_rest(plan), None, "waiting"
+        self.plan, self._progress, self._error, self._state = plan, _initial_progress(plan), None, "waiting"
         self.stop, self.over = threading.Event(), threading.Event()
         threading.Thread(target=self._run, args=(slots,), name=f"localllm-pull-{self.id}", daemon=True).start()
 
@@ -165,7 +165,7 @@ class _Entry:
         freed = cache.remove_partial(plan.repo_id, [file.etag for file in plan.files])
         if cache.repository_folder(plan.repo_id).is_dir():
             freed += cache.remove(plan.repo_id, plan.commit, self.brings).freed_bytes
-        self._progress = _at_rest(as_it_stands(plan))
+        self._progress = _initial_progress(as_it_stands(plan))
         return freed
 
     def _run(self, slots: threading.Semaphore) -> None:
@@ -196,7 +196,7 @@ class _Entry:
         self._progress = progress
 
 
-def _at_rest(plan: DownloadPlan) -> PullProgress:
+def _initial_progress(plan: DownloadPlan) -> PullProgress:
     """Return the progress before any byte is received: the bytes already on disk."""
     have = {file.name: file.cached_bytes for file in plan.files}
     done = sum(not file.needed_bytes for file in plan.files)

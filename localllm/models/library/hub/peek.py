@@ -115,14 +115,14 @@ class _Head:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("w+b") as out:
             if self.file.name.endswith(".safetensors"):
-                self.need(out, _FIRST_BYTES)
+                self.ensure(out, _FIRST_BYTES)
                 self.require(self._safetensors_end(out))
-                self.need(out, self._safetensors_end(out))
+                self.ensure(out, self._safetensors_end(out))
             elif self.file.name.endswith(".gguf"):
-                self.need(out, _FIRST_BYTES)
+                self.ensure(out, _FIRST_BYTES)
                 _GGUFHeader(self, out).walk()
             else:
-                self.need(out, self.file.size)
+                self.ensure(out, self.file.size)
             out.truncate(self.file.size)
 
     def _safetensors_end(self, out: BinaryIO) -> int:
@@ -132,7 +132,7 @@ class _Head:
     def read(self, out: BinaryIO, offset: int, count: int) -> bytes:
         """Return bytes of the file, and download those that are missing."""
         self.require(offset + count)
-        self.need(out, offset + count)
+        self.ensure(out, offset + count)
         out.seek(offset)
         return out.read(count)
 
@@ -140,14 +140,14 @@ class _Head:
         if end > self.file.size:
             raise self.damaged(f"It has {self.file.size:,} bytes, and its header ends at {end:,}.")
 
-    def need(self, out: BinaryIO, end: int) -> None:
+    def ensure(self, out: BinaryIO, end: int) -> None:
         """Download at least the first `end` bytes, in growing steps, so that a long header takes few requests."""
         if end > self._most_bytes:
             raise self.damaged(f"Its header needs {end:,} bytes; at most {self._most_bytes:,} are read.")
         if end > self.fetched:
             end = min(self.file.size, max(end, min(4 * self.fetched, self._most_bytes)))
             self._budget.take(end - self.fetched)
-            found = client.again(lambda: _range(self.url, self.fetched, end))
+            found = client.retry(lambda: _range(self.url, self.fetched, end))
             out.seek(self.fetched)
             out.write(found)
             self.fetched += len(found)
@@ -189,7 +189,7 @@ class _GGUFHeader:
             self._skip_string()
             self._skip(8 * self._number("<I", 4))  # dimensions
             self._skip(12)  # type, offset
-        self.head.need(self.out, self.at)
+        self.head.ensure(self.out, self.at)
 
     def _skip_value(self, kind: int, depth: int = 0) -> None:
         if depth > _DEEPEST_ARRAY:

@@ -149,10 +149,10 @@ def read_text(repository: Repository, file: RemoteFile) -> str:
 
     def once() -> str:
         with client.get(file_url(repository.repo_id, repository.commit, file.name)) as answer:
-            return client.whole(answer, json_file.MOST_BYTES).decode("utf-8")
+            return client.read_body(answer, json_file.MOST_BYTES).decode("utf-8")
 
     with client.translated(repository.repo_id):
-        return client.again(once)
+        return client.retry(once)
 
 
 def file_url(repo_id: str, commit: str, name: str) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from localllm.files.folders import write_whole
 from localllm.models.library.hub import cache, client
 from localllm.models.library.hub.plan import DownloadPlan, PlannedFile, require_room
-from localllm.models.library.hub.transfer import Meter, cancelled, fetch_file, is_intact
+from localllm.models.library.hub.transfer import Meter, cancelled, fetch_file, matches_hub_hash
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def drop_damaged(plan: DownloadPlan, on_file: Callable[[PlannedFile, bool], None
         pointer = folder / "snapshots" / plan.commit / file.name
         if not pointer.exists():
             continue
-        intact = is_intact(pointer, file)
+        intact = matches_hub_hash(pointer, file)
         on_file(file, intact)
         if not intact:
             damaged.append(file.name)

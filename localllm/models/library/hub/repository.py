@@ -65,7 +65,7 @@ def read_repository(repo_id: str, revision: str | None = None) -> Repository:
     if client.is_offline():
         raise client.offline_error(about)
     with client.translated(about):
-        info = client.again(
+        info = client.retry(
             lambda: client.api().model_info(repo_id, revision=revision, files_metadata=True, timeout=client.timeout_s())
         )
     if not re.fullmatch(r"[0-9a-f]{40}", info.sha or ""):

@@ -49,13 +49,13 @@ def fetch_file(repo_id: str, commit: str, file: PlannedFile, meter: Meter, stop:
             blob = cache.repository_folder(repo_id) / "blobs" / file.etag
             with _locked(repo_id, file.etag, stop):
                 if not blob.exists():
-                    _Arriving(file_url(repo_id, commit, file.name), blob, file, meter, stop).fetch()
+                    _PartialBlob(file_url(repo_id, commit, file.name), blob, file, meter, stop).fetch()
         if not (cache.repository_folder(repo_id) / "snapshots" / commit / file.name).exists():
-            client.again(lambda: _link(repo_id, commit, file.name), stop=stop)
+            client.retry(lambda: _link(repo_id, commit, file.name), stop=stop)
     meter.have[file.name] = file.size
 
 
-def is_intact(path: Path, file: PlannedFile) -> bool:
+def matches_hub_hash(path: Path, file: PlannedFile) -> bool:
     """Return whether a file on disk has the hub's size and hash."""
     if path.stat().st_size != file.size:
         return False
@@ -63,7 +63,7 @@ def is_intact(path: Path, file: PlannedFile) -> bool:
     with path.open("rb") as stream:
         while piece := stream.read(_READ_BYTES):
             digest.update(piece)
-    return digest.agrees
+    return digest.matches
 
 
 class Digest:
@@ -80,11 +80,11 @@ class Digest:
         self._hash.update(piece)
 
     @property
-    def agrees(self) -> bool:
+    def matches(self) -> bool:
         return self._hash.hexdigest() == self._etag or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", self._etag)
 
 
-class _Arriving:
+class _PartialBlob:
     """A blob being downloaded: its bytes so far, and their hash."""
 
     def __init__(self, url: str, blob: Path, file: PlannedFile, meter: Meter, stop: threading.Event) -> None:
@@ -94,12 +94,12 @@ class _Arriving:
 
     def fetch(self) -> None:
         self.blob.parent.mkdir(parents=True, exist_ok=True)
-        resumed = self._take_over()
+        resumed = self._resume()
         self._receive_all()
-        if not self.digest.agrees and resumed:  # the bytes on disk may have been damaged
-            self._begin_anew()
+        if not self.digest.matches and resumed:  # the bytes on disk may have been damaged
+            self._restart()
             self._receive_all()
-        if not self.digest.agrees:
+        if not self.digest.matches:
             self.partial.unlink()
             raise WrongHash(
                 f"{self.file.name} arrived damaged.",
@@ -108,7 +108,7 @@ class _Arriving:
             )
         os.replace(self.partial, self.blob)
 
-    def _take_over(self) -> bool:
+    def _resume(self) -> bool:
         """Count and hash the bytes of an earlier attempt. Returns True if there were any."""
         if self.partial.is_file():
             with self.partial.open("rb") as stream:
@@ -116,7 +116,7 @@ class _Arriving:
                     self._count(piece)
                     self._check_stop()
         if self.have > self.file.size:
-            self._begin_anew()
+            self._restart()
         return self.have > 0
 
     def _receive_all(self) -> None:
@@ -129,11 +129,11 @@ class _Arriving:
             except Exception as error:
                 failures = 1 if self.have > before else failures + 1
                 if client.status_of(error) == 416 and self.have:
-                    self._begin_anew()
-                elif not client.is_passing(error) or failures >= client.TRIES:
+                    self._restart()
+                elif not client.is_transient(error) or failures >= client.TRIES:
                     raise
                 self.meter.notes[self.file.name] = _note(failures, error)
-                client.pause(failures, error, self.stop)
+                client.wait_before_retry(failures, error, self.stop)
                 self._check_stop()
         if self.have == 0:
             self.partial.touch()  # an empty file must exist too
@@ -145,7 +145,7 @@ class _Arriving:
         wanted = {} if whole else {"range": f"bytes={self.have}-{end - 1}"}
         with client.get(self.url, extra=wanted) as answer:
             if answer.status == 200 and self.have:  # the server ignores ranges and sends the whole file
-                self._begin_anew()
+                self._restart()
             with self.partial.open("ab") as out:
                 for piece in answer.pieces:
                     self._check_stop()
@@ -170,7 +170,7 @@ class _Arriving:
         self.have += len(piece)
         self.meter.have[self.file.name] = self.have
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         self.partial.unlink(missing_ok=True)
         self.have, self.digest = 0, Digest(self.file)
 

@@ -20,7 +20,7 @@ from localllm.models.fit.checkpoint import estimate_checkpoint
 from localllm.models.fit.table import fit_rows
 from localllm.models.library.about import gguf_rows, spec_rows
 from localllm.models.library.hub import client
-from localllm.models.library.look import Looked, look_at
+from localllm.models.library.inspection import InspectedCheckpoint, inspect_checkpoint
 from localllm.models.library.names import parse_name
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.serving.eviction import hardware_once_free
@@ -90,7 +90,7 @@ def look(name: str, config: EngineConfig, hardware: Hardware, *, paths: bool = T
     this machine.
     """
     try:
-        with look_at(name, paths=paths) as looked:
+        with inspect_checkpoint(name, paths=paths) as looked:
             try:
                 spec, estimates = estimate_checkpoint(looked.path, config, hardware)
             except LocalLLMError as error:
@@ -100,7 +100,7 @@ def look(name: str, config: EngineConfig, hardware: Hardware, *, paths: bool = T
         return Fit(name, _refused(error, name, None), error=error)
 
 
-def verdict(looked: Looked, estimates: Sequence[Estimate]) -> FitVerdict:
+def verdict(looked: InspectedCheckpoint, estimates: Sequence[Estimate]) -> FitVerdict:
     """Return the verdict for the device that a load would use, else for one that could hold the model."""
     chosen = estimates[0]
     other = next((each for each in estimates[1:] if each.plan is not None), None)
@@ -140,7 +140,11 @@ def _parts(needs: MemoryPlan) -> tuple[Segment, ...]:
 
 
 def _told(
-    looked: Looked, said: FitVerdict, shown: FitTable | None, spec: ModelSpec | None, error: LocalLLMError | None
+    looked: InspectedCheckpoint,
+    said: FitVerdict,
+    shown: FitTable | None,
+    spec: ModelSpec | None,
+    error: LocalLLMError | None,
 ) -> Fit:
     facts = {} if spec is None else dict(spec_rows(spec))
     if looked.plan is not None:
@@ -159,7 +163,7 @@ def _told(
     return Fit(looked.name, said, shown, told, rows, looked.download_bytes, error)
 
 
-def _refused(error: LocalLLMError, name: str, looked: Looked | None) -> FitVerdict:
+def _refused(error: LocalLLMError, name: str, looked: InspectedCheckpoint | None) -> FitVerdict:
     download = f"{format_bytes(looked.download_bytes)} to download" if looked and looked.download_bytes else ""
     if isinstance(error, AccessDenied):
         return FitVerdict("unknown", "Gated", error.what, terms_url=terms_url(name))

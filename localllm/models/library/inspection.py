@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """A checkpoint to look at. `path` is valid until the `with` block of `look_at` ends."""
+class InspectedCheckpoint:
+    """A checkpoint to look at. `path` is valid until the `with` block of `inspect_checkpoint` ends."""
 
     name: str
     path: Path
@@ -33,13 +33,13 @@ class Looked:
 
 
 @contextmanager
-def look_at(name: str, revision: str | None = None, *, paths: bool = True) -> Iterator[Looked]:
+def inspect_checkpoint(name: str, revision: str | None = None, *, paths: bool = True) -> Iterator[InspectedCheckpoint]:
     """Yield the checkpoint; ask the hub only if it is not local. Raises as `resolve_model` and `peek` do."""
     if is_for_the_hub(name, revision, paths=paths):
         from localllm.models.library.hub.peek import peek
 
         with peek(name, revision) as remote:
-            yield Looked(remote.name, remote.path, None, remote.plan, remote.fetched_bytes)
+            yield InspectedCheckpoint(remote.name, remote.path, None, remote.plan, remote.fetched_bytes)
     else:
         model = resolve_model(name, revision, paths=paths)
-        yield Looked(model.name, model.path, model)
+        yield InspectedCheckpoint(model.name, model.path, model)

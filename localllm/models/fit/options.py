@@ -84,11 +84,11 @@ def fit_options(
     config: EngineConfig, spec: ModelSpec, hardware: Hardware, plan: Plan, best: MemoryPlan | None = None
 ) -> tuple[FitOption, ...]:
     """Return the alternatives to `config`. best: its own plan, None if it does not fit."""
-    return _Ladder(config, spec, hardware, plan, best).options()
+    return _OptionSearch(config, spec, hardware, plan, best).options()
 
 
 @dataclass(slots=True)
-class _Ladder:
+class _OptionSearch:
     config: EngineConfig
     spec: ModelSpec
     hardware: Hardware
@@ -97,7 +97,7 @@ class _Ladder:
     found: list[FitOption] = field(default_factory=list)
 
     def options(self) -> tuple[FitOption, ...]:
-        for changes, cost in self._rungs():
+        for changes, cost in self._alternatives():
             self._try(changes, cost)
         return tuple(self.found)
 
@@ -106,7 +106,7 @@ class _Ladder:
         """The context that the user wants."""
         return self.config.max_model_len or self.spec.max_position
 
-    def _rungs(self) -> Iterator[tuple[Iterable[dict[str, Any]], str]]:
+    def _alternatives(self) -> Iterator[tuple[Iterable[dict[str, Any]], str]]:
         """Yield groups of alternatives with their cost, the mildest first; at most one of each group is offered."""
         config, on_gpu = self.config, bool(self.hardware.gpus) and self.config.device != "cpu"
         if config.max_model_len is not None:
