@@ -14,7 +14,7 @@ from localllm.kernels.huge_pages import HUGE_PAGE, PIECE, collapse_huge_pages, r
 
 @pytest.fixture(autouse=True)
 def nothing_is_wanted() -> None:
-    huge_pages._wanted.clear()
+    huge_pages._registered.clear()
 
 
 def huge_kib(address: int) -> int:
@@ -46,6 +46,6 @@ def test_pages_are_made_piece_by_piece_and_keep_what_they_hold() -> None:
 
 def test_small_and_vanished_memory_is_left_alone() -> None:
     register_huge_pages(HUGE_PAGE + 1, HUGE_PAGE)  # no whole huge page inside
-    assert not huge_pages._wanted
+    assert not huge_pages._registered
     register_huge_pages(1 << 46, 4 * HUGE_PAGE)  # nobody's
     assert not collapse_huge_pages()

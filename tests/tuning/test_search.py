@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.tuning.search import FULL, Axis, Found, Outcome, Point, Space, search
+from localllm.tuning.search import FULL, Axis, SearchRanking, Outcome, Point, Space, search
 from tests.tuning.landscapes import FULL_S, Landscape, hill
 
 SPACE = Space(
@@ -51,7 +51,7 @@ LANDSCAPES = {
 }  # fmt: skip
 
 
-def run(land: Landscape, seed: int = 0) -> Found:
+def run(land: Landscape, seed: int = 0) -> SearchRanking:
     return search(SPACE, START, land.measure, seed=seed)
 
 
