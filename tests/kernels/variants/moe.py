@@ -38,13 +38,13 @@ def product(
     tile = grouped_gemm_tile(block_m, bool(activation), itemsize, gpu, in_blocks=in_blocks)
     tma = tile.tma
     stored = "i16" if kind != "float" else dtype  # two weights of a byte each
-    tile = f"[{tile.block_n},{tile.block_k // (1 if kind == 'float' else 2)}]"
+    box = f"[{tile.block_n},{tile.block_k // (1 if kind == 'float' else 2)}]"
     signature = {
         "x_ptr": f"*{dtype}",
         "weight_ptr": f"*{stored}",
         "bias_ptr": f"*{dtype}",
         "scales_ptr": "*fp32",
-        "weight_desc": f"tensordesc<{stored}{tile}>",
+        "weight_desc": f"tensordesc<{stored}{box}>",
         "weights_ptr": "*fp32",
         "out_ptr": f"*{dtype}",
         "rows_ptr": "*i32",
