@@ -25,6 +25,7 @@ from localllm.engine.outputs import EngineOutput, GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.engine.pooling import PoolingInput, PoolingLoop
 from localllm.engine.processor import OutputProcessor
+from localllm.engine.request import RequestOptions
 from localllm.engine.step import PromptEmbeds, TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
 from localllm.kernels.huge_pages import collapse_huge_pages
@@ -170,7 +171,7 @@ class LLM:
         _check_length(len(priorities), len(encoded), "priority")
         adapters = self._adapters_for(len(encoded), lora_request)
         asked = [
-            GenerationRequest(f"offline-{next(self._ids)}", ids, each, rank, adapter=adapter, prompt_embeds=embeds)
+            GenerationRequest(f"offline-{next(self._ids)}", ids, each, RequestOptions(rank, adapter=adapter), embeds)
             for (_, ids, embeds), each, rank, adapter in zip(encoded, params, priorities, adapters, strict=True)
         ]
         results = [_empty_output(text, request) for (text, *_), request in zip(encoded, asked, strict=True)]

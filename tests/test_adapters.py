@@ -19,7 +19,7 @@ from localllm.config.lora_modules import LoraModule
 from localllm.config.resolve import resolve
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.adapter import Adapter
-from localllm.engine.request import Request
+from localllm.engine.request import Request, RequestOptions
 from localllm.errors import ConfigError, InvalidParameter, ModelNotFound, UnsupportedOption
 from localllm.kernels import launch
 from localllm.models.architectures.read_spec import read_spec
@@ -58,7 +58,8 @@ def requests(adapters: list[Adapter | None], count: int, tokens: tuple[int, int]
         ids = shared[: dice.choice([17, 33])] + [dice.randrange(3, 500) for _ in range(dice.randint(1, 9))]
         adapter = adapters[i % len(adapters)]
         params = SamplingParams(temperature=0.0, max_tokens=dice.randint(*tokens))
-        asked.append(Request(f"r{i}", ids, params, max_output_tokens=params.max_tokens or 1, adapter=adapter))
+        options = RequestOptions(adapter=adapter)
+        asked.append(Request(f"r{i}", ids, params, options, max_output_tokens=params.max_tokens or 1))
     return asked
 
 
@@ -140,8 +141,8 @@ def test_no_request_reads_what_another_adapter_wrote(seed: int) -> None:
 
 def _under(request: Request, adapter: Adapter | None, salt: str | None = None) -> Request:
     return Request(
-        request.request_id, request.token_ids, request.params, max_output_tokens=request.max_output_tokens,
-        cache_salt=salt, adapter=adapter,
+        request.request_id, request.token_ids, request.params, RequestOptions(cache_salt=salt, adapter=adapter),
+        max_output_tokens=request.max_output_tokens,
     )  # fmt: skip
 
 
@@ -373,7 +374,7 @@ async def tokens(manager: ModelManager, name: str, count: Callable[[], int]) -> 
 
     with await manager.acquire(name) as model:
         seen = model.as_asked(name)
-        request = GenerationRequest(f"r{count()}", prompt(30), GREEDY, adapter=seen.adapter)
+        request = GenerationRequest(f"r{count()}", prompt(30), GREEDY, RequestOptions(adapter=seen.adapter))
         return [token async for event in seen.generator.generate(request) for token in event.token_ids]
 
 

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from localllm.engine.adapter import Adapter
 from localllm.engine.params import MAX_LOGPROBS, SamplingParams
 from localllm.engine.recorder import now_s
-from localllm.engine.request import Request
+from localllm.engine.request import NO_OPTIONS, Request, RequestOptions
 from localllm.engine.step import PromptEmbeds
 from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.text.grammar import Grammars, OutputGrammar
@@ -34,28 +33,13 @@ class WordEncoder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Reports:
-    """Extra information to report with the events."""
-
-    timings: bool = False  # with every event, not only the last one
-    progress: bool = False  # of the prompt, for the first choice only: the others find most of it in the cache
-
-
-NO_REPORTS = Reports()
-
-
-@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """The request that every API dialect produces: token ids and parameters, `params.n` choices."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams
-    priority: int = 0  # smaller runs first under --scheduling-policy priority
-    cache_salt: str | None = None  # requests with different salts never share KV blocks
-    adapter: Adapter | None = None
-    length_penalty: float | None = None  # of a beam search of width params.n (beam_search.py); None: no beam search
-    reports: Reports = NO_REPORTS
+    options: RequestOptions = NO_OPTIONS
     prompt_embeds: PromptEmbeds | None = None  # replaces prompt_token_ids, which are as many zeros
 
 
@@ -114,7 +98,7 @@ class Admission:
 
     def admit(self, asked: GenerationRequest) -> list[Request]:
         """Return one engine request per choice. Raises `ContextTooLong` or `InvalidParameter`."""
-        assert asked.length_penalty is None, "a beam search is made of requests of its own"
+        assert asked.options.length_penalty is None, "a beam search is made of requests of its own"
         prompt, params, max_output_tokens = self.check(asked)
         bad_words = self._bad_words(params)
         arrived_s = now_s()
@@ -123,14 +107,12 @@ class Admission:
                 child_id(asked.request_id, index, params.n),
                 prompt,
                 self._with_seed(params.child(index) if params.n > 1 else params),
+                asked.options,
                 max_output_tokens=max_output_tokens,
                 eos_token_ids=self.limits.eos_token_ids,
                 bad_words_token_ids=bad_words,
-                priority=asked.priority,
-                cache_salt=asked.cache_salt,
-                adapter=asked.adapter,
                 grammar=self._within_budget(params, prompt),
-                reports_progress=asked.reports.progress and not index,
+                reports_progress=asked.options.progress and not index,
                 prompt_embeds=asked.prompt_embeds,
                 arrived_s=arrived_s,
             )
@@ -275,7 +257,7 @@ def _check_beside_embeds(asked: GenerationRequest) -> None:
         "prompt_logprobs": params.prompt_logprobs is not None,
         "repetition_penalty": params.repetition_penalty != 1.0,
         "truncate_prompt_tokens": params.truncate_prompt_tokens is not None,
-        "use_beam_search": asked.length_penalty is not None,
+        "use_beam_search": asked.options.length_penalty is not None,
     }
     for field, does in speaks.items():
         if does:

@@ -20,8 +20,8 @@ from localllm.text.tokenizer import Tokenizer
 
 
 async def beam_batches(client: EngineClient, asked: GenerationRequest) -> AsyncGenerator[list[GenerationEvent], None]:
-    """Yield one event for each of the best beams, all at the end. `asked` has a `length_penalty`; otherwise like
-    `EngineClient.generate_batches`. Closing the iterator cancels the running requests."""
+    """Yield one event for each of the best beams, all at the end. `asked` has an `options.length_penalty`; otherwise
+    like `EngineClient.generate_batches`. Closing the iterator cancels the running requests."""
     started_s = now_s()
     search = BeamSearch(asked, client.admission)
     first: GenerationEvent | None = None

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from localllm.engine.adapter import Adapter
 from localllm.engine.admission import Admission, GenerationRequest, ModelLimits
 from localllm.engine.params import SamplingParams
+from localllm.engine.request import RequestOptions
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import InvalidParameter
 
@@ -47,9 +48,8 @@ class BeamSearchParams:
             raise
 
     def request(self, request_id: str, prompt: Sequence[int], adapter: Adapter | None = None) -> GenerationRequest:
-        return GenerationRequest(
-            request_id, prompt, self._sampling(), adapter=adapter, length_penalty=self.length_penalty
-        )
+        options = RequestOptions(adapter=adapter, length_penalty=self.length_penalty)
+        return GenerationRequest(request_id, prompt, self._sampling(), options)
 
     def _sampling(self) -> SamplingParams:
         return SamplingParams(
@@ -88,15 +88,16 @@ class _Next(NamedTuple):
 class BeamSearch:
     """Beam search of one prompt: run `requests`, pass their answers to `advance`, until `is_over`; then call `best`.
 
-    asked: a request with `length_penalty`; `params.n` is the width. Raises `RequestError` if it is invalid or
+    asked: a request with `options.length_penalty`; `params.n` is the width. Raises `RequestError` if it is invalid or
     unsupported.
     """
 
     def __init__(self, asked: GenerationRequest, admission: Admission) -> None:
-        assert asked.length_penalty is not None, "a request that asks for a beam search"
+        penalty = asked.options.length_penalty
+        assert penalty is not None, "a request that asks for a beam search"
         _check_width(asked.params.n, admission.limits)
         self.prompt, params, self._max_tokens = admission.check(asked)
-        self._asked, self._width, self._length_penalty = asked, params.n, asked.length_penalty
+        self._asked, self._width, self._length_penalty = asked, params.n, penalty
         self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(admission.limits.eos_token_ids)
         self._keeps_eos = params.include_stop_str_in_output
         self._shown = params.logprobs  # number of log-probabilities to report per token; None: none at all
@@ -120,7 +121,7 @@ class BeamSearch:
     def requests(self) -> list[GenerationRequest]:
         """Return one request per beam, for its next token."""
         prompts = [[*self.prompt, *beam.token_ids] for beam in self._beams]
-        asked = replace(self._asked, params=self._one_token, length_penalty=None)
+        asked = replace(self._asked, params=self._one_token, options=replace(self._asked.options, length_penalty=None))
         return [
             replace(asked, request_id=f"{asked.request_id}/{self._steps}/{i}", prompt_token_ids=prompt)
             for i, prompt in enumerate(prompts)

@@ -19,10 +19,10 @@ from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput, GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.engine.processor import OutputProcessor
-from localllm.engine.pulse import TimedPool
+from localllm.engine.pulse import LoopClient, TimedPool
 from localllm.engine.stats import EngineStats
 from localllm.engine.streams import Stream, Wakes
-from localllm.errors import EngineError, EngineStopped, InvalidParameter, LocalLLMError, QueueFull, StepFailed
+from localllm.errors import EngineStopped, InvalidParameter, LocalLLMError, QueueFull, StepFailed
 from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
 
@@ -36,17 +36,17 @@ COMPILE_S, LARGE_COMPILE_S = 10.0, 30.0
 Large grammars are compiled one at a time."""
 
 
-class EngineClient:
+class EngineClient(LoopClient):
     """Connects asyncio with the engine loop's thread. Create it, then `await start()` on the serving loop."""
 
     def __init__(self, loop: EngineLoop, admission: Admission, tokenizer: Tokenizer) -> None:
+        super().__init__(loop)
         self._engine = loop
         self.admission, self.tokenizer = admission, tokenizer
         self._processor = OutputProcessor(tokenizer)
         self._streams: dict[str, Stream] = {}  # by engine request id: one entry per open choice
         self._wakes = Wakes()
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._ended = asyncio.Event()
         self._stopping = asyncio.Event()
         # Grammars that may take seconds have their own thread, so they delay only each other.
         self._compilers = TimedPool(2, "localllm-grammar")
@@ -138,7 +138,7 @@ class EngineClient:
         self._refuse_open(ids)
         for index, (request, each) in enumerate(admitted):
             self._streams[request.request_id] = stream
-            self._processor.open(request, index, timed=each.reports.timings)
+            self._processor.open(request, index, timed=each.options.timings_per_token)
         try:
             self._engine.submit(*requests)
             while stream.open_choices or stream.events:
@@ -176,17 +176,6 @@ class EngineClient:
     @property
     def compilers(self) -> tuple[TimedPool, ...]:
         return self._compilers, self._large_compilers
-
-    @property
-    def why_ended(self) -> EngineError | None:
-        """`DeviceLost` or `EngineCrashed` if the engine ended by itself; None otherwise."""
-        return self._engine.why_ended
-
-    async def ended(self) -> EngineError:
-        """Wait until the engine ends by itself, and return the error. After `stop` this never returns."""
-        await self._ended.wait()
-        assert self._engine.why_ended is not None
-        return self._engine.why_ended
 
     def _on_ended(self) -> None:
         """Runs on the engine's thread, last of all."""

@@ -96,7 +96,7 @@ class EngineLoop:
         Raises `EngineStopped`, or `ModelNotFound` if an adapter was unloaded."""
         with self._wake:
             self._refuse_when_ended()
-            _begin([request.adapter for request in requests if request.adapter is not None])
+            _begin([adapter for request in requests if (adapter := request.options.adapter) is not None])
             self._inbox.extend(requests)
             self._wake.notify()
 
@@ -269,8 +269,8 @@ class EngineLoop:
         for output in outputs:
             if output.finish_reason is not None:
                 request = self._open.pop(output.request_id, None)
-                if request is not None and request.adapter is not None:
-                    self._left.append(request.adapter)
+                if request is not None and (adapter := request.options.adapter) is not None:
+                    self._left.append(adapter)
         while self._left:
             _end(self._left.popleft())
 

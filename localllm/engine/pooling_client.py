@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from localllm.engine.block_pool import BlockPool
 from localllm.engine.pooling import PoolingInput, PoolingLoop
-from localllm.engine.pulse import TimedPool
+from localllm.engine.pulse import LoopClient, TimedPool
 from localllm.engine.recorder import StatsRecorder
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import RunnerStats
-from localllm.errors import ContextTooLong, EngineError, InvalidParameter
+from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.text.embed_text import TextEncoder
 
 Text = str | Sequence[int]
@@ -39,7 +39,7 @@ class Answers:
     num_tokens: int
 
 
-class PoolingClient:
+class PoolingClient(LoopClient):
     def __init__(
         self,
         loop: PoolingLoop,
@@ -50,9 +50,9 @@ class PoolingClient:
     ) -> None:
         """dim: numbers in one answer. prompts: by name, prefixes such as `query: ` that `embed` accepts."""
         self.limits, self.dim, self.prompts = limits, dim, dict(prompts or {})
+        super().__init__(loop)
         self._loop, self._encoder = loop, encoder
         self._open = 0
-        self._ended = asyncio.Event()
         self._resting = replace(
             StatsRecorder().snapshot(
                 BlockPool(2), (), (), block_size=1, max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_length,
@@ -74,17 +74,6 @@ class PoolingClient:
 
     async def stop(self) -> None:
         await asyncio.to_thread(self._loop.stop)
-
-    @property
-    def why_ended(self) -> EngineError | None:
-        """`DeviceLost` or `EngineCrashed` if the engine ended by itself; None otherwise."""
-        return self._loop.why_ended
-
-    async def ended(self) -> EngineError:
-        """Wait until the engine ends by itself, and return the error. After `stop` this never returns."""
-        await self._ended.wait()
-        assert self._loop.why_ended is not None
-        return self._loop.why_ended
 
     @property
     def compilers(self) -> tuple[TimedPool, ...]:

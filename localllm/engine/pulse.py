@@ -1,15 +1,18 @@
-"""Liveness of an engine, for monitors on other threads.
+"""Liveness of an engine, for monitors on other threads, and its unexpected end, for tasks that wait for it.
 
 Does not know: who monitors it, how long is too long.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+
+from localllm.errors import EngineError
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -29,6 +32,28 @@ def pulse_of(thread: threading.Thread | None, *, has_work: bool, progress: int) 
     return Pulse(
         thread is None or thread.is_alive(), has_work, progress, thread.native_id if thread is not None else None
     )
+
+
+class EndingLoop(Protocol):
+    why_ended: EngineError | None
+
+
+class LoopClient:
+    """What the clients of all engine loops share: they wait for the end of the loop, and set `_ended` then."""
+
+    def __init__(self, loop: EndingLoop) -> None:
+        self._watched, self._ended = loop, asyncio.Event()
+
+    @property
+    def why_ended(self) -> EngineError | None:
+        """`DeviceLost` or `EngineCrashed` if the engine ended by itself; None otherwise."""
+        return self._watched.why_ended
+
+    async def ended(self) -> EngineError:
+        """Wait until the engine ends by itself, and return the error. After `stop` this never returns."""
+        await self._ended.wait()
+        assert self.why_ended is not None
+        return self.why_ended
 
 
 class TimedPool(ThreadPoolExecutor):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from localllm.engine.adapter import Adapter
@@ -22,6 +23,21 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.stats import RequestTimeline
 from localllm.engine.step import PromptEmbeds, TokenLogprobs
 from localllm.text.grammar import OutputGrammar
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a request asks for beside its prompt and its sampling parameters."""
+
+    priority: int = 0  # smaller runs first under --scheduling-policy priority
+    cache_salt: str | None = None  # requests with different salts never share KV blocks
+    adapter: Adapter | None = None
+    length_penalty: float | None = None  # of a beam search of width params.n (beam_search.py); None: no beam search
+    timings_per_token: bool = False  # report timings with every event, not only with the last one
+    progress: bool = False  # report that of the prompt, for the first choice only: others find most of it in the cache
+
+
+NO_OPTIONS = RequestOptions()
 
 
 class State(StrEnum):
@@ -36,12 +52,12 @@ class Request:
     `max_output_tokens` is already limited to the context length."""
 
     __slots__ = (
-        "adapter", "arrived_s", "bad_words_token_ids", "block_hashes", "block_table", "cache_extras", "draft_token_ids",
+        "arrived_s", "bad_words_token_ids", "block_hashes", "block_table", "cache_extras", "draft_token_ids",
         "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root", "last_token_s",
         "max_output_tokens", "needs_host_tokens", "num_cached_tokens", "num_computed_tokens", "num_in_flight_tokens",
-        "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_registered_blocks", "params", "priority",
-        "prompt_embeds", "prompt_len", "prompt_logprobs", "reports_progress", "request_id", "scheduled_s", "sequence",
-        "slot", "state", "stop_token_ids", "token_ids",
+        "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_registered_blocks", "options", "params",
+        "priority", "prompt_embeds", "prompt_len", "prompt_logprobs", "reports_progress", "request_id", "scheduled_s",
+        "sequence", "slot", "state", "stop_token_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -49,13 +65,11 @@ class Request:
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
+        options: RequestOptions = NO_OPTIONS,
         *,
         max_output_tokens: int,
         eos_token_ids: tuple[int, ...] = (),
         bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
-        priority: int = 0,
-        cache_salt: str | None = None,
-        adapter: Adapter | None = None,
         grammar: OutputGrammar | None = None,
         reports_progress: bool = False,
         prompt_embeds: PromptEmbeds | None = None,
@@ -63,6 +77,7 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.params = params
+        self.options = options
         self.token_ids = array("i", prompt_token_ids)
         self.prompt_len = len(self.token_ids)
         self.max_output_tokens = max_output_tokens
@@ -71,14 +86,13 @@ class Request:
             frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         )
         self.bad_words_token_ids = bad_words_token_ids
-        self.priority = priority
-        self.adapter = adapter
+        self.priority = options.priority  # the scheduler ignores it under the policy fcfs
         self.grammar = grammar
         self.reports_progress = reports_progress
         self.prompt_embeds = prompt_embeds
-        salt = [("salt", cache_salt)] if cache_salt else []
+        salt = [("salt", options.cache_salt)] if options.cache_salt else []
         embeds = [("prompt_embeds", prompt_embeds.digest)] if prompt_embeds is not None else []
-        self.cache_extras = (*salt, *embeds, *([adapter.cache_extra] if adapter is not None else []))
+        self.cache_extras = (*salt, *embeds, *([options.adapter.cache_extra] if options.adapter is not None else []))
         self.sequence = 0  # order of arrival, set by the scheduler
         self.needs_host_tokens = False  # the runner needs its last token on the host before it can continue
 

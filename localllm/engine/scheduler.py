@@ -332,7 +332,7 @@ class Scheduler:
                 num_computed_tokens=request.num_computed_tokens,
                 eos_token_ids=request.eos_token_ids,
                 bad_words_token_ids=request.bad_words_token_ids,
-                adapter=-1 if request.adapter is None else request.adapter.slot,
+                adapter=-1 if request.options.adapter is None else request.options.adapter.slot,
                 prompt_embeds=request.prompt_embeds,
             )
         )

@@ -9,7 +9,7 @@ import torch
 
 from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
-from localllm.engine.request import Request
+from localllm.engine.request import Request, RequestOptions
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model
@@ -35,7 +35,7 @@ def test_adapters(graphs: str, tiny_llama_path: Path, tmp_path: Path) -> None:
         adapters.append(Adapter(folder.name, slot, folder.name))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     asked = [
-        Request(f"r{i}", prompt(length, seed=i), params, max_output_tokens=8, adapter=adapters[i % 3])
+        Request(f"r{i}", prompt(length, seed=i), params, RequestOptions(adapter=adapters[i % 3]), max_output_tokens=8)
         for i, length in enumerate(LENGTHS)
     ]
     answers, _ = serve(spec, model, options(graphs=graphs), asked)

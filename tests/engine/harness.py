@@ -14,7 +14,7 @@ from localllm.engine.block_pool import NULL_BLOCK, BlockPool
 from localllm.engine.loop import Drafter, EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
-from localllm.engine.request import Request, State
+from localllm.engine.request import Request, RequestOptions, State
 from localllm.engine.request_table import NEVER
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
@@ -77,10 +77,9 @@ def make_request(
         request_id,
         prompt,
         asked,
+        RequestOptions(priority, salt),
         max_output_tokens=max_tokens,
         eos_token_ids=eos,
-        priority=priority,
-        cache_salt=salt,
         grammar=grammar,
         prompt_embeds=embeds,
     )

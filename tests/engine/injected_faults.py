@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localllm.engine.adapter import Adapter
@@ -244,7 +244,8 @@ class Walk:
     def _submit(self, request: Request, adapter: Adapter | None) -> bool:
         """Submit a request. An adapter that fails to begin has not begun; one that fails to end has ended."""
         if adapter is not None:
-            request.adapter = FaultyAdapter(adapter, self.faults)  # type: ignore[assignment]
+            faulty = FaultyAdapter(adapter, self.faults)
+            request.options = replace(request.options, adapter=faulty)  # type: ignore[arg-type]
             request.cache_extras = (adapter.cache_extra,)
         try:
             self.engine.loop.submit(request)

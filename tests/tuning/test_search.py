@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.tuning.search import FULL, Axis, SearchRanking, Outcome, Point, Space, search
+from localllm.tuning.search import FULL, Axis, Outcome, Point, SearchRanking, Space, search
 from tests.tuning.landscapes import FULL_S, Landscape, hill
 
 SPACE = Space(

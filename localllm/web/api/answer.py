@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 from litestar.response.base import ASGIResponse
 from litestar.types import Scope
 
-from localllm.engine.admission import NO_REPORTS, Reports
 from localllm.engine.client import GenerationRequest
 from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
+from localllm.engine.request import NO_OPTIONS, RequestOptions
 from localllm.engine.step import PromptEmbeds
 from localllm.errors import LocalLLMError
 from localllm.serving.served import ServedModel
@@ -43,18 +44,13 @@ def generation_of(
     model: ServedModel,
     params: SamplingParams,
     prompts: Sequence[Sequence[int]],
+    options: RequestOptions = NO_OPTIONS,
     *,
-    priority: int = 0,
-    cache_salt: str | None = None,
     new_reader: Callable[[], AnswerReader] | None = None,
-    length_penalty: float | None = None,
-    reports: Reports = NO_REPORTS,
     embeds: Mapping[int, PromptEmbeds] | None = None,
 ) -> Generation:
-    """Return the generation for these prompts. `length_penalty`: for a beam search of width `params.n`; None: tokens
-    are sampled. `embeds`: prompt index -> embeddings that replace the prompt's tokens.
-    """
-    if length_penalty is not None and (form := params.structured_outputs) is not None:
+    """Return the generation for these prompts. `embeds`: prompt index -> embeddings in place of the prompt's tokens."""
+    if options.length_penalty is not None and (form := params.structured_outputs) is not None:
         raise UnsupportedParameter(
             f"{form.param!r} cannot be combined with a beam search.",
             "A beam search does not support grammars.",
@@ -62,26 +58,14 @@ def generation_of(
             param=form.param,
         )
     model.require_queue_room(params.n * len(prompts))
-    given, salt = embeds or {}, salted(model.prefix_owner, cache_salt)
+    salt = salted(model.prefix_owner, options.cache_salt)
+    options, given = replace(options, cache_salt=salt, adapter=model.adapter), embeds or {}
     name = uuid.uuid4().hex
-    return Generation(
-        model.generator,
-        [
-            GenerationRequest(
-                f"{name}-{i}",
-                token_ids,
-                params,
-                priority,
-                salt,
-                model.adapter,
-                length_penalty,
-                reports,
-                given.get(i),
-            )
-            for i, token_ids in enumerate(prompts)
-        ],
-        new_reader,
-    )
+    requests = [
+        GenerationRequest(f"{name}-{i}", token_ids, params, options, given.get(i))
+        for i, token_ids in enumerate(prompts)
+    ]
+    return Generation(model.generator, requests, new_reader)
 
 
 async def streamed(

@@ -14,8 +14,8 @@ from typing import Any
 
 import anyio.to_thread
 
-from localllm.engine.admission import NO_REPORTS, Reports
 from localllm.engine.params import SamplingParams
+from localllm.engine.request import NO_OPTIONS, RequestOptions
 from localllm.errors import ContextTooLong
 from localllm.serving.served import ServedModel
 from localllm.text.answers.reasoning import NO_PROMPT
@@ -47,12 +47,9 @@ class ChatRequest:
     params: SamplingParams
     template: Mapping[str, Any] = field(default_factory=dict)  # further arguments of ChatTemplate.render
     add_special_tokens: bool = False
-    priority: int = 0
-    cache_salt: str | None = None
+    options: RequestOptions = NO_OPTIONS
     tools: Tools = NO_TOOLS
     inline_reasoning: bool = False  # leave reasoning in the content
-    length_penalty: float | None = None  # of a beam search; None: tokens are sampled
-    reports: Reports = NO_REPORTS
 
     async def token_ids(self, model: ServedModel) -> Sequence[int]:
         """Return the prompt as token ids."""
@@ -74,11 +71,8 @@ class ChatRequest:
         params = constrained(self.params, model, found, self.tools, prompt_end)
         if found is not None and found.needs_special_tokens(model.tokenizer):
             params = replace(params, skip_special_tokens=False)  # markers are special tokens, which the readers remove
-        return generation_of(
-            model, params, [token_ids], priority=self.priority, cache_salt=self.cache_salt,
-            new_reader=reader_of(found, self.tools, prompt_end), length_penalty=self.length_penalty,
-            reports=self.reports,
-        )  # fmt: skip
+        new_reader = reader_of(found, self.tools, prompt_end)
+        return generation_of(model, params, [token_ids], self.options, new_reader=new_reader)
 
     def _continued(self) -> str:
         """Return the text of the last message if the model is to continue it, else an empty string."""

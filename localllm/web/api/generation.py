@@ -195,7 +195,7 @@ def _raise_error(batch: Sequence[GenerationEvent]) -> None:
 
 
 def _events_of(client: EngineClient, request: GenerationRequest) -> AsyncGenerator[list[GenerationEvent], None]:
-    if request.length_penalty is not None:
+    if request.options.length_penalty is not None:
         return beam_batches(client, request)
     return client.generate_batches(request)
 

@@ -12,11 +12,11 @@ from localllm.serving.served import ServedModel
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.conversation import ChatRequest
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
-from localllm.web.api.openai.beams import length_penalty, without_effect
+from localllm.web.api.openai.beams import without_effect
 from localllm.web.api.openai.bodies import chat_response
 from localllm.web.api.openai.chunks import ChatChunks, Head
 from localllm.web.api.openai.logprobs import TokenNames
-from localllm.web.api.openai.params import cache_salt, chat_params, reports
+from localllm.web.api.openai.params import chat_params, request_options
 from localllm.web.api.openai.prompts import Prompt, chat_echo, template_switches
 from localllm.web.api.openai.schema import ChatBody, read_body
 from localllm.web.api.openai.tools import tools_of
@@ -87,12 +87,9 @@ def _asked(body: ChatBody, model: ServedModel) -> tuple[ChatRequest, list[str]]:
         params=chat_params(body, model),
         template=template,
         add_special_tokens=bool(body.add_special_tokens),
-        priority=body.priority or 0,
-        cache_salt=cache_salt(body),
+        options=request_options(body),
         tools=tools_of(body, model),
         inline_reasoning=_is_inline(body),
-        length_penalty=length_penalty(body),
-        reports=reports(body),
     )
     return asked, warnings
 

@@ -8,11 +8,11 @@ from litestar.response.base import ASGIResponse
 from localllm.errors import ContextTooLong
 from localllm.web.api.answer import generation_of, streamed, whole
 from localllm.web.api.exchange import ApiRequest, json_body, served_model
-from localllm.web.api.openai.beams import length_penalty, without_effect
+from localllm.web.api.openai.beams import without_effect
 from localllm.web.api.openai.bodies import completion_response
 from localllm.web.api.openai.chunks import CompletionChunks, Head
 from localllm.web.api.openai.logprobs import TokenNames
-from localllm.web.api.openai.params import cache_salt, completion_params, reports
+from localllm.web.api.openai.params import completion_params, request_options
 from localllm.web.api.openai.prompts import completion_prompts
 from localllm.web.api.openai.schema import CompletionBody, read_body
 
@@ -42,17 +42,7 @@ async def _complete(request: ApiRequest, raw: bytes) -> ASGIResponse:
     embeds = {index: prompt.embeds for index, prompt in enumerate(prompts) if prompt.embeds is not None}
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     token_ids = [prompt.token_ids for prompt in prompts]
-    salt, priority = cache_salt(body), body.priority or 0
-    generation = generation_of(
-        model,
-        params,
-        token_ids,
-        priority=priority,
-        cache_salt=salt,
-        length_penalty=length_penalty(body),
-        reports=reports(body),
-        embeds=embeds,
-    )
+    generation = generation_of(model, params, token_ids, request_options(body), embeds=embeds)
     head = Head.new("cmpl", "text_completion", model.shown_name, body.request_id)
     if body.stream:
         chunks = CompletionChunks(head, body, prompts, params.n, names if body.logprobs is not None else None)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from localllm.engine.admission import Reports
 from localllm.engine.params import SamplingParams
+from localllm.engine.request import RequestOptions
 from localllm.errors import InvalidParameter
 from localllm.serving.served import ServedModel
 from localllm.web.api.budget import thinking_budget
 from localllm.web.api.conversation import sampling_params
+from localllm.web.api.openai.beams import length_penalty
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
 from localllm.web.api.openai.structured import structured_outputs
 from localllm.web.errors import UnsupportedParameter
@@ -100,12 +101,18 @@ def _params(body: GenerateBody, model: ServedModel, **decided: Any) -> SamplingP
     return sampling_params(model, asked | decided)
 
 
-def reports(body: GenerateBody) -> Reports:
-    """Return the requested reports. Timings matter in a stream only; a whole answer has them anyway."""
-    return Reports(timings=bool(body.stream and body.timings_per_token), progress=bool(body.return_progress))
+def request_options(body: GenerateBody) -> RequestOptions:
+    """Return the options beside sampling. Timings matter in a stream only; a whole answer has them anyway."""
+    return RequestOptions(
+        priority=body.priority or 0,
+        cache_salt=_cache_salt(body),
+        length_penalty=length_penalty(body),
+        timings_per_token=bool(body.stream and body.timings_per_token),
+        progress=bool(body.return_progress),
+    )
 
 
-def cache_salt(body: GenerateBody) -> str | None:
+def _cache_salt(body: GenerateBody) -> str | None:
     """Return the client's cache salt, or a new random one if the request forbids reuse of the prefix cache."""
     if body.cache_prompt is False:
         return uuid.uuid4().hex

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from localllm.engine.client import GenerationRequest
+from localllm.engine.request import RequestOptions
 from localllm.errors import InvalidParameter, LocalLLMError, RequestError
 from localllm.units import format_count
 from localllm.web.pages.chat.active_replies import ActiveReply
@@ -252,7 +253,9 @@ def _start(
             params, tools = sampling_params(served.sampling_defaults, settings), read_tools(settings.get("tools", ""))
             prompt_token_ids = await asyncio.to_thread(prompt_of, served, messages, tools, goes_on)
             params, reader = reading(served, params, tools, prompt_token_ids)
-            asked = GenerationRequest(reply.request_id, prompt_token_ids, params, cache_salt=claim.cache_salt)
+            asked = GenerationRequest(
+                reply.request_id, prompt_token_ids, params, options=RequestOptions(cache_salt=claim.cache_salt)
+            )
             reply.start(served.generator, asked, reader)
         except BaseException as error:
             lease.release()
