@@ -17,6 +17,7 @@
     ├── DoesNotFit                  the plan needs more memory than the machine has
     ├── RequestError                this request is invalid; the server is fine
     │   ├── InvalidParameter        a field has an invalid value or type
+    │   ├── UnsupportedParameter    a known field or value that is not supported: refused by name, never ignored
     │   └── ContextTooLong          the prompt, or prompt plus output, is longer than the served context
     └── EngineError                 the engine failed
         ├── QueueFull               too many requests are waiting
@@ -152,6 +153,12 @@ class InvalidParameter(RequestError):
     """A field has an invalid value or type; `param` names the field."""
 
     code = "invalid_value"
+
+
+class UnsupportedParameter(RequestError):
+    """This version knows the field but does not support it, so it is refused by name and not ignored."""
+
+    code = "unsupported_parameter"
 
 
 class ContextTooLong(RequestError):

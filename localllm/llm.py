@@ -11,7 +11,7 @@ import itertools
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -31,10 +31,9 @@ from localllm.errors import ConfigError, EngineError, InvalidParameter, Unsuppor
 from localllm.kernels.huge_pages import collapse_huge_pages
 from localllm.machine.threads import set_thread_environment
 from localllm.serving.build import build_engine
-from localllm.text.answers.reader import AnswerFormat, AnswerReader
-from localllm.text.answers.reasoning import PromptEnd
+from localllm.serving.chat import Conversation, Tools
+from localllm.text.answers.reader import AnswerReader
 from localllm.text.answers.whole import ParsedAnswer, ToolCall, add_up
-from localllm.text.messages import text_of
 
 if TYPE_CHECKING:
     from localllm.text.tokenizer import Tokenizer
@@ -195,32 +194,27 @@ class LLM:
         Reasoning, and calls of `tools` if given, are separated from the content as the server does.
         """
         calls = _checked_tools(tools)
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        template = {
+            "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
+            **(chat_template_kwargs or {}),
+        }  # fmt: skip
+        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        chats = [Conversation(each, template, Tools(calls, calls)) for each in several]  # type: ignore[arg-type]
+        texts = [chat.prompt(self._engine) for chat in chats]
         prompts = [
-            self.apply_chat_template(
-                conversation,  # type: ignore[arg-type]
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
+            {"prompt": text, "prompt_token_ids": chat.encode(text, self._engine)}
+            for chat, text in zip(chats, texts, strict=True)
         ]
-        encode = self.get_tokenizer().encode  # the template writes the special tokens itself
-        ids = [{"prompt": text, "prompt_token_ids": encode(text, add_special_tokens=False)} for text in prompts]
-        found = self._engine.answers.as_asked(calls=bool(calls)) if self._engine.answers is not None else None
-        if found is None:
-            return self.generate(ids, sampling_params, use_tqdm, lora_request=lora_request)
-        ends = [
-            PromptEnd(prompt, text_of(conversation[-1]) if continue_final_message else "")  # type: ignore[index, arg-type]
-            for prompt, conversation in zip(prompts, conversations, strict=True)
+        given = self._params_for(len(chats), sampling_params)
+        readings = [
+            chat.reading(self._engine, params, prompt["prompt_token_ids"])  # type: ignore[arg-type]
+            for chat, params, prompt in zip(chats, given, prompts, strict=True)
         ]
-        asked = zip(self._params_for(len(prompts), sampling_params), ends, strict=True)
-        params = [self._params_to_read(each, found, end) for each, end in asked]
-        results = self.generate(ids, params, use_tqdm, lora_request=lora_request)
-        for result, end in zip(results, ends, strict=True):
-            for output in result.outputs:
-                _tell_apart(output, AnswerReader(found, tools=calls, prompt=end))
+        results = self.generate(prompts, [params for params, _ in readings], use_tqdm, lora_request=lora_request)
+        for result, (_, new_reader) in zip(results, readings, strict=True):
+            if new_reader is not None:
+                for output in result.outputs:
+                    _tell_apart(output, new_reader())
         return results
 
     def beam_search(
@@ -420,13 +414,6 @@ class LLM:
         text = prompt.get("prompt")
         ids = prompt.get("prompt_token_ids")
         return _Encoded(text, self.get_tokenizer().encode(text or "") if ids is None else ids)
-
-    def _params_to_read(self, params: SamplingParams, found: AnswerFormat, prompt: PromptEnd) -> SamplingParams:
-        """Return the parameters for a parsed answer: markers stay in the text, formats apply after the reasoning."""
-        if found.needs_special_tokens(self.get_tokenizer()):
-            params = replace(params, skip_special_tokens=False)
-        asked = params.structured_outputs
-        return replace(params, structured_outputs=found.behind_reasoning(asked, prompt)) if asked else params
 
     def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if given is None:

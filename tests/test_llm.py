@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import runpy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from localllm import LLM, SamplingParams, StructuredOutputsParams
+from localllm.engine.admission import GenerationRequest
 from localllm.errors import (
     ConfigError,
     ContextTooLong,
@@ -279,12 +281,17 @@ def thinker(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     return llm
 
 
-def test_chat_tells_reasoning_and_calls_from_content(thinker: LLM) -> None:
+def test_chat_tells_reasoning_and_calls_from_content(thinker: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     user = [{"role": "user", "content": "How warm is it?"}]
     tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
     said = '<think>\nWarm?\n</think>\n\nLet me look.\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-    asked = StructuredOutputsParams(choice=[said])
-    params = SamplingParams(temperature=0, max_tokens=200, n=2, structured_outputs=asked)
+    params = SamplingParams(temperature=0, max_tokens=200, n=2)
+
+    def saying(name: str, ids: Sequence[int], params: SamplingParams, *others: Any) -> GenerationRequest:
+        asked = StructuredOutputsParams(choice=[said])
+        return GenerationRequest(name, ids, replace(params, structured_outputs=asked), *others)
+
+    monkeypatch.setattr("localllm.llm.GenerationRequest", saying)
     for answer in thinker.chat(user, params, use_tqdm=False, tools=[tool])[0].outputs:
         assert (answer.reasoning, answer.text.strip()) == ("Warm?", "Let me look.")
         assert [(call.name, call.arguments_object()) for call in answer.tool_calls] == [("clock", {})]

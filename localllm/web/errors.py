@@ -29,6 +29,7 @@ from localllm.errors import (
     QueueFull,
     RequestError,
 )
+from localllm.errors import UnsupportedParameter as UnsupportedParameter
 from localllm.logs.fault_log import FaultLog
 from localllm.units import format_bytes
 
@@ -95,12 +96,6 @@ class MissingParameter(InvalidParameter):
     """A required field is absent."""
 
     code = "missing_required_parameter"
-
-
-class UnsupportedParameter(RequestError):
-    """This version knows the field but does not support it, so it is refused by name and not ignored."""
-
-    code = "unsupported_parameter"
 
 
 class Unauthorized(HTTPRequestError):

@@ -134,11 +134,23 @@ def test_a_call_is_a_card_and_its_typed_result_goes_back_as_a_tool_message(
     assert "<tool_response>\n21 °C\n</tool_response>" in prompts[2]
 
 
-def test_a_call_is_shown_though_no_tool_was_offered_and_one_without_result_stays_answerable(
+def test_a_call_of_a_tool_that_was_not_offered_is_text(
+    browser: httpx.Client, say: Callable[[str], None], prompts: list[str]
+) -> None:
+    """As in the API's answers and in the offline API's."""
+    say(CALL)
+    page = browser.post("/chat", data={"message": "Weather?"}).text
+    assert 'aria-label="Call to' not in page
+    assert "get_weather" in page
+    browser.post("/chat", data={"message": "Go on.", "conversation": conversation(page)})
+    assert "<tool_response>" not in prompts[1]
+
+
+def test_a_call_without_result_stays_answerable(
     browser: httpx.Client, say: Callable[[str], None], prompts: list[str]
 ) -> None:
     say(CALL)
-    page = browser.post("/chat", data={"message": "Weather?"}).text
+    page = browser.post("/chat", data={"message": "Weather?", "tools": json.dumps(WEATHER)}).text
     assert 'aria-label="Call to get_weather"' in page
     browser.post("/chat", data={"message": "Never mind.", "conversation": conversation(page)})
     assert "<tool_response>\nNo result was given.\n</tool_response>" in prompts[1]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from localllm.errors import InvalidParameter
+from localllm.serving.chat import reasons
 from localllm.serving.served import ServedModel
-from localllm.web.api.tools import reasons
 from localllm.web.errors import UnsupportedParameter
 
 NO_BOUND = -1

@@ -9,7 +9,7 @@ Does not know: any dialect's words, HTTP.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio.to_thread
@@ -17,14 +17,12 @@ import anyio.to_thread
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import NO_OPTIONS, RequestOptions
 from localllm.errors import ContextTooLong
+from localllm.serving.chat import Conversation, reasons
 from localllm.serving.served import ServedModel
-from localllm.text.answers.reasoning import NO_PROMPT
-from localllm.text.messages import text_of
 from localllm.units import format_count
 from localllm.web.api.answer import generation_of
 from localllm.web.api.generation import Generation
 from localllm.web.api.off_loop import on_thread
-from localllm.web.api.tools import NO_TOOLS, Tools, constrained, end_of, format_of, reader_of, reasons
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen 3 and relatives; of DeepSeek V3.1 and Granite 3
 NO_SWITCH = "the model's chat template has no such switch"
@@ -43,42 +41,24 @@ per token. A tokenizer takes some 130 bytes of memory per character, and a secon
 class ChatRequest:
     """A chat request in localllm's own terms."""
 
-    messages: Sequence[Mapping[str, Any]]  # in the format of text/messages.py
+    conversation: Conversation
     params: SamplingParams
-    template: Mapping[str, Any] = field(default_factory=dict)  # further arguments of ChatTemplate.render
-    add_special_tokens: bool = False
     options: RequestOptions = NO_OPTIONS
-    tools: Tools = NO_TOOLS
-    inline_reasoning: bool = False  # leave reasoning in the content
 
     async def token_ids(self, model: ServedModel) -> Sequence[int]:
         """Return the prompt as token ids."""
-        switches = self._switches()
-        ids = await chat_token_ids(model, self.messages, switches, add_special_tokens=self.add_special_tokens)
-        return truncate(ids, self.params.truncate_prompt_tokens)
+        return truncate(await chat_token_ids(model, self.conversation), self.params.truncate_prompt_tokens)
 
     async def prompt(self, model: ServedModel) -> str:
         """Return the prompt as text."""
-        switches = self._switches()
-        return await anyio.to_thread.run_sync(lambda: model.chat_template.render(self.messages, **switches))
+        return await anyio.to_thread.run_sync(self.conversation.prompt, model)
 
-    def _switches(self) -> Mapping[str, Any]:
-        return {**self.template, "tools": self.tools.offered} if self.tools.offered else self.template
+    def within_context(self, num_prompt_tokens: int, model: ServedModel) -> ChatRequest:
+        return replace(self, params=within_context(self.params, num_prompt_tokens, model))
 
     def generation(self, model: ServedModel, token_ids: Sequence[int]) -> Generation:
-        found = format_of(model, self.tools, inline_reasoning=self.inline_reasoning)
-        prompt_end = NO_PROMPT if found is None else end_of(token_ids, model, self._continued())
-        params = constrained(self.params, model, found, self.tools, prompt_end)
-        if found is not None and found.needs_special_tokens(model.tokenizer):
-            params = replace(params, skip_special_tokens=False)  # markers are special tokens, which the readers remove
-        new_reader = reader_of(found, self.tools, prompt_end)
+        params, new_reader = self.conversation.reading(model, self.params, token_ids)
         return generation_of(model, params, [token_ids], self.options, new_reader=new_reader)
-
-    def _continued(self) -> str:
-        """Return the text of the last message if the model is to continue it, else an empty string."""
-        if not self.template.get("continue_final_message"):
-            return ""
-        return text_of(self.messages[-1])
 
 
 def sampling_params(model: ServedModel, asked: Mapping[str, Any]) -> SamplingParams:
@@ -117,19 +97,15 @@ def effort_switch(model: ServedModel, effort: str, param: str) -> tuple[dict[str
     return {}, [f"field {param!r} has no effect: {NO_SWITCH}"]
 
 
-async def chat_token_ids(
-    model: ServedModel,
-    messages: Sequence[Mapping[str, Any]],
-    template: Mapping[str, Any],
-    *,
-    add_special_tokens: bool = False,
-) -> list[int]:
-    def render() -> list[int]:
-        text = model.chat_template.render(messages, **template)
-        require_readable(len(text), model)
-        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+async def chat_token_ids(model: ServedModel, conversation: Conversation) -> list[int]:
+    """Return the prompt of a conversation as token ids. Raises `ContextTooLong`."""
 
-    size = _size_of(messages)
+    def render() -> list[int]:
+        text = conversation.prompt(model)
+        require_readable(len(text), model)
+        return conversation.encode(text, model)
+
+    size = _size_of(conversation.messages)
     require_readable(size, model)  # also checked before rendering
     return await on_thread(size, render)
 

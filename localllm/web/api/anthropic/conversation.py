@@ -12,6 +12,7 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
+from localllm.serving.chat import CONTINUE, Conversation, reasons
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.anthropic.fields import OUTPUT_RULES, THINKING_RULES
@@ -20,7 +21,6 @@ from localllm.web.api.anthropic.tools import tools_of
 from localllm.web.api.budget import thinking_budget
 from localllm.web.api.conversation import ChatRequest, effort_switch, sampling_params, thinking_switch
 from localllm.web.api.reading import read_object, text_field, wrong_type
-from localllm.web.api.tools import reasons
 from localllm.web.errors import UnsupportedParameter
 
 Message = dict[str, Any]
@@ -52,7 +52,7 @@ def chat_request(body: CountBody, params: SamplingParams, model: ServedModel) ->
         params = replace(params, thinking_token_budget=tokens)
         warnings += beside
     tools, even_more = tools_of(body, model)
-    return ChatRequest(messages_of(body), params, template, tools=tools), [*warnings, *more, *even_more]
+    return ChatRequest(Conversation(messages_of(body), template, tools), params), [*warnings, *more, *even_more]
 
 
 def _budget(asked: int, params: SamplingParams, model: ServedModel) -> tuple[int | None, list[str]]:
@@ -80,7 +80,7 @@ def template_of(body: CountBody, effort: str | None, model: ServedModel) -> tupl
         template |= switch
         warnings += more
     if _is_to_be_continued(body.messages):
-        template |= {"continue_final_message": True, "add_generation_prompt": False}
+        template |= CONTINUE
     return template, warnings
 
 

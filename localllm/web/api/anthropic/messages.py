@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from litestar import post
 from litestar.response.base import ASGIResponse
 
@@ -13,7 +11,6 @@ from localllm.web.api.anthropic.answer import FRAMING, Head, MessageEvents, mess
 from localllm.web.api.anthropic.conversation import chat_request, params_of
 from localllm.web.api.anthropic.fields import RULES
 from localllm.web.api.anthropic.schema import CountBody, MessagesBody
-from localllm.web.api.conversation import within_context
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.reading import read
 
@@ -25,8 +22,7 @@ async def messages(request: ApiRequest) -> ASGIResponse:
     model = await served_model(request, body.model)
     asked, more = chat_request(body, params_of(body, model), model)
     token_ids = await asked.token_ids(model)
-    asked = replace(asked, params=within_context(asked.params, len(token_ids), model))
-    generation = asked.generation(model, token_ids)
+    generation = asked.within_context(len(token_ids), model).generation(model, token_ids)
     head = Head.new(model.shown_name, len(token_ids), body.max_tokens)
     if body.stream:
         events = MessageEvents(head, request.scope)

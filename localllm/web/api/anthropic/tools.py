@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.errors import InvalidParameter
+from localllm.serving.chat import NO_TOOLS, Tools
 from localllm.serving.served import ServedModel
 from localllm.web.api.anthropic.fields import CHOICE_RULES, TOOL_RULES
 from localllm.web.api.anthropic.schema import CountBody, Tool, ToolChoice
 from localllm.web.api.reading import read_object
-from localllm.web.api.tools import NO_TOOLS, Tools, checked, function_tool, only, require_known_format
+from localllm.web.api.tools import checked, function_tool, only, require_known_format
 from localllm.web.errors import MissingParameter
 
 

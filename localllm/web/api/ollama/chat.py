@@ -11,6 +11,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import Task
 from localllm.errors import InvalidParameter
+from localllm.serving.chat import CONTINUE, NO_TOOLS, Conversation
 from localllm.serving.entry import ModelEntry
 from localllm.serving.served import ServedModel
 from localllm.web.access.caller import may, require
@@ -38,7 +39,6 @@ from localllm.web.api.ollama.options import (
     tools_of,
 )
 from localllm.web.api.ollama.schema import AskBody, ChatBody, EmbedBody, EmbeddingsBody, GenerateBody, Options
-from localllm.web.api.tools import NO_TOOLS
 from localllm.web.errors import MissingParameter
 
 
@@ -50,7 +50,7 @@ async def chat(request: ApiRequest) -> ASGIResponse:
     messages = body.messages or []
     template: dict[str, Any] = {}
     if is_to_be_continued(messages):
-        template = {"continue_final_message": True, "add_generation_prompt": False}
+        template = dict(CONTINUE)
     return await _answer(request, body, "chat", plain_messages(messages) or None, template, warnings, clock)
 
 
@@ -102,10 +102,9 @@ async def _answer(
         switches, more = think_switches(body.think, model)
         warnings += more
         tools = tools_of(body.tools, model) if isinstance(body, ChatBody) else NO_TOOLS
-        chat_request = ChatRequest(asked, params, template | switches, tools=tools)
+        chat_request = ChatRequest(Conversation(asked, template | switches, tools), params)
         token_ids = await _token_ids(chat_request, kind, model)
-        chat_request = replace(chat_request, params=within_context(params, len(token_ids), model))
-        generation = chat_request.generation(model, token_ids)
+        generation = chat_request.within_context(len(token_ids), model).generation(model, token_ids)
     if body.stream is not False:
         return await streamed(request, generation, Lines(head), warnings, LINES)
     return await whole(request, generation, lambda choices: head.whole(choices, generation.progress), warnings)
@@ -113,8 +112,9 @@ async def _answer(
 
 async def _token_ids(asked: ChatRequest, kind: str, model: ServedModel) -> Sequence[int]:
     """Return the prompt. For a model without a chat template, a prompt without a system message is not changed."""
-    if kind == "generate" and len(asked.messages) == 1 and not model.chat_template:
-        return await encode(asked.messages[0]["content"], True, model)
+    messages = asked.conversation.messages
+    if kind == "generate" and len(messages) == 1 and not model.chat_template:
+        return await encode(messages[0]["content"], True, model)
     return await asked.token_ids(model)
 
 

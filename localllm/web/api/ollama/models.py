@@ -17,6 +17,7 @@ from litestar.response.base import ASGIResponse
 from localllm.config.settings import Settings
 from localllm.errors import RequestError
 from localllm.models.formats.gguf_names import quant_of
+from localllm.serving.chat import calls_tools, reasons
 from localllm.serving.entry import ModelEntry
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of, warning_headers
 from localllm.web.api.ollama.body import read_body
@@ -24,7 +25,6 @@ from localllm.web.api.ollama.fields import NO_RULES
 from localllm.web.api.ollama.lines import timestamp
 from localllm.web.api.ollama.schema import CopyBody, ModelBody, ShowBody
 from localllm.web.api.own.hub import copy_model, remove_model
-from localllm.web.api.tools import calls_tools, reasons
 from localllm.web.errors import MissingParameter
 
 if TYPE_CHECKING:

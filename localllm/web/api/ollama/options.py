@@ -11,13 +11,14 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
+from localllm.serving.chat import Tools, calls_tools, reasons
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.conversation import effort_switch, sampling_params, thinking_switch
 from localllm.web.api.ollama.fields import OPTION_RULES
 from localllm.web.api.ollama.schema import Options
 from localllm.web.api.reading import read_object
-from localllm.web.api.tools import Tools, calls_tools, checked, read_tool, reasons
+from localllm.web.api.tools import checked, read_tool
 from localllm.web.errors import UnsupportedParameter
 
 SAME_NAME = ("stop", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")

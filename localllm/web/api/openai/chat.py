@@ -8,6 +8,7 @@ from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import InvalidParameter
+from localllm.serving.chat import Conversation
 from localllm.serving.served import ServedModel
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.conversation import ChatRequest
@@ -83,13 +84,15 @@ def _asked(body: ChatBody, model: ServedModel) -> tuple[ChatRequest, list[str]]:
     """Return the translated request, and its warnings."""
     template, warnings = template_switches(body, model)
     asked = ChatRequest(
-        messages=body.messages,
         params=chat_params(body, model),
-        template=template,
-        add_special_tokens=bool(body.add_special_tokens),
         options=request_options(body),
-        tools=tools_of(body, model),
-        inline_reasoning=_is_inline(body),
+        conversation=Conversation(
+            body.messages,
+            template,
+            tools_of(body, model),
+            add_special_tokens=bool(body.add_special_tokens),
+            inline_reasoning=_is_inline(body),
+        ),
     )
     return asked, warnings
 

@@ -6,6 +6,7 @@ from litestar import get, post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import ContextTooLong, InvalidParameter
+from localllm.serving.chat import Conversation
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
 from localllm.web.api.conversation import chat_token_ids, encode, most_chars
@@ -79,7 +80,7 @@ async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
         )
         switches, _ = template_switches(chat, model)
         special = bool(body.add_special_tokens)
-        return await chat_token_ids(model, body.messages, switches, add_special_tokens=special)
+        return await chat_token_ids(model, Conversation(body.messages, switches, add_special_tokens=special))
     if body.prompt is not None:
         return await _encoded(body.prompt, body.add_special_tokens is not False, model, "prompt")
     if body.content is not None:  # llama.cpp adds special tokens only on request

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from localllm.serving.chat import Tools
 from localllm.serving.served import ServedModel
 from localllm.web.api.openai.schema import ChatBody
-from localllm.web.api.tools import Tools, chosen, read_tool
+from localllm.web.api.tools import chosen, read_tool
 
 
 def tools_of(body: ChatBody, model: ServedModel) -> Tools:

@@ -10,6 +10,7 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
+from localllm.serving.chat import Tools
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.budget import thinking_budget
@@ -17,7 +18,7 @@ from localllm.web.api.conversation import sampling_params, thinking_switch
 from localllm.web.api.reading import read_object
 from localllm.web.api.responses.fields import REASONING_RULES, TEXT_RULES
 from localllm.web.api.responses.schema import Reasoning, ResponsesBody, TextConfig
-from localllm.web.api.tools import Tools, chosen, function_tool
+from localllm.web.api.tools import chosen, function_tool
 from localllm.web.errors import InvalidType, UnsupportedParameter
 
 FORMAT = "text.format"

@@ -9,10 +9,11 @@ from functools import partial
 from litestar import post
 from litestar.response.base import ASGIResponse
 
+from localllm.serving.chat import Conversation
 from localllm.serving.served import ServedModel
 from localllm.web.access.caller import owner_of
 from localllm.web.api.answer import streamed, whole
-from localllm.web.api.conversation import ChatRequest, within_context
+from localllm.web.api.conversation import ChatRequest
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.generation import Choice
 from localllm.web.api.reading import read
@@ -43,8 +44,7 @@ class _Asked:
 async def responses(request: ApiRequest) -> ASGIResponse:
     """Answer a conversation, and store the answer."""
     asked = await _asked(request)
-    chat, model = asked.chat, asked.model
-    chat = replace(chat, params=within_context(chat.params, len(asked.token_ids), model))
+    model, chat = asked.model, asked.chat.within_context(len(asked.token_ids), asked.model)
     generation = chat.generation(model, asked.token_ids)
     head = Head.new(model.shown_name, asked.body, chat.params, asked.num_truncated)
 
@@ -83,7 +83,7 @@ async def _asked(request: ApiRequest) -> _Asked:
     model = await served_model(request, body.model)
     params, more = params_of(body, model)
     template, still_more = template_of(body, model)
-    chat = ChatRequest(messages, params, template, tools=tools_of(body, model))
+    chat = ChatRequest(Conversation(messages, template, tools_of(body, model)), params)
     warnings = [*warnings, *more, *still_more]
     asked = _Asked(body, model, before, items, chat, await chat.token_ids(model), 0, warnings)
     room = model.plan.max_model_len - wanted_tokens(body.max_output_tokens, model.plan.max_model_len)
@@ -96,7 +96,8 @@ async def _with_fewer_items(asked: _Asked, everything: Sequence[Item], instructi
     body, model = asked.body, asked.model
 
     def asking(items: Sequence[Item]) -> ChatRequest:
-        return replace(asked.chat, messages=[*instructions, *messages_of(items)])
+        conversation = replace(asked.chat.conversation, messages=[*instructions, *messages_of(items)])
+        return replace(asked.chat, conversation=conversation)
 
     async def count(items: Sequence[Item]) -> int:
         return len(await asking(items).token_ids(model))

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.engine.client import GenerationRequest
 from localllm.engine.request import RequestOptions
-from localllm.errors import InvalidParameter, LocalLLMError, RequestError
+from localllm.errors import InvalidParameter, LocalLLMError, RequestError, UnsupportedOption
+from localllm.serving.chat import CONTINUE, Conversation, Tools, calls_tools
 from localllm.units import format_count
 from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.attachments import Attachment
 from localllm.web.pages.chat.live_reply import Reply
-from localllm.web.pages.chat.prompting import prompt_of, reading
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, sampling_params, typed
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, Message
@@ -251,12 +251,16 @@ def _start(
             served.require("generate")
             reply.model, reply.context_tokens = served.name, served.plan.max_model_len
             params, tools = sampling_params(served.sampling_defaults, settings), read_tools(settings.get("tools", ""))
-            prompt_token_ids = await asyncio.to_thread(prompt_of, served, messages, tools, goes_on)
-            params, reader = reading(served, params, tools, prompt_token_ids)
+            if tools and not calls_tools(served):
+                raise _without_tools(served.name)
+            template = CONTINUE if goes_on else {"add_generation_prompt": True}
+            conversation = Conversation(messages, template, Tools(tools, tools))
+            prompt_token_ids = await asyncio.to_thread(lambda: conversation.encode(conversation.prompt(served), served))
+            params, new_reader = conversation.reading(served, params, prompt_token_ids)
             asked = GenerationRequest(
                 reply.request_id, prompt_token_ids, params, options=RequestOptions(cache_salt=claim.cache_salt)
             )
-            reply.start(served.generator, asked, reader)
+            reply.start(served.generator, asked, new_reader and new_reader())
         except BaseException as error:
             lease.release()
             if not isinstance(error, LocalLLMError):
@@ -266,6 +270,14 @@ def _start(
             reply.when_done(lease.release)
 
     reply.prepare(begin())
+
+
+def _without_tools(name: str) -> UnsupportedOption:
+    return UnsupportedOption(
+        f"{name} cannot call tools.",
+        "Its chat template does not support tools, or its tool call format is unknown.",
+        "Empty the list of tools in the settings, or choose another model.",
+    )
 
 
 # Texts -------------------------------------------------------------------------------------------------------------
