@@ -1,5 +1,8 @@
 """Sampling parameters of a request: vLLM's names and meanings, validated once, frozen afterwards.
 
+Each field of `SamplingParams` carries its `ParamInfo`: a new parameter is one field here, one field in the body of each
+dialect that accepts it, and the code that obeys it.
+
 Does not know: the model (context length and vocabulary are checked in admission.py), torch, HTTP.
 """
 
@@ -8,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from localllm.errors import InvalidParameter
 from localllm.text.structured import StructuredOutputsParams
@@ -30,44 +33,123 @@ LEAST_REPETITION_PENALTY = 0.01
 GREEDY_TEMPERATURE = 1e-5
 """Temperature up to which sampling takes the argmax of the processed logits and divides nothing."""
 
+Kind = Literal["whole", "real", "strings", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """The description of one field of `SamplingParams`, for its checks, API dialects, pages and the command line."""
+
+    text: str  # one sentence
+    default: Any
+    kind: Kind = "other"
+    low: float | None = None  # smallest value
+    high: float | None = None  # largest value; None: any
+    above_low: bool = False  # the smallest value itself is refused
+    optional: bool = False  # None is allowed
+    label: str = ""  # name on pages; empty: not on pages
+    unset: str = ""  # what applies if neither the user nor the model sets a value, in words; empty: the default
+    is_openai: bool = False  # the default is OpenAI's
+    spellings: Mapping[str, str] = field(default_factory=dict)  # dialect -> its own name of the field
+
+    def check(self, value: object, name: str) -> None:
+        """Raise `InvalidParameter` for a value that is not a number of this kind within the bounds."""
+        if self.low is None or (value is None and self.optional):
+            return
+        if self.kind == "whole":
+            _whole(value, name, int(self.low), None if self.high is None else int(self.high))
+        else:
+            assert self.high is not None
+            _real(value, name, self.low, self.high, above_low=self.above_low)
+
+
+def _param(default: Any, text: str, kind: Kind = "other", *more: Any, **info: Any) -> Any:
+    """Return a dataclass field. `more` and `info`: the further fields of `ParamInfo`."""
+    info.setdefault("optional", default is None)
+    return field(default=default, metadata={"info": ParamInfo(text, default, kind, *more, **info)})
+
+
+GENERATION_CONFIG = "generation_config"
+"""The checkpoint's file, as a key of `ParamInfo.spellings`: it may recommend values of the fields with this key."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Parameters for choosing tokens and for stopping. Raises `InvalidParameter` that names the wrong field."""
 
-    n: int = 1  # completions of the same prompt
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability mass
-    top_k: int = 0  # 0 or -1: all
-    min_p: float = 0.0  # drop tokens below this share of the likeliest one's probability
-    repetition_penalty: float = 1.0  # over prompt and output (Keskar et al. 2019, arXiv:1909.05858)
-    presence_penalty: float = 0.0  # over output only, once per distinct token
-    frequency_penalty: float = 0.0  # over output only, per occurrence
-    repeat_last_n: int = -1  # penalties look at the last N tokens only; 0: none, -1: all (llama.cpp's name)
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()  # words that must not be completed
-    seed: int | None = None  # same seed, same tokens in any batch, as far as the logits do not depend on the batch
-    max_tokens: int | None = 16  # None: up to the context length
-    min_tokens: int = 0  # no end token and no stop string before this many tokens
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None  # this many likeliest tokens for each output token; -1: the whole vocabulary
-    prompt_logprobs: int | None = None  # the same for each prompt token
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputsParams | None = None  # JSON schema, regex, grammar, ...
-    thinking_token_budget: int | None = None  # most reasoning tokens, then its end is forced; None, -1: unlimited
-    truncate_prompt_tokens: int | None = None  # keep only the last N prompt tokens; never done unless requested
+    n: int = _param(1, "Completions of the same prompt.", "whole", 1, 256)
+    temperature: float = _param(
+        1.0, "0 always picks the most likely token.", "real", 0.0, 100.0, label="Temperature", is_openai=True,
+        spellings={GENERATION_CONFIG: "temperature"},
+    )  # fmt: skip
+    max_tokens: int | None = _param(  # None: up to the context length
+        16, "Most tokens in one reply.", "whole", 1, optional=True, label="Max tokens",
+        unset="up to the context",
+        spellings={GENERATION_CONFIG: "max_new_tokens", "responses": "max_output_tokens", "ollama": "num_predict"},
+    )  # fmt: skip
+    top_p: float = _param(
+        1.0, "Sample only from the likeliest tokens, up to this total probability.", "real", 0.0, 1.0, above_low=True,
+        label="Top p", is_openai=True, spellings={GENERATION_CONFIG: "top_p"},
+    )  # fmt: skip
+    top_k: int = _param(  # 0 or -1: all
+        0, "Sample only from this many of the likeliest tokens.", "whole", 0, label="Top k", unset="off",
+        spellings={GENERATION_CONFIG: "top_k"},
+    )  # fmt: skip
+    min_p: float = _param(
+        0.0, "Exclude tokens below this share of the top token's probability.", "real", 0.0, 1.0, label="Min p",
+        spellings={GENERATION_CONFIG: "min_p"},
+    )  # fmt: skip
+    repetition_penalty: float = _param(  # over prompt and output (Keskar et al. 2019, arXiv:1909.05858)
+        1.0, "Above 1, tokens that already occurred become less likely.", "real", LEAST_REPETITION_PENALTY, 100.0,
+        label="Repetition penalty",
+        spellings={GENERATION_CONFIG: "repetition_penalty", "ollama": "repeat_penalty"},
+    )  # fmt: skip
+    presence_penalty: float = _param(
+        0.0, "-2 to 2, applied once to each token in the reply.", "real", -2.0, 2.0, label="Presence penalty",
+        is_openai=True,
+    )  # fmt: skip
+    frequency_penalty: float = _param(
+        0.0, "-2 to 2, applied for each time a token occurred.", "real", -2.0, 2.0, label="Frequency penalty",
+        is_openai=True,
+    )  # fmt: skip
+    repeat_last_n: int = _param(-1, "Penalties look at the last N tokens only; 0: none, -1: all.", "whole", -1)
+    logit_bias: Mapping[int, float] | None = _param(None, "Numbers from -100 to 100 to add to the logits of tokens.")
+    allowed_token_ids: Sequence[int] | None = _param(None, "The only tokens that may be sampled.")
+    bad_words: Sequence[str] = _param((), "Words that must not be completed.")
+    seed: int | None = _param(  # the same tokens in any batch, as far as the logits do not depend on the batch
+        None, "The same seed gives the same reply.", "whole", -(2**63), 2**63 - 1, label="Seed",
+        unset="a new one each time",
+    )  # fmt: skip
+    thinking_token_budget: int | None = _param(  # then the end of reasoning is forced; None, -1: unlimited
+        None, "Most reasoning tokens; 0 turns reasoning off.", "whole", 0, label="Thinking budget", unset="no limit",
+    )  # fmt: skip
+    stop: str | Sequence[str] | None = _param(
+        None, "Strings that end the reply.", "strings", label="Stop at", unset="nothing", is_openai=True,
+        spellings={"anthropic": "stop_sequences"},
+    )  # fmt: skip
+    min_tokens: int = _param(0, "No end token and no stop string before this many tokens.", "whole", 0)
+    stop_token_ids: Sequence[int] = _param((), "Tokens that end the reply.")
+    include_stop_str_in_output: bool = _param(False, "Keep the stop string in the reply.")
+    ignore_eos: bool = _param(False, "Continue after the model's end token.")
+    logprobs: int | None = _param(
+        None, "This many of the likeliest tokens at each token of the reply; -1: the whole vocabulary.", "whole", -1
+    )
+    prompt_logprobs: int | None = _param(
+        None, "This many of the likeliest tokens at each token of the prompt; -1: the whole vocabulary.", "whole", -1
+    )
+    detokenize: bool = _param(True, "Return text, and not only token ids.")
+    skip_special_tokens: bool = _param(True, "Leave special tokens out of the text.")
+    structured_outputs: StructuredOutputsParams | None = _param(None, "The format that the reply must have.")  # noqa: RUF009
+    truncate_prompt_tokens: int | None = _param(  # never done unless requested
+        None, "Keep only the last N tokens of the prompt.", "whole", 1
+    )
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # only here a frozen field is normalised
-        for field, most in MOST_ITEMS.items():
-            value = getattr(self, field)
+        for name, most in MOST_ITEMS.items():
+            value = getattr(self, name)
             if value is not None and not isinstance(value, str) and len(value) > most:
-                raise InvalidParameter(f"{field} has {len(value)} items.", f"At most {most} are allowed.", param=field)
+                raise InvalidParameter(f"{name} has {len(value)} items.", f"At most {most} are allowed.", param=name)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         put(self, "stop", stop)
         put(self, "bad_words", tuple(self.bad_words or ()))
@@ -82,59 +164,40 @@ class SamplingParams:
         self._check()
 
     def _check(self) -> None:
-        _whole(self.n, "n", 1, 256)
-        _real(self.temperature, "temperature", 0.0, 100.0)
-        _real(self.top_p, "top_p", 0.0, 1.0, above_low=True)
-        _whole(self.top_k, "top_k", 0)
-        _real(self.min_p, "min_p", 0.0, 1.0)
-        _real(self.repetition_penalty, "repetition_penalty", LEAST_REPETITION_PENALTY, 100.0)
-        _real(self.presence_penalty, "presence_penalty", -2.0, 2.0)
-        _real(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
-        _whole(self.repeat_last_n, "repeat_last_n", -1)
+        for name, info in SAMPLING_PARAMS.items():
+            info.check(getattr(self, name), name)
         for bias in (self.logit_bias or {}).values():
             _real(bias, "logit_bias", -100.0, 100.0)
-        if self.seed is not None:
-            _whole(self.seed, "seed", -(2**63), 2**63 - 1)
-        if self.max_tokens is not None:
-            _whole(self.max_tokens, "max_tokens", 1)
-        _whole(self.min_tokens, "min_tokens", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens}).", param="min_tokens"
             )
-        for field in ("stop", "bad_words"):
-            for word in getattr(self, field):
+        for name in ("stop", "bad_words"):
+            for word in getattr(self, name):
                 if not isinstance(word, str) or not word:
-                    raise InvalidParameter(f"{field} must hold non-empty strings.", f"Got {word!r}.", param=field)
+                    raise InvalidParameter(f"{name} must hold non-empty strings.", f"Got {word!r}.", param=name)
                 if len(word) > MAX_WORD_CHARS:
                     why = f"It has {len(word)} characters; at most {MAX_WORD_CHARS} are allowed."
-                    raise InvalidParameter(f"{field} holds a string that is too long.", why, param=field)
-        for field, most in {"stop": MAX_STOP_CHARS, "bad_words": MAX_BAD_WORD_CHARS}.items():
-            if (chars := sum(map(len, getattr(self, field) or ()))) > most:
+                    raise InvalidParameter(f"{name} holds a string that is too long.", why, param=name)
+        for name, most in {"stop": MAX_STOP_CHARS, "bad_words": MAX_BAD_WORD_CHARS}.items():
+            if (chars := sum(map(len, getattr(self, name) or ()))) > most:
                 why = f"Together its strings have {chars} characters; at most {most} are allowed."
                 raise InvalidParameter(
-                    f"{field} holds too much text.", why, "Send fewer or shorter strings.", param=field
+                    f"{name} holds too much text.", why, "Send fewer or shorter strings.", param=name
                 )
-        for field in ("stop_token_ids", "allowed_token_ids"):
-            token_ids = getattr(self, field) or ()
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            token_ids = getattr(self, name) or ()
             if set(map(type, token_ids)) - {int} or min(token_ids, default=0) < 0:  # fast path: there may be 2**20 ids
                 for token_id in token_ids:
-                    _whole(token_id, field, 0)
+                    _whole(token_id, name, 0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids is empty: no token could be sampled.", param="allowed_token_ids")
-        for field in ("logprobs", "prompt_logprobs"):
-            if getattr(self, field) is not None:
-                _whole(getattr(self, field), field, -1)
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise InvalidParameter(
                 "structured_outputs must be a StructuredOutputsParams.",
                 f"Got {type(self.structured_outputs).__name__}.",
                 param="structured_outputs",
             )
-        if self.thinking_token_budget is not None:
-            _whole(self.thinking_token_budget, "thinking_token_budget", 0)
-        if self.truncate_prompt_tokens is not None:
-            _whole(self.truncate_prompt_tokens, "truncate_prompt_tokens", 1)
         if self.stop and not self.detokenize:
             raise InvalidParameter("Stop strings need detokenize=True.", param="stop")
 
@@ -171,6 +234,16 @@ class SamplingParams:
         """Return the fields that differ from their defaults, for logs and the dashboard."""
         plain = SamplingParams()
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != getattr(plain, f.name)}
+
+
+SAMPLING_PARAMS: Mapping[str, ParamInfo] = {f.name: f.metadata["info"] for f in fields(SamplingParams)}
+"""The one table of sampling parameters, by name."""
+
+
+def given_params(body: object, dialect: str = "") -> dict[str, Any]:
+    """Return the fields that a request's body sets, by our names. `dialect`: whose names the body has."""
+    named = {name: getattr(body, info.spellings.get(dialect, name), None) for name, info in SAMPLING_PARAMS.items()}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _is_int(value: object) -> bool:

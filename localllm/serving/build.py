@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.config.settings import EngineConfig, Settings
+from localllm.engine.params import GENERATION_CONFIG, SAMPLING_PARAMS
 from localllm.errors import DoesNotFit, UnsupportedOption
 from localllm.machine.gpu_support import require_compiler
 from localllm.serving.compute import start_torch
@@ -366,23 +367,12 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
     return EngineLoop(scheduler, runner, depth=plan.async_depth)
 
 
-GENERATION_DEFAULTS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-"""Names in generation_config.json, and the matching fields of `SamplingParams`."""
-
-
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the checkpoint's recommended sampling, as fields of `SamplingParams`; `do_sample: false` means greedy."""
     recommended = {
-        ours: generation_config[theirs]
-        for theirs, ours in GENERATION_DEFAULTS.items()
-        if generation_config.get(theirs) is not None
+        ours: value
+        for ours, info in SAMPLING_PARAMS.items()
+        if (value := generation_config.get(info.spellings.get(GENERATION_CONFIG, ""))) is not None
     }
     if generation_config.get("do_sample") is False:
         recommended["temperature"] = 0.0

@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from localllm.engine.params import SamplingParams
+from localllm.engine.params import SAMPLING_PARAMS, SamplingParams, given_params
 from localllm.errors import InvalidParameter
 
 OUT_OF_RANGE = [
+    ("n", None), ("temperature", None), ("top_k", None), ("min_tokens", None),
     ("n", 0), ("n", 257), ("n", 1.5), ("n", True), ("temperature", -0.1), ("temperature", math.nan),
     ("temperature", math.inf), ("temperature", "hot"), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -2), ("top_k", 1.5),
     ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0.0), ("presence_penalty", 2.1),
@@ -50,3 +51,22 @@ def test_all_stop_strings_together_are_bounded():
 
 def test_changed_names_what_differs_from_the_defaults():
     assert SamplingParams(temperature=0.5, stop="x").changed() == {"temperature": 0.5, "stop": ("x",)}
+
+
+@pytest.mark.parametrize("name", SAMPLING_PARAMS)
+def test_every_parameter_is_described_and_its_default_is_within_its_bounds(name):
+    info = SAMPLING_PARAMS[name]
+    assert info.text.endswith(".")
+    assert (info.kind in ("whole", "real")) == (info.low is not None)
+    info.check(info.default, name)
+    if info.low is not None:
+        with pytest.raises(InvalidParameter, match=name):
+            info.check(info.low - 1, name)
+
+
+def test_a_body_is_read_by_the_names_of_its_dialect():
+    class Options:
+        num_predict, repeat_penalty, top_k, temperature = 7, 1.1, None, 0
+
+    assert given_params(Options, "ollama") == {"max_tokens": 7, "repetition_penalty": 1.1, "temperature": 0}
+    assert given_params(Options) == {"temperature": 0}

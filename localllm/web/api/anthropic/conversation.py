@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from localllm.engine.params import SamplingParams
+from localllm.engine.params import SamplingParams, given_params
 from localllm.errors import InvalidParameter
 from localllm.serving.chat import CONTINUE, Conversation, reasons
 from localllm.serving.served import ServedModel
@@ -24,20 +24,16 @@ from localllm.web.api.reading import read_object, text_field, wrong_type
 from localllm.web.errors import UnsupportedParameter
 
 Message = dict[str, Any]
-SAME_NAME = ("temperature", "top_p", "top_k", "max_tokens")
 
 
 def params_of(body: MessagesBody, model: ServedModel) -> SamplingParams:
-    asked: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     if body.temperature is not None and body.temperature > 1:
         raise InvalidParameter(
             "temperature must be between 0 and 1.", f"Got {body.temperature:g}.", param="temperature"
         )
-    if body.stop_sequences:
-        if "" in body.stop_sequences:
-            raise InvalidParameter("stop_sequences must hold non-empty strings.", param="stop_sequences")
-        asked["stop"] = body.stop_sequences
-    return sampling_params(model, asked)
+    if "" in (body.stop_sequences or ()):
+        raise InvalidParameter("stop_sequences must hold non-empty strings.", param="stop_sequences")
+    return sampling_params(model, given_params(body, "anthropic"))
 
 
 def chat_request(body: CountBody, params: SamplingParams, model: ServedModel) -> tuple[ChatRequest, list[str]]:

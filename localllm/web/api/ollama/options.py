@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from localllm.engine.params import SamplingParams
+from localllm.engine.params import SAMPLING_PARAMS, SamplingParams, given_params
 from localllm.errors import InvalidParameter
 from localllm.serving.chat import Tools, calls_tools, reasons
 from localllm.serving.served import ServedModel
@@ -21,7 +21,8 @@ from localllm.web.api.reading import read_object
 from localllm.web.api.tools import checked, read_tool
 from localllm.web.errors import UnsupportedParameter
 
-SAME_NAME = ("stop", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+DIALECT = "ollama"  # a key of ParamInfo.spellings
+RANDOM_SEED = -1
 REPEAT_LAST_N = 64  # Ollama's default
 TO_THE_END = (-1, -2)  # values of num_predict
 
@@ -45,19 +46,16 @@ def params_of(options: Options, model: ServedModel) -> SamplingParams:
     """Return the parameters. Without a limit the answer may fill the rest of the context; penalties look at the last 64
     tokens.
     """
-    asked: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(options, name)) is not None}
-    asked["max_tokens"] = _limit(options.num_predict, model)
-    if options.repeat_last_n is not None:
-        asked["repeat_last_n"] = options.repeat_last_n
-    if options.repeat_penalty is not None:
-        asked["repetition_penalty"] = options.repeat_penalty
-    if options.seed is not None and options.seed != -1:  # -1: random
-        asked["seed"] = options.seed
+    asked = {**given_params(options, DIALECT), "max_tokens": _limit(options.num_predict, model)}
+    if asked.get("seed") == RANDOM_SEED:
+        del asked["seed"]
     try:
         params = sampling_params(model, asked)
     except InvalidParameter as error:
-        what = error.what.replace("repetition_penalty", "repeat_penalty")
-        raise InvalidParameter(f"options.{what}", error.why, param=f"options.{error.param}") from None
+        ours = error.param or ""  # of SamplingParams
+        theirs = SAMPLING_PARAMS[ours].spellings.get(DIALECT, ours)
+        what = error.what.replace(ours, theirs)
+        raise InvalidParameter(f"options.{what}", error.why, param=f"options.{theirs}") from None
     if params.penalises and options.repeat_last_n is None:
         params = replace(params, repeat_last_n=REPEAT_LAST_N)
     if params.penalises and options.penalize_newline is False:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from localllm.engine.params import SamplingParams
+from localllm.engine.params import SamplingParams, given_params
 from localllm.engine.request import RequestOptions
 from localllm.errors import InvalidParameter
 from localllm.serving.served import ServedModel
@@ -22,11 +22,6 @@ from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBod
 from localllm.web.api.openai.structured import structured_outputs
 from localllm.web.errors import UnsupportedParameter
 
-SAME_NAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "repeat_last_n", "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids",
-    "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "truncate_prompt_tokens",
-)  # fmt: skip
 BUDGETS = ("thinking_token_budget", "reasoning_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
 COMPLETION_MAX_TOKENS = 16
 
@@ -95,10 +90,9 @@ def _params(body: GenerateBody, model: ServedModel, **decided: Any) -> SamplingP
             "Progress is sent while the prompt is processed.",
             param="return_progress",
         )
-    asked = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     decided["structured_outputs"] = structured_outputs(body)
     decided["thinking_token_budget"] = thinking_budget({name: getattr(body, name) for name in BUDGETS}, model)
-    return sampling_params(model, asked | decided)
+    return sampling_params(model, given_params(body) | decided)
 
 
 def request_options(body: GenerateBody) -> RequestOptions:

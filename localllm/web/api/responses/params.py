@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from localllm.engine.params import SamplingParams
+from localllm.engine.params import SamplingParams, given_params
 from localllm.errors import InvalidParameter
 from localllm.serving.chat import Tools
 from localllm.serving.served import ServedModel
@@ -22,24 +22,16 @@ from localllm.web.api.tools import chosen, function_tool
 from localllm.web.errors import InvalidType, UnsupportedParameter
 
 FORMAT = "text.format"
-SAME_NAME = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
-    "stop",
-)  # fmt: skip
 
 
 def params_of(body: ResponsesBody, model: ServedModel) -> tuple[SamplingParams, list[str]]:
     """Return the parameters, and warnings. Without a limit the answer may fill the rest of the context. Raises the
     error that names the wrong field.
     """
-    asked: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
-    if body.max_output_tokens is not None:
-        if body.max_output_tokens < 1:
-            why = f"Got {body.max_output_tokens}."
-            raise InvalidParameter("max_output_tokens must be at least 1.", why, param="max_output_tokens")
-        asked["max_tokens"] = body.max_output_tokens
-    else:
-        asked["max_tokens"] = model.sampling_defaults.get("max_tokens")
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        why = f"Got {body.max_output_tokens}."
+        raise InvalidParameter("max_output_tokens must be at least 1.", why, param="max_output_tokens")
+    asked = {"max_tokens": model.sampling_defaults.get("max_tokens"), **given_params(body, "responses")}
     budget = {"thinking_token_budget": body.thinking_token_budget}
     asked["thinking_token_budget"] = thinking_budget(budget, model)
     text, warnings = read_object(body.text or {}, TextConfig, TEXT_RULES, "text.")

@@ -21,7 +21,7 @@ from localllm.web.pages.chat.part_presenters import (
     result_form,
     results,
 )
-from localllm.web.pages.chat.settings import SETTINGS, effective
+from localllm.web.pages.chat.settings import SETTINGS, effective, note
 from localllm.web.pages.chat.sidebar_views import ChatHead, ContextMeter
 from localllm.web.pages.chat.store import Branch, Chat, Message
 from localllm.web.pages.chat.views import (
@@ -158,10 +158,9 @@ def sampling(
 ) -> Sampling:
     """Return the settings drawer, with the defaults that apply to empty fields."""
     fields = []
-    for setting in SETTINGS:
-        default, source = effective(setting, card)
-        value = settings.get(setting.name, "")
-        fields.append(SettingField(setting.name, setting.label, setting.kind, value, default, source, setting.note))
+    for name, info in SETTINGS.items():
+        default, source = effective(name, card)
+        fields.append(SettingField(name, info.label, info.kind, settings.get(name, ""), default, source, note(info)))
     said = settings.get("system", "")
     return Sampling(said, tuple(fields), tuple(presets), preset, is_open, error, settings.get("tools", ""))
 

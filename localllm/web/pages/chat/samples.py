@@ -171,7 +171,7 @@ def sampling() -> v.Sampling:
             "temperature", "Temperature", "real", "0.2", "0.7", "the model's generation_config", "0 is dull."
         ),
         v.SettingField("max_tokens", "Most tokens", "whole", "", "what is left of 4,096", "this server's default", ""),
-        v.SettingField("stop", "Stop at", "lines", "END", "nothing", "OpenAI's default", "Texts, one a line."),
+        v.SettingField("stop", "Stop at", "strings", "END", "nothing", "OpenAI's default", "Texts, one a line."),
     )
     wrong = views.ErrorNotice("The preset has no name.", "", "Type one first.")
     return v.Sampling("Be brief.", fields, ("Precise", "Wild"), "Wild", True, wrong)

@@ -1,16 +1,14 @@
 """The settings of a chat beside its messages: system prompt and sampling, as typed; empty means the default.
 
-One table has the label, the parser and the default of each setting.
 Does not know: HTTP, templates, where settings are stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from localllm.engine.params import SamplingParams
+from localllm.engine.params import SAMPLING_PARAMS, ParamInfo, SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.serving.served import ModelCard
 from localllm.units import format_count
@@ -24,64 +22,10 @@ MAX_MODEL_CHARS = 300
 OPENAI, SERVER, MODEL = "OpenAI's default", "this server's default", "the model's generation_config"
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One field of the settings drawer."""
-
-    name: str  # name of the field of SamplingParams
-    label: str
-    kind: Literal["real", "whole", "lines"]
-    default: str  # used if neither the user nor the model sets a value
-    source: str  # where that default comes from
-    note: str = ""
-
-
-SETTINGS = (
-    Setting("temperature", "Temperature", "real", "1", OPENAI, "0 always picks the most likely token."),
-    Setting("max_tokens", "Max tokens", "whole", "", SERVER, "Most tokens in one reply."),
-    Setting(
-        "top_p", "Top p", "real", "1", OPENAI, "Sample only from the likeliest tokens, up to this total probability."
-    ),
-    Setting("top_k", "Top k", "whole", "off", SERVER, "Sample only from this many of the likeliest tokens."),
-    Setting("min_p", "Min p", "real", "0", SERVER, "Exclude tokens below this share of the top token's probability."),
-    Setting(
-        "repetition_penalty",
-        "Repetition penalty",
-        "real",
-        "1",
-        SERVER,
-        "Above 1, tokens that already occurred become less likely.",
-    ),
-    Setting(
-        "presence_penalty", "Presence penalty", "real", "0", OPENAI, "-2 to 2, applied once to each token in the reply."
-    ),
-    Setting(
-        "frequency_penalty",
-        "Frequency penalty",
-        "real",
-        "0",
-        OPENAI,
-        "-2 to 2, applied for each time a token occurred.",
-    ),
-    Setting("seed", "Seed", "whole", "a new one each time", SERVER, "The same seed gives the same reply."),
-    Setting(
-        "thinking_token_budget",
-        "Thinking budget",
-        "whole",
-        "no limit",
-        SERVER,
-        "Most reasoning tokens; 0 turns reasoning off.",
-    ),
-    Setting(
-        "stop",
-        "Stop at",
-        "lines",
-        "nothing",
-        OPENAI,
-        r"Strings that end the reply, one per line; write a line break as \n.",
-    ),
-)
-NAMES = ("system", "model", "tools", *(setting.name for setting in SETTINGS))
+NOTES = {"strings": r"One per line; write a line break as \n."}
+SETTINGS: Mapping[str, ParamInfo] = {name: info for name, info in SAMPLING_PARAMS.items() if info.label}
+"""The fields of the settings drawer that set a sampling parameter."""
+NAMES = ("system", "model", "tools", *SETTINGS)
 EXAMPLES = {"real": "a number such as 0.7", "whole": "a whole number such as 256"}
 
 
@@ -102,31 +46,37 @@ def typed(form: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
 def sampling_params(defaults: Mapping[str, Any], settings: Mapping[str, str]) -> SamplingParams:
     """Return the model's defaults overridden by the user's values. Raises `InvalidParameter`."""
     values: dict[str, Any] = {"max_tokens": None, **defaults}
-    for setting in SETTINGS:
-        text = settings.get(setting.name, "").strip()
-        if text:
-            values[setting.name] = _read(setting, text)
+    for name, info in SETTINGS.items():
+        if text := settings.get(name, "").strip():
+            values[name] = _read(name, info, text)
     return SamplingParams(**values)
 
 
-def _read(setting: Setting, text: str) -> int | float | list[str]:
-    if setting.kind == "lines":
+def _read(name: str, info: ParamInfo, text: str) -> int | float | list[str]:
+    if info.kind == "strings":
         return [line.replace("\\n", "\n").replace("\\t", "\t") for line in text.split("\n") if line]
     try:
-        return int(text) if setting.kind == "whole" else float(text)
+        return int(text) if info.kind == "whole" else float(text)
     except ValueError:
         raise InvalidParameter(
-            f"{setting.label} must be {EXAMPLES[setting.kind]}.", f"Got {text[:40]!r}.", param=setting.name
+            f"{info.label} must be {EXAMPLES[info.kind]}.", f"Got {text[:40]!r}.", param=name
         ) from None
 
 
-def effective(setting: Setting, card: ModelCard | None) -> tuple[str, str]:
+def note(info: ParamInfo) -> str:
+    """Return the text under a field."""
+    return f"{info.text} {NOTES.get(info.kind, '')}".strip()
+
+
+def effective(name: str, card: ModelCard | None) -> tuple[str, str]:
     """Return the value that applies if the field is empty, and its source. `card` None: the model is not loaded yet."""
     if card is None:
         return "", "the model's own, once it is loaded"
-    said = card.sampling_defaults.get(setting.name)
+    said = card.sampling_defaults.get(name)
     if said not in (None, ()):
         return (f"{said:g}" if isinstance(said, int | float) else str(said)), MODEL
-    if setting.name == "max_tokens":
-        return f"what is left of {format_count(card.plan.max_model_len)}", setting.source
-    return setting.default, setting.source
+    info = SETTINGS[name]
+    source = OPENAI if info.is_openai else SERVER
+    if name == "max_tokens":
+        return f"what is left of {format_count(card.plan.max_model_len)}", source
+    return info.unset or f"{info.default:g}", source

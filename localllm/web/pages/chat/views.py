@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from localllm.engine.params import Kind
 from localllm.web.pages.chat.message_views import (
     AttachmentChip,
     Attachments,
@@ -103,7 +104,7 @@ class SettingField:
 
     name: str
     label: str
-    kind: Literal["real", "whole", "lines"]
+    kind: Kind
     value: str
     default: str
     source: str  # where the default comes from

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from localllm.engine.params import SAMPLING_PARAMS, ParamInfo
 from localllm.errors import InvalidParameter
 from localllm.web.pages.playground.views import Editor, MessageRow, NumberField
 
@@ -29,17 +30,12 @@ PATHS = {
 }
 """Path of each tab's route, below /v1."""
 
-NUMBERS: Mapping[str, tuple[str, type[int] | type[float]]] = {
-    "temperature": ("Temperature", float),
-    "top_p": ("Top p", float),
-    "top_k": ("Top k", int),
-    "min_p": ("Min p", float),
-    "max_tokens": ("Max tokens", int),
-    "seed": ("Seed", int),
-    "presence_penalty": ("Presence penalty", float),
-    "frequency_penalty": ("Frequency penalty", float),
-    "repetition_penalty": ("Repetition penalty", float),
+NUMBERS: Mapping[str, ParamInfo] = {
+    name: info
+    for name, info in SAMPLING_PARAMS.items()
+    if info.label and info.kind in ("whole", "real") and name != "thinking_token_budget"
 }
+"""The sampling parameters of the form. A reasoning budget applies to chats only."""
 
 
 def editor(tab: str, form: Mapping[str, Sequence[str]], defaults: Mapping[str, str]) -> Editor:
@@ -51,7 +47,7 @@ def editor(tab: str, form: Mapping[str, Sequence[str]], defaults: Mapping[str, s
         messages=_changed(told, _one(form, "do")),
         text=_one(form, "text"),
         numbers=tuple(
-            NumberField(name, label, _one(form, name), defaults.get(name, "")) for name, (label, _) in NUMBERS.items()
+            NumberField(name, info.label, _one(form, name), defaults.get(name, "")) for name, info in NUMBERS.items()
         ),
         stop=_one(form, "stop"),
         schema=_one(form, "schema"),
@@ -127,7 +123,7 @@ def _one(form: Mapping[str, Sequence[str]], name: str) -> str:
 
 
 def _number(field: NumberField) -> int | float:
-    kind = NUMBERS[field.name][1] if field.name in NUMBERS else int
+    kind = float if field.name in NUMBERS and NUMBERS[field.name].kind == "real" else int
     try:
         return kind(field.value.strip())
     except ValueError:
