@@ -14,7 +14,7 @@ import pytest
 from localllm.cli import logs as logs_module
 from localllm.cli import main
 from localllm.logs import log_file
-from localllm.logs.log_file import TRY_AGAIN_S, LogFile, log_path, older
+from localllm.logs.log_file import TRY_AGAIN_S, LogFile, log_path, rotated_files
 from localllm.logs.recent_logs import LONGEST, RecentLogs, installed
 from localllm.machine.running_servers import announced
 
@@ -97,7 +97,7 @@ def test_the_file_is_bounded_and_its_owners_alone(small_pages: Callable[[int], L
     for number in range(100):
         handler.handle(record(f"line {number} \udce9"))
     handler.close()
-    pages = [log_path(8000), *older(log_path(8000))]
+    pages = [log_path(8000), *rotated_files(log_path(8000))]
     assert sorted(log_path(8000).parent.iterdir()) == sorted(pages)
     assert all(page.stat().st_size < 120 and page.stat().st_mode & 0o777 == 0o600 for page in pages)
     assert log_path(8000).read_text().endswith("line 99 \\udce9\n")
@@ -125,7 +125,9 @@ def test_a_file_that_cannot_be_written_is_said_once_and_tried_again(
     for text in ("five", "six"):
         handler.handle(record(text))
     handler.close()
-    lines = "".join(path.read_text() for path in (*reversed(older(log_path(8000))), log_path(8000)) if path.exists())
+    lines = "".join(
+        path.read_text() for path in (*reversed(rotated_files(log_path(8000))), log_path(8000)) if path.exists()
+    )
     assert lines.splitlines() == ["4 lines are missing here: the file could not be written", "five", "six"]
 
 

@@ -23,7 +23,7 @@ from localllm.errors import CorruptModel, EngineStopped, ModelNotFound
 from localllm.runner.runner import TorchRunner
 from localllm.serving.build import build_engine
 from localllm.serving.entry import LoadCancelled, ModelLoading
-from localllm.serving.eviction import promised_bytes
+from localllm.serving.eviction import reserved_bytes
 from localllm.serving.manager import ModelManager
 from localllm.serving.phases import OnPhase
 from localllm.serving.served import LoadLimits, ServedModel
@@ -342,10 +342,10 @@ def test_what_is_promised_to_one_model_is_not_free_for_the_next(tiny_llama_path:
     async def scenario() -> None:
         manager = ModelManager()
         model = await manager.start(settings_for(tiny_llama_path, kv_cache_memory_bytes=1 << 30, max_model_len=None))
-        promised = promised_bytes(manager.entries, manager._baseline_bytes)
-        assert 0.8 * model.plan.kv_bytes < promised <= model.plan.kv_bytes + model.plan.activation_bytes
+        reserved = reserved_bytes(manager.entries, manager._baseline_bytes)
+        assert 0.8 * model.plan.kv_bytes < reserved <= model.plan.kv_bytes + model.plan.activation_bytes
         await manager.sleep(model.name)
-        assert promised_bytes(manager.entries, manager._baseline_bytes) == 0
+        assert reserved_bytes(manager.entries, manager._baseline_bytes) == 0
         await manager.close()
 
     asyncio.run(scenario())

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from localllm.cli.talk import CONTROLS
 from localllm.errors import ConfigError
-from localllm.logs.log_file import log_folder, log_path, older
+from localllm.logs.log_file import log_folder, log_path, rotated_files
 from localllm.machine.running_servers import running_servers
 
 LOOK_EVERY_S = 0.2
@@ -69,7 +69,7 @@ def _open(path: Path) -> TextIO:
 def _end(text: str, path: Path, count: int) -> str:
     """Return the last lines, reading older files if this one has too few."""
     lines = text.splitlines(keepends=True)
-    for earlier in older(path):
+    for earlier in rotated_files(path):
         if len(lines) >= count or not earlier.exists():
             break
         with _open(earlier) as file:

@@ -5,7 +5,7 @@
     repack_awq      from an AWQ checkpoint (Lin et al. 2023, arXiv:2306.00978)
     repack_gptq     from a GPTQ checkpoint (Frantar et al. 2022, arXiv:2210.17323)
     quantize_int4   from 16-bit weights, rounded to nearest
-    promised_int4   a weight without data, of the right size, on `meta`
+    meta_int4       a weight without data, of the right size, on `meta`
 
 Codes of 2 and 3 bits are stored in 4: lossless, but without a gain.
 
@@ -63,7 +63,7 @@ def pack_int4(
     return weight
 
 
-def promised_int4(
+def meta_int4(
     shape: tuple[int, int],
     group: int,
     scales: torch.dtype,

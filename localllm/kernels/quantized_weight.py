@@ -51,17 +51,17 @@ class QuantizedTable(QuantizedWeight, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PromisedWeight:
+class MetaWeight:
     """A weight of known size without data: read from a checkpoint's headers before loading."""
 
     shape: tuple[int, int]
     nbytes: int
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        raise AssertionError("a promised weight has no values")
+        raise AssertionError("a meta weight has no values")
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        raise AssertionError("a promised weight has no values")
+        raise AssertionError("a meta weight has no values")
 
     def dequantize_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        raise AssertionError("a promised weight has no values")
+        raise AssertionError("a meta weight has no values")

@@ -34,7 +34,7 @@ def log_path(port: int) -> Path:
     return log_folder() / f"server-{port}.log"
 
 
-def older(path: Path) -> list[Path]:
+def rotated_files(path: Path) -> list[Path]:
     """Return the rotated files, newest first."""
     return [path.with_name(f"{path.name}.{number}") for number in range(1, OLDER_FILES + 1)]
 

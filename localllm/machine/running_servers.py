@@ -62,7 +62,7 @@ def process_mark() -> str:
     return f"{os.getpid()} {began(os.getpid())} {socket.gethostname()}"
 
 
-def is_of_another(mark: str) -> bool:
+def is_of_other_process(mark: str) -> bool:
     """Return whether the mark belongs to another process of this machine that is still running."""
     pid, _, rest = mark.partition(" ")
     since, _, host = rest.partition(" ")

@@ -29,7 +29,7 @@ from localllm.models.layers.lora import LoraBank, LoraLimits
 from localllm.models.spec.family import Storage
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.parameters import held_bytes
-from localllm.models.weights.weights import Progress, PromisedWeights, Weights
+from localllm.models.weights.weights import MetaWeights, Progress, Weights
 
 if TYPE_CHECKING:
     from localllm.models.architectures.transformers_backend.model import TransformersModel
@@ -96,7 +96,7 @@ def resident_bytes(
 
         return bytes_through_transformers(path, spec, device, dtype)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
-        weights = _weights(PromisedWeights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights)
+        weights = _weights(MetaWeights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights)
         return held_bytes(DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position))
 
 

@@ -54,7 +54,7 @@ class StepTimer:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedStep:
+class PendingReadback:
     """`PendingStep` of a fully launched step."""
 
     plan: StepPlan
@@ -83,11 +83,11 @@ class LaunchedStep:
 
     def _prompt_results(self, batch: StepBatch, results: list[RowResult]) -> None:
         for span, parts in zip(batch.prompt_spans, self.prompts, strict=True):
-            told = [entry for part in parts for entry in as_results(part, [span.num_logprobs] * len(part.token_ids))]
-            if any(math.isnan(entry.logprobs[0]) for entry in told):
+            entries = [entry for part in parts for entry in as_results(part, [span.num_logprobs] * len(part.token_ids))]
+            if any(math.isnan(entry.logprobs[0]) for entry in entries):
                 results[span.plan_row] = RowResult(error=NOT_A_NUMBER, fault="model")
             elif results[span.plan_row].error is None:
-                results[span.plan_row] = results[span.plan_row]._replace(prompt_logprobs=tuple(told))
+                results[span.plan_row] = results[span.plan_row]._replace(prompt_logprobs=tuple(entries))
 
 
 def _sample_results(batch: StepBatch, drawn: Drawn, results: list[RowResult]) -> None:
@@ -109,5 +109,5 @@ def _logprobs_by_row(drawn: Drawn) -> dict[int, tuple[TokenLogprobs, ...]]:
     counts = [-1] * len(drawn.logprobs.ranks)
     for _, place, k in drawn.logprob_rows:
         counts[place] = k
-    told = as_results(drawn.logprobs, counts)
-    return {row: (told[place],) for row, place, _ in drawn.logprob_rows}
+    entries = as_results(drawn.logprobs, counts)
+    return {row: (entries[place],) for row, place, _ in drawn.logprob_rows}

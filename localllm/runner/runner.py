@@ -34,7 +34,7 @@ from localllm.runner.graphs import Capture, capture_shapes, largest_shape
 from localllm.runner.host_steps import Forward, HostSteps
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
-from localllm.runner.readback import LaunchedStep, StepTimer
+from localllm.runner.readback import PendingReadback, StepTimer
 from localllm.runner.sampling import SamplingState
 from localllm.runner.staging import StagedInputs
 
@@ -114,7 +114,7 @@ class TorchRunner:
         with translated(plan), self._on_this_thread():
             timer = StepTimer(self._device)
             if launched.batch is None or launched.done is None:
-                return LaunchedStep(plan, launched.timer, timer.stop())
+                return PendingReadback(plan, launched.timer, timer.stop())
             return self._sample(plan, launched.batch, launched.done, masks, launched.timer, timer)
 
     def warm_up(self, budget_s: float = 0.0) -> None:
@@ -172,7 +172,7 @@ class TorchRunner:
             self._slots.record_sampled(batch)
         prompts = tuple(self._score_prompt(span, done.hidden) for span in batch.prompt_spans)
         refused = {i: self._refused[row.slot] for i, row in enumerate(plan.rows) if row.slot in self._refused}
-        return LaunchedStep(plan, forward_timer, timer.stop(), batch, drawn, prompts, refused)
+        return PendingReadback(plan, forward_timer, timer.stop(), batch, drawn, prompts, refused)
 
     def _row_masks(self, batch: StepBatch, masks: TokenMasks | None) -> RowMasks | None:
         """Map masks from rows of the plan to sampling rows of the batch."""

@@ -31,7 +31,7 @@ def start_torch(on_phase: OnPhase, limits: LoadLimits) -> Hardware:
 
         empty_cache()  # return memory freed by an unloaded model to the device
         hardware = read_hardware()
-        available = max(0, hardware.ram_available_bytes - limits.promised_bytes)
+        available = max(0, hardware.ram_available_bytes - limits.reserved_bytes)
         hardware = replace(hardware, ram_available_bytes=available)
         if hardware.gpus:
             from localllm.kernels.tuned import ensure_triton_cache

@@ -52,20 +52,20 @@ def can_sleep(entry: ModelEntry) -> bool:
     return entry.served is not None and entry.served.spec.task == "generate"
 
 
-def promised_bytes(models: Sequence[ModelEntry], baseline_bytes: int | None) -> int:
+def reserved_bytes(models: Sequence[ModelEntry], baseline_bytes: int | None) -> int:
     """Return the RAM that the loaded CPU models may still claim: the pages of a KV cache are allocated as they are
     written.
 
     bare_bytes: RSS of this process without any model; None: unknown.
     """
     plans = [model.plan for model in ready(models) if model.plan.device == "cpu"]
-    promised = sum(plan.kv_bytes + plan.activation_bytes for plan in plans)
-    if not promised or baseline_bytes is None:
-        return promised
+    reserved = sum(plan.kv_bytes + plan.activation_bytes for plan in plans)
+    if not reserved or baseline_bytes is None:
+        return reserved
     weights = sum(plan.weights_bytes for plan in plans)
     weights += sum(entry.card.plan.weights_bytes for entry in models if entry.asleep is not None and entry.card)
     touched = psutil.Process().memory_info().rss - baseline_bytes - weights
-    return int(max(0, promised - max(0, touched)))
+    return int(max(0, reserved - max(0, touched)))
 
 
 def hardware_once_free(hardware: Hardware, models: Sequence[ModelEntry]) -> Hardware:

@@ -36,7 +36,7 @@ from localllm.serving.entry import (
     ModelStatus,
     ModelTuning,
 )
-from localllm.serving.eviction import can_sleep, candidates, has_room_on_host, promised_bytes, ready
+from localllm.serving.eviction import can_sleep, candidates, has_room_on_host, ready, reserved_bytes
 from localllm.serving.loading import Loader, clear_tracebacks, in_compute_thread, load_in_thread
 from localllm.serving.phases import OnPhase
 from localllm.serving.register import Register
@@ -386,7 +386,7 @@ class ModelManager:
             )
         while True:
             idle = [each for each in candidates(entry, self.entries) if not each.num_leases]
-            limits = LoadLimits(promised_bytes(self.entries, self._baseline_bytes), COMFORTABLE_CONTEXT if idle else 0)
+            limits = LoadLimits(reserved_bytes(self.entries, self._baseline_bytes), COMFORTABLE_CONTEXT if idle else 0)
             try:
                 return await load_in_thread(self._loader, entry, limits)
             except DoesNotFit as error:
@@ -522,7 +522,7 @@ class ModelManager:
         assert entry.settings is not None
         config = replace(entry.settings.engine, **tuned)
         known = self._baseline_bytes + bare.weights_bytes if self._baseline_bytes is not None else None
-        limits = LoadLimits(promised_bytes(self.entries, known))
+        limits = LoadLimits(reserved_bytes(self.entries, known))
         try:
             work = partial(self._loader.open_engine, bare, config, lambda phase: None, limits)
             model = replace(await in_compute_thread(work), tuned=tuned)

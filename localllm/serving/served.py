@@ -49,7 +49,7 @@ class WrongTask(RequestError):
 class LoadLimits:
     """Limits of a load: the memory and the context that other loaded models leave to it."""
 
-    promised_bytes: int = 0  # RAM reserved for other models but not touched yet, which the system counts as free
+    reserved_bytes: int = 0  # RAM reserved for other models but not touched yet, which the system counts as free
     min_context: int = 0  # with a shorter context than this (or the model's own), other models are evicted first
 
 

@@ -31,10 +31,10 @@ from typing import Any, Literal
 from localllm.errors import DeviceLost, LocalLLMError
 from localllm.serving.loading import clear_tracebacks
 from localllm.serving.sleep import release_cached_memory
+from localllm.tuning.agreement import Agreement, agreement
 from localllm.tuning.drive import Cancelled
 from localllm.tuning.figures import Predicted, Trial, pareto
 from localllm.tuning.goals import Goal
-from localllm.tuning.guard import Agreement, agreement
 from localllm.tuning.search import BRIEF, FULL, Outcome, Point, SearchRanking, Space, search
 from localllm.tuning.soak import SoakReport, soak
 from localllm.tuning.space import space_of, start_of

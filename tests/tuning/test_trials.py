@@ -16,9 +16,9 @@ from localllm.engine.client import EngineClient
 from localllm.runner.runner import TorchRunner
 from localllm.serving.served import ServedModel, WrongTask
 from localllm.tuning import drive, run
+from localllm.tuning.agreement import agreement
 from localllm.tuning.figures import LoadMetrics, Trial, pareto
 from localllm.tuning.goals import GoalLimits, goal_of
-from localllm.tuning.guard import agreement
 from localllm.tuning.run import (
     BestChanged,
     PhaseBegan,

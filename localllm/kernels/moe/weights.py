@@ -23,7 +23,7 @@ from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.linear import linear, pack_weight, packs
 from localllm.kernels.planar.linear import PlanarWeight, planar_differences
-from localllm.kernels.quantized_weight import PromisedWeight, QuantizedWeight
+from localllm.kernels.quantized_weight import MetaWeight, QuantizedWeight
 from localllm.kernels.skinny_gemm import dequantized
 
 PACKED_ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
@@ -99,11 +99,11 @@ def needs_stacked_experts(device: torch.device) -> bool:
 
 def stack_experts(matrices: Iterable[Tensor | QuantizedWeight], count: int) -> ExpertWeights:
     """Return `count` matrices as one, holding only one of them at a time besides. Raises ValueError if they differ or
-    no kernel supports them. Promised matrices are kept as they are, since their total size is right (it includes a
+    no kernel supports them. Meta matrices are kept as they are, since their total size is right (it includes a
     static scale of inputs, 4 bytes, which no expert kernel reads)."""
     iterator = iter(matrices)
     first = next(iterator)
-    if isinstance(first, PromisedWeight):
+    if isinstance(first, MetaWeight):
         return [first, *iterator]
     stack: dict[str, Any] = {
         name: _empty_stack(tensor, count, _axis(first, name)) for name, tensor in _tensors(first).items()

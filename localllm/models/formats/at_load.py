@@ -21,10 +21,10 @@ from torch import Tensor
 from localllm.errors import UnsupportedOption
 from localllm.kernels.cpu.pack import describe_layout
 from localllm.kernels.fp8_linear import quantize_fp8
-from localllm.kernels.int4_linear import promised_int4, quantize_int4
+from localllm.kernels.int4_linear import meta_int4, quantize_int4
 from localllm.kernels.int8_linear import Int8Weight, quantize_int8
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.models.formats.fp8 import promised_fp8
+from localllm.models.formats.fp8 import meta_fp8
 from localllm.models.formats.registry import FORMATS, linear_format, method_of
 
 GROUP = 128
@@ -37,36 +37,36 @@ class AtLoad:
     name: str
     runs_as: str
     _quantize: Callable[[Tensor], QuantizedWeight]
-    _promise: Callable[[Tensor], QuantizedWeight]
+    _meta_matrix: Callable[[Tensor], QuantizedWeight]
 
     def takes(self, stems: Sequence[str]) -> bool:
         """Return whether the matrices of these names (Llama's) are quantised."""
         return stems[0].startswith("model.layers.") and stems[0].endswith("_proj")
 
     def __call__(self, weight: Tensor) -> QuantizedWeight:
-        return self._promise(weight) if weight.is_meta else self._quantize(weight)
+        return self._meta_matrix(weight) if weight.is_meta else self._quantize(weight)
 
 
-def _promised_int4(weight: Tensor) -> QuantizedWeight:
+def _meta_int4(weight: Tensor) -> QuantizedWeight:
     scales = torch.float16 if weight.dtype == torch.float32 else weight.dtype
-    return promised_int4((weight.shape[0], weight.shape[1]), GROUP, scales, zeros=True)
+    return meta_int4((weight.shape[0], weight.shape[1]), GROUP, scales, zeros=True)
 
 
-def _promised_int8(weight: Tensor) -> QuantizedWeight:
+def _meta_int8(weight: Tensor) -> QuantizedWeight:
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device="meta")
     return Int8Weight(torch.empty(weight.shape, dtype=torch.int8, device="meta"), scales)
 
 
-def _promised_fp8(weight: Tensor) -> QuantizedWeight:
-    return promised_fp8((weight.shape[0], weight.shape[1]), in_blocks=False, static=False)
+def _meta_fp8(weight: Tensor) -> QuantizedWeight:
+    return meta_fp8((weight.shape[0], weight.shape[1]), in_blocks=False, static=False)
 
 
 AT_LOAD: Mapping[str, AtLoad] = {
     "int4": AtLoad(f"int4 made at load, groups of {GROUP}", "packed int4",
-                   lambda weight: quantize_int4(weight, GROUP), _promised_int4),
-    "int8": AtLoad("int8 made at load, per output", "int8", quantize_int8, _promised_int8),
+                   lambda weight: quantize_int4(weight, GROUP), _meta_int4),
+    "int8": AtLoad("int8 made at load, per output", "int8", quantize_int8, _meta_int8),
     "fp8": AtLoad("FP8 made at load, per output", "fp8",
-                  lambda weight: quantize_fp8(weight, "channel"), _promised_fp8),
+                  lambda weight: quantize_fp8(weight, "channel"), _meta_fp8),
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from localllm.kernels.int4_linear import Int4Weight, promised_int4, repack_awq
+from localllm.kernels.int4_linear import Int4Weight, meta_int4, repack_awq
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.matrices import (
     SCALE_TYPES,
@@ -90,10 +90,10 @@ class Awq(MatrixFormat):
             return repack_awq(qweight, zeros, scales, self.group)
         return with_zeros(repack_awq(qweight, stored(checkpoint, f"{stem}.qzeros", device), scales, self.group))
 
-    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> Int4Weight:
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> Int4Weight:
         shape = (rows, self.shape(checkpoint, stem)[1])
         scales = scale_type(checkpoint, f"{stem}.scales")
-        return promised_int4(shape, self.group, scales, zeros=self._has_zeros(checkpoint, stem))
+        return meta_int4(shape, self.group, scales, zeros=self._has_zeros(checkpoint, stem))
 
     def _has_zeros(self, checkpoint: Checkpoint, stem: str) -> bool:
         return f"{stem}.qzeros" in checkpoint.tensors

@@ -33,14 +33,14 @@ from localllm.models.formats.matrices import (
     check_tensor,
     load_copy,
     load_scales,
+    meta_table_weight,
     present,
-    promised_table_weight,
     refuse,
     shape_of,
     stored,
     table_weight,
 )
-from localllm.models.formats.stored_ints import promised_int8
+from localllm.models.formats.stored_ints import meta_int8
 
 INT8_TOP = 127.0
 
@@ -124,9 +124,9 @@ class Bnb4(MatrixFormat):
         table = load_scales(checkpoint, f"{stem}.weight.quant_map", torch.device("cpu"))
         return table_weight(codes, scales, _group(state), table.tolist())
 
-    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> PlanarWeight:
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> PlanarWeight:
         state = self._state(checkpoint, stem)
-        return promised_table_weight(rows, state.columns, _group(state), torch.float16, (0.0,) * 16)
+        return meta_table_weight(rows, state.columns, _group(state), torch.float16, (0.0,) * 16)
 
     def _scales(self, checkpoint: Checkpoint, stem: str, state: QuantState) -> Tensor:
         """Return the scales in fp32, one for each block of the flat matrix."""
@@ -201,5 +201,5 @@ class LlmInt8(MatrixFormat):
         scales = load_scales(checkpoint, f"{stem}.SCB", device) / INT8_TOP
         return Int8Weight(load_copy(checkpoint, f"{stem}.weight", device), scales)
 
-    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
-        return promised_int8((rows, self.shape(checkpoint, stem)[1]))
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
+        return meta_int8((rows, self.shape(checkpoint, stem)[1]))

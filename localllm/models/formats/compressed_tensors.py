@@ -174,8 +174,8 @@ class CompressedTensors(MatrixFormat):
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
         return self._of(checkpoint, stem)._matrix(checkpoint, stem, device)
 
-    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
-        return self._of(checkpoint, stem)._promise(checkpoint, stem, rows)
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
+        return self._of(checkpoint, stem)._meta_matrix(checkpoint, stem, rows)
 
     def _of(self, checkpoint: Checkpoint, stem: str) -> MatrixFormat:
         """Return the format of a matrix. A group that names it takes precedence over one that names a class."""

@@ -24,8 +24,8 @@ from localllm.models.formats.matrices import (
     MatrixFormat,
     check_tensor,
     load_scales,
+    meta_table_weight,
     present,
-    promised_table_weight,
     refuse,
     shape_of,
     stored,
@@ -84,10 +84,10 @@ class Fp4(MatrixFormat):
         codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
         return table_weight(codes, scales.to(device), self.group, E2M1_DOUBLED)
 
-    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> PlanarWeight:
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> PlanarWeight:
         columns = self.shape(checkpoint, stem)[1]
         dtype = torch.bfloat16 if self.names.global_scale is None else torch.float16
-        return promised_table_weight(rows, columns, self.group, dtype, E2M1_DOUBLED)
+        return meta_table_weight(rows, columns, self.group, dtype, E2M1_DOUBLED)
 
     def _powers(self, checkpoint: Checkpoint, stem: str) -> Tensor:
         """Return the scales [N, G] bf16: half of 2^(e - 127), because the table holds doubled values."""

@@ -117,9 +117,9 @@ class Fp8(MatrixFormat):
             static = load_scales(checkpoint, self._input_scale(checkpoint, stem), device, torch.float32).view(1)
         return fp8_weight(load_copy(checkpoint, f"{stem}.weight", device), scales, static, self._unmeasured)
 
-    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> Fp8Weight:
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> Fp8Weight:
         columns = self.shape(checkpoint, stem)[1]
-        return promised_fp8((rows, columns), in_blocks=self.block is not None, static=self._is_static)
+        return meta_fp8((rows, columns), in_blocks=self.block is not None, static=self._is_static)
 
     @property
     def _unmeasured(self) -> Activations:
@@ -166,7 +166,7 @@ def fp8_weight(
     return Fp8Weight(values, scales, activations if static is None else "static", static)
 
 
-def promised_fp8(shape: tuple[int, int], *, in_blocks: bool, static: bool) -> Fp8Weight:
+def meta_fp8(shape: tuple[int, int], *, in_blocks: bool, static: bool) -> Fp8Weight:
     rows, columns = shape
     blocks = (-(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK))
     return fp8_weight(

@@ -104,7 +104,7 @@ class GGUFMatrices:
         columns = _info(checkpoint, parts[0].stem).shape[-1]
         return repack_gguf(blocks[0] if len(blocks) == 1 else torch.cat(blocks), str(kind), columns)
 
-    def promise(
+    def read_meta(
         self, checkpoint: Checkpoint, parts: Sequence[StoredPart], dtype: torch.dtype
     ) -> Tensor | QuantizedWeight:
         kind, columns = self.kind(checkpoint, parts[0].stem), _info(checkpoint, parts[0].stem).shape[-1]
@@ -113,14 +113,14 @@ class GGUFMatrices:
             return torch.empty((rows, columns), dtype=dtype, device="meta")
         one = _one_row(str(kind), columns)
         tensors = {name: getattr(one, name) for name in ("words", "scales", "mins", "super_scales", "super_mins")}
-        promised = {
+        meta = {
             name: tensor.new_empty(
                 (rows, tensor.shape[1]) if name == "words" else (tensor.shape[0], rows), device="meta"
             )
             for name, tensor in tensors.items()
             if tensor is not None
         }
-        return replace(one, **promised)
+        return replace(one, **meta)
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
         *rows, columns = _info(checkpoint, stem).shape

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel
-from localllm.kernels.int4_linear import Int4Weight, promised_int4, repack_gptq
+from localllm.kernels.int4_linear import Int4Weight, meta_int4, repack_gptq
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.matrices import (
     CPU,
@@ -153,15 +153,15 @@ class Gptq(MatrixFormat):
             raise CorruptModel(f"{stem}.g_idx is not in order.", "config.json says desc_act is false.")
         return weight if packing.sym else with_zeros(weight)
 
-    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> Int4Weight:
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> Int4Weight:
         packing, columns = self._packing_of(stem), self.shape(checkpoint, stem)[1]
-        return promised_int4(
+        return meta_int4(
             (rows, columns),
             packing.group,
             scale_type(checkpoint, f"{stem}.scales"),
             bits=packing.bits,
             zeros=not packing.sym,
-            input_order=None if self._order_digest(checkpoint, stem) is None else promised_order(columns),
+            input_order=None if self._order_digest(checkpoint, stem) is None else meta_order(columns),
         )
 
     def _packing_of(self, stem: str) -> Packing:
@@ -208,6 +208,6 @@ def order_digest(checkpoint: Checkpoint, name: str, group: int) -> bytes | None:
 
 
 @cache
-def promised_order(columns: int) -> Tensor:
+def meta_order(columns: int) -> Tensor:
     """Return an empty order on `meta`, the same object for all parts of one kind."""
     return torch.empty(columns, dtype=torch.int64, device="meta")

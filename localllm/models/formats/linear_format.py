@@ -59,7 +59,7 @@ class LinearFormat(Protocol):
         """Return parts of one kind stacked by rows. dtype: of activations. Raises `CorruptModel` if they disagree."""
         ...
 
-    def promise(
+    def read_meta(
         self, checkpoint: Checkpoint, parts: Sequence[StoredPart], dtype: torch.dtype
     ) -> Tensor | QuantizedWeight:
         """Return `read`'s result on the `meta` device, from headers alone."""

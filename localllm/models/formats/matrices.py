@@ -1,6 +1,6 @@
 """Shared code of the safetensors formats: find a matrix's tensors, check them, join matrices.
 
-A format only implements how one matrix is read (`_matrix`) and its empty form on `meta` (`_promise`); the rest of a
+A format only implements how one matrix is read (`_matrix`) and its empty form on `meta` (`_meta_matrix`); the rest of a
 `LinearFormat` follows from these two.
 Does not know: any format.
 """
@@ -66,7 +66,7 @@ class MatrixFormat(ABC):
         """Return the whole matrix, already checked."""
 
     @abstractmethod
-    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
         """Return `_matrix`'s result with so many rows, on `meta`."""
 
     def ignores(self, name: str) -> bool:
@@ -88,14 +88,14 @@ class MatrixFormat(ABC):
         self._check_parts(checkpoint, parts)
         return stacked([self._part(checkpoint, part, device) for part in parts], parts)
 
-    def promise(self, checkpoint: Checkpoint, parts: Sequence[StoredPart], dtype: torch.dtype) -> QuantizedWeight:
+    def read_meta(self, checkpoint: Checkpoint, parts: Sequence[StoredPart], dtype: torch.dtype) -> QuantizedWeight:
         self._check_parts(checkpoint, parts)
         rows = [self.shape(checkpoint, part.stem)[0] if part.order is None else len(part.order) for part in parts]
         # Not per part: torch.cat on `meta` takes seconds the first time.
-        whole = naming_matrix(parts[0].stem, lambda: self._promise(checkpoint, parts[0].stem, sum(rows)))
+        whole = naming_matrix(parts[0].stem, lambda: self._meta_matrix(checkpoint, parts[0].stem, sum(rows)))
         if isinstance(whole, Fp8Weight) and _blocks_cross_parts(whole, rows):
             each = zip(parts, rows, strict=True)
-            return StackedWeight([self._promise(checkpoint, part.stem, count) for part, count in each])
+            return StackedWeight([self._meta_matrix(checkpoint, part.stem, count) for part, count in each])
         return whole
 
     def dequantize(self, checkpoint: Checkpoint, stem: str) -> Tensor:
@@ -193,7 +193,7 @@ def table_weight(codes: Tensor, scales: Tensor, group: int, table: Sequence[floa
     return _table_weight(words, scales.t(), codes.shape[1], group, table)
 
 
-def promised_table_weight(
+def meta_table_weight(
     rows: int, columns: int, group: int, scale_type: torch.dtype, table: Sequence[float]
 ) -> PlanarWeight:
     """Return `table_weight`'s result on `meta`."""

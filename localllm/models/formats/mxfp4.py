@@ -80,7 +80,7 @@ class Mxfp4(MatrixFormat):
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
         return self._part(checkpoint, StoredPart(stem), device)
 
-    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> GGUFWeight:
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> GGUFWeight:
         """Return the empty weight: repack one row, whose layout all rows share, and widen its tensors."""
         columns = self.shape(checkpoint, stem)[1]
         with torch.device("cpu"):

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel
-from localllm.kernels.int4_linear import Int4Weight, pack_int4, promised_int4, unpack_words32
+from localllm.kernels.int4_linear import Int4Weight, meta_int4, pack_int4, unpack_words32
 from localllm.kernels.int8_linear import Activations, Int8Weight
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.formats.checkpoint import Checkpoint
-from localllm.models.formats.gptq import groups_of_inputs, order_digest, promised_order
+from localllm.models.formats.gptq import groups_of_inputs, meta_order, order_digest
 from localllm.models.formats.matrices import (
     SCALE_TYPES,
     MatrixFormat,
@@ -110,10 +110,10 @@ class PackedInts(MatrixFormat):
         weight = pack_int4(codes, scales, zeros, self.ints.group, self.ints.bits, g_idx)
         return weight if self.ints.symmetric else with_zeros(weight)
 
-    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> Int4Weight:
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> Int4Weight:
         columns = self.shape(checkpoint, stem)[1]
-        order = None if self._digest(checkpoint, stem) is None else promised_order(columns)
-        return promised_groups(checkpoint, stem, self.ints, (rows, columns), order)
+        order = None if self._digest(checkpoint, stem) is None else meta_order(columns)
+        return meta_groups(checkpoint, stem, self.ints, (rows, columns), order)
 
     def _digest(self, checkpoint: Checkpoint, stem: str) -> bytes | None:
         name = f"{stem}.weight_g_idx"
@@ -181,11 +181,11 @@ class PlainInts(MatrixFormat):
         weight = pack_int4(codes, scales, above, self.ints.group, self.ints.bits)
         return weight if zeros is None else with_zeros(weight)
 
-    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
         columns = self.shape(checkpoint, stem)[1]
         if not self._per_output:
-            return promised_groups(checkpoint, stem, self.ints, (rows, columns), None)
-        return promised_int8((rows, columns), zeros=not self.ints.symmetric, activations=self.ints.activations)
+            return meta_groups(checkpoint, stem, self.ints, (rows, columns), None)
+        return meta_int8((rows, columns), zeros=not self.ints.symmetric, activations=self.ints.activations)
 
     @property
     def _per_output(self) -> bool:
@@ -209,14 +209,14 @@ def group_scales(checkpoint: Checkpoint, stem: str, ints: Ints, rows: int, devic
     return (scales.reshape(1, 1).expand(rows, 1) if ints.per_tensor else scales.view(rows, -1)).t()
 
 
-def promised_groups(
+def meta_groups(
     checkpoint: Checkpoint, stem: str, ints: Ints, shape: tuple[int, int], order: Tensor | None
 ) -> Int4Weight:
     dtype = scale_type(checkpoint, f"{stem}.weight_scale")
-    return promised_int4(shape, ints.group, dtype, bits=ints.bits, zeros=not ints.symmetric, input_order=order)
+    return meta_int4(shape, ints.group, dtype, bits=ints.bits, zeros=not ints.symmetric, input_order=order)
 
 
-def promised_int8(shape: tuple[int, int], *, zeros: bool = False, activations: Activations = "16-bit") -> Int8Weight:
+def meta_int8(shape: tuple[int, int], *, zeros: bool = False, activations: Activations = "16-bit") -> Int8Weight:
     values = torch.empty(shape, dtype=torch.int8, device="meta")
     scales = torch.empty(shape[0], dtype=torch.float32, device="meta")
     zero_points = torch.empty(shape[0], dtype=torch.int8, device="meta") if zeros else None

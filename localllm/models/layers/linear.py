@@ -7,7 +7,7 @@ from torch import Tensor
 
 from localllm.kernels.cpu.pack import cpu_layout, is_on_cpu, pack_for_cpu, packed_nbytes
 from localllm.kernels.linear import linear, pack_weight
-from localllm.kernels.quantized_weight import PromisedWeight, QuantizedTable, QuantizedWeight
+from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable, QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
 
 Weight = Tensor | QuantizedWeight
@@ -57,7 +57,7 @@ def device_layout_bytes(weight: QuantizedWeight, device: torch.device, cpu_weigh
 
 def tied_head(table: QuantizedTable, device: torch.device, cpu_weights: str) -> QuantizedWeight:
     """Return the head that shares its matrix with the embedding: the table itself, or a copy in another layout."""
-    is_promise = device.type == "cpu" and not is_on_cpu(table)
-    if not is_promise or cpu_layout(table, cpu_weights) is None:
+    is_meta = device.type == "cpu" and not is_on_cpu(table)
+    if not is_meta or cpu_layout(table, cpu_weights) is None:
         return table  # `Linear` packs it
-    return PromisedWeight(table.shape, packed_nbytes(table, cpu_weights))
+    return MetaWeight(table.shape, packed_nbytes(table, cpu_weights))

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from localllm.kernels.quantized_weight import PromisedWeight
+from localllm.kernels.quantized_weight import MetaWeight
 
 
 def held_bytes(model: object) -> int:
     """Return the bytes of all distinct tensors, and of weights whose sizes alone are known."""
     sizes: dict[object, int] = {}
     for part in _leaves(model):
-        if isinstance(part, PromisedWeight):
+        if isinstance(part, MetaWeight):
             sizes[id(part)] = part.nbytes
         else:
             opaque = part.is_mkldnn or part.is_meta  # no address to recognise shared tensors by
@@ -58,11 +58,11 @@ def replace_tensors(model: object, change: Callable[[Tensor], Tensor]) -> None:
                 object.__setattr__(owner, name, replaced)  # also in frozen objects: their values stay equal
 
 
-def _leaves(model: object) -> Iterator[Tensor | PromisedWeight]:
+def _leaves(model: object) -> Iterator[Tensor | MetaWeight]:
     for owner in _objects(model):
         for _, value in _attributes(owner):
             yield from _tensors_in(value)
-        if isinstance(owner, PromisedWeight):
+        if isinstance(owner, MetaWeight):
             yield owner
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.linear import packs
 from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
-from localllm.kernels.quantized_weight import PromisedWeight, QuantizedTable
+from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
@@ -455,7 +455,7 @@ class Weights:
             self._progress(self._done_bytes, self._total_bytes)
 
 
-class PromisedWeights(Weights):
+class MetaWeights(Weights):
     """Tensors by header only: empty ones on `meta`, and matrices as sizes.
 
     A model built from them has as many bytes as the real one (parameters.py: held_bytes).
@@ -484,14 +484,14 @@ class PromisedWeights(Weights):
         if kind is None:
             return super()._matrix(kind, parts, layer, keep_narrow)
         assert self._format is not None
-        return self._format.promise(self._checkpoint, parts, self._dtype)
+        return self._format.read_meta(self._checkpoint, parts, self._dtype)
 
     def _finished(self, weight: Weight, quantize: AtLoad | None) -> Weight:
         weight = super()._finished(weight, quantize)
         if isinstance(weight, Tensor):
             return weight
         held = device_layout_bytes(weight, self._target, self.cpu_weights)
-        return PromisedWeight((weight.shape[0], weight.shape[1]), held)
+        return MetaWeight((weight.shape[0], weight.shape[1]), held)
 
     def _stored(self, part: StoredPart) -> Tensor:
         info = matrices.info(self._checkpoint, part.stem)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from localllm.machine.running_servers import is_of_another, process_mark
+from localllm.machine.running_servers import is_of_other_process, process_mark
 from localllm.web.pages.chat.store import search
 from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, Found, Message, Role
 from localllm.web.pages.chat.store.tree import Tree
@@ -263,7 +263,7 @@ class Chats:
         """
         writers = self._db.execute(f"SELECT DISTINCT writer FROM message WHERE {UNFINISHED}").fetchall()
         for (writer,) in writers:
-            if not is_of_another(writer):
+            if not is_of_other_process(writer):
                 self._db.execute(
                     "UPDATE message SET details = json_set(details, '$.finish_reason', 'interrupted') "
                     f"WHERE {UNFINISHED} AND writer = ?",
