@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ log = logging.getLogger(__name__)
 Pool = Any  # what `torch.cuda.graph_pool_handle` returns
 
 _lock = threading.Lock()
-_streams: dict[torch.device, torch.cuda.Stream] = {}
 _capture_is_stuck = False  # torch permanently believes that a graph is being recorded
 
 
@@ -69,12 +69,11 @@ def use_cublas(device: torch.device) -> None:
     torch.mm(torch.ones(16, 16, device=device), torch.ones(16, 16, device=device))
 
 
+@cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """Return the process's stream of a device:
     for each stream cuBLAS keeps a workspace of up to 32 MiB and never frees it."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    return torch.cuda.Stream(device)
 
 
 def _end_failed(graph: torch.cuda.CUDAGraph, pool: Pool, device: torch.device) -> bool:

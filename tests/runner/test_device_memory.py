@@ -47,7 +47,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(device_memory, "torch", SimpleNamespace(cuda=fake, device=torch.device, _C=SimpleNamespace()))
     monkeypatch.setattr(device_memory, "use_cublas", lambda device: None)
     monkeypatch.setattr(device_memory, "_capture_is_stuck", False)
-    monkeypatch.setattr(device_memory, "_streams", {})
+    device_memory._stream.cache_clear()
     return fake
 
 

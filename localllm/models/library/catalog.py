@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +26,6 @@ from localllm.models.library.names import ModelName, looks_like_path, parse_name
 log = logging.getLogger(__name__)
 DEMO_NAME = "demo"
 _SHOWN_NAMES = 10
-_complained_of: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +182,13 @@ def _skip_broken(name: str, look: Callable[[], list[ResolvedModel]]) -> list[Res
     except ModelError:
         return []
     except Exception as error:
-        if name not in _complained_of:
-            _complained_of.add(name)
-            log.warning("model left out of the list name=%s reason=%s: %s", name, type(error).__name__, error)
+        _log_once(name, f"{type(error).__name__}: {error}")
         return []
+
+
+@cache
+def _log_once(name: str, reason: str) -> None:
+    log.warning("model left out of the list name=%s reason=%s", name, reason)
 
 
 def copy_model(source: str, name: str) -> ResolvedModel:

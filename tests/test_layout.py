@@ -1,0 +1,65 @@
+"""The bars of the package's layout: what was reached stays reached. scripts/count_layout prints the counts."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from statistics import median, quantiles
+
+import pytest
+
+from scripts.layout import ROOT
+
+COUNTS = runpy.run_path(str(ROOT / "scripts" / "count_layout"))
+CHANGED = {
+    "localllm.kernels.cpu.blocks._examples",  # weak references to one weight of each shape, to copy its layout
+    "localllm.kernels.huge_pages._registered",  # addresses of this process's memory that get huge pages when idle
+    "localllm.runner.device_memory._capture_is_stuck",  # torch's allocator in this process can no longer record
+}
+"""Values of a module that its own functions change. Each is a fact about this process. This set only shrinks."""
+LONG = {"localllm.cli.build_parser"}
+"""Functions that are longer than the bar. This set only shrinks."""
+
+
+def test_the_top_of_the_package_has_few_modules() -> None:
+    assert len(COUNTS["root_modules"]()) <= 10
+
+
+def test_functions_change_no_value_of_a_module() -> None:
+    assert set(COUNTS["written_after_import"]()) <= CHANGED
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = 0\ndef f():\n    global x\n    x = 1",
+        "x = {}\ndef f():\n    x['a'] = 1",
+        "x = []\ndef f():\n    x.append(1)",
+        "x = C()\ndef f():\n    x.y.z = 1",
+        "class x: pass\ndef f():\n    x.count += 1",
+        "from localllm.kernels import x\ndef f():\n    x.flag = True",
+        "def f():\n    from localllm.kernels.launch import x\n    x.flag = True",
+    ],
+)
+def test_a_changed_value_is_found(code: str) -> None:
+    assert set(COUNTS["_changed"](ast.parse(code))) == {"x"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = {}\ndef f(x):\n    x['a'] = 1",
+        "x = {}\ndef f():\n    x = {}\n    x['a'] = 1",
+        "import threading\nx = threading.local()\ndef f():\n    x.y = 1",
+        "import os\ndef f():\n    os.environ['A'] = 'b'",
+    ],
+)
+def test_what_belongs_to_a_call_a_thread_or_another_package_is_left_alone(code: str) -> None:
+    assert not set(COUNTS["_changed"](ast.parse(code)))
+
+
+def test_functions_are_short() -> None:
+    lengths = [length for length, _ in COUNTS["function_lengths"]()]
+    assert median(lengths) <= 6
+    assert quantiles(lengths, n=10)[-1] <= 17
+    assert {name for length, name in COUNTS["function_lengths"]() if length > 72} <= LONG
