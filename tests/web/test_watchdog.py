@@ -195,7 +195,7 @@ def test_health_is_red_while_an_engine_is_stuck(
     thread = held_step(server, runner)
     wait_until(lambda: server.get("/health").status_code == 503)
     error = refusal(server.get("/health"), 503)
-    assert error["code"] == "record_stall"
+    assert error["code"] == "stands_still"
     assert "finished no step" in error["message"]
     wait_until(lambda: server.get("/localllm/v1/server").json()["num_faults"] == 1)
     runner.gate.set()

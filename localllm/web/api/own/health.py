@@ -17,7 +17,7 @@ from localllm.web.watchdog import Watchdog, worst
 class StandsStill(EngineError):
     """A part of the server is stuck and will not recover by itself."""
 
-    status, code, type = 503, "record_stall", "unavailable_error"
+    status, code, type = 503, "stands_still", "unavailable_error"
 
 
 @get(["/health", "/v1/health", "/ping"])
