@@ -173,8 +173,8 @@ class _SimulatedUsers:
             stats = self.client.stats()
             if not (stats.num_running or stats.num_waiting or stats.used_blocks):
                 return
-            stands_still = not (stats.num_running or stats.num_waiting)
-            if waited_s > SETTLE_S and (stands_still or stats.num_steps >= began_steps + SETTLE_STEPS):
+            is_idle = not (stats.num_running or stats.num_waiting)
+            if waited_s > SETTLE_S and (is_idle or stats.num_steps >= began_steps + SETTLE_STEPS):
                 break
             await asyncio.sleep(0.02)
             waited_s = time.perf_counter() - began_s
