@@ -108,6 +108,15 @@ def test_the_bounds_are_enforced(spec: Any) -> None:
         assert refused.value.why == f"Allowed: {spec.allowed}."
 
 
+@pytest.mark.parametrize("spec", SETTINGS.values(), ids=lambda spec: spec.name)
+def test_a_value_that_was_parsed_may_be_parsed_again(spec: Any) -> None:
+    """`localllm run` hands the values of its settings to `LLM`, which parses some of them."""
+    values = {"lora_modules": "sql=/a", "api_key": "one,two", "keep_alive": "-1", "max_model_len": "8k", "seed": "7"}
+    once = spec.parse(values.get(spec.name, spec.default))
+    assert once is not None or spec.default is None
+    assert spec.parse(once) == once
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -17,7 +17,7 @@ from localllm.errors import ConfigError
 from localllm.units import format_bytes, parse_bytes, parse_count, parse_keep_alive
 
 
-class _Kind(NamedTuple):
+class _ValueKind(NamedTuple):
     parse: Callable[[Any], Any]
     expected: str
     metavar: str
@@ -158,11 +158,11 @@ def _either(texts: list[str]) -> str:
 
 
 _KINDS = {
-    "bool": _Kind(_parse_bool, "true or false", ""),
-    "int": _Kind(parse_count, "a whole number such as 8192, 8k or 8K", "N"),
-    "float": _Kind(float, "a number", "X"),
-    "str": _Kind(str, "text", "NAME"),
-    "tuple": _Kind(_parse_names, "text", "NAMES"),
-    "bytes": _Kind(parse_bytes, "a size such as 512MiB or 4GiB", "SIZE"),
-    "seconds": _Kind(parse_keep_alive, "a time such as 5m, 90s or 300; -1: for ever; 0: unload at once", "TIME"),
+    "bool": _ValueKind(_parse_bool, "true or false", ""),
+    "int": _ValueKind(parse_count, "a whole number such as 8192, 8k or 8K", "N"),
+    "float": _ValueKind(float, "a number", "X"),
+    "str": _ValueKind(str, "text", "NAME"),
+    "tuple": _ValueKind(_parse_names, "text", "NAMES"),
+    "bytes": _ValueKind(parse_bytes, "a size such as 512MiB or 4GiB", "SIZE"),
+    "seconds": _ValueKind(parse_keep_alive, "a time such as 5m, 90s or 300; -1: for ever; 0: unload at once", "TIME"),
 }
