@@ -25,7 +25,9 @@ class _ValueKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SettingSpec:
-    """What a setting means and allows, and where it can be set. `name`, `type` and `default` are those of its field."""
+    """The description of one setting: its meaning, its allowed values, and where it can be set.
+
+    `name`, `type` and `default` are those of its field."""
 
     group: str
     text: str  # what the setting does, without a full stop
