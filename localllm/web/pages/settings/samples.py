@@ -15,7 +15,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     row = v.SettingRow(
         "max_model_len", _WHAT, _WHAT, "auto", "tokens", "32,768", "at least 1", "auto", "default", False
     )
-    row = replace(row, change_url=change)
+    row = replace(row, change_url=change, note="8k is 8000, 8K is 8192")
     said = v.SettingRow(
         "log_level", "Level", "what is logged", "debug", "", "", "info", "info", "flag", True, True, change
     )

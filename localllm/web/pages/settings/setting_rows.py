@@ -69,6 +69,7 @@ def row(name: str, settings: Settings, served: ServedModel | None) -> SettingRow
         is_set=source != "default",
         at_once=name == "log_level",
         change_url="" if spec.by_hand else f"/settings/change?{urlencode({'name': name})}",
+        note=spec.note,
     )
 
 

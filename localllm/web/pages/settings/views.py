@@ -14,7 +14,7 @@ class SettingRow:
 
     name: str
     text: str  # what it does, as a title
-    meaning: str  # the text with the allowed values
+    meaning: str  # the text with the allowed values and the note
     value: str
     unit: str
     now: str  # the value that was decided if the setting leaves it open; empty: none
@@ -24,6 +24,7 @@ class SettingRow:
     is_set: bool  # differs from the default because a source sets it
     at_once: bool = False  # a change takes effect without a restart
     change_url: str = ""  # empty: the page cannot change this setting
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
