@@ -264,6 +264,17 @@ def test_config_show_names_each_source_and_hides_the_key(
     assert "very-secret" not in capsys.readouterr().out
 
 
+def test_config_show_prints_values_as_they_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('lora_modules = { sql = "/a" }\nmax_body_bytes = "16MiB"\nkeep_alive = -1\n')
+    assert main(["config", "--config", str(file)]) == 0
+    rows = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in capsys.readouterr().out.splitlines()[1:]}
+    assert rows["lora_modules"].split() == ["sql=/a", "file"]
+    assert rows["max_body_bytes"].startswith("16 MiB  ")
+    assert rows["keep_alive"].startswith("for ever  ")
+    assert rows["rate_limit"].startswith("no limit  ")
+
+
 def test_config_path_is_where_settings_are_read_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "path"]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "localllm" / "config.toml")
