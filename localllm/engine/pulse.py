@@ -39,7 +39,7 @@ class EndingLoop(Protocol):
 
 
 class LoopClient:
-    """What the clients of all engine loops share: they wait for the end of the loop, and set `_ended` then."""
+    """The part that the clients of all engine loops share: they wait for the end of the loop, and set `_ended` then."""
 
     def __init__(self, loop: EndingLoop) -> None:
         self._watched, self._ended = loop, asyncio.Event()

@@ -27,7 +27,7 @@ from localllm.text.grammar import OutputGrammar
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a request asks for beside its prompt and its sampling parameters."""
+    """The options of a request beside its prompt and its sampling parameters."""
 
     priority: int = 0  # smaller runs first under --scheduling-policy priority
     cache_salt: str | None = None  # requests with different salts never share KV blocks

@@ -175,7 +175,8 @@ def test_priority_and_salt_reach_the_engine(server: LiveServer, monkeypatch: pyt
     admit = type(admission).admit
     monkeypatch.setattr(type(admission), "admit", lambda self, asked: admitted.append(asked) or admit(self, asked))
     server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1, "priority": -5, "cache_salt": "mine"})
-    assert (admitted[0].priority, admitted[0].cache_salt) == (-5, "mine")
+    options = admitted[0].options
+    assert (options.priority, options.cache_salt) == (-5, "mine")
 
 
 @pytest.mark.parametrize(
