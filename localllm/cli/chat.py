@@ -14,11 +14,11 @@ from typing import Any
 
 from localllm.cli.server import ServerClient, ServerRefused
 from localllm.cli.talk import Piece, Talk, answer_or_chat, read_prompt, speed_line
+from localllm.cli.words import SAMPLING
 from localllm.errors import ConfigError
 
 COMPLETION_TOKENS = 256
 """Default max_tokens of `complete`; servers would stop after OpenAI's default of 16."""
-SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop")
 
 
 def chat(options: argparse.Namespace) -> int:

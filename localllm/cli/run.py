@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from localllm.cli.flags import settings_from
 from localllm.cli.talk import Piece, Talk, answer_or_chat, read_prompt, speed_line
+from localllm.cli.words import SAMPLING
 from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.errors import ConfigError
@@ -84,6 +85,5 @@ class InProcess:
 
 def _params(options: argparse.Namespace, llm: LLM) -> SamplingParams:
     """Return the checkpoint's default parameters, overridden by flags. The context limits the answer's length."""
-    asked = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "stop")}
-    given = {name: value for name, value in asked.items() if value is not None}
-    return replace(llm.get_default_sampling_params(), max_tokens=options.max_tokens, **given)
+    given = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    return replace(llm.get_default_sampling_params(), **{"max_tokens": None, **given})

@@ -8,6 +8,10 @@ from __future__ import annotations
 import argparse
 
 from localllm.cli.flags import add_debug_flag, add_server_flags
+from localllm.engine.params import SAMPLING_PARAMS, ParamInfo
+
+SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+"""The sampling parameters that have a flag."""
 
 
 def add_chat(parser: argparse.ArgumentParser, *, chats: bool = True) -> None:
@@ -28,16 +32,21 @@ def add_sampling(parser: argparse.ArgumentParser, *, chats: bool = True) -> argp
         sampling.add_argument("--system", metavar="TEXT", help="system message")
     else:
         parser.set_defaults(system=None)
-    sampling.add_argument("--temperature", type=float, metavar="X", help="0: greedy, always the likeliest token")
-    sampling.add_argument(
-        "--top-p", type=float, metavar="X", help="sample from the likeliest tokens of this total probability"
-    )
-    sampling.add_argument("--top-k", type=int, metavar="N", help="sample from this many of the likeliest tokens")
-    help = f"longest answer, in tokens; default: {'up to the context' if chats else '256'}"
-    sampling.add_argument("--max-tokens", type=int, metavar="N", help=help)
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text")
+    for name in SAMPLING:
+        _add_sampling_flag(sampling, name, SAMPLING_PARAMS[name], chats)
     parser.add_argument("--verbose", action="store_true", help="print token counts and speed after each answer")
     return sampling
+
+
+def _add_sampling_flag(sampling: argparse._ArgumentGroup, name: str, info: ParamInfo, chats: bool) -> None:
+    flag, help = f"--{name.replace('_', '-')}", info.text[0].lower() + info.text[1:].removesuffix(".")
+    if name == "max_tokens":
+        help += f"; default: {info.unset if chats else '256'}"
+    if info.kind == "strings":
+        sampling.add_argument(flag, action="append", metavar="TEXT", help=help)
+    else:
+        number, metavar = (float, "X") if info.kind == "real" else (int, "N")
+        sampling.add_argument(flag, type=number, metavar=metavar, help=help)
 
 
 def add_server(parser: argparse.ArgumentParser, model: str = "") -> None:
