@@ -26,7 +26,7 @@ ORDER = (
     "runner",
     "serving", "llm",
     "tuning",
-    "web/errors", "web/watchdog", "web/access", "web/api", "web/metrics", "web/tracing", "web/openapi", "web/pages",
+    "web/shape", "web/errors", "web/watchdog", "web/access", "web/api", "web/metrics", "web/tracing", "web/pages",
     "web/app",
     "up", "cli", "__init__", "__main__",
 )  # fmt: skip

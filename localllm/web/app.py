@@ -32,11 +32,11 @@ from localllm.web.access.scopes import API_RULES
 from localllm.web.access.tls import check_certificate
 from localllm.web.access.uncached import keep_nothing_of_requests
 from localllm.web.api import anthropic, ollama, openai, responses, router
+from localllm.web.api.openapi import openapi_json
 from localllm.web.api.own import health, hub, running
 from localllm.web.api.responses.store import ResponseStore
 from localllm.web.errors import handle_exception
 from localllm.web.metrics import metrics
-from localllm.web.openapi import openapi_json
 from localllm.web.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
         exception_handlers={Exception: handle_exception},
         template_config=template_config,
         request_max_body_size=settings.server.max_body_bytes,
-        openapi_config=None,  # Litestar's own document knows only types; openapi/ knows every field
+        openapi_config=None,  # Litestar's own document knows only types; api/openapi.py knows every field
         logging_config=None,
     )
     keep_nothing_of_requests(app)

@@ -32,8 +32,10 @@ from localllm.errors import (
 from localllm.errors import UnsupportedParameter as UnsupportedParameter
 from localllm.logs.fault_log import FaultLog
 from localllm.units import format_bytes
+from localllm.web.shape import Shape
 
 log = logging.getLogger(__name__)
+to_json = msgspec.json.encode
 
 MAX_MESSAGE_CHARS = 2000
 
@@ -197,25 +199,47 @@ class InternalError(LocalLLMError):
     """A bug in localllm. The traceback is in the log, under the request id."""
 
 
-def error_body(error: LocalLLMError) -> dict[str, Any]:
-    """Return OpenAI's error body. `code` is a string or null; `message` includes the hint."""
-    return {"error": {"message": _message(error), "type": error.type, "param": error.param, "code": error.code}}
+class OpenAIProblem(Shape):
+    message: str  # includes the hint
+    type: str
+    param: str | None
+    code: str | None
 
 
-def anthropic_error(error: LocalLLMError, scope: Scope) -> dict[str, Any]:
+class OpenAIError(Shape):
+    error: OpenAIProblem
+
+
+class AnthropicProblem(Shape):
+    type: str
+    message: str
+
+
+class AnthropicError(Shape):
+    type: Literal["error"]
+    error: AnthropicProblem
+    request_id: str
+
+
+class OllamaError(Shape):
+    error: str
+
+
+def openai_error(error: LocalLLMError) -> OpenAIError:
+    """Return OpenAI's error body."""
+    return OpenAIError(OpenAIProblem(_message(error), error.type, error.param, error.code))
+
+
+def anthropic_error(error: LocalLLMError, scope: Scope) -> AnthropicError:
     """Return Anthropic's error body."""
     status = _anthropic_status(error)
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": _message(error)},
-        "request_id": request_id_of(scope),
-    }
+    return AnthropicError("error", AnthropicProblem(kind, _message(error)), request_id_of(scope))
 
 
-def ollama_error(error: LocalLLMError) -> dict[str, Any]:
+def ollama_error(error: LocalLLMError) -> OllamaError:
     """Return Ollama's error body."""
-    return {"error": _message(error)}
+    return OllamaError(_message(error))
 
 
 def _message(error: LocalLLMError) -> str:
@@ -348,12 +372,11 @@ def _render(scope: Scope, error: LocalLLMError) -> tuple[int, bytes, str]:
         return status, _page(error).encode(), "text/html"
     match dialect_of(scope["path"]):
         case "anthropic":
-            status, body = _anthropic_status(error), anthropic_error(error, scope)
+            return _anthropic_status(error), to_json(anthropic_error(error, scope)), "application/json"
         case "ollama":
-            body = ollama_error(error)
+            return status, to_json(ollama_error(error)), "application/json"
         case "openai":
-            body = error_body(error)
-    return status, msgspec.json.encode(body), "application/json"
+            return status, to_json(openai_error(error)), "application/json"
 
 
 def _page_headers(media_type: str) -> dict[str, str]:

@@ -23,6 +23,7 @@ from localllm.engine.stats import EngineStats, Histogram
 from localllm.serving.entry import ModelStatus
 from localllm.serving.served import ServedModel
 from localllm.web.api.exchange import ApiRequest, manager_of
+from localllm.web.api.operation import TEXT, Operation
 
 OWN, VLLM = "localllm:", "vllm:"
 LABELS = ["model_name", "engine"]
@@ -210,8 +211,9 @@ def _labels(model: ServedModel) -> list[str]:
     return [model.name, "0"]
 
 
-@get("/metrics")
+@get("/metrics", operation=Operation(TEXT, guide="metrics"))
 async def metrics(request: ApiRequest) -> ASGIResponse:
+    """Metrics for Prometheus."""
     manager = manager_of(request)
     manager.require_working()
     aliases = request.app.state.settings.server.metrics_aliases

@@ -10,14 +10,14 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+from litestar import Litestar, get
 
 from localllm.serving.manager import ModelManager
+from localllm.web.api.openapi import document
 from localllm.web.app import create_app
-from localllm.web.openapi.document import document
-from localllm.web.openapi.tables import TABLES
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 
-DOCUMENT = msgspec.json.decode(msgspec.json.encode(document(create_app(ModelManager(), settings()).routes, TABLES)))
+DOCUMENT = document(create_app(ModelManager(), settings()).routes)
 SCHEMAS = DOCUMENT["components"]["schemas"]
 READS = {  # once where several paths lead to one handler
     (operation["tags"][0], operation["summary"]): (method, path, operation)
@@ -59,12 +59,25 @@ def test_references_lead_to_schemas_that_are_schemas() -> None:
 
 
 def test_pages_are_left_out_and_all_else_is_in() -> None:
-    """A handler without a row in a table fails here, by its name."""
+    """A handler without an operation fails here, by its name."""
     app = create_app(ModelManager(), settings(ui=True))
-    with_pages = document(app.routes, TABLES)["paths"]
+    with_pages = document(app.routes)["paths"]
     assert with_pages.keys() == DOCUMENT["paths"].keys() - {"/"}
     ids = [operation["operationId"] for methods in DOCUMENT["paths"].values() for operation in methods.values()]
     assert len(ids) == len({*ids}) > 60
+
+
+def test_every_operation_has_a_summary() -> None:
+    operations = [operation for methods in DOCUMENT["paths"].values() for operation in methods.values()]
+    assert not [each["operationId"] for each in operations if not re.fullmatch(r"[A-Z].+\.", each["summary"])]
+
+
+def test_a_handler_without_an_operation_is_named() -> None:
+    @get("/forgotten")
+    async def forgotten() -> None: ...
+
+    with pytest.raises(LookupError, match="forgotten has no operation"):
+        document(Litestar([forgotten], openapi_config=None).routes)
 
 
 @pytest.fixture
@@ -82,10 +95,9 @@ def read_kinds(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_bodies_are_read_as_the_structs_that_are_shown(server: LiveServer, read_kinds: list[Any]) -> None:
-    operations = {str(handler): operation for table in TABLES.values() for handler, operation in table.items()}
     for route in server.server.app.routes:
         for handler in getattr(route, "route_handlers", ()):
-            operation = operations.get(str(handler))
+            operation = handler.opt.get("operation")
             if operation is None or operation.body is None:
                 continue
             read_kinds.clear()

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from localllm.errors import LocalLLMError
 from localllm.units import format_count
-from localllm.web.errors import HeadTooLarge, MalformedRequest, RequestTimeout, UrlTooLong, error_body
+from localllm.web.errors import HeadTooLarge, MalformedRequest, RequestTimeout, UrlTooLong, openai_error
 
 log = logging.getLogger("localllm.access")
 
@@ -203,7 +203,7 @@ class Connection(HttpToolsProtocol):
         self._disarm()
         log.info("refused a connection client=%s code=%s", self.client[0] if self.client else "-", refusal.code)
         if not self._owes_an_answer:
-            body = msgspec.json.encode(error_body(refusal))
+            body = msgspec.json.encode(openai_error(refusal))
             head = (
                 f"HTTP/1.1 {refusal.status} {http.HTTPStatus(refusal.status).phrase}\r\n"
                 f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"

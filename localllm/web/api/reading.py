@@ -26,6 +26,12 @@ MAX_OBJECTS = 10_000
 """Most objects in one field: messages, tools, items. Each one is checked, which takes some ten microseconds."""
 
 
+class ModelQuery(msgspec.Struct, kw_only=True):
+    """The query of the GET routes that concern one model."""
+
+    model: str | msgspec.UnsetType = msgspec.UNSET
+
+
 async def read(raw: bytes, kind: type[Body], rules: FieldRules) -> tuple[Body, list[str]]:
     """Return the parsed body and its warnings. Raises the `RequestError` that names the wrong field."""
     if len(raw) < LARGE_BODY_BYTES:

@@ -27,16 +27,15 @@ from localllm.errors import InvalidParameter
 from localllm.serving.entry import ModelEntry, ModelNotLoaded
 from localllm.serving.served import ServedModel
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of
+from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.own import shapes
 from localllm.web.api.own.hub import remove_model
-from localllm.web.api.own.running import ModelBody, model_body
+from localllm.web.api.own.running import DEMO, ModelBody, model_body
+from localllm.web.api.reading import ModelQuery
 from localllm.web.errors import MissingParameter
 
 GONE = ("sleeping", "unloaded")
 TAGS = ("weights", "kv_cache")
-
-
-class ModelQuery(msgspec.Struct, kw_only=True):
-    model: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class RemoveQuery(msgspec.Struct, kw_only=True):
@@ -52,9 +51,12 @@ class WakeQuery(ModelQuery, kw_only=True):
     tags: Literal["weights", "kv_cache"] | None = None  # may occur twice
 
 
-@get("/slots")
+@get("/slots", operation=Operation(list[shapes.Slot], query=ModelQuery, also=OF_MODELS))
 async def slots(request: ApiRequest) -> ASGIResponse:
-    """A slot is a sequence here; there are no idle slots."""
+    """List the sequences that are running or waiting.
+
+    A slot of llama.cpp is a sequence here; there are no idle slots.
+    """
     manager, name = manager_of(request), request.query_params.get("model")
     asked = manager.register.require(name) if name else None
     models = [model for model in manager.ready if asked is None or asked.served is model]
@@ -83,32 +85,57 @@ def _slot(id: int, model: ServedModel, timeline: RequestTimeline) -> dict[str, A
     }
 
 
-@post("/models/load", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post(
+    "/models/load",
+    status_code=200,
+    request_max_body_size=SMALL_BODY_BYTES,
+    operation=Operation(shapes.Success, RequestBody(ModelBody, example=DEMO), also=OF_MODELS),
+)
 async def load(request: ApiRequest) -> ASGIResponse:
-    """Load a model by name or by a path on this machine. Nothing is downloaded."""
+    """Start loading a model.
+
+    llama.cpp has the same route. The model is named by its name or by a path on this machine. Nothing is
+    downloaded.
+    """
     body = await model_body(request, ModelBody)
     await manager_of(request).load(body.model, wait=False)
     return json_response({"success": True})
 
 
-@post("/models/unload", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post(
+    "/models/unload",
+    status_code=200,
+    request_max_body_size=SMALL_BODY_BYTES,
+    operation=Operation(shapes.Success, RequestBody(ModelBody, example=DEMO), also=OF_MODELS),
+)
 async def unload(request: ApiRequest) -> ASGIResponse:
+    """Unload a model and free all its memory.
+
+    llama.cpp has the same route.
+    """
     body = await model_body(request, ModelBody)
     await manager_of(request).unload(body.model)
     return json_response({"success": True})
 
 
-@delete("/models", status_code=200)
+@delete("/models", status_code=200, operation=Operation(shapes.RouterDeletedModel, query=RemoveQuery, also=OF_MODELS))
 async def remove(request: ApiRequest) -> ASGIResponse:
+    """Delete a model from the Hugging Face cache.
+
+    llama.cpp has the same route.
+    """
     name = request.query_params.get("model", "").strip()
     if not name:
         raise MissingParameter("Missing required parameter: 'model'.", "Send it in the query string.", param="model")
     return json_response(await remove_model(request, name) | {"success": True})
 
 
-@post("/sleep", status_code=200)
+@post("/sleep", status_code=200, operation=Operation(dict[str, Any], query=SleepQuery, also=OF_MODELS))
 async def sleep(request: ApiRequest) -> ASGIResponse:
-    """Put a model to sleep. Running requests may finish first."""
+    """Put a model to sleep: keep its weights in host memory (level 1), or nothing (level 2).
+
+    vLLM has the same route. Running requests may finish first.
+    """
     level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "wait")
     if level not in ("1", "2"):
         why = "1 keeps the weights in host memory, 2 keeps nothing."
@@ -124,9 +151,13 @@ async def sleep(request: ApiRequest) -> ASGIResponse:
     return json_response({})
 
 
-@post("/wake_up", status_code=200)
+@post("/wake_up", status_code=200, operation=Operation(dict[str, Any], query=WakeQuery, also=OF_MODELS))
 async def wake_up(request: ApiRequest) -> ASGIResponse:
-    """Wake the whole model, whatever `tags` say; for a client that wakes in two calls the second one has no effect."""
+    """Wake a sleeping model.
+
+    vLLM has the same route. The whole model is woken, whatever `tags` say; for a client that wakes in two calls the
+    second one has no effect.
+    """
     if unknown := set(request.query_params.getall("tags", [])) - set(TAGS):
         raise InvalidParameter(f"tags holds {min(unknown)!r}.", f"Known: {', '.join(TAGS)}.", param="tags")
     entry = _meant(request)
@@ -135,8 +166,12 @@ async def wake_up(request: ApiRequest) -> ASGIResponse:
     return json_response({})
 
 
-@get("/is_sleeping")
+@get("/is_sleeping", operation=Operation(shapes.Sleeping, query=ModelQuery, also=OF_MODELS))
 async def is_sleeping(request: ApiRequest) -> ASGIResponse:
+    """Report whether a model sleeps.
+
+    vLLM has the same route.
+    """
     entry = _meant(request)
     return json_response({"is_sleeping": entry is not None and entry.state in GONE})
 

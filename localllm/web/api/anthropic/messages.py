@@ -7,17 +7,39 @@ from litestar.response.base import ASGIResponse
 
 from localllm.engine.params import SamplingParams
 from localllm.web.api.answer import streamed, whole
+from localllm.web.api.anthropic import shapes
 from localllm.web.api.anthropic.answer import FRAMING, Head, MessageEvents, message_object
 from localllm.web.api.anthropic.conversation import chat_request, params_of
-from localllm.web.api.anthropic.fields import RULES
-from localllm.web.api.anthropic.schema import CountBody, MessagesBody
+from localllm.web.api.anthropic.fields import CHOICE_RULES, OUTPUT_RULES, RULES, THINKING_RULES, TOOL_RULES
+from localllm.web.api.anthropic.schema import CountBody, MessagesBody, OutputConfig, Thinking, Tool, ToolChoice
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.reading import read
 
+INSIDE = {
+    "output_config": RequestBody(OutputConfig, OUTPUT_RULES),
+    "thinking": RequestBody(Thinking, THINKING_RULES),
+    "tools": RequestBody(Tool, TOOL_RULES),
+    "tool_choice": RequestBody(ToolChoice, CHOICE_RULES),
+}
+EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
 
-@post("/v1/messages", status_code=200)
+
+@post(
+    "/v1/messages",
+    status_code=200,
+    operation=Operation(
+        shapes.Message,
+        RequestBody(MessagesBody, RULES, INSIDE, EXAMPLE | {"max_tokens": 64}),
+        shapes.Event,
+        also=OF_MODELS,
+    ),
+)
 async def messages(request: ApiRequest) -> ASGIResponse:
-    """Answer a conversation."""
+    """Answer a conversation.
+
+    With `stream: true` the answer is sent as events.
+    """
     body, warnings = await read(await json_body(request), MessagesBody, RULES)
     model = await served_model(request, body.model)
     asked, more = chat_request(body, params_of(body, model), model)
@@ -35,9 +57,13 @@ async def messages(request: ApiRequest) -> ASGIResponse:
     )
 
 
-@post("/v1/messages/count_tokens", status_code=200)
+@post(
+    "/v1/messages/count_tokens",
+    status_code=200,
+    operation=Operation(shapes.TokenCount, RequestBody(CountBody, RULES, INSIDE, EXAMPLE), also=OF_MODELS),
+)
 async def count_tokens(request: ApiRequest) -> ASGIResponse:
-    """Count the prompt tokens of these messages."""
+    """Count the prompt tokens of a request without running it."""
     body, warnings = await read(await json_body(request), CountBody, RULES)
     model = await served_model(request, body.model)
     asked, more = chat_request(body, SamplingParams(max_tokens=None), model)

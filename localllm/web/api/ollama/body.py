@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from localllm.web.api.exchange import ApiRequest, Body, json_body
 from localllm.web.api.fields import FieldRules
+from localllm.web.api.ollama.fields import OPTION_RULES
+from localllm.web.api.ollama.schema import Options
+from localllm.web.api.operation import RequestBody
 from localllm.web.api.reading import read
+
+INSIDE = {"options": RequestBody(Options, OPTION_RULES)}
 
 
 async def read_body(request: ApiRequest, kind: type[Body], rules: FieldRules) -> tuple[Body, list[str]]:

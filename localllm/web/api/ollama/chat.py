@@ -25,7 +25,8 @@ from localllm.web.api.exchange import (
     served_model,
     warning_headers,
 )
-from localllm.web.api.ollama.body import read_body
+from localllm.web.api.ollama import shapes
+from localllm.web.api.ollama.body import INSIDE, read_body
 from localllm.web.api.ollama.fields import GENERATE_RULES, RULES
 from localllm.web.api.ollama.lines import LINES, Clock, Head, Lines
 from localllm.web.api.ollama.messages import is_to_be_continued, plain_messages
@@ -39,12 +40,25 @@ from localllm.web.api.ollama.options import (
     tools_of,
 )
 from localllm.web.api.ollama.schema import AskBody, ChatBody, EmbedBody, EmbeddingsBody, GenerateBody, Options
+from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.errors import MissingParameter
 
+CONVERSATION = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "options": {"num_predict": 64}}
+PROMPT = {"prompt": "Why is the sky blue?", "options": {"num_predict": 64}}
 
-@post("/api/chat", status_code=200)
+
+@post(
+    "/api/chat",
+    status_code=200,
+    operation=Operation(
+        shapes.ChatLine, RequestBody(ChatBody, RULES, INSIDE, CONVERSATION), shapes.ChatLine, also=OF_MODELS
+    ),
+)
 async def chat(request: ApiRequest) -> ASGIResponse:
-    """Answer a conversation."""
+    """Answer a conversation.
+
+    With `stream: false` the answer is sent in one piece.
+    """
     clock = Clock()
     body, warnings = await read_body(request, ChatBody, RULES)
     messages = body.messages or []
@@ -54,9 +68,21 @@ async def chat(request: ApiRequest) -> ASGIResponse:
     return await _answer(request, body, "chat", plain_messages(messages) or None, template, warnings, clock)
 
 
-@post("/api/generate", status_code=200)
+@post(
+    "/api/generate",
+    status_code=200,
+    operation=Operation(
+        shapes.GenerateLine,
+        RequestBody(GenerateBody, GENERATE_RULES, INSIDE, PROMPT),
+        shapes.GenerateLine,
+        also=OF_MODELS,
+    ),
+)
 async def generate(request: ApiRequest) -> ASGIResponse:
-    """Answer a prompt, or continue it if `raw` is set."""
+    """Answer a prompt, or continue it (`raw`).
+
+    With `stream: false` the answer is sent in one piece.
+    """
     clock = Clock()
     body, warnings = await read_body(request, GenerateBody, GENERATE_RULES)
     for name in ("system", "think"):

@@ -9,17 +9,26 @@ from localllm.engine.pooling_client import Answers
 from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.serving.served import ServedModel
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
-from localllm.web.api.ollama.body import read_body
+from localllm.web.api.ollama import shapes
+from localllm.web.api.ollama.body import INSIDE, read_body
 from localllm.web.api.ollama.chat import asked_model
 from localllm.web.api.ollama.fields import NO_RULES
 from localllm.web.api.ollama.lines import Clock
 from localllm.web.api.ollama.options import read_options
 from localllm.web.api.ollama.schema import EmbedBody, EmbeddingsBody
+from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.vectors import MAX_INPUTS, shortened
 
 
-@post("/api/embed", status_code=200)
+@post(
+    "/api/embed",
+    status_code=200,
+    operation=Operation(
+        shapes.Embedded, RequestBody(EmbedBody, NO_RULES, INSIDE, {"input": ["Hello"]}), also=OF_MODELS
+    ),
+)
 async def embed(request: ApiRequest) -> ASGIResponse:
+    """Embed each text of `input`."""
     clock = Clock()
     body, warnings = await read_body(request, EmbedBody, NO_RULES)
     texts = [body.input] if isinstance(body.input, str) else body.input
@@ -38,8 +47,15 @@ async def embed(request: ApiRequest) -> ASGIResponse:
     return json_response(answer, warning_headers(warnings))
 
 
-@post("/api/embeddings", status_code=200)
+@post(
+    "/api/embeddings",
+    status_code=200,
+    operation=Operation(
+        shapes.OneEmbedding, RequestBody(EmbeddingsBody, NO_RULES, INSIDE, {"prompt": "Hello"}), also=OF_MODELS
+    ),
+)
 async def embeddings(request: ApiRequest) -> ASGIResponse:
+    """Embed `prompt`."""
     body, warnings = await read_body(request, EmbeddingsBody, NO_RULES)
     model, warnings = await _model(request, body, warnings)
     answers = await _embedded(model, [body.prompt], truncate=False)

@@ -20,13 +20,14 @@ from localllm.text.answers.whole import ToolCall
 from localllm.web.api.disconnect import Framing
 from localllm.web.api.generation import Choice, Progress, parts_of
 from localllm.web.errors import ollama_error
+from localllm.web.shape import Shape
 
 Piece = dict[str, Any]
 """Part of a message: content, thinking or tool_calls."""
 LINES = Framing("application/x-ndjson", b"")  # no ping: clients treat every line as content
 
 
-def line(content: dict[str, Any]) -> bytes:
+def line(content: Shape | dict[str, Any]) -> bytes:
     return msgspec.json.encode(content) + b"\n"
 
 

@@ -20,10 +20,12 @@ from localllm.models.formats.gguf_names import quant_of
 from localllm.serving.chat import calls_tools, reasons
 from localllm.serving.entry import ModelEntry
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of, warning_headers
+from localllm.web.api.ollama import shapes
 from localllm.web.api.ollama.body import read_body
 from localllm.web.api.ollama.fields import NO_RULES
 from localllm.web.api.ollama.lines import timestamp
 from localllm.web.api.ollama.schema import CopyBody, ModelBody, ShowBody
+from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.own.hub import copy_model, remove_model
 from localllm.web.errors import MissingParameter
 
@@ -61,9 +63,9 @@ def _said(name: str | None, param: str) -> str:
     return plain
 
 
-@get("/api/tags")
+@get("/api/tags", operation=Operation(shapes.Tags))
 async def tags(request: ApiRequest) -> ASGIResponse:
-    """List every model that a request can name."""
+    """List the models that a request can name."""
     manager = manager_of(request)
     listed = []
     for entry in manager.entries:
@@ -77,7 +79,7 @@ async def tags(request: ApiRequest) -> ASGIResponse:
     return json_response({"models": listed})
 
 
-@get("/api/ps")
+@get("/api/ps", operation=Operation(shapes.Running))
 async def ps(request: ApiRequest) -> ASGIResponse:
     """List the loaded models."""
     manager = manager_of(request)
@@ -96,9 +98,16 @@ async def ps(request: ApiRequest) -> ASGIResponse:
     return json_response({"models": listed})
 
 
-@post("/api/show", status_code=200)
+@post(
+    "/api/show",
+    status_code=200,
+    operation=Operation(shapes.Shown, RequestBody(ShowBody, NO_RULES, example={"model": "demo"}), also=OF_MODELS),
+)
 async def show(request: ApiRequest) -> ASGIResponse:
-    """Show a model without loading it; for a model that is not loaded, from its headers."""
+    """Show one model: template, parameters, sizes.
+
+    The model is not loaded; unless it is loaded already, the values come from its headers.
+    """
     body, warnings = await read_body(request, ShowBody, NO_RULES)
     register = manager_of(request).register
     found = await register.look_up(required_name(body))
@@ -132,36 +141,60 @@ async def show(request: ApiRequest) -> ASGIResponse:
     return json_response(answer, warning_headers(warnings))
 
 
-@delete("/api/delete", status_code=200)
+@delete(
+    "/api/delete",
+    status_code=200,
+    operation=Operation(None, RequestBody(ModelBody, NO_RULES, example={"model": "demo"}), also=(404, 409)),
+)
 async def delete_model(request: ApiRequest) -> ASGIResponse:
-    """Delete a model from the Hugging Face cache. Loaded models, and models outside the cache, are not deleted."""
+    """Delete a model from the Hugging Face cache, or delete a second name.
+
+    Loaded models, and models outside the cache, are not deleted.
+    """
     body, warnings = await read_body(request, ModelBody, NO_RULES)
     await remove_model(request, required_name(body))
     return ASGIResponse(headers=warning_headers(warnings))
 
 
-@post("/api/copy", status_code=200)
+@post(
+    "/api/copy",
+    status_code=200,
+    operation=Operation(
+        None, RequestBody(CopyBody, NO_RULES, example={"source": "demo", "destination": "helper"}), also=(404, 409)
+    ),
+)
 async def copy(request: ApiRequest) -> ASGIResponse:
-    """Give a model a second name, which is kept across restarts. No file is copied."""
+    """Give a model a second name, which is kept across restarts.
+
+    No file is copied.
+    """
     body, warnings = await read_body(request, CopyBody, NO_RULES)
     await copy_model(request, _said(body.source, "source"), _said(body.destination, "destination"))
     return ASGIResponse(headers=warning_headers(warnings))
 
 
-@post("/api/push", status_code=200)
+@post("/api/push", status_code=200, operation=Operation(also=(501,), success=()))
 async def push(request: ApiRequest) -> ASGIResponse:
+    """Unsupported: models cannot be pushed."""
     raise NotOffered("Pushing models is not supported.", "This server only downloads models.")
 
 
-@post("/api/create", status_code=200)
+@post("/api/create", status_code=200, operation=Operation(also=(501,), success=()))
 async def create(request: ApiRequest) -> ASGIResponse:
+    """Unsupported: models cannot be created from a Modelfile."""
     raise NotOffered(
         "Modelfiles are not supported.", "", "Write settings of one model under [models.NAME] in config.toml."
     )
 
 
-@route("/api/blobs/{digest:str}", http_method=[HttpMethod.POST, HttpMethod.HEAD], status_code=200)
+@route(
+    "/api/blobs/{digest:str}",
+    http_method=[HttpMethod.POST, HttpMethod.HEAD],
+    status_code=200,
+    operation=Operation(also=(501,), success=()),
+)
 async def blobs(request: ApiRequest) -> ASGIResponse:
+    """Unsupported: files cannot be uploaded."""
     raise NotOffered(
         "Uploading files is not supported.", "", "POST /api/pull downloads a model; a folder is served by its path."
     )

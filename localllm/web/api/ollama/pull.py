@@ -16,21 +16,30 @@ from localllm.errors import DownloadCancelled
 from localllm.models.library.hub.downloads import Downloads, DownloadStatus
 from localllm.web.api.disconnect import EventStream, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
+from localllm.web.api.ollama import shapes
 from localllm.web.api.ollama.body import read_body
 from localllm.web.api.ollama.fields import NO_RULES
 from localllm.web.api.ollama.lines import LINES, line
 from localllm.web.api.ollama.models import required_name
 from localllm.web.api.ollama.schema import PullBody
+from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.own.hub import downloads_of, require_online
 from localllm.web.errors import UnsupportedParameter, as_local_error, ollama_error
 
 LOOK_EVERY_S = 0.1
 
 
-@post("/api/pull", status_code=200)
+@post(
+    "/api/pull",
+    status_code=200,
+    operation=Operation(
+        shapes.Pulled, RequestBody(PullBody, NO_RULES, example={"model": "demo"}), shapes.Progress, also=OF_MODELS
+    ),
+)
 async def pull(request: ApiRequest) -> ASGIResponse:
-    """Download a model from the Hugging Face hub. If the client leaves, a download that it started is stopped;
-    downloaded bytes are kept.
+    """Download a model from the Hugging Face hub.
+
+    If the client leaves, a download that it started is stopped; downloaded bytes are kept.
     """
     body, warnings = await read_body(request, PullBody, NO_RULES)
     if body.insecure:

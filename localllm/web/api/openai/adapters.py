@@ -11,6 +11,7 @@ from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, manager_of, struct_body
+from localllm.web.api.operation import OF_MODELS, TEXT, Operation, RequestBody
 from localllm.web.errors import MissingParameter
 
 
@@ -24,8 +25,19 @@ class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
     lora_name: str = ""
 
 
-@post("/v1/load_lora_adapter", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post(
+    "/v1/load_lora_adapter",
+    status_code=200,
+    request_max_body_size=SMALL_BODY_BYTES,
+    operation=Operation(
+        TEXT,
+        RequestBody(LoadAdapterBody, example={"lora_name": "sql", "lora_path": "/models/sql-lora"}),
+        also=OF_MODELS,
+        guide="adapters",
+    ),
+)
 async def load_lora_adapter(request: ApiRequest) -> ASGIResponse:
+    """Load a LoRA adapter."""
     body = await struct_body(request, LoadAdapterBody)
     if not body.lora_name or not body.lora_path:
         raise MissingParameter(
@@ -35,9 +47,19 @@ async def load_lora_adapter(request: ApiRequest) -> ASGIResponse:
     return _said(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@post("/v1/unload_lora_adapter", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post(
+    "/v1/unload_lora_adapter",
+    status_code=200,
+    request_max_body_size=SMALL_BODY_BYTES,
+    operation=Operation(
+        TEXT, RequestBody(UnloadAdapterBody, example={"lora_name": "sql"}), also=OF_MODELS, guide="adapters"
+    ),
+)
 async def unload_lora_adapter(request: ApiRequest) -> ASGIResponse:
-    """Answer once the adapter's last request has ended; new requests are refused meanwhile."""
+    """Unload a LoRA adapter; returns when its last request has ended.
+
+    New requests for the adapter are refused meanwhile.
+    """
     body = await struct_body(request, UnloadAdapterBody)
     if not body.lora_name:
         raise MissingParameter("'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name")

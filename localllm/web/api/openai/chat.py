@@ -13,19 +13,32 @@ from localllm.serving.served import ServedModel
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.conversation import ChatRequest
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.openai import shapes
 from localllm.web.api.openai.beams import without_effect
 from localllm.web.api.openai.bodies import chat_response
 from localllm.web.api.openai.chunks import ChatChunks, Head
+from localllm.web.api.openai.fields import CHAT_RULES
 from localllm.web.api.openai.logprobs import TokenNames
 from localllm.web.api.openai.params import chat_params, request_options
 from localllm.web.api.openai.prompts import Prompt, chat_echo, template_switches
 from localllm.web.api.openai.schema import ChatBody, read_body
 from localllm.web.api.openai.tools import tools_of
+from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+
+EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}
+CHAT = RequestBody(ChatBody, CHAT_RULES, example=EXAMPLE)
 
 
-@post(["/v1/chat/completions", "/chat/completions"], status_code=200)
+@post(
+    ["/v1/chat/completions", "/chat/completions"],
+    status_code=200,
+    operation=Operation(shapes.ChatCompletion, CHAT, shapes.ChatCompletionChunk, also=OF_MODELS),
+)
 async def chat_completions(request: ApiRequest) -> ASGIResponse:
-    """Answer a conversation."""
+    """Answer a conversation.
+
+    With `stream: true` the answer is sent as events.
+    """
     return await answer_chat(request, await json_body(request))
 
 
@@ -52,9 +65,13 @@ async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
     )
 
 
-@post(["/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"], status_code=200)
+@post(
+    ["/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"],
+    status_code=200,
+    operation=Operation(shapes.InputTokens, CHAT, also=OF_MODELS),
+)
 async def chat_input_tokens(request: ApiRequest) -> ASGIResponse:
-    """Count the prompt tokens of a chat body."""
+    """Count the prompt tokens of a request without running it."""
     body, warnings = await read_body(await json_body(request), ChatBody)
     model = await served_model(request, body.model)
     asked, more = _asked(body, model)
@@ -63,9 +80,12 @@ async def chat_input_tokens(request: ApiRequest) -> ASGIResponse:
     return json_response(counted, warning_headers([*warnings, *more]))
 
 
-@post("/apply-template", status_code=200)
+@post("/apply-template", status_code=200, operation=Operation(shapes.Prompt, CHAT, also=OF_MODELS))
 async def apply_template(request: ApiRequest) -> ASGIResponse:
-    """Return the rendered prompt of a chat body as text, as llama.cpp does."""
+    """Render the prompt of a chat request as text.
+
+    llama.cpp has the same route.
+    """
     body, warnings = await read_body(await json_body(request), ChatBody)
     model = await served_model(request, body.model)
     asked, more = _asked(body, model)

@@ -24,7 +24,7 @@ from localllm.web.api.openai.logprobs import CompletionLogprobs, TokenNames, cha
 from localllm.web.api.openai.prompts import Prompt
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
 from localllm.web.api.openai.usage import progress_object, timings_object, usage_object
-from localllm.web.errors import error_body
+from localllm.web.errors import openai_error
 
 to_json = msgspec.json.encode
 FINGERPRINT = f"localllm-{__version__}"
@@ -81,7 +81,7 @@ class _Chunks:
         return b"data: " + to_json(last) + b"\n\n" + DONE
 
     def error(self, error: LocalLLMError) -> bytes:
-        return b"data: " + to_json(error_body(error)) + b"\n\n"
+        return b"data: " + to_json(openai_error(error)) + b"\n\n"
 
     def _is_first(self, index: int) -> bool:
         if index in self._started:

@@ -8,18 +8,30 @@ from litestar.response.base import ASGIResponse
 from localllm.errors import ContextTooLong
 from localllm.web.api.answer import generation_of, streamed, whole
 from localllm.web.api.exchange import ApiRequest, json_body, served_model
+from localllm.web.api.openai import shapes
 from localllm.web.api.openai.beams import without_effect
 from localllm.web.api.openai.bodies import completion_response
 from localllm.web.api.openai.chunks import CompletionChunks, Head
+from localllm.web.api.openai.fields import RULES
 from localllm.web.api.openai.logprobs import TokenNames
 from localllm.web.api.openai.params import completion_params, request_options
 from localllm.web.api.openai.prompts import completion_prompts
 from localllm.web.api.openai.schema import CompletionBody, read_body
+from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+
+BODY = RequestBody(CompletionBody, RULES, example={"prompt": "The sky is", "max_tokens": 16})
 
 
-@post(["/v1/completions", "/completions"], status_code=200)
+@post(
+    ["/v1/completions", "/completions"],
+    status_code=200,
+    operation=Operation(shapes.Completion, BODY, shapes.CompletionChunk, also=OF_MODELS),
+)
 async def completions(request: ApiRequest) -> ASGIResponse:
-    """Continue prompts."""
+    """Continue a text, a list of texts, or token ids.
+
+    With `stream: true` the answer is sent as events.
+    """
     return await answer_completion(request, await json_body(request))
 
 

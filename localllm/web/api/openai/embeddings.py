@@ -14,7 +14,10 @@ from localllm.engine.pooling_client import Text
 from localllm.errors import InvalidParameter
 from localllm.web.api.conversation import require_readable
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.openai import shapes
+from localllm.web.api.openai.fields import RULES
 from localllm.web.api.openai.schema import read_body
+from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.vectors import MAX_INPUTS, shortened
 from localllm.web.errors import InvalidType
 
@@ -29,8 +32,18 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
     user: str | None = None
 
 
-@post(["/v1/embeddings", "/embeddings"], status_code=200)
+@post(
+    ["/v1/embeddings", "/embeddings"],
+    status_code=200,
+    operation=Operation(
+        shapes.Embeddings,
+        RequestBody(EmbeddingsBody, RULES, example={"input": ["Hello"]}),
+        also=OF_MODELS,
+        guide="embed-and-rerank",
+    ),
+)
 async def embeddings(request: ApiRequest) -> ASGIResponse:
+    """Embed each text."""
     return await answer_embeddings(request, await json_body(request))
 
 

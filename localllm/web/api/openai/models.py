@@ -13,14 +13,17 @@ from localllm.models.library.hub.downloads import DownloadStatus
 from localllm.serving.entry import ModelEntry
 from localllm.serving.served import ModelCard
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of
+from localllm.web.api.openai import shapes
+from localllm.web.api.operation import Operation
 from localllm.web.api.own.hub import downloads_of
 
 WORDS = {"ready": "loaded"}
 """The states whose name differs for clients of other servers."""
 
 
-@get(["/v1/models", "/models"])
+@get(["/v1/models", "/models"], operation=Operation(shapes.Models, also=(503,)))
 async def list_models(request: ApiRequest) -> ASGIResponse:
+    """List the models that are loaded or can be loaded by a request."""
     manager = manager_of(request)
     manager.require_working()
     ready_first = sorted(manager.entries, key=lambda entry: entry.state != "ready")
@@ -31,9 +34,12 @@ async def list_models(request: ApiRequest) -> ASGIResponse:
     return json_response({"object": "list", "data": objects})
 
 
-@get("/v1/models/{name:path}")
+@get("/v1/models/{name:path}", operation=Operation(shapes.Model, also=(404,)))
 async def show_model(request: ApiRequest) -> ASGIResponse:
-    """Show a model without loading it. A name may contain slashes, such as `org/model`."""
+    """Show one model, without loading it.
+
+    A name may contain slashes, such as `org/model`.
+    """
     manager = manager_of(request)
     name: str = request.path_params["name"].lstrip("/")
     found = await manager.register.look_up(name)

@@ -14,7 +14,10 @@ from localllm.serving.served import ServedModel
 from localllm.units import format_count
 from localllm.web.api.conversation import require_readable
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.openai import shapes
+from localllm.web.api.openai.fields import RULES
 from localllm.web.api.openai.schema import read_body
+from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.errors import InvalidType
 
 MAX_DOCUMENTS = 2048
@@ -39,9 +42,21 @@ class ScoreBody(msgspec.Struct, kw_only=True):
     encoding_format: str | None = None
 
 
-@post(["/v1/rerank", "/rerank", "/v2/rerank"], status_code=200)
+DOCUMENTS = ["Blue light is scattered most.", "Rust is iron oxide."]
+RANKED = RequestBody(RerankBody, RULES, example={"query": "Why is the sky blue?", "documents": DOCUMENTS})
+SCORED = RequestBody(ScoreBody, RULES, example={"text_1": "Why is the sky blue?", "text_2": DOCUMENTS})
+
+
+@post(
+    ["/v1/rerank", "/rerank", "/v2/rerank"],
+    status_code=200,
+    operation=Operation(shapes.Ranking, RANKED, also=OF_MODELS, guide="embed-and-rerank"),
+)
 async def rerank(request: ApiRequest) -> ASGIResponse:
-    """Rank documents by their relevance to the query, the most relevant first."""
+    """Rank documents by their relevance to a query.
+
+    The most relevant document comes first.
+    """
     body, warnings = await read_body(await json_body(request), RerankBody)
     documents = [_text_of(document, i) for i, document in enumerate(body.documents)]
     if not documents or len(documents) > MAX_DOCUMENTS:
@@ -68,9 +83,16 @@ async def rerank(request: ApiRequest) -> ASGIResponse:
     return json_response(answer, warning_headers(warnings))
 
 
-@post(["/v1/score", "/score"], status_code=200)
+@post(
+    ["/v1/score", "/score"],
+    status_code=200,
+    operation=Operation(shapes.Scores, SCORED, also=OF_MODELS, guide="embed-and-rerank"),
+)
 async def score(request: ApiRequest) -> ASGIResponse:
-    """Return one score per pair: one text against many, or equally many texts pairwise."""
+    """Score the relevance of texts to a text.
+
+    One text is paired with each of the others; equally many texts are paired in their order.
+    """
     body, warnings = await read_body(await json_body(request), ScoreBody)
     firsts = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     seconds = [body.text_2] if isinstance(body.text_2, str) else body.text_2

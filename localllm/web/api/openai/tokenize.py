@@ -12,14 +12,25 @@ from localllm.units import format_count
 from localllm.web.api.conversation import chat_token_ids, encode, most_chars
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.off_loop import off_loop
+from localllm.web.api.openai import shapes
+from localllm.web.api.openai.fields import RULES
 from localllm.web.api.openai.prompts import template_switches
 from localllm.web.api.openai.schema import ChatBody, DetokenizeBody, TokenizeBody, read_body
+from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.reading import ModelQuery
 from localllm.web.errors import MissingParameter
 
 
-@post(["/tokenize", "/v1/tokenize"], status_code=200)
+@post(
+    ["/tokenize", "/v1/tokenize"],
+    status_code=200,
+    operation=Operation(shapes.Tokens, RequestBody(TokenizeBody, RULES, example={"prompt": "Hello"}), also=OF_MODELS),
+)
 async def tokenize(request: ApiRequest) -> ASGIResponse:
-    """Return the token ids of a text, or of messages rendered by the chat template."""
+    """Tokenize `prompt`, `content` or `messages`.
+
+    Messages are rendered by the chat template.
+    """
     return await answer_tokenize(request, await json_body(request))
 
 
@@ -38,8 +49,13 @@ async def answer_tokenize(request: ApiRequest, raw: bytes) -> ASGIResponse:
     return await off_loop(len(token_ids), written)
 
 
-@post(["/detokenize", "/v1/detokenize"], status_code=200)
+@post(
+    ["/detokenize", "/v1/detokenize"],
+    status_code=200,
+    operation=Operation(shapes.Text, RequestBody(DetokenizeBody, RULES, example={"tokens": [5, 6]}), also=OF_MODELS),
+)
 async def detokenize(request: ApiRequest) -> ASGIResponse:
+    """Convert token ids to text."""
     body, warnings = await read_body(await json_body(request), DetokenizeBody)
     model = await served_model(request, body.model)
     if len(body.tokens) > (most := most_chars(model)):
@@ -61,9 +77,15 @@ async def detokenize(request: ApiRequest) -> ASGIResponse:
     return await off_loop(len(body.tokens), written)
 
 
-@get(["/tokenizer_info", "/v1/tokenizer_info"])
+@get(
+    ["/tokenizer_info", "/v1/tokenizer_info"],
+    operation=Operation(shapes.TokenizerInfo, query=ModelQuery, also=OF_MODELS),
+)
 async def tokenizer_info(request: ApiRequest) -> ASGIResponse:
-    """Return special tokens and chat template, for clients that tokenise through the two routes above."""
+    """Show a model's special tokens, chat template and context length.
+
+    For clients that tokenise through /tokenize.
+    """
     model = await served_model(request, request.query_params.get("model"))
     special = {name: model.tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token")}
     template = model.chat_template.source() if model.chat_template else None

@@ -11,6 +11,8 @@ from litestar.types import ControllerRouterHandler
 from localllm.errors import EngineError
 from localllm.version import __version__
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of
+from localllm.web.api.operation import TEXT, Operation
+from localllm.web.api.own import shapes
 from localllm.web.watchdog import Watchdog, worst
 
 
@@ -20,11 +22,13 @@ class StandsStill(EngineError):
     status, code, type = 503, "stands_still", "unavailable_error"
 
 
-@get(["/health", "/v1/health", "/ping"])
+@get(["/health", "/v1/health", "/ping"], operation=Operation(shapes.Health, also=(503,), guide="watchdog"))
 async def health(request: ApiRequest) -> ASGIResponse:
-    """Return 200 once requests are answered, also for sleeping or idle models, which wake on request. Return 503 with
-    the reason while the first model loads, after it failed to load, or if an engine is stuck. A part that is only slow
-    gives 200.
+    """Report whether the server answers requests.
+
+    The status is 200 once requests are answered, also for sleeping or idle models, which wake on request, and while a
+    part is only slow. It is 503, with the reason, while the first model loads, after it failed to load, or while an
+    engine is stuck.
     """
     manager_of(request).require_working()
     parts = watchdog_of(request).parts()
@@ -37,9 +41,9 @@ async def health(request: ApiRequest) -> ASGIResponse:
     raise StandsStill(f"{part.part} is {part.state}.".capitalize(), part.why, "localllm doctor --server")
 
 
-@get("/localllm/v1/server")
+@get("/localllm/v1/server", operation=Operation(shapes.ServerReport, guide="watchdog"))
 async def server(request: ApiRequest) -> ASGIResponse:
-    """Return the watchdog's report."""
+    """Report the state of the server's parts."""
     return json_response({"object": "server", **watchdog_of(request).report()})
 
 
@@ -48,19 +52,20 @@ def watchdog_of(request: ApiRequest) -> Watchdog:
     return watchdog
 
 
-@get(["/version", "/api/version"])
+@get(["/version", "/api/version"], operation=Operation(shapes.Version))
 async def version() -> ASGIResponse:
+    """Show the version."""
     return json_response({"version": __version__})
 
 
-@head("/")
+@head("/", operation=Operation())
 async def knock() -> None:
-    """Answer HEAD requests."""
+    """Report that the server is running."""
 
 
-@get("/")
+@get("/", operation=Operation(TEXT))
 async def root() -> Response[str]:
-    """Answer at `/` if there are no pages."""
+    """Report that the server is running."""
     return is_running()
 
 

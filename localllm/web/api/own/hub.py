@@ -28,8 +28,10 @@ from localllm.models.library.hub.downloads import Downloads, DownloadStatus
 from localllm.models.library.hub.facts import plan_facts, progress_facts
 from localllm.serving.entry import ModelEntry
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of, struct_body
+from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.own import shapes
 from localllm.web.api.reading import read_query
-from localllm.web.errors import MissingParameter, error_body
+from localllm.web.errors import MissingParameter, openai_error
 
 if TYPE_CHECKING:
     from localllm.models.library.hub.cache import RemovalTarget
@@ -65,21 +67,30 @@ class SearchQuery(msgspec.Struct, kw_only=True):
     limit: Annotated[int, msgspec.Meta(ge=1, le=MOST_FOUND)] = 20
 
 
-@get("/localllm/v1/models")
+@get("/localllm/v1/models", operation=Operation(shapes.AllInstalled))
 async def installed(request: ApiRequest) -> ASGIResponse:
+    """List the models on this machine."""
     return json_response({"object": "list", "data": await asyncio.to_thread(_installed)})
 
 
-@delete("/localllm/v1/models/{name:path}", status_code=200)
+@delete(
+    "/localllm/v1/models/{name:path}",
+    status_code=200,
+    operation=Operation(shapes.DeletedModel, query=RevisionQuery, also=(404, 409)),
+)
 async def remove(request: ApiRequest) -> ASGIResponse:
-    """Delete a model. A name may contain slashes, such as `org/model`."""
+    """Delete a model from the Hugging Face cache.
+
+    A name may contain slashes, such as `org/model`.
+    """
     name = str(request.path_params["name"]).lstrip("/")
     revision = read_query(request, RevisionQuery).revision
     return json_response(await remove_model(request, name, revision))
 
 
-@get("/localllm/v1/models/search")
+@get("/localllm/v1/models/search", operation=Operation(shapes.AllFound, query=SearchQuery, also=OF_MODELS))
 async def search(request: ApiRequest) -> ASGIResponse:
+    """Search for models on the hub."""
     from localllm.models.library.hub.repository import search as search_hub
 
     require_online(request)
@@ -89,8 +100,9 @@ async def search(request: ApiRequest) -> ASGIResponse:
     return json_response({"object": "list", "data": [asdict(each) for each in found]})
 
 
-@get("/localllm/v1/models/plan")
+@get("/localllm/v1/models/plan", operation=Operation(shapes.Plan, query=PlanQuery, also=OF_MODELS))
 async def plan(request: ApiRequest) -> ASGIResponse:
+    """List the files and bytes of a download before it starts."""
     from localllm.models.library.hub.plan import plan_download
 
     require_online(request)
@@ -99,26 +111,35 @@ async def plan(request: ApiRequest) -> ASGIResponse:
     return json_response(plan_facts(await asyncio.to_thread(plan_download, name, asked.revision)))
 
 
-@get("/localllm/v1/models/downloads")
+@get("/localllm/v1/models/downloads", operation=Operation(shapes.DownloadList))
 async def list_downloads(request: ApiRequest) -> ASGIResponse:
+    """List the downloads of this server."""
     return json_response({"object": "list", "data": [status_facts(each) for each in downloads_of(request).list()]})
 
 
-@post("/localllm/v1/models/downloads", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post(
+    "/localllm/v1/models/downloads",
+    status_code=200,
+    request_max_body_size=SMALL_BODY_BYTES,
+    operation=Operation(shapes.Download, RequestBody(PullBody, example={"model": "org/model"}), also=OF_MODELS),
+)
 async def start_download(request: ApiRequest) -> ASGIResponse:
+    """Start a download."""
     require_online(request)
     body = await struct_body(request, PullBody)
     status = await asyncio.to_thread(downloads_of(request).start, body.model, body.revision, body.include)
     return json_response(status_facts(status))
 
 
-@get("/localllm/v1/models/downloads/{id:str}")
+@get("/localllm/v1/models/downloads/{id:str}", operation=Operation(shapes.Download, also=(404,)))
 async def show_download(request: ApiRequest) -> ASGIResponse:
+    """Show one download."""
     return json_response(status_facts(downloads_of(request).get(request.path_params["id"])))
 
 
-@delete("/localllm/v1/models/downloads/{id:str}", status_code=200)
+@delete("/localllm/v1/models/downloads/{id:str}", status_code=200, operation=Operation(shapes.Download, also=(404,)))
 async def cancel_download(request: ApiRequest) -> ASGIResponse:
+    """Stop a download; downloaded bytes are kept."""
     status = await asyncio.to_thread(downloads_of(request).cancel, request.path_params["id"])
     return json_response(status_facts(status))
 
@@ -143,7 +164,7 @@ def status_facts(status: DownloadStatus) -> dict[str, Any]:
         "state": status.state,
         "started": int(status.started_s),
         **progress_facts(status.progress),
-        "error": error_body(status.error)["error"] if status.error else None,
+        "error": openai_error(status.error).error if status.error else None,
     }
 
 

@@ -30,6 +30,8 @@ from localllm.web.api.exchange import (
     manager_of,
     struct_body,
 )
+from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.own import shapes
 from localllm.web.errors import MissingParameter
 
 ROOT = "/localllm/v1/models"
@@ -56,15 +58,19 @@ class PinBody(ModelBody):
     pinned: bool = True
 
 
-@get(f"{ROOT}/loaded")
+DEMO = {"model": "demo"}
+
+
+@get(f"{ROOT}/loaded", operation=Operation(shapes.Statuses))
 async def loaded(request: ApiRequest) -> ASGIResponse:
+    """List each model that is or was loaded."""
     statuses = manager_of(request).statuses()
     return json_response({"object": "list", "data": [status_facts(status) for status in statuses]})
 
 
-@get(f"{ROOT}/stats")
+@get(f"{ROOT}/stats", operation=Operation(shapes.Stats))
 async def stats(request: ApiRequest) -> ASGIResponse:
-    """The statistics that the dashboard shows, for programs."""
+    """List the same models with the statistics of their engines."""
     manager = manager_of(request)
     taken = {model.name: model.client.stats() for model in manager.ready}
     cut = {name: replace(each, requests=each.requests[:MAX_REQUESTS]) for name, each in taken.items()}
@@ -72,35 +78,71 @@ async def stats(request: ApiRequest) -> ASGIResponse:
     return json_response({"object": "list", "data": data})
 
 
-@post(f"{ROOT}/load", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post(
+    f"{ROOT}/load",
+    status_code=200,
+    request_max_body_size=SMALL_BODY_BYTES,
+    operation=Operation(shapes.Status, RequestBody(LoadBody, example=DEMO), also=OF_MODELS, success=(200, 202)),
+)
 async def load(request: ApiRequest) -> ASGIResponse:
-    """Load a model by name or by a path on this machine. Nothing is downloaded."""
+    """Load or wake a model.
+
+    The status is 202 if the answer did not wait for the load. The model is named by its name or by a path on
+    this machine. Nothing is downloaded.
+    """
     body = await model_body(request, LoadBody)
     keep_alive_s = keep_alive_seconds(body.keep_alive)
     status = await manager_of(request).load(body.model, pin=body.pin, keep_alive_s=keep_alive_s, wait=body.wait)
     return json_response(status_facts(status), status_code=200 if status.state == "ready" else 202)
 
 
-@post(f"{ROOT}/unload", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post(
+    f"{ROOT}/unload",
+    status_code=200,
+    request_max_body_size=SMALL_BODY_BYTES,
+    operation=Operation(shapes.Status, RequestBody(ModelBody, example=DEMO), also=OF_MODELS),
+)
 async def unload(request: ApiRequest) -> ASGIResponse:
+    """Unload a model and free all its memory.
+
+    A load is cancelled.
+    """
     body = await model_body(request, ModelBody)
     return json_response(status_facts(await manager_of(request).unload(body.model)))
 
 
-@post(f"{ROOT}/sleep", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post(
+    f"{ROOT}/sleep",
+    status_code=200,
+    request_max_body_size=SMALL_BODY_BYTES,
+    operation=Operation(shapes.Status, RequestBody(ModelBody, example=DEMO), also=OF_MODELS),
+)
 async def sleep(request: ApiRequest) -> ASGIResponse:
+    """Put a model to sleep: keep its weights in host memory and free the rest."""
     body = await model_body(request, ModelBody)
     return json_response(status_facts(await manager_of(request).sleep(body.model)))
 
 
-@post(f"{ROOT}/wake", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post(
+    f"{ROOT}/wake",
+    status_code=200,
+    request_max_body_size=SMALL_BODY_BYTES,
+    operation=Operation(shapes.Status, RequestBody(ModelBody, example=DEMO), also=OF_MODELS),
+)
 async def wake(request: ApiRequest) -> ASGIResponse:
+    """Wake a sleeping model."""
     body = await model_body(request, ModelBody)
     return json_response(status_facts(await manager_of(request).wake(body.model)))
 
 
-@post(f"{ROOT}/pin", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+@post(
+    f"{ROOT}/pin",
+    status_code=200,
+    request_max_body_size=SMALL_BODY_BYTES,
+    operation=Operation(shapes.Status, RequestBody(PinBody, example=DEMO), also=OF_MODELS),
+)
 async def pin(request: ApiRequest) -> ASGIResponse:
+    """Pin or unpin a model; a pinned model is never evicted."""
     body = await model_body(request, PinBody)
     return json_response(status_facts(manager_of(request).pin(body.model, body.pinned)))
 

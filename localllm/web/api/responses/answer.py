@@ -18,7 +18,7 @@ from localllm.web.api.generation import Choice, Progress
 from localllm.web.api.responses.items import Item, new_id
 from localllm.web.api.responses.output import Output
 from localllm.web.api.responses.schema import ResponsesBody
-from localllm.web.errors import error_body
+from localllm.web.errors import openai_error
 
 Response = dict[str, Any]
 REPEATED = (
@@ -127,7 +127,7 @@ class ResponseEvents:
 
     def error(self, error: LocalLLMError) -> bytes:
         """Return the error event. Of the codes that clients know only one fits; the message has the details."""
-        told = {"code": "server_error", "message": error_body(error)["error"]["message"]}
+        told = {"code": "server_error", "message": openai_error(error).error.message}
         written = self._start() + self._output.close(cut=True)
         response = self.head.response("failed", self._output.items, error=told)
         return written + self._output.event("response.failed", response=response)

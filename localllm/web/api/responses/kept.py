@@ -10,7 +10,9 @@ from litestar.response.base import ASGIResponse
 from localllm.errors import InvalidParameter, RequestError
 from localllm.web.access.caller import owner_of
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
+from localllm.web.api.operation import Operation
 from localllm.web.api.reading import read_query
+from localllm.web.api.responses import shapes
 from localllm.web.api.responses.fields import QUERY_RULES
 from localllm.web.api.responses.schema import ItemsQuery
 from localllm.web.api.responses.store import ResponseStore
@@ -29,23 +31,25 @@ def store_of(request: ApiRequest) -> ResponseStore:
     return store
 
 
-@get(PATH)
+@get(PATH, operation=Operation(shapes.Response, also=(404,)))
 async def show_response(request: ApiRequest) -> ASGIResponse:
+    """Show a stored response."""
     warnings = QUERY_RULES.check(dict(request.query_params), ())
     body = store_of(request).get(owner_of(request), request.path_params["id"]).response
     return ASGIResponse(body=body, media_type="application/json", headers=warning_headers(warnings))
 
 
-@delete(PATH, status_code=200)
+@delete(PATH, status_code=200, operation=Operation(shapes.Deleted, also=(404,)))
 async def delete_response(request: ApiRequest) -> ASGIResponse:
+    """Delete a stored response."""
     id: str = request.path_params["id"]
     store_of(request).delete(owner_of(request), id)
     return json_response({"id": id, "object": "response", "deleted": True})
 
 
-@post(f"{PATH}/cancel", status_code=200)
+@post(f"{PATH}/cancel", status_code=200, operation=Operation(also=(404,), success=()))
 async def cancel(request: ApiRequest) -> ASGIResponse:
-    """Refuse the request: a stored response has ended."""
+    """Unsupported: a stored response has already ended."""
     store_of(request).get(owner_of(request), request.path_params["id"])
     raise CannotCancel(
         "Cannot cancel a synchronous response.",
@@ -55,9 +59,12 @@ async def cancel(request: ApiRequest) -> ASGIResponse:
     )
 
 
-@get(f"{PATH}/input_items")
+@get(f"{PATH}/input_items", operation=Operation(shapes.Items, query=ItemsQuery, also=(404,)))
 async def input_items(request: ApiRequest) -> ASGIResponse:
-    """List the items of the response's own request; earlier items belong to previous_response_id."""
+    """List the input items of a stored response.
+
+    These are the items of the response's own request; earlier items belong to previous_response_id.
+    """
     asked, warnings = _query(request)
     items = store_of(request).get(owner_of(request), request.path_params["id"]).input
     if asked.order == "desc":

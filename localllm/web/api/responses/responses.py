@@ -16,13 +16,15 @@ from localllm.web.api.answer import streamed, whole
 from localllm.web.api.conversation import ChatRequest
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.generation import Choice
+from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.reading import read
+from localllm.web.api.responses import shapes
 from localllm.web.api.responses.answer import Head, Response, ResponseEvents, whole_response
-from localllm.web.api.responses.fields import RULES
+from localllm.web.api.responses.fields import REASONING_RULES, RULES, TEXT_RULES
 from localllm.web.api.responses.items import Item, Message, messages_of, read_items
 from localllm.web.api.responses.kept import store_of
 from localllm.web.api.responses.params import params_of, template_of, tools_of
-from localllm.web.api.responses.schema import ResponsesBody
+from localllm.web.api.responses.schema import Reasoning, ResponsesBody, TextConfig
 from localllm.web.api.responses.store import decoded
 from localllm.web.api.responses.truncation import truncated, wanted_tokens
 from localllm.web.errors import MissingParameter
@@ -40,9 +42,20 @@ class _Asked:
     warnings: Sequence[str]
 
 
-@post("/v1/responses", status_code=200)
+BODY = RequestBody(
+    ResponsesBody,
+    RULES,
+    {"text": RequestBody(TextConfig, TEXT_RULES), "reasoning": RequestBody(Reasoning, REASONING_RULES)},
+    {"input": "Why is the sky blue?", "max_output_tokens": 64},
+)
+
+
+@post("/v1/responses", status_code=200, operation=Operation(shapes.Response, BODY, shapes.AnyEvent, also=OF_MODELS))
 async def responses(request: ApiRequest) -> ASGIResponse:
-    """Answer a conversation, and store the answer."""
+    """Answer input items with output items.
+
+    The answer is stored unless `store` is false. With `stream: true` it is sent as events.
+    """
     asked = await _asked(request)
     model, chat = asked.model, asked.chat.within_context(len(asked.token_ids), asked.model)
     generation = chat.generation(model, asked.token_ids)
@@ -62,9 +75,11 @@ async def responses(request: ApiRequest) -> ASGIResponse:
     return await whole(request, generation, respond, asked.warnings)
 
 
-@post("/v1/responses/input_tokens", status_code=200)
+@post(
+    "/v1/responses/input_tokens", status_code=200, operation=Operation(shapes.ResponseInputTokens, BODY, also=OF_MODELS)
+)
 async def input_tokens(request: ApiRequest) -> ASGIResponse:
-    """Count the prompt tokens of the body."""
+    """Count the prompt tokens of a request without running it."""
     asked = await _asked(request)
     counted = {"object": "response.input_tokens", "input_tokens": len(asked.token_ids)}
     return json_response(counted, warning_headers(asked.warnings))

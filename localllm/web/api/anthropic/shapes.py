@@ -1,17 +1,13 @@
-"""Requests and answers of the Anthropic dialect.
+"""Answers of the Anthropic dialect, as they are sent.
 
-Does not know: how answers are made (api/anthropic).
+Does not know: where the values come from.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from localllm.web.api.anthropic.fields import CHOICE_RULES, OUTPUT_RULES, RULES, THINKING_RULES, TOOL_RULES
-from localllm.web.api.anthropic.messages import count_tokens, messages
-from localllm.web.api.anthropic.schema import CountBody, MessagesBody, OutputConfig, Thinking, Tool, ToolChoice
-from localllm.web.openapi.bodies import Body
-from localllm.web.openapi.document import OF_MODELS, Operation, Shape, Table
+from localllm.web.shape import Shape
 
 
 class Usage(Shape):
@@ -115,28 +111,3 @@ Event = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta
 
 class TokenCount(Shape):
     input_tokens: int
-
-
-_INSIDE = {
-    "output_config": Body(OutputConfig, OUTPUT_RULES),
-    "thinking": Body(Thinking, THINKING_RULES),
-    "tools": Body(Tool, TOOL_RULES),
-    "tool_choice": Body(ToolChoice, CHOICE_RULES),
-}
-_EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
-
-TABLE: Table = {
-    messages: Operation(
-        "Answer a conversation.",
-        Message,
-        Body(MessagesBody, RULES, _INSIDE, _EXAMPLE | {"max_tokens": 64}),
-        Event,
-        also=OF_MODELS,
-    ),
-    count_tokens: Operation(
-        "Count the prompt tokens of a request without running it.",
-        TokenCount,
-        Body(CountBody, RULES, _INSIDE, _EXAMPLE),
-        also=OF_MODELS,
-    ),
-}

@@ -1,6 +1,6 @@
-"""Requests and answers of OpenAI's responses API.
+"""Answers of OpenAI's responses API, as they are sent.
 
-Does not know: how answers are made (api/responses).
+Does not know: where the values come from.
 """
 
 from __future__ import annotations
@@ -9,13 +9,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from localllm.web.api.responses.fields import REASONING_RULES, RULES, TEXT_RULES
-from localllm.web.api.responses.kept import cancel, delete_response, input_items, show_response
-from localllm.web.api.responses.responses import input_tokens, responses
-from localllm.web.api.responses.schema import ItemsQuery, Reasoning, ResponsesBody, TextConfig
-from localllm.web.openapi.bodies import Body
-from localllm.web.openapi.document import OF_MODELS, Operation, Shape, Table
-from localllm.web.openapi.openai import InputTokens
+from localllm.web.shape import Shape
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -208,6 +202,11 @@ AnyEvent = (
 )  # fmt: skip
 
 
+class ResponseInputTokens(Shape):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class Deleted(Shape):
     id: str
     object: Literal["response"]
@@ -220,22 +219,3 @@ class Items(Shape):
     first_id: str | None
     last_id: str | None
     has_more: bool
-
-
-_BODY = Body(
-    ResponsesBody,
-    RULES,
-    {"text": Body(TextConfig, TEXT_RULES), "reasoning": Body(Reasoning, REASONING_RULES)},
-    {"input": "Why is the sky blue?", "max_output_tokens": 64},
-)
-
-TABLE: Table = {
-    responses: Operation("Answer input items with output items.", Response, _BODY, AnyEvent, also=OF_MODELS),
-    input_tokens: Operation(
-        "Count the prompt tokens of a request without running it.", InputTokens, _BODY, also=OF_MODELS
-    ),
-    show_response: Operation("Show a stored response.", Response, also=(404,)),
-    delete_response: Operation("Delete a stored response.", Deleted, also=(404,)),
-    input_items: Operation("List the input items of a stored response.", Items, query=ItemsQuery, also=(404,)),
-    cancel: Operation("Unsupported: a stored response has already ended.", also=(404,), success=()),
-}

@@ -1,6 +1,6 @@
-"""Requests and answers of the OpenAI dialect for texts and models, including vLLM's and llama.cpp's routes.
+"""Answers of the OpenAI dialect, including vLLM's, llama.cpp's and Cohere's, as they are sent.
 
-Does not know: how answers are made (api/openai).
+Does not know: where the values come from.
 """
 
 from __future__ import annotations
@@ -9,21 +9,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from localllm.web.api.openai.adapters import (
-    LoadAdapterBody,
-    UnloadAdapterBody,
-    load_lora_adapter,
-    unload_lora_adapter,
-)
-from localllm.web.api.openai.chat import apply_template, chat_completions, chat_input_tokens
-from localllm.web.api.openai.completions import completions
-from localllm.web.api.openai.fields import CHAT_RULES, RULES
-from localllm.web.api.openai.models import list_models, show_model
-from localllm.web.api.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from localllm.web.api.openai.tokenize import detokenize, tokenize, tokenizer_info
-from localllm.web.api.router import ModelQuery
-from localllm.web.openapi.bodies import Body
-from localllm.web.openapi.document import OF_MODELS, TEXT, Operation, Shape, Table
+from localllm.web.shape import Shape
 
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 
@@ -256,44 +242,50 @@ class Models(Shape):
     data: list[Model]
 
 
-_CHAT = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}
-_ADAPTER = {"lora_name": "sql", "lora_path": "/models/sql-lora"}
+class PoolingUsage(Shape):
+    prompt_tokens: int
+    total_tokens: int
 
-TABLE: Table = {
-    list_models: Operation("List the models that are loaded or can be loaded by a request.", Models, also=(503,)),
-    show_model: Operation("Show one model, without loading it.", Model, also=(404,)),
-    chat_completions: Operation(
-        "Answer a conversation.", ChatCompletion, Body(ChatBody, CHAT_RULES, example=_CHAT), ChatCompletionChunk,
-        also=OF_MODELS,
-    ),
-    chat_input_tokens: Operation(
-        "Count the prompt tokens of a request without running it.", InputTokens,
-        Body(ChatBody, CHAT_RULES, example=_CHAT),
-        also=OF_MODELS,
-    ),
-    apply_template: Operation(
-        "Render the prompt of a chat request as text.", Prompt, Body(ChatBody, CHAT_RULES, example=_CHAT),
-        also=OF_MODELS,
-    ),
-    completions: Operation(
-        "Continue a text, a list of texts, or token ids.", Completion,
-        Body(CompletionBody, RULES, example={"prompt": "The sky is", "max_tokens": 16}), CompletionChunk,
-        also=OF_MODELS,
-    ),
-    tokenize: Operation(
-        "Tokenize `prompt`, `content` or `messages`.", Tokens,
-        Body(TokenizeBody, RULES, example={"prompt": "Hello"}), also=OF_MODELS,
-    ),
-    detokenize: Operation(
-        "Convert token ids to text.", Text, Body(DetokenizeBody, RULES, example={"tokens": [5, 6]}), also=OF_MODELS,
-    ),
-    tokenizer_info: Operation(
-        "Show a model's special tokens, chat template and context length.", TokenizerInfo, query=ModelQuery,
-        also=OF_MODELS,
-    ),
-    load_lora_adapter: Operation("Load a LoRA adapter.", TEXT, Body(LoadAdapterBody, example=_ADAPTER), also=OF_MODELS),
-    unload_lora_adapter: Operation(
-        "Unload a LoRA adapter; returns when its last request has ended.", TEXT,
-        Body(UnloadAdapterBody, example={"lora_name": "sql"}), also=OF_MODELS,
-    ),
-}  # fmt: skip
+
+class Embedding(Shape):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # str: base64 of little-endian fp32
+
+
+class Embeddings(Shape):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: PoolingUsage
+
+
+class RankedText(Shape):
+    text: str
+
+
+class Ranked(Shape):
+    index: int
+    relevance_score: float
+    document: RankedText | UnsetType = UNSET
+
+
+class Ranking(Shape):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: PoolingUsage
+
+
+class Score(Shape):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Shape):
+    id: str
+    object: Literal["list"]
+    model: str
+    data: list[Score]
+    usage: PoolingUsage

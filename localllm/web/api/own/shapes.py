@@ -1,0 +1,182 @@
+"""Answers of localllm's own routes and of the model management routes of other servers, as they are sent.
+
+Does not know: where the values come from.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from localllm.models.library.hub.downloads import State
+from localllm.models.library.hub.repository import Found
+from localllm.web.errors import OpenAIProblem
+from localllm.web.shape import Shape
+
+
+class PartOfServer(Shape):
+    """A part of the server and its state. `seconds`: how long it has been stalled, or was stalled last."""
+
+    part: str
+    state: Literal["ok", "slow", "stuck", "dead"]
+    seconds: float
+    why: str
+
+
+class Health(Shape):
+    """`parts` lists the parts that are slow."""
+
+    status: Literal["ok", "slow"]
+    parts: tuple[PartOfServer, ...] = ()
+
+
+class ServerReport(Shape):
+    """The watchdog's report about the process."""
+
+    object: Literal["server"]
+    version: str
+    pid: int
+    uptime_s: float
+    status: Literal["ok", "slow", "stuck", "dead"]
+    parts: list[PartOfServer]
+    engines: dict[str, Any]
+    loop_lag_s: float
+    longest_loop_lag_s: float
+    rss_bytes: int
+    num_threads: int
+    open_requests: int
+    num_faults: int
+    last_fault: dict[str, Any] | None
+    fault_file: str | None
+
+
+class Version(Shape):
+    version: str
+
+
+class Status(Shape):
+    """One line of `localllm ps`."""
+
+    id: str
+    object: Literal["model"]
+    name: str
+    state: str
+    pinned: bool
+    size_bytes: int
+    device: str
+    max_model_len: int | None
+    kv_usage: float | None
+    num_requests: int
+    expires_in_s: float | None
+    idle_s: float | None
+    phase: dict[str, Any] | None
+    error: str | None
+
+
+class Statuses(Shape):
+    object: Literal["list"]
+    data: list[Status]
+
+
+class StatusWithStats(Status):
+    stats: dict[str, Any] | None
+
+
+class Stats(Shape):
+    object: Literal["list"]
+    data: list[StatusWithStats]
+
+
+class InstalledModel(Shape):
+    id: str
+    object: Literal["model"]
+    source: str
+    format: str
+    size_bytes: int
+    revision: str | None
+    last_read: int
+
+
+class AllInstalled(Shape):
+    object: Literal["list"]
+    data: list[InstalledModel]
+
+
+class DeletedModel(Shape):
+    id: str
+    object: Literal["model"]
+    deleted: bool
+    freed_bytes: int
+
+
+class AllFound(Shape):
+    object: Literal["list"]
+    data: list[Found]
+
+
+class File(Shape):
+    name: str
+    size: int
+    cached_bytes: int
+
+
+class Plan(Shape):
+    model: str
+    repo_id: str
+    revision: str
+    commit: str
+    total_bytes: int
+    cached_bytes: int
+    needed_bytes: int
+    free_bytes: int
+    fits_on_disk: bool
+    gated: bool
+    license: str
+    files: list[File]
+
+
+class Download(Shape):
+    id: str
+    model: str
+    state: State
+    started: int
+    bytes_done: int
+    bytes_total: int
+    files_done: int
+    files_total: int
+    bytes_per_s: int
+    eta_s: float | None
+    note: str
+    error: OpenAIProblem | None
+
+
+class DownloadList(Shape):
+    object: Literal["list"]
+    data: list[Download]
+
+
+class Slot(Shape):
+    """A sequence that is running or waiting."""
+
+    id: int
+    id_task: str
+    model: str
+    n_ctx: int
+    is_processing: bool
+    state: str
+    n_prompt_tokens: int
+    n_prompt_tokens_cache: int
+    next_token: list[dict[str, int]]
+    n_blocks: int
+    started: float
+
+
+class Success(Shape):
+    success: bool
+
+
+class RouterDeletedModel(DeletedModel):
+    success: bool
+
+
+class Sleeping(Shape):
+    is_sleeping: bool
