@@ -22,12 +22,13 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from localllm.logs.fault_log import FaultLog
+from localllm.logs.fault_log import Fault, FaultLog
 from localllm.machine import memory
 from localllm.units import format_bytes
 from localllm.version import __version__
+from localllm.web.shape import Shape
 
 if TYPE_CHECKING:
     from localllm.engine.pulse import Pulse
@@ -54,14 +55,33 @@ TRIM_WORKED_S, TRIM_WORKED_EVERY_S = 1.0, 15.0
 """CPU seconds after which something may have been freed that was in use at the last time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One part of the server. `seconds`: how long it has been in this state, or how long it was stalled."""
+class PartOfServer(Shape):
+    """A part of the server and its state. `seconds`: how long it has been in this state, or how long it was stalled."""
 
     part: str
     state: State
     seconds: float
     why: str
+
+
+class ServerReport(Shape):
+    """The watchdog's report about the process."""
+
+    object: Literal["server"]
+    version: str
+    pid: int
+    uptime_s: float
+    status: State
+    parts: list[PartOfServer]
+    engines: dict[str, dict[str, float | None]]
+    loop_lag_s: float
+    longest_loop_lag_s: float
+    rss_bytes: int
+    num_threads: int
+    open_requests: int
+    num_faults: int
+    last_fault: Fault | None
+    fault_file: str | None
 
 
 @dataclass(slots=True)
@@ -101,12 +121,12 @@ class Watchdog:
 
     # Reports ------------------------------------------------------------------------------------------------------
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[PartOfServer]:
         now_s = time.monotonic()
         return [self._event_loop(now_s), *self._engine_parts(now_s), *self._compiler_parts()]
 
-    def report(self) -> dict[str, Any]:
-        """Return everything known about this process, as plain values."""
+    def report(self) -> ServerReport:
+        """Return everything known about this process."""
         now_s, last, parts = time.monotonic(), self.faults.last, self.parts()
         engines = {
             name: {
@@ -116,45 +136,46 @@ class Watchdog:
             }
             for name, seen in list(self._engines.items())
         }
-        return {
-            "version": __version__,
-            "pid": os.getpid(),
-            "uptime_s": round(time.time() - self.started_s, 1),
-            "status": worst(parts),
-            "parts": parts,
-            "engines": engines,
-            "loop_lag_s": round(self._lag(now_s), 3),
-            "longest_loop_lag_s": round(max((*self._lags, self._lag(now_s))), 3),
-            "rss_bytes": memory.resident_bytes(),
-            "num_threads": threading.active_count(),
-            "open_requests": self.manager.num_open,
-            "num_faults": self.faults.count,
-            "last_fault": last,
-            "fault_file": str(self.faults.path) if self.faults.path is not None else None,
-        }
+        return ServerReport(
+            object="server",
+            version=__version__,
+            pid=os.getpid(),
+            uptime_s=round(time.time() - self.started_s, 1),
+            status=worst(parts),
+            parts=parts,
+            engines=engines,
+            loop_lag_s=round(self._lag(now_s), 3),
+            longest_loop_lag_s=round(max((*self._lags, self._lag(now_s))), 3),
+            rss_bytes=memory.resident_bytes(),
+            num_threads=threading.active_count(),
+            open_requests=self.manager.num_open,
+            num_faults=self.faults.count,
+            last_fault=last,
+            fault_file=str(self.faults.path) if self.faults.path is not None else None,
+        )
 
-    def _event_loop(self, now_s: float) -> Part:
+    def _event_loop(self, now_s: float) -> PartOfServer:
         lag_s = self._lag(now_s)
         longest_s = max((*self._lags, lag_s))
         if lag_s >= LOOP_STUCK_S:
-            return Part("event loop", "stuck", lag_s, f"It has not run for {lag_s:.0f} s.")
+            return PartOfServer("event loop", "stuck", lag_s, f"It has not run for {lag_s:.0f} s.")
         if longest_s >= LOOP_SLOW_S:
-            return Part(
+            return PartOfServer(
                 "event loop", "slow", longest_s, f"It was blocked for {longest_s:.1f} s within the last minute."
             )
-        return Part("event loop", "ok", longest_s, "")
+        return PartOfServer("event loop", "ok", longest_s, "")
 
-    def _engine_parts(self, now_s: float) -> list[Part]:
+    def _engine_parts(self, now_s: float) -> list[PartOfServer]:
         return [_judge(f"engine {name}", seen, now_s) for name, seen in list(self._engines.items())]
 
-    def _compiler_parts(self) -> list[Part]:
+    def _compiler_parts(self) -> list[PartOfServer]:
         parts = []
         for model in self.manager.ready:
             for pool in model.client.compilers:
                 busy_s = pool.standing_still_s()
                 if busy_s >= COMPILE_STUCK_S:
                     why = f"Each of {pool.num_threads} threads has been compiling the same grammar for {busy_s:.0f} s."
-                    parts.append(Part(f"compilers {model.name}", "stuck", busy_s, why))
+                    parts.append(PartOfServer(f"compilers {model.name}", "stuck", busy_s, why))
         return parts
 
     def _lag(self, now_s: float) -> float:
@@ -239,7 +260,7 @@ class Watchdog:
         log.debug("trimmed rss=%s to=%s", format_bytes(before_bytes), format_bytes(self._kept_bytes))
 
 
-def worst(parts: list[Part]) -> State:
+def worst(parts: list[PartOfServer]) -> State:
     """Return the worst state of all parts. Stuck compilers count as slow, because requests without a grammar are still
     served.
     """
@@ -247,22 +268,22 @@ def worst(parts: list[Part]) -> State:
     return max(states, key=SEVERITY.index, default="ok")
 
 
-def _judge(part: str, seen: _Engine, now_s: float) -> Part:
+def _judge(part: str, seen: _Engine, now_s: float) -> PartOfServer:
     for_s = now_s - seen.since_s
     if not seen.pulse.is_alive:
-        return Part(
+        return PartOfServer(
             part, "dead", for_s, "Its thread has ended. The model is loaded again, at the latest for the next request."
         )
     if not seen.pulse.has_work or for_s < STEP_SLOW_S:
-        return Part(part, "ok", for_s, "")
+        return PartOfServer(part, "ok", for_s, "")
     if for_s >= LONGEST_STEP_S:
-        return Part(part, "stuck", for_s, f"It has had work for {for_s:.0f} s but finished no step.")
+        return PartOfServer(part, "stuck", for_s, f"It has had work for {for_s:.0f} s but finished no step.")
     if len(seen.cpu) > 1 and seen.cpu[-1][0] - seen.cpu[0][0] >= STEP_IDLE_S - 2 * LOOK_EVERY_S:
         share = (seen.cpu[-1][1] - seen.cpu[0][1]) / (seen.cpu[-1][0] - seen.cpu[0][0])
         if share < IDLE_SHARE:
             why = f"Its step has run for {for_s:.0f} s and used {share:.1%} of a core in the last {STEP_IDLE_S:.0f} s."
-            return Part(part, "stuck", for_s, why)
-    return Part(part, "slow", for_s, f"Its step has run for {for_s:.0f} s.")
+            return PartOfServer(part, "stuck", for_s, why)
+    return PartOfServer(part, "slow", for_s, f"Its step has run for {for_s:.0f} s.")
 
 
 def thread_cpu_s(thread_id: int | None) -> float | None:

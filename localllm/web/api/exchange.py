@@ -23,6 +23,7 @@ from localllm.units import format_count, parse_keep_alive
 from localllm.web.access.caller import prefix_owner_of
 from localllm.web.api.generation import observed
 from localllm.web.errors import BodyTooLarge, MalformedBody, UnsupportedMediaType
+from localllm.web.shape import Shape
 
 ApiRequest = Request[Any, Any, Any]
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -163,7 +164,7 @@ def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
 
 
 def json_response(
-    content: dict[str, Any] | list[dict[str, Any]], headers: dict[str, str] | None = None, status_code: int = 200
+    content: Shape | Sequence[Shape] | dict[str, Any], headers: dict[str, str] | None = None, status_code: int = 200
 ) -> ASGIResponse:
     body = msgspec.json.encode(content)
     return ASGIResponse(body=body, media_type="application/json", headers=headers, status_code=status_code)

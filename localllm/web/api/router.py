@@ -21,6 +21,7 @@ import msgspec
 from litestar import delete, get, post
 from litestar.response.base import ASGIResponse
 from litestar.types import ControllerRouterHandler
+from msgspec.structs import asdict
 
 from localllm.engine.stats import RequestTimeline
 from localllm.errors import InvalidParameter
@@ -69,20 +70,20 @@ def _live(models: list[ServedModel]) -> list[tuple[ServedModel, RequestTimeline]
     ]
 
 
-def _slot(id: int, model: ServedModel, timeline: RequestTimeline) -> dict[str, Any]:
-    return {
-        "id": id,
-        "id_task": timeline.request_id,
-        "model": model.name,
-        "n_ctx": model.plan.max_model_len,
-        "is_processing": timeline.state == "running",
-        "state": timeline.state,
-        "n_prompt_tokens": timeline.num_prompt_tokens,
-        "n_prompt_tokens_cache": timeline.num_cached_tokens,
-        "next_token": [{"n_decoded": timeline.num_output_tokens}],
-        "n_blocks": timeline.num_blocks,
-        "started": timeline.arrived_s,
-    }
+def _slot(id: int, model: ServedModel, timeline: RequestTimeline) -> shapes.Slot:
+    return shapes.Slot(
+        id=id,
+        id_task=timeline.request_id,
+        model=model.name,
+        n_ctx=model.plan.max_model_len,
+        is_processing=timeline.state == "running",
+        state=timeline.state,
+        n_prompt_tokens=timeline.num_prompt_tokens,
+        n_prompt_tokens_cache=timeline.num_cached_tokens,
+        next_token=[{"n_decoded": timeline.num_output_tokens}],
+        n_blocks=timeline.num_blocks,
+        started=timeline.arrived_s,
+    )
 
 
 @post(
@@ -99,7 +100,7 @@ async def load(request: ApiRequest) -> ASGIResponse:
     """
     body = await model_body(request, ModelBody)
     await manager_of(request).load(body.model, wait=False)
-    return json_response({"success": True})
+    return json_response(shapes.Success(success=True))
 
 
 @post(
@@ -115,7 +116,7 @@ async def unload(request: ApiRequest) -> ASGIResponse:
     """
     body = await model_body(request, ModelBody)
     await manager_of(request).unload(body.model)
-    return json_response({"success": True})
+    return json_response(shapes.Success(success=True))
 
 
 @delete("/models", status_code=200, operation=Operation(shapes.RouterDeletedModel, query=RemoveQuery, also=OF_MODELS))
@@ -127,7 +128,8 @@ async def remove(request: ApiRequest) -> ASGIResponse:
     name = request.query_params.get("model", "").strip()
     if not name:
         raise MissingParameter("Missing required parameter: 'model'.", "Send it in the query string.", param="model")
-    return json_response(await remove_model(request, name) | {"success": True})
+    deleted = await remove_model(request, name)
+    return json_response(shapes.RouterDeletedModel(**asdict(deleted), success=True))
 
 
 @post("/sleep", status_code=200, operation=Operation(dict[str, Any], query=SleepQuery, also=OF_MODELS))
@@ -173,7 +175,7 @@ async def is_sleeping(request: ApiRequest) -> ASGIResponse:
     vLLM has the same route.
     """
     entry = _meant(request)
-    return json_response({"is_sleeping": entry is not None and entry.state in GONE})
+    return json_response(shapes.Sleeping(is_sleeping=entry is not None and entry.state in GONE))
 
 
 def _meant(request: ApiRequest) -> ModelEntry | None:

@@ -13,7 +13,7 @@ from localllm.version import __version__
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of
 from localllm.web.api.operation import TEXT, Operation
 from localllm.web.api.own import shapes
-from localllm.web.watchdog import Watchdog, worst
+from localllm.web.watchdog import ServerReport, Watchdog, worst
 
 
 class StandsStill(EngineError):
@@ -34,17 +34,17 @@ async def health(request: ApiRequest) -> ASGIResponse:
     parts = watchdog_of(request).parts()
     status = worst(parts)
     if status == "ok":
-        return json_response({"status": "ok"})
+        return json_response(shapes.Health("ok"))
     if status == "slow":
-        return json_response({"status": "slow", "parts": [each for each in parts if each.state != "ok"]})
+        return json_response(shapes.Health("slow", [each for each in parts if each.state != "ok"]))
     part = next(each for each in parts if each.state == status)
     raise StandsStill(f"{part.part} is {part.state}.".capitalize(), part.why, "localllm doctor --server")
 
 
-@get("/localllm/v1/server", operation=Operation(shapes.ServerReport, guide="watchdog"))
+@get("/localllm/v1/server", operation=Operation(ServerReport, guide="watchdog"))
 async def server(request: ApiRequest) -> ASGIResponse:
     """Report the state of the server's parts."""
-    return json_response({"object": "server", **watchdog_of(request).report()})
+    return json_response(watchdog_of(request).report())
 
 
 def watchdog_of(request: ApiRequest) -> Watchdog:
@@ -55,7 +55,7 @@ def watchdog_of(request: ApiRequest) -> Watchdog:
 @get(["/version", "/api/version"], operation=Operation(shapes.Version))
 async def version() -> ASGIResponse:
     """Show the version."""
-    return json_response({"version": __version__})
+    return json_response(shapes.Version(__version__))
 
 
 @head("/", operation=Operation())

@@ -15,8 +15,7 @@ access/auth.py checks the key on all of them. Does not know: how files are downl
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from litestar import delete, get, post
@@ -70,7 +69,7 @@ class SearchQuery(msgspec.Struct, kw_only=True):
 @get("/localllm/v1/models", operation=Operation(shapes.AllInstalled))
 async def installed(request: ApiRequest) -> ASGIResponse:
     """List the models on this machine."""
-    return json_response({"object": "list", "data": await asyncio.to_thread(_installed)})
+    return json_response(shapes.AllInstalled("list", await asyncio.to_thread(_installed)))
 
 
 @delete(
@@ -97,7 +96,7 @@ async def search(request: ApiRequest) -> ASGIResponse:
     asked = read_query(request, SearchQuery)
     query = _said(asked.q, "q")
     found = await asyncio.to_thread(search_hub, query, limit=asked.limit, format=asked.format)
-    return json_response({"object": "list", "data": [asdict(each) for each in found]})
+    return json_response(shapes.AllFound("list", found))
 
 
 @get("/localllm/v1/models/plan", operation=Operation(shapes.Plan, query=PlanQuery, also=OF_MODELS))
@@ -108,13 +107,14 @@ async def plan(request: ApiRequest) -> ASGIResponse:
     require_online(request)
     asked = read_query(request, PlanQuery)
     name = _said(asked.model, "model")
-    return json_response(plan_facts(await asyncio.to_thread(plan_download, name, asked.revision)))
+    planned = await asyncio.to_thread(plan_download, name, asked.revision)
+    return json_response(shapes.Plan(**plan_facts(planned)))
 
 
 @get("/localllm/v1/models/downloads", operation=Operation(shapes.DownloadList))
 async def list_downloads(request: ApiRequest) -> ASGIResponse:
     """List the downloads of this server."""
-    return json_response({"object": "list", "data": [status_facts(each) for each in downloads_of(request).list()]})
+    return json_response(shapes.DownloadList("list", [_download(each) for each in downloads_of(request).list()]))
 
 
 @post(
@@ -128,20 +128,20 @@ async def start_download(request: ApiRequest) -> ASGIResponse:
     require_online(request)
     body = await struct_body(request, PullBody)
     status = await asyncio.to_thread(downloads_of(request).start, body.model, body.revision, body.include)
-    return json_response(status_facts(status))
+    return json_response(_download(status))
 
 
 @get("/localllm/v1/models/downloads/{id:str}", operation=Operation(shapes.Download, also=(404,)))
 async def show_download(request: ApiRequest) -> ASGIResponse:
     """Show one download."""
-    return json_response(status_facts(downloads_of(request).get(request.path_params["id"])))
+    return json_response(_download(downloads_of(request).get(request.path_params["id"])))
 
 
 @delete("/localllm/v1/models/downloads/{id:str}", status_code=200, operation=Operation(shapes.Download, also=(404,)))
 async def cancel_download(request: ApiRequest) -> ASGIResponse:
     """Stop a download; downloaded bytes are kept."""
     status = await asyncio.to_thread(downloads_of(request).cancel, request.path_params["id"])
-    return json_response(status_facts(status))
+    return json_response(_download(status))
 
 
 def routes() -> list[ControllerRouterHandler]:
@@ -157,15 +157,15 @@ def routes() -> list[ControllerRouterHandler]:
     ]
 
 
-def status_facts(status: DownloadStatus) -> dict[str, Any]:
-    return {
-        "id": status.id,
-        "model": status.plan.name,
-        "state": status.state,
-        "started": int(status.started_s),
+def _download(status: DownloadStatus) -> shapes.Download:
+    return shapes.Download(
+        id=status.id,
+        model=status.plan.name,
+        state=status.state,
+        started=int(status.started_s),
         **progress_facts(status.progress),
-        "error": openai_error(status.error).error if status.error else None,
-    }
+        error=openai_error(status.error).error if status.error else None,
+    )
 
 
 def downloads_of(request: ApiRequest) -> Downloads:
@@ -186,19 +186,19 @@ def _said(text: str, name: str) -> str:
     return text.strip()
 
 
-def _installed() -> list[dict[str, Any]]:
+def _installed() -> list[shapes.InstalledModel]:
     from localllm.models.library.catalog import list_models
 
     return [
-        {
-            "id": model.name,
-            "object": "model",
-            "source": model.source,
-            "format": model.format,
-            "size_bytes": model.size_bytes,
-            "revision": model.revision,
-            "last_read": int(model.used_s),
-        }
+        shapes.InstalledModel(
+            id=model.name,
+            object="model",
+            source=model.source,
+            format=model.format,
+            size_bytes=model.size_bytes,
+            revision=model.revision,
+            last_read=int(model.used_s),
+        )
         for model in list_models()
     ]
 
@@ -208,14 +208,14 @@ def _in_use(request: ApiRequest) -> list[ModelEntry]:
     return [entry for entry in manager_of(request).entries if entry.state not in ("unloaded", "failed")]
 
 
-async def remove_model(request: ApiRequest, name: str, revision: str | None = None) -> dict[str, Any]:
+async def remove_model(request: ApiRequest, name: str, revision: str | None = None) -> shapes.DeletedModel:
     """Delete the model of that name. Raises `ModelInUse`, `ModelNotFound` and `ConfigError`; see `to_remove`."""
     from localllm.models.library.hub.cache import to_remove
 
     return await remove_found(request, await asyncio.to_thread(to_remove, name, revision))
 
 
-async def remove_found(request: ApiRequest, target: RemovalTarget) -> dict[str, Any]:
+async def remove_found(request: ApiRequest, target: RemovalTarget) -> shapes.DeletedModel:
     """Delete what `to_remove` found. Raises `ModelInUse`."""
     from localllm.models.library.hub.cache import remove_target
 
@@ -223,7 +223,7 @@ async def remove_found(request: ApiRequest, target: RemovalTarget) -> dict[str, 
     removed = await asyncio.to_thread(remove_target, target)
     if target.alias_of is not None:
         manager_of(request).register.remove_name(target.name)
-    return {"id": target.name, "object": "model", "deleted": True, "freed_bytes": removed.freed_bytes}
+    return shapes.DeletedModel(target.name, "model", deleted=True, freed_bytes=removed.freed_bytes)
 
 
 async def copy_model(request: ApiRequest, source: str, name: str) -> None:

@@ -14,7 +14,7 @@ access/auth.py checks the key on all of them. Does not know: how models are load
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from litestar import get, post
@@ -65,7 +65,7 @@ DEMO = {"model": "demo"}
 async def loaded(request: ApiRequest) -> ASGIResponse:
     """List each model that is or was loaded."""
     statuses = manager_of(request).statuses()
-    return json_response({"object": "list", "data": [status_facts(status) for status in statuses]})
+    return json_response(shapes.Statuses("list", [_status(status) for status in statuses]))
 
 
 @get(f"{ROOT}/stats", operation=Operation(shapes.Stats))
@@ -74,8 +74,11 @@ async def stats(request: ApiRequest) -> ASGIResponse:
     manager = manager_of(request)
     taken = {model.name: model.client.stats() for model in manager.ready}
     cut = {name: replace(each, requests=each.requests[:MAX_REQUESTS]) for name, each in taken.items()}
-    data = [{**status_facts(status), "stats": cut.get(status.name)} for status in manager.statuses()]
-    return json_response({"object": "list", "data": data})
+    data = [
+        shapes.StatusWithStats(status.name, "model", **asdict(status), stats=cut.get(status.name))
+        for status in manager.statuses()
+    ]
+    return json_response(shapes.Stats("list", data))
 
 
 @post(
@@ -93,7 +96,7 @@ async def load(request: ApiRequest) -> ASGIResponse:
     body = await model_body(request, LoadBody)
     keep_alive_s = keep_alive_seconds(body.keep_alive)
     status = await manager_of(request).load(body.model, pin=body.pin, keep_alive_s=keep_alive_s, wait=body.wait)
-    return json_response(status_facts(status), status_code=200 if status.state == "ready" else 202)
+    return json_response(_status(status), status_code=200 if status.state == "ready" else 202)
 
 
 @post(
@@ -108,7 +111,7 @@ async def unload(request: ApiRequest) -> ASGIResponse:
     A load is cancelled.
     """
     body = await model_body(request, ModelBody)
-    return json_response(status_facts(await manager_of(request).unload(body.model)))
+    return json_response(_status(await manager_of(request).unload(body.model)))
 
 
 @post(
@@ -120,7 +123,7 @@ async def unload(request: ApiRequest) -> ASGIResponse:
 async def sleep(request: ApiRequest) -> ASGIResponse:
     """Put a model to sleep: keep its weights in host memory and free the rest."""
     body = await model_body(request, ModelBody)
-    return json_response(status_facts(await manager_of(request).sleep(body.model)))
+    return json_response(_status(await manager_of(request).sleep(body.model)))
 
 
 @post(
@@ -132,7 +135,7 @@ async def sleep(request: ApiRequest) -> ASGIResponse:
 async def wake(request: ApiRequest) -> ASGIResponse:
     """Wake a sleeping model."""
     body = await model_body(request, ModelBody)
-    return json_response(status_facts(await manager_of(request).wake(body.model)))
+    return json_response(_status(await manager_of(request).wake(body.model)))
 
 
 @post(
@@ -144,15 +147,15 @@ async def wake(request: ApiRequest) -> ASGIResponse:
 async def pin(request: ApiRequest) -> ASGIResponse:
     """Pin or unpin a model; a pinned model is never evicted."""
     body = await model_body(request, PinBody)
-    return json_response(status_facts(manager_of(request).pin(body.model, body.pinned)))
+    return json_response(_status(manager_of(request).pin(body.model, body.pinned)))
 
 
 def routes() -> list[ControllerRouterHandler]:
     return [loaded, stats, load, unload, sleep, wake, pin]
 
 
-def status_facts(status: ModelStatus) -> dict[str, Any]:
-    return {"id": status.name, "object": "model", **asdict(status)}
+def _status(status: ModelStatus) -> shapes.Status:
+    return shapes.Status(status.name, "model", **asdict(status))
 
 
 async def model_body(request: ApiRequest, kind: type[Body]) -> Body:

@@ -5,48 +5,25 @@ Does not know: where the values come from.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
+from msgspec import UNSET, UnsetType
+
+from localllm.engine.stats import EngineStats
 from localllm.models.library.hub.downloads import State
 from localllm.models.library.hub.repository import Found
+from localllm.serving import entry
+from localllm.serving.phases import Phase
 from localllm.web.errors import OpenAIProblem
 from localllm.web.shape import Shape
-
-
-class PartOfServer(Shape):
-    """A part of the server and its state. `seconds`: how long it has been stalled, or was stalled last."""
-
-    part: str
-    state: Literal["ok", "slow", "stuck", "dead"]
-    seconds: float
-    why: str
+from localllm.web.watchdog import PartOfServer
 
 
 class Health(Shape):
     """`parts` lists the parts that are slow."""
 
     status: Literal["ok", "slow"]
-    parts: tuple[PartOfServer, ...] = ()
-
-
-class ServerReport(Shape):
-    """The watchdog's report about the process."""
-
-    object: Literal["server"]
-    version: str
-    pid: int
-    uptime_s: float
-    status: Literal["ok", "slow", "stuck", "dead"]
-    parts: list[PartOfServer]
-    engines: dict[str, Any]
-    loop_lag_s: float
-    longest_loop_lag_s: float
-    rss_bytes: int
-    num_threads: int
-    open_requests: int
-    num_faults: int
-    last_fault: dict[str, Any] | None
-    fault_file: str | None
+    parts: list[PartOfServer] | UnsetType = UNSET
 
 
 class Version(Shape):
@@ -59,7 +36,7 @@ class Status(Shape):
     id: str
     object: Literal["model"]
     name: str
-    state: str
+    state: entry.State
     pinned: bool
     size_bytes: int
     device: str
@@ -68,7 +45,7 @@ class Status(Shape):
     num_requests: int
     expires_in_s: float | None
     idle_s: float | None
-    phase: dict[str, Any] | None
+    phase: Phase | None
     error: str | None
 
 
@@ -78,7 +55,7 @@ class Statuses(Shape):
 
 
 class StatusWithStats(Status):
-    stats: dict[str, Any] | None
+    stats: EngineStats | None
 
 
 class Stats(Shape):

@@ -86,7 +86,7 @@ async def delete_model(request: Request[Any, Any, Any]) -> Response[Any]:
     except LocalLLMError as error:
         return await installed_page(request, error=error)
     await library.shelf.look(anew=True)
-    freed = format_bytes(removed["freed_bytes"])
+    freed = format_bytes(removed.freed_bytes)
     return Redirect(f"/library?{library.say(f'{model} was deleted; {freed} freed.')}", status_code=303)
 
 
