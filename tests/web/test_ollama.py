@@ -23,7 +23,7 @@ from localllm.web.api.generation import Progress
 from localllm.web.api.ollama import lines
 from localllm.web.api.ollama.fields import OPTION_RULES, RULES
 from localllm.web.api.ollama.models import plain_name
-from localllm.web.api.ollama.schema import ChatBody, GenerateBody, Options
+from localllm.web.api.ollama.schema import OllamaChatBody, OllamaGenerateBody, Options
 from tests.hub.conftest import checkpoint, hub  # noqa: F401
 from tests.hub.local_hub import LocalHub
 from tests.models.pooling.checkpoints import save_bert
@@ -145,8 +145,8 @@ GOLDEN = b"""\
 
 def test_golden_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines.time, "time", lambda: 1767323045.0)
-    monkeypatch.setattr(lines.Clock, "total_ns", lambda self: 99)
-    encoder = lines.Lines(lines.Head("tiny", "chat", lines.Clock(load_ns=7)))
+    monkeypatch.setattr(lines.RequestClock, "total_ns", lambda self: 99)
+    encoder = lines.OllamaLines(lines.OllamaHead("tiny", "chat", lines.RequestClock(load_ns=7)))
     progress = Progress(1, 9, 1)
     timings = Timings(prefill_s=0.25, decode_s=0.5)
     news = [
@@ -160,7 +160,7 @@ def test_golden_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         written += encoder.event(event, progress)
     assert written + encoder.end(progress) == GOLDEN
     assert encoder.error(StepFailed("It failed.", "A reason.")) == b'{"error":"It failed. A reason."}\n'
-    generated = lines.Lines(lines.Head("tiny", "generate", lines.Clock(load_ns=7)))
+    generated = lines.OllamaLines(lines.OllamaHead("tiny", "generate", lines.RequestClock(load_ns=7)))
     assert b'"response":"Say \\"hi\\"","done":false}\n' in generated.event(news[0], progress)
 
 
@@ -337,7 +337,7 @@ def of(*kinds: type) -> set[str]:
 
 @pytest.mark.parametrize("name", sorted(of(sdk.ChatRequest, sdk.GenerateRequest)))
 def test_every_field_of_the_client_has_a_place(name: str) -> None:
-    honoured = {*ChatBody.__struct_fields__, *GenerateBody.__struct_fields__}
+    honoured = {*OllamaChatBody.__struct_fields__, *OllamaGenerateBody.__struct_fields__}
     assert name in {*honoured, *RULES.harmless, *RULES.late, *RULES.refused}
 
 

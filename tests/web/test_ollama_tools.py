@@ -19,7 +19,7 @@ from localllm.web.api.generation import Progress
 from localllm.web.api.ollama import lines
 from localllm.web.api.ollama.messages import plain_messages
 from localllm.web.api.ollama.options import think_switches
-from localllm.web.api.ollama.schema import Message
+from localllm.web.api.ollama.schema import OllamaInputMessage
 from tests.web.live_server import LiveServer
 from tests.web.test_tools import CALL, CLOCK, CLOCK_CALL, THOUGHT, USER, WEATHER
 
@@ -80,20 +80,24 @@ def test_a_conversation_with_a_tool_goes_round(client: ollama.Client, say: Calla
 def test_results_find_their_calls() -> None:
     """Mistral's templates refuse an id that has not nine characters."""
     names = ["a", "b", "a"]
-    asked = [Message(role="assistant", tool_calls=[{"function": {"name": name, "arguments": {}}} for name in names])]
+    asked = [
+        OllamaInputMessage(
+            role="assistant", tool_calls=[{"function": {"name": name, "arguments": {}}} for name in names]
+        )
+    ]
     results = [
-        Message(role="tool", content="1", tool_name="b"),
-        Message(role="tool", content="2"),
-        Message(role="tool", content="3", tool_name="a"),
-        Message(role="tool", content="4", tool_name="c"),
+        OllamaInputMessage(role="tool", content="1", tool_name="b"),
+        OllamaInputMessage(role="tool", content="2"),
+        OllamaInputMessage(role="tool", content="3", tool_name="a"),
+        OllamaInputMessage(role="tool", content="4", tool_name="c"),
     ]
     made, *answered = plain_messages([*asked, *results])
     ids = [call["id"] for call in made["tool_calls"]]
     assert {len(id) for id in ids} == {9}
     found = [(result.get("tool_call_id"), result["name"]) for result in answered]
     assert found == [(ids[1], "b"), (ids[0], "a"), (ids[2], "a"), (None, "c")]
-    own = Message(role="assistant", tool_calls=[{"id": "x", "function": {"name": "a"}}])
-    assert plain_messages([own, Message(role="tool", tool_call_id="x")])[1]["name"] == "a"
+    own = OllamaInputMessage(role="assistant", tool_calls=[{"id": "x", "function": {"name": "a"}}])
+    assert plain_messages([own, OllamaInputMessage(role="tool", tool_call_id="x")])[1]["name"] == "a"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -173,8 +177,8 @@ GOLDEN = f"""\
 
 def test_golden_lines_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines.time, "time", lambda: 1767323045.0)
-    monkeypatch.setattr(lines.Clock, "total_ns", lambda self: 99)
-    encoder = lines.Lines(lines.Head("tiny", "chat", lines.Clock(load_ns=7)))
+    monkeypatch.setattr(lines.RequestClock, "total_ns", lambda self: 99)
+    encoder = lines.OllamaLines(lines.OllamaHead("tiny", "chat", lines.RequestClock(load_ns=7)))
     progress = Progress(1, 9, 1)
 
     def event(*parts: Part, **end: Any) -> bytes:

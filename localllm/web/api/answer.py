@@ -28,6 +28,7 @@ from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.generation import Choice, Generation, Progress, collect
 from localllm.web.api.off_loop import off_loop
 from localllm.web.errors import UnsupportedParameter, as_local_error
+from localllm.web.shape import Shape
 
 
 class Encoder(Protocol):
@@ -112,7 +113,7 @@ def _num_logprobs(said: Iterable[GenerationEvent | Choice]) -> int:
 async def whole(
     request: ApiRequest,
     generation: Generation,
-    respond: Callable[[Sequence[Choice]], dict[str, Any]],
+    respond: Callable[[Sequence[Choice]], Shape | dict[str, Any]],
     warnings: Sequence[str],
 ) -> ASGIResponse:
     """Return the answer in one piece. If the client leaves before the end, the generation is cancelled."""

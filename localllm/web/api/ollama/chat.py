@@ -28,7 +28,7 @@ from localllm.web.api.exchange import (
 from localllm.web.api.ollama import shapes
 from localllm.web.api.ollama.body import INSIDE, read_body
 from localllm.web.api.ollama.fields import GENERATE_RULES, RULES
-from localllm.web.api.ollama.lines import LINES, Clock, Head, Lines
+from localllm.web.api.ollama.lines import LINES, OllamaHead, OllamaLines, RequestClock
 from localllm.web.api.ollama.messages import is_to_be_continued, plain_messages
 from localllm.web.api.ollama.models import plain_name
 from localllm.web.api.ollama.options import (
@@ -39,7 +39,15 @@ from localllm.web.api.ollama.options import (
     think_switches,
     tools_of,
 )
-from localllm.web.api.ollama.schema import AskBody, ChatBody, EmbedBody, EmbeddingsBody, GenerateBody, Options
+from localllm.web.api.ollama.schema import (
+    AskBody,
+    EmbedBody,
+    OllamaChatBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    Options,
+)
+from localllm.web.api.ollama.shapes import OllamaMessage
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.errors import MissingParameter
 
@@ -51,7 +59,7 @@ PROMPT = {"prompt": "Why is the sky blue?", "options": {"num_predict": 64}}
     "/api/chat",
     status_code=200,
     operation=Operation(
-        shapes.ChatLine, RequestBody(ChatBody, RULES, INSIDE, CONVERSATION), shapes.ChatLine, also=OF_MODELS
+        shapes.ChatLine, RequestBody(OllamaChatBody, RULES, INSIDE, CONVERSATION), shapes.ChatLine, also=OF_MODELS
     ),
 )
 async def chat(request: ApiRequest) -> ASGIResponse:
@@ -59,8 +67,8 @@ async def chat(request: ApiRequest) -> ASGIResponse:
 
     With `stream: false` the answer is sent in one piece.
     """
-    clock = Clock()
-    body, warnings = await read_body(request, ChatBody, RULES)
+    clock = RequestClock()
+    body, warnings = await read_body(request, OllamaChatBody, RULES)
     messages = body.messages or []
     template: dict[str, Any] = {}
     if is_to_be_continued(messages):
@@ -73,7 +81,7 @@ async def chat(request: ApiRequest) -> ASGIResponse:
     status_code=200,
     operation=Operation(
         shapes.GenerateLine,
-        RequestBody(GenerateBody, GENERATE_RULES, INSIDE, PROMPT),
+        RequestBody(OllamaGenerateBody, GENERATE_RULES, INSIDE, PROMPT),
         shapes.GenerateLine,
         also=OF_MODELS,
     ),
@@ -83,8 +91,8 @@ async def generate(request: ApiRequest) -> ASGIResponse:
 
     With `stream: false` the answer is sent in one piece.
     """
-    clock = Clock()
-    body, warnings = await read_body(request, GenerateBody, GENERATE_RULES)
+    clock = RequestClock()
+    body, warnings = await read_body(request, OllamaGenerateBody, GENERATE_RULES)
     for name in ("system", "think"):
         if body.raw and getattr(body, name):
             raise InvalidParameter(
@@ -104,7 +112,7 @@ async def _answer(
     asked: str | list[dict[str, Any]] | None,  # a raw prompt, or messages; None: no prompt
     template: dict[str, Any],
     warnings: list[str],
-    clock: Clock,
+    clock: RequestClock,
 ) -> ASGIResponse:
     options, more = read_options(body.options)
     warnings = [*warnings, *more]
@@ -114,9 +122,11 @@ async def _answer(
         return await _unload(request, body, kind, clock)
     model = await asked_model(request, body, options, warnings)
     clock.has_model()
-    head = Head(model.shown_name, kind, clock)
+    head = OllamaHead(model.shown_name, kind, clock)
     if asked is None:
-        loaded = head.line({}, done=True, done_reason="load", total_duration=clock.total_ns())
+        loaded = head.line(
+            OllamaMessage("assistant", ""), done=True, done_reason="load", total_duration=clock.total_ns()
+        )
         return json_response(loaded, warning_headers(warnings))
     params = params_of(options, model)
     if (structure := structured_outputs(body.format)) is not None:
@@ -127,12 +137,12 @@ async def _answer(
     else:
         switches, more = think_switches(body.think, model)
         warnings += more
-        tools = tools_of(body.tools, model) if isinstance(body, ChatBody) else NO_TOOLS
+        tools = tools_of(body.tools, model) if isinstance(body, OllamaChatBody) else NO_TOOLS
         chat_request = ChatRequest(Conversation(asked, template | switches, tools), params)
         token_ids = await _token_ids(chat_request, kind, model)
         generation = chat_request.within_context(len(token_ids), model).generation(model, token_ids)
     if body.stream is not False:
-        return await streamed(request, generation, Lines(head), warnings, LINES)
+        return await streamed(request, generation, OllamaLines(head), warnings, LINES)
     return await whole(request, generation, lambda choices: head.whole(choices, generation.progress), warnings)
 
 
@@ -146,7 +156,7 @@ async def _token_ids(asked: ChatRequest, kind: str, model: ServedModel) -> Seque
 
 async def asked_model(
     request: ApiRequest,
-    body: AskBody | EmbedBody | EmbeddingsBody,
+    body: AskBody | EmbedBody | OllamaEmbeddingsBody,
     options: Options,
     warnings: list[str],
     task: Task = "generate",
@@ -167,11 +177,15 @@ async def asked_model(
     return model
 
 
-async def _unload(request: ApiRequest, body: AskBody, kind: Literal["chat", "generate"], clock: Clock) -> ASGIResponse:
+async def _unload(
+    request: ApiRequest, body: AskBody, kind: Literal["chat", "generate"], clock: RequestClock
+) -> ASGIResponse:
     require(request, "admin")
     manager, name = manager_of(request), plain_name(body.model)
     entry = await manager.register.look_up(name) if name else manager.default
     if isinstance(entry, ModelEntry) and entry.state not in ("unloaded", "failed"):
         await manager.unload(name or entry.name)
     shown = entry.name if isinstance(entry, ModelEntry) else name or ""
-    return json_response(Head(shown, kind, clock).line({}, done=True, done_reason="unload"))
+    return json_response(
+        OllamaHead(shown, kind, clock).line(OllamaMessage("assistant", ""), done=True, done_reason="unload")
+    )

@@ -13,9 +13,9 @@ from localllm.web.api.ollama import shapes
 from localllm.web.api.ollama.body import INSIDE, read_body
 from localllm.web.api.ollama.chat import asked_model
 from localllm.web.api.ollama.fields import NO_RULES
-from localllm.web.api.ollama.lines import Clock
+from localllm.web.api.ollama.lines import RequestClock
 from localllm.web.api.ollama.options import read_options
-from localllm.web.api.ollama.schema import EmbedBody, EmbeddingsBody
+from localllm.web.api.ollama.schema import EmbedBody, OllamaEmbeddingsBody
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.vectors import MAX_INPUTS, shortened
 
@@ -29,7 +29,7 @@ from localllm.web.api.vectors import MAX_INPUTS, shortened
 )
 async def embed(request: ApiRequest) -> ASGIResponse:
     """Embed each text of `input`."""
-    clock = Clock()
+    clock = RequestClock()
     body, warnings = await read_body(request, EmbedBody, NO_RULES)
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not 0 < len(texts) <= MAX_INPUTS:
@@ -37,13 +37,13 @@ async def embed(request: ApiRequest) -> ASGIResponse:
     model, warnings = await _model(request, body, warnings)
     clock.has_model()
     answers = await _embedded(model, texts, truncate=body.truncate is True)
-    answer = {
-        "model": model.name,
-        "embeddings": [shortened(vector, body.dimensions) for vector in answers.values],
-        "total_duration": clock.total_ns(),
-        "load_duration": clock.load_ns,
-        "prompt_eval_count": answers.num_tokens,
-    }
+    answer = shapes.Embedded(
+        model=model.name,
+        embeddings=[shortened(vector, body.dimensions) for vector in answers.values],
+        total_duration=clock.total_ns(),
+        load_duration=clock.load_ns,
+        prompt_eval_count=answers.num_tokens,
+    )
     return json_response(answer, warning_headers(warnings))
 
 
@@ -51,19 +51,19 @@ async def embed(request: ApiRequest) -> ASGIResponse:
     "/api/embeddings",
     status_code=200,
     operation=Operation(
-        shapes.OneEmbedding, RequestBody(EmbeddingsBody, NO_RULES, INSIDE, {"prompt": "Hello"}), also=OF_MODELS
+        shapes.OneEmbedding, RequestBody(OllamaEmbeddingsBody, NO_RULES, INSIDE, {"prompt": "Hello"}), also=OF_MODELS
     ),
 )
 async def embeddings(request: ApiRequest) -> ASGIResponse:
     """Embed `prompt`."""
-    body, warnings = await read_body(request, EmbeddingsBody, NO_RULES)
+    body, warnings = await read_body(request, OllamaEmbeddingsBody, NO_RULES)
     model, warnings = await _model(request, body, warnings)
     answers = await _embedded(model, [body.prompt], truncate=False)
-    return json_response({"embedding": answers.values[0]}, warning_headers(warnings))
+    return json_response(shapes.OneEmbedding(answers.values[0]), warning_headers(warnings))
 
 
 async def _model(
-    request: ApiRequest, body: EmbedBody | EmbeddingsBody, warnings: list[str]
+    request: ApiRequest, body: EmbedBody | OllamaEmbeddingsBody, warnings: list[str]
 ) -> tuple[ServedModel, list[str]]:
     options, more = read_options(body.options)
     warnings = [*warnings, *more]

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET
 
 from localllm.engine.outputs import GenerationEvent
 from localllm.errors import LocalLLMError
@@ -19,15 +20,14 @@ from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments,
 from localllm.text.answers.whole import ToolCall
 from localllm.web.api.disconnect import Framing
 from localllm.web.api.generation import Choice, Progress, parts_of
+from localllm.web.api.ollama.shapes import ChatLine, GenerateLine, OllamaCall, OllamaCalledFunction, OllamaMessage
 from localllm.web.errors import ollama_error
 from localllm.web.shape import Shape
 
-Piece = dict[str, Any]
-"""Part of a message: content, thinking or tool_calls."""
 LINES = Framing("application/x-ndjson", b"")  # no ping: clients treat every line as content
 
 
-def line(content: Shape | dict[str, Any]) -> bytes:
+def line(content: Shape) -> bytes:
     return msgspec.json.encode(content) + b"\n"
 
 
@@ -37,7 +37,7 @@ def timestamp(seconds: float) -> str:
 
 
 @dataclass(slots=True)
-class Clock:
+class RequestClock:
     """Durations of a request, measured from its arrival."""
 
     started_ns: int = field(default_factory=time.perf_counter_ns)
@@ -51,25 +51,26 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class OllamaHead:
     """The fields that every line of an answer repeats."""
 
     model: str
     kind: Literal["chat", "generate"]
-    clock: Clock
+    clock: RequestClock
 
-    def line(self, piece: Piece, **rest: Any) -> dict[str, Any]:
-        said = {"content": "", **piece}
+    def line(self, said: OllamaMessage, done: bool = False, **rest: Any) -> ChatLine | GenerateLine:
+        """Return a line. `said`: the piece of the message. `rest`: the further fields of the last line."""
+        now = timestamp(time.time())
         if self.kind == "chat":
-            said = {"message": {"role": "assistant", **said}}
-        else:
-            said["response"] = said.pop("content")
-        return {"model": self.model, "created_at": timestamp(time.time()), **said, **(rest or {"done": False})}
+            return ChatLine(self.model, now, said, done, **rest)
+        return GenerateLine(
+            model=self.model, created_at=now, thinking=said.thinking, response=said.content, done=done, **rest
+        )
 
-    def last(self, piece: Piece, reason: str | None, progress: Progress) -> dict[str, Any]:
+    def last(self, said: OllamaMessage, reason: str | None, progress: Progress) -> ChatLine | GenerateLine:
         usage, timings = progress.usage(), progress.timings
         return self.line(
-            piece,
+            said,
             done=True,
             done_reason=reason,
             total_duration=self.clock.total_ns(),
@@ -80,13 +81,18 @@ class Head:
             eval_duration=int(timings.decode_s * 1e9),
         )
 
-    def whole(self, choices: Sequence[Choice], progress: Progress) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], progress: Progress) -> ChatLine | GenerateLine:
         [choice] = choices
-        said: Piece = {}
+        said = OllamaMessage("assistant", "")
         for piece in Pieces().read(choice.parts, ended=True):
-            for name, value in piece.items():
-                said[name] = said[name] + value if name in said else value
+            said.content += piece.content
+            said.thinking = _added(said.thinking, piece.thinking)
+            said.tool_calls = _added(said.tool_calls, piece.tool_calls)
         return self.last(said, choice.finish_reason, progress)
+
+
+def _added(one: Any, other: Any) -> Any:
+    return one if other is UNSET else other if one is UNSET else one + other
 
 
 class Pieces:
@@ -95,7 +101,7 @@ class Pieces:
     def __init__(self) -> None:
         self._call: ToolCall | None = None
 
-    def read(self, parts: Sequence[Part], *, ended: bool) -> Iterator[Piece]:
+    def read(self, parts: Sequence[Part], *, ended: bool) -> Iterator[OllamaMessage]:
         for part in parts:
             if isinstance(part, ToolArguments):
                 assert self._call is not None, "a call has begun"
@@ -104,15 +110,15 @@ class Pieces:
             yield from self._whole_call()
             match part:
                 case Content(text):
-                    yield {"content": text}
+                    yield OllamaMessage("assistant", text)
                 case Reasoning(text):
-                    yield {"thinking": text}
+                    yield OllamaMessage("assistant", "", text)
                 case ToolCallStart(_, id, name):
                     self._call = ToolCall(id, name)
         if ended:
             yield from self._whole_call()
 
-    def _whole_call(self) -> Iterator[Piece]:
+    def _whole_call(self) -> Iterator[OllamaMessage]:
         """Yield the finished call. An incomplete or invalid call becomes content, because clients execute a call at
         once.
         """
@@ -121,15 +127,15 @@ class Pieces:
             return
         arguments = call.arguments_object()
         if arguments is None:
-            yield {"content": f"{call.name} {call.arguments}"}
+            yield OllamaMessage("assistant", f"{call.name} {call.arguments}")
         else:
-            yield {"tool_calls": [{"function": {"name": call.name, "arguments": arguments}}]}
+            yield OllamaMessage("assistant", "", tool_calls=[OllamaCall(OllamaCalledFunction(call.name, arguments))])
 
 
-class Lines:
+class OllamaLines:
     """The lines of one answer."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: OllamaHead) -> None:
         self.head = head
         self._pieces = Pieces()
         self._reason: str | None = None
@@ -140,7 +146,7 @@ class Lines:
         return b"".join([line(self.head.line(piece)) for piece in pieces])
 
     def end(self, progress: Progress) -> bytes:
-        return line(self.head.last({}, self._reason, progress))
+        return line(self.head.last(OllamaMessage("assistant", ""), self._reason, progress))
 
     def error(self, error: LocalLLMError) -> bytes:
         return line(ollama_error(error))

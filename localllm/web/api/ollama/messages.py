@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from localllm.web.api.ollama.schema import Message
+from localllm.web.api.ollama.schema import OllamaInputMessage
 from localllm.web.errors import UnsupportedParameter
 
 MOST_UNANSWERED = 64
@@ -19,7 +19,7 @@ results.
 """
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[OllamaInputMessage]) -> list[dict[str, Any]]:
     """Return the messages in the format of text/messages.py."""
     unanswered: list[tuple[str, Any]] = []  # (id, name) of each unanswered call
     plain = []
@@ -34,12 +34,12 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return plain
 
 
-def is_to_be_continued(messages: Sequence[Message]) -> bool:
+def is_to_be_continued(messages: Sequence[OllamaInputMessage]) -> bool:
     """Return whether the answer continues the last message: it is the assistant's and does not call a tool."""
     return bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
 
 
-def _plain_message(message: Message, index: int) -> dict[str, Any]:
+def _plain_message(message: OllamaInputMessage, index: int) -> dict[str, Any]:
     if message.images:
         name = f"messages[{index}].images"
         raise UnsupportedParameter(f"{name!r} is not supported.", "Supported: text.", param=name)

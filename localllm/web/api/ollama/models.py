@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from litestar import delete, get, post, route
 from litestar.enums import HttpMethod
 from litestar.response.base import ASGIResponse
+from msgspec.structs import asdict
 
 from localllm.config.settings import Settings
 from localllm.errors import RequestError
@@ -24,7 +25,7 @@ from localllm.web.api.ollama import shapes
 from localllm.web.api.ollama.body import read_body
 from localllm.web.api.ollama.fields import NO_RULES
 from localllm.web.api.ollama.lines import timestamp
-from localllm.web.api.ollama.schema import CopyBody, ModelBody, ShowBody
+from localllm.web.api.ollama.schema import CopyBody, OllamaModelBody, ShowBody
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.own.hub import copy_model, remove_model
 from localllm.web.errors import MissingParameter
@@ -52,7 +53,7 @@ def plain_name(name: str | None) -> str | None:
     return plain.removeprefix("huggingface.co/").removeprefix("hf.co/") or None
 
 
-def required_name(body: ModelBody) -> str:
+def required_name(body: OllamaModelBody) -> str:
     return _said(plain_name(body.model) or body.name, "model")
 
 
@@ -76,7 +77,7 @@ async def tags(request: ApiRequest) -> ASGIResponse:
     for name, stands_for in names.items():
         model = found.get(name)
         listed.append(_listed(name, model.path if model else None, stands_for, model))
-    return json_response({"models": listed})
+    return json_response(shapes.Tags(listed))
 
 
 @get("/api/ps", operation=Operation(shapes.Running))
@@ -87,15 +88,14 @@ async def ps(request: ApiRequest) -> ASGIResponse:
     for status in (status for status in manager.statuses() if status.state == "ready"):
         entry = next(entry for entry in manager.entries if entry.name == status.name)
         stays_s = status.expires_in_s
-        listed.append(
-            _listed(entry.name, entry.path, entry) | {
-                "size": status.size_bytes,
-                "size_vram": status.size_bytes if status.device.startswith("cuda") else 0,
-                "context_length": status.max_model_len,
-                "expires_at": FOR_GOOD if stays_s is None else timestamp(time.time() + stays_s),
-            }
-        )  # fmt: skip
-    return json_response({"models": listed})
+        loaded = {
+            "size": status.size_bytes,
+            "size_vram": status.size_bytes if status.device.startswith("cuda") else 0,
+            "context_length": status.max_model_len,
+            "expires_at": FOR_GOOD if stays_s is None else timestamp(time.time() + stays_s),
+        }
+        listed.append(shapes.Loaded(**asdict(_listed(entry.name, entry.path, entry)) | loaded))
+    return json_response(shapes.Running(listed))
 
 
 @post(
@@ -120,13 +120,13 @@ async def show(request: ApiRequest) -> ASGIResponse:
     served = entry.served if entry else None
     family = _family(spec)
     defaults = entry.card.sampling_defaults if entry and entry.card else spec.generation_defaults
-    answer = {
-        "license": "",
-        "modelfile": "",
-        "parameters": "\n".join(f"{name} {value}" for name, value in defaults.items()),
-        "template": served.tokenizer.chat_templates.get("default", "") if served else "",
-        "details": _details(path, spec),
-        "model_info": {
+    answer = shapes.Shown(
+        license="",
+        modelfile="",
+        parameters="\n".join(f"{name} {value}" for name, value in defaults.items()),
+        template=served.tokenizer.chat_templates.get("default", "") if served else "",
+        details=_details(path, spec),
+        model_info={
             "general.architecture": family,
             f"{family}.context_length": context,
             f"{family}.embedding_length": spec.hidden_size,
@@ -135,23 +135,23 @@ async def show(request: ApiRequest) -> ASGIResponse:
             f"{family}.attention.head_count_kv": spec.num_kv_heads,
             f"{family}.vocab_size": spec.vocab_size,
         },
-        "capabilities": [*CAPABILITIES.get(spec.task, []), *(_more_of(served) if served else ())],
-        "modified_at": _modified(path),
-    }
+        capabilities=[*CAPABILITIES.get(spec.task, []), *(_more_of(served) if served else ())],
+        modified_at=_modified(path),
+    )
     return json_response(answer, warning_headers(warnings))
 
 
 @delete(
     "/api/delete",
     status_code=200,
-    operation=Operation(None, RequestBody(ModelBody, NO_RULES, example={"model": "demo"}), also=(404, 409)),
+    operation=Operation(None, RequestBody(OllamaModelBody, NO_RULES, example={"model": "demo"}), also=(404, 409)),
 )
 async def delete_model(request: ApiRequest) -> ASGIResponse:
     """Delete a model from the Hugging Face cache, or delete a second name.
 
     Loaded models, and models outside the cache, are not deleted.
     """
-    body, warnings = await read_body(request, ModelBody, NO_RULES)
+    body, warnings = await read_body(request, OllamaModelBody, NO_RULES)
     await remove_model(request, required_name(body))
     return ASGIResponse(headers=warning_headers(warnings))
 
@@ -228,34 +228,34 @@ def _read(name: str) -> tuple[Path, ModelSpec]:
 
 def _listed(
     name: str, path: Path | None, entry: ModelEntry | None = None, model: ResolvedModel | None = None
-) -> dict[str, Any]:
+) -> shapes.Listed:
     card = entry.card if entry is not None else None
     size_bytes = model.size_bytes if model is not None else card.plan.weights_bytes if card is not None else 0
-    return {
-        "name": name,
-        "model": name,
-        "modified_at": _modified(path),
-        "size": size_bytes,
-        "digest": (model.revision if model is not None else None) or "",
-        "details": _details(path, card.spec if card is not None else None),
-    }
+    return shapes.Listed(
+        name=name,
+        model=name,
+        modified_at=_modified(path),
+        size=size_bytes,
+        digest=(model.revision if model is not None else None) or "",
+        details=_details(path, card.spec if card is not None else None),
+    )
 
 
-def _details(path: Path | None, spec: ModelSpec | None) -> dict[str, Any]:
+def _details(path: Path | None, spec: ModelSpec | None) -> shapes.Details:
     """Return details that need no file access; for a model that was never loaded there are few."""
     is_gguf = path is not None and path.is_file()
     family = _family(spec) if spec is not None else ""
     quant = quant_of(path.name) if path is not None and is_gguf else ""
     if not quant and spec is not None:
         quant = str((spec.quantization or {}).get("quant_method", spec.dtype)).upper()
-    return {
-        "parent_model": "",
-        "format": "gguf" if is_gguf else "safetensors",
-        "family": family,
-        "families": [family] if family else [],
-        "parameter_size": "",
-        "quantization_level": quant,
-    }
+    return shapes.Details(
+        parent_model="",
+        format="gguf" if is_gguf else "safetensors",
+        family=family,
+        families=[family] if family else [],
+        parameter_size="",
+        quantization_level=quant,
+    )
 
 
 def _family(spec: ModelSpec) -> str:

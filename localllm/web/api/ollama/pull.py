@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from litestar import post
 from litestar.response.base import ASGIResponse
@@ -21,7 +20,7 @@ from localllm.web.api.ollama.body import read_body
 from localllm.web.api.ollama.fields import NO_RULES
 from localllm.web.api.ollama.lines import LINES, line
 from localllm.web.api.ollama.models import required_name
-from localllm.web.api.ollama.schema import PullBody
+from localllm.web.api.ollama.schema import OllamaPullBody
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.own.hub import downloads_of, require_online
 from localllm.web.errors import UnsupportedParameter, as_local_error, ollama_error
@@ -33,7 +32,10 @@ LOOK_EVERY_S = 0.1
     "/api/pull",
     status_code=200,
     operation=Operation(
-        shapes.Pulled, RequestBody(PullBody, NO_RULES, example={"model": "demo"}), shapes.Progress, also=OF_MODELS
+        shapes.Pulled,
+        RequestBody(OllamaPullBody, NO_RULES, example={"model": "demo"}),
+        shapes.OllamaProgress,
+        also=OF_MODELS,
     ),
 )
 async def pull(request: ApiRequest) -> ASGIResponse:
@@ -41,7 +43,7 @@ async def pull(request: ApiRequest) -> ASGIResponse:
 
     If the client leaves, a download that it started is stopped; downloaded bytes are kept.
     """
-    body, warnings = await read_body(request, PullBody, NO_RULES)
+    body, warnings = await read_body(request, OllamaPullBody, NO_RULES)
     if body.insecure:
         raise UnsupportedParameter(
             "'insecure' is not supported.", "The hub is always contacted over TLS.", param="insecure"
@@ -62,16 +64,16 @@ async def pull(request: ApiRequest) -> ASGIResponse:
             await unless_disconnected(request.receive, _finished(downloads, status))
         finally:
             await stop()
-        return json_response({"status": "success"}, headers)
+        return json_response(shapes.Pulled("success"), headers)
     return EventStream(_lines(request, downloads, status), stop, headers, LINES)
 
 
 async def _lines(request: ApiRequest, downloads: Downloads, status: DownloadStatus) -> AsyncGenerator[bytes, None]:
     try:
-        yield line({"status": "pulling manifest"})
+        yield line(shapes.OllamaProgress("pulling manifest"))
         async for news in _watched(downloads, status):
             yield line(_progress(news))
-        yield line({"status": "verifying sha256 digest"}) + line({"status": "success"})
+        yield line(shapes.OllamaProgress("verifying sha256 digest")) + line(shapes.Pulled("success"))
     except Exception as error:
         yield line(ollama_error(as_local_error(error, request.scope)))
 
@@ -95,11 +97,6 @@ async def _watched(downloads: Downloads, status: DownloadStatus) -> AsyncGenerat
         raise DownloadCancelled(f"The download of {status.plan.name} was cancelled.", hint="Pull again to resume.")
 
 
-def _progress(status: DownloadStatus) -> dict[str, Any]:
+def _progress(status: DownloadStatus) -> shapes.OllamaProgress:
     digest, progress = status.plan.commit, status.progress
-    return {
-        "status": f"pulling {digest[:12]}",
-        "digest": digest,
-        "total": progress.bytes_total,
-        "completed": progress.bytes_done,
-    }
+    return shapes.OllamaProgress(f"pulling {digest[:12]}", digest, progress.bytes_total, progress.bytes_done)

@@ -37,7 +37,7 @@ class AskBody(msgspec.Struct, kw_only=True):
     options: dict[str, Any] | None = None  # Options
 
 
-class Message(msgspec.Struct, kw_only=True):
+class OllamaInputMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | None = None
     thinking: str | None = None
@@ -47,12 +47,12 @@ class Message(msgspec.Struct, kw_only=True):
     tool_call_id: str | None = None
 
 
-class ChatBody(AskBody, kw_only=True):
-    messages: list[Message] | None = None  # None: load the model, or unload it if keep_alive is 0
+class OllamaChatBody(AskBody, kw_only=True):
+    messages: list[OllamaInputMessage] | None = None  # None: load the model, or unload it if keep_alive is 0
     tools: list[dict[str, Any]] | None = None  # in OpenAI's format
 
 
-class GenerateBody(AskBody, kw_only=True):
+class OllamaGenerateBody(AskBody, kw_only=True):
     prompt: str | None = None  # None: as for messages
     system: str | None = None
     raw: bool | None = None  # the prompt is complete: no template is applied
@@ -67,14 +67,14 @@ class EmbedBody(msgspec.Struct, kw_only=True):
     options: dict[str, Any] | None = None
 
 
-class EmbeddingsBody(msgspec.Struct, kw_only=True):
+class OllamaEmbeddingsBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str
     keep_alive: str | float | None = None
     options: dict[str, Any] | None = None
 
 
-class ModelBody(msgspec.Struct, kw_only=True):
+class OllamaModelBody(msgspec.Struct, kw_only=True):
     """A body that names the model; older clients use `name`."""
 
     model: str | None = None
@@ -86,10 +86,10 @@ class CopyBody(msgspec.Struct, kw_only=True):
     destination: str
 
 
-class ShowBody(ModelBody, kw_only=True):
+class ShowBody(OllamaModelBody, kw_only=True):
     verbose: bool | None = None  # has no effect
 
 
-class PullBody(ModelBody, kw_only=True):
+class OllamaPullBody(OllamaModelBody, kw_only=True):
     stream: bool | None = None
     insecure: bool | None = None  # only false is allowed

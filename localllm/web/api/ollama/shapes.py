@@ -12,29 +12,33 @@ from msgspec import UNSET, UnsetType
 from localllm.web.shape import Shape
 
 
-class CalledFunction(Shape):
+class OllamaCalledFunction(Shape):
     name: str
     arguments: dict[str, Any]
 
 
-class Call(Shape):
-    function: CalledFunction
+class OllamaCall(Shape):
+    function: OllamaCalledFunction
 
 
-class Message(Shape):
+class OllamaMessage(Shape):
     role: Literal["assistant"]
     content: str
     thinking: str | UnsetType = UNSET
-    tool_calls: list[Call] | UnsetType = UNSET
+    tool_calls: list[OllamaCall] | UnsetType = UNSET
 
 
-class Line(Shape):
+DoneReason = Literal["stop", "length", "load", "unload", "abort"]
+
+
+class ChatLine(Shape):
     """Durations are in nanoseconds. Optional fields are present only in the last line."""
 
     model: str
     created_at: str
+    message: OllamaMessage
     done: bool
-    done_reason: Literal["stop", "length", "load", "unload", "abort"] | UnsetType = UNSET
+    done_reason: DoneReason | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
     load_duration: int | UnsetType = UNSET
     prompt_eval_count: int | UnsetType = UNSET
@@ -43,13 +47,21 @@ class Line(Shape):
     eval_duration: int | UnsetType = UNSET
 
 
-class ChatLine(Line, kw_only=True):
-    message: Message
+class GenerateLine(Shape, kw_only=True):
+    """Durations are in nanoseconds. Optional fields but `thinking` are present only in the last line."""
 
-
-class GenerateLine(Line, kw_only=True):
-    response: str
+    model: str
+    created_at: str
     thinking: str | UnsetType = UNSET
+    response: str
+    done: bool
+    done_reason: DoneReason | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
 
 
 class Embedded(Shape):
@@ -111,7 +123,7 @@ class Pulled(Shape):
     status: Literal["success"]
 
 
-class Progress(Shape):
+class OllamaProgress(Shape):
     status: str
     digest: str | UnsetType = UNSET
     total: int | UnsetType = UNSET
