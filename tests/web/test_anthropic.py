@@ -20,7 +20,7 @@ from localllm.errors import StepFailed
 from localllm.text.answers.detect import answer_format
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.messages import TemplateTraits, plain_messages
-from localllm.web.api.anthropic.answer import Head, MessageEvents
+from localllm.web.api.anthropic.answer import AnthropicHead, MessageEvents
 from localllm.web.api.anthropic.conversation import messages_of, template_of
 from localllm.web.api.anthropic.fields import RULES
 from localllm.web.api.anthropic.schema import CountBody, InputMessage, MessagesBody
@@ -140,7 +140,7 @@ data: {"type":"message_stop"}
 
 
 def test_golden_events() -> None:
-    events = MessageEvents(Head("msg_1", "tiny", 9, 20), {"state": {"request_id": "r1"}})  # type: ignore[typeddict-item]
+    events = MessageEvents(AnthropicHead("msg_1", "tiny", 9, 20), {"state": {"request_id": "r1"}})  # type: ignore[typeddict-item]
     progress = Progress(1, 9, 1)
     news = [
         GenerationEvent(0, 'Say "hi"', (5, 6)),

@@ -12,7 +12,7 @@ import pytest
 
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart
-from localllm.web.api.anthropic.answer import Head, MessageEvents
+from localllm.web.api.anthropic.answer import AnthropicHead, MessageEvents
 from localllm.web.api.generation import Progress
 from tests.web.live_server import LiveServer
 from tests.web.test_tools import CALL, CLOCK_CALL, PARAMETERS, THOUGHT, USER
@@ -218,7 +218,7 @@ data: {"type":"message_stop"}
 
 
 def test_golden_events_of_blocks() -> None:
-    events = MessageEvents(Head("msg_1", "tiny", 9, 20), {"state": {"request_id": "r1"}})  # type: ignore[typeddict-item]
+    events = MessageEvents(AnthropicHead("msg_1", "tiny", 9, 20), {"state": {"request_id": "r1"}})  # type: ignore[typeddict-item]
     progress = Progress(1, 9, 1)
 
     def event(*parts: Part, **end: Any) -> bytes:

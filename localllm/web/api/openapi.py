@@ -94,6 +94,8 @@ def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
         },
     }
     decoded: dict[str, Any] = msgspec.json.decode(REPEATED.sub(r"\1.", msgspec.json.encode(made).decode()))
+    for name, schema in decoded["components"]["schemas"].items():
+        schema["title"] = name.rpartition(".")[2]
     return decoded
 
 

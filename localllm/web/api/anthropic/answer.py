@@ -6,9 +6,8 @@ Does not know: sockets, the engine.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from litestar.types import Scope
@@ -16,6 +15,28 @@ from litestar.types import Scope
 from localllm.engine.outputs import GenerationEvent, Usage
 from localllm.errors import LocalLLMError
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
+from localllm.web.api.anthropic.shapes import (
+    AnthropicMessage,
+    AnthropicTextDelta,
+    AnthropicUsage,
+    Block,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    Delta,
+    End,
+    Event,
+    InputDelta,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    Ping,
+    Started,
+    TextBlock,
+    ThinkingBlock,
+    ThinkingDelta,
+    ToolUseBlock,
+)
 from localllm.web.api.disconnect import Framing
 from localllm.web.api.generation import Choice, Progress, parts_of
 from localllm.web.errors import anthropic_error
@@ -23,16 +44,16 @@ from localllm.web.errors import anthropic_error
 to_json = msgspec.json.encode
 
 
-def event_bytes(kind: str, **fields: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + to_json({"type": kind, **fields}) + b"\n\n"
+def event_bytes(event: Event) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (str(event.__struct_config__.tag).encode(), to_json(event))
 
 
-PING = event_bytes("ping")
+PING = event_bytes(Ping())
 FRAMING = Framing("text/event-stream", PING)
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class AnthropicHead:
     """The fields of a message that are known before its first token."""
 
     id: str
@@ -41,91 +62,85 @@ class Head:
     max_tokens: int  # as requested
 
     @staticmethod
-    def new(model: str, num_prompt_tokens: int, max_tokens: int) -> Head:
-        return Head(f"msg_{uuid.uuid4().hex}", model, num_prompt_tokens, max_tokens)
+    def new(model: str, num_prompt_tokens: int, max_tokens: int) -> AnthropicHead:
+        return AnthropicHead(f"msg_{uuid.uuid4().hex}", model, num_prompt_tokens, max_tokens)
 
-    def message(self, content: list[Any], end: dict[str, Any], usage: Usage) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": content,
-            **end,
-            "usage": usage_object(usage),
-        }
+    def started(self) -> Started:
+        """Return the message before its first token. The number of cached prompt tokens is reported at the end."""
+        usage = usage_object(Usage(self.num_prompt_tokens, 0, 0))
+        return Started(self.id, "message", "assistant", self.model, [], None, None, usage)
 
-    def end(
-        self, finish_reason: str | None, stop_reason: int | str | None, progress: Progress, *, calls: bool
-    ) -> dict[str, Any]:
+    def end(self, finish_reason: str | None, stop_reason: int | str | None, progress: Progress, *, calls: bool) -> End:
         """Return the stop reason in Anthropic's terms. `length` before max_tokens means that the context was full."""
         if finish_reason == "stop" and isinstance(stop_reason, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
+            return End("stop_sequence", stop_reason)
         if finish_reason == "stop":
-            return {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}
+            return End("tool_use" if calls else "end_turn", None)
         full = finish_reason == "length" and progress.completion_tokens < self.max_tokens
-        return {"stop_reason": "model_context_window_exceeded" if full else "max_tokens", "stop_sequence": None}
+        return End("model_context_window_exceeded" if full else "max_tokens", None)
 
 
-NOT_ENDED = {"stop_reason": None, "stop_sequence": None}
-
-
-def usage_object(usage: Usage) -> dict[str, Any]:
+def usage_object(usage: Usage) -> AnthropicUsage:
     """Return the usage; `input_tokens` are those that were computed and not cached."""
-    return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
-    }
+    return AnthropicUsage(
+        input_tokens=usage.prompt_tokens - usage.cached_tokens,
+        cache_creation_input_tokens=0,
+        cache_read_input_tokens=usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+    )
 
 
-def message_object(head: Head, choices: Sequence[Choice], progress: Progress) -> dict[str, Any]:
+def message_object(head: AnthropicHead, choices: Sequence[Choice], progress: Progress) -> AnthropicMessage:
     [choice] = choices
     end = head.end(choice.finish_reason, choice.stop_reason, progress, calls=bool(choice.calls))
-    return head.message(_blocks(choice), end, progress.usage())
+    return AnthropicMessage(
+        id=head.id,
+        type="message",
+        role="assistant",
+        model=head.model,
+        content=_blocks(choice),
+        stop_reason=end.stop_reason,
+        stop_sequence=end.stop_sequence,
+        usage=usage_object(progress.usage()),
+    )
 
 
-def _blocks(choice: Choice) -> list[dict[str, Any]]:
+def _blocks(choice: Choice) -> list[Block]:
     """Return the content blocks in the order of generation. A call with incomplete arguments is left out, because
     `input` must be an object.
     """
-    blocks: list[dict[str, Any]] = []
+    blocks: list[Block] = []
     for part in choice.parts:
         match part:
             case Content(text):
-                blocks.append({**TEXT.block, "text": text})
+                blocks.append(TextBlock(text))
             case Reasoning(text):
-                blocks.append({**THINKING.block, "thinking": text})
+                blocks.append(ThinkingBlock(text, NO_SIGNATURE))
             case ToolCallStart(index, id, name):
                 input = choice.calls[index].arguments_object()
-                blocks.append({**TOOL_USE.block, "id": id, "name": name, "input": input or {}})
+                blocks.append(ToolUseBlock(id, name, input or {}))
     return blocks
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of content block: its start object, and the start of its deltas."""
-
-    block: dict[str, Any]
-    delta: bytes
-
-
-TEXT = Kind({"type": "text", "text": ""}, b'{"type":"text_delta","text":')
-# A signature lets a server recognise its own reasoning; this one accepts any.
-THINKING = Kind({"type": "thinking", "thinking": "", "signature": ""}, b'{"type":"thinking_delta","thinking":')
-TOOL_USE = Kind({"type": "tool_use", "id": "", "name": "", "input": {}}, b'{"type":"input_json_delta","partial_json":')
+NO_SIGNATURE = ""
+"""A signature lets a server recognise its own reasoning; this one accepts any."""
+TEXT, THINKING, TOOL_USE = TextBlock(""), ThinkingBlock("", NO_SIGNATURE), ToolUseBlock("", "", {})
+EMPTY_DELTAS: Mapping[type[Block], Delta] = {
+    TextBlock: AnthropicTextDelta(""),
+    ThinkingBlock: ThinkingDelta(""),
+    ToolUseBlock: InputDelta(""),
+}
 
 
 class MessageEvents:
     """The events of one message: its start, its blocks in order, its end."""
 
-    def __init__(self, head: Head, scope: Scope) -> None:
+    def __init__(self, head: AnthropicHead, scope: Scope) -> None:
         self.head, self.scope = head, scope
         self._started = self._called = False
         self._index = -1  # of the open block, or of the last one
-        self._open: Kind | None = None
-        self._end: dict[str, Any] = NOT_ENDED
+        self._open: type[Block] | None = None
+        self._end: End | None = None
         self._delta = b""
 
     def event(self, event: GenerationEvent, progress: Progress) -> bytes:
@@ -135,17 +150,15 @@ class MessageEvents:
         return b"".join(written)
 
     def end(self, progress: Progress) -> bytes:
-        usage = usage_object(progress.usage())
-        return self._close_block() + event_bytes("message_delta", delta=self._end, usage=usage) + STOP
+        assert self._end is not None, "the answer has ended"
+        return self._close_block() + event_bytes(MessageDelta(self._end, usage_object(progress.usage()))) + STOP
 
     def error(self, error: LocalLLMError) -> bytes:
         return b"event: error\ndata: " + to_json(anthropic_error(error, self.scope)) + b"\n\n"
 
     def _start(self) -> bytes:
-        """Return the start event. The number of cached prompt tokens is reported at the end."""
         self._started = True
-        usage = Usage(self.head.num_prompt_tokens, 0, 0)
-        return event_bytes("message_start", message=self.head.message([], NOT_ENDED, usage))
+        return event_bytes(MessageStart(self.head.started()))
 
     def _part(self, part: Part) -> bytes:
         match part:
@@ -155,28 +168,27 @@ class MessageEvents:
                 return self._piece(THINKING, text)
             case ToolCallStart(_, id, name):
                 self._called = True
-                return self._open_block(TOOL_USE, id=id, name=name)
+                return self._open_block(ToolUseBlock(id, name, {}))
             case ToolArguments(_, text):
                 return self._piece(TOOL_USE, text)
         return b""
 
-    def _piece(self, kind: Kind, text: str) -> bytes:
-        opened = b"" if self._open is kind else self._open_block(kind)
+    def _piece(self, block: Block, text: str) -> bytes:
+        """Return a piece of text. `block`: the start of its block, which is opened unless one of its type is open."""
+        opened = b"" if self._open is type(block) else self._open_block(block)
         return opened + self._delta + to_json(text) + b"}}\n\n"
 
-    def _open_block(self, kind: Kind, **named: str) -> bytes:
+    def _open_block(self, block: Block) -> bytes:
         closed = self._close_block()
-        self._index, self._open = self._index + 1, kind
-        self._delta = (
-            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":' % self._index
-            + kind.delta
-        )
-        start = event_bytes("content_block_start", index=self._index, content_block=kind.block | named)
+        self._index, self._open = self._index + 1, type(block)
+        # A delta event up to the text, which is an empty string in the event that is encoded here.
+        self._delta = event_bytes(BlockDelta(self._index, EMPTY_DELTAS[type(block)])).removesuffix(b'""}}\n\n')
+        start = event_bytes(BlockStart(self._index, block))
         return closed + start + (PING if self._index == 0 else b"")
 
     def _close_block(self) -> bytes:
         was_open, self._open = self._open, None
-        return event_bytes("content_block_stop", index=self._index) if was_open else b""
+        return event_bytes(BlockStop(self._index)) if was_open else b""
 
 
-STOP = event_bytes("message_stop")
+STOP = event_bytes(MessageStop())

@@ -16,7 +16,14 @@ from localllm.serving.chat import CONTINUE, Conversation, reasons
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.anthropic.fields import OUTPUT_RULES, THINKING_RULES
-from localllm.web.api.anthropic.schema import Content, CountBody, InputMessage, MessagesBody, OutputConfig, Thinking
+from localllm.web.api.anthropic.schema import (
+    AnthropicThinking,
+    Content,
+    CountBody,
+    InputMessage,
+    MessagesBody,
+    OutputConfig,
+)
 from localllm.web.api.anthropic.tools import tools_of
 from localllm.web.api.budget import thinking_budget
 from localllm.web.api.conversation import ChatRequest, effort_switch, sampling_params, thinking_switch
@@ -67,7 +74,7 @@ def template_of(body: CountBody, effort: str | None, model: ServedModel) -> tupl
     template: dict[str, Any] = {}
     warnings: list[str] = []
     if body.thinking is not None:
-        thinking, warnings = read_object(body.thinking, Thinking, THINKING_RULES, "thinking.")
+        thinking, warnings = read_object(body.thinking, AnthropicThinking, THINKING_RULES, "thinking.")
         if thinking.type != "adaptive":
             template, more = thinking_switch(model, thinking.type == "enabled", "thinking")
             warnings += more

@@ -8,17 +8,17 @@ from litestar.response.base import ASGIResponse
 from localllm.engine.params import SamplingParams
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.anthropic import shapes
-from localllm.web.api.anthropic.answer import FRAMING, Head, MessageEvents, message_object
+from localllm.web.api.anthropic.answer import FRAMING, AnthropicHead, MessageEvents, message_object
 from localllm.web.api.anthropic.conversation import chat_request, params_of
 from localllm.web.api.anthropic.fields import CHOICE_RULES, OUTPUT_RULES, RULES, THINKING_RULES, TOOL_RULES
-from localllm.web.api.anthropic.schema import CountBody, MessagesBody, OutputConfig, Thinking, Tool, ToolChoice
+from localllm.web.api.anthropic.schema import AnthropicThinking, CountBody, MessagesBody, OutputConfig, Tool, ToolChoice
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.reading import read
 
 INSIDE = {
     "output_config": RequestBody(OutputConfig, OUTPUT_RULES),
-    "thinking": RequestBody(Thinking, THINKING_RULES),
+    "thinking": RequestBody(AnthropicThinking, THINKING_RULES),
     "tools": RequestBody(Tool, TOOL_RULES),
     "tool_choice": RequestBody(ToolChoice, CHOICE_RULES),
 }
@@ -29,7 +29,7 @@ EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     "/v1/messages",
     status_code=200,
     operation=Operation(
-        shapes.Message,
+        shapes.AnthropicMessage,
         RequestBody(MessagesBody, RULES, INSIDE, EXAMPLE | {"max_tokens": 64}),
         shapes.Event,
         also=OF_MODELS,
@@ -45,7 +45,7 @@ async def messages(request: ApiRequest) -> ASGIResponse:
     asked, more = chat_request(body, params_of(body, model), model)
     token_ids = await asked.token_ids(model)
     generation = asked.within_context(len(token_ids), model).generation(model, token_ids)
-    head = Head.new(model.shown_name, len(token_ids), body.max_tokens)
+    head = AnthropicHead.new(model.shown_name, len(token_ids), body.max_tokens)
     if body.stream:
         events = MessageEvents(head, request.scope)
         return await streamed(request, generation, events, [*warnings, *more], FRAMING)
@@ -68,4 +68,4 @@ async def count_tokens(request: ApiRequest) -> ASGIResponse:
     model = await served_model(request, body.model)
     asked, more = chat_request(body, SamplingParams(max_tokens=None), model)
     token_ids = await asked.token_ids(model)
-    return json_response({"input_tokens": len(token_ids)}, warning_headers([*warnings, *more]))
+    return json_response(shapes.TokenCount(len(token_ids)), warning_headers([*warnings, *more]))

@@ -17,7 +17,7 @@ class InputMessage(msgspec.Struct, kw_only=True):
     content: Content
 
 
-class Thinking(msgspec.Struct, kw_only=True):
+class AnthropicThinking(msgspec.Struct, kw_only=True):
     type: Literal["enabled", "adaptive", "disabled"]  # adaptive: the model's default
     budget_tokens: int | None = None  # of reasoning; may be less than 1,024 here
 
@@ -50,7 +50,7 @@ class CountBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     messages: list[InputMessage]
     system: Content | None = None
-    thinking: dict[str, Any] | None = None  # Thinking
+    thinking: dict[str, Any] | None = None  # AnthropicThinking
     output_config: dict[str, Any] | None = None  # OutputConfig
     tools: list[dict[str, Any]] | None = None  # Tool
     tool_choice: dict[str, Any] | None = None  # ToolChoice

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from localllm.web.shape import Shape
 
 
-class Usage(Shape):
+class AnthropicUsage(Shape):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
@@ -36,26 +36,28 @@ Block = TextBlock | ThinkingBlock | ToolUseBlock
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
-class Started(Shape, tag="message"):
+class Started(Shape):
     """A message before its first token."""
 
     id: str
+    type: Literal["message"]
     role: Literal["assistant"]
     model: str
     content: list[Block]
     stop_reason: None
     stop_sequence: None
-    usage: Usage
+    usage: AnthropicUsage
 
 
-class Message(Shape, tag="message"):
+class AnthropicMessage(Shape):
     id: str
+    type: Literal["message"]
     role: Literal["assistant"]
     model: str
     content: list[Block]
     stop_reason: StopReason
     stop_sequence: str | None
-    usage: Usage
+    usage: AnthropicUsage
 
 
 class MessageStart(Shape, tag="message_start"):
@@ -71,7 +73,7 @@ class BlockStart(Shape, tag="content_block_start"):
     content_block: Block
 
 
-class TextDelta(Shape, tag="text_delta"):
+class AnthropicTextDelta(Shape, tag="text_delta"):
     text: str
 
 
@@ -83,9 +85,12 @@ class InputDelta(Shape, tag="input_json_delta"):
     partial_json: str
 
 
+Delta = AnthropicTextDelta | ThinkingDelta | InputDelta
+
+
 class BlockDelta(Shape, tag="content_block_delta"):
     index: int
-    delta: TextDelta | ThinkingDelta | InputDelta
+    delta: Delta
 
 
 class BlockStop(Shape, tag="content_block_stop"):
@@ -99,7 +104,7 @@ class End(Shape):
 
 class MessageDelta(Shape, tag="message_delta"):
     delta: End
-    usage: Usage
+    usage: AnthropicUsage
 
 
 class MessageStop(Shape, tag="message_stop"):
