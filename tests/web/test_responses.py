@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import openai
 import pydantic
 import pytest
@@ -23,10 +24,10 @@ from localllm.errors import StepFailed
 from localllm.text.answers.parts import BrokenCall, Content, Reasoning, ToolArguments, ToolCallStart
 from localllm.text.messages import TemplateTraits, plain_messages
 from localllm.web.api.generation import Progress
-from localllm.web.api.responses.answer import Head, ResponseEvents
+from localllm.web.api.responses.answer import ResponseEvents, ResponseHead
 from localllm.web.api.responses.fields import RULES
 from localllm.web.api.responses.items import messages_of, read_items
-from localllm.web.api.responses.output import Output
+from localllm.web.api.responses.output import OutputItems
 from localllm.web.api.responses.schema import ResponsesBody
 from localllm.web.api.responses.store import PreviousResponseNotFound, ResponseNotFound, ResponseStore
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, wait_until
@@ -298,8 +299,8 @@ GOLDEN = [
 def events() -> tuple[ResponseEvents, list[Any]]:
     """With ids that are counted, and where responses are kept."""
     numbers, kept = itertools.count(1), list[Any]()
-    head = Head("resp_1", 7, "tiny", ResponsesBody(input="Hi"), SamplingParams())
-    return ResponseEvents(head, kept.append, Output(lambda prefix: f"{prefix}_{next(numbers)}")), kept
+    head = ResponseHead("resp_1", 7, "tiny", ResponsesBody(input="Hi"), SamplingParams())
+    return ResponseEvents(head, kept.append, OutputItems(lambda prefix: f"{prefix}_{next(numbers)}")), kept
 
 
 def test_golden_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +327,7 @@ def test_golden_events(monkeypatch: pytest.MonkeyPatch) -> None:
         for number, (kind, data) in enumerate(GOLDEN)
     )
     assert written.decode() == lines
-    assert [response["id"] for response in kept] == ["resp_1"]
+    assert [response.id for response in kept] == ["resp_1"]
 
 
 def test_an_early_error_is_a_response_that_failed() -> None:
@@ -339,7 +340,7 @@ def test_an_early_error_is_a_response_that_failed() -> None:
 
 
 def test_a_call_that_turns_out_broken_late_is_incomplete() -> None:
-    output = Output()
+    output = OutputItems()
     for part in (
         ToolCallStart(0, "a", "f"),
         ToolArguments(0, "{"),
@@ -412,8 +413,13 @@ def test_what_is_not_to_be_kept_is_not(client: openai.OpenAI) -> None:
         client.responses.create(model="tiny", input=[{"type": "item_reference", "id": made.output[0].id}])
 
 
-def response(id: str, text: str) -> dict[str, Any]:
-    return {"id": id, "output": [{"id": f"msg_{id}", "text": text}]}
+class ShortResponse(msgspec.Struct):
+    id: str
+    output: list[dict[str, str]]
+
+
+def response(id: str, text: str) -> Any:
+    return ShortResponse(id, [{"id": f"msg_{id}", "text": text}])
 
 
 def test_the_store_is_bounded_in_number_and_bytes() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from litestar.types import ControllerRouterHandler
 
-from localllm.web.api.responses.kept import cancel, delete_response, input_items, show_response
 from localllm.web.api.responses.responses import input_tokens, responses
+from localllm.web.api.responses.stored import cancel, delete_response, input_items, show_response
 
 
 def routes() -> list[ControllerRouterHandler]:

@@ -10,17 +10,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import UNSET
+
 from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.errors import LocalLLMError
 from localllm.text.answers.parts import Content
 from localllm.web.api.generation import Choice, Progress
 from localllm.web.api.responses.items import Item, new_id
-from localllm.web.api.responses.output import Output
+from localllm.web.api.responses.output import OutputItems
 from localllm.web.api.responses.schema import ResponsesBody
+from localllm.web.api.responses.shapes import (
+    Completed,
+    Created,
+    Cut,
+    Failed,
+    Incomplete,
+    InProgress,
+    InputDetails,
+    OutputDetails,
+    Response,
+    ResponseProblem,
+    ResponseStatus,
+    ResponseUsage,
+)
 from localllm.web.errors import openai_error
 
-Response = dict[str, Any]
 REPEATED = (
     "instructions",
     "max_output_tokens",
@@ -30,9 +45,11 @@ REPEATED = (
     "user",
 )
 
+NOT_ENDED = {"completed_at": None, "error": None, "incomplete_details": None, "usage": None}
+
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ResponseHead:
     """The fields of a response that are known before its first token."""
 
     id: str
@@ -43,62 +60,58 @@ class Head:
     num_truncated: int = 0  # number of the oldest items that are not in the prompt
 
     @staticmethod
-    def new(model: str, body: ResponsesBody, params: SamplingParams, num_truncated: int = 0) -> Head:
-        return Head(new_id("resp"), int(time.time()), model, body, params, num_truncated)
+    def new(model: str, body: ResponsesBody, params: SamplingParams, num_truncated: int = 0) -> ResponseHead:
+        return ResponseHead(new_id("resp"), int(time.time()), model, body, params, num_truncated)
 
-    def response(self, status: str, output: Sequence[Item], **end: Any) -> Response:
+    def response(self, status: ResponseStatus, output: Any, **end: Any) -> Response:
         """Return the response. `end`: fields that differ from a response that has not ended."""
         body = self.body
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self.created_at,
-            "completed_at": None,
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": None,
-            "model": self.model,
-            "output": output,
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "reasoning": {"effort": None, "summary": None} | (body.reasoning or {}),
-            "service_tier": "default",
-            "store": body.store is not False,
-            "temperature": self.params.temperature,
-            "text": {"format": {"type": "text"}} | (body.text or {}),
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "top_logprobs": 0,
-            "top_p": self.params.top_p,
-            "truncation": body.truncation or "disabled",
-            **({"truncated_items": self.num_truncated} if body.truncation == "auto" else {}),
-            "metadata": body.metadata or {},
-            "usage": None,
+        return Response(
+            id=self.id,
+            object="response",
+            created_at=self.created_at,
+            status=status,
+            background=False,
+            model=self.model,
+            output=output,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning={"effort": None, "summary": None} | (body.reasoning or {}),
+            service_tier="default",
+            store=body.store is not False,
+            temperature=self.params.temperature,
+            text={"format": {"type": "text"}} | (body.text or {}),
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_logprobs=0,
+            top_p=self.params.top_p,
+            truncation=body.truncation or "disabled",
+            truncated_items=self.num_truncated if body.truncation == "auto" else UNSET,
+            metadata=body.metadata or {},
             **{name: getattr(body, name) for name in REPEATED},
-            **end,
-        }
+            **(NOT_ENDED | end),
+        )
 
     def ended(self, output: Sequence[Item], progress: Progress, *, cut: bool) -> Response:
         end: dict[str, Any] = {"completed_at": int(time.time()), "usage": usage_object(progress)}
         if cut:
-            return self.response("incomplete", output, **end, incomplete_details={"reason": "max_output_tokens"})
+            return self.response("incomplete", output, **end, incomplete_details=Cut("max_output_tokens"))
         return self.response("completed", output, **end)
 
 
-def usage_object(progress: Progress) -> dict[str, Any]:
+def usage_object(progress: Progress) -> ResponseUsage:
     usage = progress.usage()
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": progress.reasoning_tokens},
-        "total_tokens": usage.total_tokens,
-    }
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputDetails(cached_tokens=usage.cached_tokens, cache_write_tokens=0),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputDetails(progress.reasoning_tokens),
+        total_tokens=usage.total_tokens,
+    )
 
 
-def whole_response(head: Head, choices: Sequence[Choice], progress: Progress) -> Response:
+def whole_response(head: ResponseHead, choices: Sequence[Choice], progress: Progress) -> Response:
     [choice] = choices
-    output, cut = Output(), choice.finish_reason != "stop"
+    output, cut = OutputItems(), choice.finish_reason != "stop"
     for part in choice.parts:
         output.say(part)
     output.close(cut=cut)
@@ -108,9 +121,9 @@ def whole_response(head: Head, choices: Sequence[Choice], progress: Progress) ->
 class ResponseEvents:
     """The events of one response: its start, its items in order, its end."""
 
-    def __init__(self, head: Head, keep: Callable[[Response], None], output: Output | None = None) -> None:
+    def __init__(self, head: ResponseHead, keep: Callable[[Response], None], output: OutputItems | None = None) -> None:
         """`keep` is called with the response when it has ended."""
-        self.head, self._keep, self._output = head, keep, output or Output()
+        self.head, self._keep, self._output = head, keep, output or OutputItems()
         self._started = self._cut = False
 
     def event(self, event: GenerationEvent, progress: Progress) -> bytes:
@@ -123,21 +136,20 @@ class ResponseEvents:
         closed = self._output.close(cut=self._cut)
         response = self.head.ended(self._output.items, progress, cut=self._cut)
         self._keep(response)
-        return closed + self._output.event(f"response.{response['status']}", response=response)
+        return closed + self._output.event(Incomplete if self._cut else Completed, response=response)
 
     def error(self, error: LocalLLMError) -> bytes:
         """Return the error event. Of the codes that clients know only one fits; the message has the details."""
-        told = {"code": "server_error", "message": openai_error(error).error.message}
+        told = ResponseProblem("server_error", openai_error(error).error.message)
         written = self._start() + self._output.close(cut=True)
         response = self.head.response("failed", self._output.items, error=told)
-        return written + self._output.event("response.failed", response=response)
+        return written + self._output.event(Failed, response=response)
 
     def _start(self) -> bytes:
         if self._started:
             return b""
         self._started = True
         told = [
-            self._output.event(f"response.{name}", response=self.head.response("in_progress", []))
-            for name in ("created", "in_progress")
+            self._output.event(kind, response=self.head.response("in_progress", [])) for kind in (Created, InProgress)
         ]
         return b"".join(told)

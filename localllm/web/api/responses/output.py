@@ -10,9 +10,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.responses.items import Item, new_id
+from localllm.web.api.responses.shapes import (
+    AnyEvent,
+    ArgumentsDelta,
+    ArgumentsDone,
+    ItemAdded,
+    ItemDone,
+    OutputText,
+    PartAdded,
+    PartDone,
+    ReasoningDelta,
+    ReasoningDone,
+    ReasoningText,
+    ResponseTextDelta,
+    TextDone,
+    TextEvent,
+)
 
 to_json = msgspec.json.encode
 
@@ -22,20 +39,24 @@ class _Kind:
     """The properties of one type of item."""
 
     prefix: str  # prefix of its ids
-    event: str  # name of the events of its text
+    delta: Callable[..., TextEvent]  # the events of its text
+    done: Callable[..., TextEvent]
     fields: Item  # fields beside its text
-    part: Item | None = None  # its only part; None for a call, which has arguments instead
+    part: OutputText | ReasoningText | None = None  # its only part; None for a call, which has arguments instead
     extra: dict[str, list[Any]] = field(default_factory=dict)  # further fields of the events of its text
 
 
 KINDS = {
     "message": _Kind(
-        "msg", "response.output_text", {"role": "assistant"},
-        {"type": "output_text", "text": "", "annotations": [], "logprobs": []}, {"logprobs": []},
+        "msg", ResponseTextDelta, TextDone, {"role": "assistant"}, OutputText("", [], []), {"logprobs": []}
     ),
-    "reasoning": _Kind("rs", "response.reasoning_text", {"summary": []}, {"type": "reasoning_text", "text": ""}),
-    "function_call": _Kind("fc", "response.function_call_arguments", {}),
-}  # fmt: skip
+    "reasoning": _Kind("rs", ReasoningDelta, ReasoningDone, {"summary": []}, ReasoningText("")),
+    "function_call": _Kind("fc", ArgumentsDelta, ArgumentsDone, {}),
+}
+
+
+def event_bytes(event: AnyEvent) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (str(event.__struct_config__.tag).encode(), to_json(event))
 
 
 @dataclass(slots=True)
@@ -49,7 +70,7 @@ class _Open:
     status: str = "completed"  # the status that it will end with
 
 
-class Output:
+class OutputItems:
     def __init__(self, new_id: Callable[[str], str] = new_id) -> None:
         """`new_id` makes an id from its prefix."""
         self.items: list[Item] = []
@@ -58,9 +79,8 @@ class Output:
         self._new_id = new_id
         self._next_number = 0
 
-    def event(self, kind: str, **fields: Any) -> bytes:
-        data = to_json({"type": kind, **fields, "sequence_number": self._number()})
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+    def event(self, kind: Callable[..., AnyEvent], **fields: Any) -> bytes:
+        return event_bytes(kind(**fields, sequence_number=self._number()))
 
     def say(self, part: Part) -> bytes:
         """Add a part; return its events."""
@@ -86,13 +106,13 @@ class Output:
         item["status"] = "incomplete" if cut else said.status
         if kind.part is None:
             item["arguments"] = text
-            written = self.event(f"{kind.event}.done", **said.place, arguments=text)
+            written = self.event(kind.done, **said.place, arguments=text)
         else:
-            part = {**kind.part, "text": text}
+            part = replace(kind.part, text=text)
             item["content"] = [part]
-            written = self.event(f"{kind.event}.done", **said.place, text=text, **kind.extra)
-            written += self.event("response.content_part.done", **said.place, part=part)
-        return written + self.event("response.output_item.done", output_index=said.place["output_index"], item=item)
+            written = self.event(kind.done, **said.place, text=text, **kind.extra)
+            written += self.event(PartDone, **said.place, part=part)
+        return written + self.event(ItemDone, output_index=said.place["output_index"], item=item)
 
     def _within(self, type: str) -> bytes:
         """Return the events that open an item of this type, if none is open."""
@@ -106,20 +126,20 @@ class Output:
         index = len(self.items)
         self.items.append(item)
         place: Item = {"item_id": item["id"], "output_index": index}
-        written = self.event("response.output_item.added", output_index=index, item=item)
+        written = self.event(ItemAdded, output_index=index, item=item)
         if kind.part is None:
             self._calls.append(item)
         else:
             place["content_index"] = 0
-            written += self.event("response.content_part.added", **place, part=kind.part)
-        head = to_json({"type": f"{kind.event}.delta", **place, **kind.extra})[:-1]
-        self._open = _Open(item, place, b"event: %b.delta\ndata: %b" % (kind.event.encode(), head))
+            written += self.event(PartAdded, **place, part=kind.part)
+        empty = event_bytes(kind.delta(**place, **kind.extra, delta="", sequence_number=0))
+        self._open = _Open(item, place, empty.removesuffix(b'"","sequence_number":0}\n\n'))
         return written
 
     def _delta(self, text: str) -> bytes:
         assert self._open is not None, "an item is open"
         self._open.texts.append(text)
-        return self._open.delta + b',"delta":' + to_json(text) + b',"sequence_number":%d}\n\n' % self._number()
+        return self._open.delta + to_json(text) + b',"sequence_number":%d}\n\n' % self._number()
 
     def _break(self, call: Item) -> None:
         """Mark a call as incomplete because its arguments are not one JSON object. Other items may have followed it."""

@@ -17,7 +17,7 @@ from localllm.web.api.budget import thinking_budget
 from localllm.web.api.conversation import sampling_params, thinking_switch
 from localllm.web.api.reading import read_object
 from localllm.web.api.responses.fields import REASONING_RULES, TEXT_RULES
-from localllm.web.api.responses.schema import Reasoning, ResponsesBody, TextConfig
+from localllm.web.api.responses.schema import ResponseReasoning, ResponsesBody, TextConfig
 from localllm.web.api.tools import chosen, function_tool
 from localllm.web.errors import InvalidType, UnsupportedParameter
 
@@ -60,7 +60,7 @@ def _structured(format: Mapping[str, Any]) -> StructuredOutputsParams | None:
 
 def template_of(body: ResponsesBody, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
     """Return the chat template's arguments, and warnings."""
-    asked, warnings = read_object(body.reasoning or {}, Reasoning, REASONING_RULES, "reasoning.")
+    asked, warnings = read_object(body.reasoning or {}, ResponseReasoning, REASONING_RULES, "reasoning.")
     if asked.effort is None:
         return {}, warnings
     if model.chat_template.reads("reasoning_effort"):

@@ -19,13 +19,13 @@ from localllm.web.api.generation import Choice
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.reading import read
 from localllm.web.api.responses import shapes
-from localllm.web.api.responses.answer import Head, Response, ResponseEvents, whole_response
+from localllm.web.api.responses.answer import ResponseEvents, ResponseHead, whole_response
 from localllm.web.api.responses.fields import REASONING_RULES, RULES, TEXT_RULES
 from localllm.web.api.responses.items import Item, Message, messages_of, read_items
-from localllm.web.api.responses.kept import store_of
 from localllm.web.api.responses.params import params_of, template_of, tools_of
-from localllm.web.api.responses.schema import Reasoning, ResponsesBody, TextConfig
+from localllm.web.api.responses.schema import ResponseReasoning, ResponsesBody, TextConfig
 from localllm.web.api.responses.store import decoded
+from localllm.web.api.responses.stored import store_of
 from localllm.web.api.responses.truncation import truncated, wanted_tokens
 from localllm.web.errors import MissingParameter
 
@@ -45,7 +45,7 @@ class _Asked:
 BODY = RequestBody(
     ResponsesBody,
     RULES,
-    {"text": RequestBody(TextConfig, TEXT_RULES), "reasoning": RequestBody(Reasoning, REASONING_RULES)},
+    {"text": RequestBody(TextConfig, TEXT_RULES), "reasoning": RequestBody(ResponseReasoning, REASONING_RULES)},
     {"input": "Why is the sky blue?", "max_output_tokens": 64},
 )
 
@@ -59,13 +59,13 @@ async def responses(request: ApiRequest) -> ASGIResponse:
     asked = await _asked(request)
     model, chat = asked.model, asked.chat.within_context(len(asked.token_ids), asked.model)
     generation = chat.generation(model, asked.token_ids)
-    head = Head.new(model.shown_name, asked.body, chat.params, asked.num_truncated)
+    head = ResponseHead.new(model.shown_name, asked.body, chat.params, asked.num_truncated)
 
-    def keep(response: Response) -> None:
+    def keep(response: shapes.Response) -> None:
         if asked.body.store is not False:
             store_of(request).put(owner_of(request), response, asked.before, asked.items)
 
-    def respond(choices: Sequence[Choice]) -> Response:
+    def respond(choices: Sequence[Choice]) -> shapes.Response:
         response = whole_response(head, choices, generation.progress)
         keep(response)
         return response
@@ -81,7 +81,7 @@ async def responses(request: ApiRequest) -> ASGIResponse:
 async def input_tokens(request: ApiRequest) -> ASGIResponse:
     """Count the prompt tokens of a request without running it."""
     asked = await _asked(request)
-    counted = {"object": "response.input_tokens", "input_tokens": len(asked.token_ids)}
+    counted = shapes.ResponseInputTokens("response.input_tokens", len(asked.token_ids))
     return json_response(counted, warning_headers(asked.warnings))
 
 

@@ -14,7 +14,7 @@ class TextConfig(msgspec.Struct, kw_only=True):
     format: dict[str, Any] | None = None
 
 
-class Reasoning(msgspec.Struct, kw_only=True):
+class ResponseReasoning(msgspec.Struct, kw_only=True):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
@@ -27,7 +27,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None  # TextConfig
-    reasoning: dict[str, Any] | None = None  # Reasoning
+    reasoning: dict[str, Any] | None = None  # ResponseReasoning
     max_output_tokens: int | None = None
     truncation: Literal["auto", "disabled"] | None = None  # auto: drop the oldest items of a long prompt
     temperature: float | None = None

@@ -69,7 +69,7 @@ class OutputDetails(Shape):
     reasoning_tokens: int
 
 
-class Usage(Shape):
+class ResponseUsage(Shape):
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
@@ -77,7 +77,7 @@ class Usage(Shape):
     total_tokens: int
 
 
-class Problem(Shape):
+class ResponseProblem(Shape):
     code: str
     message: str
 
@@ -86,119 +86,139 @@ class Cut(Shape):
     reason: Literal["max_output_tokens"]
 
 
-class Response(Shape):
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class Response(Shape, kw_only=True):
     id: str
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: ResponseStatus
     background: bool
-    error: Problem | None
+    error: ResponseProblem | None
     incomplete_details: Cut | None
     model: str
     output: list[Item]
-    usage: Usage | None
-    temperature: float
-    top_p: float
-    top_logprobs: int
-    service_tier: str
-    truncation: Literal["auto", "disabled"]
-    store: bool
     parallel_tool_calls: bool
-    reasoning: dict[str, Any]  # this and the following fields repeat the request
+    reasoning: dict[str, Any]  # this field and `text` to `metadata` repeat the request, and so do those after `usage`
+    service_tier: str
+    store: bool
+    temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    truncated_items: int | UnsetType = UNSET  # with truncation auto: oldest items that are not in the prompt
     metadata: dict[str, str]
+    usage: ResponseUsage | None
     instructions: str | None
     max_output_tokens: int | None
     previous_response_id: str | None
     prompt_cache_key: str | None
     safety_identifier: str | None
     user: str | None
-    truncated_items: int | UnsetType = UNSET  # with truncation auto: oldest items that are not in the prompt
 
 
-class Event(Shape):
+class ResponseEvent(Shape):
+    response: Response
     sequence_number: int
 
 
-class Created(Event, tag="response.created"):
-    response: Response
+class Created(ResponseEvent, tag="response.created"):
+    pass
 
 
-class InProgress(Event, tag="response.in_progress"):
-    response: Response
+class InProgress(ResponseEvent, tag="response.in_progress"):
+    pass
 
 
-class Completed(Event, tag="response.completed"):
-    response: Response
+class Completed(ResponseEvent, tag="response.completed"):
+    pass
 
 
-class Incomplete(Event, tag="response.incomplete"):
-    response: Response
+class Incomplete(ResponseEvent, tag="response.incomplete"):
+    pass
 
 
-class Failed(Event, tag="response.failed"):
-    response: Response
+class Failed(ResponseEvent, tag="response.failed"):
+    pass
 
 
-class ItemAdded(Event, tag="response.output_item.added"):
+class ItemEvent(Shape):
     output_index: int
     item: Item
+    sequence_number: int
 
 
-class ItemDone(Event, tag="response.output_item.done"):
-    output_index: int
-    item: Item
+class ItemAdded(ItemEvent, tag="response.output_item.added"):
+    pass
 
 
-class Place(Event):
+class ItemDone(ItemEvent, tag="response.output_item.done"):
+    pass
+
+
+class ItemPlace(Shape):
     item_id: str
     output_index: int
 
 
-class Part(Place):
+class PartPlace(ItemPlace):
     content_index: int
 
 
-class PartAdded(Part, tag="response.content_part.added"):
+class PartEvent(PartPlace):
     part: OutputText | ReasoningText
+    sequence_number: int
 
 
-class PartDone(Part, tag="response.content_part.done"):
-    part: OutputText | ReasoningText
+class PartAdded(PartEvent, tag="response.content_part.added"):
+    pass
 
 
-class TextDelta(Part, tag="response.output_text.delta"):
-    delta: str
+class PartDone(PartEvent, tag="response.content_part.done"):
+    pass
+
+
+class ResponseTextDelta(PartPlace, tag="response.output_text.delta"):
     logprobs: list[Any]
+    delta: str
+    sequence_number: int
 
 
-class TextDone(Part, tag="response.output_text.done"):
+class TextDone(PartPlace, tag="response.output_text.done"):
     text: str
     logprobs: list[Any]
+    sequence_number: int
 
 
-class ReasoningDelta(Part, tag="response.reasoning_text.delta"):
+class ReasoningDelta(PartPlace, tag="response.reasoning_text.delta"):
     delta: str
+    sequence_number: int
 
 
-class ReasoningDone(Part, tag="response.reasoning_text.done"):
+class ReasoningDone(PartPlace, tag="response.reasoning_text.done"):
     text: str
+    sequence_number: int
 
 
-class ArgumentsDelta(Place, tag="response.function_call_arguments.delta"):
+class ArgumentsDelta(ItemPlace, tag="response.function_call_arguments.delta"):
     delta: str
+    sequence_number: int
 
 
-class ArgumentsDone(Place, tag="response.function_call_arguments.done"):
+class ArgumentsDone(ItemPlace, tag="response.function_call_arguments.done"):
     arguments: str
+    sequence_number: int
 
 
+TextEvent = ResponseTextDelta | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone
 AnyEvent = (
     Created | InProgress | Completed | Incomplete | Failed | ItemAdded | ItemDone | PartAdded | PartDone
-    | TextDelta | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone
+    | TextEvent
 )  # fmt: skip
 
 

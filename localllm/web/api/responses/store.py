@@ -15,6 +15,7 @@ import msgspec
 
 from localllm.errors import RequestError
 from localllm.units import format_bytes
+from localllm.web.api.responses.shapes import Response
 
 MAX_RESPONSES = 1000
 MAX_BYTES = 64 * 1024**2
@@ -36,7 +37,7 @@ class PreviousResponseNotFound(ResponseNotFound):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredResponse:
     """A stored response as JSON, so that its size in memory is known."""
 
     owner: str  # only this owner can read it
@@ -66,38 +67,39 @@ class ResponseStore:
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self.max_responses, self.max_bytes = max_responses, max_bytes
         self.num_bytes = 0
-        self._kept: dict[str, Kept] = {}  # oldest first
+        self._stored: dict[str, StoredResponse] = {}  # oldest first
         self._items: dict[str, tuple[str, bytes]] = {}  # id of an output item -> (owner, item)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._stored)
 
-    def put(self, owner: str, response: dict[str, Any], before: Sequence[bytes], items: Sequence[Item]) -> None:
+    def put(self, owner: str, response: Response, before: Sequence[bytes], items: Sequence[Item]) -> None:
         """Store a response. `items`: its input. A response larger than the whole store is not stored."""
-        own = (*map(to_json, items), *map(to_json, response["output"]))
-        kept = Kept(owner, to_json(response), (*before, *own), len(before), len(items))
-        if kept.size_bytes > self.max_bytes:
+        output: Sequence[Any] = response.output
+        own = (*map(to_json, items), *map(to_json, output))
+        stored = StoredResponse(owner, to_json(response), (*before, *own), len(before), len(items))
+        if stored.size_bytes > self.max_bytes:
             return
-        self._kept[response["id"]] = kept
-        self.num_bytes += kept.size_bytes
-        for item, written in zip(response["output"], kept.output, strict=True):
+        self._stored[response.id] = stored
+        self.num_bytes += stored.size_bytes
+        for item, written in zip(output, stored.output, strict=True):
             self._items[item["id"]] = owner, written
-        while len(self._kept) > self.max_responses or self.num_bytes > self.max_bytes:
-            self._forget(next(iter(self._kept)))
+        while len(self._stored) > self.max_responses or self.num_bytes > self.max_bytes:
+            self._forget(next(iter(self._stored)))
 
-    def get(self, owner: str, id: str) -> Kept:
+    def get(self, owner: str, id: str) -> StoredResponse:
         """Return a response. Raises `ResponseNotFound`, also for a response of another owner."""
-        kept = self._kept.get(id)
-        if kept is None or kept.owner != owner:
+        stored = self._stored.get(id)
+        if stored is None or stored.owner != owner:
             raise self._not_found(ResponseNotFound, id, "response_id")
-        return kept
+        return stored
 
     def context(self, owner: str, id: str | None) -> tuple[bytes, ...]:
         """Return the items that a request continues. Raises `PreviousResponseNotFound`."""
-        kept = self._kept.get(id) if id is not None else None
-        if id is not None and (kept is None or kept.owner != owner):
+        stored = self._stored.get(id) if id is not None else None
+        if id is not None and (stored is None or stored.owner != owner):
             raise self._not_found(PreviousResponseNotFound, id, "previous_response_id")
-        return kept.context if kept is not None else ()
+        return stored.context if stored is not None else ()
 
     def item(self, owner: str, id: str) -> Item | None:
         whose, written = self._items.get(id, ("", b""))
@@ -109,9 +111,9 @@ class ResponseStore:
         self._forget(id)
 
     def _forget(self, id: str) -> None:
-        kept = self._kept.pop(id)
-        self.num_bytes -= kept.size_bytes
-        for item in decoded(kept.output):
+        stored = self._stored.pop(id)
+        self.num_bytes -= stored.size_bytes
+        for item in decoded(stored.output):
             del self._items[item["id"]]
 
     def _not_found(self, kind: type[ResponseNotFound], id: str, param: str) -> ResponseNotFound:

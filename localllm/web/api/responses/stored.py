@@ -44,7 +44,7 @@ async def delete_response(request: ApiRequest) -> ASGIResponse:
     """Delete a stored response."""
     id: str = request.path_params["id"]
     store_of(request).delete(owner_of(request), id)
-    return json_response({"id": id, "object": "response", "deleted": True})
+    return json_response(shapes.Deleted(id, "response", deleted=True))
 
 
 @post(f"{PATH}/cancel", status_code=200, operation=Operation(also=(404,), success=()))
@@ -74,14 +74,14 @@ async def input_items(request: ApiRequest) -> ASGIResponse:
         if asked.after not in ids:
             raise InvalidParameter(f"There is no item {asked.after!r} in this input.", param="after")
         items = items[ids.index(asked.after) + 1 :]
-    page = items[: asked.limit]
-    listed: dict[str, Any] = {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > len(page),
-    }
+    page: list[Any] = items[: asked.limit]
+    listed = shapes.Items(
+        object="list",
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=len(items) > len(page),
+    )
     return json_response(listed, warning_headers(warnings))
 
 
