@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from localllm.machine.running_servers import began
-from localllm.web.pages.chat.store import Chats, ChatStore, Message, chat_store, database, search
+from localllm.web.pages.chat.store import Chats, ChatStore, StoredMessage, chat_store, database, search
 from localllm.web.pages.chat.store import chats as chat_rows
 from localllm.web.pages.chat.store.chats import UNDO_S
 from localllm.web.pages.chat.store.database import MIGRATIONS, open_database
@@ -274,7 +274,7 @@ def test_what_is_kept_survives_and_an_unfinished_reply_was_interrupted(tmp_path:
     chat_id = on(path, _new_chat)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
-    async def look(store: ChatStore) -> tuple[Message, ...]:
+    async def look(store: ChatStore) -> tuple[StoredMessage, ...]:
         chat = await store.call(Chats.get, "", chat_id)
         assert chat.settings == {"system": "Be brief."}
         return (await store.call(Chats.branch, chat.id, chat.leaf)).messages
@@ -439,7 +439,7 @@ def test_chats_of_the_first_version_stay(tmp_path: Path) -> None:
         db.execute("PRAGMA user_version = 1")
     db.close()
 
-    async def look(store: ChatStore) -> Message:
+    async def look(store: ChatStore) -> StoredMessage:
         chat = await store.call(Chats.get, "alice", "c")
         return (await store.call(Chats.branch, chat.id, chat.leaf)).messages[0]
 

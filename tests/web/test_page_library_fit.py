@@ -12,7 +12,7 @@ import pytest
 from localllm.config.settings import EngineConfig, ModelTable, Settings
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.web.pages.library import fit_checks
-from localllm.web.pages.library.fit_checks import Fits, look
+from localllm.web.pages.library.fit_checks import FitChecks, look
 
 MIB, GIB = 1024**2, 1024**3
 
@@ -58,7 +58,7 @@ def test_each_model_is_looked_at_with_settings_of_its_own(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(fit_checks, "look", note)
     tables = {"exact-one": ModelTable("exact-one", {"cpu_weights": "exact"})}
-    known = Fits(SimpleNamespace(kept=[]), Settings(EngineConfig(cpu_weights="small"), models=tables))  # type: ignore[arg-type]
+    known = FitChecks(SimpleNamespace(kept=[]), Settings(EngineConfig(cpu_weights="small"), models=tables))  # type: ignore[arg-type]
 
     async def look_at_both() -> None:
         await asyncio.gather(known.of("exact-one"), known.of("another"))

@@ -11,7 +11,7 @@ import pytest
 
 from localllm.errors import InvalidParameter
 from localllm.logs.recent_logs import LogLine, RecentLogs
-from localllm.web.pages.logs.filters import Choice, choice_from, row
+from localllm.web.pages.logs.filters import LogFilter, filter_from, row
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubModel
 
@@ -47,25 +47,25 @@ def shown(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("choice", "numbers"),
+    ("log_filter", "numbers"),
     [
-        (Choice(), [1, 2, 3, 4]),
-        (Choice(level="info"), [1, 3, 4]),
-        (Choice(level="error"), [4]),  # a level that nobody knows is not held back
-        (Choice(text="/chat"), [1]),
-        (Choice(request_id="abc"), [1, 3]),  # its choices are of the request too, another id is not
-        (Choice(level="warning", text="load", request_id="abc"), [3]),
+        (LogFilter(), [1, 2, 3, 4]),
+        (LogFilter(level="info"), [1, 3, 4]),
+        (LogFilter(level="error"), [4]),  # a level that nobody knows is not held back
+        (LogFilter(text="/chat"), [1]),
+        (LogFilter(request_id="abc"), [1, 3]),  # its choices are of the request too, another id is not
+        (LogFilter(level="warning", text="load", request_id="abc"), [3]),
     ],
 )
-def test_lines_are_chosen_by_level_text_and_request(choice: Choice, numbers: list[int]) -> None:
-    assert [line.number for line in choice.of(LINES)] == numbers
-    assert choice_from(dict(httpx.QueryParams(choice.query))) == choice
+def test_lines_are_chosen_by_level_text_and_request(log_filter: LogFilter, numbers: list[int]) -> None:
+    assert [line.number for line in log_filter.of(LINES)] == numbers
+    assert filter_from(dict(httpx.QueryParams(log_filter.query))) == log_filter
 
 
 @pytest.mark.parametrize("given", [{"level": "loud"}, {"text": "x" * 201}, {"id": "a b"}, {"id": "x" * 129}])
 def test_a_choice_that_cannot_be_read_is_refused(given: dict[str, str], server: LiveServer) -> None:
     with pytest.raises(InvalidParameter):
-        choice_from(given)
+        filter_from(given)
     for path in ("/logs", "/logs/live", "/logs/download"):
         assert server.get(path, params=given).status_code == 400
 

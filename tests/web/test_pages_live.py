@@ -12,7 +12,7 @@ from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
 from localllm.web.pages.chat import live_reply
-from localllm.web.pages.chat.live_reply import Progress, Reply
+from localllm.web.pages.chat.live_reply import Reply, ReplyUpdate
 from localllm.web.pages.chat.markdown import render_markdown
 from localllm.web.pages.chat.markdown_stream import TextUpdate
 from localllm.web.pages.frame import live
@@ -29,7 +29,7 @@ def start(client: StubClient, text: str = "hello") -> Reply:
     return reply
 
 
-async def collect(news: AsyncIterator[Progress]) -> tuple[str, str, list[TextUpdate]]:
+async def collect(news: AsyncIterator[ReplyUpdate]) -> tuple[str, str, list[TextUpdate]]:
     """What a browser would show at the end: finished blocks and the open block."""
     html, shown, seen = "", "", []
     async for progress in news:

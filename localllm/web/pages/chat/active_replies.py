@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.web.pages.chat.live_reply import Reply
-from localllm.web.pages.chat.store import Chats, ChatStore, Message
+from localllm.web.pages.chat.store import Chats, ChatStore, StoredMessage
 from localllm.web.pages.chat.store.chats import UNDO_S
 from localllm.web.pages.chat.store.records import ChatsUnavailable
 from localllm.web.pages.frame.errors import StillWriting
@@ -32,17 +32,17 @@ class ActiveReply:
 
     owner: str
     chat_id: str
-    message: Message
+    message: StoredMessage
     reply: Reply
     before: Mapping[str, Any] = field(default_factory=dict)  # statistics of the reply that this one continues
     keeper: asyncio.Task[None] | None = None
 
     @property
-    def now(self) -> Message:
+    def now(self) -> StoredMessage:
         """The message in its current state."""
         it = self.message
         details = details_of(self.reply, self.before)
-        return Message(it.id, it.parent_id, it.role, self.reply.text, details, it.created_s, it.versions)
+        return StoredMessage(it.id, it.parent_id, it.role, self.reply.text, details, it.created_s, it.versions)
 
 
 class ActiveReplies:
@@ -62,13 +62,13 @@ class ActiveReplies:
         found = (each for each in self._writings.values() if each.chat_id == chat_id and not each.reply.done)
         return next(found, None)
 
-    def current(self, message: Message) -> Message:
+    def current(self, message: StoredMessage) -> StoredMessage:
         """Return the message in its current state; the store may be seconds behind."""
         writing = self.of(message.id)
         if writing is None:
             return message
         now = writing.now
-        return Message(now.id, now.parent_id, now.role, now.text, now.details, now.created_s, message.versions)
+        return StoredMessage(now.id, now.parent_id, now.role, now.text, now.details, now.created_s, message.versions)
 
     @contextlib.contextmanager
     def turn(self, chat_id: str) -> Iterator[None]:

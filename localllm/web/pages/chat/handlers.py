@@ -26,7 +26,7 @@ from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.attachment_handlers import MAX_UPLOAD_BYTES, attached_files
 from localllm.web.pages.chat.sidebar_views import Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
-from localllm.web.pages.chat.store import Chat, Chats, Message
+from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
 from localllm.web.pages.chat.views import ChatTurn, ComposerAction
 from localllm.web.pages.frame.errors import notice
@@ -124,7 +124,7 @@ async def stop_reply(request: Request[Any, Any, Any]) -> Response[Any]:
 
 
 async def _news(
-    state: ChatState, owner: str, chat: Chat | None, message: Message, writing: ActiveReply | None
+    state: ChatState, owner: str, chat: Chat | None, message: StoredMessage, writing: ActiveReply | None
 ) -> AsyncIterator[bytes]:
     if writing is not None:
         async for progress in writing.reply.follow():
@@ -165,7 +165,7 @@ async def asked_chat(request: Request[Any, Any, Any]) -> Chat:
     return await chat_state(request).store.call(Chats.get, owner_of(request), request.path_params["conversation_id"])
 
 
-async def asked_message(request: Request[Any, Any, Any]) -> tuple[Chat, Message]:
+async def asked_message(request: Request[Any, Any, Any]) -> tuple[Chat, StoredMessage]:
     chat = await asked_chat(request)
     return chat, await chat_state(request).store.call(Chats.message, chat.id, request.path_params["message_id"])
 

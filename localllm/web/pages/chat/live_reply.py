@@ -37,7 +37,7 @@ DETACHED_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ReplyUpdate:
     """The part of a reply that a follower has not seen yet: of its reasoning and of its text."""
 
     body: TextUpdate | None
@@ -152,7 +152,7 @@ class Reply:
             while not self.done:
                 await self._next_change(self._version)
 
-    async def follow(self) -> AsyncIterator[Progress]:
+    async def follow(self) -> AsyncIterator[ReplyUpdate]:
         """Yield everything so far, then updates until the reply is complete."""
         body, thinking, turn = ReadPosition(), ReadPosition(), (False, False)
         async with self._following():
@@ -161,7 +161,7 @@ class Reply:
                 turned = (bool(self.thinking.text), self.thinks)
                 if turned != turn:
                     thinking = ReadPosition()
-                progress = Progress(
+                progress = ReplyUpdate(
                     self.body.news(body), self.thinking.news(thinking) if turned[0] else None, turned != turn
                 )
                 turn = turned

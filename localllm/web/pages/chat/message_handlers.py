@@ -21,7 +21,7 @@ from localllm.web.pages.chat.handlers import (
 )
 from localllm.web.pages.chat.sidebar_views import Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
-from localllm.web.pages.chat.store import Chat, Chats, Message
+from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.turns import Turn
 from localllm.web.pages.chat.views import ChatMessage
 from localllm.web.pages.frame.forms import fields_of, is_scripted
@@ -29,7 +29,7 @@ from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 
 ONE = "/c/{conversation_id:str}/m/{message_id:str}"
-Ask = Callable[[ChatState, str, Chat, Message, Mapping[str, str]], Awaitable[Turn]]
+Ask = Callable[[ChatState, str, Chat, StoredMessage, Mapping[str, str]], Awaitable[Turn]]
 
 
 @get(ONE)

@@ -23,15 +23,15 @@ from localllm.web.pages.chat.part_presenters import (
 )
 from localllm.web.pages.chat.settings import SETTINGS, effective, note
 from localllm.web.pages.chat.sidebar_views import ChatHead, ContextMeter
-from localllm.web.pages.chat.store import Branch, Chat, Message
+from localllm.web.pages.chat.store import Branch, Chat, StoredMessage
 from localllm.web.pages.chat.views import (
     ChatMessage,
     ComposerAction,
     EditForm,
-    Figures,
     MessageActions,
     MessageList,
     OpenBlock,
+    ReplyFigures,
     ReplyFinished,
     Sampling,
     SettingField,
@@ -56,14 +56,14 @@ async def message_list(
 
 
 def one_message(
-    chat_id: str, message: Message, writing: ActiveReply | None = None, *, editing: str = ""
+    chat_id: str, message: StoredMessage, writing: ActiveReply | None = None, *, editing: str = ""
 ) -> ChatMessage:
     if message.role == "user":
         return _user_message(chat_id, message, editing=editing)
     return _assistant_message(chat_id, message, writing)
 
 
-def _user_message(chat_id: str, message: Message, *, editing: str) -> ChatMessage:
+def _user_message(chat_id: str, message: StoredMessage, *, editing: str) -> ChatMessage:
     edit = edit_form(chat_id, message) if editing == message.id else None
     return ChatMessage(
         id=message.id,
@@ -76,7 +76,7 @@ def _user_message(chat_id: str, message: Message, *, editing: str) -> ChatMessag
     )
 
 
-def _assistant_message(chat_id: str, message: Message, writing: ActiveReply | None) -> ChatMessage:
+def _assistant_message(chat_id: str, message: StoredMessage, writing: ActiveReply | None) -> ChatMessage:
     """Return the reply in its current state; while it is being written, with the URL of its events."""
     details = message.details
     live = writing is not None and not writing.reply.done
@@ -98,7 +98,7 @@ def _assistant_message(chat_id: str, message: Message, writing: ActiveReply | No
     )
 
 
-def actions(chat_id: str, message: Message) -> MessageActions:
+def actions(chat_id: str, message: StoredMessage) -> MessageActions:
     at = message.versions.index(message.id) if message.id in message.versions else 0
     select = [f"/c/{chat_id}/m/{version}/select" for version in message.versions]
     return MessageActions(
@@ -115,16 +115,16 @@ def actions(chat_id: str, message: Message) -> MessageActions:
     )
 
 
-def edit_form(chat_id: str, message: Message) -> EditForm:
+def edit_form(chat_id: str, message: StoredMessage) -> EditForm:
     url = f"/c/{chat_id}/m/{message.id}"
     return EditForm(message.id, url, url, message.text)
 
 
-def figures(details: Mapping[str, Any]) -> Figures | None:
+def figures(details: Mapping[str, Any]) -> ReplyFigures | None:
     """Return the line below a finished reply; None if there are no counts and no finish reason."""
     if "prompt_tokens" not in details:
-        return Figures(0, 0, 0, "interrupted") if details.get("finish_reason") == "interrupted" else None
-    return Figures(
+        return ReplyFigures(0, 0, 0, "interrupted") if details.get("finish_reason") == "interrupted" else None
+    return ReplyFigures(
         prompt_tokens=details["prompt_tokens"],
         cached_tokens=details.get("cached_tokens", 0),
         completion_tokens=details.get("completion_tokens", 0),
@@ -134,7 +134,7 @@ def figures(details: Mapping[str, Any]) -> Figures | None:
     )
 
 
-def head(chat: Chat | None, messages: Sequence[Message], card: ModelCard | None) -> ChatHead:
+def head(chat: Chat | None, messages: Sequence[StoredMessage], card: ModelCard | None) -> ChatHead:
     """Return the title, and the use of the context after the last counted reply."""
     if chat is None:
         return ChatHead("New chat")
@@ -169,7 +169,9 @@ def stop_url(writing: ActiveReply) -> str:
     return f"/c/{writing.chat_id}/m/{writing.message.id}/stop"
 
 
-def reply_finished(chat: Chat, message: Message, writing: ActiveReply | None, card: ModelCard | None) -> ReplyFinished:
+def reply_finished(
+    chat: Chat, message: StoredMessage, writing: ActiveReply | None, card: ModelCard | None
+) -> ReplyFinished:
     view = one_message(chat.id, message, writing)
     return ReplyFinished(view, ComposerAction(), head(chat, [message], card), announcement(message.details))
 

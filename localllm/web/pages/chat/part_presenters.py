@@ -11,10 +11,10 @@ from typing import Any
 
 from localllm.text.answers.whole import ToolCall
 from localllm.units import format_count
-from localllm.web.pages.chat.live_reply import Progress, Reply
+from localllm.web.pages.chat.live_reply import Reply, ReplyUpdate
 from localllm.web.pages.chat.markdown import code_block
 from localllm.web.pages.chat.markdown_stream import drawn
-from localllm.web.pages.chat.message_views import AttachmentChip, ResultForm, Thinking, ToolCallCard, ToolResult
+from localllm.web.pages.chat.message_views import AttachmentChip, ResultForm, ThinkingBlock, ToolCallCard, ToolResult
 from localllm.web.pages.chat.template_messages import calls_of, files_of
 from localllm.web.pages.chat.views import OpenBlock, ReplyProgress
 
@@ -22,21 +22,23 @@ PREVIEW_CHARS = 20_000
 """Characters of a file that are shown in its message."""
 
 
-def live_thinking(message_id: str, reply: Reply) -> Thinking | None:
+def live_thinking(message_id: str, reply: Reply) -> ThinkingBlock | None:
     """Return the reasoning of a reply that is being written."""
     if not reply.thinking.text:
         return None
     num_blocks, kind, text = reply.thinking.settled
     rest = OpenBlock(f"{message_id}-thinking", kind, text) if reply.thinks else None
     html = "".join(reply.thinking.blocks[:num_blocks])
-    return Thinking(message_id, html, reply.thought_s, reply.reasoning_tokens, rest)
+    return ThinkingBlock(message_id, html, reply.thought_s, reply.reasoning_tokens, rest)
 
 
-def kept_thinking(message_id: str, details: Mapping[str, Any]) -> Thinking | None:
+def kept_thinking(message_id: str, details: Mapping[str, Any]) -> ThinkingBlock | None:
     reasoning = details.get("reasoning")
     if not reasoning:
         return None
-    return Thinking(message_id, drawn(reasoning), details.get("reasoning_s", 0.0), details.get("reasoning_tokens", 0))
+    return ThinkingBlock(
+        message_id, drawn(reasoning), details.get("reasoning_s", 0.0), details.get("reasoning_tokens", 0)
+    )
 
 
 def call_cards(details: Mapping[str, Any]) -> tuple[ToolCallCard, ...]:
@@ -73,7 +75,7 @@ def _preview(text: str) -> str:
     )
 
 
-def reply_progress(message_id: str, reply: Reply, progress: Progress) -> ReplyProgress:
+def reply_progress(message_id: str, reply: Reply, progress: ReplyUpdate) -> ReplyProgress:
     """Return the live update of a reply for one follower."""
     body, thinking = progress.body, progress.thinking
     turns = progress.thinking_turns

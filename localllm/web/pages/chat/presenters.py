@@ -20,7 +20,7 @@ from localllm.web.pages.chat import message_presenters
 from localllm.web.pages.chat.settings import NAMES
 from localllm.web.pages.chat.sidebar_views import ChatGroup, ChatHead, ChatList, ChatRow, Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
-from localllm.web.pages.chat.store import Branch, Chat, Chats, Found
+from localllm.web.pages.chat.store import Branch, Chat, Chats, FoundChat
 from localllm.web.pages.chat.store.records import ChatsUnavailable
 from localllm.web.pages.chat.views import (
     ChatPage,
@@ -191,11 +191,11 @@ async def chat_list(
         return ChatList(query=query, error=notice(error))
     groups: dict[str, list[ChatRow]] = {}
     for chat in chats[:limit]:
-        groups.setdefault(_group(chat), []).append(_row(Found(chat), current))
+        groups.setdefault(_group(chat), []).append(_row(FoundChat(chat), current))
     return ChatList(tuple(ChatGroup(title, tuple(rows)) for title, rows in groups.items()), has_more=len(chats) > limit)
 
 
-def _row(found: Found, current: Chat | None) -> ChatRow:
+def _row(found: FoundChat, current: Chat | None) -> ChatRow:
     chat = found.chat
     is_current = current is not None and current.id == chat.id
     before, word, after = (part.translate(PLAIN) for part in found.snippet)

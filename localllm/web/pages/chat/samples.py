@@ -31,7 +31,7 @@ def slot(block_table: list[int], position: int, block_size: int = 16) -> int:
 def samples(shell: views.Shell) -> list[views.View]:
     actions = v.MessageActions("/c/sample/m/1", "user")
     versions = v.MessageActions("/c/sample/m/2", "assistant", True, 2, 3, "/c/s/m/1/select", "/c/s/m/3/select")
-    figures = v.Figures(1204, 1024, 318, "stop", 0.21, 62.1)
+    figures = v.ReplyFigures(1204, 1024, 318, "stop", 0.21, 62.1)
     user = v.ChatMessage("sample-1", "user", "What is paged attention?\nIn short, please.", actions=actions)
     reply = v.ChatMessage(
         "sample-2", "assistant", html=render_markdown(MARKDOWN), model="demo", figures=figures, actions=versions
@@ -68,8 +68,8 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.OpenBlock("sample-5", "code", "def f():\n    return"),
         v.OpenBlock("sample-7", "note", "Loading Qwen3-8B-AWQ …"),
         figures,
-        v.Figures(12, 0, 256, "length"),
-        v.Figures(0, 0, 0, "interrupted"),
+        v.ReplyFigures(12, 0, 256, "length"),
+        v.ReplyFigures(0, 0, 0, "interrupted"),
         v.ComposerAction(),
         stop,
         sampling(),
@@ -92,9 +92,9 @@ def samples(shell: views.Shell) -> list[views.View]:
     ]
 
 
-def thought(message_id: str = "sample-9", *, thinks: bool = False) -> m.Thinking:
+def thought(message_id: str = "sample-9", *, thinks: bool = False) -> m.ThinkingBlock:
     rest = v.OpenBlock(f"{message_id}-thinking", "text", "So $21$") if thinks else None
-    return m.Thinking(message_id, render_markdown("The user wants the *weather*. $E = mc^2$"), 4.2, 312, rest)
+    return m.ThinkingBlock(message_id, render_markdown("The user wants the *weather*. $E = mc^2$"), 4.2, 312, rest)
 
 
 def call() -> m.ToolCallCard:

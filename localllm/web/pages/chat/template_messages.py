@@ -13,13 +13,13 @@ from pathlib import PurePath
 from typing import Any
 
 from localllm.text.answers.whole import ToolCall
-from localllm.web.pages.chat.store import Message
+from localllm.web.pages.chat.store import StoredMessage
 
 NO_RESULT = "No result was given."
 """Given to the model for a call without a result, because templates refuse an unanswered call."""
 
 
-def messages_of(system: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
+def messages_of(system: str, messages: Sequence[StoredMessage]) -> list[dict[str, Any]]:
     """Return the messages, first to last. A reply that failed before its first word is left out, with the message it
     failed to answer.
     """
@@ -40,7 +40,7 @@ def messages_of(system: str, messages: Sequence[Message]) -> list[dict[str, Any]
     return found
 
 
-def reply_message(message: Message) -> dict[str, Any]:
+def reply_message(message: StoredMessage) -> dict[str, Any]:
     calls = calls_of(message.details)
     whole = [call for call in calls if call.arguments_object() is not None]
     said = [message.text, *(f"{call.name} {call.arguments}" for call in calls if call not in whole)]
@@ -89,7 +89,7 @@ def _fenced(name: str, text: str) -> str:
     return f"File `{name}`:\n\n{fence}{PurePath(name).suffix[1:]}\n{text}{end}{fence}"
 
 
-def num_chars(message: Message) -> int:
+def num_chars(message: StoredMessage) -> int:
     """Return how many characters of a message the model will read."""
     details = message.details
     beside = [text for _, text in files_of(details)] + [result["text"] for result in details.get("results", [])]

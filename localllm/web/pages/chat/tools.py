@@ -13,7 +13,7 @@ import msgspec
 
 from localllm.errors import InvalidParameter
 from localllm.web.api.tools import checked, read_tool
-from localllm.web.pages.chat.store import Message
+from localllm.web.pages.chat.store import StoredMessage
 from localllm.web.pages.chat.template_messages import calls_of
 from localllm.web.pages.frame.errors import MessageTooLong
 
@@ -50,7 +50,7 @@ def _unreadable(why: str) -> InvalidParameter:
     return InvalidParameter("Tools must be a JSON list of functions.", why, f"For example: {EXAMPLE}", param="tools")
 
 
-def results_of(message: Message, form: Mapping[str, str]) -> list[dict[str, str]]:
+def results_of(message: StoredMessage, form: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the typed result of each call of a reply. Raises `InvalidParameter`."""
     calls = calls_of(message.details)
     if not calls:

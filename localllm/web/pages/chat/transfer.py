@@ -17,7 +17,7 @@ import msgspec
 
 from localllm.errors import RequestError
 from localllm.web.pages.chat.settings import NAMES, typed
-from localllm.web.pages.chat.store import Chat, Message
+from localllm.web.pages.chat.store import Chat, StoredMessage
 from localllm.web.pages.chat.store.records import Role
 from localllm.web.pages.chat.template_messages import files_of, with_files
 from localllm.web.pages.chat.turns import title_of
@@ -41,7 +41,7 @@ class Imported:
 
     title: str
     settings: dict[str, str]
-    messages: tuple[Message, ...]
+    messages: tuple[StoredMessage, ...]
     leaf: str  # last message of the branch to show
 
 
@@ -78,7 +78,7 @@ class _File(msgspec.Struct):
     version: int = VERSION
 
 
-def as_markdown(chat: Chat, messages: Sequence[Message]) -> bytes:
+def as_markdown(chat: Chat, messages: Sequence[StoredMessage]) -> bytes:
     """Return the shown branch, with the author of each message."""
     parts = [f"# {chat.title}"]
     if chat.settings.get("system"):
@@ -89,7 +89,7 @@ def as_markdown(chat: Chat, messages: Sequence[Message]) -> bytes:
     return ("\n\n".join(parts) + "\n").encode()
 
 
-def as_json(chat: Chat, messages: Sequence[Message], everything: Sequence[Message]) -> bytes:
+def as_json(chat: Chat, messages: Sequence[StoredMessage], everything: Sequence[StoredMessage]) -> bytes:
     """Return the shown branch as OpenAI's messages, and the tree with every branch."""
     system = [{"role": "system", "content": chat.settings["system"]}] if chat.settings.get("system") else []
     body = {
@@ -114,7 +114,7 @@ def as_json(chat: Chat, messages: Sequence[Message], everything: Sequence[Messag
     return msgspec.json.format(msgspec.json.encode(body), indent=1)
 
 
-def _whole(message: Message) -> str:
+def _whole(message: StoredMessage) -> str:
     """Return the text with the attached files."""
     return with_files(message.text, files_of(message.details))
 
@@ -150,9 +150,9 @@ def read(body: bytes) -> Imported:
     return Imported(title_of(file.title or first), settings, messages, leaf)
 
 
-def _linear(plain: Sequence[_Plain]) -> tuple[str, tuple[Message, ...]]:
+def _linear(plain: Sequence[_Plain]) -> tuple[str, tuple[StoredMessage, ...]]:
     """Return the system prompt, and the messages in order."""
-    system, messages = [], list[Message]()
+    system, messages = [], list[StoredMessage]()
     for number, message in enumerate(plain):
         text = _text(message, number)
         if message.role in ("system", "developer"):
@@ -160,7 +160,7 @@ def _linear(plain: Sequence[_Plain]) -> tuple[str, tuple[Message, ...]]:
         elif message.role in ("user", "assistant"):
             parent = messages[-1].id if messages else None
             role: Role = "user" if message.role == "user" else "assistant"
-            messages.append(Message(str(number), parent, role, text))
+            messages.append(StoredMessage(str(number), parent, role, text))
         else:
             why = f"messages[{number}] has the role {message.role[:40]!r}"
             raise _refusal(f"{why}; supported: user, assistant and system.")
@@ -177,7 +177,7 @@ def _text(message: _Plain, number: int) -> str:
     return "\n".join(part.text for part in parts)
 
 
-def _tree(nodes: Sequence[_Node]) -> tuple[Message, ...]:
+def _tree(nodes: Sequence[_Node]) -> tuple[StoredMessage, ...]:
     seen: set[str | None] = {None}
     for node in nodes:
         if node.id in seen:
@@ -187,7 +187,7 @@ def _tree(nodes: Sequence[_Node]) -> tuple[Message, ...]:
                 f"The message {node.id[:40]!r} of its tree comes before its parent, or its parent is missing."
             )
         seen.add(node.id)
-    return tuple(Message(n.id, n.parent, n.role, n.content, _details(n), n.created_s) for n in nodes)
+    return tuple(StoredMessage(n.id, n.parent, n.role, n.content, _details(n), n.created_s) for n in nodes)
 
 
 def _details(node: _Node) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from localllm.web.pages.chat.attachments import Attachment
 from localllm.web.pages.chat.live_reply import Reply
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, sampling_params, typed
 from localllm.web.pages.chat.state import ChatState
-from localllm.web.pages.chat.store import Chat, Chats, Message
+from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.template_messages import messages_of, num_chars, reply_message
 from localllm.web.pages.chat.tools import read_tools, results_of
 from localllm.web.pages.frame.errors import MessageTooLong
@@ -45,7 +45,7 @@ class Turn:
     """The result of an action."""
 
     chat: Chat
-    user: Message | None  # the new message that is answered; None: the message existed before
+    user: StoredMessage | None  # the new message that is answered; None: the message existed before
     writing: ActiveReply
 
 
@@ -67,7 +67,7 @@ async def ask(state: ChatState, owner: str, form: Mapping[str, str], files: Sequ
     return await _say(state, owner, chat, chat.leaf, (text, details), form)
 
 
-async def edit(state: ChatState, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
+async def edit(state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]) -> Turn:
     """Answer an edited message, as a branch beside the original."""
     if message.role != "user" or "results" in message.details:
         raise InvalidParameter("Only your own messages can be edited.", hint="A reply can be regenerated instead.")
@@ -75,14 +75,16 @@ async def edit(state: ChatState, owner: str, chat: Chat, message: Message, form:
     return await _say(state, owner, chat, message.parent_id, (text, message.details), form)
 
 
-async def give_results(state: ChatState, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
+async def give_results(
+    state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]
+) -> Turn:
     """Answer the results of a reply's tool calls: the model continues with them."""
     results = results_of(state.replies.current(message), form)
     text = "\n\n".join(f"{each['name']}: {each['text']}" for each in results)
     return await _say(state, owner, chat, message.id, (text, {"results": results}), form)
 
 
-async def regenerate(state: ChatState, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
+async def regenerate(state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]) -> Turn:
     """Write another reply beside this one, or a first reply to a message without one."""
     settings = typed(form, chat.settings)
     parent = message.id if message.role == "user" else message.parent_id
@@ -96,7 +98,7 @@ async def regenerate(state: ChatState, owner: str, chat: Chat, message: Message,
             raise
 
 
-async def go_on(state: ChatState, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
+async def go_on(state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]) -> Turn:
     """Continue a reply that was cut off."""
     message = state.replies.current(message)
     if message.role != "assistant" or chat.leaf != message.id or not message.text or "calls" in message.details:
@@ -137,15 +139,15 @@ async def _answer(
     state: ChatState, owner: str, chat: Chat, parent: str | None, said: Said, settings: Mapping[str, str], claim: _Claim
 ) -> Turn:
     text, details = said
-    new = num_chars(Message("", parent, "user", text, details))
+    new = num_chars(StoredMessage("", parent, "user", text, details))
     await _history(state, chat, parent, settings, new)  # refuses a chat that is too long before saving
     user = await state.store.call(Chats.add, chat.id, parent, "user", text, details)
     return await _begin(state, owner, chat, user.id, user, settings, claim)
 
 
 async def _begin(
-    state: ChatState, owner: str, chat: Chat, parent: str | None, user: Message | None, settings: Mapping[str, str],
-    claim: _Claim,
+    state: ChatState, owner: str, chat: Chat, parent: str | None, user: StoredMessage | None,
+    settings: Mapping[str, str], claim: _Claim,
 ) -> Turn:  # fmt: skip
     history = await _history(state, chat, parent, settings)
     details = {"model": claim.name, "finish_reason": ""}

@@ -10,7 +10,7 @@ from localllm.web.pages.chat.message_views import (
     AttachmentChip,
     Attachments,
     ResultForm,
-    Thinking,
+    ThinkingBlock,
     ToolCallCard,
     ToolResult,
 )
@@ -19,7 +19,7 @@ from localllm.web.pages.frame.views import ErrorNotice, Loading, Shell, View
 
 
 @dataclass(frozen=True, slots=True)
-class Figures(View):
+class ReplyFigures(View):
     """The line of statistics below a finished reply."""
 
     template: ClassVar[str] = "chat/_figures.html"
@@ -79,11 +79,11 @@ class ChatMessage(View):
     model: str = ""
     open: OpenBlock | None = None  # present while the reply is being written
     stream_url: str | None = None  # URL of the reply's live events
-    figures: Figures | None = None
+    figures: ReplyFigures | None = None
     error: ErrorNotice | None = None
     actions: MessageActions | None = None  # None while the reply is being written
     edit: EditForm | None = None  # shown instead of the text
-    thinking: Thinking | None = None
+    thinking: ThinkingBlock | None = None
     calls: tuple[ToolCallCard, ...] = ()
     result_form: ResultForm | None = None
     results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
@@ -223,7 +223,7 @@ class ReplyProgress(View):
     replaces: bool = False  # `html` is the whole reply so far; true for the first update of a connection
     open: OpenBlock | None = None
     appended: str = ""
-    thinking: Thinking | None = None  # the whole reasoning block, sent when reasoning begins or ends
+    thinking: ThinkingBlock | None = None  # the whole reasoning block, sent when reasoning begins or ends
     thinking_html: str = ""
     thinking_open: OpenBlock | None = None
     thinking_appended: str = ""

@@ -23,8 +23,8 @@ from localllm.web.pages.dashboard.views import (
     Latency,
     LatencyRow,
     ModelFacts,
+    RecentSteps,
     StepRow,
-    Steps,
 )
 from localllm.web.pages.frame.bars import stacked
 from localllm.web.pages.frame.sampler import Sample, Tick
@@ -128,7 +128,7 @@ def kv_usage(stats: EngineStats) -> KVUsage:
     )
 
 
-def steps(recent: Sequence[StepComposition], num_steps: int) -> Steps:
+def steps(recent: Sequence[StepComposition], num_steps: int) -> RecentSteps:
     newest = recent[-1] if recent else StepComposition()
     times = [
         ("Schedule", "queue", newest.schedule_s),
@@ -136,7 +136,7 @@ def steps(recent: Sequence[StepComposition], num_steps: int) -> Steps:
         ("Sample", "prefill", newest.sample_s),
         ("Update", "cached", newest.update_s),
     ]
-    return Steps(
+    return RecentSteps(
         step_id=newest.step_id,
         num_steps=num_steps,
         prefill_tokens=newest.prefill_tokens,

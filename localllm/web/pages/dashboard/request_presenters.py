@@ -17,9 +17,9 @@ from localllm.web.pages.dashboard.views import (
     FinishedRequests,
     FinishedRow,
     LiveRequests,
-    Moment,
     RequestPage,
     RequestRow,
+    TimelineEvent,
 )
 from localllm.web.pages.frame.bars import stacked
 from localllm.web.pages.frame.views import Fact, Segment, Shell
@@ -115,7 +115,7 @@ def request_page(shell: Shell, request: RequestTimeline, now_s: float) -> Reques
     )
 
 
-def _moments(request: RequestTimeline) -> tuple[Moment, ...]:
+def _moments(request: RequestTimeline) -> tuple[TimelineEvent, ...]:
     marks = (
         ("Arrived", request.arrived_s),
         ("First step", request.scheduled_s),
@@ -123,7 +123,7 @@ def _moments(request: RequestTimeline) -> tuple[Moment, ...]:
         ("Ended", request.finished_s),
     )
     return tuple(
-        Moment(name, time.strftime("%H:%M:%S", time.localtime(at_s)), at_s - request.arrived_s)
+        TimelineEvent(name, time.strftime("%H:%M:%S", time.localtime(at_s)), at_s - request.arrived_s)
         for name, at_s in marks
         if at_s is not None
     )

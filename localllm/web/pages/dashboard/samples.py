@@ -60,7 +60,7 @@ def samples(shell: views.Shell) -> list[views.View]:
 _GPU = GPUReading("NVIDIA RTX 4090", 0.87, 20 * 2**30, 24 * 2**30, 18 * 2**30, 2520, 64, 380.0)
 
 
-def _steps() -> v.Steps:
+def _steps() -> v.RecentSteps:
     held = [(512 * (n % 9 == 0), 24 + n % 5) for n in range(80)]
     return steps(
         [StepComposition(n, p, d, int(p > 0), d, 512, 2e-4, 9e-3, 6e-4, 2e-4) for n, (p, d) in enumerate(held)], 80

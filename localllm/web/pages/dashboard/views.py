@@ -89,7 +89,7 @@ class StepRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps(View):
+class RecentSteps(View):
     """The batches of the last steps, and the time breakdown of the newest."""
 
     template: ClassVar[str] = "dashboard/_steps.html"
@@ -228,7 +228,7 @@ class Dashboard(View):
     template: ClassVar[str] = "dashboard/_board.html"
     headlines: tuple[Headline, ...]
     kv_usage: KVUsage
-    steps: Steps
+    steps: RecentSteps
     latency: Latency
     counters: Counters
     live_requests: LiveRequests
@@ -259,7 +259,7 @@ class RequestsPage(View):
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class TimelineEvent:
     """Something that happened to a request."""
 
     name: str
@@ -276,6 +276,6 @@ class RequestPage(View):
     id: str
     state: str
     segments: tuple[Segment, ...]
-    moments: tuple[Moment, ...]
+    moments: tuple[TimelineEvent, ...]
     facts: tuple[Fact, ...]
     cancel_url: str = ""

@@ -45,7 +45,10 @@ def samples(pages: Sequence[Page]) -> list[v.View]:
 
 
 def _shared(shell: v.Shell) -> list[v.View]:
-    phases = (v.Phase("Weights", True, 1.0, "12 MiB in 0.1 s"), v.Phase("KV cache", False, 0.4, "0.8 of 2.0 GiB"))
+    phases = (
+        v.LoadPhase("Weights", True, 1.0, "12 MiB in 0.1 s"),
+        v.LoadPhase("KV cache", False, 0.4, "0.8 of 2.0 GiB"),
+    )
     ready = v.StatusPill("ready", "ready", "demo", 0.0, 0.0)
     return [
         ready,
@@ -59,7 +62,7 @@ def _shared(shell: v.Shell) -> list[v.View]:
         ),
         v.ErrorNotice("The message is empty."),
         *phases,
-        v.Phase("Kernels", False, None, "3 of 11"),
+        v.LoadPhase("Kernels", False, None, "3 of 11"),
         v.Loading("Qwen3-8B-AWQ", phases),
         v.Loading("Qwen3-8B-AWQ", (), v.ErrorNotice("It does not fit.", "27.5 GiB needed, 22.1 free.", "Try another.")),
         v.Loading("demo", is_tuned=True),

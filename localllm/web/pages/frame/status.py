@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from localllm.engine.stats import EngineStats
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.views import Loading, Phase, StatusPill
+from localllm.web.pages.frame.views import Loading, LoadPhase, StatusPill
 
 if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan
@@ -43,6 +43,6 @@ def loading(entry: ModelEntry | None) -> Loading:
     return Loading(entry.name, load_phases(entry), error, rests, entry.state == "tuning")
 
 
-def load_phases(entry: ModelEntry) -> tuple[Phase, ...]:
+def load_phases(entry: ModelEntry) -> tuple[LoadPhase, ...]:
     """Return the phases of a model's current load."""
-    return tuple(Phase(phase.name, phase.done, phase.fraction, phase.detail) for phase in entry.phases.values())
+    return tuple(LoadPhase(phase.name, phase.done, phase.fraction, phase.detail) for phase in entry.phases.values())

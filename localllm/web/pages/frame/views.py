@@ -45,7 +45,7 @@ class ErrorNotice(View):
 
 
 @dataclass(frozen=True, slots=True)
-class Phase(View):
+class LoadPhase(View):
     """One phase of loading."""
 
     template: ClassVar[str] = "_phase.html"
@@ -61,7 +61,7 @@ class Loading(View):
 
     template: ClassVar[str] = "_loading.html"
     model: str
-    phases: tuple[Phase, ...] = ()
+    phases: tuple[LoadPhase, ...] = ()
     error: ErrorNotice | None = None
     rests: str = ""  # "sleeping" or "unloaded": the next request loads the model again
     is_tuned: bool = False  # a tuning run is using the model's weights

@@ -29,7 +29,7 @@ from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import LiveUpdate
 from localllm.web.pages.library.download_presenters import download_list
 from localllm.web.pages.library.presenters import downloads_page, installed_page, shell
-from localllm.web.pages.library.state import Library, library_of
+from localllm.web.pages.library.state import LibraryState, library_state
 from localllm.web.pages.library.views import DeletePage, DeleteQuestion
 
 MAX_FORM_BYTES = 64 * 1024
@@ -41,7 +41,7 @@ DOWNLOAD_VERBS = ("pause", "resume", "discard", "forget", "load")
 @post("/library/models", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def tell_model(request: Request[Any, Any, Any]) -> Response[Any]:
     """Apply one of the verbs to `model`."""
-    library = library_of(request)
+    library = library_state(request)
     try:
         model, verb = await _fields(request, "model", "verb")
         await _tell(library, model, verb)
@@ -55,7 +55,7 @@ async def tell_model(request: Request[Any, Any, Any]) -> Response[Any]:
 @post("/library/import", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def import_path(request: Request[Any, Any, Any]) -> Response[Any]:
     """Check a path on this machine, then load its model."""
-    library, typed = library_of(request), ""
+    library, typed = library_state(request), ""
     try:
         (typed,) = await _fields(request, "path")
         path = await asyncio.to_thread(checked_path, typed)
@@ -68,7 +68,7 @@ async def import_path(request: Request[Any, Any, Any]) -> Response[Any]:
 @get("/library/delete")
 async def delete_question(request: Request[Any, Any, Any]) -> Response[str]:
     """Ask for confirmation, in the page's dialog or as a page of its own."""
-    library = library_of(request)
+    library = library_state(request)
     question = await _question(request, library, request.query_params.get("model", ""))
     if is_scripted(request):
         return html(question)
@@ -77,7 +77,7 @@ async def delete_question(request: Request[Any, Any, Any]) -> Response[str]:
 
 @post("/library/delete", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def delete_model(request: Request[Any, Any, Any]) -> Response[Any]:
-    library = library_of(request)
+    library = library_state(request)
     try:
         (model,) = await _fields(request, "model")
         target = await asyncio.to_thread(to_remove, model)
@@ -93,7 +93,7 @@ async def delete_model(request: Request[Any, Any, Any]) -> Response[Any]:
 @post("/library/downloads", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def start_download(request: Request[Any, Any, Any]) -> Response[Any]:
     """Ask the hub for the size of `model`, then start the download."""
-    library = library_of(request)
+    library = library_state(request)
     try:
         require_online(request)
         (model,) = await _fields(request, "model")
@@ -106,7 +106,7 @@ async def start_download(request: Request[Any, Any, Any]) -> Response[Any]:
 @post("/library/downloads/{id:str}", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def tell_download(request: Request[Any, Any, Any]) -> Response[Any]:
     """Apply one of the verbs to a download."""
-    library, id = library_of(request), str(request.path_params["id"])
+    library, id = library_state(request), str(request.path_params["id"])
     downloads, said = library.downloads, ""
     try:
         (verb,) = await _fields(request, "verb")
@@ -134,7 +134,7 @@ async def tell_download(request: Request[Any, Any, Any]) -> Response[Any]:
 @post("/library/partial", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def delete_partial(request: Request[Any, Any, Any]) -> Response[Any]:
     """Delete the partial files of an interrupted download; complete files stay."""
-    library = library_of(request)
+    library = library_state(request)
     try:
         (model,) = await _fields(request, "model")
         _require_at_rest(library, model, model)
@@ -145,7 +145,7 @@ async def delete_partial(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/library/downloads?{said}", status_code=303)
 
 
-async def _tell(library: Library, model: str, verb: str) -> None:
+async def _tell(library: LibraryState, model: str, verb: str) -> None:
     manager = library.manager
     if verb == "load":
         await manager.load(model, wait=False)
@@ -173,7 +173,7 @@ def checked_path(text: str) -> Path:
     return model.path
 
 
-async def _question(request: Request[Any, Any, Any], library: Library, model: str) -> DeleteQuestion:
+async def _question(request: Request[Any, Any, Any], library: LibraryState, model: str) -> DeleteQuestion:
     try:
         if not 0 < len(model) <= LONGEST["model"]:
             raise MissingParameter("Missing required parameter: 'model'.", param="model")
@@ -185,7 +185,7 @@ async def _question(request: Request[Any, Any, Any], library: Library, model: st
     return DeleteQuestion(model, format_bytes(target.size_bytes), str(hub_cache_dir()))
 
 
-def _require_at_rest(library: Library, repo_id: str, name: str) -> None:
+def _require_at_rest(library: LibraryState, repo_id: str, name: str) -> None:
     """Raise if the model is being downloaded."""
     if any(status.plan.repo_id == repo_id and not status.is_over for status in library.downloads.list()):
         raise ModelInUse(f"{name} is being downloaded.", "", "Pause or cancel the download first.", param="model")

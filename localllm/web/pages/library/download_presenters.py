@@ -15,15 +15,15 @@ from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.views import ErrorNotice
 from localllm.web.pages.library.fit_checks import terms_url
 from localllm.web.pages.library.installed_models import page_url
-from localllm.web.pages.library.views import CutDownload, DownloadCard, DownloadList, FileRow, Verb
+from localllm.web.pages.library.views import ActionButton, DownloadCard, DownloadList, FileRow, PartialDownload
 
 VERBS = {
-    "waiting": (Verb("pause", "Pause"), Verb("discard", "Cancel")),
-    "running": (Verb("pause", "Pause"), Verb("discard", "Cancel")),
-    "paused": (Verb("resume", "Resume", is_main=True), Verb("discard", "Cancel")),
-    "failed": (Verb("resume", "Try again", is_main=True), Verb("discard", "Cancel")),
-    "cancelled": (Verb("resume", "Download again"), Verb("forget", "Dismiss")),
-    "done": (Verb("load", "Load", is_main=True), Verb("forget", "Dismiss")),
+    "waiting": (ActionButton("pause", "Pause"), ActionButton("discard", "Cancel")),
+    "running": (ActionButton("pause", "Pause"), ActionButton("discard", "Cancel")),
+    "paused": (ActionButton("resume", "Resume", is_main=True), ActionButton("discard", "Cancel")),
+    "failed": (ActionButton("resume", "Try again", is_main=True), ActionButton("discard", "Cancel")),
+    "cancelled": (ActionButton("resume", "Download again"), ActionButton("forget", "Dismiss")),
+    "done": (ActionButton("load", "Load", is_main=True), ActionButton("forget", "Dismiss")),
 }
 
 
@@ -34,7 +34,7 @@ def download_list(downloads: Downloads) -> DownloadList:
     cut = [(repo_id, held) for repo_id, held in incomplete_repositories().items() if repo_id not in named]
     return DownloadList(
         cards=tuple(card(status) for status in reversed(known)),
-        cut=tuple(CutDownload(repo_id, format_bytes(held)) for repo_id, held in cut),
+        cut=tuple(PartialDownload(repo_id, format_bytes(held)) for repo_id, held in cut),
         free_bytes=free_bytes(),
         folder=str(hub_cache_dir()),
     )

@@ -43,7 +43,7 @@ TITLES: dict[FitKind, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class FitResult:
     """The result of checking a model."""
 
     name: str
@@ -55,15 +55,15 @@ class Fit:
     error: LocalLLMError | None = None
 
 
-class Fits:
+class FitChecks:
     """Checks models and caches the results."""
 
     def __init__(self, manager: ModelManager, settings: Settings) -> None:
         self._manager, self._settings = manager, settings
         self._slots = asyncio.Semaphore(AT_ONCE)
-        self._known: dict[str, tuple[float, Fit]] = {}
+        self._known: dict[str, tuple[float, FitResult]] = {}
 
-    async def of(self, name: str, path: str | None = None, *, anew: bool = False) -> Fit:
+    async def of(self, name: str, path: str | None = None, *, anew: bool = False) -> FitResult:
         """Return the fit of a model. `path`: its location, if known. Errors become part of the result."""
         async with self._slots:
             known = self._known.get(name)
@@ -85,7 +85,7 @@ class Fits:
         return self._settings.of_model(name).engine
 
 
-def look(name: str, config: EngineConfig, hardware: Hardware, *, paths: bool = True) -> Fit:
+def look(name: str, config: EngineConfig, hardware: Hardware, *, paths: bool = True) -> FitResult:
     """Check a model by its headers, on disk or on the hub. Blocking. `paths`: the name may be a path on
     this machine.
     """
@@ -97,7 +97,7 @@ def look(name: str, config: EngineConfig, hardware: Hardware, *, paths: bool = T
                 return _told(looked, _refused(error, name, looked), None, None, error)
             return _told(looked, verdict(looked, estimates), table(estimates), spec, None)
     except LocalLLMError as error:
-        return Fit(name, _refused(error, name, None), error=error)
+        return FitResult(name, _refused(error, name, None), error=error)
 
 
 def verdict(looked: InspectedCheckpoint, estimates: Sequence[Estimate]) -> FitVerdict:
@@ -145,7 +145,7 @@ def _told(
     shown: FitTable | None,
     spec: ModelSpec | None,
     error: LocalLLMError | None,
-) -> Fit:
+) -> FitResult:
     facts = {} if spec is None else dict(spec_rows(spec))
     if looked.plan is not None:
         facts = {"revision": f"{looked.plan.revision} ({looked.plan.commit[:12]})", **facts}
@@ -160,7 +160,7 @@ def _told(
         files = [(str(file.relative_to(parent)), file.stat().st_size) for file in looked.model.files]
     told = tuple(Fact(name.capitalize() if name.islower() else name, value) for name, value in facts.items())
     rows = tuple(FileRow(name, format_bytes(size)) for name, size in sorted(files))
-    return Fit(looked.name, said, shown, told, rows, looked.download_bytes, error)
+    return FitResult(looked.name, said, shown, told, rows, looked.download_bytes, error)
 
 
 def _refused(error: LocalLLMError, name: str, looked: InspectedCheckpoint | None) -> FitVerdict:

@@ -31,11 +31,11 @@ from localllm.web.pages.frame.state import PagesState, html, pages_state
 from localllm.web.pages.frame.views import LiveUpdate
 from localllm.web.pages.library import action_handlers
 from localllm.web.pages.library.download_presenters import download_list
-from localllm.web.pages.library.fit_checks import Fit
+from localllm.web.pages.library.fit_checks import FitResult
 from localllm.web.pages.library.installed_models import page_url
 from localllm.web.pages.library.presenters import downloads_page as shown_downloads
 from localllm.web.pages.library.presenters import installed_page, shell
-from localllm.web.pages.library.state import Library, library_of
+from localllm.web.pages.library.state import LibraryState, library_state
 from localllm.web.pages.library.views import (
     DiscoverPage,
     FitVerdict,
@@ -58,13 +58,13 @@ FORMATS = ("safetensors", "gguf")
 @get("/library")
 async def library_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the installed models; if there are none, also three recommended ones."""
-    return await installed_page(request, said=library_of(request).said(request.query_params.get("said")))
+    return await installed_page(request, said=library_state(request).said(request.query_params.get("said")))
 
 
 @get("/library/discover")
 async def discover_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the search form; with `q` also the results."""
-    library = library_of(request)
+    library = library_state(request)
     query = request.query_params.get("q", "").strip()[:LONGEST_QUERY]
     asked = request.query_params.get("format")
     kind = asked if asked in FORMATS else ""
@@ -93,7 +93,7 @@ async def fit(request: Request[Any, Any, Any]) -> Response[str]:
     """Return the fit line of a search result; htmx requests it when the result becomes visible."""
     name = request.query_params.get("model", "")
     try:
-        verdict = (await _fit(library_of(request), name)).verdict
+        verdict = (await _fit(library_state(request), name)).verdict
     except LocalLLMError as error:
         verdict = FitVerdict("unknown", "Unknown", error.what, error.hint)
     return html(verdict)
@@ -102,13 +102,13 @@ async def fit(request: Request[Any, Any, Any]) -> Response[str]:
 @get("/library/downloads")
 async def downloads_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the downloads, live."""
-    return await shown_downloads(request, said=library_of(request).said(request.query_params.get("said")))
+    return await shown_downloads(request, said=library_state(request).said(request.query_params.get("said")))
 
 
 @get("/library/model/{name:path}")
 async def model_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show one model, on this machine or on the hub."""
-    library = library_of(request)
+    library = library_state(request)
     name = str(request.path_params["name"]).lstrip("/")
     await library.shelf.look()
     found = await _fit(library, name, anew=True)
@@ -138,11 +138,11 @@ async def live_library(request: Request[Any, Any, Any]) -> Stream:
     """Stream the status pill, the tabs' count and the page's content as they change."""
     on = request.query_params.get("on", "none")
     here: Tab = next((tab for tab in TABS if tab == on), "none")
-    events = _events(pages_state(request), library_of(request), here)
+    events = _events(pages_state(request), library_state(request), here)
     return event_stream(until_closing(events, closing(request.app.state)))
 
 
-async def _events(state: PagesState, library: Library, on: Tab) -> AsyncIterator[bytes]:
+async def _events(state: PagesState, library: LibraryState, on: Tab) -> AsyncIterator[bytes]:
     sent: dict[str, str] = {}
     async for tick in state.sampler.follow():
         parts = state.live_parts(tick) | {"library-tabs": render(library.tabs(on))}
@@ -154,7 +154,7 @@ async def _events(state: PagesState, library: Library, on: Tab) -> AsyncIterator
             yield sse(render(LiveUpdate(news)))
 
 
-async def _search(library: Library, query: str, kind: str) -> SearchResults:
+async def _search(library: LibraryState, query: str, kind: str) -> SearchResults:
     _require_online(library, f"A search for {query!r}")
     try:
         async with asyncio.timeout(SEARCH_S):
@@ -167,7 +167,7 @@ async def _search(library: Library, query: str, kind: str) -> SearchResults:
     return SearchResults(query, tuple(_result(library, each) for each in found))
 
 
-def _result(library: Library, found: Found) -> SearchResult:
+def _result(library: LibraryState, found: Found) -> SearchResult:
     counts = [f"{format_count(found.downloads)} downloads", f"{format_count(found.likes)} likes"]
     size = f"{format_parameters(found.num_parameters)} parameters" if found.num_parameters else ""
     facts = [size, *counts, found.license or "no licence stated", f"updated {found.updated}" if found.updated else ""]
@@ -182,7 +182,7 @@ def _result(library: Library, found: Found) -> SearchResult:
     )
 
 
-async def _fit(library: Library, name: str, *, anew: bool = False) -> Fit:
+async def _fit(library: LibraryState, name: str, *, anew: bool = False) -> FitResult:
     """Return the fit. Raises for a path that is not loaded: the server's files are not for every client
     to ask about.
     """
@@ -195,7 +195,7 @@ async def _fit(library: Library, name: str, *, anew: bool = False) -> Fit:
     return await library.fits.of(name, str(path) if path is not None else None, anew=anew)
 
 
-async def _variants(library: Library, found: Fit) -> tuple[Variant, ...]:
+async def _variants(library: LibraryState, found: FitResult) -> tuple[Variant, ...]:
     """Return the other GGUF files beside this one."""
     asked = parse_name(found.name)
     if not any(file.name.endswith(".gguf") for file in found.files):
@@ -215,7 +215,7 @@ async def _variants(library: Library, found: Fit) -> tuple[Variant, ...]:
     return tuple(variant for _, variant in sorted(shown, key=lambda each: each[0]))
 
 
-def _require_online(library: Library, what: str) -> None:
+def _require_online(library: LibraryState, what: str) -> None:
     if library.is_offline:
         raise client.offline_error(what)
 

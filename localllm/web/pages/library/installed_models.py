@@ -24,16 +24,20 @@ from localllm.serving.manager import ModelManager
 from localllm.units import format_bytes, format_count
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.status import load_phases
-from localllm.web.pages.library.views import Installed, ModelRow, Verb
+from localllm.web.pages.library.views import ActionButton, InstalledList, ModelRow
 
 LOOK_EVERY_S = 3.0
-LOAD, UNLOAD = Verb("load", "Load", is_main=True), Verb("unload", "Unload")
-WAKE, SLEEP, STOP = Verb("wake", "Wake", is_main=True), Verb("sleep", "Sleep"), Verb("unload", "Stop loading")
-PIN, UNPIN = Verb("pin", "Pin"), Verb("unpin", "Unpin")
+LOAD, UNLOAD = ActionButton("load", "Load", is_main=True), ActionButton("unload", "Unload")
+WAKE, SLEEP, STOP = (
+    ActionButton("wake", "Wake", is_main=True),
+    ActionButton("sleep", "Sleep"),
+    ActionButton("unload", "Stop loading"),
+)
+PIN, UNPIN = ActionButton("pin", "Pin"), ActionButton("unpin", "Unpin")
 
 
 @dataclass(frozen=True, slots=True)
-class Book:
+class InstalledCheckpoint:
     """A checkpoint on the disk."""
 
     model: ResolvedModel
@@ -42,25 +46,25 @@ class Book:
     facts: tuple[str, ...]
 
 
-class Shelf:
+class InstalledModels:
     """The rows of the page."""
 
     def __init__(self, manager: ModelManager) -> None:
         self._manager = manager
-        self._books: list[Book] = []
+        self._books: list[InstalledCheckpoint] = []
         self._free_bytes = 0
         self._looked_s = float("-inf")
         self._facts: dict[tuple[Path, float], tuple[str, ...]] = {}
         self._turn = asyncio.Lock()
 
-    async def look(self, *, anew: bool = False) -> Installed:
+    async def look(self, *, anew: bool = False) -> InstalledList:
         """Return the installed models and their current state."""
         async with self._turn:
             if anew or time.monotonic() - self._looked_s > LOOK_EVERY_S:
                 self._books, self._free_bytes = await asyncio.to_thread(self._read)
                 self._looked_s = time.monotonic()
         rows = self.rows()
-        return Installed(tuple(rows), sum(book.size_bytes for book in self._books), self._free_bytes)
+        return InstalledList(tuple(rows), sum(book.size_bytes for book in self._books), self._free_bytes)
 
     @property
     def is_bare(self) -> bool:
@@ -115,11 +119,11 @@ class Shelf:
         )
 
     @staticmethod
-    def _book_row(book: Book) -> ModelRow:
+    def _book_row(book: InstalledCheckpoint) -> ModelRow:
         name, facts = book.model.name, (*book.facts, f"last read {ago(book.used_s)}")
         return ModelRow(name, page_url(name), "unloaded", facts, (LOAD,), delete_url=_delete_url(book.model))
 
-    def _read(self) -> tuple[list[Book], int]:
+    def _read(self) -> tuple[list[InstalledCheckpoint], int]:
         """Walk the disk. Blocking."""
         models = list_models()
         second: dict[Path, list[str]] = {}
@@ -129,7 +133,7 @@ class Shelf:
         books = [self._book(model, second.get(model.path, [])) for model in models if model.alias_of is None]
         return [book for book in books if book is not None], free_bytes()
 
-    def _book(self, model: ResolvedModel, second_names: Sequence[str]) -> Book | None:
+    def _book(self, model: ResolvedModel, second_names: Sequence[str]) -> InstalledCheckpoint | None:
         """Return a checkpoint's entry; None if it is being deleted."""
         try:
             stats = [file.stat() for file in model.files]
@@ -140,7 +144,7 @@ class Shelf:
             self._facts[key] = header_facts(model)
         also = (f"also called {', '.join(second_names)}",) if second_names else ()
         facts = (format_bytes(size), *self._facts[key], SOURCES[model.source], *also)
-        return Book(model, size, max((stat.st_atime for stat in stats), default=0.0), facts)
+        return InstalledCheckpoint(model, size, max((stat.st_atime for stat in stats), default=0.0), facts)
 
 
 def header_facts(model: ResolvedModel) -> tuple[str, ...]:
@@ -160,7 +164,7 @@ def _delete_url(model: ResolvedModel) -> str:
     return f"/library/delete?{urlencode({'model': model.name})}" if model.source == "cache" else ""
 
 
-def _verbs(entry: ModelEntry) -> tuple[Verb, ...]:
+def _verbs(entry: ModelEntry) -> tuple[ActionButton, ...]:
     pin = UNPIN if entry.pinned else PIN
     if entry.state == "ready":
         return (UNLOAD, *((SLEEP,) if can_sleep(entry) else ()), pin)

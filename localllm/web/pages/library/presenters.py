@@ -17,7 +17,7 @@ from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import Shell
 from localllm.web.pages.library.download_presenters import download_list
-from localllm.web.pages.library.state import library_of
+from localllm.web.pages.library.state import library_state
 from localllm.web.pages.library.views import DownloadsPage, LibraryPage, Tab
 
 
@@ -35,7 +35,7 @@ async def installed_page(
     """Return the page of installed models. `path`: the typed path, if it was refused."""
     if error is not None and is_scripted(request):
         raise error
-    library = library_of(request)
+    library = library_state(request)
     installed = await library.shelf.look(anew=True)
     page = LibraryPage(
         shell(request, "Models", "installed", moves=any(row.state == "loading" for row in installed.rows)),
@@ -54,7 +54,7 @@ async def downloads_page(
 ) -> Response[Any]:
     if error is not None and is_scripted(request):
         raise error
-    library = library_of(request)
+    library = library_state(request)
     tabs = library.tabs("downloads")
     page = DownloadsPage(
         shell(request, "Downloads", "downloads", moves=tabs.running > 0),

@@ -56,7 +56,7 @@ def samples(shell: views.Shell) -> list[views.View]:
 
 def _rows() -> tuple[v.ModelRow, ...]:
     facts = ("5.7 GiB", "safetensors", "awq 4 bits", "context 40,960", "Hugging Face cache", "read today")
-    phases = (views.Phase("weights", False, 0.4, "2.3 of 5.7 GiB"),)
+    phases = (views.LoadPhase("weights", False, 0.4, "2.3 of 5.7 GiB"),)
     failed = views.ErrorNotice("It does not fit.", "27.5 GiB needed, 22.1 GiB free.", "Try another.")
     return (
         v.ModelRow("Qwen3-8B-AWQ", "/", "ready", facts, (UNLOAD, SLEEP, PIN), pinned=True),
@@ -66,8 +66,8 @@ def _rows() -> tuple[v.ModelRow, ...]:
     )
 
 
-def _installed() -> v.Installed:
-    return v.Installed(_rows(), 12 * 2**30, 220 * 2**30)
+def _installed() -> v.InstalledList:
+    return v.InstalledList(_rows(), 12 * 2**30, 220 * 2**30)
 
 
 def _picks() -> v.Picks:
@@ -88,4 +88,4 @@ def _downloads() -> v.DownloadList:
     running = v.DownloadCard("1", "Qwen/Qwen3-8B", "/", "running", 0.2, line, files, VERBS["running"])
     failed = v.DownloadCard("2", "org/closed", "/", "failed", 0.0, "0 B of 5.7 GiB", files, VERBS["failed"], why, "/")
     done = v.DownloadCard("3", "org/done", "/", "done", 1.0, "5.7 GiB", files, VERBS["done"])
-    return v.DownloadList((running, failed, done), (v.CutDownload("org/cut", "1.2 GiB"),), 10**11, "~/.cache")
+    return v.DownloadList((running, failed, done), (v.PartialDownload("org/cut", "1.2 GiB"),), 10**11, "~/.cache")

@@ -1,4 +1,4 @@
-"""The state that the handlers of the Models page share: one `Library` per application.
+"""The state that the handlers of the Models page share: one `LibraryState` per application.
 
 Does not know: routes.
 """
@@ -23,8 +23,8 @@ from localllm.serving.manager import ModelManager
 from localllm.units import format_bytes, format_count, format_parameters
 from localllm.web.pages.frame.state import once_per_app
 from localllm.web.pages.library.download_presenters import num_running
-from localllm.web.pages.library.fit_checks import Fits
-from localllm.web.pages.library.installed_models import Shelf, page_url
+from localllm.web.pages.library.fit_checks import FitChecks
+from localllm.web.pages.library.installed_models import InstalledModels, page_url
 from localllm.web.pages.library.views import LibraryTabs, PickCard, Picks, Tab
 
 log = logging.getLogger(__name__)
@@ -34,13 +34,13 @@ SOON_S = 1.5
 MOST_SAID = 50
 
 
-class Library:
+class LibraryState:
     """The shared state of the Models page."""
 
     def __init__(self, manager: ModelManager, settings: Settings, downloads: Downloads) -> None:
         self.manager, self.settings, self.downloads = manager, settings, downloads
-        self.shelf = Shelf(manager)
-        self.fits = Fits(manager, settings)
+        self.shelf = InstalledModels(manager)
+        self.fits = FitChecks(manager, settings)
         self._said: dict[str, str] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -109,7 +109,7 @@ def machine_words(hardware: Hardware) -> str:
     return f"No supported GPU; {hardware.cpu_cores} CPU cores, {ram} of memory free"
 
 
-def library_of(request: Request[Any, Any, Any]) -> Library:
+def library_state(request: Request[Any, Any, Any]) -> LibraryState:
     """Return the application's library, created at first use."""
     app = request.app.state
-    return once_per_app(request.app, "library", lambda: Library(app["manager"], app["settings"], app["downloads"]))
+    return once_per_app(request.app, "library", lambda: LibraryState(app["manager"], app["settings"], app["downloads"]))

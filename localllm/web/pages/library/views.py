@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from localllm.web.pages.frame.views import ErrorNotice, Fact, Phase, Segment, Shell, View
+from localllm.web.pages.frame.views import ErrorNotice, Fact, LoadPhase, Segment, Shell, View
 
 ModelState = Literal["loading", "ready", "tuning", "sleeping", "unloading", "unloaded", "failed"]
 FitKind = Literal["fits", "shorter", "offload", "no", "unknown"]
@@ -22,7 +22,7 @@ class LibraryTabs(View):
 
 
 @dataclass(frozen=True, slots=True)
-class Verb:
+class ActionButton:
     """A button: the value it posts, and its label."""
 
     name: str
@@ -38,15 +38,15 @@ class ModelRow:
     url: str  # the model's own page
     state: ModelState
     facts: tuple[str, ...]  # size, format, context, source, last use
-    verbs: tuple[Verb, ...]
+    verbs: tuple[ActionButton, ...]
     pinned: bool = False
     delete_url: str = ""  # empty: the model is not in the cache, or is in use
-    phases: tuple[Phase, ...] = ()  # of the current load
+    phases: tuple[LoadPhase, ...] = ()  # of the current load
     error: ErrorNotice | None = None  # why the last load failed
 
 
 @dataclass(frozen=True, slots=True)
-class Installed(View):
+class InstalledList(View):
     """Every model on this machine, with its state."""
 
     template: ClassVar[str] = "library/_installed.html"
@@ -133,13 +133,13 @@ class DownloadCard:
     fraction: float
     line: str  # 3.1 GiB of 15.2 GiB · 112 MiB/s · 1 min 50 s left
     files: tuple[FileRow, ...]
-    verbs: tuple[Verb, ...]
+    verbs: tuple[ActionButton, ...]
     error: ErrorNotice | None = None
     terms_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class CutDownload:
+class PartialDownload:
     """An unfinished download that was started before this server."""
 
     repo_id: str
@@ -152,7 +152,7 @@ class DownloadList(View):
 
     template: ClassVar[str] = "library/_downloads.html"
     cards: tuple[DownloadCard, ...]
-    cut: tuple[CutDownload, ...]
+    cut: tuple[PartialDownload, ...]
     free_bytes: int
     folder: str
 
@@ -175,7 +175,7 @@ class LibraryPage(View):
     template: ClassVar[str] = "library/page.html"
     shell: Shell
     tabs: LibraryTabs
-    installed: Installed
+    installed: InstalledList
     picks: Picks | None = None
     said: str = ""  # the result of the last action
     error: ErrorNotice | None = None

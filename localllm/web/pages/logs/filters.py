@@ -24,7 +24,7 @@ _LEVEL_NUMBERS = logging.getLevelNamesMapping()
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LogFilter:
     """A filter; an empty field matches every line."""
 
     level: str = ""  # this level and above
@@ -51,7 +51,7 @@ class Choice:
         """Return the matching lines, in order."""
         lowest = _LEVEL_NUMBERS.get(self.level.upper(), 0)
         text = self.text.casefold()
-        # an id inside a longer id is another request; the id of a choice (`id-0`) still matches
+        # an id inside a longer id is another request; the id of a log_filter (`id-0`) still matches
         whole_id = re.compile(rf"(?<![\w.:-]){re.escape(self.request_id)}(?![\w.:])") if self.request_id else None
         return [
             line
@@ -62,9 +62,9 @@ class Choice:
         ]
 
 
-def choice_from(query: Mapping[str, str]) -> Choice:
+def filter_from(query: Mapping[str, str]) -> LogFilter:
     """Return the filter of a query. Raises `InvalidParameter`."""
-    return Choice(query.get("level", ""), query.get("text", "").strip(), query.get("id", "").strip())
+    return LogFilter(query.get("level", ""), query.get("text", "").strip(), query.get("id", "").strip())
 
 
 def row(line: LogLine) -> LogRow:

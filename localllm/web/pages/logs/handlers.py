@@ -19,8 +19,8 @@ from localllm.web.pages.frame.live import closing, event_stream, sse, until_clos
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
-from localllm.web.pages.logs.filters import LEVELS, Choice, choice_from, row
-from localllm.web.pages.logs.views import LogLines, LogsPage
+from localllm.web.pages.logs.filters import LEVELS, LogFilter, filter_from, row
+from localllm.web.pages.logs.views import LogsPage, LogTable
 
 SHOWN = 500
 """Lines shown at first; a script keeps the page at this number as more arrive."""
@@ -33,19 +33,19 @@ NO_LOGS = ErrorNotice("This server keeps no log in memory.", "It was not started
 @get("/logs", sync_to_thread=False)
 def logs_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the last lines; more arrive over SSE."""
-    choice, recent = choice_from(request.query_params), installed()
+    log_filter, recent = filter_from(request.query_params), installed()
     kept = recent.after() if recent is not None else []
-    chosen = choice.of(kept)
+    chosen = log_filter.of(kept)
     shown = chosen[-SHOWN:]
     last = kept[-1].number if kept else 0
-    query = f"?{choice.query}" if choice.query else ""
+    query = f"?{log_filter.query}" if log_filter.query else ""
     page = LogsPage(
         pages_state(request).shell(request, "Logs", "logs"),
-        LogLines(tuple(map(row, shown))),
-        level=choice.level,
+        LogTable(tuple(map(row, shown))),
+        level=log_filter.level,
         levels=LEVELS,
-        text=choice.text,
-        request_id=choice.request_id,
+        text=log_filter.text,
+        request_id=log_filter.request_id,
         live_url=f"/logs/live{query}{'&' if query else '?'}after={last}" if recent is not None else "",
         download_url=f"/logs/download{query}",
         chosen=len(chosen),
@@ -61,32 +61,32 @@ def logs_page(request: Request[Any, Any, Any]) -> Response[str]:
 @get("/logs/live", sync_to_thread=False)
 def live_logs(request: Request[Any, Any, Any]) -> Stream:
     """Stream the lines after number `after`; a reconnecting browser sends the number of its last line."""
-    choice = choice_from(request.query_params)
+    log_filter = filter_from(request.query_params)
     after = _number(request.headers.get("last-event-id", "") or request.query_params.get("after", "0"))
     recent = installed()
     if recent is None:
         raise InvalidParameter(NO_LOGS.what, NO_LOGS.why)
-    return event_stream(until_closing(_news(recent, choice, after), closing(request.app.state)))
+    return event_stream(until_closing(_news(recent, log_filter, after), closing(request.app.state)))
 
 
 @get("/logs/download", sync_to_thread=False)
 def download_logs(request: Request[Any, Any, Any]) -> Response[str]:
     """Return every matching line in memory, as it was logged."""
     recent = installed()
-    lines = choice_from(request.query_params).of(recent.after() if recent is not None else ())
+    lines = filter_from(request.query_params).of(recent.after() if recent is not None else ())
     headers = {"Content-Disposition": 'attachment; filename="localllm-log.txt"', "Cache-Control": "no-store"}
     text = "".join(f"{line.text}\n" for line in lines)
     return Response(text, media_type="text/plain", headers=headers)
 
 
-async def _news(recent: RecentLogs, choice: Choice, number: int) -> AsyncIterator[bytes]:
+async def _news(recent: RecentLogs, log_filter: LogFilter, number: int) -> AsyncIterator[bytes]:
     while True:
         lines = await recent.wait_after(number)
         missed = lines[0].number - number - 1
         number = lines[-1].number
-        chosen = choice.of(lines)
+        chosen = log_filter.of(lines)
         if chosen or missed:
-            drawn = render(LogLines(tuple(map(row, chosen)), missed))
+            drawn = render(LogTable(tuple(map(row, chosen)), missed))
             yield f"id: {number}\n".encode() + sse(drawn)
         await asyncio.sleep(EVERY_S)
 

@@ -17,10 +17,10 @@ def samples(shell: views.Shell) -> list[views.View]:
     )
     live, download = "/logs/live?after=4", "/logs/download"
     path = "~/.local/share/localllm/logs/server-8000.log"
-    page = v.LogsPage(shell, v.LogLines(rows), "info", LEVELS, "status", "", live, download, 4, 2, 1204, 2000, path)
+    page = v.LogsPage(shell, v.LogTable(rows), "info", LEVELS, "status", "", live, download, 4, 2, 1204, 2000, path)
     nothing = views.ErrorNotice("This server keeps no log in memory.")
     return [
-        v.LogLines(rows, missed=12),
+        v.LogTable(rows, missed=12),
         page,
-        v.LogsPage(shell, v.LogLines(()), "", LEVELS, "", "4f2a", "", download, 0, 0, 0, 2000, path, nothing),
+        v.LogsPage(shell, v.LogTable(()), "", LEVELS, "", "4f2a", "", download, 0, 0, 0, 2000, path, nothing),
     ]

@@ -21,7 +21,7 @@ class LogRow:
 
 
 @dataclass(frozen=True, slots=True)
-class LogLines(View):
+class LogTable(View):
     """Log records in order: those of the page, or those logged since."""
 
     template: ClassVar[str] = "logs/_lines.html"
@@ -35,7 +35,7 @@ class LogsPage(View):
 
     template: ClassVar[str] = "logs/page.html"
     shell: Shell
-    lines: LogLines
+    lines: LogTable
     level: str  # the lowest level shown; empty: all
     levels: tuple[str, ...]
     text: str

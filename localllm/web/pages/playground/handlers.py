@@ -30,7 +30,7 @@ from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.playground import forms, presenters
 from localllm.web.pages.playground.snippets import snippets
-from localllm.web.pages.playground.stream_accumulator import Gathered
+from localllm.web.pages.playground.stream_accumulator import StreamedAnswer
 from localllm.web.pages.playground.views import Editor, PlaygroundPage, PromptTokens, Result, Snippet
 
 ANSWERS = {
@@ -139,7 +139,7 @@ async def _stream(request: Request[Any, Any, Any], tab: str, body: dict[str, Any
 async def _growing(
     tab: str, written: AsyncGenerator[bytes, None], warning: str, known: Result
 ) -> AsyncGenerator[bytes, None]:
-    gathered, drawn_s = Gathered(tab), time.monotonic() - EVERY_S
+    gathered, drawn_s = StreamedAnswer(tab), time.monotonic() - EVERY_S
     async with aclosing(written) as pieces:
         async for piece in pieces:
             gathered.add(piece)

@@ -14,8 +14,8 @@ from typing import Any
 
 from localllm.units import format_count, format_rate, format_seconds
 from localllm.web.pages.frame.views import ErrorNotice, Fact
-from localllm.web.pages.playground.stream_accumulator import Gathered
-from localllm.web.pages.playground.views import Call, HeatToken, PromptTokens, Result, Token
+from localllm.web.pages.playground.stream_accumulator import StreamedAnswer
+from localllm.web.pages.playground.views import HeatToken, PlaygroundCall, PromptTokens, Result, Token
 
 MOST_TOKENS = 2000
 """Most tokens shown of a prompt or an answer; the JSON has all of them."""
@@ -38,7 +38,7 @@ def result(tab: str, response: dict[str, Any], warning: str) -> Result:
     return Result(
         text=message.get("content") or "",
         reasoning=message.get("reasoning_content") or "",
-        calls=tuple(Call(each["name"], each["arguments"]) for each in calls),
+        calls=tuple(PlaygroundCall(each["name"], each["arguments"]) for each in calls),
         finish_reason=choice["finish_reason"] or "",
         heat=_heat(choice.get("logprobs")),
         facts=_facts(response["usage"], response["timings"]),
@@ -47,13 +47,13 @@ def result(tab: str, response: dict[str, Any], warning: str) -> Result:
     )
 
 
-def so_far(gathered: Gathered) -> Result:
+def so_far(gathered: StreamedAnswer) -> Result:
     """Return the result of an answer that is still being generated."""
-    calls = tuple(Call(each["name"], each["arguments"]) for each in gathered.calls)
+    calls = tuple(PlaygroundCall(each["name"], each["arguments"]) for each in gathered.calls)
     return Result(text=gathered.text, reasoning=gathered.reasoning, calls=calls, finish_reason="writing")
 
 
-def streamed(tab: str, gathered: Gathered, warning: str) -> Result:
+def streamed(tab: str, gathered: StreamedAnswer, warning: str) -> Result:
     """Return the result of a stream that has ended, or failed."""
     raw = _bounded("\n\n".join(gathered.events))
     if gathered.error:

@@ -21,7 +21,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     tokens = v.PromptTokens(
         (v.Token("151644", "<|im_start|>"), v.Token("872", "user"), v.Token("198", "↵", True)), 12, 9
     )
-    call = v.Call("weather", '{"city": "Oslo"}')
+    call = v.PlaygroundCall("weather", '{"city": "Oslo"}')
     snippet = v.Snippet("curl", "curl", "curl -s http://127.0.0.1:8000/v1/chat/completions")
     facts = (views.Fact("Prompt", "12 tokens"), views.Fact("Generation speed", "61.8 tok/s"))
     refused = v.Result(error=views.ErrorNotice("temperature must be between 0 and 2."), snippets=(snippet,))

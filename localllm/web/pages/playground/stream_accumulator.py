@@ -12,7 +12,7 @@ import msgspec
 DONE = "[DONE]"
 
 
-class Gathered:
+class StreamedAnswer:
     """The events of one choice, with the fields of a response that is not streamed."""
 
     def __init__(self, tab: str) -> None:

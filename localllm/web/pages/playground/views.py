@@ -73,7 +73,7 @@ class HeatToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PlaygroundCall:
     """A tool call in the answer."""
 
     name: str
@@ -97,7 +97,7 @@ class Result(View):
     error: ErrorNotice | None = None
     text: str = ""
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[PlaygroundCall, ...] = ()
     finish_reason: str = ""
     heat: tuple[HeatToken, ...] = ()
     prompt: PromptTokens | None = None

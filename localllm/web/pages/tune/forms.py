@@ -22,7 +22,7 @@ Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RunForm:
     """The run that a form asks for."""
 
     model: str
@@ -34,7 +34,7 @@ class Asked:
         return EFFORTS[self.effort]
 
 
-def asked_of(form: Mapping[str, str]) -> Asked:
+def read_form(form: Mapping[str, str]) -> RunForm:
     """Return the run of a form. Raises `InvalidParameter` and `ConfigError`, both with the field's name."""
     known = {"model", "goal", "effort"} | {each.name for each in fields(LimitFields)}
     if unknown := sorted(form.keys() - known):
@@ -50,7 +50,7 @@ def asked_of(form: Mapping[str, str]) -> Asked:
         why = f"Known efforts: {', '.join(EFFORTS)}."
         raise InvalidParameter(f"Unknown effort {effort[:LONGEST_TEXT]!r}.", why, param="effort")
     people = _read(form, "people", "a number of people, 1 to 256", parse_count)
-    return Asked(form.get("model", ""), goal_of(form.get("goal", "")[:LONGEST_TEXT], limits, people), effort)
+    return RunForm(form.get("model", ""), goal_of(form.get("goal", "")[:LONGEST_TEXT], limits, people), effort)
 
 
 def typed_in(form: Mapping[str, str]) -> LimitFields:

@@ -45,7 +45,7 @@ SMALL_BODY_BYTES = 10_000
 async def goal_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the first step: the choice of a goal."""
     state, wizard = pages_state(request), wizard_of(request)
-    models = presenters.choosable(state.manager.entries)
+    models = presenters.tunable(state.manager.entries)
     chosen = request.query_params.get("model", "")
     model = chosen if chosen in models else next(iter(models), "")
     return html(
@@ -74,7 +74,7 @@ async def start_run(request: Request[Any, Any, Any]) -> Response[Any]:
     form = await fields_of(request)
     wizard = wizard_of(request)
     try:
-        wanted = forms.asked_of(form)
+        wanted = forms.read_form(form)
         wizard.start(wanted.model, wanted.goal, wanted.options)
     except LocalLLMError as error:
         return html(_limits_page(request, form, notice(error)), error.status)
@@ -199,7 +199,7 @@ def _limits_page(
 
 def _entry(state: PagesState, name: str) -> ModelEntry | None:
     """Return the model of that name, else the first one that can be tuned."""
-    models = presenters.choosable(state.manager.entries)
+    models = presenters.tunable(state.manager.entries)
     wanted = name if name in models else next(iter(models), None)
     return next((entry for entry in state.manager.entries if entry.name == wanted), None)
 

@@ -23,19 +23,19 @@ from localllm.tuning.words import (
 )
 from localllm.units import format_bytes, format_count, format_rate, format_seconds
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.views import ErrorNotice, Fact, Phase
+from localllm.web.pages.frame.views import ErrorNotice, Fact, LoadPhase
 from localllm.web.pages.tune.plot import scatter
 from localllm.web.pages.tune.views import (
     Best,
     Comparison,
-    Found,
     GoalCard,
-    Progress,
+    RecommendedSettings,
+    RunProgress,
     Scatter,
     StepMark,
-    Steps,
     TrialRow,
-    Trials,
+    TrialTable,
+    WizardSteps,
 )
 from localllm.web.pages.tune.wizard import Job
 
@@ -69,7 +69,7 @@ def goal_card(goal: Goal, model: str) -> GoalCard:
     return GoalCard(goal.name, goal.what, BEST[goal.name], load, url, ICONS[goal.name])
 
 
-def steps(here: str, *, runs: bool = False, ended: bool = False, goal: str = "") -> Steps:
+def steps(here: str, *, runs: bool = False, ended: bool = False, goal: str = "") -> WizardSteps:
     """Return the step marks. Earlier steps are links; later ones are, too, if they have something to show."""
     urls = {
         "goal": "/tune",
@@ -79,7 +79,7 @@ def steps(here: str, *, runs: bool = False, ended: bool = False, goal: str = "")
     }
     order = list(urls)
     at = order.index(here)
-    return Steps(
+    return WizardSteps(
         tuple(
             StepMark(name.capitalize(), "done" if i < at else "current" if i == at else "ahead", url if i != at else "")
             for i, (name, url) in enumerate(urls.items())
@@ -87,7 +87,7 @@ def steps(here: str, *, runs: bool = False, ended: bool = False, goal: str = "")
     )
 
 
-def choosable(models: Sequence[ModelEntry]) -> list[str]:
+def tunable(models: Sequence[ModelEntry]) -> list[str]:
     """Return the models that generate text."""
     return [each.name for each in models if each.card is not None and each.card.spec.task == "generate"]
 
@@ -96,9 +96,9 @@ def choosable(models: Sequence[ModelEntry]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------
 
 
-def progress(job: Job) -> Progress:
+def progress(job: Job) -> RunProgress:
     seen = job.remaining_time()
-    return Progress(
+    return RunProgress(
         model=job.model,
         goal=job.goal.name,
         phases=_phases(job),
@@ -110,13 +110,13 @@ def progress(job: Job) -> Progress:
     )
 
 
-def _phases(job: Job) -> tuple[Phase, ...]:
+def _phases(job: Job) -> tuple[LoadPhase, ...]:
     """Return each phase once; a second soak test follows if the first one failed."""
     latest = {phase.name: phase.detail for phase, _ in job.phases}
     order = list(latest)
     if not order:
-        return (Phase("Waiting for running requests", detail="new requests are refused until the run ends"),)
-    return tuple(Phase(TITLES[name], name != order[-1], None, latest[name]) for name in order)
+        return (LoadPhase("Waiting for running requests", detail="new requests are refused until the run ends"),)
+    return tuple(LoadPhase(TITLES[name], name != order[-1], None, latest[name]) for name in order)
 
 
 def _now(job: Job) -> str:
@@ -157,7 +157,7 @@ def _seconds(seconds: float | None) -> str:
     return format_seconds(seconds) if seconds is not None else "–"
 
 
-def trials(job: Job) -> Trials:
+def trials(job: Job) -> TrialTable:
     """Return all trials, newest first, with the current one on top."""
     best = (job.result.pick if job.result is not None else None) or job.best
     rows = [_row(job.goal, trial, best) for trial in reversed(job.trials[-SHOWN:])]
@@ -168,7 +168,7 @@ def trials(job: Job) -> Trials:
         short = settings_in_short(began.settings)
         rows.insert(0, TrialRow(began.number, short, effort, "under-way", "", "", "", "", "", "", planned, ""))
     measured = sum(trial.was_measured for trial in job.trials)
-    return Trials(tuple(rows), job.goal.unit, measured, len(job.trials) - measured)
+    return TrialTable(tuple(rows), job.goal.unit, measured, len(job.trials) - measured)
 
 
 def _effort(effort: float) -> str:
@@ -235,12 +235,12 @@ def failure(job: Job) -> ErrorNotice | None:
     return None
 
 
-def found(job: Job) -> Found | None:
+def found(job: Job) -> RecommendedSettings | None:
     result, profile = job.result, job.profile
     if result is None or result.pick is None or profile is None:
         return None
     pick = result.pick
-    return Found(
+    return RecommendedSettings(
         settings=pick.flags or "the defaults",
         gain=gain_in_words(result),
         predicted=tuple(Comparison(name.capitalize(), *both) for name, *both in predicted_and_measured(result)),
@@ -249,8 +249,8 @@ def found(job: Job) -> Found | None:
         soak_passed=result.soak.passed if result.soak is not None else None,
         flags=as_flags(job.asked, pick.settings),
         toml=as_toml(job.asked, pick.settings),
-        name=job.kept_as or profile.name,
-        kept_as=job.kept_as,
+        name=job.saved_as or profile.name,
+        saved_as=job.saved_as,
         is_applied=job.is_applied,
     )
 

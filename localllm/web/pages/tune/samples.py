@@ -23,7 +23,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     running, ended, failed = job(), job(), job(with_pick=False)
     running.result = None
     ended.stage = failed.stage = "ended"
-    ended.kept_as, ended.is_applied = "chat", True
+    ended.saved_as, ended.is_applied = "chat", True
     card = presenters.goal_card(goal_of("chat"), "demo")
     rows = (_plan("matches", "Every start uses it."), _plan("differs", "Not used: torch was 2.8.0 and is 2.9.0."))
     steps = presenters.steps("run")
@@ -36,8 +36,8 @@ def samples(shell: views.Shell) -> list[views.View]:
     return [
         steps,
         card,
-        v.Plans(()),
-        v.Plans(rows),
+        v.ProfileTable(()),
+        v.ProfileTable(rows),
         presenters.progress(empty),
         presenters.progress(running),
         presenters.best(empty),
@@ -46,8 +46,8 @@ def samples(shell: views.Shell) -> list[views.View]:
         presenters.plot(running),
         presenters.trials(empty),
         presenters.trials(running),
-        v.GoalPage(shell, presenters.steps("goal"), "demo", ("demo", "other"), (card,), v.Plans(rows), "chat"),
-        v.GoalPage(shell, presenters.steps("goal"), "", (), (card,), v.Plans(()), has_result=True),
+        v.GoalPage(shell, presenters.steps("goal"), "demo", ("demo", "other"), (card,), v.ProfileTable(rows), "chat"),
+        v.GoalPage(shell, presenters.steps("goal"), "", (), (card,), v.ProfileTable(()), has_result=True),
         limits,
         replace(limits, open_requests=0, longest="", error=views.ErrorNotice("It is not understood.", "Got 'x'.")),
         v.RunPage(
@@ -71,10 +71,10 @@ def _result(shell: views.Shell, job: Job) -> v.ResultPage:
     )  # fmt: skip
 
 
-def _plan(state: v.PlanState, fits: str) -> v.PlanRow:
+def _plan(state: v.ProfileState, fits: str) -> v.ProfileRow:
     key = (views.Fact("Device", "NVIDIA RTX 4090"), views.Fact("Driver", "580.65"), views.Fact("torch", "2.9.0"))
     flags = "--max-num-seqs 8 --max-num-batched-tokens 512"
-    return v.PlanRow(
+    return v.ProfileRow(
         f"demo--{state}.toml", "demo", "chat", "chat", "2026-11-21", "41.3 answers/min", flags, state, fits,
         state == "differs", state == "matches", key,
     )  # fmt: skip

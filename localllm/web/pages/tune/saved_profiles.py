@@ -29,16 +29,16 @@ from localllm.tuning.figures import flags_of
 from localllm.tuning.goals import GOALS
 from localllm.units import format_rate
 from localllm.web.pages.frame.views import Fact
-from localllm.web.pages.tune.views import PlanRow, Plans, PlanState
+from localllm.web.pages.tune.views import ProfileRow, ProfileState, ProfileTable
 
 KEY_WORDS = {"device": "Device", "driver": "Driver", "torch": "torch", "triton": "Triton", "localllm": "localllm"}
 
 
-def plans(manager: ModelManager) -> Plans:
+def plans(manager: ModelManager) -> ProfileTable:
     """Return the view of all profiles. Blocking: it reads files and looks at the GPUs."""
     stored = stored_profiles()
     keys = [key for _, key in keys_here(manager)] if stored else []
-    return Plans(tuple(plan_row(each, keys) for each in stored))
+    return ProfileTable(tuple(profile_row(each, keys) for each in stored))
 
 
 def keys_here(manager: ModelManager) -> list[tuple[ModelEntry, ProfileKey]]:
@@ -61,10 +61,10 @@ async def apply_plan(manager: ModelManager, file: str) -> None:
     if entry is None:
         _, why = _fits(stored.profile, [key for _, key in keys])
         raise ConfigError(f"{stored.profile.name} of {stored.model} cannot be applied.", why, param="file")
-    await put_to_use(manager, entry, replace(stored.profile, applied=True), stored.model)
+    await apply_profile(manager, entry, replace(stored.profile, applied=True), stored.model)
 
 
-async def put_to_use(manager: ModelManager, entry: ModelEntry, profile: Profile, model: str) -> None:
+async def apply_profile(manager: ModelManager, entry: ModelEntry, profile: Profile, model: str) -> None:
     """Reload the model with the profile and save the profile for later starts. If the reload fails, nothing is saved.
     `model`: the name to save it under.
     """
@@ -73,10 +73,10 @@ async def put_to_use(manager: ModelManager, entry: ModelEntry, profile: Profile,
     await asyncio.to_thread(save_profile, profile, model)
 
 
-def plan_row(stored: Stored, keys: Sequence[ProfileKey]) -> PlanRow:
+def profile_row(stored: Stored, keys: Sequence[ProfileKey]) -> ProfileRow:
     profile = stored.profile
     state, fits = _fits(profile, keys)
-    return PlanRow(
+    return ProfileRow(
         file=stored.path.name,
         model=stored.model,
         name=profile.name,
@@ -92,7 +92,7 @@ def plan_row(stored: Stored, keys: Sequence[ProfileKey]) -> PlanRow:
     )
 
 
-def _fits(profile: Profile, keys: Sequence[ProfileKey]) -> tuple[PlanState, str]:
+def _fits(profile: Profile, keys: Sequence[ProfileKey]) -> tuple[ProfileState, str]:
     key = profile.key
     here = next((each for each in keys if each.model == key.model), None)
     if here is not None:

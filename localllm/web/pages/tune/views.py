@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from localllm.web.pages.frame.views import ErrorNotice, Fact, Phase, Shell, View
+from localllm.web.pages.frame.views import ErrorNotice, Fact, LoadPhase, Shell, View
 
 Step = Literal["goal", "limits", "run", "result"]
-PlanState = Literal["matches", "differs", "other"]
+ProfileState = Literal["matches", "differs", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class StepMark:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps(View):
+class WizardSteps(View):
     """The four steps, with the current one marked."""
 
     template: ClassVar[str] = "tune/_steps.html"
@@ -42,7 +42,7 @@ class GoalCard(View):
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRow:
+class ProfileRow:
     """A saved profile."""
 
     file: str
@@ -52,7 +52,7 @@ class PlanRow:
     date: str
     score: str
     settings: str
-    state: PlanState
+    state: ProfileState
     fits: str  # whether a start on this machine would use it, in words
     is_applied: bool
     can_apply: bool
@@ -60,11 +60,11 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Plans(View):
+class ProfileTable(View):
     """All profiles, the newest first."""
 
     template: ClassVar[str] = "tune/_plans.html"
-    rows: tuple[PlanRow, ...]
+    rows: tuple[ProfileRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,11 @@ class GoalPage(View):
 
     template: ClassVar[str] = "tune/goal.html"
     shell: Shell
-    steps: Steps
+    steps: WizardSteps
     model: str  # the model to tune; empty: there is none
     models: tuple[str, ...]  # the models to choose from
     goals: tuple[GoalCard, ...]
-    plans: Plans
+    plans: ProfileTable
     under_way: str = ""  # the goal of the current run
     has_result: bool = False
 
@@ -109,7 +109,7 @@ class LimitsPage(View):
 
     template: ClassVar[str] = "tune/limits.html"
     shell: Shell
-    steps: Steps
+    steps: WizardSteps
     model: str
     goal: GoalCard
     typed: LimitFields
@@ -143,7 +143,7 @@ class TrialRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Trials(View):
+class TrialTable(View):
     """All trials, the newest first."""
 
     template: ClassVar[str] = "tune/_trials.html"
@@ -154,13 +154,13 @@ class Trials(View):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress(View):
+class RunProgress(View):
     """The progress of the run, with a button to cancel it."""
 
     template: ClassVar[str] = "tune/_progress.html"
     model: str
     goal: str
-    phases: tuple[Phase, ...]
+    phases: tuple[LoadPhase, ...]
     now: str  # one line
     elapsed_s: float
     left_s: float | None  # None: not known yet
@@ -222,11 +222,11 @@ class RunPage(View):
 
     template: ClassVar[str] = "tune/run.html"
     shell: Shell
-    steps: Steps
-    progress: Progress
+    steps: WizardSteps
+    progress: RunProgress
     best: Best
     scatter: Scatter
-    trials: Trials
+    trials: TrialTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RecommendedSettings:
     """The recommended settings, with the actions on them."""
 
     settings: str
@@ -251,7 +251,7 @@ class Found:
     flags: str
     toml: str
     name: str  # the name to save the profile under
-    kept_as: str
+    saved_as: str
     is_applied: bool
 
 
@@ -261,13 +261,13 @@ class ResultPage(View):
 
     template: ClassVar[str] = "tune/result.html"
     shell: Shell
-    steps: Steps
+    steps: WizardSteps
     model: str
     goal: str
     verdict: str
     notes: tuple[str, ...]
-    found: Found | None
+    found: RecommendedSettings | None
     scatter: Scatter
-    trials: Trials
+    trials: TrialTable
     failure: ErrorNotice | None = None  # why there is no recommendation
     error: ErrorNotice | None = None  # the error of the last action

@@ -27,7 +27,7 @@ from localllm.tuning.run import BestChanged, Event, PhaseBegan, TrialBegan, Tria
 from localllm.tuning.run import TuningRun as Run
 from localllm.tuning.space import fixed_by
 from localllm.tuning.trial import TrialRunner
-from localllm.web.pages.tune.saved_profiles import put_to_use
+from localllm.web.pages.tune.saved_profiles import apply_profile
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Job:
     best: Trial | None = None
     result: TuningResult | None = None
     profile: Profile | None = None  # of the recommended settings; not saved yet
-    kept_as: str = ""  # the name it was saved under
+    saved_as: str = ""  # the name it was saved under
     is_applied: bool = False
     error: LocalLLMError | None = None
 
@@ -160,10 +160,10 @@ class Wizard:
             raise NothingTuned("There are no settings to save.", "The last run found no settings.", "Tune again.")
         profile = replace(job.profile, name=name or job.profile.name, applied=apply)
         if apply:
-            await put_to_use(self.manager, self.manager.register.require(job.model), profile, job.model)
+            await apply_profile(self.manager, self.manager.register.require(job.model), profile, job.model)
         else:
             await asyncio.to_thread(save_profile, profile, job.model)
-        job.kept_as, job.is_applied = profile.name, apply
+        job.saved_as, job.is_applied = profile.name, apply
         return profile
 
     # ---- a run -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 
 from localllm.machine.running_servers import is_of_other_process, process_mark
 from localllm.web.pages.chat.store import search
-from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, Found, Message, Role
+from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Role, StoredMessage
 from localllm.web.pages.chat.store.tree import Tree
 
 ADD_MESSAGE = """INSERT INTO message (id, chat_id, parent_id, role, text, details, created_s, writer)
@@ -75,7 +75,7 @@ class Chats:
         """Return chats, pinned ones first, then the newest."""
         return search.list_chats(self._db, owner, limit)
 
-    def search(self, owner: str, words: str, limit: int) -> list[Found]:
+    def search(self, owner: str, words: str, limit: int) -> list[FoundChat]:
         """Return chats whose title or messages contain words that begin with each of these."""
         return search.search(self._db, owner, words, limit)
 
@@ -93,7 +93,7 @@ class Chats:
         role: Role,
         text: str,
         details: Mapping[str, Any] | None = None,
-    ) -> Message:
+    ) -> StoredMessage:
         """Add a message; it becomes the end of the shown branch."""
         message_id, now_s = new_id(), time.time()
         with self._whole():
@@ -102,10 +102,10 @@ class Chats:
                 (message_id, chat_id, parent_id, role, text, _json(details or {}), now_s, process_mark()),
             )
             self._db.execute("UPDATE chat SET leaf = ?, updated_s = ? WHERE id = ?", (message_id, now_s, chat_id))
-        return Message(message_id, parent_id, role, text, details or {}, now_s)
+        return StoredMessage(message_id, parent_id, role, text, details or {}, now_s)
 
     def add_all(
-        self, owner: str, title: str, settings: Mapping[str, str], messages: Sequence[Message], leaf: str | None
+        self, owner: str, title: str, settings: Mapping[str, str], messages: Sequence[StoredMessage], leaf: str | None
     ) -> Chat:
         """Add a chat from elsewhere. Parents must precede their children; ids are replaced by new ones."""
         ids: dict[str | None, str | None] = {None: None} | {message.id: new_id() for message in messages}
@@ -127,7 +127,7 @@ class Chats:
             (text, _json(details), process_mark(), message_id),
         )
 
-    def message(self, chat_id: str, message_id: str) -> Message:
+    def message(self, chat_id: str, message_id: str) -> StoredMessage:
         """Return a message. Raises `ChatNotFound`."""
         return self._messages(chat_id, self._tree(chat_id), [message_id])[0]
 
@@ -139,7 +139,7 @@ class Chats:
         start = 0 if limit is None else max(0, end - limit)
         return Branch(tuple(self._messages(chat_id, tree, path[start:end])), start, len(path) - end)
 
-    def all_messages(self, chat_id: str) -> list[Message]:
+    def all_messages(self, chat_id: str) -> list[StoredMessage]:
         """Return the messages of every branch, oldest first."""
         tree = self._tree(chat_id)
         return self._messages(chat_id, tree, list(tree.parents))
@@ -158,7 +158,7 @@ class Chats:
             )
         )
 
-    def _messages(self, chat_id: str, tree: Tree, ids: Iterable[str]) -> list[Message]:
+    def _messages(self, chat_id: str, tree: Tree, ids: Iterable[str]) -> list[StoredMessage]:
         found = []
         for message_id in ids:
             row = self._db.execute(
@@ -169,7 +169,7 @@ class Chats:
                 raise ChatNotFound("This message is not on the server.", "It was deleted.", GONE_HINT)
             _, parent_id, role, text, details, created_s = row
             versions = tree.versions(message_id)
-            found.append(Message(message_id, parent_id, role, text, json.loads(details), created_s, versions))
+            found.append(StoredMessage(message_id, parent_id, role, text, json.loads(details), created_s, versions))
         return found
 
     # Deleting ---------------------------------------------------------------------------------------------------

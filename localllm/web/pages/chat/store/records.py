@@ -39,7 +39,7 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class StoredMessage:
     """One message of the tree."""
 
     id: str
@@ -55,13 +55,13 @@ class Message:
 class Branch:
     """A range of the messages that lead to a leaf, first to last."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[StoredMessage, ...]
     num_earlier: int = 0  # number of earlier messages of the same branch
     num_later: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundChat:
     """A search result; `snippet` is split in three around the first match."""
 
     chat: Chat

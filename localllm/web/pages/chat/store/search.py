@@ -11,7 +11,7 @@ import sqlite3
 import unicodedata
 from typing import Any
 
-from localllm.web.pages.chat.store.records import Chat, Found
+from localllm.web.pages.chat.store.records import Chat, FoundChat
 
 CHAT = "chat.id, chat.title, chat.pinned, chat.leaf, chat.settings, chat.updated_s"
 TOKEN = re.compile(r"[^\W_]+")
@@ -33,19 +33,19 @@ def list_chats(db: sqlite3.Connection, owner: str, limit: int) -> list[Chat]:
     return [chat(row) for row in rows]
 
 
-def search(db: sqlite3.Connection, owner: str, words: str, limit: int) -> list[Found]:
+def search(db: sqlite3.Connection, owner: str, words: str, limit: int) -> list[FoundChat]:
     """Return chats, newest first, with every word in the title, or every word in one message."""
     asked = query(words)
     if not asked:
         return []
-    found: dict[str, Found] = {}
+    found: dict[str, FoundChat] = {}
     titles = db.execute(
         f"SELECT {CHAT} FROM title_words JOIN chat ON chat.number = title_words.rowid "
         "WHERE title_words MATCH ? AND owner = ? AND deletion IS NULL ORDER BY updated_s DESC LIMIT ?",
         (asked, owner, limit),
     )
     for row in titles:
-        found[row[0]] = Found(chat(row))
+        found[row[0]] = FoundChat(chat(row))
     newest = db.execute(
         f"SELECT max(message.number), message.text, {CHAT} FROM message_words "
         "JOIN message ON message.number = message_words.rowid JOIN chat ON chat.id = chat_id "
@@ -54,7 +54,7 @@ def search(db: sqlite3.Connection, owner: str, words: str, limit: int) -> list[F
         (asked, owner, limit),
     )
     for _, text, *row in newest:
-        found[row[0]] = Found(chat(tuple(row)), snippet(text, words))
+        found[row[0]] = FoundChat(chat(tuple(row)), snippet(text, words))
     return sorted(found.values(), key=lambda each: -each.chat.updated_s)[:limit]
 
 
