@@ -224,7 +224,7 @@ def test_what_an_earlier_server_left_goes_on_or_goes_away(
     (blobs / "abc.incomplete").write_bytes(bytes(2048))
     assert "2.0 KiB downloaded" in row(browser.get("/library/downloads").text, "org/name")
     page = browser.post("/library/partial", data={"model": "org/name"})
-    assert "2.0 KiB of org/name are deleted." in page.text
+    assert "2.0 KiB of org/name were deleted." in page.text
     assert not blobs.exists()
 
 

@@ -17,7 +17,7 @@ from localllm.config.resolve import resolve
 from localllm.config.settings import SETTINGS, ModelTable, ServerConfig, Settings
 from localllm.web.access.keys import Key, add_key, keys_path, read_keys
 from localllm.web.pages.settings import doctor, setting_rows
-from localllm.web.pages.settings.key_handlers import consequence
+from localllm.web.pages.settings.key_handlers import lockout_warning
 from tests.web.live_server import LiveServer
 from tests.web.pages_stub import StubModel, stub_plan
 
@@ -197,7 +197,7 @@ def test_a_first_key_that_would_lock_out_is_made_only_when_asked_again(unlocked:
 )
 def test_removing_a_key_says_who_is_locked_out(others: list[Any], given: bool, mine: bool, says: str) -> None:
     left = [Key(f"k{n}", scope, "0" * 64) for n, scope in enumerate(others)]
-    why = consequence(Key("k", "admin", "1" * 64), left, given=given, mine=mine)
+    why = lockout_warning(Key("k", "admin", "1" * 64), left, given=given, mine=mine)
     assert says in why
     assert bool(why) == bool(says)
 

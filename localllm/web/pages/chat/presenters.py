@@ -157,7 +157,7 @@ async def _models(state: ChatState, settings: Mapping[str, str]) -> tuple[ModelC
     notes |= {name: "not loaded" for name in await state.pages.manager.register.installed() if name not in notes}
     if chosen not in notes:
         known = state.pages.manager.register.find(chosen)
-        notes = {chosen: "not here"} | notes if known is None else notes
+        notes = {chosen: "not installed"} | notes if known is None else notes
         chosen = known.name if known is not None else chosen
     return tuple(ModelChoice(name, name == chosen, note) for name, note in notes.items())
 

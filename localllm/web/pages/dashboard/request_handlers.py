@@ -42,7 +42,7 @@ def one_request(request: Request[Any, Any, Any]) -> Response[str]:
     wanted = request.path_params["request_id"]
     found = next((line for line in (*stats.requests, *stats.recent) if line.request_id == wanted), None)
     if found is None:
-        why = f"{len(stats.requests)} that live and the last {len(stats.recent)} finished ones are."
+        why = f"The server knows {len(stats.requests)} live requests and the last {len(stats.recent)} finished ones."
         raise UnknownRequest(f"There is no request {wanted[:80]}.", why, "Open /dashboard/requests.")
     shell = pages_state(request).shell(request, "Request", "dashboard")
     return html(request_page(shell, found, stats.taken_s))

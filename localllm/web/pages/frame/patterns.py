@@ -69,6 +69,6 @@ def _shared(shell: v.Shell) -> list[v.View]:
         v.LiveUpdate({"status-pill": render(ready)}),
         v.LoginPage(shell, "/dashboard"),
         v.LoginPage(shell, "/", v.ErrorNotice("That is not a key of this server.")),
-        v.ErrorPage(shell, 404, v.ErrorNotice("Not here.", "It made state.", "Start a new chat.")),
+        v.ErrorPage(shell, 404, v.ErrorNotice("This chat does not exist.", "It was deleted.", "Start a new chat.")),
         v.PatternsPage(shell, (("_error_notice.html", render(v.ErrorNotice("Sample."))),), SHEETS),
     ]

@@ -141,7 +141,7 @@ async def delete_partial(request: Request[Any, Any, Any]) -> Response[Any]:
         freed = await asyncio.to_thread(remove_partial, model)
     except LocalLLMError as error:
         return await downloads_page(request, error=error)
-    said = library.say(f"{format_bytes(freed)} of {model} are deleted.")
+    said = library.say(f"{format_bytes(freed)} of {model} were deleted.")
     return Redirect(f"/library/downloads?{said}", status_code=303)
 
 

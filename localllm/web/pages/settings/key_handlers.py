@@ -32,13 +32,13 @@ FIRST_FOR_INFER = ErrorNotice(
 )
 
 CHATS_STAY = (
-    "They can be seen with no key afterwards, not even with a new one of this name. To see them with another key, give "
-    'that one the line id = "{owner}" in {path}.'
+    "Without this key they cannot be opened, not even with a new key of the same name. To open them with another key, "
+    'add the line id = "{owner}" to that key in {path}.'
 )
 
 
 @post("/settings/keys", guards=[same_origin], status_code=200, request_max_body_size=100_000)
-async def make_key(request: Request[Any, Any, Any]) -> Response[Any]:
+async def create_key(request: Request[Any, Any, Any]) -> Response[Any]:
     """Create a key and show it once. A browser without a key is logged in with it."""
     ring: KeyRing = request.app.state.key_ring
     form = await request.form()
@@ -63,7 +63,7 @@ async def make_key(request: Request[Any, Any, Any]) -> Response[Any]:
 
 
 @post("/settings/keys/{name:str}/remove", guards=[same_origin], status_code=303, request_max_body_size=100_000)
-async def unmake_key(request: Request[Any, Any, Any]) -> Response[Any]:
+async def delete_key(request: Request[Any, Any, Any]) -> Response[Any]:
     """Remove a key and return to the page. If that has consequences, first ask for a confirmation."""
     ring: KeyRing = request.app.state.key_ring
     name = request.path_params["name"]
@@ -72,7 +72,7 @@ async def unmake_key(request: Request[Any, Any, Any]) -> Response[Any]:
     form = await request.form()
     if found is not None and form.get("confirm") != "yes":
         given = bool(request.app.state.settings.server.api_keys)
-        why = consequence(found, [key for key in keys if key is not found], given=given, mine=found == mine)
+        why = lockout_warning(found, [key for key in keys if key is not found], given=given, mine=found == mine)
         title = f"Removing {name} locks users out."
         if not why and found.scope == "infer" and not _shares(found, keys):
             num_chats = 0
@@ -93,19 +93,19 @@ def _shares(found: Key, keys: Sequence[Key]) -> bool:
     return any(key is not found and key.scope == "infer" and key.owner == found.owner for key in keys)
 
 
-def consequence(key: Key, others: list[Key], *, given: bool, mine: bool) -> str:
+def lockout_warning(key: Key, others: list[Key], *, given: bool, mine: bool) -> str:
     """Return who would be locked out, or an empty string. `given`: there are also keys for this run only."""
     if not others and not given:
         return (
-            "It is the last key: nobody can come in any more, neither here nor by the API, until somebody at the "
-            "machine makes another with localllm keys add, or starts the server again."
+            "It is the last key: neither these pages nor the API can be used until a new key is created on the "
+            "server's machine with localllm keys add NAME, or the server is restarted."
         )
     if key.scope == "admin" and not given and not any(other.scope == "admin" for other in others):
         return (
-            "It is the last key with the scope admin: nobody can open this page, read logs or manage models, until "
-            "somebody at the machine makes another with localllm keys add NAME --scope admin."
+            "It is the last key with the scope admin: this page, the logs and the management of models are closed "
+            "until a new one is created on the server's machine with localllm keys add NAME --scope admin."
         )
-    return "This browser came in with it and will be asked for another one." if mine else ""
+    return "This browser is logged in with this key and will be asked for another one." if mine else ""
 
 
-HANDLERS = (make_key, unmake_key)
+HANDLERS = (create_key, delete_key)

@@ -49,7 +49,7 @@ def read_form(form: Mapping[str, str]) -> RunForm:
     if effort not in EFFORTS:
         why = f"Known efforts: {', '.join(EFFORTS)}."
         raise InvalidParameter(f"Unknown effort {effort[:LONGEST_TEXT]!r}.", why, param="effort")
-    people = _read(form, "people", "a number of people, 1 to 256", parse_count)
+    people = _read(form, "people", "a number of users, 1 to 256", parse_count)
     return RunForm(form.get("model", ""), goal_of(form.get("goal", "")[:LONGEST_TEXT], limits, people), effort)
 
 
@@ -60,7 +60,7 @@ def typed_in(form: Mapping[str, str]) -> LimitFields:
 
 NAMES = {
     "max_ttft": "The longest wait for the first token", "max_tpot": "The longest time for each token",
-    "min_context": "The shortest context", "max_memory": "The most memory", "people": "The number of people",
+    "min_context": "The shortest context", "max_memory": "The most memory", "people": "The number of users",
 }  # fmt: skip
 
 

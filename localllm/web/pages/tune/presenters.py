@@ -125,7 +125,7 @@ def _now(job: Job) -> str:
     if job.under_way is not None:
         return f"Trial {job.under_way.number}: {settings_in_short(job.under_way.settings)}"
     if not job.phases:
-        return f"Waiting for {job.model} to be free"
+        return f"Waiting until {job.model} has finished its running requests"
     return TITLES[job.phases[-1][0].name]
 
 

@@ -245,7 +245,7 @@ class RecommendedSettings:
     settings: str
     gain: str
     predicted: tuple[Comparison, ...]  # predicted, measured
-    before: tuple[Comparison, ...]  # empty: the guess itself is recommended
+    before: tuple[Comparison, ...]  # empty: the defaults are recommended
     soak: str
     soak_passed: bool | None  # None: there was no soak test
     flags: str

@@ -116,7 +116,7 @@ class Wizard:
         """Start a run. Raises `TuningUnderWay`, `ModelNotLoaded`; later errors are stored in the job."""
         if self.running is not None:
             why = f"{self.running.model} is being tuned for {self.running.goal.name}."
-            raise TuningUnderWay("A tuning run is under way.", why, "Watch it at /tune/run, or cancel it there.")
+            raise TuningUnderWay("A tuning run is under way.", why, "Open /tune/run to follow or cancel it.")
         entry = self.manager.register.require(model)
         asked = entry.settings.engine.model if entry.settings is not None else entry.name
         self.job = Job(entry.name, asked, goal, options, time.monotonic())
