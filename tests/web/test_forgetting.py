@@ -14,7 +14,7 @@ from urllib.parse import urlencode, urlsplit
 import psutil
 import pytest
 
-from localllm.web.pages.chat.markdown_stream import RenderedTexts, drawn
+from localllm.web.pages.chat.markdown_stream import HTMLCache, drawn
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 
 JSON = {"content-type": "application/json"}
@@ -171,7 +171,7 @@ def test_large_cookies_and_forms_are_refused(pages: LiveServer) -> None:
 
 
 def test_drawn_texts_are_kept_up_to_a_bound_and_forgotten_when_told() -> None:
-    texts = RenderedTexts(most_chars=1_000)
+    texts = HTMLCache(most_chars=1_000)
     for i in range(100):
         texts(f"text {i} " * 5)
     assert 0 < sum(len(text) + len(html) for text, html in texts._html.items()) <= 1_000

@@ -38,7 +38,7 @@ NO_PATHS = Paths()
 
 @dataclass(frozen=True, slots=True)
 class RouteRules:
-    """Who may use which routes. A path is looked up in `admin` first."""
+    """Rules of who may use which routes. A path is looked up in `admin` first."""
 
     admin: Paths = NO_PATHS
     infer: Paths = NO_PATHS  # for GET and POST

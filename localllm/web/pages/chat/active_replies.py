@@ -35,7 +35,7 @@ class ActiveReply:
     message: StoredMessage
     reply: Reply
     before: Mapping[str, Any] = field(default_factory=dict)  # statistics of the reply that this one continues
-    keeper: asyncio.Task[None] | None = None
+    save_task: asyncio.Task[None] | None = None
 
     @property
     def now(self) -> StoredMessage:
@@ -54,26 +54,26 @@ class ActiveReplies:
         self._taken: set[str] = set()
         self._purges: set[asyncio.Task[None]] = set()
 
-    def of(self, message_id: str) -> ActiveReply | None:
+    def get(self, message_id: str) -> ActiveReply | None:
         return self._writings.get(message_id)
 
-    def writing(self, chat_id: str) -> ActiveReply | None:
+    def unfinished(self, chat_id: str) -> ActiveReply | None:
         """Return the unfinished reply of a chat."""
         found = (each for each in self._writings.values() if each.chat_id == chat_id and not each.reply.done)
         return next(found, None)
 
     def current(self, message: StoredMessage) -> StoredMessage:
         """Return the message in its current state; the store may be seconds behind."""
-        writing = self.of(message.id)
+        writing = self.get(message.id)
         if writing is None:
             return message
         now = writing.now
         return StoredMessage(now.id, now.parent_id, now.role, now.text, now.details, now.created_s, message.versions)
 
     @contextlib.contextmanager
-    def turn(self, chat_id: str) -> Iterator[None]:
+    def lock(self, chat_id: str) -> Iterator[None]:
         """Allow only one change of a chat at a time. Raises `StillWriting`."""
-        if chat_id in self._taken or self.writing(chat_id) is not None:
+        if chat_id in self._taken or self.unfinished(chat_id) is not None:
             raise StillWriting("A reply is still being written.", hint="Stop it, or wait until it ends.")
         self._taken.add(chat_id)
         try:
@@ -81,10 +81,10 @@ class ActiveReplies:
         finally:
             self._taken.discard(chat_id)
 
-    def take(self, writing: ActiveReply) -> None:
+    def add(self, writing: ActiveReply) -> None:
         """Save this reply from now on."""
         self._writings[writing.message.id] = writing
-        writing.keeper = asyncio.create_task(self._keep(writing), name=f"keep {writing.message.id}")
+        writing.save_task = asyncio.create_task(self._save_while_growing(writing), name=f"save {writing.message.id}")
 
     def cancel(self, *, chat_id: str = "", owner: str | None = None) -> None:
         """Stop the replies of a chat, or of an owner."""
@@ -100,7 +100,7 @@ class ActiveReplies:
 
     async def close(self) -> None:
         """Save everything; nothing is saved after this."""
-        tasks = [each.keeper for each in self._writings.values() if each.keeper is not None]
+        tasks = [each.save_task for each in self._writings.values() if each.save_task is not None]
         for task in (*tasks, *self._purges):
             task.cancel()
         await asyncio.gather(*tasks, *self._purges, return_exceptions=True)
@@ -114,7 +114,7 @@ class ActiveReplies:
         self._writings.clear()
         await self._store.close()
 
-    async def _keep(self, writing: ActiveReply) -> None:
+    async def _save_while_growing(self, writing: ActiveReply) -> None:
         reply, saved = writing.reply, ("", "")
         while True:
             with contextlib.suppress(TimeoutError):

@@ -106,7 +106,7 @@ async def follow_reply(request: Request[Any, Any, Any]) -> Stream:
     """Stream a reply from its beginning: a tab that is reopened misses nothing."""
     writing = _own_writing(request)
     chat, message = (None, writing.message) if writing is not None else await asked_message(request)
-    news = _news(chat_state(request), owner_of(request), chat, message, writing)
+    news = _reply_events(chat_state(request), owner_of(request), chat, message, writing)
     return event_stream(until_closing(news, closing(request.app.state)))
 
 
@@ -123,7 +123,7 @@ async def stop_reply(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/c/{request.path_params['conversation_id']}", status_code=303)
 
 
-async def _news(
+async def _reply_events(
     state: ChatState, owner: str, chat: Chat | None, message: StoredMessage, writing: ActiveReply | None
 ) -> AsyncIterator[bytes]:
     if writing is not None:
@@ -171,8 +171,8 @@ async def asked_message(request: Request[Any, Any, Any]) -> tuple[Chat, StoredMe
 
 
 def _own_writing(request: Request[Any, Any, Any]) -> ActiveReply | None:
-    """Return the reply in the URL if it is on the desk; the store is not used, so a locked one blocks nothing."""
-    found = chat_state(request).replies.of(request.path_params["message_id"])
+    """Return the reply in the URL if it is not saved yet; the store is not used, so a locked one blocks nothing."""
+    found = chat_state(request).replies.get(request.path_params["message_id"])
     return found if found is not None and found.owner == owner_of(request) else None
 
 

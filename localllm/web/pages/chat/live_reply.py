@@ -100,7 +100,7 @@ class Reply:
         self._note = text
         self._wake()
 
-    async def go_on_from(self, text: str, reasoning: str = "", thought_s: float = 0.0, tokens: int = 0) -> None:
+    async def continue_from(self, text: str, reasoning: str = "", thought_s: float = 0.0, tokens: int = 0) -> None:
         """Begin with the text of an earlier reply."""
         if reasoning:
             await self.thinking.add(reasoning, ends=True)

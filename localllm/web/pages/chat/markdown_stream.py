@@ -95,7 +95,7 @@ class MarkdownStream:
         return render_markdown(closed) if self._drawn_chars <= MAX_DRAWN_CHARS else plain(closed)
 
 
-def draw(text: str) -> str:
+def text_html(text: str) -> str:
     """Return the safe HTML of a whole text; beyond the limit it is plain text."""
     if len(text) <= MAX_DRAWN_CHARS:
         return render_markdown(text)
@@ -104,8 +104,8 @@ def draw(text: str) -> str:
     return render_markdown(head) + plain(text[len(head) :])
 
 
-class RenderedTexts:
-    """A cache of `draw` for texts that no longer change. Thread-safe."""
+class HTMLCache:
+    """A cache of `text_html` for texts that no longer change. Thread-safe."""
 
     def __init__(self, most_chars: int) -> None:
         self._most_chars, self._chars = most_chars, 0
@@ -117,7 +117,7 @@ class RenderedTexts:
             if (html := self._html.get(text)) is not None:
                 self._html.move_to_end(text)
                 return html
-        html = draw(text)
+        html = text_html(text)
         with self._lock:
             if text not in self._html:
                 self._html[text] = html
@@ -127,14 +127,14 @@ class RenderedTexts:
                 self._chars -= len(old_text) + len(old_html)
         return html
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Clear the cache when chats are deleted, so that nothing of them remains."""
         with self._lock:
             self._html.clear()
             self._chars = 0
 
 
-drawn = RenderedTexts(MAX_KEPT_CHARS)
+cached_html = HTMLCache(MAX_KEPT_CHARS)
 
 
 def plain(text: str) -> str:

@@ -38,8 +38,8 @@ async def show_message(request: Request[Any, Any, Any]) -> Response[Any]:
     chat, message = await asked_message(request)
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}#m-{message.id}", status_code=303)
-    desk = chat_state(request).replies
-    return html(message_presenters.one_message(chat.id, desk.current(message), desk.of(message.id)))
+    replies = chat_state(request).replies
+    return html(message_presenters.one_message(chat.id, replies.current(message), replies.get(message.id)))
 
 
 @get(f"{ONE}/raw")
@@ -72,15 +72,15 @@ async def regenerate(request: Request[Any, Any, Any]) -> Response[Any]:
 
 
 @post(f"{ONE}/continue", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
-async def go_on(request: Request[Any, Any, Any]) -> Response[Any]:
+async def continue_reply(request: Request[Any, Any, Any]) -> Response[Any]:
     """Continue a reply that was cut off."""
-    return await _answered(request, turns.go_on)
+    return await _answered(request, turns.continue_reply)
 
 
 @post(f"{ONE}/results", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
-async def give_results(request: Request[Any, Any, Any]) -> Response[Any]:
+async def send_results(request: Request[Any, Any, Any]) -> Response[Any]:
     """Send the results of a reply's tool calls."""
-    return await _answered(request, turns.give_results)
+    return await _answered(request, turns.send_results)
 
 
 @post(f"{ONE}/select", guards=[same_origin], status_code=200)
@@ -88,7 +88,7 @@ async def select_version(request: Request[Any, Any, Any]) -> Response[Any]:
     """Show the branch with this message."""
     state = chat_state(request)
     chat, message = await asked_message(request)
-    with state.replies.turn(chat.id):
+    with state.replies.lock(chat.id):
         await state.store.call(Chats.select, chat.id, message.id)
     at, count = message.versions.index(message.id) + 1, len(message.versions)
     return await _shown_anew(request, chat, f"Version {at} of {count}", f"#m-{message.id}")
@@ -99,7 +99,7 @@ async def delete_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Delete a message and all that follow it."""
     state = chat_state(request)
     chat, message = await asked_message(request)
-    with state.replies.turn(chat.id):
+    with state.replies.lock(chat.id):
         deletion = await state.store.call(Chats.delete_message, chat.id, message.id)
     state.replies.purge_later()
     undo = Undo("The message and what followed it are deleted.", f"/chats/undo/{deletion}")
@@ -129,8 +129,8 @@ HANDLERS = (
     edit_form,
     edit_message,
     regenerate,
-    go_on,
-    give_results,
+    continue_reply,
+    send_results,
     select_version,
     delete_message,
 )

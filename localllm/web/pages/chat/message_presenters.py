@@ -12,14 +12,14 @@ from typing import Any
 from localllm.serving.served import ModelCard
 from localllm.units import format_count
 from localllm.web.pages.chat.active_replies import ActiveReplies, ActiveReply
-from localllm.web.pages.chat.markdown_stream import drawn
+from localllm.web.pages.chat.markdown_stream import cached_html
 from localllm.web.pages.chat.part_presenters import (
     call_cards,
     file_chips,
-    kept_thinking,
     live_thinking,
     result_form,
     results,
+    stored_thinking,
 )
 from localllm.web.pages.chat.settings import SETTINGS, effective, note
 from localllm.web.pages.chat.sidebar_views import ChatHead, ContextMeter
@@ -43,13 +43,15 @@ GOES_ON = ("length", "abort", "interrupted")
 
 
 async def message_list(
-    desk: ActiveReplies, chat_id: str, branch: Branch, *, editing: str = "", outside: bool = True
+    replies: ActiveReplies, chat_id: str, branch: Branch, *, editing: str = "", outside: bool = True
 ) -> MessageList:
     """Return a branch in its current state. Markdown is rendered off the event loop, and cached."""
-    messages = [desk.current(message) for message in branch.messages]
-    replies = [m for m in messages if m.role == "assistant" and desk.of(m.id) is None]
-    await asyncio.to_thread(lambda: [drawn(text) for m in replies for text in (m.text, m.details.get("reasoning", ""))])
-    views = tuple(one_message(chat_id, message, desk.of(message.id), editing=editing) for message in messages)
+    messages = [replies.current(message) for message in branch.messages]
+    finished = [m for m in messages if m.role == "assistant" and replies.get(m.id) is None]
+    await asyncio.to_thread(
+        lambda: [cached_html(text) for m in finished for text in (m.text, m.details.get("reasoning", ""))]
+    )
+    views = tuple(one_message(chat_id, message, replies.get(message.id), editing=editing) for message in messages)
     earlier = f"/c/{chat_id}?before={messages[0].id}" if branch.num_earlier and messages else ""
     later = f"/c/{chat_id}" if branch.num_later and outside else ""
     return MessageList(views, earlier, branch.num_earlier, later)
@@ -81,11 +83,11 @@ def _assistant_message(chat_id: str, message: StoredMessage, writing: ActiveRepl
     details = message.details
     live = writing is not None and not writing.reply.done
     open_block = OpenBlock(message.id, *writing.reply.body.settled[1:]) if writing is not None and live else None
-    thinking = live_thinking(message.id, writing.reply) if writing else kept_thinking(message.id, details)
+    thinking = live_thinking(message.id, writing.reply) if writing else stored_thinking(message.id, details)
     return ChatMessage(
         id=message.id,
         role="assistant",
-        html=writing.reply.body.html if writing is not None else drawn(message.text),
+        html=writing.reply.body.html if writing is not None else cached_html(message.text),
         model=str(details.get("model") or "Assistant"),
         open=open_block,
         stream_url=f"/c/{chat_id}/m/{message.id}/stream" if live else None,

@@ -13,7 +13,7 @@ from localllm.text.answers.whole import ToolCall
 from localllm.units import format_count
 from localllm.web.pages.chat.live_reply import Reply, ReplyUpdate
 from localllm.web.pages.chat.markdown import code_block
-from localllm.web.pages.chat.markdown_stream import drawn
+from localllm.web.pages.chat.markdown_stream import cached_html
 from localllm.web.pages.chat.message_views import AttachmentChip, ResultForm, ThinkingBlock, ToolCallCard, ToolResult
 from localllm.web.pages.chat.template_messages import calls_of, files_of
 from localllm.web.pages.chat.views import OpenBlock, ReplyProgress
@@ -32,12 +32,12 @@ def live_thinking(message_id: str, reply: Reply) -> ThinkingBlock | None:
     return ThinkingBlock(message_id, html, reply.thought_s, reply.reasoning_tokens, rest)
 
 
-def kept_thinking(message_id: str, details: Mapping[str, Any]) -> ThinkingBlock | None:
+def stored_thinking(message_id: str, details: Mapping[str, Any]) -> ThinkingBlock | None:
     reasoning = details.get("reasoning")
     if not reasoning:
         return None
     return ThinkingBlock(
-        message_id, drawn(reasoning), details.get("reasoning_s", 0.0), details.get("reasoning_tokens", 0)
+        message_id, cached_html(reasoning), details.get("reasoning_s", 0.0), details.get("reasoning_tokens", 0)
     )
 
 

@@ -67,7 +67,7 @@ async def chat_page(
         branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
     waits = state.pages.card is None
     card = card_of(state, settings)
-    writing = state.replies.writing(chat.id) if chat else None
+    writing = state.replies.unfinished(chat.id) if chat else None
     composer, empty = None, None
     if not waits:
         action = ComposerAction(message_presenters.stop_url(writing) if writing else None)
@@ -102,7 +102,7 @@ async def update(
     """Return the changed parts of an open page after messages changed."""
     state = chat_state(request)
     branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW)
-    writing = state.replies.writing(chat.id)
+    writing = state.replies.unfinished(chat.id)
     return ChatUpdate(
         list=await message_presenters.message_list(state.replies, chat.id, branch),
         action=ComposerAction(message_presenters.stop_url(writing) if writing else None),

@@ -20,7 +20,7 @@ from localllm.web.api.exchange import require_few_values
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.chat import message_presenters, presenters, transfer
 from localllm.web.pages.chat.handlers import COOKIE, MAX_BODY_BYTES, asked_chat
-from localllm.web.pages.chat.markdown_stream import drawn
+from localllm.web.pages.chat.markdown_stream import cached_html
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
 from localllm.web.pages.chat.sidebar_views import ChatListPage, ChatsChanged, ManageChat, ManageChats, Undo
 from localllm.web.pages.chat.state import chat_state
@@ -140,7 +140,7 @@ async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
     state, owner = chat_state(request), owner_of(request)
     state.replies.cancel(owner=owner)
     await state.store.call(Chats.wipe, owner)
-    drawn.forget()
+    cached_html.clear()
     redirect = Redirect("/", status_code=303)
     redirect.delete_cookie(COOKIE)
     return redirect

@@ -1,6 +1,6 @@
 """Turn an action in a chat into a request to the engine, in the same way as the API does.
 
-A new message, an edited message, a regenerated reply and a continued reply: each starts a reply on the desk.
+A new message, an edited message, a regenerated reply and a continued reply: each starts a reply.
 Does not know: HTTP, templates.
 """
 
@@ -61,7 +61,7 @@ async def ask(state: ChatState, owner: str, form: Mapping[str, str], files: Sequ
             chat = await state.store.call(Chats.create, owner, title, settings)
             return await _answer(state, owner, chat, None, (text, details), settings, claim)
         except BaseException:
-            _let_go(claim)
+            _release_claim(claim)
             raise
     chat = await state.store.call(Chats.get, owner, form["conversation"])
     return await _say(state, owner, chat, chat.leaf, (text, details), form)
@@ -75,7 +75,7 @@ async def edit(state: ChatState, owner: str, chat: Chat, message: StoredMessage,
     return await _say(state, owner, chat, message.parent_id, (text, message.details), form)
 
 
-async def give_results(
+async def send_results(
     state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]
 ) -> Turn:
     """Answer the results of a reply's tool calls: the model continues with them."""
@@ -88,23 +88,25 @@ async def regenerate(state: ChatState, owner: str, chat: Chat, message: StoredMe
     """Write another reply beside this one, or a first reply to a message without one."""
     settings = typed(form, chat.settings)
     parent = message.id if message.role == "user" else message.parent_id
-    with state.replies.turn(chat.id):
+    with state.replies.lock(chat.id):
         claim = await _claim(state, owner, settings)
         try:
             await _configure(state, owner, chat, settings)
             return await _begin(state, owner, chat, parent, None, settings, claim)
         except BaseException:
-            _let_go(claim)
+            _release_claim(claim)
             raise
 
 
-async def go_on(state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]) -> Turn:
+async def continue_reply(
+    state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]
+) -> Turn:
     """Continue a reply that was cut off."""
     message = state.replies.current(message)
     if message.role != "assistant" or chat.leaf != message.id or not message.text or "calls" in message.details:
         raise InvalidParameter("Only the last reply of a branch can be continued.", hint="Write a message instead.")
     settings = typed(form, chat.settings)
-    with state.replies.turn(chat.id):
+    with state.replies.lock(chat.id):
         claim = await _claim(state, owner, settings)
         try:
             history = await _history(state, chat, message.parent_id, settings)
@@ -112,12 +114,12 @@ async def go_on(state: ChatState, owner: str, chat: Chat, message: StoredMessage
             writing = ActiveReply(owner, chat.id, message, reply, _figures_only(message.details))
             said = message.details
             thought = (said.get("reasoning", ""), said.get("reasoning_s", 0.0), said.get("reasoning_tokens", 0))
-            await reply.go_on_from(message.text, *thought)
-            state.replies.take(writing)
+            await reply.continue_from(message.text, *thought)
+            state.replies.add(writing)
             _start(writing, claim, [*history, reply_message(message)], settings, goes_on=True)
             return Turn(chat, None, writing)
         except BaseException:
-            _let_go(claim)
+            _release_claim(claim)
             raise
 
 
@@ -125,13 +127,13 @@ async def _say(
     state: ChatState, owner: str, chat: Chat, parent: str | None, said: Said, form: Mapping[str, str]
 ) -> Turn:
     settings = typed(form, chat.settings)
-    with state.replies.turn(chat.id):
+    with state.replies.lock(chat.id):
         claim = await _claim(state, owner, settings)
         try:
             await _configure(state, owner, chat, settings)
             return await _answer(state, owner, chat, parent, said, settings, claim)
         except BaseException:
-            _let_go(claim)
+            _release_claim(claim)
             raise
 
 
@@ -155,7 +157,7 @@ async def _begin(
     message = await state.store.call(Chats.message, chat.id, message.id)
     chat = await state.store.call(Chats.get, owner, chat.id)
     writing = ActiveReply(owner, chat.id, message, _reply(claim, message.id))
-    state.replies.take(writing)
+    state.replies.add(writing)
     _start(writing, claim, history, settings)  # from here on the reply owns the lease, so nothing may fail
     return Turn(chat, user, writing)
 
@@ -196,7 +198,7 @@ async def _claim(state: ChatState, owner: str, settings: Mapping[str, str]) -> _
     try:
         await asyncio.wait({lease}, timeout=MODEL_WAIT_S)
     except asyncio.CancelledError:
-        _let_go(_Claim("", lease))
+        _release_claim(_Claim("", lease))
         raise
     if lease.done():
         found = lease.result()
@@ -210,7 +212,7 @@ async def _claim(state: ChatState, owner: str, settings: Mapping[str, str]) -> _
     return _Claim(name or (default.name if default else ""), lease, state.pages.cache_salt(owner))
 
 
-def _let_go(claim: _Claim) -> None:
+def _release_claim(claim: _Claim) -> None:
     """Release the claim after a failure."""
     claim.lease.cancel()
     claim.lease.add_done_callback(_release)
@@ -243,7 +245,7 @@ def _start(
         try:
             lease = await claim.lease
         except asyncio.CancelledError:
-            _let_go(claim)
+            _release_claim(claim)
             raise
         except LocalLLMError as error:
             reply.fail(error)

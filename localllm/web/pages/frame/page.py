@@ -1,4 +1,4 @@
-"""What a page says of itself: its entry in the navigation bar, its routes, who may use them, its samples.
+"""The description of a page: its entry in the navigation bar, its routes, who may use them, its samples.
 
 Each page has one `Page` in its folder's `page.py`; `web/pages/__init__.py` lists them.
 Does not know: the pages.

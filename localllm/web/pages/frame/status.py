@@ -1,4 +1,4 @@
-"""What every page shows of the model: the status pill in the header, and the progress of a load.
+"""The parts of the model that every page shows: the status pill in the header, and the progress of a load.
 
 Does not know: HTTP, templates, where the statistics came from.
 """

@@ -39,16 +39,16 @@ DOWNLOAD_VERBS = ("pause", "resume", "discard", "forget", "load")
 
 
 @post("/library/models", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
-async def tell_model(request: Request[Any, Any, Any]) -> Response[Any]:
+async def change_model(request: Request[Any, Any, Any]) -> Response[Any]:
     """Apply one of the verbs to `model`."""
     library = library_state(request)
     try:
         model, verb = await _fields(request, "model", "verb")
-        await _tell(library, model, verb)
+        await _change(library, model, verb)
     except LocalLLMError as error:
         return await installed_page(request, error=error)
     if is_scripted(request):
-        return html(LiveUpdate({"installed": render(await library.shelf.look(anew=True))}))
+        return html(LiveUpdate({"installed": render(await library.models.read(anew=True))}))
     return Redirect("/library", status_code=303)
 
 
@@ -62,7 +62,7 @@ async def import_path(request: Request[Any, Any, Any]) -> Response[Any]:
         status = await library.manager.load(str(path), wait=False)
     except LocalLLMError as error:
         return await installed_page(request, error=error, path=typed)
-    return Redirect(f"/library?{library.say(f'{status.name} is being loaded from {path}.')}", status_code=303)
+    return Redirect(f"/library?{library.leave_notice(f'{status.name} is being loaded from {path}.')}", status_code=303)
 
 
 @get("/library/delete")
@@ -81,13 +81,13 @@ async def delete_model(request: Request[Any, Any, Any]) -> Response[Any]:
     try:
         (model,) = await _fields(request, "model")
         target = await asyncio.to_thread(to_remove, model)
-        _require_at_rest(library, target.repo_id, target.name)
+        _require_not_downloading(library, target.repo_id, target.name)
         removed = await remove_found(request, target)
     except LocalLLMError as error:
         return await installed_page(request, error=error)
-    await library.shelf.look(anew=True)
+    await library.models.read(anew=True)
     freed = format_bytes(removed.freed_bytes)
-    return Redirect(f"/library?{library.say(f'{model} was deleted; {freed} freed.')}", status_code=303)
+    return Redirect(f"/library?{library.leave_notice(f'{model} was deleted; {freed} freed.')}", status_code=303)
 
 
 @post("/library/downloads", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
@@ -104,7 +104,7 @@ async def start_download(request: Request[Any, Any, Any]) -> Response[Any]:
 
 
 @post("/library/downloads/{id:str}", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
-async def tell_download(request: Request[Any, Any, Any]) -> Response[Any]:
+async def change_download(request: Request[Any, Any, Any]) -> Response[Any]:
     """Apply one of the verbs to a download."""
     library, id = library_state(request), str(request.path_params["id"])
     downloads, said = library.downloads, ""
@@ -115,7 +115,7 @@ async def tell_download(request: Request[Any, Any, Any]) -> Response[Any]:
                 f"verb is {verb!r}.", f"It must be one of {', '.join(DOWNLOAD_VERBS)}.", param="verb"
             )
         if verb == "load":
-            await _tell(library, downloads.get(id).plan.name, "load")
+            await _change(library, downloads.get(id).plan.name, "load")
             return _to(request, "/library")
         if verb == "discard":
             name, freed = downloads.get(id).plan.name, await asyncio.to_thread(downloads.discard, id)
@@ -128,7 +128,9 @@ async def tell_download(request: Request[Any, Any, Any]) -> Response[Any]:
         return await downloads_page(request, error=error)
     if is_scripted(request):
         return html(LiveUpdate({"downloads": render(await asyncio.to_thread(download_list, downloads))}))
-    return Redirect(f"/library/downloads?{library.say(said)}" if said else "/library/downloads", status_code=303)
+    return Redirect(
+        f"/library/downloads?{library.leave_notice(said)}" if said else "/library/downloads", status_code=303
+    )
 
 
 @post("/library/partial", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
@@ -137,22 +139,22 @@ async def delete_partial(request: Request[Any, Any, Any]) -> Response[Any]:
     library = library_state(request)
     try:
         (model,) = await _fields(request, "model")
-        _require_at_rest(library, model, model)
+        _require_not_downloading(library, model, model)
         freed = await asyncio.to_thread(remove_partial, model)
     except LocalLLMError as error:
         return await downloads_page(request, error=error)
-    said = library.say(f"{format_bytes(freed)} of {model} were deleted.")
+    said = library.leave_notice(f"{format_bytes(freed)} of {model} were deleted.")
     return Redirect(f"/library/downloads?{said}", status_code=303)
 
 
-async def _tell(library: LibraryState, model: str, verb: str) -> None:
+async def _change(library: LibraryState, model: str, verb: str) -> None:
     manager = library.manager
     if verb == "load":
         await manager.load(model, wait=False)
     elif verb in ("pin", "unpin"):
         manager.pin(model, verb == "pin")
     elif verb in VERBS:
-        await library.soon(getattr(manager, verb)(model))
+        await library.wait_briefly(getattr(manager, verb)(model))
     else:
         raise InvalidParameter(f"verb is {verb!r}.", f"It must be one of {', '.join(VERBS)}.", param="verb")
 
@@ -178,14 +180,14 @@ async def _question(request: Request[Any, Any, Any], library: LibraryState, mode
         if not 0 < len(model) <= LONGEST["model"]:
             raise MissingParameter("Missing required parameter: 'model'.", param="model")
         target = await asyncio.to_thread(to_remove, model)
-        _require_at_rest(library, target.repo_id, target.name)
+        _require_not_downloading(library, target.repo_id, target.name)
         refuse_if_loaded(request, target)
     except LocalLLMError as error:
         return DeleteQuestion(model, "", "", notice(error))
     return DeleteQuestion(model, format_bytes(target.size_bytes), str(hub_cache_dir()))
 
 
-def _require_at_rest(library: LibraryState, repo_id: str, name: str) -> None:
+def _require_not_downloading(library: LibraryState, repo_id: str, name: str) -> None:
     """Raise if the model is being downloaded."""
     if any(status.plan.repo_id == repo_id and not status.is_over for status in library.downloads.list()):
         raise ModelInUse(f"{name} is being downloaded.", "", "Pause or cancel the download first.", param="model")
@@ -212,11 +214,11 @@ def _to(request: Request[Any, Any, Any], url: str) -> Response[Any]:
 
 
 HANDLERS = (
-    tell_model,
+    change_model,
     import_path,
     delete_question,
     delete_model,
     start_download,
-    tell_download,
+    change_download,
     delete_partial,
 )

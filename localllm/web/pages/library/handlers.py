@@ -58,7 +58,7 @@ FORMATS = ("safetensors", "gguf")
 @get("/library")
 async def library_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the installed models; if there are none, also three recommended ones."""
-    return await installed_page(request, said=library_state(request).said(request.query_params.get("said")))
+    return await installed_page(request, said=library_state(request).take_notice(request.query_params.get("said")))
 
 
 @get("/library/discover")
@@ -102,7 +102,7 @@ async def fit(request: Request[Any, Any, Any]) -> Response[str]:
 @get("/library/downloads")
 async def downloads_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the downloads, live."""
-    return await shown_downloads(request, said=library_state(request).said(request.query_params.get("said")))
+    return await shown_downloads(request, said=library_state(request).take_notice(request.query_params.get("said")))
 
 
 @get("/library/model/{name:path}")
@@ -110,9 +110,9 @@ async def model_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show one model, on this machine or on the hub."""
     library = library_state(request)
     name = str(request.path_params["name"]).lstrip("/")
-    await library.shelf.look()
+    await library.models.read()
     found = await _fit(library, name, anew=True)
-    row = library.shelf.row(name) or library.shelf.row(found.name)
+    row = library.models.row(name) or library.models.row(found.name)
     if isinstance(found.error, ModelNotFound) and row is None:
         raise found.error
     variants = await _variants(library, found) if row is None and found.download_bytes is not None else ()
@@ -147,7 +147,7 @@ async def _events(state: PagesState, library: LibraryState, on: Tab) -> AsyncIte
     async for tick in state.sampler.follow():
         parts = state.live_parts(tick) | {"library-tabs": render(library.tabs(on))}
         if on == "installed":
-            parts["installed"] = tick.cached("installed", partial(render, await library.shelf.look()))
+            parts["installed"] = tick.cached("installed", partial(render, await library.models.read()))
         elif on == "downloads":
             parts["downloads"] = render(await asyncio.to_thread(download_list, library.downloads))
         if news := changed(parts, sent):
@@ -163,7 +163,7 @@ async def _search(library: LibraryState, query: str, kind: str) -> SearchResults
         raise HubUnreachable(
             f"The hub has not answered within {SEARCH_S:.0f} s.", f"It is {client.endpoint()}."
         ) from None
-    await library.shelf.look()
+    await library.models.read()
     return SearchResults(query, tuple(_result(library, each) for each in found))
 
 
@@ -178,7 +178,7 @@ def _result(library: LibraryState, found: Found) -> SearchResult:
         format=found.format,
         facts=tuple(fact for fact in facts if fact),
         is_gated=found.gated,
-        is_here=library.shelf.has(found.repo_id),
+        is_here=library.models.has(found.repo_id),
     )
 
 
@@ -186,7 +186,7 @@ async def _fit(library: LibraryState, name: str, *, anew: bool = False) -> FitRe
     """Return the fit. Raises for a path that is not loaded: the server's files are not for every client
     to ask about.
     """
-    path = library.shelf.path_of(name)
+    path = library.models.path_of(name)
     if path is None:
         if not 0 < len(name) <= LONGEST_NAME or looks_like_path(name):
             raise ModelNotFound("There is no such model here.", hint="/library shows what there is.", param="model")

@@ -51,25 +51,27 @@ class InstalledModels:
 
     def __init__(self, manager: ModelManager) -> None:
         self._manager = manager
-        self._books: list[InstalledCheckpoint] = []
+        self._checkpoints: list[InstalledCheckpoint] = []
         self._free_bytes = 0
         self._looked_s = float("-inf")
         self._facts: dict[tuple[Path, float], tuple[str, ...]] = {}
         self._turn = asyncio.Lock()
 
-    async def look(self, *, anew: bool = False) -> InstalledList:
+    async def read(self, *, anew: bool = False) -> InstalledList:
         """Return the installed models and their current state."""
         async with self._turn:
             if anew or time.monotonic() - self._looked_s > LOOK_EVERY_S:
-                self._books, self._free_bytes = await asyncio.to_thread(self._read)
+                self._checkpoints, self._free_bytes = await asyncio.to_thread(self._read)
                 self._looked_s = time.monotonic()
         rows = self.rows()
-        return InstalledList(tuple(rows), sum(book.size_bytes for book in self._books), self._free_bytes)
+        return InstalledList(
+            tuple(rows), sum(checkpoint.size_bytes for checkpoint in self._checkpoints), self._free_bytes
+        )
 
     @property
     def is_bare(self) -> bool:
         """True if no model is installed but the demo."""
-        return all(book.model.name == DEMO_NAME for book in self._books) and all(
+        return all(checkpoint.model.name == DEMO_NAME for checkpoint in self._checkpoints) and all(
             entry.name == DEMO_NAME or entry.card is None for entry in self._manager.entries
         )
 
@@ -79,7 +81,9 @@ class InstalledModels:
         entry = sorted(self._manager.entries, key=lambda each: list(statuses).index(each.name))
         shown = {each.path: each for each in entry if each.path is not None}
         rows = [self._entry_row(each, statuses[each.name]) for each in entry if self._is_there(each)]
-        return rows + [self._book_row(book) for book in self._books if book.model.path not in shown]
+        return rows + [
+            self._checkpoint_row(checkpoint) for checkpoint in self._checkpoints if checkpoint.model.path not in shown
+        ]
 
     def row(self, name: str) -> ModelRow | None:
         """Return the row of a model, named as in the catalogue or in the manager."""
@@ -94,15 +98,17 @@ class InstalledModels:
 
     def has(self, repo_id: str) -> bool:
         """Return whether any model of a repository is installed."""
-        return any(book.model.name.partition(":")[0] == repo_id for book in self._books)
+        return any(checkpoint.model.name.partition(":")[0] == repo_id for checkpoint in self._checkpoints)
 
     @staticmethod
     def _is_there(entry: ModelEntry) -> bool:
         return entry.state not in ("unloaded", "failed") or entry.path is None or entry.path.exists()
 
     def _entry_row(self, entry: ModelEntry, status: ModelStatus) -> ModelRow:
-        book = next((book for book in self._books if book.model.path == entry.path), None)
-        facts = book.facts if book is not None else (f"path {entry.path}",) if entry.path is not None else ()
+        checkpoint = next((checkpoint for checkpoint in self._checkpoints if checkpoint.model.path == entry.path), None)
+        facts = (
+            checkpoint.facts if checkpoint is not None else (f"path {entry.path}",) if entry.path is not None else ()
+        )
         if status.size_bytes:
             facts = (*facts, f"uses {format_bytes(status.size_bytes)} on {status.device}")
         rests = entry.state in ("unloaded", "failed")
@@ -110,18 +116,21 @@ class InstalledModels:
             name=entry.name,
             url=page_url(entry.name),
             state=entry.state,
-            facts=(*facts, _used(status) or (f"last read {ago(book.used_s)}" if book is not None else "not used yet")),
+            facts=(
+                *facts,
+                _used(status) or (f"last read {ago(checkpoint.used_s)}" if checkpoint is not None else "not used yet"),
+            ),
             verbs=_verbs(entry),
             pinned=entry.pinned,
-            delete_url=_delete_url(book.model) if book is not None and rests else "",
+            delete_url=_delete_url(checkpoint.model) if checkpoint is not None and rests else "",
             phases=load_phases(entry) if entry.state == "loading" else (),
             error=notice(entry.error) if entry.state == "failed" and entry.error is not None else None,
         )
 
     @staticmethod
-    def _book_row(book: InstalledCheckpoint) -> ModelRow:
-        name, facts = book.model.name, (*book.facts, f"last read {ago(book.used_s)}")
-        return ModelRow(name, page_url(name), "unloaded", facts, (LOAD,), delete_url=_delete_url(book.model))
+    def _checkpoint_row(checkpoint: InstalledCheckpoint) -> ModelRow:
+        name, facts = checkpoint.model.name, (*checkpoint.facts, f"last read {ago(checkpoint.used_s)}")
+        return ModelRow(name, page_url(name), "unloaded", facts, (LOAD,), delete_url=_delete_url(checkpoint.model))
 
     def _read(self) -> tuple[list[InstalledCheckpoint], int]:
         """Walk the disk. Blocking."""
@@ -130,10 +139,12 @@ class InstalledModels:
         for model in models:
             if model.alias_of is not None:
                 second.setdefault(model.path, []).append(model.name)
-        books = [self._book(model, second.get(model.path, [])) for model in models if model.alias_of is None]
-        return [book for book in books if book is not None], free_bytes()
+        checkpoints = [
+            self._checkpoint(model, second.get(model.path, [])) for model in models if model.alias_of is None
+        ]
+        return [checkpoint for checkpoint in checkpoints if checkpoint is not None], free_bytes()
 
-    def _book(self, model: ResolvedModel, second_names: Sequence[str]) -> InstalledCheckpoint | None:
+    def _checkpoint(self, model: ResolvedModel, second_names: Sequence[str]) -> InstalledCheckpoint | None:
         """Return a checkpoint's entry; None if it is being deleted."""
         try:
             stats = [file.stat() for file in model.files]

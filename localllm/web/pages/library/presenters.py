@@ -36,7 +36,7 @@ async def installed_page(
     if error is not None and is_scripted(request):
         raise error
     library = library_state(request)
-    installed = await library.shelf.look(anew=True)
+    installed = await library.models.read(anew=True)
     page = LibraryPage(
         shell(request, "Models", "installed", moves=any(row.state == "loading" for row in installed.rows)),
         library.tabs("installed"),

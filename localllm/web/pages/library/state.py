@@ -39,7 +39,7 @@ class LibraryState:
 
     def __init__(self, manager: ModelManager, settings: Settings, downloads: Downloads) -> None:
         self.manager, self.settings, self.downloads = manager, settings, downloads
-        self.shelf = InstalledModels(manager)
+        self.models = InstalledModels(manager)
         self.fits = FitChecks(manager, settings)
         self._said: dict[str, str] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -51,7 +51,7 @@ class LibraryState:
     def tabs(self, here: Tab) -> LibraryTabs:
         return LibraryTabs(here, num_running(self.downloads))
 
-    def say(self, text: str) -> str:
+    def leave_notice(self, text: str) -> str:
         """Keep a message for the page after a redirect; return the query that names it."""
         key = secrets.token_urlsafe(6)
         self._said[key] = text
@@ -59,11 +59,11 @@ class LibraryState:
             del self._said[next(iter(self._said))]
         return f"said={key}"
 
-    def said(self, key: str | None) -> str:
+    def take_notice(self, key: str | None) -> str:
         """Return the message with this key, and forget it."""
         return self._said.pop(key or "", "")
 
-    async def soon(self, work: Awaitable[object]) -> None:
+    async def wait_briefly(self, work: Awaitable[object]) -> None:
         """Wait for the work, but only for a moment. Raises its error if it fails by then; later errors
         go to the log.
         """
@@ -81,7 +81,7 @@ class LibraryState:
 
     async def picks(self) -> Picks | None:
         """Return the recommended models; None if a model is installed already."""
-        if not self.shelf.is_bare or num_running(self.downloads):
+        if not self.models.is_bare or num_running(self.downloads):
             return None
         hardware = await self.fits.hardware()
         found = await asyncio.to_thread(picks_for, hardware, self.settings.of_model("").engine)

@@ -45,7 +45,7 @@ EVERY_S = 0.1
 """Least time between two updates of a growing answer."""
 
 
-class Streamed(Response[Any]):
+class EventStreamResponse(Response[Any]):
     """A stream as a handler's return value, to which the router can add headers."""
 
     def __init__(self, stream: EventStream) -> None:
@@ -77,12 +77,12 @@ async def run_request(request: Request[Any, Any, Any]) -> Response[Any]:
     known, status = Result(), 200
     try:
         tab, body = page.editor.tab, _body(request, page.editor)
-        known = replace(known, snippets=_elsewhere(request, tab, body))
+        known = replace(known, snippets=_snippets(request, tab, body))
         prompt = await _prompt(request, tab, body)
         if do == "prompt":
             result = replace(known, prompt=prompt)
         elif is_scripted(request) and page.editor.streams:
-            return Streamed(await _stream(request, tab, body, replace(known, prompt=prompt)))
+            return EventStreamResponse(await _stream(request, tab, body, replace(known, prompt=prompt)))
         else:
             whole = await _whole(request, tab, body)
             result = replace(whole, prompt=whole.prompt or prompt, snippets=known.snippets)
@@ -116,7 +116,7 @@ def _body(request: Request[Any, Any, Any], editor: Editor) -> dict[str, Any]:
     return forms.body(editor, card.name if card is not None else "")
 
 
-def _elsewhere(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]) -> tuple[Snippet, ...]:
+def _snippets(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]) -> tuple[Snippet, ...]:
     base_url = f"{request.url.scheme}://{request.headers.get('host', '')}"
     return snippets(tab, body, base_url, locked=request.app.state.key_ring.is_locked)
 
@@ -133,21 +133,23 @@ async def _stream(request: Request[Any, Any, Any], tab: str, body: dict[str, Any
     """
     answer = await ANSWERS[tab](request, msgspec.json.encode(body | AS_STREAM))
     assert isinstance(answer, EventStream), "a body that asks for a stream is answered with one"
-    return EventStream(_growing(tab, answer.events, _warning(answer), known), answer.close)
+    return EventStream(_result_events(tab, answer.events, _warning(answer), known), answer.close)
 
 
-async def _growing(
+async def _result_events(
     tab: str, written: AsyncGenerator[bytes, None], warning: str, known: Result
 ) -> AsyncGenerator[bytes, None]:
-    gathered, drawn_s = StreamedAnswer(tab), time.monotonic() - EVERY_S
+    answer_so_far, drawn_s = StreamedAnswer(tab), time.monotonic() - EVERY_S
     async with aclosing(written) as pieces:
         async for piece in pieces:
-            gathered.add(piece)
+            answer_so_far.add(piece)
             if time.monotonic() - drawn_s >= EVERY_S:
-                yield sse(render(presenters.so_far(gathered)))
+                yield sse(render(presenters.partial_result(answer_so_far)))
                 drawn_s = time.monotonic()
     yield sse(
-        render(replace(presenters.streamed(tab, gathered, warning), prompt=known.prompt, snippets=known.snippets))
+        render(
+            replace(presenters.stream_result(tab, answer_so_far, warning), prompt=known.prompt, snippets=known.snippets)
+        )
     )
 
 

@@ -47,19 +47,19 @@ def result(tab: str, response: dict[str, Any], warning: str) -> Result:
     )
 
 
-def so_far(gathered: StreamedAnswer) -> Result:
+def partial_result(answer_so_far: StreamedAnswer) -> Result:
     """Return the result of an answer that is still being generated."""
-    calls = tuple(PlaygroundCall(each["name"], each["arguments"]) for each in gathered.calls)
-    return Result(text=gathered.text, reasoning=gathered.reasoning, calls=calls, finish_reason="writing")
+    calls = tuple(PlaygroundCall(each["name"], each["arguments"]) for each in answer_so_far.calls)
+    return Result(text=answer_so_far.text, reasoning=answer_so_far.reasoning, calls=calls, finish_reason="writing")
 
 
-def streamed(tab: str, gathered: StreamedAnswer, warning: str) -> Result:
+def stream_result(tab: str, answer_so_far: StreamedAnswer, warning: str) -> Result:
     """Return the result of a stream that has ended, or failed."""
-    raw = _bounded("\n\n".join(gathered.events))
-    if gathered.error:
-        failed = replace(so_far(gathered), error=ErrorNotice(gathered.error), finish_reason="error")
+    raw = _bounded("\n\n".join(answer_so_far.events))
+    if answer_so_far.error:
+        failed = replace(partial_result(answer_so_far), error=ErrorNotice(answer_so_far.error), finish_reason="error")
         return replace(failed, raw=raw, raw_title="Events")
-    return replace(result(tab, gathered.response(), warning), raw=raw, raw_title="Events")
+    return replace(result(tab, answer_so_far.response(), warning), raw=raw, raw_title="Events")
 
 
 def _bounded(text: str) -> str:

@@ -53,7 +53,7 @@ def read_form(form: Mapping[str, str]) -> RunForm:
     return RunForm(form.get("model", ""), goal_of(form.get("goal", "")[:LONGEST_TEXT], limits, people), effort)
 
 
-def typed_in(form: Mapping[str, str]) -> LimitFields:
+def typed_limits(form: Mapping[str, str]) -> LimitFields:
     """Return the typed limits, to be shown again beside an error."""
     return LimitFields(**{each.name: form.get(each.name, "")[:LONGEST_TEXT] for each in fields(LimitFields)})
 

@@ -55,7 +55,7 @@ async def goal_page(request: Request[Any, Any, Any]) -> Response[str]:
             model=model,
             models=tuple(models),
             goals=tuple(presenters.goal_card(goal, model) for goal in GOALS.values()),
-            plans=await asyncio.to_thread(saved_profiles.plans, state.manager),
+            plans=await asyncio.to_thread(saved_profiles.profile_table, state.manager),
             under_way=wizard.running.goal.name if wizard.running is not None else "",
             has_result=_has_ended(wizard),
         )
@@ -125,13 +125,13 @@ def result_page(request: Request[Any, Any, Any]) -> Response[Any]:
 @post("/tune/result/apply", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def apply_result(request: Request[Any, Any, Any]) -> Response[Any]:
     """Reload the model with the recommended settings; every later start uses them, too."""
-    return await _keep(request, apply=True)
+    return await _save(request, apply=True)
 
 
 @post("/tune/result/save", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def save_result(request: Request[Any, Any, Any]) -> Response[Any]:
     """Save the recommended settings as a profile, for starts that name it."""
-    return await _keep(request, apply=False)
+    return await _save(request, apply=False)
 
 
 @get("/tune/result/flags.txt", sync_to_thread=False)
@@ -147,7 +147,7 @@ def toml_file(request: Request[Any, Any, Any]) -> Response[str]:
 @post("/tune/plans/apply", guards=[same_origin], status_code=303, request_max_body_size=SMALL_BODY_BYTES)
 async def apply_plan(request: Request[Any, Any, Any]) -> Redirect:
     """Reload the model with a saved profile; every later start uses it, too."""
-    await saved_profiles.apply_plan(pages_state(request).manager, (await fields_of(request)).get("file", ""))
+    await saved_profiles.apply_saved(pages_state(request).manager, (await fields_of(request)).get("file", ""))
     return Redirect("/tune#plans", status_code=303)
 
 
@@ -185,7 +185,7 @@ def _limits_page(
         steps=presenters.steps("limits", runs=wizard.running is not None, ended=_has_ended(wizard)),
         model=entry.name if entry is not None else "",
         goal=presenters.goal_card(goal, ""),
-        typed=forms.typed_in(form),
+        typed=forms.typed_limits(form),
         efforts=tuple(_effort(name, options, form.get("effort")) for name, options in forms.EFFORTS.items()),
         asks_people=goal.name == "share",
         own_limit=f"if empty, {format_seconds(limit)}" if limit is not None else "",
@@ -217,7 +217,7 @@ def _result_page(request: Request[Any, Any, Any], job: Job, error: ErrorNotice |
         goal=job.goal.name,
         verdict=presenters.verdict(job),
         notes=presenters.notes(job),
-        found=presenters.found(job),
+        found=presenters.recommendation(job),
         scatter=presenters.plot(job),
         trials=presenters.trials(job),
         failure=presenters.failure(job),
@@ -225,11 +225,11 @@ def _result_page(request: Request[Any, Any, Any], job: Job, error: ErrorNotice |
     )
 
 
-async def _keep(request: Request[Any, Any, Any], *, apply: bool) -> Response[Any]:
+async def _save(request: Request[Any, Any, Any], *, apply: bool) -> Response[Any]:
     wizard = wizard_of(request)
     name = (await fields_of(request)).get("name", "").strip()
     try:
-        await wizard.keep(name[: forms.LONGEST_TEXT], apply=apply)
+        await wizard.save(name[: forms.LONGEST_TEXT], apply=apply)
     except LocalLLMError as error:
         if wizard.job is None or not wizard.job.is_over:
             raise
@@ -238,7 +238,7 @@ async def _keep(request: Request[Any, Any, Any], *, apply: bool) -> Response[Any
 
 
 def _file(wizard: Wizard, kind: str) -> Response[str]:
-    found = presenters.found(wizard.job) if wizard.job is not None else None
+    found = presenters.recommendation(wizard.job) if wizard.job is not None else None
     if found is None:
         raise NothingTuned("There are no settings to export.", "The last run found no settings.", "Tune again.")
     text = found.flags if kind == "flags" else found.toml

@@ -235,7 +235,7 @@ def failure(job: Job) -> ErrorNotice | None:
     return None
 
 
-def found(job: Job) -> RecommendedSettings | None:
+def recommendation(job: Job) -> RecommendedSettings | None:
     result, profile = job.result, job.profile
     if result is None or result.pick is None or profile is None:
         return None

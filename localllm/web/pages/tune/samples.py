@@ -66,7 +66,7 @@ def samples(shell: views.Shell) -> list[views.View]:
 def _result(shell: views.Shell, job: Job) -> v.ResultPage:
     return v.ResultPage(
         shell, presenters.steps("result", goal="chat"), job.model, job.goal.name, presenters.verdict(job),
-        presenters.notes(job), presenters.found(job), presenters.plot(job), presenters.trials(job),
+        presenters.notes(job), presenters.recommendation(job), presenters.plot(job), presenters.trials(job),
         presenters.failure(job),
     )  # fmt: skip
 

@@ -34,7 +34,7 @@ from localllm.web.pages.tune.views import ProfileRow, ProfileState, ProfileTable
 KEY_WORDS = {"device": "Device", "driver": "Driver", "torch": "torch", "triton": "Triton", "localllm": "localllm"}
 
 
-def plans(manager: ModelManager) -> ProfileTable:
+def profile_table(manager: ModelManager) -> ProfileTable:
     """Return the view of all profiles. Blocking: it reads files and looks at the GPUs."""
     stored = stored_profiles()
     keys = [key for _, key in keys_here(manager)] if stored else []
@@ -51,7 +51,7 @@ def keys_here(manager: ModelManager) -> list[tuple[ModelEntry, ProfileKey]]:
     return found
 
 
-async def apply_plan(manager: ModelManager, file: str) -> None:
+async def apply_saved(manager: ModelManager, file: str) -> None:
     """Apply the profile in a file. Raises `ConfigError` if there is none, or if no model here matches it, and the
     errors of reloading a model.
     """

@@ -148,7 +148,7 @@ class Wizard:
             except TimeoutError:
                 pass
 
-    async def keep(self, name: str, *, apply: bool) -> Profile:
+    async def save(self, name: str, *, apply: bool) -> Profile:
         """Save the recommended settings as a profile. `apply`: also reload the model with it now and at every later
         start.
 
