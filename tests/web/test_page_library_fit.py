@@ -58,7 +58,7 @@ def test_each_model_is_looked_at_with_settings_of_its_own(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(fit_checks, "look", note)
     tables = {"exact-one": ModelTable("exact-one", {"cpu_weights": "exact"})}
-    known = FitChecks(SimpleNamespace(kept=[]), Settings(EngineConfig(cpu_weights="small"), models=tables))  # type: ignore[arg-type]
+    known = FitChecks(SimpleNamespace(entries=[]), Settings(EngineConfig(cpu_weights="small"), models=tables))  # type: ignore[arg-type]
 
     async def look_at_both() -> None:
         await asyncio.gather(known.of("exact-one"), known.of("another"))

@@ -9,7 +9,7 @@ from localllm.web.pages.frame.views import ErrorNotice, View
 
 
 @dataclass(frozen=True, slots=True)
-class ThinkingBlock(View):
+class ReasoningView(View):
     """The reasoning of a model. `html` is safe markup."""
 
     template: ClassVar[str] = "chat/_thinking.html"

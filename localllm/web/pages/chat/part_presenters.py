@@ -14,7 +14,7 @@ from localllm.units import format_count
 from localllm.web.pages.chat.live_reply import Reply, ReplyUpdate
 from localllm.web.pages.chat.markdown import code_block
 from localllm.web.pages.chat.markdown_stream import cached_html
-from localllm.web.pages.chat.message_views import AttachmentChip, ResultForm, ThinkingBlock, ToolCallCard, ToolResult
+from localllm.web.pages.chat.message_views import AttachmentChip, ReasoningView, ResultForm, ToolCallCard, ToolResult
 from localllm.web.pages.chat.template_messages import calls_of, files_of
 from localllm.web.pages.chat.views import OpenBlock, ReplyProgress
 
@@ -22,21 +22,21 @@ PREVIEW_CHARS = 20_000
 """Characters of a file that are shown in its message."""
 
 
-def live_thinking(message_id: str, reply: Reply) -> ThinkingBlock | None:
+def live_thinking(message_id: str, reply: Reply) -> ReasoningView | None:
     """Return the reasoning of a reply that is being written."""
     if not reply.thinking.text:
         return None
     num_blocks, kind, text = reply.thinking.settled
     rest = OpenBlock(f"{message_id}-thinking", kind, text) if reply.thinks else None
     html = "".join(reply.thinking.blocks[:num_blocks])
-    return ThinkingBlock(message_id, html, reply.thought_s, reply.reasoning_tokens, rest)
+    return ReasoningView(message_id, html, reply.thought_s, reply.reasoning_tokens, rest)
 
 
-def stored_thinking(message_id: str, details: Mapping[str, Any]) -> ThinkingBlock | None:
+def stored_thinking(message_id: str, details: Mapping[str, Any]) -> ReasoningView | None:
     reasoning = details.get("reasoning")
     if not reasoning:
         return None
-    return ThinkingBlock(
+    return ReasoningView(
         message_id, cached_html(reasoning), details.get("reasoning_s", 0.0), details.get("reasoning_tokens", 0)
     )
 

@@ -92,9 +92,9 @@ def samples(shell: views.Shell) -> list[views.View]:
     ]
 
 
-def thought(message_id: str = "sample-9", *, thinks: bool = False) -> m.ThinkingBlock:
+def thought(message_id: str = "sample-9", *, thinks: bool = False) -> m.ReasoningView:
     rest = v.OpenBlock(f"{message_id}-thinking", "text", "So $21$") if thinks else None
-    return m.ThinkingBlock(message_id, render_markdown("The user wants the *weather*. $E = mc^2$"), 4.2, 312, rest)
+    return m.ReasoningView(message_id, render_markdown("The user wants the *weather*. $E = mc^2$"), 4.2, 312, rest)
 
 
 def call() -> m.ToolCallCard:

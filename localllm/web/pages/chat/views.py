@@ -9,8 +9,8 @@ from localllm.engine.params import Kind
 from localllm.web.pages.chat.message_views import (
     AttachmentChip,
     Attachments,
+    ReasoningView,
     ResultForm,
-    ThinkingBlock,
     ToolCallCard,
     ToolResult,
 )
@@ -83,7 +83,7 @@ class ChatMessage(View):
     error: ErrorNotice | None = None
     actions: MessageActions | None = None  # None while the reply is being written
     edit: EditForm | None = None  # shown instead of the text
-    thinking: ThinkingBlock | None = None
+    thinking: ReasoningView | None = None
     calls: tuple[ToolCallCard, ...] = ()
     result_form: ResultForm | None = None
     results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
@@ -223,7 +223,7 @@ class ReplyProgress(View):
     replaces: bool = False  # `html` is the whole reply so far; true for the first update of a connection
     open: OpenBlock | None = None
     appended: str = ""
-    thinking: ThinkingBlock | None = None  # the whole reasoning block, sent when reasoning begins or ends
+    thinking: ReasoningView | None = None  # the whole reasoning block, sent when reasoning begins or ends
     thinking_html: str = ""
     thinking_open: OpenBlock | None = None
     thinking_appended: str = ""
