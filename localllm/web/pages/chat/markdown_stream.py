@@ -36,7 +36,7 @@ class TextUpdate:
 
 @dataclass(slots=True)
 class ReadPosition:
-    """How much of a text one follower has seen."""
+    """The part of a text that one follower has seen."""
 
     blocks: int = 0
     kind: str = ""

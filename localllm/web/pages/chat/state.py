@@ -37,12 +37,12 @@ def _state_of(app: Litestar) -> ChatState:
 
 
 async def open_chats(app: Litestar) -> None:
-    """At server start: purge old deletions once they can no longer be undone."""
+    """Purge old deletions at server start, once they can no longer be undone."""
     state = _state_of(app)
     if state.store.path is not None and state.store.path.exists():
         state.replies.purge_later()
 
 
 async def close_chats(app: Litestar) -> None:
-    """At shutdown: save the replies that are still being written."""
+    """Save the replies that are still being written, at shutdown."""
     await _state_of(app).replies.close()

@@ -119,7 +119,7 @@ def pages_state_of(app: Litestar) -> PagesState:
 
 
 async def open_pages(app: Litestar) -> None:
-    """At server start: record the last hour from now on."""
+    """Record the last hour from now on, at server start."""
     pages_state_of(app).sampler.start()
 
 
