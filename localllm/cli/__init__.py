@@ -120,10 +120,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     _model_argument(fit, required=True)
     add_engine_flags(fit)
     fit.add_argument("--json", action="store_true", help="print JSON")
-    copied = verb("cp", "give a model a second name", "models:copy_model")
-    copied.add_argument("model", metavar="MODEL", help="a name that `localllm list` shows")
-    copied.add_argument("name", metavar="NAME", help="the second name")
-    add_json(copied)
+    _add_copy(verb("cp", "give a model a second name", "models:copy_model"))
     _add_remove(verb("rm", "delete a model from the Hugging Face cache, or a second name", "models:remove_model"))
     login = verb("login", "store a token for gated and private models", "hub:login")
     login.add_argument("--token", metavar="TOKEN", help="default: prompt for it, or read standard input")
@@ -133,13 +130,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     add_top(verb("top", "show a running server's activity, live", "top:top"))
     add_service(verb("service", "run the server as a systemd user service", "service:service"))
     add_logs(verb("logs", "show the log of a server on this machine", "logs:logs"))
-    load = verb("load", "load a model on a running server, or wake it", "running:load")
-    add_server(load, model="a name that `localllm list` shows, or a folder")
-    load.add_argument("--pin", action="store_true", help="pin the model, so that it is never unloaded for another")
-    load.add_argument(
-        "--keep-alive", metavar="TIME", help="how long it stays loaded without a request: 5m, 90s; -1: for ever"
-    )
-    load.add_argument("--no-wait", action="store_true", help="return at once; `localllm ps` shows the progress")
+    _add_load(verb("load", "load a model on a running server, or wake it", "running:load"))
     for name in ("unload", "stop"):
         unload = verb(name, "unload a model of a running server and free its memory", "running:unload")
         add_server(unload, model="the model's name")
@@ -202,6 +193,21 @@ def _add_show(parser: Parser) -> None:
     _model_argument(parser, required=True)
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a repository")
     add_json(parser)
+
+
+def _add_copy(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a name that `localllm list` shows")
+    parser.add_argument("name", metavar="NAME", help="the second name")
+    add_json(parser)
+
+
+def _add_load(parser: Parser) -> None:
+    add_server(parser, model="a name that `localllm list` shows, or a folder")
+    parser.add_argument("--pin", action="store_true", help="pin the model, so that it is never unloaded for another")
+    parser.add_argument(
+        "--keep-alive", metavar="TIME", help="how long it stays loaded without a request: 5m, 90s; -1: for ever"
+    )
+    parser.add_argument("--no-wait", action="store_true", help="return at once; `localllm ps` shows the progress")
 
 
 def _add_remove(parser: Parser) -> None:
