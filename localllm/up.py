@@ -31,10 +31,11 @@ from localllm.logs.fault_log import FaultLog, fault_path
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.machine.memory import limit_arenas
 from localllm.machine.running_servers import announced
+from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
 from localllm.serving.phases import Phase
 from localllm.serving.served import ServedModel
-from localllm.web.app import DRAIN_S, Server, bind, create_app
+from localllm.web.app import Server, bind, create_app
 
 MOST_FILES = 65_536
 """Limit of open files, the same as in the unit of `localllm service`."""

@@ -286,7 +286,7 @@ def test_a_load_can_be_cancelled(tiny_model_path: Callable[[str], Path], monkeyp
             go_on.wait(10)
             return build_engine(settings, on_phase, limits)
 
-        manager._loader = replace(manager._loader, build=slow)
+        manager.transitions.loader = replace(manager.transitions.loader, build=slow)
         waiting = asyncio.create_task(tokens(manager, "model-1"))
         while not begun.is_set():
             await asyncio.sleep(0.01)
@@ -342,10 +342,10 @@ def test_what_is_promised_to_one_model_is_not_free_for_the_next(tiny_llama_path:
     async def scenario() -> None:
         manager = ModelManager()
         model = await manager.start(settings_for(tiny_llama_path, kv_cache_memory_bytes=1 << 30, max_model_len=None))
-        reserved = reserved_bytes(manager.entries, manager._baseline_bytes)
+        reserved = reserved_bytes(manager.entries, manager.transitions.baseline_bytes)
         assert 0.8 * model.plan.kv_bytes < reserved <= model.plan.kv_bytes + model.plan.activation_bytes
         await manager.sleep(model.name)
-        assert reserved_bytes(manager.entries, manager._baseline_bytes) == 0
+        assert reserved_bytes(manager.entries, manager.transitions.baseline_bytes) == 0
         await manager.close()
 
     asyncio.run(scenario())

@@ -15,7 +15,8 @@ from localllm.config.settings import EngineConfig, Settings
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import DeviceLost, LocalLLMError, StepFailed
-from localllm.serving import manager as module
+from localllm.serving import lending
+from localllm.serving import manager as manager_module
 from localllm.serving.entry import ModelsBusy, ModelTuning
 from localllm.serving.manager import ModelManager
 from localllm.serving.phases import OnPhase
@@ -50,7 +51,7 @@ class Borrower:
 
     async def lent(self, manager: ModelManager) -> asyncio.Task[str]:
         name = manager.entries[0].name
-        loan = asyncio.create_task(manager.lend(name, self.work, self.stop.set))
+        loan = asyncio.create_task(manager.lending.lend(name, self.work, self.stop.set))
         while not self.has_them.is_set():
             assert not loan.done(), loan.result()
             await asyncio.sleep(0.005)
@@ -80,7 +81,7 @@ def test_a_lent_model_refuses_and_answers_afterwards_as_before(
         assert [status.state for status in manager.statuses()] == ["tuning"]
         for refused in (
             manager.acquire(None), manager.unload(name), manager.sleep(name), manager.load(name),
-            manager.reopen(name, {}), manager.lend(name, borrower.work, borrower.stop.set),
+            manager.lending.reopen(name, {}), manager.lending.lend(name, borrower.work, borrower.stop.set),
         ):  # fmt: skip
             with pytest.raises(ModelTuning) as told:
                 await refused
@@ -154,11 +155,11 @@ def test_running_requests_end_first_or_nothing_is_lent(tiny_llama_path: Path, mo
     async def play(manager: ModelManager) -> None:
         borrower, lease = Borrower(), await manager.acquire(None)
         name = manager.entries[0].name
-        monkeypatch.setattr(module, "DRAIN_S", 0.05)
+        monkeypatch.setattr(lending, "DRAIN_S", 0.05)
         with pytest.raises(ModelsBusy, match="1 requests of"):
-            await manager.lend(name, borrower.work, borrower.stop.set)
+            await manager.lending.lend(name, borrower.work, borrower.stop.set)
         assert len(await tokens(manager)) == 8
-        monkeypatch.setattr(module, "DRAIN_S", 10)
+        monkeypatch.setattr(lending, "DRAIN_S", 10)
         waiting = asyncio.create_task(borrower.lent(manager))
         await asyncio.sleep(0.05)
         assert not borrower.has_them.is_set()
@@ -173,7 +174,7 @@ def test_running_requests_end_first_or_nothing_is_lent(tiny_llama_path: Path, mo
 def test_a_model_is_opened_anew_while_its_requests_wait(tiny_llama_path: Path) -> None:
     async def play(manager: ModelManager) -> None:
         said, name = await tokens(manager), manager.entries[0].name
-        changing = asyncio.create_task(manager.reopen(name, {"max_num_seqs": 3}))
+        changing = asyncio.create_task(manager.lending.reopen(name, {"max_num_seqs": 3}))
         await asyncio.sleep(0)
         assert await tokens(manager) == said
         assert (await changing).state == "ready"
@@ -190,7 +191,7 @@ def test_settings_that_do_not_fit_leave_the_model_as_it_was(tiny_llama_path: Pat
     async def play(manager: ModelManager) -> None:
         before = manager.current.plan if manager.current else None
         with pytest.raises(LocalLLMError):
-            await manager.reopen(manager.entries[0].name, {"kv_cache_memory_bytes": 1 << 50})
+            await manager.lending.reopen(manager.entries[0].name, {"kv_cache_memory_bytes": 1 << 50})
         assert manager.current is not None
         assert before is not None
         assert manager.current.plan.max_num_seqs == before.max_num_seqs
@@ -206,8 +207,8 @@ def test_a_model_that_cannot_be_opened_again_is_loaded_from_its_files(
         raise MemoryError("somebody else has it")
 
     async def play(manager: ModelManager) -> None:
-        manager._loader = replace(manager._loader, open_engine=refuse)
-        monkeypatch.setattr(module, "RETRY_S", 0.0)
+        manager.transitions.loader = replace(manager.transitions.loader, open_engine=refuse)
+        monkeypatch.setattr(manager_module, "RETRY_S", 0.0)
         borrower = Borrower()
         loan = await borrower.lent(manager)
         borrower.stop.set()

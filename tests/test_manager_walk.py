@@ -23,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.errors import CorruptModel, DoesNotFit, EngineCrashed, LocalLLMError, ModelNotFound
 from localllm.models.library.catalog import ResolvedModel
+from localllm.serving import lending, transitions
 from localllm.serving import manager as manager_module
 from localllm.serving.entry import Lease, ModelLoading, ModelsBusy
 from localllm.serving.loading import Loader
@@ -165,7 +166,8 @@ def settings_of(models: str = "one", **server: Any) -> Settings:
 def without_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full collection takes a tenth of a second; nothing here has cycles worth finding."""
     quiet = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
-    monkeypatch.setattr(manager_module, "gc", quiet)
+    monkeypatch.setattr(transitions, "gc", quiet)
+    monkeypatch.setattr(lending, "gc", quiet)
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):
@@ -227,7 +229,7 @@ class ManagerWalk(RuleBasedStateMachine):
                 await asyncio.sleep(0)
                 if turn < 10:
                     continue  # what was just asked has hardly begun
-                busy = self.manager._turn.locked() or any(entry.is_loading for entry in self.manager.entries)
+                busy = self.manager.transitions.turn.locked() or any(entry.is_loading for entry in self.manager.entries)
                 held = [lease.model for lease in self.leases]
                 draining = any(entry.state == "unloading" and entry.served in held for entry in self.manager.entries)
                 if not busy or draining:
@@ -318,7 +320,7 @@ class ManagerWalk(RuleBasedStateMachine):
             assert (entry.state in ("ready", "unloading")) >= (entry.served is not None), entry.state
             assert entry.state != "ready" or entry.served is not None
             assert entry.state != "sleeping" or entry.asleep is not None
-        if self.manager._turn.locked():
+        if self.manager.transitions.turn.locked():
             return
         held = sum(1 for entry in self.manager.entries if entry.served is not None or entry.asleep is not None)
         assert len(self.memory.held) == held

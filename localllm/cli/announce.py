@@ -18,12 +18,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from localllm.cli.tell import package_versions
 from localllm.config.settings import Settings
 from localllm.machine.hardware import Hardware
+from localllm.serving.drain import DRAIN_S
 from localllm.serving.phases import Phase
 from localllm.serving.served import ServedModel
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.up import Ready
 from localllm.version import __version__
-from localllm.web.app import DRAIN_S
 
 if TYPE_CHECKING:
     from localllm.models.fit import MemoryPart

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING
 from localllm.config.lora_modules import LoraModule
 from localllm.engine.adapter import Adapter
 from localllm.errors import EngineError, ModelNotFound, RequestError
+from localllm.serving.drain import DRAIN_S
 
 if TYPE_CHECKING:
     from localllm.models.layers.lora import LoraBank
 
 log = logging.getLogger(__name__)
-
-DRAIN_S = 30.0  # how long an unload waits for the adapter's running requests
 
 
 class AdapterRefused(RequestError):

@@ -23,6 +23,7 @@ from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.logs.fault_log import FaultLog
 from localllm.models.library.hub.downloads import Downloads
+from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
 from localllm.web.access.auth import FrontDoor
 from localllm.web.access.connection import Connection
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
     from localllm.web.tracing import Traces
 
 log = logging.getLogger(__name__)
-
-DRAIN_S = 30.0
-"""How long running requests may take to finish after the first Ctrl-C; a second one ends them at once."""
 
 
 def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | None = None) -> Litestar:

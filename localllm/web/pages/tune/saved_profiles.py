@@ -69,7 +69,7 @@ async def apply_profile(manager: ModelManager, entry: ModelEntry, profile: Profi
     `model`: the name to save it under.
     """
     assert entry.settings is not None, "a model that was tuned can be opened again"
-    await manager.reopen(entry.name, from_profile(with_profile(entry.settings, profile)))
+    await manager.lending.reopen(entry.name, from_profile(with_profile(entry.settings, profile)))
     await asyncio.to_thread(save_profile, profile, model)
 
 

@@ -191,7 +191,7 @@ class Wizard:
                 job.run.cancel()
 
         try:
-            await self.manager.lend(job.model, work, stop)
+            await self.manager.lending.lend(job.model, work, stop)
         except asyncio.CancelledError:
             job.cancelled = True
             raise

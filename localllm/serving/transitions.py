@@ -1,0 +1,159 @@
+"""The changes of state that every model of a server goes through, one at a time.
+
+    ready -> unloading (`drain`, until its requests have ended) -> sleeping (`put_to_sleep`) or unloaded (`unload`)
+
+`turn` is held during a change: a load, a sleep, an unload or a loan waits for it.
+Does not know: which model is loaded or unloaded, and why (manager.py, lending.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import psutil
+
+from localllm.errors import DeviceLost, LocalLLMError
+from localllm.serving.entry import ModelEntry, ModelsBusy
+from localllm.serving.eviction import ready
+from localllm.serving.loading import Loader
+from localllm.serving.served import ServedModel
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+OnCrash = Callable[[ModelEntry, ServedModel, LocalLLMError], None]
+
+
+class ModelTransitions:
+    """The changes of state of the models in `entries`, and the facts that all of them share."""
+
+    def __init__(
+        self, loader: Loader, entries: list[ModelEntry], clock: Callable[[], float], on_crash: OnCrash
+    ) -> None:
+        """on_crash: called when an engine has ended by itself, with its error."""
+        self.loader, self.entries, self.clock, self._on_crash = loader, entries, clock, on_crash
+        self.turn = asyncio.Lock()
+        self.closing = False
+        self.baseline_bytes: int | None = None  # RSS of this process without any model
+        self._lost: asyncio.Future[DeviceLost] | None = None
+
+    def mark_ready(self, entry: ModelEntry, model: ServedModel) -> None:
+        woken = entry.asleep is not None
+        entry.served, entry.asleep, entry.card, entry.path = model, None, model.card, model.path
+        entry.name, entry.names = model.name, entry.names | {model.name, *model.aliases}
+        entry.state, entry.last_used_s = "ready", self.clock()
+        entry.idle.set()
+        entry.ready_s = entry.last_used_s
+        entry.watch = asyncio.create_task(self._watch(entry, model))
+        if not woken:  # takes 0.1 s or more, and a request waits for a waking model
+            gc.collect()
+        gc.freeze()  # full collections would walk over these long-lived objects again and again, mid-step
+        if len(ready(self.entries)) == 1:
+            self.baseline_bytes = psutil.Process().memory_info().rss - model.plan.weights_bytes
+        log.info("model ready name=%s device=%s", entry.name, model.plan.device)
+
+    async def drain(self, entry: ModelEntry, limit_s: float, *, give_up: str = "") -> None:
+        """Wait until the running requests end; new ones wait. give_up: text of a `ModelsBusy` after the time limit."""
+        if entry.state != "ready":
+            return
+        entry.state = "unloading"
+        try:
+            async with asyncio.timeout(limit_s):
+                while entry.num_leases:
+                    await entry.idle.wait()
+        except TimeoutError:
+            if give_up:
+                entry.state = "ready"
+                why = f"{entry.num_leases} requests of {entry.name} were still running after {limit_s:.0f} s."
+                raise ModelsBusy(give_up, why, "Try again later.") from None
+        except BaseException:
+            entry.state = "ready"
+            raise
+
+    async def put_to_sleep(self, entry: ModelEntry) -> None:
+        """Put the model to sleep: move its weights to the host and free everything else."""
+        entry.state = "unloading"  # set it here: a request that arrives before the task below starts must wait
+        await uncancelled(self._put_to_sleep_now(entry))
+
+    async def _put_to_sleep_now(self, entry: ModelEntry) -> None:
+        served, entry.served, entry.state = entry.served, None, "unloading"
+        assert served is not None
+        await self.stop_engine(entry, served)
+        gc.unfreeze()
+        try:
+            entry.asleep = await asyncio.to_thread(self.loader.sleep, served)
+            entry.state = "sleeping"
+        except Exception as error:
+            log.exception("sleep failed name=%s", entry.name)
+            await asyncio.to_thread(served.close)
+            entry.state = "unloaded"
+            raise LocalLLMError(f"{entry.name} could not be put to sleep.", str(error)) from error
+        finally:
+            del served
+            await self.collect_garbage()
+
+    async def unload(self, entry: ModelEntry) -> None:
+        """Unload the model. Requests that still run end with an error."""
+        entry.state = "unloading"  # set it here: a request that arrives before the task below starts must wait
+        await uncancelled(self._unload_now(entry))
+
+    async def _unload_now(self, entry: ModelEntry) -> None:
+        served, entry.served, entry.asleep, entry.state = entry.served, None, None, "unloading"
+        gc.unfreeze()
+        if served is not None:
+            await self.stop_engine(entry, served)
+            await asyncio.to_thread(served.close)
+            del served
+        entry.state = "unloaded"
+        if entry.settings is None and entry in self.entries:
+            self.entries.remove(entry)
+        await self.collect_garbage()
+
+    async def collect_garbage(self) -> None:
+        gc.collect()  # an engine and its callbacks refer to each other
+        await asyncio.to_thread(self.loader.release_cached_memory)
+        if ready(self.entries):
+            gc.freeze()
+
+    async def stop_engine(self, entry: ModelEntry, served: ServedModel) -> None:
+        """Stop the model's client: its requests end with an error, and the end of its engine is not reported."""
+        if entry.watch is not None:
+            entry.watch.cancel()
+            entry.watch = None
+        await served.client.stop()
+
+    async def _watch(self, entry: ModelEntry, model: ServedModel) -> None:
+        error = await model.client.ended()
+        if isinstance(error, DeviceLost):
+            self.set_device_lost(error)
+        else:
+            self._on_crash(entry, model, error)
+
+    async def device_lost(self) -> DeviceLost:
+        """Wait until a model's device is lost, which ends the process."""
+        if self._lost is None:
+            self._lost = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._lost)
+
+    def set_device_lost(self, error: DeviceLost) -> None:
+        if self._lost is None:
+            self._lost = asyncio.get_running_loop().create_future()
+        if not self._lost.done():
+            self._lost.set_result(error)
+
+
+async def uncancelled(work: Coroutine[Any, Any, Result], on_cancel: Callable[[], None] = lambda: None) -> Result:
+    """Finish `work` even if the caller is cancelled: a half-done unload would leave memory that no model owns."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        on_cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # mark its exception as retrieved: the cancelled caller does not need it
+        raise
