@@ -8,6 +8,6 @@ sleep.py      weights to host memory and back               lending.py      weig
 adapters.py   LoRA adapters of a model that runs            loading.py      the blocking calls, and the loading thread
 profiles.py   tuned settings, kept for the next start       eviction.py     which model makes room for another
 phases.py     progress reports of a load                    names.py        the names of a served model
-compute.py    torch, its threads, the free memory           fingerprints.py  hashes of a checkpoint
-drain.py      how long running requests may take to end
+compute.py    torch, its threads, the memory that is free     fingerprints.py  hashes of a checkpoint
+drain.py      how long running requests may take          free_memory.py  the memory of an engine that has ended
 """

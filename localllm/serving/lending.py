@@ -19,7 +19,8 @@ from localllm.errors import DeviceLost, LocalLLMError, UnsupportedOption
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.entry import Lease, ModelEntry, ModelNotLoaded, ModelStatus, ModelTuning
 from localllm.serving.eviction import reserved_bytes
-from localllm.serving.loading import clear_tracebacks, in_compute_thread
+from localllm.serving.free_memory import clear_tracebacks
+from localllm.serving.loading import in_compute_thread
 from localllm.serving.register import Register
 from localllm.serving.reopen import BareModel
 from localllm.serving.served import LoadLimits

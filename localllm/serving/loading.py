@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,10 +16,11 @@ from typing import TYPE_CHECKING, TypeVar
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import EngineStopped
 from localllm.serving.entry import ModelEntry
+from localllm.serving.free_memory import clear_tracebacks, release_cached_memory
 from localllm.serving.phases import OnPhase, Phase
 from localllm.serving.reopen import BareModel, close_engine, open_engine
 from localllm.serving.served import LoadLimits, ServedModel
-from localllm.serving.sleep import SleepingModel, release_cached_memory
+from localllm.serving.sleep import SleepingModel
 
 if TYPE_CHECKING:
     from localllm.models.library.catalog import ResolvedModel
@@ -106,10 +106,3 @@ async def in_compute_thread(work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
     finally:
         thread.shutdown(wait=False)
-
-
-def clear_tracebacks(error: BaseException | None) -> None:
-    """Clear the frames of a stored error's traceback, as they would hold the weights."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

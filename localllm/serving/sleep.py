@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from localllm.config.settings import Settings
+from localllm.serving.free_memory import release_cached_memory
 from localllm.serving.phases import OnPhase
 from localllm.serving.reopen import BareModel, close_engine, open_engine
 from localllm.serving.served import NO_LIMITS, LoadLimits, ServedModel
@@ -80,12 +81,3 @@ def _to_host(tensor: Tensor) -> Tensor:
         log.warning("weights sleep in pageable memory reason=%r", str(error).splitlines()[0])
         host = torch.empty_like(tensor, device="cpu")
     return host.copy_(tensor)
-
-
-def release_cached_memory() -> None:
-    """Return freed memory to the device and the system; otherwise both allocators would keep it."""
-    from localllm.models.loader import trim_heap
-    from localllm.runner.device_memory import empty_cache
-
-    empty_cache()
-    trim_heap()

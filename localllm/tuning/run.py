@@ -29,8 +29,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from localllm.errors import DeviceLost, LocalLLMError
-from localllm.serving.loading import clear_tracebacks
-from localllm.serving.sleep import release_cached_memory
+from localllm.serving.free_memory import clear_tracebacks, release_cached_memory
 from localllm.tuning.agreement import Agreement, agreement
 from localllm.tuning.drive import Cancelled
 from localllm.tuning.figures import Predicted, Trial, pareto

@@ -19,9 +19,8 @@ from typing import Any
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import DeviceLost, LocalLLMError
-from localllm.serving.loading import clear_tracebacks
+from localllm.serving.free_memory import clear_tracebacks, release_cached_memory
 from localllm.serving.served import ServedModel
-from localllm.serving.sleep import release_cached_memory
 from localllm.tuning.drive import Cancelled, LoadMonitor, monitored, running
 from localllm.tuning.trial import TrialRunner
 from localllm.tuning.workload import PromptSource

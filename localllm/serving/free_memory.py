@@ -1,0 +1,24 @@
+"""Free the memory of an engine that has ended: its caches, and the references that a stored error holds.
+
+Does not know: models, engines.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+
+def release_cached_memory() -> None:
+    """Return freed memory to the device and the system; otherwise both allocators would keep it."""
+    from localllm.models.loader import trim_heap
+    from localllm.runner.device_memory import empty_cache
+
+    empty_cache()
+    trim_heap()
+
+
+def clear_tracebacks(error: BaseException | None) -> None:
+    """Clear the frames of a stored error's traceback, as they would hold the weights."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
