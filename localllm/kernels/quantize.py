@@ -2,9 +2,9 @@
 
     values, scale = quantize(x, torch.float8_e4m3fn)      x is about values * scale
 
-The result is the input of an 8-bit GEMM. Norms and gated activations quantise their result in the same way before it is
-written to memory; their kernels share `encode` and `store_row` below. A row with NaN or infinity dequantises to
-non-finite values, a row of zeros to zeros. Limited by memory bandwidth: each element is read once and written once.
+The result is the input of an 8-bit GEMM. rotary_store_kv.py quantises rows of the KV cache in the same way, with
+`encode` and the functions for scales below. A row with NaN or infinity dequantises to non-finite values, a row of zeros
+to zeros. Limited by memory bandwidth: each element is read once and written once.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ def quantize(x: Tensor, dtype: torch.dtype) -> Quantized:
     if not runs_triton(x):
         return quantize_reference(x, dtype)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    out = empty_quantized(x.shape, dtype, x.device)
+    assert encoding(dtype), dtype
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     block = next_power_of_2(x.shape[-1])
     _quantize_kernel[(rows.shape[0],)](
-        rows, as_bytes(out.values), out.scale, WIDTH=x.shape[-1], TO=encoding(dtype),
+        rows, as_bytes(values), scale, WIDTH=x.shape[-1], TO=encoding(dtype),
         NATIVE_FP8=native_fp8(x.device), BLOCK=block, num_warps=min(16, max(1, block // 512)),
         **early_launch(x.device),
     )  # fmt: skip
-    return out
+    return Quantized(values, scale)
 
 
 def quantize_reference(x: Tensor, dtype: torch.dtype) -> Quantized:
@@ -71,12 +73,6 @@ def largest(dtype: torch.dtype) -> float:
 
 
 # Helpers for the launches of other kernel files.
-
-
-def empty_quantized(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Quantized:
-    assert encoding(dtype), dtype
-    values = torch.empty(shape, dtype=dtype, device=device)
-    return Quantized(values, torch.empty((*shape[:-1], 1), dtype=torch.float32, device=device))
 
 
 def as_bytes(values: Tensor) -> Tensor:
@@ -105,21 +101,10 @@ def _quantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    store_row(x, out_ptr, scale_ptr, row, column, WIDTH, TO, NATIVE_FP8)
-
-
-@triton.jit
-def store_row(
-    x, out_ptr, scale_ptr, row, column, WIDTH: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr
-):  # fmt: skip
-    """Store x [BLOCK] fp32, 0 from WIDTH on, as row `row` of a contiguous output: cast if TO is "", else quantised."""
-    if TO == "":
-        tl.store(out_ptr + row * WIDTH + column, x.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
-    else:
-        scale = scale_for(tl.max(magnitude(x), axis=0), TO)
-        values = encode(x, inverse_of(scale), TO, NATIVE_FP8)
-        tl.store(out_ptr + row * WIDTH + column, values, mask=column < WIDTH)
-        tl.store(scale_ptr + row, scale)
+    scale = scale_for(tl.max(magnitude(x), axis=0), TO)
+    values = encode(x, inverse_of(scale), TO, NATIVE_FP8)
+    tl.store(out_ptr + row * WIDTH + column, values, mask=column < WIDTH)
+    tl.store(scale_ptr + row, scale)
 
 
 @triton.jit

@@ -3,7 +3,6 @@
     y = x * rsqrt(mean(x^2) + eps) * weight
 
 Statistics are in fp32. The sum with the residual is first rounded to the residual's type, as a 16-bit model does.
-Each operation has a variant that quantises its result for an 8-bit GEMM before it is written to memory.
 Limited by memory bandwidth: x and the residual are read once and kept in registers, and every result is written once.
 One program per row, and no setting depends on the number of rows: a row's result has the same bits in any batch.
 """
@@ -17,15 +16,6 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
-from localllm.kernels.quantize import (
-    Quantized,
-    as_bytes,
-    empty_quantized,
-    encoding,
-    native_fp8,
-    quantize_reference,
-    store_row,
-)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not runs_triton(x):
         return rms_norm_reference(x, weight, eps)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, eps, out, None)
+    _launch(x, None, weight, eps, out)
     return out
 
 
@@ -42,25 +32,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     if not runs_triton(x):
         return rms_norm_reference(residual.add_(x), weight, eps).to(x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, residual, weight, eps, out, None)
-    return out
-
-
-def rms_norm_quantized(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Quantized:
-    """Return `rms_norm` with each row quantised to dtype, float8_e4m3fn or int8."""
-    if not runs_triton(x):
-        return quantize_reference(rms_norm_reference(x.float(), weight, eps), dtype)
-    out = empty_quantized(x.shape, dtype, x.device)
-    _launch(x, None, weight, eps, *out)
-    return out
-
-
-def add_rms_norm_quantized(x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Quantized:
-    """Do `add_rms_norm` with each row of the result quantised to dtype, float8_e4m3fn or int8."""
-    if not runs_triton(x):
-        return quantize_reference(rms_norm_reference(residual.add_(x).float(), weight, eps), dtype)
-    out = empty_quantized(x.shape, dtype, x.device)
-    _launch(x, residual, weight, eps, *out)
+    _launch(x, residual, weight, eps, out)
     return out
 
 
@@ -96,7 +68,7 @@ def norm_launch(width: int) -> NormLaunch:
     return NormLaunch(block, min(16, max(1, block // 256)))
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, scale: Tensor | None) -> None:
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
     width = x.shape[-1]
     heads = weight.numel() // width
     assert heads == 1 or x.shape[-2] == heads, (x.shape, weight.shape)
@@ -105,19 +77,15 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
     block, num_warps = norm_launch(width)
     _rms_norm_kernel[(rows.shape[0] * heads,)](
-        rows, residual, weight.contiguous(), as_bytes(out) if scale is not None else out, scale,
-        rows.stride(0), rows.stride(1), eps,
-        WIDTH=width, HEADS=heads, TO="" if scale is None else encoding(out.dtype),
-        NATIVE_FP8=scale is not None and native_fp8(x.device), BLOCK=block, num_warps=num_warps,
-        **early_launch(x.device),
+        rows, residual, weight.contiguous(), out, rows.stride(0), rows.stride(1), eps,
+        WIDTH=width, HEADS=heads, BLOCK=block, num_warps=num_warps, **early_launch(x.device),
     )  # fmt: skip
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, x_head_stride, eps,
-    WIDTH: tl.constexpr, HEADS: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, x_head_stride, eps,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per row; each of HEADS consecutive rows has its own weight. residual_ptr may be None."""
     row = tl.program_id(0).to(tl.int64)
@@ -134,4 +102,4 @@ def _rms_norm_kernel(
         tl.store(place, total, mask=inside)
         x = total.to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps) * weight
-    store_row(y, out_ptr, scale_ptr, row, column, WIDTH, TO, NATIVE_FP8)
+    tl.store(out_ptr + row * WIDTH + column, y.to(out_ptr.dtype.element_ty), mask=inside)

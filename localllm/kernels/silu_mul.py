@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.gated import launch_gated, launch_gated_quantized
+from localllm.kernels.gated import launch_gated
 from localllm.kernels.launch import runs_triton
-from localllm.kernels.quantize import Quantized, quantize_reference
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -16,13 +14,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if not runs_triton(gate_up):
         return silu_mul_reference(gate_up)
     return launch_gated(gate_up, "silu")
-
-
-def silu_mul_quantized(gate_up: Tensor, dtype: torch.dtype) -> Quantized:
-    """Return `silu_mul` with each row quantised to dtype, float8_e4m3fn or int8."""
-    if not runs_triton(gate_up):
-        return quantize_reference(silu_mul_reference(gate_up.float()), dtype)
-    return launch_gated_quantized(gate_up, "silu", dtype)
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from localllm.kernels.rms_norm import add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
+from localllm.kernels.rms_norm import add_rms_norm, rms_norm
 from tests.kernels.conftest import DTYPES
 from tests.kernels.rowwise import EIGHT_BITS, EXAMPLES, TOLERANCE, assert_quantized, poisoned_memory  # noqa: F401
 
@@ -68,17 +68,6 @@ def test_residual_may_be_wider_than_the_rest(device: torch.device) -> None:
     assert torch.equal(residual, total)
     assert out.dtype == torch.float16
     torch.testing.assert_close(out.double(), definition(total, weight.to(device), 1e-6), rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("to", EIGHT_BITS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_quantised_result(dtype: torch.dtype, to: torch.dtype, device: torch.device) -> None:
-    x, residual = (torch.randn(4, 70, device=device).to(dtype) for _ in range(2))
-    weight, total = torch.randn(70, device=device), x + residual
-    assert_quantized(rms_norm_quantized(x, weight, 1e-6, to), definition(x, weight, 1e-6), to, 1e-5)
-    out = add_rms_norm_quantized(x, residual, weight, 1e-6, to)
-    assert torch.equal(residual, total)
-    assert_quantized(out, definition(total, weight, 1e-6), to, 1e-5)
 
 
 def test_a_row_is_the_same_in_any_batch(device: torch.device) -> None:

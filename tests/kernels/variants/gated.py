@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.kernels.gated import _gated_kernel, _gated_quantized_kernel
+from localllm.kernels.gated import _gated_kernel
 from tests.kernels.ahead_of_time import Variant
 
 
@@ -21,25 +21,9 @@ def plain(
     )
 
 
-def quantized(name: str, width: int, to: str, native: bool, archs: tuple[int, ...]) -> Variant:
-    return Variant(
-        name,
-        _gated_quantized_kernel,
-        signature={"gate_up_ptr": "*bf16", "out_ptr": "*u8", "scale_ptr": "*fp32", "stride": "i32"},
-        constants={"WIDTH": width, "ACTIVATION": "silu", "TO": to, "NATIVE_FP8": native, "BLOCK": 4096, "PDL": False},
-        num_warps=8,
-        aligned=("stride",),
-        archs=archs,
-        max_registers=56,
-        hip=to == "int8",
-    )
-
-
 VARIANTS = [
     plain("SiLU, 14336 wide, bf16", 14336, "silu", (80, 89, 90, 120), hip=True),
     plain("SiLU, 14336 wide, fp16", 14336, "silu", (75,), "fp16"),
     plain("GELU by tanh, 10240 wide, bf16", 10240, "tanh", (80, 89, 90, 120)),
     plain("GELU, 10240 wide, bf16", 10240, "none", (80, 89, 90, 120)),
-    quantized("SiLU to fp8, 14336 wide, bf16", 14336, "fp8", True, (89, 90, 120)),
-    quantized("SiLU to int8, 14336 wide, bf16", 14336, "int8", False, (80, 89, 90, 120)),
 ]

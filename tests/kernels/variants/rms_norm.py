@@ -7,29 +7,26 @@ from tests.kernels.ahead_of_time import Variant
 
 
 def variant(
-    name: str, width: int, *, dtype: str = "bf16", add: bool = False, to: str = "", native: bool = False,
-    pdl: bool = False, hip: bool = False,
+    name: str, width: int, *, dtype: str = "bf16", add: bool = False, pdl: bool = False, hip: bool = False,
     archs: tuple[int, ...] = (80, 89, 90, 120), max_registers: int = 40,
 ) -> Variant:  # fmt: skip
     block, num_warps = norm_launch(width)
-    pointers = {"x_ptr": f"*{dtype}", "weight_ptr": "*fp32", "out_ptr": "*u8" if to else f"*{dtype}"}
-    given = {"residual_ptr": f"*{dtype}" if add else None, "scale_ptr": "*fp32" if to else None}
+    pointers = {"x_ptr": f"*{dtype}", "weight_ptr": "*fp32", "out_ptr": f"*{dtype}"}
+    residual = {"residual_ptr": f"*{dtype}" if add else None}
     return Variant(
         name,
         _rms_norm_kernel,
         signature={
             **pointers,
-            **{k: v for k, v in given.items() if v},
+            **{k: v for k, v in residual.items() if v},
             "x_stride": "i32",
             "x_head_stride": "i32",
             "eps": "fp32",
         },
         constants={
-            **{k: None for k, v in given.items() if not v},
+            **{k: None for k, v in residual.items() if not v},
             "WIDTH": width,
             "HEADS": 1,
-            "TO": to,
-            "NATIVE_FP8": native,
             "BLOCK": block,
             "PDL": pdl,
         },
@@ -47,9 +44,4 @@ VARIANTS = [
     variant("after a residual add, launched early, 4096 wide, bf16", 4096, add=True, pdl=True, archs=(90, 120)),
     variant("after a residual add, 4096 wide, fp16", 4096, add=True, dtype="fp16", archs=(75,)),
     variant("896 wide, bf16", 896),
-    variant(
-        "after a residual add, to fp8, 4096 wide, bf16", 4096, add=True, to="fp8", native=True, archs=(89, 90, 120)
-    ),
-    variant("after a residual add, to fp8 by hand, 4096 wide, bf16", 4096, add=True, to="fp8", archs=(80,)),
-    variant("after a residual add, to int8, 3840 wide, bf16", 3840, add=True, to="int8"),
 ]
