@@ -1,4 +1,4 @@
-"""What the tests of the road to an engine and those of the manager share: settings of a small engine, a spy."""
+"""What the tests of loading a model and those of the manager share: settings of a small engine, a spy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The road from a name to an engine: phases in order, clear errors, nothing left behind."""
+"""Loading, from a name to an engine: phases in order, clear errors, nothing left behind."""
 
 from __future__ import annotations
 

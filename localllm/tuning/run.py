@@ -1,6 +1,6 @@
 """A tuning run, from a goal to settings, without terminal or page.
 
-    run = TuningRun(bed, goal, options, on_event=show)
+    run = TuningRun(trial_runner, goal, options, on_event=show)
     run.start()                 # blocks for minutes; a page calls it in a thread of its own
     run.cancel()                # from any thread: stops the current trial and keeps what was measured
     run.events                  # all events so far, for a page opened late; `on_event` is called with each new one

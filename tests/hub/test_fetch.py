@@ -1,4 +1,4 @@
-"""A name that only the hub knows, on the road to an engine: fetched as a phase, or refused offline."""
+"""A name that only the hub knows, on its way to an engine: fetched as a phase, or refused offline."""
 
 from __future__ import annotations
 
