@@ -29,7 +29,7 @@ PACK_MIN_ELEMENTS = 1 << 18  # for smaller weights the packed call's fixed cost 
 def pack_weight(weight: Tensor) -> Tensor:
     """Return the weight [N, K] in the layout of `linear`:
     a blocked copy if that is faster (drop the original), else `weight`."""
-    if not packs(weight.numel(), weight.device, weight.dtype):
+    if not should_pack(weight.numel(), weight.device, weight.dtype):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
     register_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
@@ -69,7 +69,7 @@ def crossover_heuristic(n: int, k: int, element_size: int, arch: int) -> Crossov
     return Crossover(64 if element_size == 2 and arch >= 80 and k % 8 == 0 else 0)
 
 
-def packs(elements: int, device: torch.device, dtype: torch.dtype) -> bool:
+def should_pack(elements: int, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether `pack_weight` makes a blocked copy of a weight of so many elements."""
     if device.type != "cpu" or elements < PACK_MIN_ELEMENTS or not torch.backends.mkldnn.is_available():
         return False

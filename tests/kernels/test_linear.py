@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import linear as torch_linear
 
 from localllm.kernels.launch import INTERPRETED, LaunchOptions, launching_with
-from localllm.kernels.linear import PACK_MIN_ELEMENTS, crossover_heuristic, linear, pack_weight, packs
+from localllm.kernels.linear import PACK_MIN_ELEMENTS, crossover_heuristic, linear, pack_weight, should_pack
 
 CPU = torch.device("cpu")
 
@@ -26,13 +26,13 @@ def test_matches_float64(rows: int, bias: bool, shape: tuple[int, int]) -> None:
 
 
 def test_only_large_cpu_weights_are_packed() -> None:
-    assert not packs(PACK_MIN_ELEMENTS - 1, CPU, torch.float32)
-    assert not packs(PACK_MIN_ELEMENTS, torch.device("cuda"), torch.float32)
-    assert not packs(PACK_MIN_ELEMENTS, CPU, torch.float16)
+    assert not should_pack(PACK_MIN_ELEMENTS - 1, CPU, torch.float32)
+    assert not should_pack(PACK_MIN_ELEMENTS, torch.device("cuda"), torch.float32)
+    assert not should_pack(PACK_MIN_ELEMENTS, CPU, torch.float16)
     plain = torch.randn(16, 16)
     assert pack_weight(plain) is plain
     large = torch.randn(512, PACK_MIN_ELEMENTS // 512)
-    assert pack_weight(large).is_mkldnn == packs(large.numel(), CPU, torch.float32)
+    assert pack_weight(large).is_mkldnn == should_pack(large.numel(), CPU, torch.float32)
 
 
 def test_packing_accepts_a_weight_that_is_not_contiguous() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels.linear import packs
+from localllm.kernels.linear import should_pack
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
@@ -99,7 +99,7 @@ def test_packed_tied_head_beside_stored_rows(tmp_path: Path) -> None:
     """Large enough to be packed: the head is fp32 in blocks, the embedding keeps its bf16 rows, both predicted."""
     path = make_tiny_model(tmp_path, "qwen2", dtype="bfloat16", hidden_size=512, intermediate_size=512)
     harness, tokens = Harness(path), prompt(20)
-    assert packs(VOCAB_SIZE * 512, CPU, torch.float32) == harness.model.lm_head.weight.is_mkldnn
+    assert should_pack(VOCAB_SIZE * 512, CPU, torch.float32) == harness.model.lm_head.weight.is_mkldnn
     assert held_bytes(harness.model) == resident_bytes(path, harness.spec, CPU, torch.float32)
     _, logits = harness.prefill(tokens)
     assert_close(logits, reference_logits(load_reference(path), tokens))

@@ -21,7 +21,7 @@ from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.launch import INTERPRETED
-from localllm.kernels.linear import linear, pack_weight, packs
+from localllm.kernels.linear import linear, pack_weight, should_pack
 from localllm.kernels.planar.linear import PlanarWeight, planar_differences
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedWeight
 from localllm.kernels.skinny_gemm import dequantized
@@ -86,7 +86,7 @@ ExpertWeights = Tensor | ScaledExperts | PlanarExperts | Sequence[Tensor | Quant
 
 def pack_experts(weight: Tensor) -> Tensor | list[Tensor]:
     """Return weight [E, N, K] in the best form for this device; drop the original."""
-    if packs(weight[0].numel(), weight.device, weight.dtype):
+    if should_pack(weight[0].numel(), weight.device, weight.dtype):
         return [pack_weight(matrix) for matrix in weight]
     return weight
 

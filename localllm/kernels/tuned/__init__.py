@@ -55,7 +55,7 @@ class Table:
     measured: dict[str, dict[Key, dict[str, Any]]] = field(default_factory=dict)  # kernel -> key -> settings
     heuristics: dict[str, Callable[..., Any]] = field(default_factory=dict)  # of every kernel used so far
     is_sealed: bool = False  # the server is ready: a measurement would delay requests
-    _complained: bool = False
+    _has_warned: bool = False
 
     def settings_for(self, kernel: str, key: Key, heuristic: Callable[..., LaunchT]) -> LaunchT:
         """Return the settings for `key`, which are also the heuristic's arguments."""
@@ -78,7 +78,7 @@ class Table:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps({"entries": entries_as_rows(entries)}, indent=1) + "\n")
         except OSError as error:
-            self._complain("cannot be written", path, error)
+            self._warn_once("cannot be written", path, error)
 
     def seal(self) -> None:
         """Forbid measurements, since the server is ready."""
@@ -90,7 +90,7 @@ class Table:
         if launch_options().deterministic or self.gpu is None:
             return default
         stored = self._entries(kernel, heuristic).get(key)
-        return default if stored is None else _fitting(default, stored)
+        return default if stored is None else _stored_or_default(default, stored)
 
     def _entries(self, kernel: str, heuristic: Callable[..., Any]) -> dict[Key, dict[str, Any]]:
         if kernel not in self.measured:
@@ -106,7 +106,7 @@ class Table:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, AttributeError) as error:
-            self._complain("cannot be read", path, error)
+            self._warn_once("cannot be read", path, error)
             return None
 
     def _path(self, kernel: str, heuristic: Callable[..., Any]) -> Path | None:
@@ -115,11 +115,11 @@ class Table:
         name = f"{kernel}-{source_hash(heuristic.__module__)}.json"
         return self.folder / _file_name(self.gpu) / f"triton-{self.triton}" / name
 
-    def _complain(self, what: str, path: Path, error: Exception) -> None:
+    def _warn_once(self, what: str, path: Path, error: Exception) -> None:
         """Log a problem once. Kernels still run, with shipped settings or the heuristic."""
-        if not self._complained:
+        if not self._has_warned:
             log.warning("measured kernel settings %s path=%s error=%s", what, path, error)
-        self._complained = True
+        self._has_warned = True
 
 
 @cache
@@ -187,7 +187,7 @@ def is_writable(folder: Path) -> bool:
         return False
 
 
-def _fitting(default: LaunchT, stored: Mapping[str, Any]) -> LaunchT:
+def _stored_or_default(default: LaunchT, stored: Mapping[str, Any]) -> LaunchT:
     """Return the stored settings in the heuristic's type; `default` if their fields differ."""
     values = {name: stored.get(name) for name in default._fields}
     same = all(type(values[name]) is type(value) for name, value in default._asdict().items())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localllm.kernels.linear import packs
+from localllm.kernels.linear import should_pack
 from localllm.kernels.quantized_weight import QuantizedTable
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.latent import build_latent_attention
@@ -72,7 +72,7 @@ class DecoderBuilder:
         if not spec.tie_word_embeddings:
             rows = self.weights.table(EMBEDDING, shape, keep_narrow=True)
             return self._embedding(rows), self._lm_head(shape)
-        separate = packs(spec.vocab_size * spec.hidden_size, self.device, self.dtype)
+        separate = should_pack(spec.vocab_size * spec.hidden_size, self.device, self.dtype)
         rows = self.weights.table(EMBEDDING, shape, keep_narrow=separate)
         bias = self.weights.take(["lm_head.bias"], shape[:1]) if spec.lm_head_bias else None
         if not isinstance(rows, Tensor):  # quantised: lookup and product read the same bytes, except on a CPU

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.kernels.linear import packs
+from localllm.kernels.linear import should_pack
 from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable
 from localllm.kernels.stacked_weight import StackedWeight
@@ -359,7 +359,9 @@ class Weights:
         if kind is None:
             named = [StoredPart(f"{part.stem}.weight", part.order, part.transposed) for part in parts]
             # Packing copies the weight, so a single matrix may be read from the mapped file.
-            may_view = len(parts) == 1 and packs(self._rows_of(parts[0].stem) * layer[1], self.device, self._dtype)
+            may_view = len(parts) == 1 and should_pack(
+                self._rows_of(parts[0].stem) * layer[1], self.device, self._dtype
+            )
             return self._plain(named, None, keep_narrow, columns=layer[1], may_view=may_view)
         assert self._format is not None
         weight = self._format.read(self._checkpoint, parts, self.device, self._dtype)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from localllm.kernels.linear import packs
+from localllm.kernels.linear import should_pack
 from localllm.models.architectures.transformers_backend.model import TransformersModel, load_module, module_on_meta
 from localllm.models.architectures.transformers_backend.verify import (
     eager_logits,
@@ -57,6 +57,6 @@ def bytes_through_transformers(path: Path, spec: ModelSpec, device: torch.device
     total: int = sum(parameter.numel() for parameter in module.parameters()) * dtype.itemsize
     total += sum(buffer.numel() * buffer.dtype.itemsize for buffer in module.buffers())
     head = spec.vocab_size * spec.hidden_size
-    if spec.tie_word_embeddings and packs(head, device, dtype):
+    if spec.tie_word_embeddings and should_pack(head, device, dtype):
         total += head * dtype.itemsize  # the packed head is a second copy of the embedding
     return total
