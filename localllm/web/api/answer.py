@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from litestar.response.base import ASGIResponse
 from litestar.types import Scope
@@ -113,7 +113,7 @@ def _num_logprobs(said: Iterable[GenerationEvent | Choice]) -> int:
 async def whole(
     request: ApiRequest,
     generation: Generation,
-    respond: Callable[[Sequence[Choice]], Shape | dict[str, Any]],
+    respond: Callable[[Sequence[Choice]], Shape],
     warnings: Sequence[str],
 ) -> ASGIResponse:
     """Return the answer in one piece. If the client leaves before the end, the generation is cancelled."""

@@ -8,74 +8,83 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import UNSET
+from msgspec.structs import asdict
+
 from localllm.web.api.generation import Choice, Progress
-from localllm.web.api.openai.chunks import Head, finish_reason
-from localllm.web.api.openai.logprobs import CompletionLogprobs, TokenNames, chat_logprobs, prompt_logprobs
+from localllm.web.api.openai.chunks import finish_reason
+from localllm.web.api.openai.logprobs import CompletionLogprobsBuilder, TokenNames, chat_logprobs, prompt_logprobs
 from localllm.web.api.openai.params import only_echoes
 from localllm.web.api.openai.prompts import Prompt
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
+from localllm.web.api.openai.shapes import (
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    OpenAICalledFunction,
+    OpenAIHead,
+    OpenAIMessage,
+    OpenAIToolCall,
+)
 from localllm.web.api.openai.usage import timings_object, usage_object
 
 
 def chat_response(
-    head: Head, body: ChatBody, prompt: Prompt, choices: Sequence[Choice], progress: Progress, names: TokenNames
-) -> dict[str, Any]:
-    response = {
-        **head.fields(),
-        "choices": [_chat_choice(body, prompt, choice, names) for choice in choices],
-        "usage": usage_object(progress.usage()),
-        "timings": timings_object(progress),
-    }
+    head: OpenAIHead, body: ChatBody, prompt: Prompt, choices: Sequence[Choice], progress: Progress, names: TokenNames
+) -> ChatCompletion:
+    response = ChatCompletion(
+        **asdict(head),
+        choices=[_chat_choice(body, prompt, choice, names) for choice in choices],
+        usage=usage_object(progress.usage()),
+        timings=timings_object(progress),
+    )
     if body.prompt_logprobs is not None:
-        response["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs, names)
+        response.prompt_logprobs = prompt_logprobs(choices[0].prompt_logprobs, names)
     if body.return_token_ids:
-        response["prompt_token_ids"] = prompt.shown_token_ids
+        response.prompt_token_ids = prompt.shown_token_ids
     return response
 
 
-def _chat_choice(body: ChatBody, prompt: Prompt, choice: Choice, names: TokenNames) -> dict[str, Any]:
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": prompt.text + choice.text or (None if choice.calls else ""),
-        "refusal": None,
-        "annotations": [],
-    }
+def _chat_choice(body: ChatBody, prompt: Prompt, choice: Choice, names: TokenNames) -> ChatChoice:
+    content = prompt.text + choice.text or (None if choice.calls else "")
+    message = OpenAIMessage("assistant", content, refusal=None, annotations=[])
     if choice.reasoning and body.include_reasoning is not False:
-        message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
+        message.reasoning_content = message.reasoning = choice.reasoning
     if choice.calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        message.tool_calls = [
+            OpenAIToolCall(call.id, "function", OpenAICalledFunction(name=call.name, arguments=call.arguments))
             for call in choice.calls
         ]
-    ready: dict[str, Any] = {
-        "index": choice.index,
-        "message": message,
-        "logprobs": chat_logprobs(choice.logprobs, names) if body.logprobs else None,
-        "finish_reason": finish_reason(choice.finish_reason, calls=bool(choice.calls)),
-        "stop_reason": choice.stop_reason,
-    }
-    if body.return_token_ids:
-        ready["token_ids"] = choice.token_ids
-    return ready
+    reason: Any = finish_reason(choice.finish_reason, calls=bool(choice.calls))
+    return ChatChoice(
+        index=choice.index,
+        message=message,
+        logprobs=chat_logprobs(choice.logprobs, names) if body.logprobs else None,
+        finish_reason=reason,
+        stop_reason=choice.stop_reason,
+        token_ids=choice.token_ids if body.return_token_ids else UNSET,
+    )
 
 
 def completion_response(
-    head: Head,
+    head: OpenAIHead,
     body: CompletionBody,
     prompts: Sequence[Prompt],
     choices: Sequence[Choice],
     progress: Progress,
     names: TokenNames,
-) -> dict[str, Any]:
+) -> Completion:
     n = len(choices) // len(prompts)
     if only_echoes(body):
         _leave_out_answers(choices, progress)
-    return {
-        **head.fields(),
-        "choices": [_completion_choice(body, prompts[choice.index // n], choice, names) for choice in choices],
-        "usage": usage_object(progress.usage()),
-        "timings": timings_object(progress),
-    }
+    return Completion(
+        **asdict(head),
+        choices=[_completion_choice(body, prompts[choice.index // n], choice, names) for choice in choices],
+        usage=usage_object(progress.usage()),
+        timings=timings_object(progress),
+    )
 
 
 def _leave_out_answers(choices: Sequence[Choice], progress: Progress) -> None:
@@ -85,22 +94,29 @@ def _leave_out_answers(choices: Sequence[Choice], progress: Progress) -> None:
         choice.finish_reason, choice.stop_reason = "length", None
 
 
-def _completion_choice(body: CompletionBody, prompt: Prompt, choice: Choice, names: TokenNames) -> dict[str, Any]:
-    ready: dict[str, Any] = {
-        "index": choice.index,
-        "text": prompt.text + choice.text if body.echo else choice.text,
-        "logprobs": None,
-        "finish_reason": choice.finish_reason,
-        "stop_reason": choice.stop_reason,
-    }
-    if body.logprobs is not None:
-        builder = CompletionLogprobs(names)
-        if body.echo:
-            builder.add_prompt(prompt.token_ids, choice.prompt_logprobs or ())
-        builder.add(choice.logprobs)
-        ready["logprobs"] = builder.take()
+def _completion_choice(body: CompletionBody, prompt: Prompt, choice: Choice, names: TokenNames) -> CompletionChoice:
+    reason: Any = choice.finish_reason
+    ready = CompletionChoice(
+        index=choice.index,
+        text=prompt.text + choice.text if body.echo else choice.text,
+        logprobs=_completion_logprobs(body, prompt, choice, names),
+        finish_reason=reason,
+        stop_reason=choice.stop_reason,
+    )
     if body.prompt_logprobs is not None:
-        ready["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, names)
+        ready.prompt_logprobs = prompt_logprobs(choice.prompt_logprobs, names)
     if body.return_token_ids:
-        ready |= {"token_ids": choice.token_ids, "prompt_token_ids": prompt.shown_token_ids}
+        ready.token_ids, ready.prompt_token_ids = choice.token_ids, prompt.shown_token_ids
     return ready
+
+
+def _completion_logprobs(
+    body: CompletionBody, prompt: Prompt, choice: Choice, names: TokenNames
+) -> CompletionLogprobs | None:
+    if body.logprobs is None:
+        return None
+    builder = CompletionLogprobsBuilder(names)
+    if body.echo:
+        builder.add_prompt(prompt.token_ids, choice.prompt_logprobs or ())
+    builder.add(choice.logprobs)
+    return builder.take()

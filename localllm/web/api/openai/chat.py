@@ -16,7 +16,7 @@ from localllm.web.api.exchange import ApiRequest, json_body, json_response, serv
 from localllm.web.api.openai import shapes
 from localllm.web.api.openai.beams import without_effect
 from localllm.web.api.openai.bodies import chat_response
-from localllm.web.api.openai.chunks import ChatChunks, Head
+from localllm.web.api.openai.chunks import ChatChunks, new_head
 from localllm.web.api.openai.fields import CHAT_RULES
 from localllm.web.api.openai.logprobs import TokenNames
 from localllm.web.api.openai.params import chat_params, request_options
@@ -53,10 +53,10 @@ async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     generation = asked.generation(model, prompt.token_ids)
     if body.stream:
-        head = Head.new("chatcmpl", "chat.completion.chunk", model.shown_name, body.request_id)
+        head = new_head("chatcmpl", "chat.completion.chunk", model.shown_name, body.request_id)
         chunks = ChatChunks(head, body, [prompt], asked.params.n, names if body.logprobs else None)
         return await streamed(request, generation, chunks, warnings)
-    head = Head.new("chatcmpl", "chat.completion", model.shown_name, body.request_id)
+    head = new_head("chatcmpl", "chat.completion", model.shown_name, body.request_id)
     return await whole(
         request,
         generation,
@@ -76,11 +76,11 @@ async def chat_input_tokens(request: ApiRequest) -> ASGIResponse:
     model = await served_model(request, body.model)
     asked, more = _asked(body, model)
     token_ids = await asked.token_ids(model)
-    counted = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+    counted = shapes.InputTokens("response.input_tokens", len(token_ids))
     return json_response(counted, warning_headers([*warnings, *more]))
 
 
-@post("/apply-template", status_code=200, operation=Operation(shapes.Prompt, CHAT, also=OF_MODELS))
+@post("/apply-template", status_code=200, operation=Operation(shapes.OpenAIPrompt, CHAT, also=OF_MODELS))
 async def apply_template(request: ApiRequest) -> ASGIResponse:
     """Render the prompt of a chat request as text.
 
@@ -89,7 +89,7 @@ async def apply_template(request: ApiRequest) -> ASGIResponse:
     body, warnings = await read_body(await json_body(request), ChatBody)
     model = await served_model(request, body.model)
     asked, more = _asked(body, model)
-    return json_response({"prompt": await asked.prompt(model)}, warning_headers([*warnings, *more]))
+    return json_response(shapes.OpenAIPrompt(await asked.prompt(model)), warning_headers([*warnings, *more]))
 
 
 async def chat_prompt(request: ApiRequest, raw: bytes) -> tuple[ServedModel, Sequence[int]]:

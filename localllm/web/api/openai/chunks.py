@@ -10,19 +10,19 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from localllm.engine.outputs import GenerationEvent, PromptProgress
 from localllm.errors import LocalLLMError
 from localllm.text.answers.parts import Content, Reasoning, ToolArguments, ToolCallStart
 from localllm.version import __version__
 from localllm.web.api.generation import Progress
-from localllm.web.api.openai.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
+from localllm.web.api.openai.logprobs import CompletionLogprobsBuilder, TokenNames, chat_logprobs
 from localllm.web.api.openai.prompts import Prompt
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
+from localllm.web.api.openai.shapes import Delta, OpenAICalledFunction, OpenAIChunk, OpenAIHead, ToolCallPiece
 from localllm.web.api.openai.usage import progress_object, timings_object, usage_object
 from localllm.web.errors import openai_error
 
@@ -32,52 +32,33 @@ CALLS = (ToolCallStart, ToolArguments)
 DONE = b"data: [DONE]\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The fields that every chunk of a response repeats."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-
-    @staticmethod
-    def new(prefix: str, object: str, model: str, request_id: str | None) -> Head:
-        return Head(f"{prefix}-{request_id or uuid.uuid4().hex}", object, int(time.time()), model)
-
-    def fields(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": self.object,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": FINGERPRINT,
-        }
+def new_head(prefix: str, object: str, model: str, request_id: str | None) -> OpenAIHead:
+    return OpenAIHead(f"{prefix}-{request_id or uuid.uuid4().hex}", object, int(time.time()), model, FINGERPRINT)
 
 
 class _Chunks:
     """The shared part of both encoders: the envelope, usage and the end."""
 
-    def __init__(self, head: Head, body: GenerateBody, prompts: Sequence[Prompt], n: int) -> None:
+    def __init__(self, head: OpenAIHead, body: GenerateBody, prompts: Sequence[Prompt], n: int) -> None:
         options = body.stream_options
         self.head, self.prompts, self.n = head, prompts, n
         self.include_usage = bool(options and options.include_usage)
         self.continuous_usage = bool(options and options.continuous_usage_stats)
         self.token_ids = bool(body.return_token_ids)
         self.timed = bool(body.timings_per_token)
-        self._open = b"data: " + to_json(head.fields())[:-1] + b',"choices":['
+        self._open = b"data: " + to_json(head)[:-1] + b',"choices":['
         self._close = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
         self._started: set[int] = set()
 
     def end(self, progress: Progress) -> bytes:
         if not self.include_usage:
             return DONE
-        last = {
-            **self.head.fields(),
-            "choices": [],
-            "usage": usage_object(progress.usage()),
-            "timings": timings_object(progress),
-        }
+        last = OpenAIChunk(
+            **asdict(self.head),
+            choices=[],
+            usage=usage_object(progress.usage()),
+            timings=timings_object(progress),
+        )
         return b"data: " + to_json(last) + b"\n\n" + DONE
 
     def error(self, error: LocalLLMError) -> bytes:
@@ -127,11 +108,13 @@ def finish_reason(reason: str | None, *, calls: bool) -> str | None:
 class ChatChunks(_Chunks):
     """chat.completion.chunk: a role, pieces of content, a finish reason."""
 
-    def __init__(self, head: Head, body: ChatBody, prompts: Sequence[Prompt], n: int, names: TokenNames | None) -> None:
+    def __init__(
+        self, head: OpenAIHead, body: ChatBody, prompts: Sequence[Prompt], n: int, names: TokenNames | None
+    ) -> None:
         """`names` is given if logprobs were requested."""
         super().__init__(head, body, prompts, n)
         self.names = names
-        self._role = to_json({"role": "assistant", "content": ""})
+        self._role = to_json(Delta(role="assistant", content=""))
         self._prefixes = [b'{"index":%d,"delta":{"content":' % index for index in range(n)]
         self._called: set[int] = set()  # choices that have called a tool
         self._shows_reasoning = body.include_reasoning is not False
@@ -166,19 +149,19 @@ class ChatChunks(_Chunks):
         return b"".join(chunks)
 
     def _reasoning(self, index: int, part: Reasoning, progress: Progress) -> bytes:
-        return self._delta(index, {"reasoning_content": part.text, "reasoning": part.text}, progress)
+        return self._delta(index, Delta(reasoning_content=part.text, reasoning=part.text), progress)
 
     def _call(self, index: int, part: ToolCallStart | ToolArguments, progress: Progress) -> bytes:
         """Return the chunk of a call part: the name comes first, then pieces of the arguments."""
         self._called.add(index)
         if isinstance(part, ToolCallStart):
-            function = {"name": part.name, "arguments": ""}
-            call: dict[str, Any] = {"index": part.index, "id": part.id, "type": "function", "function": function}
+            function = OpenAICalledFunction(name=part.name, arguments="")
+            call = ToolCallPiece(index=part.index, id=part.id, type="function", function=function)
         else:
-            call = {"index": part.index, "function": {"arguments": part.text}}
-        return self._delta(index, {"tool_calls": [call]}, progress)
+            call = ToolCallPiece(index=part.index, function=OpenAICalledFunction(arguments=part.text))
+        return self._delta(index, Delta(tool_calls=[call]), progress)
 
-    def _delta(self, index: int, delta: dict[str, Any], progress: Progress) -> bytes:
+    def _delta(self, index: int, delta: Delta, progress: Progress) -> bytes:
         choice = b'{"index":%d,"delta":' % index + to_json(delta) + b',"logprobs":null,"finish_reason":null}'
         return self._wrap(choice, progress)
 
@@ -190,13 +173,13 @@ class CompletionChunks(_Chunks):
     """text_completion chunks. An echoed prompt is part of the first chunk of a choice."""
 
     def __init__(
-        self, head: Head, body: CompletionBody, prompts: Sequence[Prompt], n: int, names: TokenNames | None
+        self, head: OpenAIHead, body: CompletionBody, prompts: Sequence[Prompt], n: int, names: TokenNames | None
     ) -> None:
         super().__init__(head, body, prompts, n)
         self.echo = bool(body.echo)
         choices = range(n * len(prompts))
         self._prefixes = [b'{"index":%d,"text":' % index for index in choices]
-        self.logprobs = [CompletionLogprobs(names) for _ in choices] if names else None
+        self.logprobs = [CompletionLogprobsBuilder(names) for _ in choices] if names else None
 
     def event(self, event: GenerationEvent, progress: Progress) -> bytes:
         prompt, text = self.prompts[event.index // self.n], event.text
@@ -221,7 +204,7 @@ class CompletionChunks(_Chunks):
         last = finished and not progress.unfinished
         return told + self._wrap(choice + _finish(event, event.finish_reason), progress, last=last)
 
-    def _logprobs(self, builder: CompletionLogprobs, event: GenerationEvent, echoed: Prompt | None) -> bytes:
+    def _logprobs(self, builder: CompletionLogprobsBuilder, event: GenerationEvent, echoed: Prompt | None) -> bytes:
         if echoed is not None:
             builder.add_prompt(echoed.token_ids, event.prompt_logprobs or ())
         builder.add(event.logprobs)

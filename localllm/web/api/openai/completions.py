@@ -11,7 +11,7 @@ from localllm.web.api.exchange import ApiRequest, json_body, served_model
 from localllm.web.api.openai import shapes
 from localllm.web.api.openai.beams import without_effect
 from localllm.web.api.openai.bodies import completion_response
-from localllm.web.api.openai.chunks import CompletionChunks, Head
+from localllm.web.api.openai.chunks import CompletionChunks, new_head
 from localllm.web.api.openai.fields import RULES
 from localllm.web.api.openai.logprobs import TokenNames
 from localllm.web.api.openai.params import completion_params, request_options
@@ -55,7 +55,7 @@ async def _complete(request: ApiRequest, raw: bytes) -> ASGIResponse:
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     token_ids = [prompt.token_ids for prompt in prompts]
     generation = generation_of(model, params, token_ids, request_options(body), embeds=embeds)
-    head = Head.new("cmpl", "text_completion", model.shown_name, body.request_id)
+    head = new_head("cmpl", "text_completion", model.shown_name, body.request_id)
     if body.stream:
         chunks = CompletionChunks(head, body, prompts, params.n, names if body.logprobs is not None else None)
         return await streamed(request, generation, chunks, warnings)

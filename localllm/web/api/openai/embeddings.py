@@ -61,10 +61,9 @@ async def answer_embeddings(request: ApiRequest, raw: bytes) -> ASGIResponse:
     answers = await pooler.embed(texts, truncate=body.truncate_prompt_tokens, prompt=prompt)
     vectors = [shortened(vector, body.dimensions) for vector in answers.values]
     encode = _encoder(body.encoding_format)
-    data = [{"object": "embedding", "index": i, "embedding": encode(vector)} for i, vector in enumerate(vectors)]
-    usage = {"prompt_tokens": answers.num_tokens, "total_tokens": answers.num_tokens}
-    answer = {"object": "list", "data": data, "model": model.name, "usage": usage}
-    return json_response(answer, warning_headers(warnings))
+    data = [shapes.OpenAIEmbedding("embedding", i, encode(vector)) for i, vector in enumerate(vectors)]
+    usage = shapes.PoolingUsage(answers.num_tokens, answers.num_tokens)
+    return json_response(shapes.Embeddings("list", data, model.name, usage), warning_headers(warnings))
 
 
 def _texts(body: EmbeddingsBody) -> list[Text]:

@@ -13,6 +13,7 @@ import msgspec
 
 from localllm.engine.step import TokenLogprobs
 from localllm.text.tokenizer import Tokenizer
+from localllm.web.api.openai.shapes import ChatLogprobs, CompletionLogprobs, PromptScored, Scored, ScoredToken
 
 FLOOR = -9999.0
 """Replaces minus infinity, which JSON does not have."""
@@ -33,22 +34,23 @@ class TokenNames:
         return (f"token_id:{token_id}" if self.as_ids else raw.decode("utf-8", "replace")), raw
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> dict[str, Any]:
-    return {"content": [_chat_entry(entry, names) for entry in entries], "refusal": None}
+def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> ChatLogprobs:
+    return ChatLogprobs([_chat_entry(entry, names) for entry in entries], None)
 
 
-def _chat_entry(entry: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
-    scored = [_scored(*pair, names) for pair in zip(entry.token_ids, entry.logprobs, strict=True)]
-    return {**scored[0], "top_logprobs": _compact(scored[1:])}
+def _chat_entry(entry: TokenLogprobs, names: TokenNames) -> ScoredToken:
+    (token, logprob, raw), *top = [_scored(*pair, names) for pair in zip(entry.token_ids, entry.logprobs, strict=True)]
+    return ScoredToken(token, logprob, raw, _compact([Scored(*each) for each in top]))
 
 
-def _scored(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
+def _scored(token_id: int, logprob: float, names: TokenNames) -> tuple[str, float, list[int]]:
+    """Return the token, its logprob and its bytes."""
     text, raw = names.of(token_id)
-    return {"token": text, "logprob": max(logprob, FLOOR), "bytes": list(raw)}
+    return text, max(logprob, FLOOR), list(raw)
 
 
 @dataclass(slots=True)
-class CompletionLogprobs:
+class CompletionLogprobsBuilder:
     """Builds the four parallel lists of /v1/completions; `offset` counts through the whole text of a choice."""
 
     names: TokenNames
@@ -73,14 +75,9 @@ class CompletionLogprobs:
             top = {self.names.of(token_id)[0]: max(score, FLOOR) for token_id, score in pairs}
             self.top_logprobs.append(_compact(top))
 
-    def take(self) -> dict[str, Any]:
+    def take(self) -> CompletionLogprobs:
         """Return the entries added since the last call, in the format of the response."""
-        taken = {
-            "tokens": self.tokens,
-            "token_logprobs": self.token_logprobs,
-            "top_logprobs": self.top_logprobs,
-            "text_offset": self.text_offset,
-        }
+        taken = CompletionLogprobs(self.tokens, self.token_logprobs, self.top_logprobs, self.text_offset)
         self.tokens, self.token_logprobs, self.top_logprobs, self.text_offset = [], [], [], []
         return taken
 
@@ -99,16 +96,10 @@ def prompt_logprobs(entries: Sequence[TokenLogprobs] | None, names: TokenNames) 
 
 
 def _prompt_position(entry: TokenLogprobs, names: TokenNames) -> Any:
-    position: dict[str, Any] = {}
+    position: dict[str, PromptScored] = {}
     for rank, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
-        position.setdefault(
-            str(token_id),
-            {
-                "logprob": max(logprob, FLOOR),
-                "rank": rank or entry.rank,
-                "decoded_token": names.of(token_id)[0],
-            },
-        )
+        scored = PromptScored(max(logprob, FLOOR), rank or entry.rank, names.of(token_id)[0])
+        position.setdefault(str(token_id), scored)
     return _compact(position)
 
 

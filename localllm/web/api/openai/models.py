@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from litestar import get
 from litestar.response.base import ASGIResponse
+from msgspec.structs import replace
 
 from localllm.models.formats.gguf_names import quant_of
 from localllm.models.library.hub.downloads import DownloadStatus
@@ -29,12 +29,12 @@ async def list_models(request: ApiRequest) -> ASGIResponse:
     ready_first = sorted(manager.entries, key=lambda entry: entry.state != "ready")
     objects = [each for entry in ready_first for each in (model_object(entry), *adapter_objects(entry))]
     objects += [_installed_object(name, entry) for name, entry in (await manager.register.installed()).items()]
-    listed = {each["id"] for each in objects}
+    listed = {each.id for each in objects}
     objects += [_coming(each) for each in downloads_of(request).list() if _is_new(each, listed)]
-    return json_response({"object": "list", "data": objects})
+    return json_response(shapes.Models("list", objects))
 
 
-@get("/v1/models/{name:path}", operation=Operation(shapes.Model, also=(404,)))
+@get("/v1/models/{name:path}", operation=Operation(shapes.OpenAIModel, also=(404,)))
 async def show_model(request: ApiRequest) -> ASGIResponse:
     """Show one model, without loading it.
 
@@ -45,36 +45,37 @@ async def show_model(request: ApiRequest) -> ASGIResponse:
     found = await manager.register.look_up(name)
     if not isinstance(found, ModelEntry):
         return json_response(_object(name))
-    adapters = [] if name in found.names else [each for each in adapter_objects(found) if each["id"] == name]
+    adapters = [] if name in found.names else [each for each in adapter_objects(found) if each.id == name]
     return json_response(adapters[0] if adapters else model_object(found))
 
 
-def _installed_object(name: str, entry: ModelEntry | None) -> dict[str, Any]:
+def _installed_object(name: str, entry: ModelEntry | None) -> shapes.OpenAIModel:
     """Return the object of an installed model; for a second name, `root` is the original name."""
-    return _object(name) if entry is None else model_object(entry) | {"id": name}
+    return _object(name) if entry is None else replace(model_object(entry), id=name)
 
 
 def _is_new(download: DownloadStatus, listed: Collection[str]) -> bool:
     return not download.is_over and download.plan.name not in listed
 
 
-def _coming(download: DownloadStatus) -> dict[str, Any]:
-    status = {"value": "downloading", "progress": download.progress.fraction}
-    return _object(download.plan.name) | {"status": status}
+def _coming(download: DownloadStatus) -> shapes.OpenAIModel:
+    status = shapes.ModelState("downloading", progress=download.progress.fraction)
+    return replace(_object(download.plan.name), status=status)
 
 
-def model_object(entry: ModelEntry) -> dict[str, Any]:
+def model_object(entry: ModelEntry) -> shapes.OpenAIModel:
     card = entry.card
-    status: dict[str, Any] = {"value": WORDS.get(entry.state, entry.state)}
+    status = shapes.ModelState(WORDS.get(entry.state, entry.state))
     phase = next(reversed(entry.phases.values()), None)
     if entry.state == "loading" and phase is not None:
-        status |= {"phase": phase.name, "progress": phase.fraction}
+        status.phase, status.progress = phase.name, phase.fraction
     if card is None:
-        return _object(entry.name) | {"status": status}
-    return _object(entry.name) | {
-        "created": int(card.created_s),
-        "max_model_len": card.plan.max_model_len,
-        "meta": {
+        return replace(_object(entry.name), status=status)
+    return replace(
+        _object(entry.name),
+        created=int(card.created_s),
+        max_model_len=card.plan.max_model_len,
+        meta={
             "quant": _quant(card),
             "size": card.plan.weights_bytes,
             "n_vocab": card.spec.vocab_size,
@@ -82,8 +83,8 @@ def model_object(entry: ModelEntry) -> dict[str, Any]:
             "n_ctx_train": card.spec.max_position,
             "dtype": str(card.plan.dtype),
         },
-        "status": status,
-    }
+        status=status,
+    )
 
 
 def _quant(card: ModelCard) -> str | None:
@@ -92,29 +93,30 @@ def _quant(card: ModelCard) -> str | None:
     return named or (card.spec.quantization or {}).get("quant_method")
 
 
-def adapter_objects(entry: ModelEntry) -> list[dict[str, Any]]:
+def adapter_objects(entry: ModelEntry) -> list[shapes.OpenAIModel]:
     """Return an object for each adapter. To clients an adapter is a model of its own; `parent` is its base model."""
     base = model_object(entry)
     return [
-        base | {
-            "id": each.name,
-            "created": int(each.created_s),
-            "root": str(each.path),
-            "parent": entry.name,
-            "meta": {"rank": each.rank},
-        }
+        replace(
+            base,
+            id=each.name,
+            created=int(each.created_s),
+            root=str(each.path),
+            parent=entry.name,
+            meta={"rank": each.rank},
+        )
         for each in (entry.adapters.loaded if entry.adapters is not None else ())
-    ]  # fmt: skip
+    ]
 
 
-def _object(name: str) -> dict[str, Any]:
+def _object(name: str) -> shapes.OpenAIModel:
     """Return the fields that every model has."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "localllm",
-        "root": name,
-        "parent": None,
-        "status": {"value": "unloaded"},
-    }
+    return shapes.OpenAIModel(
+        id=name,
+        object="model",
+        created=0,
+        owned_by="localllm",
+        root=name,
+        parent=None,
+        status=shapes.ModelState("unloaded"),
+    )

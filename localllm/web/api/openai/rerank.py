@@ -68,18 +68,17 @@ async def rerank(request: ApiRequest) -> ASGIResponse:
     model = await _scorer(request, body.model)
     pairs = _readable([(body.query, each) for each in documents], model)
     answers = await model.pooler.score(pairs, truncate=body.truncate_prompt_tokens)
-    results: list[dict[str, Any]] = [
-        {"index": i, "relevance_score": values[0]} for i, values in enumerate(answers.values)
-    ]
-    results.sort(key=lambda result: (-result["relevance_score"], result["index"]))
+    results = [shapes.Ranked(i, values[0]) for i, values in enumerate(answers.values)]
+    results.sort(key=lambda result: (-result.relevance_score, result.index))
     if body.return_documents is not False:
-        results = [result | {"document": {"text": documents[result["index"]]}} for result in results]
-    answer = {
-        "id": f"rerank-{uuid.uuid4().hex}",
-        "model": model.name,
-        "results": results[: body.top_n],
-        "usage": {"prompt_tokens": answers.num_tokens, "total_tokens": answers.num_tokens},
-    }
+        for result in results:
+            result.document = shapes.RankedText(documents[result.index])
+    answer = shapes.Ranking(
+        id=f"rerank-{uuid.uuid4().hex}",
+        model=model.name,
+        results=results[: body.top_n],
+        usage=shapes.PoolingUsage(answers.num_tokens, answers.num_tokens),
+    )
     return json_response(answer, warning_headers(warnings))
 
 
@@ -109,13 +108,13 @@ async def score(request: ApiRequest) -> ASGIResponse:
     model = await _scorer(request, body.model)
     pairs = _readable(list(zip(firsts, seconds, strict=True)), model)
     answers = await model.pooler.score(pairs, truncate=body.truncate_prompt_tokens)
-    answer = {
-        "id": f"score-{uuid.uuid4().hex}",
-        "object": "list",
-        "model": model.name,
-        "data": [{"index": i, "object": "score", "score": values[0]} for i, values in enumerate(answers.values)],
-        "usage": {"prompt_tokens": answers.num_tokens, "total_tokens": answers.num_tokens},
-    }
+    answer = shapes.Scores(
+        id=f"score-{uuid.uuid4().hex}",
+        object="list",
+        model=model.name,
+        data=[shapes.OpenAIScore(i, "score", values[0]) for i, values in enumerate(answers.values)],
+        usage=shapes.PoolingUsage(answers.num_tokens, answers.num_tokens),
+    )
     return json_response(answer, warning_headers(warnings))
 
 

@@ -90,7 +90,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     thinking_budget_tokens: int | None = None
 
 
-class Reasoning(msgspec.Struct, kw_only=True):
+class OpenAIReasoning(msgspec.Struct, kw_only=True):
     effort: str | None = None
 
 
@@ -109,7 +109,7 @@ class ChatBody(GenerateBody, kw_only=True):
     reasoning_format: str | None = None  # llama.cpp: none leaves reasoning in the content
     include_reasoning: bool | None = None  # vLLM: false leaves reasoning out of the answer
     reasoning_effort: str | None = None  # passed to the template, which may have such a switch
-    reasoning: Reasoning | None = None  # Ollama's spelling of reasoning_effort
+    reasoning: OpenAIReasoning | None = None  # Ollama's spelling of reasoning_effort
 
 
 class CompletionBody(GenerateBody, kw_only=True):

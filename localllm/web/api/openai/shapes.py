@@ -18,14 +18,14 @@ class PromptDetails(Shape):
     cached_tokens: int
 
 
-class Usage(Shape):
+class OpenAIUsage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
 
 
-class Timings(Shape):
+class OpenAITimings(Shape):
     """Timings in llama.cpp's format."""
 
     cache_n: int
@@ -65,55 +65,58 @@ class PromptScored(Shape):
 PromptLogprobs = list[dict[str, PromptScored] | None] | None
 
 
-class CalledFunction(Shape, kw_only=True):
+class OpenAICalledFunction(Shape, kw_only=True):
     name: str | UnsetType = UNSET  # in a stream with the first piece only
     arguments: str
 
 
-class ToolCall(Shape):
+class OpenAIToolCall(Shape):
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: OpenAICalledFunction
 
 
 class ToolCallPiece(Shape, kw_only=True):
     index: int
     id: str | UnsetType = UNSET
     type: Literal["function"] | UnsetType = UNSET
-    function: CalledFunction
+    function: OpenAICalledFunction
 
 
-class Message(Shape):
+class OpenAIMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     annotations: list[Any]
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[OpenAIToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Shape):
     index: int
-    message: Message
+    message: OpenAIMessage
     logprobs: ChatLogprobs | None
     finish_reason: Finish
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
 
 
-class Head(Shape):
+class OpenAIHead(Shape):
+    """The fields that a completion and each of its chunks have."""
+
     id: str
+    object: str
     created: int
     model: str
     system_fingerprint: str
 
 
-class ChatCompletion(Head):
+class ChatCompletion(OpenAIHead):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    usage: Usage
-    timings: Timings
+    usage: OpenAIUsage
+    timings: OpenAITimings
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
 
@@ -136,7 +139,7 @@ class ChunkChoice(Shape, kw_only=True):
     prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 
-class PromptProgress(Shape):
+class OpenAIPromptProgress(Shape):
     """Prompt progress in llama.cpp's format."""
 
     total: int
@@ -145,13 +148,14 @@ class PromptProgress(Shape):
     time_ms: int
 
 
-class Chunk(Head):
-    usage: Usage | UnsetType | None = UNSET
-    timings: Timings | UnsetType = UNSET
-    prompt_progress: PromptProgress | UnsetType = UNSET
+class OpenAIChunk(OpenAIHead):
+    choices: list[Any]
+    usage: OpenAIUsage | UnsetType | None = UNSET
+    prompt_progress: OpenAIPromptProgress | UnsetType = UNSET
+    timings: OpenAITimings | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Chunk, kw_only=True):
+class ChatCompletionChunk(OpenAIChunk):
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
 
@@ -163,34 +167,39 @@ class CompletionLogprobs(Shape):
     text_offset: list[int]
 
 
-class CompletionPiece(Shape):
+class CompletionText(Shape):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Finish | None
     stop_reason: int | str | None
+
+
+class CompletionPiece(CompletionText):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 
-class CompletionChoice(CompletionPiece):
+class CompletionChoice(CompletionText):
     finish_reason: Finish
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 
-class Completion(Head):
+class Completion(OpenAIHead):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
-    usage: Usage
-    timings: Timings
+    usage: OpenAIUsage
+    timings: OpenAITimings
 
 
-class CompletionChunk(Chunk, kw_only=True):
+class CompletionChunk(OpenAIChunk):
     object: Literal["text_completion"]
     choices: list[CompletionPiece]
 
 
-class Prompt(Shape):
+class OpenAIPrompt(Shape):
     prompt: str
 
 
@@ -225,7 +234,7 @@ class ModelState(Shape):
     progress: float | UnsetType | None = UNSET
 
 
-class Model(Shape):
+class OpenAIModel(Shape):
     id: str
     object: Literal["model"]
     created: int
@@ -239,7 +248,7 @@ class Model(Shape):
 
 class Models(Shape):
     object: Literal["list"]
-    data: list[Model]
+    data: list[OpenAIModel]
 
 
 class PoolingUsage(Shape):
@@ -247,7 +256,7 @@ class PoolingUsage(Shape):
     total_tokens: int
 
 
-class Embedding(Shape):
+class OpenAIEmbedding(Shape):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str  # str: base64 of little-endian fp32
@@ -255,7 +264,7 @@ class Embedding(Shape):
 
 class Embeddings(Shape):
     object: Literal["list"]
-    data: list[Embedding]
+    data: list[OpenAIEmbedding]
     model: str
     usage: PoolingUsage
 
@@ -277,7 +286,7 @@ class Ranking(Shape):
     usage: PoolingUsage
 
 
-class Score(Shape):
+class OpenAIScore(Shape):
     index: int
     object: Literal["score"]
     score: float
@@ -287,5 +296,5 @@ class Scores(Shape):
     id: str
     object: Literal["list"]
     model: str
-    data: list[Score]
+    data: list[OpenAIScore]
     usage: PoolingUsage

@@ -41,9 +41,9 @@ async def answer_tokenize(request: ApiRequest, raw: bytes) -> ASGIResponse:
     token_ids = await _token_ids(body, model)
 
     def written() -> ASGIResponse:
-        answer = {"count": len(token_ids), "max_model_len": model.plan.max_model_len, "tokens": token_ids}
+        answer = shapes.Tokens(len(token_ids), model.plan.max_model_len, token_ids)
         if body.return_token_strs:
-            answer["token_strs"] = [model.tokenizer.token_text(token_id) for token_id in token_ids]
+            answer.token_strs = [model.tokenizer.token_text(token_id) for token_id in token_ids]
         return json_response(answer, warning_headers(warnings))
 
     return await off_loop(len(token_ids), written)
@@ -72,7 +72,7 @@ async def detokenize(request: ApiRequest) -> ASGIResponse:
                     param="tokens",
                 )
         text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return json_response({"prompt": text, "content": text}, warning_headers(warnings))
+        return json_response(shapes.Text(prompt=text, content=text), warning_headers(warnings))
 
     return await off_loop(len(body.tokens), written)
 
@@ -87,9 +87,15 @@ async def tokenizer_info(request: ApiRequest) -> ASGIResponse:
     For clients that tokenise through /tokenize.
     """
     model = await served_model(request, request.query_params.get("model"))
-    special = {name: model.tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token")}
-    template = model.chat_template.source() if model.chat_template else None
-    return json_response({**special, "chat_template": template, "model_max_length": model.plan.max_model_len})
+    special = model.tokenizer.special_tokens
+    info = shapes.TokenizerInfo(
+        bos_token=special.get("bos_token"),
+        eos_token=special.get("eos_token"),
+        pad_token=special.get("pad_token"),
+        chat_template=model.chat_template.source() if model.chat_template else None,
+        model_max_length=model.plan.max_model_len,
+    )
+    return json_response(info)
 
 
 async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
