@@ -132,6 +132,41 @@ def test_every_field_is_read_or_refused_as_the_document_says(
         assert "nobody" in unknown.text
 
 
+def sent_by(server: LiveServer, method: str, path: str, operation: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield each JSON value that answers the operation's example, whole and streamed, with its schema."""
+    example = body_of(operation)["examples"][0] if "requestBody" in operation else None
+    content = operation["responses"].get("200", {}).get("content", {})
+    whole = example | {"stream": False} if any("x-item-schema" in each for each in content.values()) else example
+    answer = server.http.request(method.upper(), path, json=whole)
+    if answer.status_code == 200 and "application/json" in content:
+        yield answer.json(), content["application/json"]["schema"]
+    for items in (each["x-item-schema"] for each in content.values() if "x-item-schema" in each):
+        lines = server.http.request(method.upper(), path, json=example | {"stream": True}).text.splitlines()
+        for line in (line.removeprefix("data: ") for line in lines if line.startswith(("data: {", "{"))):
+            yield msgspec.json.decode(line), items
+
+
+def test_answers_have_the_shapes_that_the_document_shows(server: LiveServer) -> None:
+    checked = set()
+    for path, methods in DOCUMENT["paths"].items():
+        for method, operation in methods.items():
+            needed = [each for each in operation["parameters"] if each["required"]]
+            if needed or method == "delete" or not ("requestBody" in operation or method == "get"):
+                continue
+            for value, schema in sent_by(server, method, path, operation):
+                assert is_valid(value, schema), f"{path}: {value}"
+                checked.add(path)
+    generate = {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/api/chat",
+        "/api/generate",
+    }
+    assert checked >= generate | {"/v1/models", "/slots", "/localllm/v1/models/stats", "/tokenize", "/health"}
+
+
 def test_errors_of_the_api_are_no_pages(server: LiveServer) -> None:
     """Also for programs that say that they read HTML."""
     for path in DOCUMENT["paths"].keys() - {"/"}:

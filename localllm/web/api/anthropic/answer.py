@@ -18,6 +18,7 @@ from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments,
 from localllm.web.api.anthropic.shapes import (
     AnthropicMessage,
     AnthropicTextDelta,
+    AnthropicThinkingBlock,
     AnthropicUsage,
     Block,
     BlockDelta,
@@ -33,7 +34,6 @@ from localllm.web.api.anthropic.shapes import (
     Ping,
     Started,
     TextBlock,
-    ThinkingBlock,
     ThinkingDelta,
     ToolUseBlock,
 )
@@ -115,7 +115,7 @@ def _blocks(choice: Choice) -> list[Block]:
             case Content(text):
                 blocks.append(TextBlock(text))
             case Reasoning(text):
-                blocks.append(ThinkingBlock(text, NO_SIGNATURE))
+                blocks.append(AnthropicThinkingBlock(text, NO_SIGNATURE))
             case ToolCallStart(index, id, name):
                 input = choice.calls[index].arguments_object()
                 blocks.append(ToolUseBlock(id, name, input or {}))
@@ -124,10 +124,10 @@ def _blocks(choice: Choice) -> list[Block]:
 
 NO_SIGNATURE = ""
 """A signature lets a server recognise its own reasoning; this one accepts any."""
-TEXT, THINKING, TOOL_USE = TextBlock(""), ThinkingBlock("", NO_SIGNATURE), ToolUseBlock("", "", {})
+TEXT, THINKING, TOOL_USE = TextBlock(""), AnthropicThinkingBlock("", NO_SIGNATURE), ToolUseBlock("", "", {})
 EMPTY_DELTAS: Mapping[type[Block], Delta] = {
     TextBlock: AnthropicTextDelta(""),
-    ThinkingBlock: ThinkingDelta(""),
+    AnthropicThinkingBlock: ThinkingDelta(""),
     ToolUseBlock: InputDelta(""),
 }
 

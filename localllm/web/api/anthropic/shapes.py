@@ -21,7 +21,7 @@ class TextBlock(Shape, tag="text"):
     text: str
 
 
-class ThinkingBlock(Shape, tag="thinking"):
+class AnthropicThinkingBlock(Shape, tag="thinking"):
     thinking: str
     signature: str
 
@@ -32,7 +32,7 @@ class ToolUseBlock(Shape, tag="tool_use"):
     input: dict[str, Any]
 
 
-Block = TextBlock | ThinkingBlock | ToolUseBlock
+Block = TextBlock | AnthropicThinkingBlock | ToolUseBlock
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 

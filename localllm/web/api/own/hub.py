@@ -111,10 +111,10 @@ async def plan(request: ApiRequest) -> ASGIResponse:
     return json_response(shapes.Plan(**plan_facts(planned)))
 
 
-@get("/localllm/v1/models/downloads", operation=Operation(shapes.DownloadList))
+@get("/localllm/v1/models/downloads", operation=Operation(shapes.DownloadStatuses))
 async def list_downloads(request: ApiRequest) -> ASGIResponse:
     """List the downloads of this server."""
-    return json_response(shapes.DownloadList("list", [_download(each) for each in downloads_of(request).list()]))
+    return json_response(shapes.DownloadStatuses("list", [_download(each) for each in downloads_of(request).list()]))
 
 
 @post(

@@ -126,7 +126,7 @@ class Download(Shape):
     error: OpenAIProblem | None
 
 
-class DownloadList(Shape):
+class DownloadStatuses(Shape):
     object: Literal["list"]
     data: list[Download]
 
