@@ -15,7 +15,7 @@ from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.views import ErrorNotice
 from localllm.web.pages.library.fit_checks import terms_url
 from localllm.web.pages.library.installed_models import page_url
-from localllm.web.pages.library.views import ActionButton, DownloadCard, DownloadList, FileRow, PartialDownload
+from localllm.web.pages.library.views import ActionButton, DownloadCard, DownloadsView, FileRow, PartialDownload
 
 VERBS = {
     "waiting": (ActionButton("pause", "Pause"), ActionButton("discard", "Cancel")),
@@ -27,12 +27,12 @@ VERBS = {
 }
 
 
-def download_list(downloads: Downloads) -> DownloadList:
+def download_list(downloads: Downloads) -> DownloadsView:
     """Return all downloads, newest first. Blocking: it reads the disk."""
     known = downloads.list()
     named = {status.plan.repo_id for status in known}
     cut = [(repo_id, held) for repo_id, held in incomplete_repositories().items() if repo_id not in named]
-    return DownloadList(
+    return DownloadsView(
         cards=tuple(card(status) for status in reversed(known)),
         cut=tuple(PartialDownload(repo_id, format_bytes(held)) for repo_id, held in cut),
         free_bytes=free_bytes(),

@@ -38,7 +38,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         _results(),
         v.SearchResults("nothing", ()),
         _downloads(),
-        v.DownloadList((), (), 10**11, "~/.cache"),
+        v.DownloadsView((), (), 10**11, "~/.cache"),
         question,
         v.DeleteQuestion("Qwen3-8B", "", "", views.ErrorNotice("Qwen3-8B is loaded.", "", "Unload it first.")),
         v.LibraryPage(shell, tabs, _installed(), _picks(), "demo is deleted, 12 MiB freed."),
@@ -82,10 +82,10 @@ def _results() -> v.SearchResults:
     return v.SearchResults("qwen", (found, gated))
 
 
-def _downloads() -> v.DownloadList:
+def _downloads() -> v.DownloadsView:
     files = (v.FileRow("model-00001-of-00002.safetensors", "1.2 GiB of 4.6 GiB", 0.26),)
     line, why = "3.1 GiB of 15.2 GiB · 112 MiB/s · 1 min 50 s left · 3 of 9 files", views.ErrorNotice("Gated.")
     running = v.DownloadCard("1", "Qwen/Qwen3-8B", "/", "running", 0.2, line, files, VERBS["running"])
     failed = v.DownloadCard("2", "org/closed", "/", "failed", 0.0, "0 B of 5.7 GiB", files, VERBS["failed"], why, "/")
     done = v.DownloadCard("3", "org/done", "/", "done", 1.0, "5.7 GiB", files, VERBS["done"])
-    return v.DownloadList((running, failed, done), (v.PartialDownload("org/cut", "1.2 GiB"),), 10**11, "~/.cache")
+    return v.DownloadsView((running, failed, done), (v.PartialDownload("org/cut", "1.2 GiB"),), 10**11, "~/.cache")

@@ -147,7 +147,7 @@ class PartialDownload:
 
 
 @dataclass(frozen=True, slots=True)
-class DownloadList(View):
+class DownloadsView(View):
     """All downloads of this server, the newest first."""
 
     template: ClassVar[str] = "library/_downloads.html"
@@ -204,7 +204,7 @@ class DownloadsPage(View):
     template: ClassVar[str] = "library/downloads.html"
     shell: Shell
     tabs: LibraryTabs
-    downloads: DownloadList
+    downloads: DownloadsView
     said: str = ""
     error: ErrorNotice | None = None
 

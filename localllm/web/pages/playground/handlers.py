@@ -106,7 +106,7 @@ def _page(
         raise InvalidParameter(f"Unknown tab {tab[:40]!r}.", f"Known: {', '.join(dict(tabs))}.", param="tab")
     params = card.default_params
     defaults = {name: f"{getattr(params, name, None) or 0:g}" for name in forms.NUMBERS if name != "seed"}
-    defaults |= {"max_tokens": "16" if tab == "completions" else "up to the context", "seed": "drawn"}
+    defaults |= {"max_tokens": "16" if tab == "completions" else "up to the context", "seed": "random"}
     return PlaygroundPage(shell, tabs, forms.editor(tab, form, defaults), result)
 
 

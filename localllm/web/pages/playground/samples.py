@@ -11,7 +11,7 @@ from localllm.web.pages.playground.presenters import heat_token
 
 def samples(shell: views.Shell) -> list[views.View]:
     messages = (v.MessageRow("system", "Be brief."), v.MessageRow("user", "What is a block table?"))
-    numbers = (v.NumberField("temperature", "Temperature", "", "0.7"), v.NumberField("seed", "Seed", "7", "drawn"))
+    numbers = (v.NumberField("temperature", "Temperature", "", "0.7"), v.NumberField("seed", "Seed", "7", "random"))
     editor = v.Editor("chat", ("system", "user", "assistant"), messages, "", numbers, "", "{}", "", "5", True)
     tabs = (("chat", "Chat"), ("completions", "Completions"), ("tokenize", "Tokenize"))
     heat = tuple(
