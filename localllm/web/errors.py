@@ -29,7 +29,6 @@ from localllm.errors import (
     QueueFull,
     RequestError,
 )
-from localllm.errors import UnsupportedParameter as UnsupportedParameter
 from localllm.logs.fault_log import FaultLog
 from localllm.units import format_bytes
 from localllm.web.shape import Shape

@@ -19,7 +19,7 @@ from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import NO_OPTIONS, RequestOptions
 from localllm.engine.step import PromptEmbeds
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, UnsupportedParameter
 from localllm.serving.served import ServedModel
 from localllm.text.answers.reader import AnswerReader
 from localllm.web.access.caller import salted
@@ -27,7 +27,7 @@ from localllm.web.api.disconnect import EVENTS, EventStream, Framing, unless_dis
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.generation import Choice, Generation, Progress, collect
 from localllm.web.api.off_loop import off_loop
-from localllm.web.errors import UnsupportedParameter, as_local_error
+from localllm.web.errors import as_local_error
 from localllm.web.shape import Shape
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from localllm.errors import InvalidParameter
+from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.chat import reasons
 from localllm.serving.served import ServedModel
-from localllm.web.errors import UnsupportedParameter
 
 NO_BOUND = -1
 

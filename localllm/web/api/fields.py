@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from localllm.web.errors import UnsupportedParameter
+from localllm.errors import UnsupportedParameter
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from localllm.errors import InvalidParameter
+from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.chat import NO_TOOLS, TOOL_CHOICE, Tools
 from localllm.serving.served import ServedModel
-from localllm.web.errors import InvalidType, UnsupportedParameter
+from localllm.web.errors import InvalidType
 
 MAX_TOOLS = 512
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.engine.params import SamplingParams, given_params
-from localllm.errors import InvalidParameter
+from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.chat import CONTINUE, Conversation, reasons
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
@@ -28,7 +28,6 @@ from localllm.web.api.anthropic.tools import tools_of
 from localllm.web.api.budget import thinking_budget
 from localllm.web.api.conversation import ChatRequest, effort_switch, sampling_params, thinking_switch
 from localllm.web.api.reading import read_object, text_field, wrong_type
-from localllm.web.errors import UnsupportedParameter
 
 Message = dict[str, Any]
 

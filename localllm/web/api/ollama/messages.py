@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from localllm.errors import UnsupportedParameter
 from localllm.web.api.ollama.schema import OllamaInputMessage
-from localllm.web.errors import UnsupportedParameter
 
 MOST_UNANSWERED = 64
 """Unanswered calls among which a result looks for its own: more than are made at once, and few enough for any number of

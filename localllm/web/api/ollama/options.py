@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.engine.params import SAMPLING_PARAMS, SamplingParams, given_params
-from localllm.errors import InvalidParameter
+from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.chat import Tools, calls_tools, reasons
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
@@ -19,7 +19,6 @@ from localllm.web.api.ollama.fields import OPTION_RULES
 from localllm.web.api.ollama.schema import Options
 from localllm.web.api.reading import read_object
 from localllm.web.api.tools import checked, read_tool
-from localllm.web.errors import UnsupportedParameter
 
 DIALECT = "ollama"  # a key of ParamInfo.spellings
 RANDOM_SEED = -1

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from litestar import post
 from litestar.response.base import ASGIResponse
 
-from localllm.errors import DownloadCancelled
+from localllm.errors import DownloadCancelled, UnsupportedParameter
 from localllm.models.library.hub.downloads import Downloads, DownloadStatus
 from localllm.web.api.disconnect import EventStream, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
@@ -23,7 +23,7 @@ from localllm.web.api.ollama.models import required_name
 from localllm.web.api.ollama.schema import OllamaPullBody
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.own.hub import downloads_of, require_online
-from localllm.web.errors import UnsupportedParameter, as_local_error, ollama_error
+from localllm.web.errors import as_local_error, ollama_error
 
 LOOK_EVERY_S = 0.1
 

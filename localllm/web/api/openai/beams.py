@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from localllm.engine.beam_search import check_length_penalty
+from localllm.errors import UnsupportedParameter
 from localllm.web.api.openai.schema import CompletionBody, GenerateBody
-from localllm.web.errors import UnsupportedParameter
 
 NOT_WITH_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,), "prompt_logprobs": (), "min_tokens": (0,), "stop": ([],), "stop_token_ids": ([],),

@@ -13,14 +13,13 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams, given_params
 from localllm.engine.request import RequestOptions
-from localllm.errors import InvalidParameter
+from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.served import ServedModel
 from localllm.web.api.budget import thinking_budget
 from localllm.web.api.conversation import sampling_params
 from localllm.web.api.openai.beams import length_penalty
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
 from localllm.web.api.openai.structured import structured_outputs
-from localllm.web.errors import UnsupportedParameter
 
 BUDGETS = ("thinking_token_budget", "reasoning_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
 COMPLETION_MAX_TOKENS = 16

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.engine.step import PromptEmbeds
-from localllm.errors import InvalidParameter
+from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.served import ServedModel
 from localllm.web.api.conversation import NO_SWITCH, THINKING_SWITCHES, encode_all, truncate
 from localllm.web.api.off_loop import off_loop
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
-from localllm.web.errors import InvalidType, MissingParameter, UnsupportedParameter
+from localllm.web.errors import InvalidType, MissingParameter
 
 MAX_PROMPTS = 2048
 """Prompts per request; the same limit as for texts to embed."""

@@ -12,9 +12,8 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from localllm.errors import InvalidParameter
+from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.web.api.reading import text_field, wrong_type
-from localllm.web.errors import UnsupportedParameter
 
 Item = dict[str, Any]
 Message = dict[str, Any]

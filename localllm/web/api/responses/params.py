@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from localllm.engine.params import SamplingParams, given_params
-from localllm.errors import InvalidParameter
+from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.chat import Tools
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
@@ -19,7 +19,7 @@ from localllm.web.api.reading import read_object
 from localllm.web.api.responses.fields import REASONING_RULES, TEXT_RULES
 from localllm.web.api.responses.schema import ResponseReasoning, ResponsesBody, TextConfig
 from localllm.web.api.tools import chosen, function_tool
-from localllm.web.errors import InvalidType, UnsupportedParameter
+from localllm.web.errors import InvalidType
 
 FORMAT = "text.format"
 
