@@ -57,7 +57,7 @@ class ParamInfo:
         if self.low is None or (value is None and self.optional):
             return
         if self.kind == "whole":
-            _whole(value, name, int(self.low), None if self.high is None else int(self.high))
+            _whole(value, name, self.low, self.high)
         else:
             assert self.high is not None
             _real(value, name, self.low, self.high, above_low=self.above_low)
@@ -164,7 +164,7 @@ class SamplingParams:
         self._check()
 
     def _check(self) -> None:
-        for name, info in SAMPLING_PARAMS.items():
+        for name, info in _BOUNDED:
             info.check(getattr(self, name), name)
         for bias in (self.logit_bias or {}).values():
             _real(bias, "logit_bias", -100.0, 100.0)
@@ -238,6 +238,7 @@ class SamplingParams:
 
 SAMPLING_PARAMS: Mapping[str, ParamInfo] = {f.name: f.metadata["info"] for f in fields(SamplingParams)}
 """The one table of sampling parameters, by name."""
+_BOUNDED = tuple((name, info) for name, info in SAMPLING_PARAMS.items() if info.low is not None)
 
 
 def given_params(body: object, dialect: str = "") -> dict[str, Any]:
@@ -261,7 +262,7 @@ def _token_id(key: object, param: str) -> int:
     return int(token_id)
 
 
-def _whole(value: object, param: str, low: int, high: int | None = None) -> None:
+def _whole(value: object, param: str, low: float, high: float | None = None) -> None:
     if not _is_int(value):
         raise InvalidParameter(f"{param} must be a whole number.", f"Got {value!r}.", param=param)
     assert isinstance(value, int)
