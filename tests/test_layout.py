@@ -56,6 +56,10 @@ def test_what_belongs_to_a_call_a_thread_or_another_package_is_left_alone(code: 
     assert not set(COUNTS["_changed"](ast.parse(code)))
 
 
+def test_few_class_names_are_used_twice() -> None:
+    assert len(COUNTS["repeated_class_names"]()) < 20
+
+
 def test_functions_are_short() -> None:
     lengths = [length for length, _ in COUNTS["function_lengths"]()]
     assert median(lengths) <= 6
