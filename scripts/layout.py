@@ -26,12 +26,15 @@ ORDER = (
     "runner",
     "serving", "llm",
     "tuning",
-    "web/shape", "web/errors", "web/watchdog", "web/access", "web/api", "web/metrics", "web/tracing", "web/pages",
+    "web/shape", "web/errors", "web/watchdog", "web/access", "web/api", "web/metrics", "web/tracing", "web/pages/frame",
+    "web/pages/chat", "web/pages/dashboard", "web/pages/library", "web/pages/logs", "web/pages/playground",
+    "web/pages/settings", "web/pages/tune", "web/pages",
     "web/app",
     "up", "cli", "__init__", "__main__",
 )  # fmt: skip
 """Folders and modules of the package, lowest first. Each imports only itself and what is before it, also inside
-functions and for type checkers. `models/` and `web/` themselves have no place: nothing imports their `__init__.py`."""
+functions and for type checkers. `models/` and `web/` themselves have no place: nothing imports their `__init__.py`.
+What is not listed has the place of its folder, as a new page has that of `web/pages`."""
 
 
 @dataclass(frozen=True, slots=True)
