@@ -17,23 +17,10 @@ from localllm.engine.params import SamplingParams
 from localllm.errors import LocalLLMError
 from localllm.text.answers.parts import Content
 from localllm.web.api.generation import Choice, Progress
+from localllm.web.api.responses import shapes
 from localllm.web.api.responses.items import Item, new_id
 from localllm.web.api.responses.output import OutputItems
 from localllm.web.api.responses.schema import ResponsesBody
-from localllm.web.api.responses.shapes import (
-    Completed,
-    Created,
-    Cut,
-    Failed,
-    Incomplete,
-    InProgress,
-    InputDetails,
-    OutputDetails,
-    Response,
-    ResponseProblem,
-    ResponseStatus,
-    ResponseUsage,
-)
 from localllm.web.errors import openai_error
 
 REPEATED = (
@@ -63,10 +50,10 @@ class ResponseHead:
     def new(model: str, body: ResponsesBody, params: SamplingParams, num_truncated: int = 0) -> ResponseHead:
         return ResponseHead(new_id("resp"), int(time.time()), model, body, params, num_truncated)
 
-    def response(self, status: ResponseStatus, output: Any, **end: Any) -> Response:
+    def response(self, status: shapes.ResponseStatus, output: Any, **end: Any) -> shapes.Response:
         """Return the response. `end`: fields that differ from a response that has not ended."""
         body = self.body
-        return Response(
+        return shapes.Response(
             id=self.id,
             object="response",
             created_at=self.created_at,
@@ -91,25 +78,25 @@ class ResponseHead:
             **(NOT_ENDED | end),
         )
 
-    def ended(self, output: Sequence[Item], progress: Progress, *, cut: bool) -> Response:
+    def ended(self, output: Sequence[Item], progress: Progress, *, cut: bool) -> shapes.Response:
         end: dict[str, Any] = {"completed_at": int(time.time()), "usage": usage_object(progress)}
         if cut:
-            return self.response("incomplete", output, **end, incomplete_details=Cut("max_output_tokens"))
+            return self.response("incomplete", output, **end, incomplete_details=shapes.Cut("max_output_tokens"))
         return self.response("completed", output, **end)
 
 
-def usage_object(progress: Progress) -> ResponseUsage:
+def usage_object(progress: Progress) -> shapes.ResponseUsage:
     usage = progress.usage()
-    return ResponseUsage(
+    return shapes.ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputDetails(cached_tokens=usage.cached_tokens, cache_write_tokens=0),
+        input_tokens_details=shapes.InputDetails(cached_tokens=usage.cached_tokens, cache_write_tokens=0),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputDetails(progress.reasoning_tokens),
+        output_tokens_details=shapes.OutputDetails(progress.reasoning_tokens),
         total_tokens=usage.total_tokens,
     )
 
 
-def whole_response(head: ResponseHead, choices: Sequence[Choice], progress: Progress) -> Response:
+def whole_response(head: ResponseHead, choices: Sequence[Choice], progress: Progress) -> shapes.Response:
     [choice] = choices
     output, cut = OutputItems(), choice.finish_reason != "stop"
     for part in choice.parts:
@@ -121,7 +108,9 @@ def whole_response(head: ResponseHead, choices: Sequence[Choice], progress: Prog
 class ResponseEvents:
     """The events of one response: its start, its items in order, its end."""
 
-    def __init__(self, head: ResponseHead, keep: Callable[[Response], None], output: OutputItems | None = None) -> None:
+    def __init__(
+        self, head: ResponseHead, keep: Callable[[shapes.Response], None], output: OutputItems | None = None
+    ) -> None:
         """`keep` is called with the response when it has ended."""
         self.head, self._keep, self._output = head, keep, output or OutputItems()
         self._started = self._cut = False
@@ -136,20 +125,21 @@ class ResponseEvents:
         closed = self._output.close(cut=self._cut)
         response = self.head.ended(self._output.items, progress, cut=self._cut)
         self._keep(response)
-        return closed + self._output.event(Incomplete if self._cut else Completed, response=response)
+        return closed + self._output.event(shapes.Incomplete if self._cut else shapes.Completed, response=response)
 
     def error(self, error: LocalLLMError) -> bytes:
         """Return the error event. Of the codes that clients know only one fits; the message has the details."""
-        told = ResponseProblem("server_error", openai_error(error).error.message)
+        told = shapes.ResponseProblem("server_error", openai_error(error).error.message)
         written = self._start() + self._output.close(cut=True)
         response = self.head.response("failed", self._output.items, error=told)
-        return written + self._output.event(Failed, response=response)
+        return written + self._output.event(shapes.Failed, response=response)
 
     def _start(self) -> bytes:
         if self._started:
             return b""
         self._started = True
         told = [
-            self._output.event(kind, response=self.head.response("in_progress", [])) for kind in (Created, InProgress)
+            self._output.event(kind, response=self.head.response("in_progress", []))
+            for kind in (shapes.Created, shapes.InProgress)
         ]
         return b"".join(told)

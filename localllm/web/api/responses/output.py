@@ -13,23 +13,9 @@ import msgspec
 from msgspec.structs import replace
 
 from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart
+from localllm.web.api.responses import shapes
 from localllm.web.api.responses.items import Item, new_id
-from localllm.web.api.responses.shapes import (
-    AnyEvent,
-    ArgumentsDelta,
-    ArgumentsDone,
-    ItemAdded,
-    ItemDone,
-    OutputText,
-    PartAdded,
-    PartDone,
-    ReasoningDelta,
-    ReasoningDone,
-    ReasoningText,
-    ResponseTextDelta,
-    TextDone,
-    TextEvent,
-)
+from localllm.web.shape import event_bytes
 
 to_json = msgspec.json.encode
 
@@ -39,24 +25,25 @@ class _Kind:
     """The properties of one type of item."""
 
     prefix: str  # prefix of its ids
-    delta: Callable[..., TextEvent]  # the events of its text
-    done: Callable[..., TextEvent]
+    delta: Callable[..., shapes.TextEvent]  # the events of its text
+    done: Callable[..., shapes.TextEvent]
     fields: Item  # fields beside its text
-    part: OutputText | ReasoningText | None = None  # its only part; None for a call, which has arguments instead
+    part: shapes.TextPart | None = None  # its only part; None for a call, which has arguments instead
     extra: dict[str, list[Any]] = field(default_factory=dict)  # further fields of the events of its text
 
 
 KINDS = {
     "message": _Kind(
-        "msg", ResponseTextDelta, TextDone, {"role": "assistant"}, OutputText("", [], []), {"logprobs": []}
+        "msg",
+        shapes.ResponseTextDelta,
+        shapes.TextDone,
+        {"role": "assistant"},
+        shapes.OutputText("", [], []),
+        {"logprobs": []},
     ),
-    "reasoning": _Kind("rs", ReasoningDelta, ReasoningDone, {"summary": []}, ReasoningText("")),
-    "function_call": _Kind("fc", ArgumentsDelta, ArgumentsDone, {}),
+    "reasoning": _Kind("rs", shapes.ReasoningDelta, shapes.ReasoningDone, {"summary": []}, shapes.ReasoningText("")),
+    "function_call": _Kind("fc", shapes.ArgumentsDelta, shapes.ArgumentsDone, {}),
 }
-
-
-def event_bytes(event: AnyEvent) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (str(event.__struct_config__.tag).encode(), to_json(event))
 
 
 @dataclass(slots=True)
@@ -79,7 +66,7 @@ class OutputItems:
         self._new_id = new_id
         self._next_number = 0
 
-    def event(self, kind: Callable[..., AnyEvent], **fields: Any) -> bytes:
+    def event(self, kind: Callable[..., shapes.AnyEvent], **fields: Any) -> bytes:
         return event_bytes(kind(**fields, sequence_number=self._number()))
 
     def say(self, part: Part) -> bytes:
@@ -111,8 +98,8 @@ class OutputItems:
             part = replace(kind.part, text=text)
             item["content"] = [part]
             written = self.event(kind.done, **said.place, text=text, **kind.extra)
-            written += self.event(PartDone, **said.place, part=part)
-        return written + self.event(ItemDone, output_index=said.place["output_index"], item=item)
+            written += self.event(shapes.PartDone, **said.place, part=part)
+        return written + self.event(shapes.ItemDone, output_index=said.place["output_index"], item=item)
 
     def _within(self, type: str) -> bytes:
         """Return the events that open an item of this type, if none is open."""
@@ -126,12 +113,12 @@ class OutputItems:
         index = len(self.items)
         self.items.append(item)
         place: Item = {"item_id": item["id"], "output_index": index}
-        written = self.event(ItemAdded, output_index=index, item=item)
+        written = self.event(shapes.ItemAdded, output_index=index, item=item)
         if kind.part is None:
             self._calls.append(item)
         else:
             place["content_index"] = 0
-            written += self.event(PartAdded, **place, part=kind.part)
+            written += self.event(shapes.PartAdded, **place, part=kind.part)
         empty = event_bytes(kind.delta(**place, **kind.extra, delta="", sequence_number=0))
         self._open = _Open(item, place, empty.removesuffix(b'"","sequence_number":0}\n\n'))
         return written

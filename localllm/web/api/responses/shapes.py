@@ -170,8 +170,11 @@ class PartPlace(ItemPlace):
     content_index: int
 
 
+TextPart = OutputText | ReasoningText
+
+
 class PartEvent(PartPlace):
-    part: OutputText | ReasoningText
+    part: TextPart
     sequence_number: int
 
 
