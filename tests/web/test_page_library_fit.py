@@ -12,7 +12,7 @@ import pytest
 from localllm.config.settings import EngineConfig, ModelTable, Settings
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.web.pages.library import fit_checks
-from localllm.web.pages.library.fit_checks import FitChecks, look
+from localllm.web.pages.library.fit_checks import FitChecks, check_fit
 
 MIB, GIB = 1024**2, 1024**3
 
@@ -32,7 +32,7 @@ def machine(ram: int, gpu: int = 0) -> Hardware:
     ],
 )
 def test_fits_in_words(tiny_llama_path: Path, hardware: Hardware, kind: str, said: str) -> None:
-    fit = look(str(tiny_llama_path), EngineConfig(), hardware)
+    fit = check_fit(str(tiny_llama_path), EngineConfig(), hardware)
     assert fit.verdict.kind == kind
     assert said in fit.verdict.numbers
     assert fit.table is not None
@@ -43,7 +43,7 @@ def test_fits_in_words(tiny_llama_path: Path, hardware: Hardware, kind: str, sai
 
 
 def test_a_context_that_has_to_be_cut_is_told_with_what_would_give_more(tiny_llama_path: Path) -> None:
-    fit = look(str(tiny_llama_path), EngineConfig(kv_cache_memory_bytes=300_000), machine(8 * GIB))
+    fit = check_fit(str(tiny_llama_path), EngineConfig(kv_cache_memory_bytes=300_000), machine(8 * GIB))
     assert fit.verdict.kind == "shorter"
     assert " of 2,048 tokens" in fit.verdict.numbers
     assert fit.verdict.hint.startswith("Without --kv-cache-memory-bytes: context 2,048 tokens")
@@ -56,7 +56,7 @@ def test_each_model_is_looked_at_with_settings_of_its_own(monkeypatch: pytest.Mo
         asked[name] = config.cpu_weights
         return SimpleNamespace(error=None)
 
-    monkeypatch.setattr(fit_checks, "look", note)
+    monkeypatch.setattr(fit_checks, "check_fit", note)
     tables = {"exact-one": ModelTable("exact-one", {"cpu_weights": "exact"})}
     known = FitChecks(SimpleNamespace(entries=[]), Settings(EngineConfig(cpu_weights="small"), models=tables))  # type: ignore[arg-type]
 

@@ -38,12 +38,12 @@ async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
     try:
         files = state.attachments.get(owner, [each for each in form.getall("attachment", []) if each != removed])
         for upload in _uploads(form):
-            state.attachments.room_for(len(files) + 1)
-            files.append(await _put(state, owner, upload, model))
+            state.attachments.require_count(len(files) + 1)
+            files.append(await _store_file(state, owner, upload, model))
     except RequestError as problem:
         error = notice(problem)
     card = presenters.card_of(state, {"model": model} if model else {})
-    return html(_shown(files, card.plan.max_model_len if card is not None else 0, error))
+    return html(_attachments_view(files, card.plan.max_model_len if card is not None else 0, error))
 
 
 async def attached_files(request: Request[Any, Any, Any]) -> list[Attachment]:
@@ -51,8 +51,8 @@ async def attached_files(request: Request[Any, Any, Any]) -> list[Attachment]:
     state, owner, form = chat_state(request), owner_of(request), await request.form()
     files = state.attachments.get(owner, form.getall("attachment", []))
     for upload in _uploads(form):
-        state.attachments.room_for(len(files) + 1)
-        files.append(await _put(state, owner, upload, form.get("model", "")))
+        state.attachments.require_count(len(files) + 1)
+        files.append(await _store_file(state, owner, upload, form.get("model", "")))
     return files
 
 
@@ -61,7 +61,7 @@ def _uploads(form: Any) -> list[UploadFile]:
     return [each for each in form.getall("file", []) if isinstance(each, UploadFile) and each.filename]
 
 
-async def _put(state: ChatState, owner: str, upload: UploadFile, model: str) -> Attachment:
+async def _store_file(state: ChatState, owner: str, upload: UploadFile, model: str) -> Attachment:
     name, text = await read_file(upload.filename, await upload.read())
     return state.attachments.put(
         owner, name, text, await _num_tokens(state, name, text, {"model": model} if model else {})
@@ -78,7 +78,7 @@ async def _num_tokens(state: ChatState, name: str, text: str, settings: Mapping[
     )
 
 
-def _shown(files: list[Attachment], context_tokens: int, error: Any) -> Attachments:
+def _attachments_view(files: list[Attachment], context_tokens: int, error: Any) -> Attachments:
     chips = tuple(AttachmentChip(file.name, file.num_bytes, file.num_tokens, file.id) for file in files)
     counts = [file.num_tokens for file in files]
     total = sum(count for count in counts if count is not None) if files and None not in counts else None

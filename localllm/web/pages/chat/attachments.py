@@ -161,13 +161,13 @@ class PendingAttachments:
 
     def get(self, owner: str, ids: Sequence[str]) -> list[Attachment]:
         """Return the files with these ids. Raises if one is gone."""
-        self.room_for(len(ids))
+        self.require_count(len(ids))
         found = [self._files.get(each) for each in dict.fromkeys(ids)]
         if any(each is None or each[0] != owner for each in found):
             raise UnreadableFile("An attached file is no longer on the server.", hint="Remove it and attach it again.")
         return [each[2] for each in found if each is not None]
 
-    def room_for(self, count: int) -> None:
+    def require_count(self, count: int) -> None:
         """Raise if this many files are too many for a message."""
         if count > MAX_FILES:
             raise FileTooLarge(

@@ -62,7 +62,7 @@ async def latest_chat(request: Request[Any, Any, Any]) -> Redirect:
 @get("/c/{conversation_id:str}")
 async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """Show a conversation. A reply that is being written continues in its place."""
-    chat, query = await asked_chat(request), request.query_params
+    chat, query = await requested_chat(request), request.query_params
     if "before" in query and is_scripted(request):
         return html(await presenters.earlier(request, chat, query["before"]))
     undo = _undo(request, "The message is deleted.")
@@ -104,8 +104,8 @@ async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
 @get("/c/{conversation_id:str}/m/{message_id:str}/stream")
 async def follow_reply(request: Request[Any, Any, Any]) -> Stream:
     """Stream a reply from its beginning: a tab that is reopened misses nothing."""
-    writing = _own_writing(request)
-    chat, message = (None, writing.message) if writing is not None else await asked_message(request)
+    writing = _own_reply(request)
+    chat, message = (None, writing.message) if writing is not None else await requested_message(request)
     news = _reply_events(chat_state(request), owner_of(request), chat, message, writing)
     return event_stream(until_closing(news, closing(request.app.state)))
 
@@ -113,9 +113,9 @@ async def follow_reply(request: Request[Any, Any, Any]) -> Stream:
 @post("/c/{conversation_id:str}/m/{message_id:str}/stop", guards=[same_origin], status_code=200)
 async def stop_reply(request: Request[Any, Any, Any]) -> Response[Any]:
     """Stop the reply; the text so far is kept."""
-    writing = _own_writing(request)
+    writing = _own_reply(request)
     if writing is None:
-        await asked_message(request)
+        await requested_message(request)
     else:
         writing.reply.cancel()
     if is_scripted(request):
@@ -160,17 +160,17 @@ async def _disconnect(request: Request[Any, Any, Any]) -> None:
         continue
 
 
-async def asked_chat(request: Request[Any, Any, Any]) -> Chat:
+async def requested_chat(request: Request[Any, Any, Any]) -> Chat:
     """Return the chat in the URL. Raises `ChatNotFound`, also for another owner's chat."""
     return await chat_state(request).store.call(Chats.get, owner_of(request), request.path_params["conversation_id"])
 
 
-async def asked_message(request: Request[Any, Any, Any]) -> tuple[Chat, StoredMessage]:
-    chat = await asked_chat(request)
+async def requested_message(request: Request[Any, Any, Any]) -> tuple[Chat, StoredMessage]:
+    chat = await requested_chat(request)
     return chat, await chat_state(request).store.call(Chats.message, chat.id, request.path_params["message_id"])
 
 
-def _own_writing(request: Request[Any, Any, Any]) -> ActiveReply | None:
+def _own_reply(request: Request[Any, Any, Any]) -> ActiveReply | None:
     """Return the reply in the URL if it is not saved yet; the store is not used, so a locked one blocks nothing."""
     found = chat_state(request).replies.get(request.path_params["message_id"])
     return found if found is not None and found.owner == owner_of(request) else None

@@ -98,7 +98,7 @@ class Reply:
     def announce(self, text: str) -> None:
         """Show why there is no text yet, in place of the text."""
         self._note = text
-        self._wake()
+        self._publish()
 
     async def continue_from(self, text: str, reasoning: str = "", thought_s: float = 0.0, tokens: int = 0) -> None:
         """Begin with the text of an earlier reply."""
@@ -106,7 +106,7 @@ class Reply:
             await self.thinking.add(reasoning, ends=True)
         self._before = (thought_s, tokens)
         await self.body.add(text)
-        self._wake()
+        self._publish()
 
     def prepare(self, work: Coroutine[None, None, None]) -> None:
         """Run the work that comes before `start`. A reply that is cancelled meanwhile never starts."""
@@ -116,7 +116,7 @@ class Reply:
     def _prepared(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
             self.finish_reason = "abort"
-            self._wake()
+            self._publish()
         elif (error := task.exception()) is not None:
             log.error("reply failed id=%s", self.request_id, exc_info=error)
             self.fail(EngineError("The reply failed with an internal error.", "The server's log has the details."))
@@ -137,7 +137,7 @@ class Reply:
         """End the reply before or instead of the engine's last event."""
         self._turn_to("")
         self.error, self.finish_reason = error, "error"
-        self._wake()
+        self._publish()
 
     def cancel(self) -> None:
         """Ask the engine to stop; the reply ends with its text so far."""
@@ -162,7 +162,9 @@ class Reply:
                 if turned != turn:
                     thinking = ReadPosition()
                 progress = ReplyUpdate(
-                    self.body.news(body), self.thinking.news(thinking) if turned[0] else None, turned != turn
+                    self.body.update_for(body),
+                    self.thinking.update_for(thinking) if turned[0] else None,
+                    turned != turn,
                 )
                 turn = turned
                 if progress.body or progress.thinking:
@@ -176,7 +178,7 @@ class Reply:
         try:
             async with contextlib.aclosing(client.generate(request)) as events:
                 async for event in events:
-                    await self._take(event)
+                    await self._handle_event(event)
                     self._cancel_if_forgotten()
             if not self.done:
                 self.fail(EngineError("The engine ended the reply without a reason.", hint="Send the message again."))
@@ -189,18 +191,18 @@ class Reply:
             log.exception("reply failed id=%s", self.request_id)
             self.fail(EngineError("The reply failed with an internal error.", "The server's log has the details."))
 
-    async def _take(self, event: GenerationEvent) -> None:
+    async def _handle_event(self, event: GenerationEvent) -> None:
         parts = self._read(event)
         self._counts.count(replace(event, parts=tuple(parts)))
         for part in parts:
-            await self._take_part(part)
+            await self._handle_part(part)
         if event.finish_reason is not None:
             self._turn_to("")
             await self.thinking.add("", ends=True)
             await self.body.add("", ends=True)
             self.usage, self.timings, self.error = event.usage, event.timings, event.error
             self.finish_reason = event.finish_reason
-        self._wake()
+        self._publish()
 
     def _read(self, event: GenerationEvent) -> list[Part]:
         text = event.text.replace("\r\n", "\n").replace("\r", "\n")
@@ -209,7 +211,7 @@ class Reply:
         parts = self._reader.feed(text)
         return parts + self._reader.end() if event.finish_reason is not None else parts
 
-    async def _take_part(self, part: Part) -> None:
+    async def _handle_part(self, part: Part) -> None:
         match part:
             case Reasoning(text):
                 resumes = self._writes != "reasoning" and self.thinking.text
@@ -242,17 +244,17 @@ class Reply:
             log.info("reply cancelled id=%s reason=nobody-follows", self.request_id)
             self.cancel()
 
-    def _wake(self) -> None:
+    def _publish(self) -> None:
         """Publish the current state to followers; finished blocks and open block change together."""
         self._version += 1
         self.thinking.settle()
-        self.body.settle(self._in_place())
+        self.body.settle(self._instead_of_open_block())
         if self.done:
             self.ended.set()
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _in_place(self) -> tuple[OpenKind, str] | None:
+    def _instead_of_open_block(self) -> tuple[OpenKind, str] | None:
         """Return the replacement of the open block: a note, or the call that is being written."""
         if self.done:
             return None

@@ -74,13 +74,13 @@ class MarkdownStream:
         if ends:
             closed += self._splitter.finish()
         if closed.strip():
-            self.blocks.append(await asyncio.to_thread(self._draw, closed))
+            self.blocks.append(await asyncio.to_thread(self._render, closed))
 
     def settle(self, instead: tuple[OpenKind, str] | None = None) -> None:
         """Publish the current state to followers, with `instead` in place of the open block if given."""
         self.settled = (len(self.blocks), *(instead or self._splitter.open_block()))
 
-    def news(self, seen: ReadPosition) -> TextUpdate | None:
+    def update_for(self, seen: ReadPosition) -> TextUpdate | None:
         """Return what this follower has not seen, and mark it as seen; None if there is nothing new."""
         num_blocks, kind, text = self.settled
         html, chars = "".join(self.blocks[seen.blocks : num_blocks]), seen.chars
@@ -90,7 +90,7 @@ class MarkdownStream:
             return TextUpdate(html, first, kind, text)
         return TextUpdate("", False, None, text[chars:]) if len(text) > chars else None
 
-    def _draw(self, closed: str) -> str:
+    def _render(self, closed: str) -> str:
         self._drawn_chars += len(closed)
         return render_markdown(closed) if self._drawn_chars <= MAX_DRAWN_CHARS else plain(closed)
 

@@ -16,7 +16,7 @@ from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import message_presenters, presenters, turns
 from localllm.web.pages.chat.handlers import (
     MAX_BODY_BYTES,
-    asked_message,
+    requested_message,
     until_written,
 )
 from localllm.web.pages.chat.sidebar_views import Undo
@@ -35,7 +35,7 @@ Ask = Callable[[ChatState, str, Chat, StoredMessage, Mapping[str, str]], Awaitab
 @get(ONE)
 async def show_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Show one message, to replace a cancelled edit form."""
-    chat, message = await asked_message(request)
+    chat, message = await requested_message(request)
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}#m-{message.id}", status_code=303)
     replies = chat_state(request).replies
@@ -45,7 +45,7 @@ async def show_message(request: Request[Any, Any, Any]) -> Response[Any]:
 @get(f"{ONE}/raw")
 async def raw_message(request: Request[Any, Any, Any]) -> Response[str]:
     """Return the text as it was written, with its Markdown."""
-    _, message = await asked_message(request)
+    _, message = await requested_message(request)
     text = chat_state(request).replies.current(message).text
     return Response(text, media_type="text/plain", headers={"Cache-Control": "no-store"})
 
@@ -53,7 +53,7 @@ async def raw_message(request: Request[Any, Any, Any]) -> Response[str]:
 @get(f"{ONE}/edit")
 async def edit_form(request: Request[Any, Any, Any]) -> Response[Any]:
     """Show the message in a text field."""
-    chat, message = await asked_message(request)
+    chat, message = await requested_message(request)
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}?edit={message.id}#m-{message.id}", status_code=303)
     return html(ChatMessage(message.id, message.role, edit=message_presenters.edit_form(chat.id, message)))
@@ -87,34 +87,34 @@ async def send_results(request: Request[Any, Any, Any]) -> Response[Any]:
 async def select_version(request: Request[Any, Any, Any]) -> Response[Any]:
     """Show the branch with this message."""
     state = chat_state(request)
-    chat, message = await asked_message(request)
+    chat, message = await requested_message(request)
     with state.replies.lock(chat.id):
         await state.store.call(Chats.select, chat.id, message.id)
     at, count = message.versions.index(message.id) + 1, len(message.versions)
-    return await _shown_anew(request, chat, f"Version {at} of {count}", f"#m-{message.id}")
+    return await _updated_page(request, chat, f"Version {at} of {count}", f"#m-{message.id}")
 
 
 @post(f"{ONE}/delete", guards=[same_origin], status_code=200)
 async def delete_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Delete a message and all that follow it."""
     state = chat_state(request)
-    chat, message = await asked_message(request)
+    chat, message = await requested_message(request)
     with state.replies.lock(chat.id):
         deletion = await state.store.call(Chats.delete_message, chat.id, message.id)
     state.replies.purge_later()
     undo = Undo("The message and what followed it are deleted.", f"/chats/undo/{deletion}")
-    return await _shown_anew(request, chat, "Message deleted", f"?deleted={deletion}", undo)
+    return await _updated_page(request, chat, "Message deleted", f"?deleted={deletion}", undo)
 
 
 async def _answered(request: Request[Any, Any, Any], ask: Ask) -> Response[Any]:
-    chat, message = await asked_message(request)
+    chat, message = await requested_message(request)
     turn = await ask(chat_state(request), owner_of(request), chat, message, await fields_of(request))
     if not is_scripted(request):
         await until_written(request, turn.writing)
-    return await _shown_anew(request, chat, "Generating", f"#m-{turn.writing.message.id}")
+    return await _updated_page(request, chat, "Generating", f"#m-{turn.writing.message.id}")
 
 
-async def _shown_anew(
+async def _updated_page(
     request: Request[Any, Any, Any], chat: Chat, announcement: str, where: str, undo: Undo | None = None
 ) -> Response[Any]:
     if not is_scripted(request):

@@ -85,7 +85,7 @@ async def chat_page(
         empty=empty,
         loading=state.pages.loading() if waits else None,
         undo=undo,
-        notice=_set_aside(state),
+        notice=_store_notice(state),
     )
 
 
@@ -126,14 +126,14 @@ def with_error(page: ChatPage, form: Mapping[str, str], error: ErrorNotice) -> C
     if page.composer is None:
         return page
     drawer = page.composer.sampling
-    typed = {name: _worth_returning(form.get(name, "")) for name in NAMES}
+    typed = {name: _bounded_text(form.get(name, "")) for name in NAMES}
     fields = tuple(replace(field, value=typed[field.name]) for field in drawer.fields)
     settings = replace(drawer, system=typed["system"], tools=typed["tools"], fields=fields)
-    text = _worth_returning(form.get("message", ""))
+    text = _bounded_text(form.get("message", ""))
     return replace(page, composer=replace(page.composer, sampling=settings, text=text, error=error))
 
 
-def _worth_returning(text: str) -> str:
+def _bounded_text(text: str) -> str:
     """Return the typed text; a very long one that was refused is not sent back."""
     return text if len(text) < 100_000 else ""
 
@@ -170,7 +170,7 @@ async def _drawer(state: ChatState, owner: str, card: ModelCard | None, settings
     return message_presenters.sampling(card, settings, tuple(presets))
 
 
-def _set_aside(state: ChatState) -> ErrorNotice | None:
+def _store_notice(state: ChatState) -> ErrorNotice | None:
     return ErrorNotice(state.store.notice) if state.store.notice else None
 
 

@@ -19,7 +19,7 @@ from localllm.web.access.caller import owner_of
 from localllm.web.api.exchange import require_few_values
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.chat import message_presenters, presenters, transfer
-from localllm.web.pages.chat.handlers import COOKIE, MAX_BODY_BYTES, asked_chat
+from localllm.web.pages.chat.handlers import COOKIE, MAX_BODY_BYTES, requested_chat
 from localllm.web.pages.chat.markdown_stream import cached_html
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
 from localllm.web.pages.chat.sidebar_views import ChatListPage, ChatsChanged, ManageChat, ManageChats, Undo
@@ -46,7 +46,7 @@ async def find_chats(request: Request[Any, Any, Any]) -> Response[str]:
 @get("/c/{conversation_id:str}/manage")
 async def manage_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the forms that change a whole chat, in a dialog or as a page."""
-    chat = await asked_chat(request)
+    chat = await requested_chat(request)
     form = ManageChat(f"/c/{chat.id}", chat.title, chat.pinned)
     return html(form if is_scripted(request) else await presenters.panel_page(request, chat.title, form))
 
@@ -61,7 +61,7 @@ async def manage_chats(request: Request[Any, Any, Any]) -> Response[str]:
 
 @post("/c/{conversation_id:str}/rename", guards=[same_origin], status_code=200)
 async def rename_chat(request: Request[Any, Any, Any]) -> Response[Any]:
-    chat = await asked_chat(request)
+    chat = await requested_chat(request)
     title = " ".join((await fields_of(request)).get("title", "").split())[:MAX_TITLE_CHARS]
     if not title:
         raise InvalidParameter("The title is empty.", hint="Type something first.", param="title")
@@ -71,7 +71,7 @@ async def rename_chat(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post("/c/{conversation_id:str}/pin", guards=[same_origin], status_code=200)
 async def pin_chat(request: Request[Any, Any, Any]) -> Response[Any]:
-    chat = await asked_chat(request)
+    chat = await requested_chat(request)
     pinned = bool((await fields_of(request)).get("pinned"))
     await chat_state(request).store.call(Chats.pin, owner_of(request), chat.id, pinned)
     return await _list_changed(request, "Chat pinned" if pinned else "Chat unpinned")
@@ -80,7 +80,7 @@ async def pin_chat(request: Request[Any, Any, Any]) -> Response[Any]:
 @post("/c/{conversation_id:str}/delete", guards=[same_origin], status_code=200)
 async def delete_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     """Delete a chat, with undo for a while. A reply that is being written in it stops."""
-    state, chat = chat_state(request), await asked_chat(request)
+    state, chat = chat_state(request), await requested_chat(request)
     deletion = await state.store.call(Chats.delete, owner_of(request), chat.id)
     state.replies.cancel(chat_id=chat.id)
     state.replies.purge_later()
@@ -102,7 +102,7 @@ async def undo_delete(request: Request[Any, Any, Any]) -> Redirect:
 @get("/c/{conversation_id:str}/export/{kind:str}")
 async def export_chat(request: Request[Any, Any, Any]) -> Response[bytes]:
     """Export the shown branch as Markdown, or everything as JSON."""
-    state, chat = chat_state(request), await asked_chat(request)
+    state, chat = chat_state(request), await requested_chat(request)
     kind = request.path_params["kind"]
     branch = await state.store.call(Chats.branch, chat.id, chat.leaf)
     shown_now = [state.replies.current(message) for message in branch.messages]

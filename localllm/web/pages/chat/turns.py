@@ -64,7 +64,7 @@ async def ask(state: ChatState, owner: str, form: Mapping[str, str], files: Sequ
             _release_claim(claim)
             raise
     chat = await state.store.call(Chats.get, owner, form["conversation"])
-    return await _say(state, owner, chat, chat.leaf, (text, details), form)
+    return await _send(state, owner, chat, chat.leaf, (text, details), form)
 
 
 async def edit(state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]) -> Turn:
@@ -72,7 +72,7 @@ async def edit(state: ChatState, owner: str, chat: Chat, message: StoredMessage,
     if message.role != "user" or "results" in message.details:
         raise InvalidParameter("Only your own messages can be edited.", hint="A reply can be regenerated instead.")
     text = checked_message(form, or_nothing="files" in message.details)
-    return await _say(state, owner, chat, message.parent_id, (text, message.details), form)
+    return await _send(state, owner, chat, message.parent_id, (text, message.details), form)
 
 
 async def send_results(
@@ -81,7 +81,7 @@ async def send_results(
     """Answer the results of a reply's tool calls: the model continues with them."""
     results = results_of(state.replies.current(message), form)
     text = "\n\n".join(f"{each['name']}: {each['text']}" for each in results)
-    return await _say(state, owner, chat, message.id, (text, {"results": results}), form)
+    return await _send(state, owner, chat, message.id, (text, {"results": results}), form)
 
 
 async def regenerate(state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]) -> Turn:
@@ -123,7 +123,7 @@ async def continue_reply(
             raise
 
 
-async def _say(
+async def _send(
     state: ChatState, owner: str, chat: Chat, parent: str | None, said: Said, form: Mapping[str, str]
 ) -> Turn:
     settings = typed(form, chat.settings)

@@ -82,7 +82,7 @@ async def _dashboard_events(
             return
         parts = state.live_parts(tick, waits=loading)
         if board is not None:
-            parts |= tick.cached(f"tiles {span.key}", lambda board=board: draw_tiles(board))  # type: ignore[misc]
+            parts |= tick.cached(f"tiles {span.key}", lambda board=board: render_tiles(board))  # type: ignore[misc]
         if news := changed(parts, sent):
             yield update_event(tick, f"dashboard {span.key}", news)
 
@@ -96,7 +96,7 @@ async def _dashboard(state: PagesState, monitor: MachineMonitor, tick: Tick, spa
     return tick.cached(f"dashboard {span.key}", lambda: presenters.dashboard(stats, tick, served, machine, past, span))
 
 
-def draw_tiles(board: Dashboard) -> dict[str, str]:
+def render_tiles(board: Dashboard) -> dict[str, str]:
     """Return each tile's markup by the id of its element."""
     drawn = {f"tile-{headline.id}": render(headline) for headline in board.headlines}
     return drawn | {

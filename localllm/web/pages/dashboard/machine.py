@@ -112,8 +112,8 @@ class _NVML:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         name = pynvml.nvmlDeviceGetName(handle)
-        power = _asked(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000)
-        processes = _asked(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+        power = _or_none(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000)
+        processes = _or_none(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
         ours = [process.usedGpuMemory or 0 for process in processes if process.pid == os.getpid()]
         return GPUReading(
             name=name.decode() if isinstance(name, bytes) else str(name),
@@ -121,13 +121,13 @@ class _NVML:
             used_bytes=int(memory.used),
             total_bytes=int(memory.total),
             process_bytes=sum(ours),
-            sm_clock_mhz=_asked(lambda: int(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))),
-            temperature_c=_asked(lambda: int(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))),
+            sm_clock_mhz=_or_none(lambda: int(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))),
+            temperature_c=_or_none(lambda: int(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))),
             power_w=power,
         )
 
 
-def _asked(read: Callable[[], T]) -> T | None:
+def _or_none(read: Callable[[], T]) -> T | None:
     """Return the value; None if this board or driver does not report it."""
     import pynvml
 

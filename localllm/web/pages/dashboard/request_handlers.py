@@ -94,11 +94,11 @@ def _csv(kind: type[Any], lines: Iterable[Any]) -> Response[str]:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(field.name for field in fields(kind))
-    writer.writerows(_harmless(astuple(line)) for line in lines)
+    writer.writerows(_without_formulas(astuple(line)) for line in lines)
     return Response(text.getvalue(), media_type="text/csv", headers=_FRESH)
 
 
-def _harmless(cells: Sequence[Any]) -> list[Any]:
+def _without_formulas(cells: Sequence[Any]) -> list[Any]:
     """Return cells that a spreadsheet cannot read as formulas, because a client chooses its request's id."""
     return [f"'{cell}" if isinstance(cell, str) and cell[:1] in "=+-@\t\r" else cell for cell in cells]
 

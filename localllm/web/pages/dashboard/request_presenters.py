@@ -101,7 +101,7 @@ def request_page(shell: Shell, request: RequestTimeline, now_s: float) -> Reques
         id=request.request_id,
         state=request.state if lives else request.finish_reason or "finished",
         segments=_spans(request, end_s, end_s - request.arrived_s),
-        moments=_moments(request),
+        moments=_timeline(request),
         facts=(
             Fact("Prompt", f"{format_count(request.num_prompt_tokens)} tokens"),
             Fact("Cached", format_count(request.num_cached_tokens), "prompt tokens found in the prefix cache"),
@@ -115,7 +115,7 @@ def request_page(shell: Shell, request: RequestTimeline, now_s: float) -> Reques
     )
 
 
-def _moments(request: RequestTimeline) -> tuple[TimelineEvent, ...]:
+def _timeline(request: RequestTimeline) -> tuple[TimelineEvent, ...]:
     marks = (
         ("Arrived", request.arrived_s),
         ("First step", request.scheduled_s),

@@ -116,7 +116,7 @@ async def change_download(request: Request[Any, Any, Any]) -> Response[Any]:
             )
         if verb == "load":
             await _change(library, downloads.get(id).plan.name, "load")
-            return _to(request, "/library")
+            return _redirect(request, "/library")
         if verb == "discard":
             name, freed = downloads.get(id).plan.name, await asyncio.to_thread(downloads.discard, id)
             said = f"The download of {name} was cancelled; {format_bytes(freed)} freed."
@@ -206,7 +206,7 @@ async def _fields(request: Request[Any, Any, Any], *names: str) -> list[str]:
     return [str(value).strip() for value in values]
 
 
-def _to(request: Request[Any, Any, Any], url: str) -> Response[Any]:
+def _redirect(request: Request[Any, Any, Any], url: str) -> Response[Any]:
     """Redirect to the URL, through htmx or the browser."""
     if is_scripted(request):
         return Response(None, status_code=204, headers={"HX-Redirect": url})

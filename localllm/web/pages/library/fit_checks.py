@@ -70,7 +70,7 @@ class FitChecks:
             if known is not None and time.monotonic() - known[0] < HOLDS_S and not anew:
                 return known[1]
             hardware = hardware_once_free(await asyncio.to_thread(read_hardware), self._manager.entries)
-            fit = await asyncio.to_thread(look, path or name, self._config(name), hardware, paths=path is not None)
+            fit = await asyncio.to_thread(check_fit, path or name, self._config(name), hardware, paths=path is not None)
             if not isinstance(fit.error, HubUnreachable | HubOffline):
                 self._known[name] = time.monotonic(), fit
             if len(self._known) > KEPT:
@@ -85,7 +85,7 @@ class FitChecks:
         return self._settings.of_model(name).engine
 
 
-def look(name: str, config: EngineConfig, hardware: Hardware, *, paths: bool = True) -> FitResult:
+def check_fit(name: str, config: EngineConfig, hardware: Hardware, *, paths: bool = True) -> FitResult:
     """Check a model by its headers, on disk or on the hub. Blocking. `paths`: the name may be a path on
     this machine.
     """
@@ -94,8 +94,8 @@ def look(name: str, config: EngineConfig, hardware: Hardware, *, paths: bool = T
             try:
                 spec, estimates = estimate_checkpoint(looked.path, config, hardware)
             except LocalLLMError as error:
-                return _told(looked, _refused(error, name, looked), None, None, error)
-            return _told(looked, verdict(looked, estimates), table(estimates), spec, None)
+                return _fit_result(looked, _refused(error, name, looked), None, None, error)
+            return _fit_result(looked, verdict(looked, estimates), table(estimates), spec, None)
     except LocalLLMError as error:
         return FitResult(name, _refused(error, name, None), error=error)
 
@@ -107,15 +107,19 @@ def verdict(looked: InspectedCheckpoint, estimates: Sequence[Estimate]) -> FitVe
     download = f"{format_bytes(looked.download_bytes)} to download" if looked.download_bytes else ""
     if chosen.plan is not None:
         kind: FitKind = "fits" if chosen.verdict == "fits" else "shorter"
-        hint = "" if kind == "fits" else _more(chosen)
-        return FitVerdict(kind, TITLES[kind], _sum(chosen), hint, download)
+        hint = "" if kind == "fits" else _context_hint(chosen)
+        return FitVerdict(kind, TITLES[kind], _memory_line(chosen), hint, download)
     why = f"{chosen.error.why}" if chosen.error is not None else ""
     if other is not None and other.device == "cpu":
         hint = f"The GPU cannot hold it: {why} localllm does not split a model between GPU and CPU: --device cpu runs "
-        return FitVerdict("offload", TITLES["offload"], _sum(other), f"{hint}all of it on the CPU, slower.", download)
+        return FitVerdict(
+            "offload", TITLES["offload"], _memory_line(other), f"{hint}all of it on the CPU, slower.", download
+        )
     if other is not None:
-        return FitVerdict("offload", f"Fits on {other.device} only", _sum(other), f"--device {other.device}", download)
-    return FitVerdict("no", TITLES["no"], why, _more(chosen), download)
+        return FitVerdict(
+            "offload", f"Fits on {other.device} only", _memory_line(other), f"--device {other.device}", download
+        )
+    return FitVerdict("no", TITLES["no"], why, _context_hint(chosen), download)
 
 
 def table(estimates: Sequence[Estimate]) -> FitTable:
@@ -139,7 +143,7 @@ def _parts(needs: MemoryPlan) -> tuple[Segment, ...]:
     return stacked([(name, kind, float(size), format_bytes(size)) for name, kind, size in parts])
 
 
-def _told(
+def _fit_result(
     looked: InspectedCheckpoint,
     said: FitVerdict,
     shown: FitTable | None,
@@ -176,7 +180,7 @@ def terms_url(name: str) -> str:
     return f"{client.endpoint()}/{parse_name(name).base}"
 
 
-def _sum(each: Estimate) -> str:
+def _memory_line(each: Estimate) -> str:
     """5.0 GiB weights + 3.4 GiB KV cache + 0.6 GiB other = 9.0 GiB of 11.5 GiB free · context up to 33,408 tokens"""
     plan = each.plan
     assert plan is not None
@@ -192,7 +196,7 @@ def _sum(each: Estimate) -> str:
     )
 
 
-def _more(each: Estimate) -> str:
+def _context_hint(each: Estimate) -> str:
     """Return the mildest of the options that allow the longest context."""
     best = max(each.options, key=lambda option: min(option.context, each.wanted), default=None)
     if best is None:

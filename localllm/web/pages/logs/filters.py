@@ -78,11 +78,11 @@ def row(line: LogLine) -> LogRow:
         clock=f"{time.strftime('%H:%M:%S', at)}.{int(line.at_s % 1 * 1000):03d}",
         at=time.strftime("%Y-%m-%dT%H:%M:%S%z", at),
         logger=line.logger.removeprefix("localllm."),
-        text=_said(line),
+        text=_message_text(line),
     )
 
 
-def _said(line: LogLine) -> str:
+def _message_text(line: LogLine) -> str:
     """Return the text without the prefix of the server's log format."""
     head, found, said = line.text.partition(f" {line.logger} ")
     return said if found and line.level in head and "\n" not in head else line.text

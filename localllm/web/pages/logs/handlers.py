@@ -66,7 +66,7 @@ def live_logs(request: Request[Any, Any, Any]) -> Stream:
     recent = installed()
     if recent is None:
         raise InvalidParameter(NO_LOGS.what, NO_LOGS.why)
-    return event_stream(until_closing(_news(recent, log_filter, after), closing(request.app.state)))
+    return event_stream(until_closing(_new_lines(recent, log_filter, after), closing(request.app.state)))
 
 
 @get("/logs/download", sync_to_thread=False)
@@ -79,7 +79,7 @@ def download_logs(request: Request[Any, Any, Any]) -> Response[str]:
     return Response(text, media_type="text/plain", headers=headers)
 
 
-async def _news(recent: RecentLogs, log_filter: LogFilter, number: int) -> AsyncIterator[bytes]:
+async def _new_lines(recent: RecentLogs, log_filter: LogFilter, number: int) -> AsyncIterator[bytes]:
     while True:
         lines = await recent.wait_after(number)
         missed = lines[0].number - number - 1

@@ -44,17 +44,18 @@ def editor(tab: str, form: Mapping[str, Sequence[str]], defaults: Mapping[str, s
     return Editor(
         tab=tab,
         roles=ROLES,
-        messages=_changed(told, _one(form, "do")),
-        text=_one(form, "text"),
+        messages=_changed(told, _first_value(form, "do")),
+        text=_first_value(form, "text"),
         numbers=tuple(
-            NumberField(name, info.label, _one(form, name), defaults.get(name, "")) for name, info in NUMBERS.items()
+            NumberField(name, info.label, _first_value(form, name), defaults.get(name, ""))
+            for name, info in NUMBERS.items()
         ),
-        stop=_one(form, "stop"),
-        schema=_one(form, "schema"),
-        tools=_one(form, "tools"),
-        alternatives=_one(form, "alternatives") if form else "5",
-        special=not form or bool(_one(form, "special")),
-        streams=tab in STREAMED and (not form or bool(_one(form, "stream"))),
+        stop=_first_value(form, "stop"),
+        schema=_first_value(form, "schema"),
+        tools=_first_value(form, "tools"),
+        alternatives=_first_value(form, "alternatives") if form else "5",
+        special=not form or bool(_first_value(form, "special")),
+        streams=tab in STREAMED and (not form or bool(_first_value(form, "stream"))),
     )
 
 
@@ -118,7 +119,7 @@ def _changed(told: tuple[MessageRow, ...], do: str) -> tuple[MessageRow, ...]:
     return told or (MessageRow("user", ""),)
 
 
-def _one(form: Mapping[str, Sequence[str]], name: str) -> str:
+def _first_value(form: Mapping[str, Sequence[str]], name: str) -> str:
     return next(iter(form.get(name, ())), "").replace("\r\n", "\n")
 
 

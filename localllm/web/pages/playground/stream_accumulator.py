@@ -33,7 +33,7 @@ class StreamedAnswer:
             self.events.append(event)
             data = event.removeprefix("data: ")
             if data != DONE:
-                self._take(msgspec.json.decode(data))
+                self._add_chunk(msgspec.json.decode(data))
 
     def response(self) -> dict[str, Any]:
         """Return the response; complete once all events have arrived."""
@@ -45,26 +45,26 @@ class StreamedAnswer:
             choice["text"] = self.text
         return {"choices": [choice], **self._last}
 
-    def _take(self, chunk: dict[str, Any]) -> None:
+    def _add_chunk(self, chunk: dict[str, Any]) -> None:
         if error := chunk.get("error"):
             self.error = error["message"]
         elif not chunk["choices"]:
             self._last = {"usage": chunk["usage"], "timings": chunk["timings"]}
         else:
-            self._grow(chunk["choices"][0])
+            self._add_delta(chunk["choices"][0])
 
-    def _grow(self, choice: dict[str, Any]) -> None:
+    def _add_delta(self, choice: dict[str, Any]) -> None:
         delta = choice.get("delta") or {"content": choice.get("text")}
         self.text += delta.get("content") or ""
         self.reasoning += delta.get("reasoning_content") or ""
         for call in delta.get("tool_calls") or ():
-            self._call(call["index"], call["function"])
+            self._add_call(call["index"], call["function"])
         for name, values in (choice.get("logprobs") or {}).items():
             if values:
                 self._logprobs.setdefault(name, []).extend(values)
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
-    def _call(self, index: int, function: dict[str, str]) -> None:
+    def _add_call(self, index: int, function: dict[str, str]) -> None:
         if index == len(self.calls):
             self.calls.append({"name": function["name"], "arguments": ""})
         self.calls[index]["arguments"] += function["arguments"]

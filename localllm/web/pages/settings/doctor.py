@@ -22,7 +22,7 @@ class NoReport(LocalLLMError):
     """The doctor did not finish."""
 
 
-def examine() -> DoctorReport:
+def run_doctor() -> DoctorReport:
     """Run the doctor, which takes seconds. Raises `NoReport`."""
     hint = "localllm doctor, in a terminal"
     try:

@@ -72,7 +72,7 @@ async def examine(request: Request[Any, Any, Any]) -> Response[str]:
     """Check this machine; show the result in place for htmx, else on the page."""
     async with _examining:
         try:
-            report = await asyncio.to_thread(doctor.examine)
+            report = await asyncio.to_thread(doctor.run_doctor)
         except LocalLLMError as error:
             report = DoctorReport(error=notice(error))
     if is_scripted(request):

@@ -51,7 +51,7 @@ def row(name: str, settings: Settings, served: ServedModel | None) -> SettingRow
     open settings.
     """
     tuned: Mapping[str, Any] = getattr(served, "tuned", None) or {}
-    value, source = _asked(name, settings)
+    value, source = _value_and_source(name, settings)
     if name in tuned and source == "default":
         value, source = tuned[name], "profile"
     plan = served.plan if served is not None else None
@@ -60,11 +60,11 @@ def row(name: str, settings: Settings, served: ServedModel | None) -> SettingRow
         name=name,
         text=spec.text[:1].upper() + spec.text[1:],
         meaning=spec.meaning,
-        value=_shown(spec, value),
+        value=_printed(spec, value),
         unit=spec.unit if isinstance(value, int | float) and spec.unit != "bytes" else "",
         now=_decided(spec, plan) if value in (None, "auto") else "",
         allowed=spec.allowed + (", separated by commas" if spec.kind == "tuple" else ""),
-        default=_shown(spec, spec.default),
+        default=_printed(spec, spec.default),
         source=source,
         is_set=source != "default",
         at_once=name == "log_level",
@@ -73,7 +73,7 @@ def row(name: str, settings: Settings, served: ServedModel | None) -> SettingRow
     )
 
 
-def _asked(name: str, settings: Settings) -> tuple[Any, str]:
+def _value_and_source(name: str, settings: Settings) -> tuple[Any, str]:
     """Return the value and its source for the model named at start, including its table in the config file."""
     first = settings.of_first_model()
     source: str = settings.source(name)
@@ -86,10 +86,10 @@ def _asked(name: str, settings: Settings) -> tuple[Any, str]:
 def _decided(spec: SettingSpec, plan: MemoryPlan | None) -> str:
     if plan is None or spec.name not in PLANNED:
         return ""
-    return _shown(spec, getattr(plan, PLANNED[spec.name]))
+    return _printed(spec, getattr(plan, PLANNED[spec.name]))
 
 
-def _shown(spec: SettingSpec, value: Any) -> str:
+def _printed(spec: SettingSpec, value: Any) -> str:
     return format_count(value) if spec.unit not in ("", "bytes") and isinstance(value, int) else spec.shown(value)
 
 

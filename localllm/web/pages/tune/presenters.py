@@ -102,7 +102,7 @@ def progress(job: Job) -> RunProgress:
         model=job.model,
         goal=job.goal.name,
         phases=_phases(job),
-        now=_now(job),
+        now=_status_line(job),
         elapsed_s=job.seconds,
         left_s=seen.left_s if seen is not None else None,
         fraction=seen.fraction if seen is not None else None,
@@ -119,7 +119,7 @@ def _phases(job: Job) -> tuple[LoadPhase, ...]:
     return tuple(LoadPhase(TITLES[name], name != order[-1], None, latest[name]) for name in order)
 
 
-def _now(job: Job) -> str:
+def _status_line(job: Job) -> str:
     if job.cancelled:
         return "Cancelling. Finished measurements are kept."
     if job.under_way is not None:
@@ -244,7 +244,7 @@ def recommendation(job: Job) -> RecommendedSettings | None:
         settings=pick.flags or "the defaults",
         gain=gain_in_words(result),
         predicted=tuple(Comparison(name.capitalize(), *both) for name, *both in predicted_and_measured(result)),
-        before=_before(result),
+        before=_compared_with_defaults(result),
         soak=soak_in_words(result.soak) if result.soak is not None else "There was no soak test.",
         soak_passed=result.soak.passed if result.soak is not None else None,
         flags=as_flags(job.asked, pick.settings),
@@ -255,7 +255,7 @@ def recommendation(job: Job) -> RecommendedSettings | None:
     )
 
 
-def _before(result: TuningResult) -> tuple[Comparison, ...]:
+def _compared_with_defaults(result: TuningResult) -> tuple[Comparison, ...]:
     pick, start = result.pick, result.start
     if pick is None or start is None or start.settings == pick.settings:
         return ()

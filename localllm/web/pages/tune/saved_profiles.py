@@ -37,11 +37,11 @@ KEY_WORDS = {"device": "Device", "driver": "Driver", "torch": "torch", "triton":
 def profile_table(manager: ModelManager) -> ProfileTable:
     """Return the view of all profiles. Blocking: it reads files and looks at the GPUs."""
     stored = stored_profiles()
-    keys = [key for _, key in keys_here(manager)] if stored else []
+    keys = [key for _, key in keys_of_models(manager)] if stored else []
     return ProfileTable(tuple(profile_row(each, keys) for each in stored))
 
 
-def keys_here(manager: ModelManager) -> list[tuple[ModelEntry, ProfileKey]]:
+def keys_of_models(manager: ModelManager) -> list[tuple[ModelEntry, ProfileKey]]:
     """Return the profile keys of the models that this server knows. Blocking."""
     hardware, found = read_hardware(), []
     for entry in manager.entries:
@@ -56,7 +56,7 @@ async def apply_saved(manager: ModelManager, file: str) -> None:
     errors of reloading a model.
     """
     stored = await asyncio.to_thread(stored_profile, file)
-    keys = await asyncio.to_thread(keys_here, manager)
+    keys = await asyncio.to_thread(keys_of_models, manager)
     entry = next((entry for entry, key in keys if key == stored.profile.key), None)
     if entry is None:
         _, why = _fits(stored.profile, [key for _, key in keys])

@@ -120,7 +120,7 @@ class Wizard:
         entry = self.manager.register.require(model)
         asked = entry.settings.engine.model if entry.settings is not None else entry.name
         self.job = Job(entry.name, asked, goal, options, time.monotonic())
-        self._task = asyncio.create_task(self._live(self.job), name="tune")
+        self._task = asyncio.create_task(self._run_job(self.job), name="tune")
         return self.job
 
     def cancel(self) -> None:
@@ -133,7 +133,7 @@ class Wizard:
             job.run.cancel()
         elif job.stage == "waiting":
             self._task.cancel()
-        self._tell()
+        self._notify()
 
     async def follow(self) -> AsyncIterator[Job]:
         """Yield the job whenever it changes, and once a second for the clock; end with the job."""
@@ -168,7 +168,7 @@ class Wizard:
 
     # ---- a run -------------------------------------------------------------------------------------------------------
 
-    async def _live(self, job: Job) -> None:
+    async def _run_job(self, job: Job) -> None:
         """Run the job. Raises only `CancelledError`."""
         loop = asyncio.get_running_loop()
 
@@ -202,12 +202,12 @@ class Wizard:
             job.error = LocalLLMError("The run failed.", f"{type(error).__name__}: {error}", "The log has the details.")
         finally:
             job.run, job.stage, job.ended_s = None, "ended", time.monotonic()
-            self._tell()
+            self._notify()
 
     def _note(self, job: Job, event: Event) -> None:
         job.note(event)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
