@@ -74,7 +74,7 @@ class TrialRunner:
         if why := over_budget(goal.limits, plan.total_bytes):
             return predicted, "over a limit", why
         if plan.max_model_len < floor:
-            return predicted, "over a limit", f"a context of {plan.max_model_len}, at least {floor} is required"
+            return predicted, "over a limit", f"its context of {plan.max_model_len} is below the minimum of {floor}"
         return predicted, None, ""
 
     def run(

@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused_by_arithmetic(runner: TrialRunner, opened:
     seen = runner.run(1, {"kv_cache_memory_bytes": 1 << 50}, GOAL)
     assert seen.fate == "does not fit"
     assert "1024 TiB" in seen.why
-    assert runner.run(2, {}, GOAL, floor=512).why == "a context of 256, at least 512 is required"
+    assert runner.run(2, {}, GOAL, floor=512).why == "its context of 256 is below the minimum of 512"
     tight = replace(GOAL, limits=GoalLimits(max_memory_bytes=1000))
     assert runner.run(3, {}, tight).fate == "over a limit"
     assert not opened
