@@ -63,17 +63,13 @@ class FakeRunner:
         vocab_size: int = 32,
         check: bool = True,
         fail_when: Callable[[StepPlan], bool] | None = None,
-        host_tokens: bool = False,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.vocab_size = vocab_size
-        self._check, self._fail_when, self._host_tokens = check, fail_when, host_tokens
+        self._check, self._fail_when = check, fail_when
         self._slots: dict[int, _Slot] = {}
         self._memory: dict[int, tuple[int, int]] = {}  # cache slot -> (token id, crc of the prefix up to it)
         self.freed: list[str] = []  # request ids, in the order their slots were freed
-
-    def needs_host_tokens(self, params: SamplingParams) -> bool:
-        return self._host_tokens
 
     def forward(self, plan: StepPlan) -> None:
         if self._fail_when is not None and self._fail_when(plan):

@@ -254,7 +254,6 @@ class EngineLoop:
     def _take_in(self, request: Request) -> None:
         self._open[request.request_id] = request
         try:
-            request.needs_host_tokens = self.runner.needs_host_tokens(request.params)
             self.scheduler.add(request)
         except Exception as error:
             told = as_localllm_error(error, request)
@@ -285,8 +284,8 @@ class EngineLoop:
         self._let_go(ended + lost)  # an interrupt may have prevented this earlier
 
     def _depth_now(self) -> int:
-        """Return the depth of this step: 1 if a running request first needs its last token on the host."""
-        if self.depth == 1 or not (self._drafter or any(r.needs_host_tokens for r in self.scheduler.running)):
+        """Return the depth of this step: 1 with a drafter, which needs each request's last token on the host."""
+        if self.depth == 1 or self._drafter is None:
             return self.depth
         while self._pending:
             self._settle()

@@ -54,7 +54,7 @@ class Request:
     __slots__ = (
         "arrived_s", "bad_words_token_ids", "block_hashes", "block_table", "cache_extras", "draft_token_ids",
         "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root", "last_token_s",
-        "max_output_tokens", "needs_host_tokens", "num_cached_tokens", "num_computed_tokens", "num_in_flight_tokens",
+        "max_output_tokens", "num_cached_tokens", "num_computed_tokens", "num_in_flight_tokens",
         "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_registered_blocks", "options", "params",
         "priority", "prompt_embeds", "prompt_len", "prompt_logprobs", "reports_progress", "request_id", "scheduled_s",
         "sequence", "slot", "state", "stop_token_ids", "token_ids",
@@ -94,7 +94,6 @@ class Request:
         embeds = [("prompt_embeds", prompt_embeds.digest)] if prompt_embeds is not None else []
         self.cache_extras = (*salt, *embeds, *([options.adapter.cache_extra] if options.adapter is not None else []))
         self.sequence = 0  # order of arrival, set by the scheduler
-        self.needs_host_tokens = False  # the runner needs its last token on the host before it can continue
 
         self.draft_token_ids: tuple[int, ...] = ()
         self.num_output_placeholders = 0

@@ -153,9 +153,6 @@ class Runner(Protocol):
     block_size: int
     vocab_size: int
 
-    def needs_host_tokens(self, params: SamplingParams) -> bool:
-        """Return True if sampling with these parameters needs the previous token on the host."""
-
     def forward(self, plan: StepPlan) -> None:
         """Apply the plan's slot changes and launch its forward pass."""
 

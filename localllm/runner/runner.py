@@ -89,10 +89,6 @@ class TorchRunner:
         self._launch_options = launch_options
         self._thread: int | None = None  # the last calling thread
 
-    def needs_host_tokens(self, params: SamplingParams) -> bool:
-        """Always False: penalties, bad words and logprobs read the tokens on the device."""
-        return False
-
     def forward(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self._max_num_batched_tokens, (plan.num_tokens, self._max_num_batched_tokens)
         with translated(plan), self._on_this_thread():

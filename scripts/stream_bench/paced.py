@@ -17,7 +17,6 @@ from typing import Any
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import BlockPool
 from localllm.engine.loop import EngineLoop
-from localllm.engine.params import SamplingParams
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import RowResult, Runner, RunnerStats, StepPlan, StepResult, StepTimings, TokenMasks
@@ -126,9 +125,6 @@ class PacedRunner:
         self.num_blocks, self._pace, self._meter = num_blocks(pace), pace, Meter(pace)
         self.vocab_size = max(pace.token_ids) + 1
         self._free_s = 0.0  # when the device has finished everything that was launched
-
-    def needs_host_tokens(self, params: SamplingParams) -> bool:
-        return False
 
     def forward(self, plan: StepPlan) -> None:
         for _ in range(self._pace.releases):

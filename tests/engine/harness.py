@@ -118,7 +118,6 @@ def make_engine(
     num_blocks: int = 64,
     depth: int = 1,
     drafter: Drafter | None = None,
-    host_tokens: bool = False,
     vocab_size: int = 32,
     fail_when: object = None,
     **config: object,
@@ -133,8 +132,7 @@ def make_engine(
         num_blocks,
         BLOCK_SIZE,
         vocab_size=vocab_size,
-        fail_when=fail_when,
-        host_tokens=host_tokens,  # type: ignore[arg-type]
+        fail_when=fail_when,  # type: ignore[arg-type]
     )
     loop = EngineLoop(scheduler, runner, depth=depth, drafter=drafter)
     engine = SmallEngine(scheduler, runner, loop)

@@ -191,7 +191,7 @@ class Walk:
         runner, scheduler, loop = engine.runner, engine.scheduler, engine.loop
         runner.__class__ = FaultyRunner
         runner.faults = self.faults  # type: ignore[attr-defined]
-        for name in ("forward", "sample", "stats", "needs_host_tokens", "use_idle_time"):
+        for name in ("forward", "sample", "stats", "use_idle_time"):
             setattr(runner, name, around(f"runner.{name}", getattr(runner, name)))
         runner.reset = around("runner.reset", runner.reset)  # type: ignore[method-assign]
         for name in ("on_admission", "on_step", "on_settled", "on_tokens", "on_finish", "snapshot"):

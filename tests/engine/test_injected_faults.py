@@ -12,8 +12,7 @@ from tests.engine.injected_faults import run_walks
 PLACES = {
     "deliver", "adapter.begin", "adapter.end", "recorder.on_finish", "recorder.snapshot", "row: NaN", "row: no token",
     "rows: too few", *(f"grammar.{name}" for name in ("fill", "accept", "may_forbid", "is_over")),
-    *(f"runner.{name}" for name in ("forward", "sample", "result", "reset", "stats", "needs_host_tokens",
-                                    "use_idle_time")),
+    *(f"runner.{name}" for name in ("forward", "sample", "result", "reset", "stats", "use_idle_time")),
 }  # fmt: skip
 
 

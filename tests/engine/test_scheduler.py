@@ -497,8 +497,8 @@ def test_stop_token_at_depth_two_wastes_one_row_and_shows_nothing_of_it():
     assert len(engine.plans) == 5
 
 
-def test_runner_that_needs_host_tokens_drops_to_depth_one_visibly():
-    engine = make_engine(depth=2, host_tokens=True)
+def test_a_drafter_drops_to_depth_one_visibly():
+    engine = make_engine(depth=2, drafter=lambda request: ())
     engine.add("r", [1, 2, 3], max_tokens=6)
     engine.run()
     stats = engine.loop.stats()

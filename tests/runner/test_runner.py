@@ -512,7 +512,3 @@ def test_timings_are_told(desk: Desk) -> None:
     timings = desk.step((desk.enter("a", 0, PROMPT), 45)).timings
     assert timings.forward_s > 0
     assert timings.sample_s > 0
-
-
-def test_nothing_here_needs_the_host_to_see_a_token(desk: Desk) -> None:
-    assert not desk.runner.needs_host_tokens(SAMPLED)
