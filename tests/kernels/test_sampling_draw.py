@@ -13,12 +13,9 @@ from localllm.kernels.sampling.draw import BLOCK, Cutoff, draw, draw_reference, 
 from localllm.kernels.sampling.nucleus import nucleus
 from tests.kernels.conftest import DTYPES
 from tests.kernels.slot_tables import longs, tables_of
+from tests.runner.naive import random_logits
 
 ROWS = 15 if INTERPRETED else 400
-
-
-def logits_of(rows: int, vocab_size: int, scale: float = 3.0, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def fields(i: int) -> dict[str, Any]:
@@ -28,7 +25,7 @@ def fields(i: int) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 63, 700, BLOCK, BLOCK + 65])
 def test_same_token_as_the_twin(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    logits = logits_of(ROWS, vocab_size).to(device, dtype)
+    logits = random_logits(ROWS, vocab_size).to(device, dtype)
     tables = tables_of([fields(i) for i in range(ROWS)], vocab_size, device)
     slots, lengths = longs(range(ROWS), device), longs(range(3, ROWS + 3), device)
     got, best = draw(logits, slots, lengths, tables)
@@ -44,7 +41,7 @@ def test_rows_kept_in_part_draw_the_same_token_too(device: torch.device) -> None
     vocab_size, rows = 700, 12
     tables = tables_of([{"seed": i, **asked[i % 6]} for i in range(rows)], vocab_size, device)
     logits, slots, lengths = (
-        logits_of(rows, vocab_size).to(device),
+        random_logits(rows, vocab_size).to(device),
         longs(range(rows), device),
         longs([9] * rows, device),
     )
@@ -67,7 +64,7 @@ def test_equals_take_the_lowest_id(device: torch.device) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, where the kernel is interpreted
 def test_padding_and_broken_rows_harm_nobody(device: torch.device) -> None:
     vocab_size = 300
-    logits = logits_of(7, vocab_size).to(device)
+    logits = random_logits(7, vocab_size).to(device)
     tables = tables_of([{"seed": 3}, {"temperature": 0.0}], vocab_size, device)
     slots, lengths = longs([0, -1, 1, 0, 1, 0, 0], device), longs([4] * 7, device)
     clean, _ = draw(logits, slots, lengths, tables)
@@ -82,7 +79,7 @@ def test_padding_and_broken_rows_harm_nobody(device: torch.device) -> None:
 
 
 def test_a_row_is_the_same_in_any_company(device: torch.device) -> None:
-    logits = logits_of(9, 700).to(device)
+    logits = random_logits(9, 700).to(device)
     tables = tables_of([fields(i) for i in range(9)], 700, device)
     slots, lengths = longs(range(9), device), longs(range(1, 10), device)
     together, _ = draw(logits, slots, lengths, tables)
@@ -95,7 +92,7 @@ def test_a_row_is_the_same_in_any_company(device: torch.device) -> None:
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 2.0])
 def test_frequencies_are_the_softmax(temperature: float, device: torch.device) -> None:
     draws, vocab_size = 30_000, 150
-    logits = logits_of(1, vocab_size, 1.5)
+    logits = random_logits(1, vocab_size, 1.5)
     expected = torch.softmax(logits[0].double() / temperature, -1) * draws
     tables = tables_of([{"seed": 11, "temperature": temperature}], vocab_size, device)
     got, _ = draw(

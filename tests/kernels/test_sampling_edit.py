@@ -19,7 +19,7 @@ from localllm.kernels.sampling.tables import MAX_BIAS, WORD_LEN
 from localllm.runner.sampling import SamplingState
 from tests.kernels.conftest import DTYPES
 from tests.kernels.slot_tables import longs
-from tests.runner.naive import Case, naive_edits
+from tests.runner.naive import Case, naive_edits, random_logits
 
 VOCAB = BLOCK + 100  # two blocks, the second not full
 PROMPT, OUTPUT = [3, 7, 7, 20, VOCAB - 1], [5, 9, 5, 3, 5, VOCAB - 2]
@@ -64,13 +64,9 @@ def edited(logits: torch.Tensor, cases: list[Case], device: torch.device, mask: 
     return out.float().cpu()
 
 
-def logits_of(rows: int) -> torch.Tensor:
-    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(4)) * 2
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_change_equals_the_definition(dtype: torch.dtype, device: torch.device) -> None:
-    logits = logits_of(len(CASES)).to(dtype)
+    logits = random_logits(len(CASES), VOCAB, 2.0, seed=4).to(dtype)
     got = edited(logits, CASES, device)
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 4e-3}
     for row, case in enumerate(CASES):
@@ -79,7 +75,7 @@ def test_each_change_equals_the_definition(dtype: torch.dtype, device: torch.dev
 
 
 def test_a_mask_goes_over_everything_else(device: torch.device) -> None:
-    cases, logits = [CASES[0], CASES[-1], CASES[-1]], logits_of(3)
+    cases, logits = [CASES[0], CASES[-1], CASES[-1]], random_logits(3, VOCAB, 2.0, seed=4)
     mask = torch.full((3, -(-VOCAB // 32)), -1, dtype=torch.int32)
     mask[:2] = 0
     mask[:2, 0] = 1 << 4 | -(1 << 31)  # tokens 4 and 31
@@ -92,7 +88,7 @@ def test_a_mask_goes_over_everything_else(device: torch.device) -> None:
 def test_padding_and_poison_stay_as_they_are(device: torch.device) -> None:
     state, held = state_of([CASES[12], CASES[2]], device)
     assert state.tables is not None
-    logits = logits_of(3).to(device)
+    logits = random_logits(3, VOCAB, 2.0, seed=4).to(device)
     logits[1], logits[2, 2] = math.nan, math.nan
     before, lengths = logits.clone(), longs([len(CASES[0].tokens)] * 3, device)
     edit_logits(logits, longs([0, -1, 1], device), lengths, state.tables, held)
@@ -114,7 +110,7 @@ def test_penalties_of_long_texts(
         repeat_last_n=window,
     )  # fmt: skip
     cut = min(max(prompt_len, 1), len(text))
-    case, logits = Case(params, text[:cut], text[cut:]), logits_of(1)
+    case, logits = Case(params, text[:cut], text[cut:]), random_logits(1, VOCAB, 2.0, seed=4)
     expected = naive_edits(logits[0].double().numpy(), case)
     np.testing.assert_allclose(edited(logits, [case], device)[0].numpy(), expected, rtol=1e-5, atol=1e-4)
 

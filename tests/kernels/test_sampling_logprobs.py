@@ -11,10 +11,11 @@ from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.sampling.logprobs import BLOCK, token_logprobs
 from tests.kernels.conftest import DTYPES
 from tests.kernels.slot_tables import longs, tables_of
+from tests.runner.naive import random_logits
 
 
-def logits_of(rows: int, vocab_size: int, ties: bool) -> torch.Tensor:
-    x = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
+def logits_with(rows: int, vocab_size: int, ties: bool) -> torch.Tensor:
+    x = random_logits(rows, vocab_size, seed=vocab_size)
     return (x * 2).round() / 2 if ties else x
 
 
@@ -22,7 +23,7 @@ def logits_of(rows: int, vocab_size: int, ties: bool) -> torch.Tensor:
 @pytest.mark.parametrize("k", [0, 1, 5, 20])
 @pytest.mark.parametrize("vocab_size", [1, 70, 700, BLOCK + 1])
 def test_equals_log_softmax(vocab_size: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
-    logits = logits_of(3, vocab_size, ties=k == 5).to(device, dtype)
+    logits = logits_with(3, vocab_size, ties=k == 5).to(device, dtype)
     tokens = longs([0, vocab_size // 2, vocab_size - 1], device)
     ids, logprobs, ranks = (part.cpu() for part in token_logprobs(logits, tokens, k))
     exact = logits.cpu().double().log_softmax(-1)
@@ -47,7 +48,7 @@ def test_holes_are_told_last_and_once(device: torch.device) -> None:
 
 @pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="the twin answers for every row alike")
 def test_each_slot_has_its_number_and_padding_has_none(device: torch.device) -> None:
-    logits = logits_of(5, 700, ties=False).to(device)
+    logits = logits_with(5, 700, ties=False).to(device)
     tables = tables_of([{"num_logprobs": 2}, {"num_logprobs": -1}, {"num_logprobs": 0}], 700, device)
     logits[1, 3] = math.nan
     tokens = longs([5, 0, 6, 7, 8], device)
@@ -61,7 +62,7 @@ def test_each_slot_has_its_number_and_padding_has_none(device: torch.device) -> 
 
 
 def test_nan_is_told_as_nan(device: torch.device) -> None:
-    logits = logits_of(2, 100, ties=False).to(device)
+    logits = logits_with(2, 100, ties=False).to(device)
     logits[1, 30] = math.nan
     _, logprobs, _ = token_logprobs(logits, longs([4, 4], device), 0)
     assert logprobs[:, 0].isnan().tolist() == [False, True]

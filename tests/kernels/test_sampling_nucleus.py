@@ -16,6 +16,7 @@ from localllm.kernels.sampling.draw import Cutoff, summarize_logits
 from localllm.kernels.sampling.nucleus import nucleus
 from tests.kernels.conftest import DTYPES
 from tests.kernels.slot_tables import longs, tables_of
+from tests.runner.naive import random_logits
 
 ASKED: list[dict[str, Any]] = [
     {}, {"top_k": 1}, {"top_k": 40}, {"top_k": 300}, {"top_k": 690}, {"top_p": 1e-6}, {"top_p": 0.5}, {"top_p": 0.95},
@@ -54,8 +55,8 @@ def defined(x: torch.Tensor, asked: dict[str, Any]) -> list[int]:
     return sorted(order.tolist())
 
 
-def logits_of(rows: int, vocab_size: int, kind: str, seed: int = 0) -> torch.Tensor:
-    x = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+def logits_of_kind(rows: int, vocab_size: int, kind: str, seed: int = 0) -> torch.Tensor:
+    x = random_logits(rows, vocab_size, 2.0, seed)
     if kind == "ties":
         x = (x * 2).round() / 2
     if kind == "holes":
@@ -75,7 +76,7 @@ def test_keeps_what_the_definition_keeps(
     """tries 2: nothing is near, so every row goes over the whole vocabulary and then over what lies between."""
     monkeypatch.setattr(module, "TRIES", tries)
     asked = ASKED if not INTERPRETED else ASKED[1::4] if tries == 2 else ASKED[::3]
-    logits = logits_of(len(asked), 700, kind)
+    logits = logits_of_kind(len(asked), 700, kind)
     got = run(logits, asked, list(range(len(asked))), device)
     for row, fields in enumerate(asked):
         assert got[row] == defined(logits[row], fields), fields
@@ -89,7 +90,7 @@ def test_any_parameters(
     vocab_size: int, kind: str, top_k: int, top_p: float, min_p: float, temperature: float, seed: int
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-    logits = logits_of(1, vocab_size, kind, seed)
+    logits = logits_of_kind(1, vocab_size, kind, seed)
     if logits.max() == -math.inf:
         return
     asked = {"top_k": min(top_k, vocab_size), "top_p": top_p, "min_p": min_p, "temperature": temperature}
@@ -103,7 +104,7 @@ def test_any_parameters(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_half_precision_logits_have_many_equals(dtype: torch.dtype, device: torch.device) -> None:
-    logits = logits_of(3, 5000, "flat").to(dtype)
+    logits = logits_of_kind(3, 5000, "flat").to(dtype)
     asked: list[dict[str, Any]] = [{"top_k": 77}, {"top_p": 0.31}, {"top_k": 3000, "top_p": 0.5}]
     got = run(logits, asked, [0, 1, 2], device)
     assert got == [defined(logits[row].float(), fields) for row, fields in enumerate(asked)]
@@ -119,7 +120,7 @@ def test_more_equals_than_fit_between_two_pivots(device: torch.device) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the kernel is interpreted
 def test_padding_and_broken_rows_keep_all_and_end(device: torch.device) -> None:
-    logits = logits_of(5, 300, "plain")
+    logits = logits_of_kind(5, 300, "plain")
     logits[1] = math.nan
     logits[2, 7], logits[3, 7], logits[4] = math.nan, math.inf, -math.inf
     asked = [{"top_k": 3, "top_p": 0.9}]

@@ -37,6 +37,11 @@ class Case:
         return [*self.prompt, *self.output]
 
 
+def random_logits(rows: int, vocab_size: int, scale: float = 3.0, seed: int = 0) -> torch.Tensor:
+    """Return the same normally distributed logits [rows, vocab_size] fp32 for the same arguments."""
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
 def run(logits: torch.Tensor, cases: Sequence[Case], slots: Sequence[int] | None = None) -> Sampled:
     """Run the real sampler on one row per case. `slots`: where their state is stored."""
     slots = range(len(cases)) if slots is None else slots

@@ -12,7 +12,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot
 from localllm.runner.edits import apply_edits
 from localllm.runner.sampling import SamplingState
-from tests.runner.naive import Case, naive_edits, tokens
+from tests.runner.naive import Case, naive_edits, random_logits, tokens
 
 VOCAB = 100
 PROMPT, OUTPUT = [3, 7, 7, 20], [5, 9, 5, 3, 5]
@@ -54,10 +54,6 @@ def edited(logits: torch.Tensor, cases: list[Case]) -> torch.Tensor:
     return out
 
 
-def logits_of(rows: int) -> torch.Tensor:
-    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(4)) * 2
-
-
 def case_of(row: tuple[dict[str, Any], dict[str, Any]], output: list[int] = OUTPUT) -> Case:
     return Case(SamplingParams(temperature=0.0, **row[0]), PROMPT, output, **row[1])
 
@@ -65,7 +61,7 @@ def case_of(row: tuple[dict[str, Any], dict[str, Any]], output: list[int] = OUTP
 @pytest.mark.parametrize("row", TABLE, ids=str)
 @pytest.mark.parametrize("output", [OUTPUT, []], ids=["late", "first"])
 def test_each_change_equals_the_definition(row: tuple[dict[str, Any], dict[str, Any]], output: list[int]) -> None:
-    case, logits = case_of(row, output), logits_of(1)
+    case, logits = case_of(row, output), random_logits(1, VOCAB, 2.0, seed=4)
     case = Case(case.params, case.prompt, case.output, tuple(e for e in case.eos if e < VOCAB), case.bad_words)
     expected = naive_edits(logits[0].double().numpy(), case)
     np.testing.assert_allclose(edited(logits, [case_of(row, output)])[0].numpy(), expected, rtol=1e-5, atol=1e-5)
@@ -73,7 +69,7 @@ def test_each_change_equals_the_definition(row: tuple[dict[str, Any], dict[str, 
 
 def test_together_they_do_what_each_does_alone() -> None:
     cases = [case_of(row, OUTPUT[: i % 6]) for i, row in enumerate(TABLE)]
-    logits = logits_of(len(cases))
+    logits = random_logits(len(cases), VOCAB, 2.0, seed=4)
     together = edited(logits, cases)
     for i, case in enumerate(cases):
         assert torch.equal(together[i], edited(logits[i : i + 1], [case])[0])
@@ -81,7 +77,7 @@ def test_together_they_do_what_each_does_alone() -> None:
 
 def test_rows_that_ask_nothing_are_untouched_and_free() -> None:
     plain = Case(SamplingParams(temperature=0.0), PROMPT, OUTPUT)
-    logits = logits_of(2)
+    logits = random_logits(2, VOCAB, 2.0, seed=4)
     assert torch.equal(edited(logits, [plain, case_of(TABLE[0])])[0], logits[0])
     state = SamplingState(1, VOCAB, torch.device("cpu"))
     state.enter(NewSlot(0, "r", PROMPT, 4, plain.params, (), 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
 from localllm.machine.hardware import Gpu, Hardware
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
-from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import opening
 from localllm.runner.kv_cache import KVCache
@@ -26,16 +23,6 @@ GIB = 1024**3
 CPU = torch.device("cpu")
 MACHINE = Hardware((), "CPU", 2, 32 * GIB, 24 * GIB)
 CARD = replace(MACHINE, gpus=(Gpu(0, "Card", 24 * GIB, 22 * GIB, (9, 0), "580"),))
-
-
-@pytest.fixture(scope="module")
-def spec(tiny_llama_path: Path) -> ModelSpec:
-    return read_spec(tiny_llama_path)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_llama_path: Path, spec: ModelSpec) -> Any:
-    return load_model(tiny_llama_path, spec, CPU, torch.float32)
 
 
 def small_plan(spec: ModelSpec, **asked: Any) -> MemoryPlan:

@@ -12,25 +12,13 @@ from torch import Tensor
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
-from localllm.models.architectures.read_spec import read_spec
-from localllm.models.loader import load_model
 from localllm.models.prompt_embeds import PromptEmbedsReader, PromptEmbedsTensor
 from localllm.models.spec.model_spec import ModelSpec
-from tests.runner.test_with_scheduler import BLOCK, CPU, MAX_LEN, make_requests, serve
+from tests.runner.test_with_scheduler import BLOCK, MAX_LEN, make_requests, serve
 from tests.tiny import load_reference
 
 SHARED = random.Random(5).choices(range(500), k=40)
 SCHEDULES = [(1, 18, 20, "host"), (2, 18, 20, "staged"), (2, 18, 80, "replayed")]
-
-
-@pytest.fixture(scope="module")
-def spec(tiny_llama_path: Path) -> ModelSpec:
-    return read_spec(tiny_llama_path)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_llama_path: Path, spec: ModelSpec) -> Any:
-    return load_model(tiny_llama_path, spec, CPU, torch.float32)
 
 
 @pytest.fixture(scope="module")

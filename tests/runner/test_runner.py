@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,7 @@ from localllm.engine.step import RowResult, StepPlan, TokenMasks
 from localllm.errors import DeviceLost, StepFailed
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
 from localllm.kernels.layer_kv import LayerKV
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.inputs import ForwardInputs
-from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import graphs
 from localllm.runner import runner as runner_module
@@ -57,16 +54,6 @@ class Spy:
         if self.poison is not None:
             self.poison(logits)
         return logits
-
-
-@pytest.fixture(scope="module")
-def spec(tiny_llama_path: Path) -> ModelSpec:
-    return read_spec(tiny_llama_path)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_llama_path: Path, spec: ModelSpec) -> Any:
-    return load_model(tiny_llama_path, spec, CPU, torch.float32)
 
 
 @pytest.fixture

@@ -13,14 +13,10 @@ from hypothesis import strategies as st
 
 from localllm.engine.params import SamplingParams
 from localllm.runner.sampling import MAX_CANDIDATES
-from tests.runner.naive import Case, naive_edits, naive_token, naive_weights, run, tokens
+from tests.runner.naive import Case, naive_edits, naive_token, naive_weights, random_logits, run, tokens
 
 VOCAB = 700  # above MAX_CANDIDATES and FIRST_TRY, no multiple of the group
 assert VOCAB > MAX_CANDIDATES
-
-
-def logits_of(rows: int, vocab_size: int = VOCAB, scale: float = 3.0, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 cases = st.builds(
@@ -54,7 +50,7 @@ cases = st.builds(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(cases, min_size=1, max_size=9), st.integers(0, 1000))
 def test_equals_the_definition_row_by_row(batch: list[Case], seed: int) -> None:
-    logits = logits_of(len(batch), seed=seed)
+    logits = random_logits(len(batch), VOCAB, seed=seed)
     usable = [np.isfinite(naive_edits(x.double().numpy(), case).max()) for x, case in zip(logits, batch, strict=True)]
     got = run(logits, batch)
     assert got.best.isfinite().tolist() == usable
@@ -66,7 +62,7 @@ def test_equals_the_definition_row_by_row(batch: list[Case], seed: int) -> None:
 @settings(deadline=None, max_examples=25)
 @given(st.lists(cases, min_size=2, max_size=7), st.randoms(use_true_random=False))
 def test_same_seed_same_token_in_any_row_slot_and_company(batch: list[Case], random: Any) -> None:
-    logits = logits_of(len(batch))
+    logits = random_logits(len(batch), VOCAB)
     together = run(logits, batch)
     order = random.sample(range(len(batch)), len(batch))
     slots = random.sample(range(20), len(batch))
@@ -80,7 +76,7 @@ def test_the_short_and_the_long_way_give_the_same_token(monkeypatch: pytest.Monk
     """Few candidates, many, or the whole row (as always on CUDA): the draw does not depend on how it was found."""
     asked: list[dict[str, Any]] = [{"top_k": 30, "top_p": 0.9}, {"top_p": 0.6}, {"top_k": 5}, {"top_p": 0.99}]
     batch = [Case(SamplingParams(seed=i, **asked[i % 4])) for i in range(80)]
-    logits = logits_of(80, seed=3)
+    logits = random_logits(80, VOCAB, seed=3)
     usual = tokens(logits, batch)
     monkeypatch.setattr("localllm.runner.sampler.FIRST_TRY", 1)
     assert tokens(logits, batch) == usual
@@ -89,7 +85,7 @@ def test_the_short_and_the_long_way_give_the_same_token(monkeypatch: pytest.Monk
 
 
 def test_seed_and_position_both_matter() -> None:
-    logits = logits_of(1, scale=0.1).expand(40, -1)
+    logits = random_logits(1, VOCAB, scale=0.1).expand(40, -1)
     by_seed = tokens(logits, [Case(SamplingParams(seed=i)) for i in range(40)])
     by_position = tokens(logits, [Case(SamplingParams(seed=1), [1] * (1 + i)) for i in range(40)])
     assert len(set(by_seed)) > 30
@@ -110,7 +106,7 @@ SHAPES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("asked", SHAPES, ids=str)
 def test_frequencies_and_support_are_those_of_the_distribution(asked: dict[str, Any]) -> None:
-    draws, logits = 30_000, logits_of(1, 150, 1.5)
+    draws, logits = 30_000, random_logits(1, 150, 1.5)
     params = SamplingParams(seed=11, **asked)
     weights = naive_weights(logits[0].double().numpy(), params)
     expected = weights / weights.sum() * draws
@@ -163,7 +159,7 @@ def test_greedy_never_divides_and_takes_the_lowest_of_equals() -> None:
 
 @pytest.mark.parametrize("asked", SINGLE, ids=str)
 def test_a_support_of_one_is_the_argmax(asked: dict[str, Any]) -> None:
-    logits = logits_of(30)
+    logits = random_logits(30, VOCAB)
     batch = [Case(SamplingParams(seed=i, **asked)) for i in range(30)]
     assert tokens(logits, batch) == logits.argmax(-1).tolist()
 
@@ -171,7 +167,7 @@ def test_a_support_of_one_is_the_argmax(asked: dict[str, Any]) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("asked", [{"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.9}], ids=str)
 def test_unusable_logits_are_seen_in_their_row_only(value: float, asked: dict[str, Any]) -> None:
-    logits = logits_of(3)
+    logits = random_logits(3, VOCAB)
     batch = [Case(SamplingParams(**{"seed": 1, **asked}), logits) for logits in ([1], [2], [3])]
     clean = tokens(logits, batch)
     logits[1, 500] = value

@@ -23,16 +23,6 @@ from tests.runner.test_with_scheduler import serve
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1; on a GPU see tests/device")
 
 
-@pytest.fixture(scope="module")
-def spec(tiny_llama_path: Path) -> ModelSpec:
-    return read_spec(tiny_llama_path)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_llama_path: Path, spec: ModelSpec) -> Any:
-    return load_model(tiny_llama_path, spec, torch.device("cpu"), torch.float32)
-
-
 def requests() -> list[Request]:
     asked = [
         SamplingParams(temperature=0.0, max_tokens=5),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
-from localllm.models.architectures.read_spec import read_spec
-from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
@@ -32,16 +29,6 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 1.5, "seed": 4, "top_k": 20, "repetition_penalty": 1.3, "repeat_last_n": 9},
     {"temperature": 1.0, "seed": 5, "min_p": 0.02, "min_tokens": 10, "stop_token_ids": [7, 9]},
 ]
-
-
-@pytest.fixture(scope="module")
-def spec(tiny_llama_path: Path) -> ModelSpec:
-    return read_spec(tiny_llama_path)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_llama_path: Path, spec: ModelSpec) -> Any:
-    return load_model(tiny_llama_path, spec, CPU, torch.float32)
 
 
 def serve(

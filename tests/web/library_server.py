@@ -15,7 +15,7 @@ from localllm.serving.names import short_name
 from localllm.serving.phases import OnPhase, Phase
 from localllm.serving.served import LoadLimits, ServedModel
 from localllm.serving.sleep import SleepingModel
-from tests.web.live_server import LiveServer, PacedRunner, fake_model
+from tests.web.live_server import ManagedServer, PacedRunner, fake_model
 
 
 class Loads:
@@ -45,13 +45,8 @@ class Loads:
         return self.build(settings, on_phase, limits)
 
 
-class LibraryServer(LiveServer):
+class LibraryServer(ManagedServer):
     """With the demo loaded."""
 
     def __init__(self, engine: EngineConfig | None = None, port: int = 0, api_key: str | None = None) -> None:
-        super().__init__(None, Settings(engine or EngineConfig(), ServerConfig(port=port, ui=True, api_key=api_key)))
-        self.manager.entries.clear()
-
-    async def _serve(self) -> None:
-        await self.manager.start(self.settings)
-        await super()._serve()
+        super().__init__(Settings(engine or EngineConfig(), ServerConfig(port=port, ui=True, api_key=api_key)))

@@ -176,6 +176,18 @@ class LiveServer:
         return self.stats()
 
 
+class ManagedServer(LiveServer):
+    """Its manager loads the model that the settings name."""
+
+    def __init__(self, server_settings: Settings) -> None:
+        super().__init__(None, server_settings)
+        self.manager.entries.clear()
+
+    async def _serve(self) -> None:
+        await self.manager.start(self.settings)
+        await super()._serve()
+
+
 def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():

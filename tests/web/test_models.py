@@ -13,24 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from localllm.cli import main
 from localllm.config.settings import EngineConfig, ModelTable, ServerConfig, Settings
-from tests.web.live_server import LiveServer, wait_until
+from tests.web.live_server import LiveServer, ManagedServer, wait_until
 
 pytestmark = pytest.mark.slow
 
 CHAT, ROOT = "/v1/chat/completions", "/localllm/v1/models"
 KEY = {"authorization": "Bearer secret"}
-
-
-class ManagedServer(LiveServer):
-    """Its manager loads the models itself."""
-
-    def __init__(self, managed: Settings) -> None:
-        super().__init__(None, managed)
-        self.manager.entries.clear()
-
-    async def _serve(self) -> None:
-        await self.manager.start(self.settings)
-        await super()._serve()
 
 
 @pytest.fixture(scope="module")

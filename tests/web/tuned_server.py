@@ -14,29 +14,24 @@ import pytest
 from localllm.config.settings import EngineConfig, ServerConfig, Settings, Source
 from localllm.tuning.run import TuneOptions
 from localllm.web.pages.tune import forms
-from tests.web.live_server import LiveServer, wait_until
+from tests.web.live_server import ManagedServer, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
 BROWSER = {"accept": "text/html,*/*;q=0.8"}
 
 
-class TunedServer(LiveServer):
-    """Its manager loads the model itself; of what could be searched, `fixed` is not."""
+class TunedServer(ManagedServer):
+    """A server of a real, tiny model. fixed: settings that tuning does not search."""
 
     def __init__(self, engine: EngineConfig, name: str, fixed: Sequence[str], **server: Any) -> None:
         flag: Source = "flag"
         config = ServerConfig(port=0, served_model_name=(name,), **server)
-        super().__init__(None, Settings(engine, config, sources=dict.fromkeys(fixed, flag)))
-        self.manager.entries.clear()
+        super().__init__(Settings(engine, config, sources=dict.fromkeys(fixed, flag)))
 
     @classmethod
     def tiny(cls, path: Path, **server: Any) -> Self:
         engine = EngineConfig(model=str(path), max_model_len=256, kv_cache_memory_bytes=1 << 20, max_num_seqs=4)
         return cls(engine, "tiny", ("kv_cache_memory_bytes", "max_num_seqs", "kv_cache_dtype"), **server)
-
-    async def _serve(self) -> None:
-        await self.manager.start(self.settings)
-        await super()._serve()
 
     def browse(self, path: str, form: dict[str, str] | None = None) -> httpx.Response:
         """As a browser without scripts does."""

@@ -15,12 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from localllm.errors import LocalLLMError
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.models.loader import resident_bytes
+from localllm.models.architectures.read_spec import read_spec
+from localllm.models.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
 from tests.models.harness import CPU, Harness
 from tests.models.test_goldens import prompt, reference_logits
@@ -74,6 +77,12 @@ def rewrite(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors")
+
+
+def assert_refused(saved: Saved, kind: type[LocalLLMError], message: str) -> None:
+    """Loading raises an error of this kind, whose text matches `message`."""
+    with pytest.raises(kind, match=message):
+        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
 
 
 def agrees(saved: Saved, within: float = 1e-4) -> Harness:

@@ -14,12 +14,12 @@ from torch import Tensor
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.models.architectures.read_spec import read_spec
-from localllm.models.loader import load_model
 from tests.models.formats.quantised import (
     SHAPE,
     Saved,
     Store,
     agrees,
+    assert_refused,
     in_order,
     quantised_matrices,
     rewrite,
@@ -28,7 +28,6 @@ from tests.models.formats.quantised import (
     set_quantization,
     to_int32,
 )
-from tests.models.harness import CPU
 from tests.tiny import make_tiny_model
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -52,11 +51,6 @@ def awq(group: int, *, zeros: bool = True, skip: str = "lm_head") -> Store:
         return {**tensors, "qzeros": words(zero.t())} if zeros else tensors, meant
 
     return store
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("awq"), "llama", **SHAPE)
 
 
 @pytest.fixture
@@ -83,8 +77,7 @@ def test_missing_zero_points_are_refused_unless_the_config_says_so(
 ) -> None:
     plain = {name: value for name, value in CONFIG.items() if name != "zero_point"}
     saved = save_quantised(source, tmp_path / "model", {**plain, **said}, awq(32, zeros=False))
-    with pytest.raises(CorruptModel, match=r"lacks .*\.qzeros"):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, CorruptModel, r"lacks .*\.qzeros")
 
 
 def test_the_older_layout_with_its_settings_in_a_file_beside_the_config(source: Path, tmp_path: Path) -> None:
@@ -147,28 +140,24 @@ DAMAGE = {
 def test_damaged_files_are_refused_by_name(name: str, saved: Saved) -> None:
     change, message = DAMAGE[name]
     rewrite(saved.path, change)
-    with pytest.raises(CorruptModel, match=message):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, CorruptModel, message)
 
 
 def test_a_config_that_names_awq_over_plain_weights(source: Path, tmp_path: Path) -> None:
     saved = save_quantised(source, tmp_path / "model", CONFIG, lambda stem, weight: None)
-    with pytest.raises(CorruptModel, match=r"AWQ.*none of its matrices"):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, CorruptModel, r"AWQ.*none of its matrices")
 
 
 def test_groups_that_cannot_be_held(source: Path, tmp_path: Path) -> None:
     config = {**CONFIG, "group_size": 8}
     saved = save_quantised(source, tmp_path / "model", config, awq(8))
-    with pytest.raises(UnsupportedModel, match="groups of 8"):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, UnsupportedModel, "groups of 8")
 
 
 def test_truncated_file(saved: Saved) -> None:
     file = saved.path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(CorruptModel, match="cut short"):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, CorruptModel, "cut short")
 
 
 def test_weights_do_not_look_into_the_file(saved: Saved) -> None:

@@ -17,10 +17,10 @@ from localllm.kernels.planar.linear import PlanarWeight
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model, resident_bytes
 from tests.models.formats.quantised import (
-    SHAPE,
     Saved,
     Store,
     agrees,
+    assert_refused,
     quantised_matrices,
     rewrite,
     save_quantised,
@@ -28,7 +28,6 @@ from tests.models.formats.quantised import (
     weights_agree,
 )
 from tests.models.harness import CPU
-from tests.tiny import make_tiny_model
 
 TABLES = {
     "nf4": [
@@ -90,11 +89,6 @@ def eight_bits(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | 
     values = (weight * 127 / most[:, None]).round().to(torch.int8)
     tensors = {"weight": values, "SCB": most, "weight_format": torch.tensor(0, dtype=torch.uint8)}
     return tensors, values * most[:, None] / 127
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("bnb"), "llama", **SHAPE)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
@@ -164,8 +158,7 @@ DAMAGE = {
 def test_damaged_files_are_refused_by_name(name: str, saved: Saved) -> None:
     change, message = DAMAGE[name]
     rewrite(saved.path, change)
-    with pytest.raises(LocalLLMError, match=message):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, LocalLLMError, message)
 
 
 @pytest.mark.parametrize(
@@ -181,5 +174,4 @@ def test_configs_that_are_refused(config: dict[str, Any], message: str, saved: S
 def test_tiles_of_a_gpu_are_refused(source: Path, tmp_path: Path) -> None:
     saved = save_quantised(source, tmp_path / "model", {"load_in_8bit": True}, eight_bits)
     rewrite(saved.path, lambda t: t["model.layers.0.self_attn.q_proj.weight_format"].fill_(2))
-    with pytest.raises(LocalLLMError, match="GPU-specific tile layout"):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, LocalLLMError, "GPU-specific tile layout")

@@ -15,14 +15,13 @@ from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.planar.linear import PlanarWeight
 from localllm.kernels.stacked_weight import StackedWeight
-from localllm.models.architectures.read_spec import read_spec
 from localllm.models.formats.at_load import quantization_in_words, quantization_notes
-from localllm.models.loader import load_model
 from tests.models.formats.quantised import (
     SHAPE,
     Saved,
     Store,
     agrees,
+    assert_refused,
     e2m1,
     in_order,
     quantised_matrices,
@@ -34,7 +33,6 @@ from tests.models.formats.quantised import (
     to_int32,
     weights_agree,
 )
-from tests.models.harness import CPU
 from tests.tiny import make_tiny_model
 
 E4M3 = torch.float8_e4m3fn
@@ -271,8 +269,7 @@ def test_scales_of_a_cache_are_left_out_and_said_so(source: Path, tmp_path: Path
     agrees(saved)
     assert "KV cache" in quantization_notes(quantization)[0]
     set_quantization(saved.path, {**quantization, "kv_cache_scheme": None})
-    with pytest.raises(LocalLLMError, match=r"1 tensors.*k_scale"):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, LocalLLMError, r"1 tensors.*k_scale")
 
 
 @pytest.fixture
@@ -309,8 +306,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_configs_that_are_refused(name: str, saved: Saved) -> None:
     quantization, message = REFUSED[name]
     set_quantization(saved.path, quantization)
-    with pytest.raises(LocalLLMError, match=message):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, LocalLLMError, message)
 
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -330,11 +326,9 @@ DAMAGE = {
 def test_damaged_files_are_refused_by_name(name: str, saved: Saved) -> None:
     change, message = DAMAGE[name]
     rewrite(saved.path, change)
-    with pytest.raises(LocalLLMError, match=message):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, LocalLLMError, message)
 
 
 def test_codes_beyond_their_bits(source: Path, tmp_path: Path) -> None:
     saved = save_quantised(source, tmp_path / "model", config("int-quantized", ints(4, -1)), plain(8))
-    with pytest.raises(LocalLLMError, match=r"weight holds -1\d\d to 127.*-8 to 7"):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, LocalLLMError, r"weight holds -1\d\d to 127.*-8 to 7")

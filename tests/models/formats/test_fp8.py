@@ -12,20 +12,16 @@ from torch import Tensor
 from localllm.errors import LocalLLMError
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.stacked_weight import StackedWeight
-from localllm.models.architectures.read_spec import read_spec
-from localllm.models.loader import load_model
 from tests.models.formats.quantised import (
-    SHAPE,
     Saved,
     Store,
     agrees,
+    assert_refused,
     quantised_matrices,
     rewrite,
     save_quantised,
     set_quantization,
 )
-from tests.models.harness import CPU
-from tests.tiny import make_tiny_model
 
 E4M3 = torch.float8_e4m3fn
 DYNAMIC: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
@@ -76,11 +72,6 @@ def per_block(size: int = 128, kind: torch.dtype = torch.float32) -> Store:
         return {"weight": values, "weight_scale_inv": scale}, meant
 
     return store
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("fp8"), "llama", **SHAPE)
 
 
 @pytest.fixture
@@ -154,8 +145,7 @@ Q = "model.layers.0.self_attn.q_proj"
 )
 def test_configs_that_are_refused(changes: dict[str, Any], message: str, saved: Saved) -> None:
     set_quantization(saved.path, {**STATIC, **changes})
-    with pytest.raises(LocalLLMError, match=message):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, LocalLLMError, message)
 
 
 DAMAGE = {
@@ -175,5 +165,4 @@ DAMAGE = {
 def test_damaged_files_are_refused_by_name(name: str, saved: Saved) -> None:
     change, message = DAMAGE[name]
     rewrite(saved.path, change)
-    with pytest.raises(LocalLLMError, match=message):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, LocalLLMError, message)

@@ -21,6 +21,7 @@ from tests.models.formats.quantised import (
     Saved,
     Store,
     agrees,
+    assert_refused,
     in_order,
     quantised_matrices,
     rewrite,
@@ -73,11 +74,6 @@ def gptq(bits: int, group: int, *, sym: bool = False, order: str = "", v2: bool 
         return tensors, meant
 
     return store
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("gptq"), "llama", **SHAPE)
 
 
 @pytest.fixture
@@ -188,21 +184,18 @@ def test_dynamic_settings_of_some_matrices(source: Path, tmp_path: Path) -> None
 )
 def test_configs_that_are_refused(changes: dict[str, Any], message: str, saved: Saved) -> None:
     set_quantization(saved.path, {**CONFIG, **changes})
-    with pytest.raises(LocalLLMError, match=message):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, LocalLLMError, message)
 
 
 def test_symmetric_zero_points_read_by_the_wrong_convention(source: Path, tmp_path: Path) -> None:
     """v2 zero points under a config that says v1 would shift every weight by a step."""
     saved = save_quantised(source, tmp_path / "model", {**CONFIG, "sym": True}, gptq(4, 32, sym=True, v2=True))
-    with pytest.raises(CorruptModel, match=r"not 8: 9 for one.*checkpoint_format gptq;"):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, CorruptModel, r"not 8: 9 for one.*checkpoint_format gptq;")
 
 
 def test_order_that_the_config_does_not_tell_of(source: Path, tmp_path: Path) -> None:
     saved = save_quantised(source, tmp_path / "model", CONFIG, gptq(4, 32, order="layer"))
-    with pytest.raises(CorruptModel, match=r"g_idx is not in order.*desc_act is false"):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, CorruptModel, r"g_idx is not in order.*desc_act is false")
 
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -223,20 +216,17 @@ DAMAGE = {
 def test_damaged_files_are_refused_by_name(name: str, saved: Saved) -> None:
     change, message = DAMAGE[name]
     rewrite(saved.path, change)
-    with pytest.raises(LocalLLMError, match=message):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, LocalLLMError, message)
 
 
 def test_missing_order_of_desc_act(source: Path, tmp_path: Path) -> None:
     saved = save_quantised(source, tmp_path / "model", {**CONFIG, "desc_act": True}, gptq(4, 32, order="layer"))
     rewrite(saved.path, lambda t: t.pop(f"{Q}.g_idx"))
-    with pytest.raises(CorruptModel, match=rf"lacks {Q}\.g_idx"):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, CorruptModel, rf"lacks {Q}\.g_idx")
 
 
 def test_zero_point_of_256(source: Path, tmp_path: Path) -> None:
     """8 bits, v1: 255 in the file means 256, which a byte cannot say."""
     saved = save_quantised(source, tmp_path / "model", {**CONFIG, "bits": 8}, gptq(8, 32))
     rewrite(saved.path, lambda t: t[f"{Q}.qzeros"].fill_(-1))
-    with pytest.raises(LocalLLMError, match=f"{Q}.*zero point of 256"):
-        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+    assert_refused(saved, LocalLLMError, f"{Q}.*zero point of 256")

@@ -13,7 +13,6 @@ from localllm.errors import UnsupportedModel
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.formats.at_load import quantization_notes
 from tests.models.formats.quantised import (
-    SHAPE,
     agrees,
     e2m1,
     quantised_matrices,
@@ -22,12 +21,6 @@ from tests.models.formats.quantised import (
     set_quantization,
     weights_agree,
 )
-from tests.tiny import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("modelopt"), "llama", **SHAPE)
 
 
 def fp8(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
