@@ -90,7 +90,7 @@ def test_verbs_move_models_of_the_running_server(
     lines = run("ps").splitlines()
     assert lines[0].split() == ["NAME", "SIZE", "DEVICE", "CONTEXT", "KV", "%", "REQS", "UNTIL", "STATE"]
     assert [(line.split()[0], line.split()[-2:]) for line in lines[1:]] == [
-        ("first", ["good", "ready"]), ("other", ["pinned", "ready"])
+        ("first", ["ever", "ready"]), ("other", ["pinned", "ready"])
     ]  # fmt: skip
     assert run("pin", "other", "--off") == "other: ready\n"
     assert " min " in run("ps").splitlines()[2]
