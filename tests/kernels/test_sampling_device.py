@@ -16,8 +16,8 @@ from localllm.kernels.launch import INTERPRETED
 from localllm.runner.sampler import Sampled, sample, sample_on_device
 from localllm.runner.sampling import SamplingFeatures, SamplingState
 from tests.kernels.slot_tables import longs
-from tests.runner.naive import Case, naive_edits, naive_token
-from tests.runner.test_sampler import VOCAB, cases, logits_of
+from tests.runner.naive import Case, naive_edits, naive_token, random_logits
+from tests.runner.test_sampler import VOCAB, cases
 
 EVERYTHING = SamplingFeatures(filters=True, edits=True, logprobs=True)
 
@@ -54,7 +54,7 @@ def run(
 def test_equals_the_definition_row_by_row(batch: list[Case], seed: int, everything: bool) -> None:
     """With the way that the batch asks for, and with the one that does everything for everybody."""
     device = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-    logits = logits_of(len(batch), seed=seed)
+    logits = random_logits(len(batch), VOCAB, seed=seed)
     usable = [np.isfinite(naive_edits(x.double().numpy(), case).max()) for x, case in zip(logits, batch, strict=True)]
     got = run(logits, batch, device, EVERYTHING if everything else None)
     assert got.best[1:-1].isfinite().tolist() == usable
@@ -68,7 +68,7 @@ def test_logprobs_are_those_of_the_general_way(device: torch.device) -> None:
     batch = [Case(SamplingParams(seed=i, logprobs=n, logit_bias=bias), [1, 2])
              for i, (n, bias) in enumerate([(None, None), (3, {5: 50.0}), (0, None), (20, None)])]  # fmt: skip
     state, held = state_of(batch, device)
-    logits, slots = logits_of(4), np.arange(4)
+    logits, slots = random_logits(4, VOCAB), np.arange(4)
     lengths = np.full(4, 2)
     want = sample(logits.to(device, copy=True), state.batch(slots, lengths), held)
     got = run(logits, batch, device)
@@ -102,7 +102,7 @@ def test_wants_is_the_least_that_serves_all(device: torch.device) -> None:
 def test_a_slot_forgets_its_last_holder(device: torch.device) -> None:
     strange = SamplingParams(seed=1, logit_bias={1: 90.0}, presence_penalty=1.0, top_k=4, min_tokens=9,
                              stop_token_ids=[3], allowed_token_ids=[1, 2])  # fmt: skip
-    plain, logits = SamplingParams(temperature=0.0), logits_of(1)
+    plain, logits = SamplingParams(temperature=0.0), random_logits(1, VOCAB)
     state, held = state_of([Case(strange, bad_words=((7,),))], device)
     state.leave(0)
     state.enter(NewSlot(0, "b", [1], 1, plain, (), 0))
@@ -128,7 +128,7 @@ def test_a_captured_graph_samples_whatever_comes_later(features: SamplingFeature
     with torch.cuda.graph(graph):
         out = sample_on_device(*buffers, state.tables, held, features)
     for slots in ([0, 1, 2, -1], [5, -1, -1, -1], [3, 4, 1, 0]):
-        fresh = (logits_of(4, seed=sum(slots)).to(device), longs(slots, device), longs([1] * 4, device))
+        fresh = (random_logits(4, VOCAB, seed=sum(slots)).to(device), longs(slots, device), longs([1] * 4, device))
         for buffer, values in zip(buffers, fresh, strict=True):
             buffer.copy_(values)
         graph.replay()

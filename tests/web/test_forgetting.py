@@ -14,7 +14,7 @@ from urllib.parse import urlencode, urlsplit
 import psutil
 import pytest
 
-from localllm.web.pages.chat.markdown_stream import HTMLCache, drawn
+from localllm.web.pages.chat.markdown_stream import HTMLCache, cached_html
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 
 JSON = {"content-type": "application/json"}
@@ -84,9 +84,9 @@ def by_wiped_chat(server: LiveServer, secret: str) -> None:
     assert status == 303
     server.wait_idle()
     assert ask(server, "GET", chat, headers=key)[0] == 200
-    assert drawn._html
+    assert cached_html._html
     assert ask(server, "POST", "/chats/wipe", "sure=1", key)[0] == 303
-    assert not drawn._html
+    assert not cached_html._html
 
 
 @pytest.mark.parametrize("send", [by_query, by_cookie, by_login, by_path, by_wiped_chat])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localllm.web.pages.chat import markdown
 from localllm.web.pages.chat.markdown import BlockSplitter, code_block, render_markdown
-from localllm.web.pages.chat.markdown_stream import draw
+from localllm.web.pages.chat.markdown_stream import text_html
 from tests.web.pages_stub import HOSTILE, REPLY
 
 ALLOWED_TAGS = {
@@ -177,7 +177,7 @@ def test_a_display_stays_open_until_it_closes_whatever_its_lines_look_like() -> 
 def test_a_megabyte_of_anything_is_drawn_soon_and_whole(piece: str) -> None:
     text = piece * (1_000_000 // len(piece))
     begin = time.process_time()
-    html = draw(text)
+    html = text_html(text)
     assert time.process_time() - begin < 5
     assert len(html) > 200
     if not piece.startswith((">", "-")):
