@@ -170,7 +170,7 @@ def test_large_cookies_and_forms_are_refused(pages: LiveServer) -> None:
     assert ask(pages, "POST", "/chat", "message=" + "a" * 2_000_000, key)[0] == 413
 
 
-def test_drawn_texts_are_kept_up_to_a_bound_and_forgotten_when_told() -> None:
+def test_drawn_texts_are_kept_up_to_a_bound_and_cleared_when_told() -> None:
     texts = HTMLCache(most_chars=1_000)
     for i in range(100):
         texts(f"text {i} " * 5)
@@ -178,6 +178,6 @@ def test_drawn_texts_are_kept_up_to_a_bound_and_forgotten_when_told() -> None:
     newest = next(reversed(texts._html))
     assert texts(newest) is texts(newest)
     assert "<p>" in texts("too large to be kept " * 100)
-    texts.forget()
+    texts.clear()
     assert not texts._html
     assert texts._chars == 0
