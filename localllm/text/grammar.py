@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MARK = "\x02"
-KEPT = 64  # compiled grammars that are kept; copying a matcher takes microseconds
+KEPT = 16  # compiled grammars that are kept: each takes about 1 MiB once used; copying one takes microseconds
 LEXER_FUEL, STEP_FUEL = 200_000, 50_000
 """Most expressions that llguidance may build for a grammar, and for a mask. Each takes 150 bytes for as long as the
 grammar is kept. llguidance's defaults are five and four times higher. A choice of 1,500 texts fits, or a string of at
