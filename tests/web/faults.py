@@ -1,6 +1,6 @@
 """What no client should send, thrown at a server in a process of its own, beside a client that goes on as before.
 
-    python -m tests.web.faults                    1,024 of each kind, one after the other: an hour or two
+    python -m tests.web.faults                    1,024 of each kind, one after the other: half an hour
     python -m tests.web.faults --times 8 chains   eight of the kinds whose name has "chains" in it
     python -m tests.web.faults --storm 60         all kinds at once, at random, for a minute
 
@@ -31,6 +31,8 @@ ANSWER_S = 30.0
 GIVES_BACK_S = 20.0
 """How long an idle server may take to give memory back."""
 MOST_KEPT_BYTES = 64 * 2**20
+KV_CACHE = "32MiB"
+"""A small one: its pages are resident only once they have been used, which would count as memory that a fault keeps."""
 ATTACKERS = 6
 
 
@@ -67,7 +69,7 @@ HEADER = f"{'kind':34} {'times':>6} {'/health':>8} {'stream':>8} {'kept MiB':>9}
 def hostile_files(folder: Path) -> Iterator[ChildServer]:
     """A running server whose cache of models holds broken ones; beside it, checkpoints that nobody should load."""
     lay_out_files(folder / "files", folder / "hub", copy_of_demo)
-    with ChildServer(folder) as server:
+    with ChildServer(folder, "--kv-cache-memory-bytes", KV_CACHE) as server:
         yield server
 
 
