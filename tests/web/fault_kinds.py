@@ -38,18 +38,21 @@ class Fault:
     throw: Callable[[Target], Awaitable[str]]
     expected: frozenset[str]
     most: int
+    most_kept_bytes: int
 
 
 FAULTS: list[Fault] = []
-MOST = 1024
+MOST, MOST_KEPT_MIB = 1024, 64
 
 
-def fault(*expected: int | str, most: int = MOST) -> Callable[[Callable[[Target], Awaitable[str]]], None]:
+def fault(
+    *expected: int | str, most: int = MOST, most_kept_mib: int = MOST_KEPT_MIB
+) -> Callable[[Callable[[Target], Awaitable[str]]], None]:
     """What may come of it: statuses, or that the connection is closed. `most`: times in a long run, less where once
-    costs the server or its client seconds."""
+    costs the server or its client seconds. `most_kept_mib`: resident memory that all of them may keep."""
 
     def register(throw: Callable[[Target], Awaitable[str]]) -> None:
-        FAULTS.append(Fault(throw.__name__, throw, frozenset(map(str, expected)), most))
+        FAULTS.append(Fault(throw.__name__, throw, frozenset(map(str, expected)), most, most_kept_mib * 2**20))
 
     return register
 
@@ -201,7 +204,7 @@ async def recursive_schemas(target: Target) -> str:
     return await sent(target, *target.random.choice(in_every_dialect(target.random.choice(SCHEMAS))))
 
 
-@fault(200, 400, 503)
+@fault(200, 400, 503, most_kept_mib=192)  # some compile, and are kept: of thousands of rules, 10 MiB each
 async def chains_of_references(target: Target) -> str:
     """Longer than the stack of a thread; each would end the process by a signal."""
     asked = target.random.choice([each for name, each in CHAINS.items() if name != "too many rules"])
@@ -365,7 +368,7 @@ async def names_beside_broken_files(target: Target) -> str:
     return await sent(target, TEXT, {"model": "not/here", "prompt": "a", "max_tokens": 1})
 
 
-@fault(200, 400, 404, 500, most=8)
+@fault(200, 400, 404, 500, most=8, most_kept_mib=512)  # those that can be loaded stay loaded
 async def hostile_checkpoints(target: Target) -> str:
     """Loading is refused, or the part that is hostile is not used."""
     name = target.random.choice([path.name for path in (target.files / "checkpoints").iterdir()])

@@ -30,7 +30,6 @@ ANSWER_S = 30.0
 """A fault that is neither answered nor ended by then counts as unanswered."""
 GIVES_BACK_S = 20.0
 """How long an idle server may take to give memory back."""
-MOST_KEPT_BYTES = 64 * 2**20
 KV_CACHE = "32MiB"
 """A small one: its pages are resident only once they have been used, which would count as memory that a fault keeps."""
 ATTACKERS = 6
@@ -85,7 +84,7 @@ async def throw(fault: Fault, target: Target, report: Report) -> None:
         report.wrong.append(f"{fault.name}: {came}")
 
 
-def one_by_one(server: ChildServer, fault: Fault, times: int, seed: int, most_kept_bytes: int) -> Report:
+def one_by_one(server: ChildServer, fault: Fault, times: int, seed: int) -> Report:
     """The fault `times` times, each alone beside the bystander. The memory counts from the second one on: the first may
     import what it needs."""
     report = Report(fault.name)
@@ -102,7 +101,11 @@ def one_by_one(server: ChildServer, fault: Fault, times: int, seed: int, most_ke
         report.complaints.append("the bystander gets no answer any more")
     _judge(server, report, began_s)
     deadline_s = time.monotonic() + GIVES_BACK_S
-    while (kept := server.rss() - before) > most_kept_bytes and time.monotonic() < deadline_s and server.died is None:
+    while (
+        (kept := server.rss() - before) > fault.most_kept_bytes
+        and time.monotonic() < deadline_s
+        and server.died is None
+    ):
         time.sleep(0.2)
     report.kept_bytes = kept
     return report
@@ -160,7 +163,7 @@ def main() -> int:
             answers = True
             while left and answers:
                 fault = left.pop(0)
-                report = one_by_one(server, fault, min(options.times, fault.most), options.seed, MOST_KEPT_BYTES)
+                report = one_by_one(server, fault, min(options.times, fault.most), options.seed)
                 reports.append(report)
                 print(report, *report.complaints[:3], sep="\n    ", flush=True)
                 answers = server.died is None and "no answer" not in report.came

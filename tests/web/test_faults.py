@@ -12,7 +12,7 @@ import pytest
 
 from tests.web.child_server import ChildServer
 from tests.web.fault_kinds import FAULTS, PATHS, SCHEMAS, Fault, in_every_dialect
-from tests.web.faults import MOST_KEPT_BYTES, Report, hostile_files, one_by_one, storm
+from tests.web.faults import Report, hostile_files, one_by_one, storm
 from tests.web.live_server import wait_until
 
 LONGEST_HEALTH_S = 1.0
@@ -37,17 +37,17 @@ def server(servers: list[ChildServer]) -> ChildServer:
     return servers[-1]
 
 
-def check(report: Report) -> None:
+def check(report: Report, fault: Fault) -> None:
     assert report.exit_code is None, f"the server ended with {report.exit_code}"
     assert not report.wrong
     assert not report.complaints
     assert report.health_s < LONGEST_HEALTH_S
-    assert report.kept_bytes < MOST_KEPT_BYTES
+    assert report.kept_bytes < fault.most_kept_bytes
 
 
 @pytest.mark.parametrize("fault", QUICK, ids=lambda fault: fault.name)
 def test_a_fault_is_answered_or_ended_and_disturbs_nobody(server: ChildServer, fault: Fault) -> None:
-    check(one_by_one(server, fault, 2, 0, MOST_KEPT_BYTES))
+    check(one_by_one(server, fault, 2, 0), fault)
 
 
 def test_a_storm_of_faults_disturbs_nobody(server: ChildServer) -> None:
@@ -96,7 +96,7 @@ def _comes_to_rest(server: ChildServer) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_thousand_faults_of_a_kind_leave_nothing(server: ChildServer, fault: Fault) -> None:
-    check(one_by_one(server, fault, fault.most, random.randrange(2**31), MOST_KEPT_BYTES))
+    check(one_by_one(server, fault, fault.most, random.randrange(2**31)), fault)
 
 
 @pytest.mark.slow
