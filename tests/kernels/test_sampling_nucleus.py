@@ -95,8 +95,8 @@ def test_any_parameters(
         return
     asked = {"top_k": min(top_k, vocab_size), "top_p": top_p, "min_p": min_p, "temperature": temperature}
     got, wanted = run(logits, [asked], [0], device)[0], defined(logits[0], asked)
-    if got != wanted:  # one token more or less, where the sum meets top_p to within rounding
-        assert abs(len(got) - len(wanted)) == 1
+    if got != wanted:  # a few tokens more or less, where the sum meets top_p to within rounding
+        assert set(got) < set(wanted) or set(wanted) < set(got)
         p = (logits[0].double() / temperature).softmax(-1)
         total = p[defined(logits[0], {**asked, "top_p": 1.0})].sum()
         assert float(p[min(got, wanted, key=len)].sum() / total) == pytest.approx(top_p, rel=1e-6)
