@@ -39,7 +39,7 @@ class Terminal:
 
     def wait_for(self, pattern: str) -> str:
         """What came up to and with the pattern; the rest is left for the next call."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + 30
         while not (match := re.search(pattern, self.seen, re.S)):
             assert time.monotonic() < until, f"{pattern} is not in {self.seen[-2000:]!r}"
             if select.select([self._ours], [], [], 0.1)[0]:
