@@ -296,7 +296,7 @@ class Settings:
     server: ServerConfig = field(default_factory=ServerConfig)
     sources: Mapping[str, Source] = field(default_factory=dict)
     models: Mapping[str, ModelTable] = field(default_factory=dict)
-    file: Path | None = None  # the config file that was looked for, there or not; None: nobody looked
+    file: Path | None = None  # path of the config file, even if it does not exist; None: none was searched
 
     def value(self, name: str) -> Any:
         return getattr(self.engine if hasattr(self.engine, name) else self.server, name)

@@ -135,15 +135,17 @@ class ModelTransitions:
 
     async def device_lost(self) -> DeviceLost:
         """Wait until a model's device is lost, which ends the process."""
-        if self._lost is None:
-            self._lost = asyncio.get_running_loop().create_future()
-        return await asyncio.shield(self._lost)
+        return await asyncio.shield(self._lost_device())
 
     def set_device_lost(self, error: DeviceLost) -> None:
+        lost = self._lost_device()
+        if not lost.done():
+            lost.set_result(error)
+
+    def _lost_device(self) -> asyncio.Future[DeviceLost]:
         if self._lost is None:
             self._lost = asyncio.get_running_loop().create_future()
-        if not self._lost.done():
-            self._lost.set_result(error)
+        return self._lost
 
 
 async def uncancelled(work: Coroutine[Any, Any, Result], on_cancel: Callable[[], None] = lambda: None) -> Result:

@@ -333,6 +333,7 @@ def drop_frames(error: BaseException | None) -> None:
 
     Their frames hold the request's body. An error from a thread is part of a reference cycle (error, traceback, frame,
     future, error), so that bodies of megabytes would stay in memory until the next full garbage collection.
+    The frames are not cleared: one of them may belong to a coroutine that caught the error and still runs.
     """
     while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None

@@ -59,6 +59,7 @@ class PinBody(ModelBody):
 
 
 DEMO = {"model": "demo"}
+ON_MODEL = Operation(shapes.Status, RequestBody(ModelBody, example=DEMO), also=OF_MODELS)
 
 
 @get(f"{ROOT}/loaded", operation=Operation(shapes.Statuses))
@@ -103,7 +104,7 @@ async def load(request: ApiRequest) -> ASGIResponse:
     f"{ROOT}/unload",
     status_code=200,
     request_max_body_size=SMALL_BODY_BYTES,
-    operation=Operation(shapes.Status, RequestBody(ModelBody, example=DEMO), also=OF_MODELS),
+    operation=ON_MODEL,
 )
 async def unload(request: ApiRequest) -> ASGIResponse:
     """Unload a model and free all its memory.
@@ -118,7 +119,7 @@ async def unload(request: ApiRequest) -> ASGIResponse:
     f"{ROOT}/sleep",
     status_code=200,
     request_max_body_size=SMALL_BODY_BYTES,
-    operation=Operation(shapes.Status, RequestBody(ModelBody, example=DEMO), also=OF_MODELS),
+    operation=ON_MODEL,
 )
 async def sleep(request: ApiRequest) -> ASGIResponse:
     """Put a model to sleep: keep its weights in host memory and free the rest."""
@@ -130,7 +131,7 @@ async def sleep(request: ApiRequest) -> ASGIResponse:
     f"{ROOT}/wake",
     status_code=200,
     request_max_body_size=SMALL_BODY_BYTES,
-    operation=Operation(shapes.Status, RequestBody(ModelBody, example=DEMO), also=OF_MODELS),
+    operation=ON_MODEL,
 )
 async def wake(request: ApiRequest) -> ASGIResponse:
     """Wake a sleeping model."""

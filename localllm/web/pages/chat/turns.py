@@ -7,7 +7,8 @@ Does not know: HTTP, templates.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +56,10 @@ async def ask(state: ChatState, owner: str, form: Mapping[str, str], files: Sequ
     details = {"files": [{"name": file.name, "text": file.text} for file in files]} if files else {}
     if not form.get("conversation"):
         settings = typed(form, {})
-        claim = await _claim(state, owner, settings)
-        try:
+        async with _claimed(state, owner, settings) as claim:
             title = title_of(text or files[0].name)
             chat = await state.store.call(Chats.create, owner, title, settings)
             return await _answer(state, owner, chat, None, (text, details), settings, claim)
-        except BaseException:
-            _release_claim(claim)
-            raise
     chat = await state.store.call(Chats.get, owner, form["conversation"])
     return await _send(state, owner, chat, chat.leaf, (text, details), form)
 
@@ -89,13 +86,9 @@ async def regenerate(state: ChatState, owner: str, chat: Chat, message: StoredMe
     settings = typed(form, chat.settings)
     parent = message.id if message.role == "user" else message.parent_id
     with state.replies.lock(chat.id):
-        claim = await _claim(state, owner, settings)
-        try:
+        async with _claimed(state, owner, settings) as claim:
             await _configure(state, owner, chat, settings)
             return await _begin(state, owner, chat, parent, None, settings, claim)
-        except BaseException:
-            _release_claim(claim)
-            raise
 
 
 async def continue_reply(
@@ -107,8 +100,7 @@ async def continue_reply(
         raise InvalidParameter("Only the last reply of a branch can be continued.", hint="Write a message instead.")
     settings = typed(form, chat.settings)
     with state.replies.lock(chat.id):
-        claim = await _claim(state, owner, settings)
-        try:
+        async with _claimed(state, owner, settings) as claim:
             history = await _history(state, chat, message.parent_id, settings)
             reply = _reply(claim, message.id)
             writing = ActiveReply(owner, chat.id, message, reply, _figures_only(message.details))
@@ -118,9 +110,6 @@ async def continue_reply(
             state.replies.add(writing)
             _start(writing, claim, [*history, reply_message(message)], settings, goes_on=True)
             return Turn(chat, None, writing)
-        except BaseException:
-            _release_claim(claim)
-            raise
 
 
 async def _send(
@@ -128,13 +117,9 @@ async def _send(
 ) -> Turn:
     settings = typed(form, chat.settings)
     with state.replies.lock(chat.id):
-        claim = await _claim(state, owner, settings)
-        try:
+        async with _claimed(state, owner, settings) as claim:
             await _configure(state, owner, chat, settings)
             return await _answer(state, owner, chat, parent, said, settings, claim)
-        except BaseException:
-            _release_claim(claim)
-            raise
 
 
 async def _answer(
@@ -210,6 +195,17 @@ async def _claim(state: ChatState, owner: str, settings: Mapping[str, str]) -> _
         return _Claim(found.model.name, lease, state.pages.cache_salt(owner))
     default = state.pages.manager.default
     return _Claim(name or (default.name if default else ""), lease, state.pages.cache_salt(owner))
+
+
+@asynccontextmanager
+async def _claimed(state: ChatState, owner: str, settings: Mapping[str, str]) -> AsyncIterator[_Claim]:
+    """Request the model for the block, which passes the claim on or fails: then the claim is released."""
+    claim = await _claim(state, owner, settings)
+    try:
+        yield claim
+    except BaseException:
+        _release_claim(claim)
+        raise
 
 
 def _release_claim(claim: _Claim) -> None:
