@@ -98,7 +98,7 @@ def test_no_object_of_the_process_holds_what_a_request_brought(
     send(pages, secret)
     state = pages.server.server_state
     wait_until(lambda: not state.connections and not state.tasks)
-    wait_until(lambda: not holders(secret), 30)
+    wait_until(lambda: not holders(secret))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_a_handler_without_an_operation_is_named() -> None:
     async def forgotten() -> None: ...
 
     with pytest.raises(LookupError, match="forgotten has no operation"):
-        document(Litestar([forgotten], openapi_config=None).routes)
+        document(Litestar([forgotten], openapi_config=None, logging_config=None).routes)
 
 
 @pytest.fixture
