@@ -1,0 +1,157 @@
+"""A rank's share of a model under tensor and pipeline parallelism: its layers, heads, features, vocabulary and experts.
+
+A share is cut in *units*, the least that can be given to a rank without changing a stored value: a KV head with its
+query heads, a few features of the feed-forward part, a few rows of the vocabulary, an expert. Shares may differ in
+size. Column-parallel and row-parallel matrices are Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053).
+Does not know: devices, how a good split is found (models/fit), how a matrix is cut (models/weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from localllm.models.spec.model_spec import ModelSpec
+
+VOCAB_UNIT = 64
+"""Rows of the vocabulary per unit: the sampler draws from groups of so many ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's share of a model. Ranges are of the whole model's numbering and have step 1."""
+
+    index: int  # among the shards of its stage; the first one samples
+    size: int  # shards per stage: the tensor-parallel size
+    layers: range  # of its pipeline stage
+    heads: range  # query heads
+    kv_heads: range  # those that `heads` read; where shards outnumber KV heads, several hold the same one
+    features: range  # of the feed-forward part of layers without experts
+    vocab: range  # rows of the embedding and of the head
+    experts: range = range(0)  # whole experts, with expert_features of each
+    expert_features: range = range(0)
+    shared_features: range = range(0)  # of the shared expert
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether no tensor-parallel shard shares its layers."""
+        return self.size == 1
+
+
+def whole_shard(spec: ModelSpec) -> Shard:
+    """Return the share of a rank that holds the whole model."""
+    return shards_of(spec, [1] if spec.latent is not None else [spec.num_kv_heads])[0]
+
+
+def shards_of(
+    spec: ModelSpec,
+    kv_heads: Sequence[int],
+    *,
+    features: Sequence[int] | None = None,
+    vocab: Sequence[int] | None = None,
+    experts: Sequence[int] | None = None,
+    expert_features: Sequence[int] | None = None,
+    shared_features: Sequence[int] | None = None,
+    layers: range | None = None,
+) -> list[Shard]:
+    """Return the shards of one stage, from the count of each kind per shard.
+
+    kv_heads: KV heads per shard, their sum num_kv_heads; for latent attention query heads, their sum num_heads. With
+    more shards than KV heads: query heads per shard, their sum num_heads, none of them crossing from one KV head to
+    the next. Counts left out are as even as possible. experts: whole experts per shard; None: each shard has
+    expert_features of all of them.
+    Raises `ValueError` if counts do not add up.
+    """
+    size = len(kv_heads)
+    mixture = spec.mixture
+    heads, kv = _head_ranges(spec, kv_heads)
+    width = 0 if mixture is None else mixture.intermediate_size
+    if experts is None:
+        own_experts = [range(0 if mixture is None else mixture.num_experts)] * size
+        own_features = _ranges(width, expert_features or even(width, size))
+    else:
+        own_experts = _ranges(0 if mixture is None else mixture.num_experts, experts)
+        own_features = [range(width)] * size
+    shared = 0 if mixture is None else mixture.shared_size
+    parts = zip(
+        heads,
+        kv,
+        _ranges(spec.intermediate_size, features or even(spec.intermediate_size, size)),
+        _ranges(spec.vocab_size, vocab or even(spec.vocab_size, size, VOCAB_UNIT)),
+        own_experts,
+        own_features,
+        _ranges(shared, shared_features or even(shared, size)),
+        strict=True,
+    )
+    stage = range(spec.num_layers) if layers is None else layers
+    return [Shard(index, size, stage, *part) for index, part in enumerate(parts)]
+
+
+def even(total: int, parts: int, unit: int = 1) -> list[int]:
+    """Divide `total` as evenly as whole units allow; the first parts are the larger ones, the last may be short."""
+    units = -(-total // unit)
+    ends = [min(total, unit * (-(-units * part // parts))) for part in range(parts + 1)]
+    return [b - a for a, b in pairwise(ends)]
+
+
+def even_heads(spec: ModelSpec, size: int) -> list[int] | None:
+    """Return the most even counts of heads for `shards_of`; None: the heads cannot be divided by so many shards.
+
+    Up to num_kv_heads shards take whole KV heads. More than that must be a multiple of num_kv_heads, and each takes a
+    part of one KV head's query heads.
+    """
+    if spec.latent is not None:
+        return even(spec.num_heads, size) if size <= spec.num_heads else None
+    if size <= spec.num_kv_heads:
+        return even(spec.num_kv_heads, size)
+    group = spec.num_heads // spec.num_kv_heads
+    copies, rest = divmod(size, spec.num_kv_heads)
+    return None if rest or copies > group else even(group, copies) * spec.num_kv_heads
+
+
+def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
+    """Return the spec with the sizes that the shard holds, for its KV cache and its attention.
+
+    hidden_size and vocab_size stay those of the model: the stream is whole on every shard, and one of them samples.
+    """
+    own = slice(shard.layers.start, shard.layers.stop)
+    mixture = spec.mixture
+    if mixture is not None:
+        mixture = replace(
+            mixture,
+            intermediate_size=len(shard.expert_features),
+            shared_size=len(shard.shared_features),
+            layers=mixture.layers[own],
+        )
+    return replace(
+        spec,
+        num_layers=len(shard.layers),
+        num_heads=len(shard.heads),
+        num_kv_heads=len(shard.kv_heads),
+        intermediate_size=len(shard.features),
+        layer_is_windowed=spec.layer_is_windowed[own],
+        layer_has_rope=spec.layer_has_rope[own],
+        mixture=mixture,
+    )
+
+
+def _head_ranges(spec: ModelSpec, counts: Sequence[int]) -> tuple[list[range], list[range]]:
+    """Return each shard's query heads and KV heads."""
+    if spec.latent is not None:
+        return _ranges(spec.num_heads, counts), [range(1)] * len(counts)
+    group = spec.num_heads // spec.num_kv_heads
+    if len(counts) <= spec.num_kv_heads:
+        kv = _ranges(spec.num_kv_heads, counts)
+        return [range(own.start * group, own.stop * group) for own in kv], kv
+    heads = _ranges(spec.num_heads, counts)
+    kv = [range(own.start // group, (own.stop - 1) // group + 1) for own in heads]
+    if any(len(own) != 1 for own in kv):
+        raise ValueError(f"a shard's query heads {list(counts)} would read several of {spec.num_kv_heads} KV heads")
+    return heads, kv
+
+
+def _ranges(total: int, counts: Sequence[int]) -> list[range]:
+    if sum(counts) != total or min(counts) < 0:
+        raise ValueError(f"{list(counts)} do not add up to {total}")
+    return [range(a, b) for a, b in pairwise([0, *accumulate(counts)])]
