@@ -211,7 +211,11 @@ class Runner(Protocol):
     def use_idle_time(self) -> bool:
         """Do one short piece of optional work while there is no request. Return False when none is left."""
 
-    def stats(self) -> RunnerStats: ...
+    def stats(self) -> RunnerStats:
+        """Return the counts and the state of the ranks.
+
+        A runner with ranks answers any thread at any time, also after `close`, and never waits for a rank.
+        """
 
     def reset(self) -> None:
         """Forget every slot (after a failed step)."""
