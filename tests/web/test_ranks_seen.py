@@ -7,7 +7,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -83,7 +83,9 @@ def test_metrics_of_each_rank_are_those_of_the_snapshot(url: str, client: StubCl
 def test_a_model_without_ranks_has_no_metrics_rows_or_tiles_of_ranks(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert metrics(url) == {}
+    text = httpx.get(url + "/metrics").text
+    assert "localllm:rank" not in text
+    assert "bubble" not in text
     page = httpx.get(url + "/dashboard").text
     assert '<section id="tile-ranks" hidden></section>' in page
     assert "Rank 0" not in page
@@ -154,6 +156,21 @@ def test_top_shows_the_ranks_as_lines_as_json_and_on_the_screen(
     rows = [row.split() for row in screen.export_text().splitlines()]
     assert ["RANK", "DEVICE", "STATE", "WEIGHTS", "KV", "OTHER", "STEP", "LAG", "IDLE"] in rows
     assert ["3", "cuda:3", "LOST", "6.0", "GiB", "3.0", "GiB", "512", "MiB", "12", "ms", "9", "75%"] in rows
+
+
+def test_the_dashboard_asks_for_the_memory_of_its_ranks(
+    url: str, client: StubClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Sequence[int]] = []
+
+    async def read(self: machine.MachineMonitor, rank_pids: Sequence[int]) -> machine.MachineReading:
+        asked.append(rank_pids)
+        return machine.MachineReading(0.1, 8, 1, 2, 1)
+
+    monkeypatch.setattr(machine.MachineMonitor, "read", read)
+    client.ranks = (replace(RANKS[0], pid=7), replace(RANKS[1], pid=0), replace(RANKS[2], pid=9))
+    httpx.get(url + "/dashboard")
+    assert asked == [[7, 9]]
 
 
 def test_memory_of_the_ranks_counts_as_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
