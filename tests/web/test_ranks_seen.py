@@ -135,7 +135,9 @@ def test_the_page_shows_last_words_as_text_and_the_stream_sends_a_loss(url: str,
         assert any('hx-target="#tile-ranks"' in line for line in (next(lines) for _ in range(2000)))
         client.ranks = (RANKS[0], replace(RANKS[1], is_up=False, last_words="Out of memory."))
         assert any("Out of memory." in line for line in (next(lines) for _ in range(2000)))
-    assert "Stage 0" not in httpx.get(url + "/dashboard").text
+    page = httpx.get(url + "/dashboard").text
+    assert "Stage 0" not in page
+    assert '<h3 class="rank__title" id="rank-1-title">' in page  # no level of headings is left out
 
 
 def test_top_shows_the_ranks_as_lines_as_json_and_on_the_screen(
