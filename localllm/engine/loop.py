@@ -222,11 +222,10 @@ class EngineLoop:
             return
         with self._recovering():
             self._receive()
-            depth = self._depth_now()
             launched = self._launch()
             if self.depth > 1:
                 self._tell()  # outputs of the previous step
-            while self._pending and (len(self._pending) >= depth or not launched):
+            if self._pending and (len(self._pending) >= self.depth or not launched):
                 self._settle()
         with self._recovering():
             self._collect(self.scheduler.take_outputs())
@@ -253,6 +252,8 @@ class EngineLoop:
 
     def _take_in(self, request: Request) -> None:
         self._open[request.request_id] = request
+        if self._drafter is not None and request.grammar is None:
+            request.most_unseen = 0  # guesses extend tokens that the host has seen
         try:
             self.scheduler.add(request)
         except Exception as error:
@@ -283,15 +284,6 @@ class EngineLoop:
         self._outputs += lost
         self._let_go(ended + lost)  # an interrupt may have prevented this earlier
 
-    def _depth_now(self) -> int:
-        """Return the depth of this step: 1 with a drafter, which needs each request's last token on the host."""
-        if self.depth == 1 or self._drafter is None:
-            return self.depth
-        while self._pending:
-            self._settle()
-        self.scheduler.recorder.degraded_steps += 1
-        return 1
-
     def _launch(self) -> bool:
         if self._drafter is not None:
             self._draft(self._drafter)
@@ -307,13 +299,13 @@ class EngineLoop:
         """Return the allowed tokens of rows whose grammar may forbid one in this step, or None.
         Runs while the forward runs.
 
-        A grammar needs all previous tokens, so the earlier steps are settled first. The next forward waits for nothing;
-        only the host waits, for one step instead of two.
+        A grammar needs all previous tokens of its request, so the earlier steps that contain it are settled first. The
+        next forward waits for nothing; only the host waits, for one step instead of two.
         """
         rows = [i for i, request in enumerate(requests) if plan.rows[i].samples and self._may_forbid(request)]
         if not rows:
             return None
-        while self._pending:
+        while self._pending and any(_has_unseen_tokens(requests[i]) for i in rows):
             self._settle()
         bits = np.full((len(rows), -(-self.runner.vocab_size // 32)), -1, np.int32)
         for row, allowed in zip(rows, bits, strict=True):
@@ -340,7 +332,8 @@ class EngineLoop:
 
     def _draft(self, drafter: Drafter) -> None:
         for request in self.scheduler.running:
-            if request.num_wanted_tokens == 1 and request.grammar is None:
+            is_seen = request.num_output_placeholders == 0
+            if is_seen and request.num_wanted_tokens == 1 and request.grammar is None:
                 try:
                     self.scheduler.set_drafts(request, drafter(request))
                 except Exception:
@@ -413,6 +406,11 @@ class EngineLoop:
             if not self._stats_failed:  # once, not with every step
                 log.exception("statistics could not be taken")
             self._stats_failed = True
+
+
+def _has_unseen_tokens(request: Request) -> bool:
+    """Return whether a token of the request is in an earlier step than the one being launched."""
+    return not request.is_finished and request.num_output_placeholders > 1
 
 
 def _crashed(why: str) -> EngineCrashed:

@@ -116,6 +116,7 @@ class Scheduler:
         draft.prefill_budget = self._prefill_budget(draft)
         self._schedule_prefills(draft)
         if not draft.rows:
+            self.recorder.degraded_steps += any(map(self._is_held_back, self.running))
             return None
         plan = self._commit(draft)
         self._record(plan, draft, now_s() - started_s)
@@ -173,18 +174,30 @@ class Scheduler:
     def _prefill_budget(self, draft: _Draft) -> int:
         """Return the step's prefill budget: limited while requests decode, so that their next token is not delayed."""
         cap = self.config.long_prefill_token_threshold
-        return min(draft.budget, cap) if draft.rows and cap else draft.budget
+        if not cap:
+            return draft.budget
+        any_decodes = draft.rows or any(map(self._is_held_back, self.running))
+        return min(draft.budget, cap) if any_decodes else draft.budget
+
+    def _is_held_back(self, request: Request) -> bool:
+        """Return whether a request that has tokens left to generate waits for those in flight."""
+        return request.waits_for_tokens and self._room(request) > 0
 
     def _wanted(self, request: Request) -> int:
-        """Return the tokens to run for a running request; 0 if the launched steps already reach its length limit."""
+        """Return the tokens to run for a running request; 0 if the launched steps already reach its length limit, or if
+        the request waits for their tokens."""
         if request.state is not State.RUNNING:  # preempted while this step was planned
             return 0
-        room = request.max_output_tokens - request.num_output_tokens - request.num_output_placeholders
-        if room <= 0:
+        room = self._room(request)
+        if room <= 0 or request.waits_for_tokens:
             return 0
         if len(request.draft_token_ids) >= room:
             request.draft_token_ids = request.draft_token_ids[: room - 1]
         return request.num_wanted_tokens
+
+    def _room(self, request: Request) -> int:
+        """Return the output tokens that may still be launched for the request."""
+        return request.max_output_tokens - request.num_output_tokens - request.num_output_placeholders
 
     def _schedule_one(self, request: Request, count: int, draft: _Draft) -> bool:
         """Find blocks for `count` more tokens of a running request and add the request to the step."""
