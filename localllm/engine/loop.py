@@ -2,7 +2,7 @@
 
 `submit` and `cancel` may be called from any thread. Everything else runs on the engine's thread (`start`), or on the
 caller's thread (`step`, used by the offline API). With depth two, step t+1 is scheduled and launched before the result
-of step t is read.
+of step t is read. With a model in pipeline stages, one step per cohort is in flight (scheduler.py).
 Outputs leave through one callback per step, while the device computes the next step. No other thread therefore takes
 the interpreter from this one while it has a step to launch.
 Does not know: asyncio, text, torch.
@@ -56,7 +56,7 @@ class _Cancel(NamedTuple):
 
 
 class EngineLoop:
-    """Runs the engine's steps. `depth`: steps in flight.
+    """Runs the engine's steps. `depth`: steps in flight without a pipeline.
     `deliver` receives each step's outputs, on the thread that ran the step.
 
     Each request that `submit` accepted gets exactly one output with a finish reason, whatever is raised in between.
@@ -71,7 +71,10 @@ class EngineLoop:
         deliver: Deliver | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        self.scheduler, self.runner, self.depth = scheduler, runner, depth
+        config = scheduler.config
+        assert config.num_stages == runner.num_stages, (config.num_stages, runner.num_stages)
+        self.scheduler, self.runner = scheduler, runner
+        self.depth = config.num_cohorts if config.num_stages > 1 else depth
         self.deliver: Deliver = deliver or (lambda outputs: None)
         self.on_ended: Callable[[], None] = lambda: None  # called last on the thread, if the engine ended by itself
         self.why_ended: EngineError | None = None  # None while it runs, and after `stop`

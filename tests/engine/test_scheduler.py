@@ -36,6 +36,7 @@ class EngineWalk(RuleBasedStateMachine):
 
     @initialize(
         depth=st.sampled_from([1, 2, 3]),
+        stages=st.sampled_from([(1, 0), (1, 0), (2, 0), (2, 1), (3, 0)]),
         num_blocks=st.sampled_from([9, 14, 40]),
         budget=st.sampled_from([5, 16, 64]),
         cap=st.sampled_from([0, 2, 7]),
@@ -44,9 +45,11 @@ class EngineWalk(RuleBasedStateMachine):
         drafts=st.booleans(),
         reserve=st.sampled_from([0.0, 0.6, 1.0]),
     )
-    def build(self, depth, num_blocks, budget, cap, policy, caching, drafts, reserve):
+    def build(self, depth, stages, num_blocks, budget, cap, policy, caching, drafts, reserve):
         self.engine = make_engine(
             depth=depth,
+            num_stages=stages[0],
+            num_extra_cohorts=stages[1],
             num_blocks=num_blocks,
             drafter=last_tokens_again if drafts else None,
             vocab_size=4,  # so that guesses are often right and stops often hit
@@ -123,16 +126,18 @@ TestEngineWalk = EngineWalk.TestCase
 @given(
     seed=st.integers(0, 10_000),
     depth=st.sampled_from([1, 2, 3]),
+    stages=st.sampled_from([1, 1, 2, 4]),
     budget=st.sampled_from([3, 8, 64]),
     num_blocks=st.sampled_from([12, 20, 80]),
     caching=st.booleans(),
     drafts=st.booleans(),
 )
-def test_output_never_depends_on_how_it_was_scheduled(seed, depth, budget, num_blocks, caching, drafts):
-    """I21, I22: chunk size, neighbours, prefix cache, preemption, depth, drafts and grammars leave no trace."""
+def test_output_never_depends_on_how_it_was_scheduled(seed, depth, stages, budget, num_blocks, caching, drafts):
+    """I21, I22: chunk size, neighbours, prefix cache, preemption, depth, stages, drafts and grammars leave no trace."""
     rng = random.Random(seed)
     engine = make_engine(
         depth=depth,
+        num_stages=stages,
         num_blocks=num_blocks,
         drafter=last_tokens_again if drafts else None,
         vocab_size=5,
