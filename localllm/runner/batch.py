@@ -177,7 +177,9 @@ class SlotState:
 
     def _record_known(self, known: Sequence[tuple[int, tuple[int, ...]]]) -> None:
         """Write the ids that this stage does not know: the stage that samples wrote them when it sampled them."""
-        slots, positions, ids = [], [], []
+        slots: list[int] = []
+        positions: list[int] = []
+        ids: list[int] = []
         for slot, given in known:
             start, end = int(self._num_tokens[slot]), int(self._num_computed[slot]) + len(given)
             assert end - len(given) <= start <= end, f"slot {slot} knows {start} tokens, and ids end at {end}"
