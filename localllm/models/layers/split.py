@@ -70,5 +70,5 @@ class Zeros:
 
     __slots__ = ()
 
-    def __call__(self, x: Tensor, *rest: Any) -> Tensor:
+    def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
         return x.new_zeros(x.shape)

@@ -184,7 +184,7 @@ class Weights:
         rows: range | None = None,
     ) -> Tensor:
         stored = [self._name(name) for name in names]
-        if rows is None:
+        if rows is None or len(rows) == shape[0]:
             orders: Sequence[Tensor | None] = [None] * len(stored)
         else:
             heights = [self._height_of(name) for name in stored]
@@ -192,7 +192,8 @@ class Weights:
                 raise _wrong_shape(stored, (sum(heights), *shape[1:]), shape)
             orders = self._orders_of(torch.arange(rows.start, rows.stop, device="cpu"), heights, [None] * len(stored))
         parts = [StoredPart(name, order, self._is_transposed(name)) for name, order in zip(stored, orders, strict=True)]
-        return self._plain(parts, shape if rows is None else (len(rows), *shape[1:]), keep_narrow, dtype=dtype)
+        own = (shape[0] if rows is None else len(rows), *shape[1:])
+        return self._plain(parts, own, keep_narrow, dtype=dtype)
 
     def table(
         self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False, rows: range | None = None
@@ -204,7 +205,7 @@ class Weights:
         found = format.shape(self._checkpoint, stem)
         if found != shape:
             raise _wrong_shape([stored], found, shape)
-        order = None if rows is None else torch.arange(rows.start, rows.stop, device="cpu")
+        order = None if rows is None or len(rows) == shape[0] else torch.arange(rows.start, rows.stop, device="cpu")
         table = self._matrix(format.kind(self._checkpoint, stem), [StoredPart(stem, order)], shape)
         return cast(QuantizedTable, table)  # guaranteed by `is_table`
 
@@ -282,7 +283,7 @@ class Weights:
             fuses = storage.fused_qkv if len(stems) == 3 else storage.fused_gate_up if len(stems) == 2 else None
             if fused != list(stems) or fuses or any(storage.rows.get(stem.rpartition(".")[2]) for stem in stems):
                 count = sum(self._rows_of(part.stem) for part in parts) if order is None else len(order)
-                return [LoraPart((), 0, count, None)]
+                return [LoraPart((), 0, count, None, (0, width))]
             orders = self._orders_of(order, [self._rows_of(part.stem) for part in parts], [None] * len(parts))
         heights = [self._rows_of(part.stem) for part in parts]
         counts = [height if rows is None else len(rows) for height, rows in zip(heights, orders, strict=True)]
@@ -295,8 +296,8 @@ class Weights:
                 start,
                 count,
                 None if rows is None or rows.is_meta else rows.numpy(),
-                parts[0].columns,
                 (height, width),
+                parts[0].columns,
             )
             for spelled, start, count, rows, height in zip(names, starts, counts, orders, heights, strict=False)
         ]
@@ -318,7 +319,7 @@ class Weights:
             yield from self._slices(stacked, stored_order, shape, cut)
         else:
             heights = [format.shape(self._checkpoint, stem)[0] // count for stem in stacked]
-            if sum(heights) != rows:
+            if cut.order is not None and sum(heights) != rows:
                 raise _wrong_shape(stacked, (sum(heights), columns), (rows, columns))
             whole = [torch.arange(h, device="cpu") if stored_order is None else stored_order for h in heights]
             orders = [order for order in self._orders_of(cut.order, heights, whole) if order is not None]
@@ -536,6 +537,7 @@ class Weights:
         for end, value in self._storage.added:
             tensor = tensor.float() - value if part.stem.endswith(end) else tensor
         tensor = tensor.t() if part.transposed else tensor
+        tensor = tensor if part.columns is None else tensor[:, part.columns.start : part.columns.stop]
         return tensor if part.order is None else tensor[part.order.to(tensor.device)]
 
     def _names(self, name: str) -> Sequence[str]:
@@ -617,7 +619,8 @@ class MetaWeights(Weights):
         dtype = matrices.TYPES.get(info.dtype, torch.float32)
         shape = info.shape[::-1] if part.transposed else info.shape
         rows = shape[0] if part.order is None else len(part.order)
-        return torch.empty((rows, *shape[1:]), dtype=dtype, device="meta")
+        rest = shape[1:] if part.columns is None else (len(part.columns),)
+        return torch.empty((rows, *rest), dtype=dtype, device="meta")
 
 
 def _wrong_shape(names: Sequence[str], got: Iterable[int], wanted: Iterable[object]) -> CorruptModel:
@@ -628,7 +631,3 @@ def _layer_of(stored: str) -> int:
     """Return the number of a tensor's layer; -1: none."""
     found = re.search(r"\.layers\.(\d+)\.", stored)
     return -1 if found is None else int(found[1])
-
-
-def _shortened(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
