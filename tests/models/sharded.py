@@ -63,9 +63,7 @@ class ShardedModel:
         return first
 
 
-def run(
-    models: Seq[DecoderModel], tokens: list[int], steps: Seq[int] = STEPS, adapter: int = -1
-) -> Tensor | None:
+def run(models: Seq[DecoderModel], tokens: list[int], steps: Seq[int] = STEPS, adapter: int = -1) -> Tensor | None:
     """Run one shard of each stage. Return the logits at every position; None: another shard has them."""
     harnesses = [ModelHarness(model) for model in models]
     sequences = [Sequence(list(tokens), adapter=adapter) for _ in models]

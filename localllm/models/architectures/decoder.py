@@ -45,7 +45,7 @@ class DecoderModel:
         group: Group | None = None,
         vocab: tuple[int, ...] | None = None,
     ) -> None:
-        """spec: with the sizes that this shard holds. embedding: of a first pipeline stage; norm, lm_head: of a last one.
+        """spec: with the sizes that this shard holds. embedding: a first pipeline stage's; norm, lm_head: a last one's.
         group: the shards of its layers. vocab: rows of the head on each; None: all are here."""
         self.spec, self.device, self.dtype = spec, device, dtype
         self.embedding, self.layers, self.norm, self.lm_head = embedding, layers, norm, lm_head
@@ -100,9 +100,10 @@ class DecoderModel:
         """Map hidden [L, hidden], rows of `forward`'s output, to logits [L, vocab] fp32.
 
         Of a tensor-parallel model all shards compute their rows of the vocabulary; the first shard returns the logits,
-        the others None.
+        the others None. So does a pipeline stage that is not the last.
         """
-        assert self.lm_head is not None, "the last stage has the head"
+        if self.lm_head is None:
+            return None
         own = self.lm_head(hidden)
         logits = own if self._vocab is None else self._group.gather_to_first(own, self._vocab)
         return None if logits is None else self._finished(logits.float())

@@ -42,7 +42,9 @@ def build_latent_attention(spec: ModelSpec, latent: LatentSpec, share: ShardWeig
         (heads * expanded, latent.latent_size),
         rows=range(own.start * expanded, own.stop * expanded),
     )
-    to_keys, to_values = expansion.view(len(own), -1, latent.latent_size).split([latent.nope_size, latent.value_size], 1)
+    to_keys, to_values = expansion.view(len(own), -1, latent.latent_size).split(
+        [latent.nope_size, latent.value_size], 1
+    )
     return LatentAttention(
         latent,
         down,
