@@ -38,10 +38,13 @@ from tests.models.formats.test_gptq import CONFIG as GPTQ
 from tests.models.formats.test_gptq import gptq
 from tests.models.harness import CPU, ModelHarness, Sequence
 from tests.models.sharded import STEPS, ShardedModel, even_shards, load_whole, run
+from tests.models.test_experts import WAYS as STORED_EXPERTS
+from tests.models.test_experts import fuse, gpt_oss, quantise_experts, rewrite, wide_moe
 from tests.models.test_goldens import THOROUGH, assert_close, prompt
 from tests.threads import Threads
 from tests.tiny import FAMILIES, make_tiny_model
 
+__all__ = ["gpt_oss", "wide_moe"]  # fixtures
 PathOf = Callable[[str], Path]
 TOKENS = prompt(sum(STEPS))
 MIXTURES = ("mixtral", "qwen2_moe", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v2")
@@ -324,6 +327,35 @@ def test_quantised_at_load(quantization: str, source: Path) -> None:
     assert error < (1e-4 if quantization == "int4" else 0.05)
     for shard, own in zip(shards, model.stages[0], strict=True):
         assert held_bytes(own) == resident_bytes(source, spec, CPU, torch.float32, shard=shard, **options)
+
+
+EXPERTS: dict[str, Any] = {"experts": [2, 1, 3], "expert_features": [33, 50, 45]}
+
+
+@pytest.mark.parametrize("cut", EXPERTS)
+@pytest.mark.parametrize("name", [*STORED_EXPERTS, "one tensor for all", "mxfp4", "gguf"])
+def test_formats_of_experts(name: str, cut: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Whole experts, and slices of all of them: of a matrix each, and of one tensor for all."""
+    counts = {cut: EXPERTS[cut]}
+    if name == "mxfp4":
+        path, _ = request.getfixturevalue("gpt_oss")
+        counts = {"experts": [3, 0, 1]} if cut == "experts" else {"expert_features": [33, 50, 13]}
+    elif name == "gguf":
+        path, sizes = tmp_path / "model.gguf", {"hidden_size": 128, "moe_intermediate_size": 128}
+        write_gguf(make_tiny_model(tmp_path / "source", "qwen3_moe", **sizes, mlp_only_layers=[]), path, "Q4_0")
+    elif name == "one tensor for all":
+        path = tmp_path / "model"
+        shutil.copytree(request.getfixturevalue("wide_moe"), path)
+        rewrite(path, lambda tensors: fuse(tensors, "mlp", ("gate_proj", "up_proj", "down_proj"), "mlp"))
+    else:
+        config, store, _ = STORED_EXPERTS[name]
+        path, _ = quantise_experts(request.getfixturevalue("wide_moe"), tmp_path, config, store)
+    spec = read_spec(path)
+    shards = shards_of(spec, [2, 1, 1], **counts)  # query heads: three shards of two KV heads
+    model = ShardedModel(path, shards, cpu_weights="exact")
+    assert_close(model.logits(TOKENS), whole_logits(path, cpu_weights="exact"))
+    for shard, own in zip(shards, model.stages[0], strict=True):
+        assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard, cpu_weights="exact")
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
