@@ -39,7 +39,7 @@ from tests.models.formats import test_fp8 as fp8_files
 from tests.models.formats import test_gptq as gptq_files
 from tests.models.formats import test_modelopt as modelopt_files
 from tests.models.formats.held import Held, ReadBytes, described
-from tests.models.formats.quantised import Store
+from tests.models.formats.quantised import Store, Stored
 from tests.models.harness import CPU
 from tests.models.test_experts import mxfp4
 
@@ -58,12 +58,15 @@ class Case:
     ranges_only: bool = False  # a few ranges of rows, but not any order of them
 
     def open(self, shape: tuple[int, int] | None = None) -> tuple[LinearFormat, Held]:
-        torch.manual_seed(3)
-        stored = self.store(STEM, torch.randn(shape or self.shape).half().float())
         format = linear_format(self.config)
-        assert stored is not None
         assert format is not None
-        return format, self.held(stored[0], shape or self.shape)
+        return format, self.held(self.stored(shape or self.shape)[0], shape or self.shape)
+
+    def stored(self, shape: tuple[int, int]) -> Stored:
+        """The tensors of a matrix, and what they stand for."""
+        stored = self.store(STEM, torch.randn(shape, generator=torch.Generator().manual_seed(3)).half().float())
+        assert stored is not None
+        return stored
 
     def held(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Held:
         return Held({f"{STEM}.{ending}": tensor for ending, tensor in tensors.items()})
@@ -197,6 +200,7 @@ def test_shards_of_the_columns_add_up_to_the_matrix(name: str) -> None:
     format, held = CASES[name].open()
     n, k = format.shape(held, STEM)
     whole, rng = check(format, held, [StoredPart(STEM)]), random.Random(name)
+    torch.testing.assert_close(whole, CASES[name].stored((n, k))[1].view(n, k), rtol=1e-3, atol=1e-5)
     for shards in (2, 3, 4):
         total = torch.zeros(n, k)
         for own in ranges(k, shards, rng):
