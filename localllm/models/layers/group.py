@@ -1,4 +1,4 @@
-"""What a layer of a tensor-parallel model asks of the other shards.
+"""The exchanges between the shards of a tensor-parallel model, as its layers call them.
 
 Does not know: processes, devices (ranks/ connects real ones), which matrices are split.
 """
