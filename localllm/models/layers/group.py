@@ -1,4 +1,4 @@
-"""The exchanges between the shards of a tensor-parallel model, as its layers call them.
+"""Collective operations between the shards of a tensor-parallel model.
 
 Does not know: processes, devices (ranks/ connects real ones), which matrices are split.
 """
