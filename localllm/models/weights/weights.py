@@ -119,7 +119,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertCut:
-    """What to take of a layer's experts."""
+    """The part of a layer's experts that a shard takes."""
 
     own: range  # of the experts
     order: Tensor | None  # rows of each expert's matrix; None: all
