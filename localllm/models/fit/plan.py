@@ -229,7 +229,7 @@ class _Planner:
             try:
                 plan = self._one() if count == 1 else self._of_gpus(count, found)
             except DoesNotFit as error:
-                refused = refused or error
+                refused = error
                 continue
             if plan.max_model_len >= useful:
                 note = f"One of {len(gpus)} GPUs holds the model with a context of {format_count(plan.max_model_len)}."
@@ -243,9 +243,9 @@ class _Planner:
     def _of_gpus(self, count: int, found: Sequence[MemoryPlan]) -> MemoryPlan:
         gpus = choose_gpus(self.config, self.hardware, count)
         division, why = choose_kind(self.spec, gpus, self._whole_bytes(gpus[0]), self.config)
-        fewer = "one GPU does" if count == 2 else f"{count - 1} GPUs do"
+        fewer = "One GPU does" if count == 2 else f"{count - 1} GPUs do"
         short = f" with more than {format_count(found[-1].max_model_len)} tokens of context" if found else ""
-        return self._several(division, gpus, f"{fewer.capitalize()} not hold this model{short}. {why}")
+        return self._several(division, gpus, f"{fewer} not hold this model{short}. {why}")
 
     def _whole_bytes(self, gpu: Gpu) -> float:
         attempt = self._attempt([gpu])

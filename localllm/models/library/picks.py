@@ -20,8 +20,8 @@ from localllm.machine.hardware import Hardware
 from localllm.models.architectures.read_spec import spec_of_config
 from localllm.models.fit.plan import MemoryPlan, make_plan
 from localllm.models.fit.shares import count_shard
-from localllm.models.spec.shard import Shard
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import Shard
 
 LIST = Path(__file__).with_name("picks.toml")
 USEFUL_CONTEXT = 4096
