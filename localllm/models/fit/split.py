@@ -207,7 +207,8 @@ def _fill(
     _move_what_does_not_fit(devices, stage, loads, units)
     counts = [sizes_of(part, each) for part, each in zip(stage.parts, units, strict=True)]
     time = max(load / device.bandwidth for load, device in zip(loads, devices, strict=True))
-    held = [_tokens_held(device, stage, *each, tokens) for device, *each in zip(devices, heads, loads, strict=True)]
+    ranks = zip(devices, heads, loads, strict=True)
+    held = [_tokens_held(device, stage, count, load, tokens) for device, count, load in ranks]
     return StageSplit(list(heads), counts, min(context, *held), time)
 
 
