@@ -23,6 +23,7 @@ from localllm.models.fit.checkpoint import lora_limits
 from localllm.models.layers.lora import LoraBank
 from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import Shard
 from localllm.models.weights.lora import LoraFile, put_lora
 from localllm.models.weights.parameters import held_bytes, replace_tensors
 from localllm.models.weights.weights import Progress
@@ -57,8 +58,11 @@ class Executor(Protocol):
         """Slots for adapters; None: the model was loaded without memory for them."""
         ...
 
-    def resident_bytes(self, device: str, dtype: str, max_model_len: int, quantization: str | None, /) -> int:
-        """Return the bytes of the weights with the tables of another context length, for models/fit."""
+    def resident_bytes(
+        self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
+    ) -> int:
+        """Return the bytes of the weights with the tables of another context length, for models/fit. shard: of the
+        rank to count."""
         ...
 
     def as_if_not_loaded(self, hardware: Hardware) -> Hardware:
@@ -126,7 +130,9 @@ class LocalExecutor:
         bank = getattr(self.model, "lora", None)
         return None if bank is None else BankSlots(bank)
 
-    def resident_bytes(self, device: str, dtype: str, max_model_len: int, quantization: str | None, /) -> int:
+    def resident_bytes(
+        self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
+    ) -> int:
         return self._fixed_bytes + self.model.table_bytes(max_model_len)
 
     def as_if_not_loaded(self, hardware: Hardware) -> Hardware:
