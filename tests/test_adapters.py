@@ -22,10 +22,12 @@ from localllm.engine.adapter import Adapter
 from localllm.engine.request import Request, RequestOptions
 from localllm.errors import ConfigError, InvalidParameter, ModelNotFound, UnsupportedOption
 from localllm.kernels import launch
+from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model
 from localllm.models.weights.lora import open_lora, put_lora
+from localllm.runner.executor import BankSlots
 from localllm.serving.adapters import AdapterBusy, AdapterRefused, Adapters
 from localllm.serving.build import build_engine
 from localllm.serving.entry import ModelNotLoaded
@@ -197,7 +199,9 @@ def test_a_refused_request_counts_no_longer() -> None:
 @pytest.fixture
 def adapters(tiny_llama_path: Path) -> Adapters:
     model = load_model(tiny_llama_path, read_spec(tiny_llama_path), CPU, torch.float32, lora=LoraLimits(2, 4))
-    return Adapters(model.lora, ("tiny", "org/tiny"))  # type: ignore[arg-type]
+    assert isinstance(model, DecoderModel)
+    assert model.lora is not None
+    return Adapters(BankSlots(model.lora), ("tiny", "org/tiny"))
 
 
 def test_names_and_room(adapters: Adapters, folders: dict[str, Path]) -> None:

@@ -13,7 +13,6 @@ import torch
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import CorruptModel, DoesNotFit, EngineStopped, InvalidParameter, LocalLLMError
-from localllm.machine.hardware import read_hardware
 from localllm.runner.runner import TorchRunner
 from localllm.serving import build
 from localllm.serving.build import build_engine, sampling_defaults
@@ -154,8 +153,7 @@ def test_short_names(name: str, short: str) -> None:
 
 def test_a_gpu_is_readied_before_weights_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The transformers backend runs a model while it loads; nothing is loaded for kernels that cannot be launched."""
-    from localllm.models import loader
-    from localllm.runner import device_memory
+    from localllm.runner import executor
 
     done: list[object] = []
 
@@ -163,12 +161,12 @@ def test_a_gpu_is_readied_before_weights_are_read(monkeypatch: pytest.MonkeyPatc
         raise CorruptModel("read")
 
     monkeypatch.setattr(build, "require_compiler", lambda: done.append("compiler"))
-    monkeypatch.setattr(device_memory, "make_current", done.append)
+    monkeypatch.setattr(executor, "make_current", done.append)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    monkeypatch.setattr(loader, "load_model", load)
+    monkeypatch.setattr(executor, "load_model", load)
     plan: Any = SimpleNamespace(device="cuda:1", dtype="float16", max_model_len=64)
     spec: Any = None
-    config, hardware = settings_for(tmp_path).engine, read_hardware()
+    config = settings_for(tmp_path).engine
     with pytest.raises(CorruptModel):
-        build._load(tmp_path, spec, config, plan, hardware, lambda phase: None)
+        build._load(tmp_path, spec, config, plan, lambda phase: None)
     assert done == ["compiler", torch.device("cuda:1")]

@@ -131,7 +131,7 @@ class FakeMemory:
         self._require(name, SIZES[name] - ASLEEP)
         if name in self.failing:
             raise CorruptModel(f"{name} is damaged.")
-        del self.held[asleep.model.key]  # type: ignore[attr-defined]
+        del self.held[asleep.executor.key]  # type: ignore[attr-defined]
         return self._take(FakeServed(name, self))
 
     def give(self, served: FakeServed) -> None:

@@ -60,7 +60,7 @@ def test_an_engine_opened_anew_is_as_one_that_was_loaded_so(
     plan = bare.plan(config, read_hardware())
     again, fresh = open_engine(bare, config), build_engine(settings_for(path, max_model_len=wanted))
     assert again.plan.max_model_len == fresh.plan.max_model_len == wanted
-    assert plan.weights_bytes == held_bytes(bare.model) == bare.weights_bytes == fresh.plan.weights_bytes
+    assert plan.weights_bytes == held_bytes(bare.executor.model) == bare.weights_bytes == fresh.plan.weights_bytes
     assert answer(again, wanted - 6) == answer(fresh, wanted - 6)
     again.close()
     fresh.close()

@@ -24,7 +24,7 @@ from localllm.errors import EngineError, ModelNotFound, RequestError
 from localllm.serving.drain import DRAIN_S
 
 if TYPE_CHECKING:
-    from localllm.models.layers.lora import LoraBank
+    from localllm.runner.executor import AdapterSlots
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ class LoadedAdapter:
 class Adapters:
     """The loaded adapters. `load` and `unload` block and may be called from any thread; one load runs at a time."""
 
-    def __init__(self, bank: LoraBank, base_names: Sequence[str]) -> None:
+    def __init__(self, slots: AdapterSlots, base_names: Sequence[str]) -> None:
         """base_names: the names of the model itself, which no adapter may have."""
-        self._bank, self._base_names = bank, frozenset(base_names)
+        self._slots, self._base_names = slots, frozenset(base_names)
         self._loaded: dict[str, LoadedAdapter] = {}
         self._turn = threading.Lock()
 
@@ -81,13 +81,13 @@ class Adapters:
         """Load an adapter from a folder or from a repository in the Hugging Face cache. Raises `AdapterRefused`,
         `ModelNotFound`, `UnsupportedModel`, `CorruptModel`."""
         from localllm.models.library.catalog import adapter_folder
-        from localllm.models.weights.lora import open_lora, put_lora
+        from localllm.models.weights.lora import open_lora
 
         with self._turn:
             self._require_free(name)
             slot = self._free_slot()
             stored = open_lora(adapter_folder(path))
-            put_lora(stored, self._bank, slot)
+            self._slots.put(slot, stored)
             adapter = Adapter(name, slot, stored.fingerprint)
             found = LoadedAdapter(adapter, stored.path, path, stored.rank, stored.base, time.time())
             self._loaded[name] = found
@@ -141,7 +141,7 @@ class Adapters:
 
     def _free_slot(self) -> int:
         taken = {each.adapter.slot for each in self.loaded}
-        free = next((slot for slot in range(self._bank.max_loras) if slot not in taken), None)
+        free = next((slot for slot in range(self._slots.max_loras) if slot not in taken), None)
         if free is None:
             raise AdapterRefused(
                 f"All {len(taken)} adapter slots are in use.",

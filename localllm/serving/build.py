@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan, MemoryReport
     from localllm.models.library.catalog import ResolvedModel
     from localllm.models.spec.model_spec import ModelSpec
+    from localllm.runner.executor import Executor
     from localllm.text.answers.reader import AnswerFormat
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import Tokenizer
@@ -69,11 +70,15 @@ def build_engine(
         plan = _fit(config, found.path, spec, hardware, on_phase)
         require_context(plan, spec, config, limits)
         tokenizer, template = _read_text(found.path, on_phase)
-        runner, plan, memory = _load(found.path, spec, config, plan, hardware, on_phase)
+        executor, memory_of = _load(found.path, spec, config, plan, on_phase)
+        undo.callback(executor.close)
+        with report_phase("memory", on_phase) as report:
+            runner, plan = executor.open_runner(config, plan, hardware, report)
+            report(f"{plan.num_blocks - 1} blocks of {plan.block_size} tokens")
         undo.callback(runner.close)
         with report_phase("engine", on_phase) as report:
             model = _assemble(settings, found, spec, plan, tokenizer, template, runner)
-            model = replace(model, memory=memory, tuned=from_profile(settings))
+            model = replace(model, executor=executor, memory=memory_of(plan), tuned=from_profile(settings))
             report(capacity(plan))
         if config.takes_adapters:
             model = _with_adapters(model, config, on_phase)
@@ -97,15 +102,12 @@ def _refuse_profile(config: EngineConfig, name: str) -> None:
 
 
 def _with_adapters(model: ServedModel, config: EngineConfig, on_phase: OnPhase) -> ServedModel:
-    from localllm.runner.runner import TorchRunner
     from localllm.serving.adapters import Adapters
 
-    runner = model.loop.runner
-    assert isinstance(runner, TorchRunner)
-    bank = getattr(runner.model, "lora", None)
-    assert bank is not None, "adapters need a bank"
+    slots = None if model.executor is None else model.executor.adapter_slots
+    assert slots is not None, "adapters need memory"
     with report_phase("adapters", on_phase) as report:
-        adapters = Adapters(bank, (model.name, *model.aliases))
+        adapters = Adapters(slots, (model.name, *model.aliases))
         adapters.load_all(config.lora_modules)
         names = ", ".join(each.name for each in adapters.loaded) or "none yet"
         report(f"{names} · room for {config.max_loras} of rank {config.max_lora_rank}")
@@ -241,46 +243,34 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _load(
-    path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, on_phase: OnPhase
-) -> tuple[Runner, MemoryPlan, MemoryReport]:
-    import torch
-
+    path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, on_phase: OnPhase
+) -> tuple[Executor, Callable[[MemoryPlan], MemoryReport]]:
+    """Load the weights. Return their owner, and what compares `plan` with the plan in use once a runner is open."""
     from localllm.kernels.cpu.pack import describe_layout
     from localllm.machine.hardware import process_bytes
     from localllm.models.fit import MemoryReport
-    from localllm.models.fit.checkpoint import lora_limits
-    from localllm.models.loader import load_model
-    from localllm.runner.device_memory import make_current
-    from localllm.runner.opening import open_runner
+    from localllm.runner.executor import LocalExecutor
 
-    device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
-    if device.type == "cuda":
+    if plan.device != "cpu":
         require_compiler()
-    make_current(device)  # the transformers backend runs the model while it loads
-    held_before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     process_before = process_bytes()
     with report_phase("weights", on_phase) as report:
 
         def progress(loaded: int, total: int) -> None:
             report(f"{format_bytes(loaded)} of {format_bytes(total)}", loaded / total if total else None)
 
-        length, quantization = plan.max_model_len, config.quantization
-        model = load_model(
-            path, spec, device, dtype, progress,
-            max_model_len=length, quantization=quantization, verify=config.verify, lora=lora_limits(config),
-            cpu_weights=config.cpu_weights,
-        )  # fmt: skip
-        if device.type == "cpu" and (quantization or spec.quantization):
+        executor = LocalExecutor.load(path, spec, config, plan, progress)
+        if plan.device == "cpu" and (config.quantization or spec.quantization):
             report(describe_layout(config.cpu_weights))
     loaded = process_bytes() - process_before
-    with report_phase("memory", on_phase) as report:
-        runner, kept = open_runner(model, spec, config, plan, hardware, report, held_before)
-        report(f"{kept.num_blocks - 1} blocks of {kept.block_size} tokens")
-    memory = MemoryReport.of(plan, kept, loaded)
+    return executor, lambda kept: _log_memory(MemoryReport.of(plan, kept, loaded))
+
+
+def _log_memory(memory: MemoryReport) -> MemoryReport:
     for part in memory.parts:
         measured = "-" if part.measured_bytes is None else part.measured_bytes
         log.info("memory part=%r predicted=%d measured=%s", part.name, part.predicted_bytes, measured)
-    return runner, kept, memory
+    return memory
 
 
 def _assemble(

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import EngineStopped
@@ -81,14 +82,20 @@ async def load_in_thread(loader: Loader, entry: ModelEntry, limits: LoadLimits) 
         return await asyncio.shield(job)
     except asyncio.CancelledError:
         given_up.set()
-        while not job.done():  # its memory is in use until it ends: no other load may plan with that memory
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait({job})
+        await _wait_for(job)  # its memory is in use until it ends: no other load may plan with that memory
         if job.exception() is None:
-            job.result().close()
+            undo = partial(loader.sleep, job.result()) if entry.asleep is not None else job.result().close
+            await _wait_for(event_loop.run_in_executor(thread, undo))
         raise
     finally:
         thread.shutdown(wait=False)
+
+
+async def _wait_for(job: asyncio.Future[Any]) -> None:
+    """Wait until the job is done, however often this task is cancelled."""
+    while not job.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({job})
 
 
 def compute_thread() -> ThreadPoolExecutor:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan, MemoryReport
     from localllm.models.prompt_embeds import PromptEmbedsReader
     from localllm.models.spec.model_spec import ModelSpec
+    from localllm.runner.executor import Executor
     from localllm.serving.adapters import Adapters, LoadedAdapter
     from localllm.text.answers.reader import AnswerFormat
     from localllm.text.chat_template import ChatTemplate
@@ -89,6 +90,7 @@ class ServedModel:
     max_num_queued_reqs: int
     aliases: frozenset[str] = frozenset()  # other names that clients may use
     admission: Admission | None = None  # None unless the model generates text
+    executor: Executor | None = None  # owner of the weights; None unless the model generates text
     memory: MemoryReport | None = None  # predicted and measured memory of the load
     adapters: Adapters | None = None  # None: adapters are not supported
     answers: AnswerFormat | None = None  # format of tool calls and reasoning; None: plain text
@@ -189,5 +191,11 @@ class ServedModel:
 
     def close(self) -> None:
         """Stop the engine (its requests get an error), then free the memory. Idempotent."""
+        self.close_engine()
+        if self.executor is not None:
+            self.executor.close()
+
+    def close_engine(self) -> None:
+        """Stop the engine (its requests get an error), and keep the weights. Idempotent."""
         self.loop.stop()
         self.loop.runner.close()

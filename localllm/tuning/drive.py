@@ -82,7 +82,7 @@ class LoadMonitor:
 
 @asynccontextmanager
 async def running(model: ServedModel) -> AsyncIterator[EngineClient]:
-    """Start the engine's thread, and stop the engine and free its memory at the end.
+    """Start the engine's thread. At the end stop the engine and free its memory, but not the weights.
 
     The engine first does its idle work, as a server does: graphs for all shapes, huge pages under the weights.
     """
@@ -95,7 +95,7 @@ async def running(model: ServedModel) -> AsyncIterator[EngineClient]:
         yield client
     finally:
         await client.stop()
-        model.close()
+        model.close_engine()
 
 
 async def drive(

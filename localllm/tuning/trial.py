@@ -41,7 +41,7 @@ class TrialRunner:
     def __init__(self, bare: BareModel, config: EngineConfig) -> None:
         """config: the settings of the load; each trial replaces some of its fields."""
         self.bare, self.config = bare, config
-        self.hardware: Hardware = bare.as_if_not_loaded(read_hardware())
+        self.hardware: Hardware = bare.executor.as_if_not_loaded(read_hardware())
 
     @classmethod
     def load(cls, settings: Settings, on_phase: OnPhase = lambda phase: None) -> TrialRunner:
@@ -61,7 +61,7 @@ class TrialRunner:
         return self.bare.plan(replace(self.config, **settings), self.hardware)
 
     def open(self, settings: Mapping[str, Any]) -> ServedModel:
-        """Open an engine with these settings; the caller drives and closes it. Raises as `plan` does."""
+        """Open an engine with these settings; the caller drives it and calls `close_engine`. Raises as `plan` does."""
         return open_engine(self.bare, replace(self.config, **settings))
 
     def refusal(self, settings: Mapping[str, Any], goal: Goal, floor: int) -> tuple[Predicted | None, Fate | None, str]:

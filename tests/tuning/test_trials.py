@@ -88,9 +88,9 @@ def test_the_same_weights_answer_under_other_settings(runner: TrialRunner, opene
     models = []
     for settings in ({"max_num_seqs": 2}, {"max_num_batched_tokens": 64}):
         served = runner.open(settings)
-        models.append(served.loop.runner.model)  # type: ignore[union-attr]
-        served.close()
-    assert models[0] is models[1] is runner.bare.model
+        models.append(served.executor.model)  # type: ignore[union-attr]
+        served.close_engine()
+    assert models[0] is models[1] is runner.bare.executor.model
     assert len(opened) == 2
 
 
@@ -108,14 +108,14 @@ def test_a_trial_out_of_memory_is_a_result(
     runner: TrialRunner, opened: list[TorchRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device refuses in the middle of a step; the next trial finds everything as it was."""
-    forward = runner.bare.model.forward
+    forward = runner.bare.executor.model.forward
 
     def greedy_forward(inputs: Any, kv_cache: Any) -> Any:
         if len(inputs.token_ids) > 16:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return forward(inputs, kv_cache)
 
-    monkeypatch.setattr(runner.bare.model, "forward", greedy_forward)
+    monkeypatch.setattr(runner.bare.executor.model, "forward", greedy_forward)
     large, small = (
         runner.run(1, {"max_num_batched_tokens": 64}, GOAL),
         runner.run(2, {"max_num_batched_tokens": 16}, GOAL),
@@ -175,13 +175,13 @@ def test_a_soak_fills_the_context_and_loses_nothing(runner: TrialRunner, opened:
 
 def test_a_soak_passes_on_a_machine_that_is_slow(runner: TrialRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a step takes a third of the time there is: somebody is answered, and what runs may end."""
-    forward = runner.bare.model.forward
+    forward = runner.bare.executor.model.forward
 
     def slow(inputs: Any, kv_cache: Any) -> Any:
         time.sleep(0.1)
         return forward(inputs, kv_cache)
 
-    monkeypatch.setattr(runner.bare.model, "forward", slow)
+    monkeypatch.setattr(runner.bare.executor.model, "forward", slow)
     monkeypatch.setattr("localllm.tuning.soak.SETTLE_S", 0.01)
     report = soak(runner, {"max_num_seqs": 2, "max_num_batched_tokens": 16}, 0.3)
     assert report.passed, report
@@ -198,14 +198,14 @@ def test_a_soak_sees_blocks_that_are_not_given_back(runner: TrialRunner, monkeyp
 
 def test_a_soak_sees_a_step_that_fails(runner: TrialRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the longest context runs out of memory: no trial would have found it."""
-    forward = runner.bare.model.forward
+    forward = runner.bare.executor.model.forward
 
     def fails_late(inputs: Any, kv_cache: Any) -> Any:
         if int(inputs.positions.max()) > 200:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return forward(inputs, kv_cache)
 
-    monkeypatch.setattr(runner.bare.model, "forward", fails_late)
+    monkeypatch.setattr(runner.bare.executor.model, "forward", fails_late)
     report = soak(runner, {"max_num_seqs": 2}, 0.3)
     assert not report.passed
     assert "out of memory" in report.why

@@ -1,4 +1,4 @@
-"""What a layer of a tensor-parallel model asks of the other shards.
+"""Collective operations between the shards of a tensor-parallel model.
 
 Does not know: processes, devices (ranks/ connects real ones), which matrices are split.
 """

@@ -1,0 +1,190 @@
+"""Owns a model's weights and opens runners on them.
+
+`Executor` is what serving/ knows of the place where a model's weights are. `LocalExecutor` holds them in this process,
+on one device. One runner is open at a time; between two runners the weights stay, and may move to host memory.
+Does not know: requests, why a runner is opened again, names of models.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, Self, cast
+
+import torch
+from torch import Tensor
+
+from localllm.config.settings import EngineConfig
+from localllm.engine.step import Runner
+from localllm.machine.hardware import Hardware
+from localllm.models.fit import MemoryPlan
+from localllm.models.fit.checkpoint import lora_limits
+from localllm.models.layers.lora import LoraBank
+from localllm.models.loader import load_model
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.weights.lora import LoraFile, put_lora
+from localllm.models.weights.parameters import held_bytes, replace_tensors
+from localllm.models.weights.weights import Progress
+from localllm.runner.device_memory import make_current
+from localllm.runner.host_steps import ReopenableModel
+from localllm.runner.opening import ReportDetail, open_runner
+
+log = logging.getLogger(__name__)
+
+
+class AdapterSlots(Protocol):
+    """The memory of a model for LoRA adapters."""
+
+    @property
+    def max_loras(self) -> int: ...
+
+    def put(self, slot: int, lora: LoraFile) -> None:
+        """Load an adapter into a slot that no request uses. Raises `UnsupportedModel`, `CorruptModel`."""
+        ...
+
+
+class Executor(Protocol):
+    """The owner of a model's weights. Not thread-safe."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights now, with the rotary tables of the last context length."""
+        ...
+
+    @property
+    def adapter_slots(self) -> AdapterSlots | None:
+        """Slots for adapters; None: the model was loaded without memory for them."""
+        ...
+
+    def resident_bytes(self, device: str, dtype: str, max_model_len: int, quantization: str | None, /) -> int:
+        """Return the bytes of the weights with the tables of another context length, for models/fit."""
+        ...
+
+    def as_if_not_loaded(self, hardware: Hardware) -> Hardware:
+        """Return the hardware with the memory of the weights counted as free."""
+        ...
+
+    def open_runner(
+        self, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, report: ReportDetail
+    ) -> tuple[Runner, MemoryPlan]:
+        """Return a runner, warmed up, and the plan it was built with, which may have fewer KV blocks than `plan`.
+
+        hardware: with the memory of the weights counted as free. Raises `DoesNotFit`.
+        """
+        ...
+
+    def move_to_host(self) -> None:
+        """Move the weights to host memory. No runner may be open."""
+        ...
+
+    def move_to_device(self) -> None: ...
+
+    def close(self) -> None:
+        """Free the weights. The runner must be closed. Idempotent."""
+        ...
+
+
+class LocalExecutor:
+    """A model on one device, in this process."""
+
+    def __init__(
+        self, model: ReopenableModel, spec: ModelSpec, device: torch.device, allocated_before: int = 0
+    ) -> None:
+        """allocated_before: bytes that torch had allocated on a GPU before the model was loaded."""
+        self._model: ReopenableModel | None = model
+        self._spec, self._device = spec, device
+        self._fixed_bytes = held_bytes(model) - model.table_bytes(model.max_model_len)
+        self._allocated_bytes = self._allocated() - allocated_before - model.table_bytes(model.max_model_len)
+        self._is_on_host = False
+
+    @classmethod
+    def load(cls, path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, progress: Progress) -> Self:
+        """Load the checkpoint onto the plan's device. Raises what `load_model` raises."""
+        device = torch.device(plan.device)
+        make_current(device)  # the transformers backend runs the model while it loads
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        model = load_model(
+            path, spec, device, getattr(torch, plan.dtype), progress,
+            max_model_len=plan.max_model_len, quantization=config.quantization, verify=config.verify,
+            lora=lora_limits(config), cpu_weights=config.cpu_weights,
+        )  # fmt: skip
+        return cls(cast("ReopenableModel", model), spec, device, before)
+
+    @property
+    def model(self) -> ReopenableModel:
+        """The model, until the executor is closed."""
+        assert self._model is not None, "the executor is closed"
+        return self._model
+
+    @property
+    def weights_bytes(self) -> int:
+        return self._fixed_bytes + self.model.table_bytes(self.model.max_model_len)
+
+    @property
+    def adapter_slots(self) -> AdapterSlots | None:
+        bank = getattr(self.model, "lora", None)
+        return None if bank is None else BankSlots(bank)
+
+    def resident_bytes(self, device: str, dtype: str, max_model_len: int, quantization: str | None, /) -> int:
+        return self._fixed_bytes + self.model.table_bytes(max_model_len)
+
+    def as_if_not_loaded(self, hardware: Hardware) -> Hardware:
+        weights = self.weights_bytes
+        if self._device.type == "cpu":
+            return replace(hardware, ram_available_bytes=hardware.ram_available_bytes + weights)
+        if self._is_on_host:
+            return hardware
+        index = self._device.index or 0
+        gpus = (replace(g, free_bytes=g.free_bytes + weights) if g.index == index else g for g in hardware.gpus)
+        return replace(hardware, gpus=tuple(gpus))
+
+    def open_runner(
+        self, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, report: ReportDetail
+    ) -> tuple[Runner, MemoryPlan]:
+        make_current(self._device)
+        self.model.serve_context(plan.max_model_len)
+        others = self._allocated() - self._allocated_bytes - self.model.table_bytes(plan.max_model_len)
+        return open_runner(self.model, self._spec, config, plan, hardware, report, max(0, others))
+
+    def move_to_host(self) -> None:
+        if self._device.type == "cpu":
+            return
+        self._is_on_host = True
+        with torch.inference_mode():
+            replace_tensors(self.model, _to_host)
+
+    def move_to_device(self) -> None:
+        if self._device.type == "cpu":
+            return
+        with torch.inference_mode():
+            replace_tensors(self.model, lambda tensor: tensor.to(self._device, non_blocking=True))
+        torch.cuda.synchronize(self._device)
+        self._is_on_host = False
+
+    def close(self) -> None:
+        self._model = None
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+
+class BankSlots:
+    """The slots of a model in this process."""
+
+    def __init__(self, bank: LoraBank) -> None:
+        self._bank = bank
+        self.max_loras = bank.max_loras
+
+    def put(self, slot: int, lora: LoraFile) -> None:
+        put_lora(lora, self._bank, slot)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to host memory, page-locked if the system allows it: waking up is then several times faster."""
+    try:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        log.warning("weights sleep in pageable memory reason=%r", str(error).splitlines()[0])
+        host = torch.empty_like(tensor, device="cpu")
+    return host.copy_(tensor)
