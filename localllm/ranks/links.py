@@ -26,6 +26,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 OnReport = Callable[[int, Report], None]
+Lose = Callable[[str, str], RanksLost]
+"""Function that declares the group lost: what happened, and why."""
+
+def ignore(rank: int, report: Report) -> None:
+    """Do nothing with a report."""
+
 
 SEND_S = 60.0  # for a rank that does not take a record
 REST_S = 5.0  # for the other ranks' answers after one has refused a record
@@ -35,9 +41,9 @@ CAUSE_S = 0.3  # for the death that made another rank fail
 class Links:
     """The server's ends of the sockets to all ranks, by rank."""
 
-    def __init__(self, channels: Sequence[Channel], loss: Loss, names: Sequence[str]) -> None:
-        """names: of the ranks, for errors."""
-        self._channels, self._loss, self._names = list(channels), loss, list(names)
+    def __init__(self, channels: Sequence[Channel], loss: Loss, names: Sequence[str], lose_hanging: Lose) -> None:
+        """names: of the ranks, for errors. lose_hanging: declares the group lost because it does not answer."""
+        self._channels, self._loss, self._names, self._lose_hanging = list(channels), loss, list(names), lose_hanging
         self._ranks = {channel.fileno(): rank for rank, channel in enumerate(channels)}
         self._seq = 0
         self._sending = threading.Lock()
@@ -45,7 +51,7 @@ class Links:
         self._someone_reads = False
         self._expected: dict[int, dict[int, Record | None]] = {0: dict.fromkeys(range(len(channels)))}
         self._latest_sign_s = 0.0
-        self._on_report: OnReport | None = None
+        self._on_report: dict[int, OnReport] = {}
         self._poll = select.poll()
         for fd in (*self._ranks, loss.fileno()):
             self._poll.register(fd, select.POLLIN)
@@ -56,21 +62,20 @@ class Links:
 
     # ---- sending -----------------------------------------------------------------------------------------------------
 
-    def post(self, kind: Kind, payload: bytes = b"", answers: Iterable[int] = (), *, other: bytes | None = None) -> int:
-        """Send a record to all ranks and return its number. answers: ranks whose answers will be waited for.
+    def post(self, kind: Kind, payloads: Sequence[bytes], answers: Iterable[int] = ()) -> int:
+        """Send a record to all ranks and return its number. Raises `RanksLost`.
 
-        other: the payload for the ranks that do not answer; None: the same. Raises `RanksLost`.
+        payloads: by rank, or one for all. answers: ranks whose answers will be waited for.
         """
-        wanted = dict.fromkeys(answers)
+        wanted: dict[int, Record | None] = dict.fromkeys(answers)
         with self._sending:
             self._loss.check()
             self._seq += 1
             if wanted:
                 self._expected[self._seq] = wanted
-            record = encode_record(kind, self._seq, payload)
-            without = record if other is None else encode_record(kind, self._seq, other)
+            records = {payload: encode_record(kind, self._seq, payload) for payload in payloads}
             for rank, channel in enumerate(self._channels):
-                self._send(rank, channel.socket, record if rank in wanted or other is None else without)
+                self._send(rank, channel.socket, records[payloads[rank if len(payloads) > 1 else 0]])
             return self._seq
 
     def _send(self, rank: int, end: socket.socket, record: bytes) -> None:
@@ -102,17 +107,23 @@ class Links:
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
-    def call(
-        self, kind: Kind, value: Any, answer: type[T], timeout_s: float, on_report: OnReport | None = None
-    ) -> list[T]:
+    def call(self, kind: Kind, value: Any, answer: type[T], timeout_s: float, on_report: OnReport = ignore) -> list[T]:
         """Send a record to all ranks and return their answers. Raises the error of the first rank that refused it."""
-        self._on_report = on_report
-        seq = self.post(kind, b"" if value is None else encode(value), range(self.size))
-        return self.answers(seq, answer, timeout_s, kind.name)
+        return self.answers(self.ask(kind, [encode(value)]), answer, timeout_s, kind.name, on_report)
 
-    def answers(self, seq: int, answer: type[T], timeout_s: float, doing: str) -> list[T]:
-        """Return the answers of all ranks to a record, or to HELLO (0). doing: for errors."""
-        records = self.wait(seq, timeout_s, doing)
+    def ask(self, kind: Kind, payloads: Sequence[bytes]) -> int:
+        """Send a record that every rank will answer, and return its number. payloads: by rank, or one for all."""
+        return self.post(kind, payloads, range(self.size))
+
+    def answers(
+        self, seq: int, answer: type[T], timeout_s: float, doing: str, on_report: OnReport = ignore
+    ) -> list[T]:
+        """Return the answers of all ranks to a record; 0: their first ones. doing: for errors."""
+        self._on_report[seq] = on_report
+        try:
+            records = self.wait(seq, timeout_s, doing)
+        finally:
+            del self._on_report[seq]
         failed = [record for record in records if record.kind is Kind.FAILED]
         if failed:
             raise decode(failed[0].payload, Failure).as_error()
@@ -164,7 +175,7 @@ class Links:
         missing = [self._names[rank] for rank, record in answers.items() if record is None]
         here = len(answers) - len(missing)
         why = f"{here} of {len(answers)} ranks answered within {timeout_s:.0f} s. Missing: {', '.join(missing)}."
-        error = self._loss.declare(f"The ranks did not finish {doing}.", why)
+        error = self._lose_hanging(f"The ranks did not finish {doing}.", why)
         refusals = [record for record in answers.values() if record is not None and record.kind is Kind.FAILED]
         if refusals:
             return refusals
@@ -209,8 +220,7 @@ class Links:
             return
         self._latest_sign_s = time.monotonic()
         if record.kind is Kind.REPORT:
-            if self._on_report is not None:
-                self._on_report(rank, decode(record.payload, Report))
+            self._on_report.get(record.seq, ignore)(rank, decode(record.payload, Report))
             return
         if record.kind is Kind.FAILED:
             self._note_failure(rank, decode(record.payload, Failure))

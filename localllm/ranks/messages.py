@@ -21,11 +21,12 @@ from localllm.models.spec.shard import Shard
 class Connect(msgspec.Struct, frozen=True):
     """CONNECT: meet the other ranks. Answered with `Connected`."""
 
-    device: str  # cpu, cuda:0, ...
     folder: str  # where the ranks find each other
     timeout_s: float  # of every collective
     shards: int  # per stage: rank = stage * shards + shard
-    stages: int = 1
+    stages: int
+    devices: list[str]  # by rank: cpu, cuda:0, ...
+    backend: str = ""  # gloo: where several ranks use one GPU; empty: the best one for the device
 
 
 class Connected(msgspec.Struct, frozen=True):

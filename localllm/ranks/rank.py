@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from localllm.engine.step import PendingStep, Runner, RunnerStats, StepPlan
-from localllm.errors import LocalLLMError
+from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.machine.processes import bind_to_node, end_with_parent
 from localllm.models.fit import MemoryPlan
 from localllm.ranks.channel import Channel
@@ -84,7 +84,7 @@ class Rank:
             Kind.CONNECT: self._connect, Kind.OPEN: self._open, Kind.OPEN_RUNNER: self._open_runner,
             Kind.CLOSE_RUNNER: self._close_runner, Kind.IDLE: self._idle, Kind.RESET: self._reset,
             Kind.STATS: self._stats, Kind.SLEEP: self._sleep, Kind.WAKE: self._wake, Kind.ADAPTER: self._put_adapter,
-            Kind.STOP: self._stop,
+            Kind.STOP: self._stop, Kind.NUM_BLOCKS: self._ignore,
         }  # fmt: skip
 
     def run(self) -> int:
@@ -214,7 +214,10 @@ class Rank:
             record = self._next()
             if record.kind is not Kind.NUM_BLOCKS:
                 raise BadRecord(f"NUM_BLOCKS was expected instead of {record.kind.name}")
-            return decode(record.payload, NumBlocks).num_blocks
+            agreed = decode(record.payload, NumBlocks).num_blocks
+            if not agreed:
+                raise DoesNotFit("Another rank does not have enough memory.")
+            return agreed
 
         return agree
 
@@ -250,6 +253,9 @@ class Rank:
         self._close_runner(record)
         self._share.close()
         self._stopped = True
+
+    def _ignore(self, record: Record) -> None:
+        """Do nothing: this rank has refused to open the runner that the blocks are for."""
 
     def _tell(self, record: Record) -> Tell:
         return lambda report: self._channel.send(Kind.REPORT, record.seq, encode(report))

@@ -8,27 +8,23 @@ Does not know: scheduling, how ranks are started.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from localllm.engine.step import RunnerStats, StepPlan, StepResult, TokenMasks
 from localllm.errors import RanksLost
 from localllm.ranks.links import Links
 from localllm.ranks.messages import Idle, Opened
-from localllm.ranks.wire import Answer, Kind, decode, encode_plan, encode_sample
+from localllm.ranks.wire import Answer, BadRecord, Kind, decode, encode_plan, encode_sample
 
 SLOW = 20
 """Times the slowest step so far that a step may take, if that is longer than the group's timeout."""
-
-Lose = Callable[[str, str], RanksLost]
-"""Function that declares a hanging group lost: what happened, and why."""
 
 
 class RankRunner:
     """Implements `engine.step.Runner`. Not thread-safe: the engine loop is the only caller."""
 
-    def __init__(self, links: Links, opened: Opened, *, sampling_rank: int, timeout_s: float, lose: Lose) -> None:
+    def __init__(self, links: Links, opened: Opened, *, sampling_rank: int, timeout_s: float) -> None:
         self.num_blocks, self.block_size, self.vocab_size = opened.num_blocks, opened.block_size, opened.vocab_size
-        self._links, self._timeout_s, self._lose = links, timeout_s, lose
+        self._links, self._timeout_s = links, timeout_s
         self._sampling_rank = sampling_rank
         self._slowest_s = 0.0
         self._stats = RunnerStats()
@@ -36,11 +32,14 @@ class RankRunner:
         self._closed = False
 
     def forward(self, plan: StepPlan) -> None:
-        self._links.post(Kind.FORWARD, encode_plan(plan))
+        self._links.post(Kind.FORWARD, [encode_plan(plan)])
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> PendingRankStep:
-        without = None if masks is None else encode_sample(plan)
-        seq = self._links.post(Kind.SAMPLE, encode_sample(plan, masks), (self._sampling_rank,), other=without)
+        payloads = [encode_sample(plan)]
+        if masks is not None:
+            payloads *= self._links.size
+            payloads[self._sampling_rank] = encode_sample(plan, masks)
+        seq = self._links.post(Kind.SAMPLE, payloads, (self._sampling_rank,))
         self._open.add(seq)
         return PendingRankStep(self, plan.step_id, seq)
 
@@ -48,14 +47,14 @@ class RankRunner:
         """Wait for the result of a step. Raises `RanksLost`."""
         begun = time.monotonic()
         limit = max(self._timeout_s, SLOW * self._slowest_s)
-        records = self._links.wait(seq, limit, f"step {step_id}", self._lose)
+        records = self._links.wait(seq, limit, f"step {step_id}")
         self._open.discard(seq)
         self._slowest_s = max(self._slowest_s, time.monotonic() - begun)
         answer = decode(records[0].payload, Answer)
         if answer.stats is not None:
             self._stats = answer.stats
         if answer.result.step_id != step_id:
-            raise self._lose("The ranks answered another step.", f"Step {answer.result.step_id} instead of {step_id}.")
+            raise BadRecord(f"step {answer.result.step_id} was answered instead of {step_id}")
         return answer.result
 
     def use_idle_time(self) -> bool:

@@ -146,7 +146,7 @@ class Supervisor:
             raise
         for rank, process in enumerate(self.processes):
             self._pidfds[os.pidfd_open(process.pid)] = rank
-        self._links = Links(channels, self.loss, self.names)
+        self._links = Links(channels, self.loss, self.names, self.lose_hanging)
 
     def _started(self, rank: int, place: RankPlace, fd: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
         arguments = map(str, (fd, self._table_fd, rank, len(self._places), os.getpid(), place.numa_node))
@@ -216,7 +216,7 @@ class Supervisor:
         if self._links is None:
             return False
         try:
-            self._links.post(Kind.STOP)
+            self._links.post(Kind.STOP, [b""])
         except RanksLost:
             return False
         return True
