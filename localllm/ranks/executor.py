@@ -23,9 +23,8 @@ from localllm.models.spec.shard import Shard
 from localllm.models.weights.lora import LoraFile
 from localllm.models.weights.weights import Progress
 from localllm.ranks.links import Links, OnReport
-from localllm.ranks.messages import (
-    Connect, Connected, Loaded, Measured, NumBlocks, Open, Opened, OpenRunner, PutAdapter, Report,
-)  # fmt: skip
+from localllm.ranks.messages import Connect, Connected, Loaded, Measured, NumBlocks, PutAdapter, Report
+from localllm.ranks.openings import Open, Opened, OpenRunner
 from localllm.ranks.progress import RankProgress
 from localllm.ranks.remote import RankRunner
 from localllm.ranks.supervisor import COMMAND, RankPlace, Supervisor

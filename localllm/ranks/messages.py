@@ -1,6 +1,6 @@
 """What a server and its ranks tell each other besides steps: the fields of each record and of its answer.
 
-Does not know: how records travel, what is done with them.
+Does not know: how records travel, models and their plans (openings.py).
 """
 
 from __future__ import annotations
@@ -10,12 +10,8 @@ import traceback
 import msgspec
 
 from localllm import errors
-from localllm.config.settings import EngineConfig
 from localllm.engine.step import RunnerStats
 from localllm.errors import LocalLLMError
-from localllm.models.fit import MemoryPlan
-from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.spec.shard import Shard
 
 
 class Connect(msgspec.Struct, frozen=True):
@@ -36,29 +32,12 @@ class Connected(msgspec.Struct, frozen=True):
     version: str
 
 
-class Open(msgspec.Struct, frozen=True):
-    """OPEN: load this rank's share. Answered with `Loaded`."""
-
-    path: str
-    spec: ModelSpec
-    config: EngineConfig
-    plan: MemoryPlan
-    shard: Shard
-
-
 class Loaded(msgspec.Struct, frozen=True):
     """Bytes of a rank's weights: without rotary tables, and those tables per token of the context."""
 
     fixed_bytes: int
     table_bytes_per_token: float
     max_loras: int | None = None  # None: loaded without memory for adapters
-
-
-class OpenRunner(msgspec.Struct, frozen=True):
-    """OPEN_RUNNER: measure, and answer with `Measured`; NUM_BLOCKS follows, and then the answer is `Opened`."""
-
-    config: EngineConfig
-    plan: MemoryPlan
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -71,15 +50,6 @@ class NumBlocks(msgspec.Struct, frozen=True):
     """NUM_BLOCKS: the blocks that every rank can hold."""
 
     num_blocks: int
-
-
-class Opened(msgspec.Struct, frozen=True):
-    """An open runner: its sizes, and the plan it was built with."""
-
-    plan: MemoryPlan
-    num_blocks: int
-    block_size: int
-    vocab_size: int
 
 
 class PutAdapter(msgspec.Struct, frozen=True):

@@ -26,10 +26,9 @@ from typing import Any, Protocol
 from localllm.engine.step import PendingStep, Runner, RunnerStats, StepPlan
 from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.machine.processes import bind_to_node, end_with_parent
-from localllm.models.fit import MemoryPlan
 from localllm.ranks.channel import Channel
 from localllm.ranks.messages import (
-    Connect, Connected, Failure, Idle, Loaded, Log, Measured, NumBlocks, Open, Opened, OpenRunner, PutAdapter, Report,
+    Connect, Connected, Failure, Idle, Loaded, Log, Measured, NumBlocks, PutAdapter, Report,
 )  # fmt: skip
 from localllm.ranks.progress import ANSWERED, HELD_BYTES, LAUNCHED, STEP_NS, ProgressTable
 from localllm.ranks.wire import Answer, BadRecord, Kind, Record, decode, decode_plan, decode_sample, encode
@@ -53,14 +52,16 @@ class OpenedRunner(Runner, Protocol):
 
 class Share(Protocol):
     """A rank's share of a model. `samples`: whether this rank draws the tokens, once connected.
-    `answers_later`: whether results come after a launch, so that a thread waits for them."""
+    `answers_later`: whether results come after a launch, so that a thread waits for them.
+
+    It decodes the records that open the model and its runner (openings.py), and returns the latter's answer."""
 
     samples: bool
     answers_later: bool
 
     def connect(self, rank: int, asked: Connect) -> Connected: ...
-    def load(self, asked: Open, tell: Tell) -> Loaded: ...
-    def open_runner(self, asked: OpenRunner, agree: Agree, tell: Tell) -> tuple[OpenedRunner, MemoryPlan]: ...
+    def load(self, asked: bytes, tell: Tell) -> Loaded: ...
+    def open_runner(self, asked: bytes, agree: Agree, tell: Tell) -> tuple[OpenedRunner, object]: ...
     def held_bytes(self) -> int: ...
     def sleep(self) -> None: ...
     def wake(self) -> None: ...
@@ -195,18 +196,17 @@ class Rank:
         return self._share.connect(self._number, asked)
 
     def _open(self, record: Record) -> Loaded:
-        loaded = self._share.load(decode(record.payload, Open), self._tell(record))
+        loaded = self._share.load(record.payload, self._tell(record))
         self._table.write(self._number, HELD_BYTES, self._share.held_bytes())
         return loaded
 
-    def _open_runner(self, record: Record) -> Opened:
-        asked = decode(record.payload, OpenRunner)
-        runner, plan = self._share.open_runner(asked, self._agree_on(record), self._tell(record))
+    def _open_runner(self, record: Record) -> object:
+        runner, opened = self._share.open_runner(record.payload, self._agree_on(record), self._tell(record))
         self._runner = runner
         answers = _Later if self._share.answers_later else _AtOnce
         self._answers = answers(self._settle, runner, self._end_with)
         self._table.write(self._number, HELD_BYTES, self._share.held_bytes())
-        return Opened(plan, runner.num_blocks, runner.block_size, runner.vocab_size)
+        return opened
 
     def _agree_on(self, asked: Record) -> Agree:
         def agree(num_blocks: int) -> int:

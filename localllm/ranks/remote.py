@@ -8,12 +8,16 @@ Does not know: scheduling, how ranks are started.
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from localllm.engine.step import RunnerStats, StepPlan, StepResult, TokenMasks
 from localllm.errors import RanksLost
 from localllm.ranks.links import Links
-from localllm.ranks.messages import Idle, Opened
+from localllm.ranks.messages import Idle
 from localllm.ranks.wire import Answer, BadRecord, Kind, decode, encode_plan, encode_sample
+
+if TYPE_CHECKING:
+    from localllm.ranks.openings import Opened
 
 SLOW = 20
 """Times the slowest step so far that a step may take, if that is longer than the group's timeout."""

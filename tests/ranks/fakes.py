@@ -1,7 +1,7 @@
 """A rank process whose model is made of memory, and what goes wrong in it on request.
 
 `python -m tests.ranks.fakes` runs the real main of a rank with `FakeShare`. What it does comes from the path that the
-server opens: JSON with the fault, the rank and the step.
+server opens: JSON with the fault, the rank and the step. Nothing here imports torch, so such a rank starts quickly.
 """
 
 from __future__ import annotations
@@ -11,24 +11,20 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from localllm.config.settings import EngineConfig
+import msgspec
+
 from localllm.engine.step import RunnerStats, StepPlan, TokenMasks
 from localllm.errors import DoesNotFit, ModelNotFound
-from localllm.models.fit import MemoryPlan
-from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.spec.rope import RopeSpec
-from localllm.models.spec.shard import Shard, shards_of
-from localllm.ranks.executor import RankExecutor
-from localllm.ranks.messages import Connect, Connected, Loaded, Open, OpenRunner, PutAdapter, Report
+from localllm.ranks.messages import Connect, Connected, Loaded, PutAdapter, Report
 from localllm.ranks.rank import Agree, Tell, main
+from localllm.ranks.wire import decode
 from tests.fake_runner import FakeRunner
 
 COMMAND = (sys.executable, "-m", "tests.ranks.fakes")
-BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE = 4, 64, 32
+BLOCK_SIZE, VOCAB_SIZE = 4, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +51,18 @@ class Fault:
             raise RuntimeError("asked to fail")
 
 
+class FakeOpen(msgspec.Struct):
+    """The part of `Open` that a fake reads."""
+
+    path: str
+
+
+class FakeOpenRunner(msgspec.Struct):
+    """The part of `OpenRunner` that a fake reads and changes."""
+
+    plan: dict[str, Any]
+
+
 class FakeShare:
     """A rank's share that is a `FakeRunner`. Every rank computes everything, so each one checks all records."""
 
@@ -70,19 +78,22 @@ class FakeShare:
         self.answers_later = asked.backend == "later"
         return Connected(1e-6 * (rank + 1), "1")
 
-    def load(self, asked: Open, tell: Tell) -> Loaded:
-        self._options = json.loads(asked.path)
+    def load(self, asked: bytes, tell: Tell) -> Loaded:
+        self._options = json.loads(decode(asked, FakeOpen).path)
         fault = self._options.get("fault")
         self._fault = Fault(**fault) if fault and fault["rank"] == self._rank else None
         tell(Report("", 5, 10))
         self._happen("load")
         return Loaded(100, 0.5, 2)
 
-    def open_runner(self, asked: OpenRunner, agree: Agree, tell: Tell) -> tuple[FaultyRunner, MemoryPlan]:
+    def open_runner(self, asked: bytes, agree: Agree, tell: Tell) -> tuple[FaultyRunner, object]:
         self._happen("open_runner")
-        plan = replace(asked.plan, num_blocks=agree(asked.plan.num_blocks - 2 * self._rank))
+        plan = decode(asked, FakeOpenRunner).plan
+        plan["num_blocks"] = agree(plan["num_blocks"] - 2 * self._rank)
         tell(Report("opened"))
-        return FaultyRunner(plan.num_blocks, self._fault, self._options.get("sleep_s", 0.0), self.samples), plan
+        runner = FaultyRunner(plan["num_blocks"], self._fault, self._options.get("sleep_s", 0.0), self.samples)
+        sizes = {"num_blocks": runner.num_blocks, "block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE}
+        return runner, {"plan": plan, **sizes}
 
     def held_bytes(self) -> int:
         return 100 + self._rank
@@ -131,54 +142,6 @@ class FaultyRunner(FakeRunner):
     def _happen(self, at: str) -> None:
         if self._fault is not None and self._fault.at == at and self._steps == self._fault.step:
             self._fault.happen()
-
-
-# ---- the server's side -------------------------------------------------------------------------------------------------
-
-SPEC = ModelSpec("Fake", 2, 64, 96, 8, 4, 8, VOCAB_SIZE * 64, 512, "silu", True, "float32", RopeSpec(10000.0))
-
-
-@dataclass(frozen=True, slots=True)
-class FakeRankPlan:
-    """A rank of the plan below."""
-
-    shard: Shard
-    device: str = "cpu"
-    stage: int = 0
-    weights_bytes: int = 100
-    kv_bytes: int = 64
-    activation_bytes: int = 10
-    graph_bytes: int = 0
-    free_bytes: int = 1000
-    reserve_bytes: int = 0
-    numa_node: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FakePlan(MemoryPlan):
-    """A memory plan with ranks."""
-
-    ranks: tuple[FakeRankPlan, ...] = ()
-
-
-def fake_plan(size: int) -> FakePlan:
-    shards = shards_of(SPEC, [4] if size == 1 else [4 // size] * size)
-    return FakePlan(
-        "cpu", "float32", "float32", 512, 8, 64, 32, NUM_BLOCKS, BLOCK_SIZE, 100 * size, 64 * size, 10, 0, 1000, 2,
-        ranks=tuple(FakeRankPlan(shard) for shard in shards),
-    )  # fmt: skip
-
-
-def fake_executor(size: int = 2, fault: Fault | None = None, **options: Any) -> RankExecutor:
-    """Start ranks of the fake model."""
-    named = {key: options.pop(key) for key in ("on_lost", "timeout_s", "report", "progress") if key in options}
-    if fault is not None:
-        options["fault"] = {name: getattr(fault, name) for name in Fault.__slots__}
-    return RankExecutor.load(
-        Path(json.dumps(options)), SPEC, EngineConfig(), fake_plan(size),
-        named.pop("progress", lambda loaded, total: None), named.pop("report", lambda text: None),
-        command=COMMAND, **named,
-    )  # fmt: skip
 
 
 if __name__ == "__main__":
