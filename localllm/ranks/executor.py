@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from subprocess import Popen
 from typing import Any, Protocol, Self
 
 from localllm.config.settings import EngineConfig
@@ -27,7 +28,7 @@ from localllm.ranks.messages import Connect, Connected, Loaded, Measured, NumBlo
 from localllm.ranks.openings import Open, Opened, OpenRunner
 from localllm.ranks.progress import RankProgress
 from localllm.ranks.remote import RankRunner
-from localllm.ranks.supervisor import COMMAND, RankPlace, Supervisor
+from localllm.ranks.supervisor import COMMAND, TICK_S, RankPlace, Supervisor
 from localllm.ranks.wire import Kind, encode
 from localllm.runner.executor import AdapterSlots
 from localllm.runner.opening import ReportDetail
@@ -70,6 +71,7 @@ class RankExecutor:
     def load(
         cls, path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, progress: Progress, report: ReportDetail,
         *, on_lost: OnLost = lambda error: None, timeout_s: float = TIMEOUT_S, command: Sequence[str] = COMMAND,
+        tick_s: float = TICK_S,
     ) -> Self:  # fmt: skip
         """Start the plan's ranks, and load each one's share of the checkpoint.
 
@@ -77,7 +79,7 @@ class RankExecutor:
         themselves. timeout_s: for a step's result and for a collective. Raises what `load_model` raises, `RanksLost`.
         """
         ranks = ranks_of(plan)
-        supervisor = Supervisor([place_of(rank) for rank in ranks], command=command, on_lost=on_lost)
+        supervisor = Supervisor([place_of(rank) for rank in ranks], command=command, on_lost=on_lost, tick_s=tick_s)
         with ExitStack() as undo:
             undo.callback(supervisor.stop)
             links = supervisor.start()
@@ -158,6 +160,11 @@ class RankExecutor:
     def close(self) -> None:
         """End the ranks. Idempotent."""
         self._supervisor.stop()
+
+    @property
+    def processes(self) -> Sequence[Popen[bytes]]:
+        """The processes of the ranks, by rank."""
+        return self._supervisor.processes
 
     @property
     def progress(self) -> list[RankProgress]:

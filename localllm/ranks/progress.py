@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from dataclasses import dataclass
 
 WORDS = 8
 """Words of 8 bytes per rank: one cache line."""
-LAUNCHED, ANSWERED, BEAT_NS, STEP_NS, HELD_BYTES = range(5)
+LAUNCHED, ANSWERED, BEAT_NS, FORWARDED_NS, STEP_NS, HELD_BYTES = range(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class RankProgress:
     launched: int  # sequence number of the last record that it began
     answered: int  # ... and ended
     beat_ns: int  # time.monotonic_ns() of its last sign of life
+    forwarded_ns: int  # time.monotonic_ns() when it last began a step
     step_ns: int  # what its last step took
     held_bytes: int  # memory of its device
 
@@ -40,6 +42,7 @@ class ProgressTable:
         self.size = size
         self._memory = mmap.mmap(fd, size * WORDS * 8)
         self._words = memoryview(self._memory).cast("Q")
+        self._reading = threading.Lock()
 
     def write(self, rank: int, word: int, value: int) -> None:
         self._words[rank * WORDS + word] = value
@@ -49,14 +52,18 @@ class ProgressTable:
 
     def read(self, rank: int) -> RankProgress:
         start = rank * WORDS
-        return RankProgress(*self._words[start : start + len(RankProgress.__slots__)])
+        with self._reading:
+            return RankProgress(*self._words[start : start + len(RankProgress.__slots__)])
 
     def read_all(self) -> list[RankProgress]:
         return [self.read(rank) for rank in range(self.size)]
 
     def close(self) -> None:
-        self._words.release()
-        self._memory.close()
+        """Give the memory back. Its last words can still be read."""
+        with self._reading:
+            shared, self._words = self._words, memoryview(bytes(self._words)).cast("Q")
+            shared.release()
+            self._memory.close()
 
 
 def shared_memory(size: int) -> int:

@@ -10,6 +10,7 @@ Does not know: how the process was started, what a share holds (share.py), torch
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -30,7 +31,7 @@ from localllm.ranks.channel import Channel
 from localllm.ranks.messages import (
     Connect, Connected, Failure, Idle, Loaded, Log, Measured, NumBlocks, PutAdapter, Report,
 )  # fmt: skip
-from localllm.ranks.progress import ANSWERED, HELD_BYTES, LAUNCHED, STEP_NS, ProgressTable
+from localllm.ranks.progress import ANSWERED, FORWARDED_NS, HELD_BYTES, LAUNCHED, STEP_NS, ProgressTable
 from localllm.ranks.wire import Answer, BadRecord, Kind, Record, decode, decode_plan, decode_sample, encode
 
 log = logging.getLogger(__name__)
@@ -72,10 +73,14 @@ class Share(Protocol):
 class Rank:
     """The state of a rank between two records."""
 
-    def __init__(self, number: int, channel: Channel, table: ProgressTable, share: Share) -> None:
+    def __init__(
+        self, number: int, channel: Channel, table: ProgressTable, share: Share, end: Callable[[int], object] = os._exit
+    ) -> None:
+        """end: ends the process at once, from any thread, with an exit code."""
+        self._end = end
         self._number, self._channel, self._table, self._share = number, channel, table, share
         self._records: queue.SimpleQueue[Record | BadRecord] = queue.SimpleQueue()
-        self._seq = 0
+        self._seq = self._forwarded_ns = 0
         self._stopped = False
         self._folder = ""
         self._runner: OpenedRunner | None = None
@@ -88,18 +93,16 @@ class Rank:
             Kind.STOP: self._stop, Kind.NUM_BLOCKS: self._ignore,
         }  # fmt: skip
 
-    def run(self) -> int:
-        """Do what records ask until STOP. Return the exit code."""
+    def run(self) -> None:
+        """Do what records ask until STOP."""
         for target in (self._read, self._beat):
             threading.Thread(target=target, name=f"localllm-rank-{target.__name__}", daemon=True).start()
         self._channel.send(Kind.HELLO, 0, encode(os.getpid()))
         try:
             while not self._stopped:
                 self._do(self._next())
-            return 0
         except BaseException as error:
             self._end_with(error)
-            return 1
 
     # ---- threads -----------------------------------------------------------------------------------------------------
 
@@ -113,7 +116,7 @@ class Rank:
             return
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
-        os._exit(1)
+        self._end(1)
 
     def _beat(self) -> None:
         while True:
@@ -154,31 +157,31 @@ class Rank:
         self._channel.send(Kind.DONE, record.seq, encode(done))
 
     def _end_with(self, error: BaseException) -> None:
-        """Send the error that ends this rank. The server then closes the socket or kills the process."""
-        try:
+        """Send the error that ends this rank, and end it. The server has time to read it: it kills the process."""
+        with contextlib.suppress(OSError):
             self._channel.send(Kind.FAILED, self._seq, encode(Failure.of(error, is_fatal=True)))
-        except OSError:
-            return
-        time.sleep(LINGER_S)
+            time.sleep(LINGER_S)
+        self._end(1)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def _forward(self, record: Record) -> None:
         plan = decode_plan(record.payload)
+        self._forwarded_ns = time.monotonic_ns()
+        self._table.write(self._number, FORWARDED_NS, self._forwarded_ns)
         if self._plan is not None:
             raise BadRecord(f"step {plan.step_id} came before step {self._plan.step_id} was sampled")
         self._opened.forward(plan)
         self._plan = plan
 
     def _sample(self, record: Record) -> None:
-        begun = time.monotonic_ns()
         step_id, masks = decode_sample(record.payload)
         plan, self._plan = self._plan, None
         if plan is None or plan.step_id != step_id:
             raise BadRecord(f"step {step_id} is to be sampled, and {plan and plan.step_id} was forwarded")
         pending = self._opened.sample(plan, masks)
         assert self._answers is not None
-        self._answers.put(record.seq, begun, pending)
+        self._answers.put(record.seq, self._forwarded_ns, pending)
 
     def _settle(self, seq: int, begun_ns: int, pending: PendingStep, stats: RunnerStats | None) -> None:
         """Wait for a step's result, and send it if this rank draws the tokens."""
@@ -320,7 +323,6 @@ class _Later(_AtOnce):
                 self._settle(*launched, self._stats())
         except BaseException as error:
             self._end_with(error)
-            os._exit(1)
 
 
 class _LogsToServer(logging.Handler):
@@ -353,10 +355,10 @@ def main(make_share: Callable[[], Share] | None = None, arguments: list[str] | N
     channel = Channel(socket.socket(fileno=socket_fd))
     logging.basicConfig(level=logging.INFO, handlers=[_LogsToServer(channel)])
     share = _torch_share() if make_share is None else make_share()
-    code = Rank(number, channel, ProgressTable(table_fd, size), share).run()
+    Rank(number, channel, ProgressTable(table_fd, size), share).run()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # at once: no thread of a library may keep a rank alive
+    os._exit(0)  # at once: no thread of a library may keep a rank alive
 
 
 def _torch_share() -> Any:

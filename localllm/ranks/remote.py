@@ -8,7 +8,7 @@ Does not know: scheduling, how ranks are started.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from localllm.engine.step import RunnerStats, StepPlan, StepResult, TokenMasks
 from localllm.errors import RanksLost
@@ -16,17 +16,22 @@ from localllm.ranks.links import Links
 from localllm.ranks.messages import Idle
 from localllm.ranks.wire import Answer, BadRecord, Kind, decode, encode_plan, encode_sample
 
-if TYPE_CHECKING:
-    from localllm.ranks.openings import Opened
-
 SLOW = 20
 """Times the slowest step so far that a step may take, if that is longer than the group's timeout."""
+
+
+class RunnerSizes(Protocol):
+    """The sizes of an open runner (`openings.Opened`)."""
+
+    num_blocks: int
+    block_size: int
+    vocab_size: int
 
 
 class RankRunner:
     """Implements `engine.step.Runner`. Not thread-safe: the engine loop is the only caller."""
 
-    def __init__(self, links: Links, opened: Opened, *, sampling_rank: int, timeout_s: float) -> None:
+    def __init__(self, links: Links, opened: RunnerSizes, *, sampling_rank: int, timeout_s: float) -> None:
         self.num_blocks, self.block_size, self.vocab_size = opened.num_blocks, opened.block_size, opened.vocab_size
         self._links, self._timeout_s = links, timeout_s
         self._sampling_rank = sampling_rank

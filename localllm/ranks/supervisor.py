@@ -64,9 +64,11 @@ class Supervisor:
         *,
         command: Sequence[str] = COMMAND,
         on_lost: Callable[[RanksLost], None] = lambda error: None,
+        tick_s: float = TICK_S,
     ) -> None:
-        """places: by rank. on_lost: called once, on the supervisor's thread, if the group is lost."""
-        self._places, self._command, self._on_lost = places, list(command), on_lost
+        """places: by rank. on_lost: called once, on the supervisor's thread, if the group is lost.
+        tick_s: between two looks at the ranks' signs of life."""
+        self._places, self._command, self._on_lost, self._tick_s = places, list(command), on_lost, tick_s
         self.names = [f"Rank {rank} ({place.device})" for rank, place in enumerate(places)]
         self.loss = Loss()
         self.folder = Path(tempfile.mkdtemp(prefix="localllm-ranks-"))
@@ -160,12 +162,12 @@ class Supervisor:
         poll = select.poll()
         for fd in (*self._pidfds, self.loss.fileno(), self._wake_read):
             poll.register(fd, select.POLLIN)
-        due_s = time.monotonic() + TICK_S
+        due_s = time.monotonic() + self._tick_s
         while self.loss.error is None and not self._stopping.is_set():
             ready = [fd for fd, _ in poll.poll(max(0, due_s - time.monotonic()) * 1000)]
             self._check_ended([self._pidfds[fd] for fd in ready if fd in self._pidfds])
             if time.monotonic() >= due_s:
-                due_s = time.monotonic() + TICK_S
+                due_s = time.monotonic() + self._tick_s
                 self._tick()
 
     def _tick(self) -> None:
@@ -185,9 +187,10 @@ class Supervisor:
 
     def lose_hanging(self, what: str, why: str) -> RanksLost:
         """Declare the group lost because a rank hangs, after all ranks have written their stacks to stderr."""
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGUSR1)
+        for process, line in zip(self.processes, self.progress.read_all(), strict=True):
+            if line.beat_ns:  # it has begun, and knows the signal
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGUSR1)
         time.sleep(STACKS_S)
         return self.loss.declare(what, f"{why} {self.describe()}")
 
@@ -239,6 +242,7 @@ class Supervisor:
         self.loss.close()
         if self._links is not None:
             self._links.close()
+        self.progress.close()
         for fd in (*self._pidfds, self._wake_read, self._wake_write, self._table_fd):
             os.close(fd)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HEADER = struct.Struct("<IIIIQ")  # magic, kind, bytes of the payload, their checksum, sequence number
+_ORDER = struct.Struct("<IQ")  # what the checksum covers besides the payload
 MAGIC = 0x314B4E52
 MOST_BYTES = 2**31
 """Largest payload. Prompt embeddings of 128k tokens x 8192 numbers of 2 bytes just fit."""
@@ -78,7 +79,7 @@ class Record(NamedTuple):
 
 
 def encode_record(kind: Kind, seq: int, payload: bytes = b"") -> bytes:
-    return HEADER.pack(MAGIC, kind, len(payload), zlib.crc32(payload), seq) + payload
+    return HEADER.pack(MAGIC, kind, len(payload), _checksum(kind, seq, payload), seq) + payload
 
 
 def decode_header(raw: bytes | bytearray | memoryview) -> Header:
@@ -94,9 +95,14 @@ def decode_header(raw: bytes | bytearray | memoryview) -> Header:
 
 def check_payload(header: Header, payload: bytes) -> Record:
     """Return the record. Raises `BadRecord` if the payload is not the one that was sent."""
-    if zlib.crc32(payload) != header.checksum:
+    if _checksum(header.kind, header.seq, payload) != header.checksum:
         raise BadRecord(f"the {header.size} bytes of record {header.seq} ({header.kind.name}) are damaged")
     return Record(header.kind, header.seq, payload)
+
+
+def _checksum(kind: Kind, seq: int, payload: bytes) -> int:
+    """Return a checksum that also differs with the kind and the number."""
+    return zlib.crc32(payload, zlib.crc32(_ORDER.pack(kind, seq)))
 
 
 # ---- steps -------------------------------------------------------------------------------------------------------------

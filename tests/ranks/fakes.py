@@ -91,7 +91,7 @@ class FakeShare:
         plan = decode(asked, FakeOpenRunner).plan
         plan["num_blocks"] = agree(plan["num_blocks"] - 2 * self._rank)
         tell(Report("opened"))
-        runner = FaultyRunner(plan["num_blocks"], self._fault, self._options.get("sleep_s", 0.0), self.samples)
+        runner = FaultyRunner(plan["num_blocks"], self._fault, self._options, self.samples)
         sizes = {"num_blocks": runner.num_blocks, "block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE}
         return runner, {"plan": plan, **sizes}
 
@@ -119,9 +119,9 @@ class FakeShare:
 class FaultyRunner(FakeRunner):
     """A fake runner with a fault in one step. One that draws nothing cannot check what it reads back under masks."""
 
-    def __init__(self, num_blocks: int, fault: Fault | None, sleep_s: float, samples: bool) -> None:
-        super().__init__(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE)
-        self._fault, self._sleep_s, self._samples = fault, sleep_s, samples
+    def __init__(self, num_blocks: int, fault: Fault | None, options: dict[str, Any], samples: bool) -> None:
+        super().__init__(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, check=not options.get("unchecked"))
+        self._fault, self._sleep_s, self._samples = fault, options.get("sleep_s", 0.0), samples
         self._steps = 0
 
     def forward(self, plan: StepPlan) -> None:
@@ -145,4 +145,6 @@ class FaultyRunner(FakeRunner):
 
 
 if __name__ == "__main__":
+    if os.environ.get("FAKE_RANK_HANGS") == sys.argv[3]:
+        time.sleep(3600)
     main(FakeShare)
