@@ -174,9 +174,11 @@ class RandomTensors:
         *,
         keep_narrow: bool = False,
         dtype: torch.dtype | None = None,
+        rows: range | None = None,
     ) -> Tensor:
         """Return norm weights near 1, matrices with deviation 1/sqrt(inputs), or small biases."""
         name = next(iter(names))
+        shape = shape if rows is None else (len(rows), *shape[1:])
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         if name.endswith("norm.weight"):
             return out.normal_(1.0, 0.02, generator=self._generator)
@@ -184,24 +186,48 @@ class RandomTensors:
             return out.normal_(0.0, 0.02, generator=self._generator)
         return out.normal_(0.0, 1 / math.sqrt(shape[-1]), generator=self._generator)
 
-    def table(self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False) -> Tensor:
-        return self.take([name], shape)
+    def table(
+        self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False, rows: range | None = None
+    ) -> Tensor:
+        return self.take([name], shape, rows=rows)
+
+    def widened(self, stem: str, columns: range) -> range:
+        return columns
+
+    def widened_experts(self, prefix: str, name: str, columns: range) -> range:
+        return columns
 
     def linear(
-        self, stems: Sequence[str], shape: tuple[int, int], *, bias: bool = False, order: Tensor | None = None
+        self,
+        stems: Sequence[str],
+        shape: tuple[int, int],
+        *,
+        bias: bool = False,
+        order: Tensor | None = None,
+        columns: range | None = None,
     ) -> Linear:
         """Return a random layer. The order of random rows does not matter. The head stays in 16 bits."""
+        shape = (shape[0] if order is None else len(order), shape[1] if columns is None else len(columns))
         weight = self.take([f"{stem}.weight" for stem in stems], shape)
         biases = self.take([f"{stem}.bias" for stem in stems], shape[:1]) if bias else None
         matrix = weight if stems[0] == "lm_head" else self._quantize(weight)
         return Linear(matrix, biases, cpu_weights=self.cpu_weights)
 
     def experts(
-        self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], *, bias: bool = False
+        self,
+        prefix: str,
+        names: Sequence[str],
+        shape: tuple[int, int, int],
+        *,
+        bias: bool = False,
+        own: range | None = None,
+        order: Tensor | None = None,
+        columns: range | None = None,
     ) -> tuple[ExpertWeights, Tensor | None]:
         """Return random experts; tokens spread evenly over them."""
-        count, rows, columns = shape
-        matrices = (self._quantize(self.take([f"{prefix}.{names[0]}.weight"], (rows, columns))) for _ in range(count))
+        count, rows = shape[0] if own is None else len(own), shape[1] if order is None else len(order)
+        width = shape[2] if columns is None else len(columns)
+        matrices = (self._quantize(self.take([f"{prefix}.{names[0]}.weight"], (rows, width))) for _ in range(count))
         biases = self.take([f"{prefix}.{names[0]}.bias"], (count, rows)) if bias else None
         at_once = needs_stacked_experts(self.device)
         return join_experts(matrices, count, at_once=at_once, cpu_weights=self.cpu_weights), biases

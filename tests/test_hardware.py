@@ -77,7 +77,7 @@ def _fake_nvml(free: int | None) -> types.SimpleNamespace:
 @pytest.mark.parametrize(("nvml", "free"), [(_fake_nvml(7), 7), (_fake_nvml(None), 5), (None, 5)])
 def test_free_gpu_memory_comes_from_nvml_else_torch(nvml: object, free: int) -> None:
     gpu = hardware._read_gpu(_fake_torch(), nvml, 0, "570.1")
-    assert gpu == Gpu(0, "Card", 24 << 30, free, (8, 9), "570.1")
+    assert gpu == Gpu(0, "Card", 24 << 30, free, (8, 9), "570.1", "GPU-abc")
     assert gpu.supports_bfloat16
     assert gpu.used_bytes == (24 << 30) - free
 

@@ -41,7 +41,10 @@ class ForwardInputs:
 
 
 class CausalModel(Protocol):
-    """A model as the runner drives it: hidden states [T, hidden], then logits [L, V] of the rows to sample."""
+    """A model as the runner drives it: hidden states [T, hidden], then logits [L, V] of the rows to sample.
+
+    Of tensor-parallel shards, all but the first return None instead of logits.
+    """
 
     def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor: ...
-    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+    def compute_logits(self, hidden: Tensor) -> Tensor | None: ...

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from localllm.errors import UnsupportedOption
+from localllm.errors import CorruptModel, UnsupportedOption
 from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.read_spec import family_of
@@ -25,9 +26,11 @@ from localllm.models.formats.linear_format import LinearFormat
 from localllm.models.formats.matrices import MatrixFormat
 from localllm.models.formats.opening import open_checkpoint
 from localllm.models.formats.registry import linear_format
+from localllm.models.layers.group import Group
 from localllm.models.layers.lora import LoraBank, LoraLimits
 from localllm.models.spec.family import Storage
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import Shard
 from localllm.models.weights.parameters import held_bytes
 from localllm.models.weights.weights import MetaWeights, Progress, Weights
 
@@ -47,6 +50,8 @@ def load_model(
     verify: bool | None = None,
     lora: LoraLimits | None = None,
     cpu_weights: str = "fast",
+    shard: Shard | None = None,
+    group: Group | None = None,
 ) -> DecoderModel | TransformersModel:
     """Load the model in folder or GGUF file `path`. progress(bytes read, bytes in all) is called after each weight.
 
@@ -55,10 +60,13 @@ def load_model(
     them.
     verify: compare with transformers on a short prompt; None: only if transformers' code computes the model. lora:
     adapter sizes; None: no adapters. cpu_weights: the layout of quantised matrices on a CPU (kernels/cpu/pack.py).
+    shard: the part of the model to load; None: all of it. group: the shards of its layers; None: there is one. The
+    caller gives `unused_tensors` of all shards to `check_all_used`; of a whole model this is done here.
     Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
     """
+    _refuse_shard(spec, shard)
     quantize = _at_load(spec, quantization)
-    bank = _lora_bank(spec, lora)
+    bank = _lora_bank(spec, lora, shard)
     if spec.implementation != "localllm":
         from localllm.models.architectures.transformers_backend.loading import load_through_transformers
 
@@ -66,9 +74,11 @@ def load_model(
         return load_through_transformers(path, spec, device, dtype, length, verify=verify is not False)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
         weights = _weights(Weights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights, progress)
-        model = DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position)
-        model.lora = bank
-        weights.check_all_used()
+        builder = DecoderBuilder(spec, weights, device, dtype, shard, group)
+        model = builder.build(max_model_len or spec.max_position)
+        model.lora, model.unused_tensors = bank, weights.unused()
+    if shard is None:
+        check_all_used(spec, [model.unused_tensors])
     if verify:
         from localllm.models.architectures.transformers_backend.loading import verify_decoder
 
@@ -87,17 +97,45 @@ def resident_bytes(
     quantization: str | None = None,
     lora: LoraLimits | None = None,
     cpu_weights: str = "fast",
+    shard: Shard | None = None,
 ) -> int:
     """Return the exact bytes of `load_model`'s result from the headers, with rotary tables and adapter buffers."""
+    _refuse_shard(spec, shard)
     quantize = _at_load(spec, quantization)
-    bank = _lora_bank(spec, lora)
+    bank = _lora_bank(spec, lora, shard)
     if spec.implementation != "localllm":
         from localllm.models.architectures.transformers_backend.loading import bytes_through_transformers
 
         return bytes_through_transformers(path, spec, device, dtype)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
         weights = _weights(MetaWeights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights)
-        return held_bytes(DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position))
+        builder = DecoderBuilder(spec, weights, device, dtype, shard)
+        return held_bytes(builder.build(max_model_len or spec.max_position))
+
+
+def check_all_used(spec: ModelSpec, unused: Sequence[frozenset[str]]) -> None:
+    """Raise `CorruptModel` if a tensor was not used by any shard: ignoring it would change the answers.
+
+    unused: `DecoderModel.unused_tensors` of every shard of every stage.
+    """
+    left = sorted(frozenset.intersection(*unused))
+    if left:
+        names = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        raise CorruptModel(
+            f"The checkpoint holds {len(left)} tensors that {spec.architecture} does not use.", f"Unexpected: {names}."
+        )
+
+
+def _refuse_shard(spec: ModelSpec, shard: Shard | None) -> None:
+    if shard is None or (spec.implementation == "localllm" and spec.task == "generate"):
+        return
+    why = "It runs through transformers' code" if spec.implementation != "localllm" else "It makes embeddings or scores"
+    raise UnsupportedOption(
+        f"--tensor-parallel-size and --pipeline-parallel-size are not supported for {spec.architecture}.",
+        f"{why}, which runs on one device.",
+        "Leave both out.",
+        param="tensor_parallel_size",
+    )
 
 
 def _weights(
@@ -131,7 +169,7 @@ def _at_load(spec: ModelSpec, asked: str | None) -> AtLoad | None:
     return found
 
 
-def _lora_bank(spec: ModelSpec, limits: LoraLimits | None) -> LoraBank | None:
+def _lora_bank(spec: ModelSpec, limits: LoraLimits | None, shard: Shard | None) -> LoraBank | None:
     if limits is None:
         return None
     if spec.implementation != "localllm":
@@ -141,7 +179,8 @@ def _lora_bank(spec: ModelSpec, limits: LoraLimits | None) -> LoraBank | None:
             "Leave out --enable-lora and --lora-modules.",
             param="enable_lora",
         )
-    return LoraBank(limits)
+    elsewhere = frozenset(range(spec.num_layers)) - frozenset(range(spec.num_layers) if shard is None else shard.layers)
+    return LoraBank(limits, elsewhere)
 
 
 def _lora_storage(spec: ModelSpec, storage: Storage) -> Storage | None:

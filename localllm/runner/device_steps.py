@@ -25,10 +25,11 @@ from localllm.kernels.prepare_step import StepInputs, record_tokens
 from localllm.kernels.sampling.logprobs import ROOMS
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel, GivenEmbeds
+from localllm.models.layers.group import Group
 from localllm.runner.batch import StepBatch, embeds_on
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, Part, StepGraphs
-from localllm.runner.host_steps import Drawn, Forward
+from localllm.runner.host_steps import Drawn, Forward, exchange_of
 from localllm.runner.logprobs import token_logprobs
 from localllm.runner.sampler import Sampled, sample, sample_on_device
 from localllm.runner.sampling import SamplingFeatures, SamplingState
@@ -52,10 +53,14 @@ class DeviceSteps:
     def __init__(
         self, model: CausalModel, layers: list[LayerKV], inputs: StagedInputs, sampling: SamplingState,
         device: torch.device, *, vocab_size: int, shapes: list[StepShape], capture: Capture | None,
+        group: Group | None = None, draws: bool = True,
     ) -> None:  # fmt: skip
+        """group: the shards of a tensor-parallel model; None: there is one. draws: False if others sample."""
         self._model, self._layers, self._staged, self._sampling, self._device = model, layers, inputs, sampling, device
         rows = inputs.max_rows
-        self._logits = torch.zeros(max((s.rows for s in shapes), default=0), vocab_size, device=device)
+        self._exchange, self._vocab_size = exchange_of(group, device), vocab_size
+        most = max((shape.rows for shape in shapes), default=0)
+        self._logits = torch.zeros(most, vocab_size, device=device) if draws else None
         self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self._best = torch.zeros(rows, device=device)
         self._graphs = StepGraphs(shapes, capture, self._parts) if capture else None
@@ -77,13 +82,25 @@ class DeviceSteps:
         if recorded is not None and self._graphs is not None:
             self._num_replayed += 1
             self._graphs.replay(recorded, FORWARD)
-            return Forward(self._logits[: recorded.rows], None)
+            return Forward(None if self._logits is None else self._logits[: recorded.rows], None)
         self._num_launched += 1
         hidden, last = self._run(exact, embeds_on(batch, self._device))
         wanted = hidden.index_select(0, to_device(batch.wanted, self._device)) if batch.prompt_spans else None
         return Forward(self._model.compute_logits(last) if len(batch.slots) else None, wanted)
 
-    def sample(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None = None) -> Drawn:
+    def sample(self, batch: StepBatch, logits: Tensor | None, masks: RowMasks | None = None) -> Drawn:
+        """Return the sampled ids of all rows that sample. logits: None on shards that do not draw."""
+        if logits is None:
+            assert self._exchange is not None, "a model of one shard has logits"
+            drawn = self._exchange.receive(len(batch.slots))
+            self._staged.record_sampled(batch.slots, batch.lengths, drawn.token_ids)
+            return drawn
+        drawn = self._sample(batch, logits, masks)
+        if self._exchange is not None:
+            self._exchange.send(drawn)
+        return drawn
+
+    def _sample(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None) -> Drawn:
         places = row_places(batch, self._shape)[batch.rows.samples]
         features = self._sampling.features(batch.slots)
         if features is None:
@@ -145,14 +162,20 @@ class DeviceSteps:
         blocks now belong to other requests.
         """
         self._staged.stage_padding(shape)
-        logits, ids, best = (buffer[: shape.rows] for buffer in (self._logits, self._token_ids, self._best))
+        ids, best = self._token_ids[: shape.rows], self._best[: shape.rows]
+        logits = None if self._logits is None else self._logits[: shape.rows]
 
         def forward() -> None:
             _, last = self._run(shape)
-            logits.copy_(self._model.compute_logits(last))
+            own = self._model.compute_logits(last)
+            if logits is not None and own is not None:
+                logits.copy_(own)
 
         def draw(features: SamplingFeatures) -> Callable[[], None]:
             def step() -> None:
+                if logits is None:  # all shards record the same parts, since those with an exchange must meet
+                    best.zero_()
+                    return
                 out = self._draw(self._staged.part(shape), logits, features)
                 ids.copy_(out.token_ids)
                 best.copy_(out.best)
@@ -171,7 +194,7 @@ class DeviceSteps:
 
     def _launch_every_kernel(self) -> None:
         """Launch the model, its head and each variant of sampling in every size that has its own kernel."""
-        staged, vocab_size = self._staged, self._logits.shape[1]
+        staged = self._staged
         most = staged.max_batched_tokens
         for tokens in [*kernel_sizes(min(most, SIZES_END)), most]:
             hidden, _ = self._padding_step(StepShape(0, 1, tokens))
@@ -181,9 +204,11 @@ class DeviceSteps:
         for rows in kernel_sizes(shape.rows):
             self._model.compute_logits(last[:rows])
         logits = self._model.compute_logits(last)
+        if logits is None:
+            return
         for k in ROOMS:
             token_logprobs(logits[:1], staged.token_ids[0, :1].long(), [k])
-        bits = np.full((shape.rows, -(-vocab_size // 32)), -1, np.int32)
+        bits = np.full((shape.rows, -(-self._vocab_size // 32)), -1, np.int32)
         for bitmask in (None, to_device(bits, self._device)):
             for filters in (False, True):
                 self._draw(staged.part(shape), logits, SamplingFeatures(filters, edits=True, logprobs=True), bitmask)

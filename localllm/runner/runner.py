@@ -24,6 +24,7 @@ from localllm.engine.step import NewSlot, PendingStep, RunnerStats, StepPlan, To
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launching_with
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel
+from localllm.models.layers.group import Group
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
 from localllm.runner.device_errors import check_device, first_line, is_device_loss, translated
@@ -48,19 +49,24 @@ class TorchRunner:
 
     capture: how steps are recorded as graphs; None: every step is launched kernel by kernel. staged: whether a step's
     inputs are unpacked on the device; None: only on a GPU. launch_options: how the kernels of each step are launched.
+    group: the shards of a tensor-parallel model, each with its own runner that gets the same calls; None: there is one.
+    The first shard samples, and its results are those of the step; all record its ids. samples: False for a pipeline
+    stage that is not the last.
     """
 
     def __init__(
         self, model: CausalModel, spec: ModelSpec, kv: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int,
         max_model_len: int, block_size: int, device: torch.device, capture: Capture | None = None,
-        staged: bool | None = None, launch_options: LaunchOptions = DEFAULTS,
+        staged: bool | None = None, launch_options: LaunchOptions = DEFAULTS, group: Group | None = None,
+        samples: bool = True,
     ) -> None:  # fmt: skip
         assert block_size == kv.block_size, (block_size, kv.block_size)
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
         self._device, self._max_num_batched_tokens = device, max_num_batched_tokens
         staged = bool(capture) or device.type == "cuda" if staged is None else staged
         self._model: CausalModel | None = model
-        self._sampling = SamplingState(max_num_seqs, spec.vocab_size, device, with_tables=staged)
+        self._samples, self._draws = samples, samples and (group is None or group.index == 0)
+        self._sampling = SamplingState(max_num_seqs, spec.vocab_size, device, with_tables=staged and self._draws)
         self._steps: HostSteps | DeviceSteps | None
         inputs: InputMaker
         if staged:
@@ -71,14 +77,14 @@ class TorchRunner:
             )  # fmt: skip
             self._steps = DeviceSteps(
                 model, kv.layers, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
-                capture=capture,
+                capture=capture, group=group, draws=self._draws,
             )  # fmt: skip
             inputs = staging
         else:
             inputs = HostInputs(
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device
             )
-            self._steps = HostSteps(model, kv.layers, inputs, self._sampling, device)
+            self._steps = HostSteps(model, kv.layers, inputs, self._sampling, device, group)
         self._token_ids = inputs.token_ids
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
@@ -97,7 +103,7 @@ class TorchRunner:
             for slot in plan.freed_slots:
                 self._sampling.leave(slot)
                 self._refused.pop(slot, None)
-            for new in plan.new_slots:
+            for new in plan.new_slots if self._draws else ():
                 self._enter_sampling(new)
             batch = self._slots.batch(plan) if plan.rows else None
             done = self._loaded.forward(batch) if batch is not None else None
@@ -163,8 +169,9 @@ class TorchRunner:
         timer: StepTimer,
     ) -> PendingStep:  # fmt: skip
         drawn = None
-        if done.logits is not None and len(batch.slots):
-            drawn = self._loaded.sample(batch, done.logits, self._row_masks(batch, masks)).to_host()
+        if len(batch.slots):
+            if self._samples:
+                drawn = self._loaded.sample(batch, done.logits, self._row_masks(batch, masks)).to_host()
             self._slots.record_sampled(batch)
         prompts = tuple(self._score_prompt(span, done.hidden) for span in batch.prompt_spans)
         refused = {i: self._refused[row.slot] for i, row in enumerate(plan.rows) if row.slot in self._refused}
@@ -185,6 +192,8 @@ class TorchRunner:
         for done in range(0, span.count, LOGITS_ROWS):
             count = min(LOGITS_ROWS, span.count - done)
             logits = self.model.compute_logits(wanted[span.start + done : span.start + done + count])
+            if logits is None:  # another shard scores
+                continue
             first = span.first_position + done + 1
             targets = self._token_ids[span.slot, first : first + count].long()
             parts.append(token_logprobs(logits, targets, [span.num_logprobs] * count).to_host())

@@ -236,8 +236,6 @@ def test_weights_larger_than_the_gpu_point_to_smaller_things() -> None:
     [
         ({"quantization": "awq"}, UnsupportedOption, "--quantization awq.*not quantised.*int4, int8, fp8"),
         ({"quantization": "int3"}, UnsupportedOption, "--quantization int3 is not known"),
-        ({"tensor_parallel_size": 3}, UnsupportedOption, "1, 2, 4, 8, 16"),
-        ({"tensor_parallel_size": 2}, UnsupportedOption, "on one device"),
         ({"device": "cuda"}, ConfigError, "none is usable"),
         ({"device": "tpu"}, ConfigError, "auto, cpu, cuda"),
     ],

@@ -7,6 +7,7 @@ distinct. On a CPU the experts that have tokens run one after another.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.launch import runs_triton
@@ -27,20 +28,30 @@ def experts(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    padding: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """x [T, H]; ids and weights [T, top_k] from `route`; gate_up [E, 2 * I, H], gate first, and down [E, H, I].
 
-    Returns [T, H] in x's dtype; zeros for a row whose ids are -1. Biases: [E, 2 * I] and [E, H].
+    Returns [T, H] in x's dtype; an id of -1 adds nothing. Biases: [E, 2 * I] and [E, H]. padding: inputs of `down`
+    before and after the I of gate_up; they are zeros.
     """
     if not runs_triton(x):
         return experts_reference(
-            x, ids, weights, gate_up, down, activation, gate_up_bias=gate_up_bias, down_bias=down_bias
+            x,
+            ids,
+            weights,
+            gate_up,
+            down,
+            activation,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            padding=padding,
         )
     limits = [planar_block_rows(weight) for weight in (gate_up, down) if isinstance(weight, PlanarExperts)]
     limits += [scaled_block_rows(weight) for weight in (gate_up, down) if isinstance(weight, ScaledExperts)]
     block_m = min([block_rows(ids.numel(), len(gate_up), x), *limits])
     blocks = align_single(ids, block_m) if len(x) == 1 else align(ids, len(gate_up), block_m)
-    hidden = _product(x, gate_up, blocks, weights, activation, gate_up_bias)
+    hidden = _padded(_product(x, gate_up, blocks, weights, activation, gate_up_bias), padding)
     return combine(_product(hidden, down, blocks, weights, None, down_bias), ids)
 
 
@@ -68,6 +79,7 @@ def experts_reference(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    padding: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """The definition, expert by expert.
     A token's outputs are added in the order of expert ids, independent of other tokens."""
@@ -80,6 +92,10 @@ def experts_reference(
             continue
         tokens = rows // ids.shape[1]
         y = expert_linear(x[tokens], gate_up, expert, gate_up_bias)
-        y = expert_linear(act_reference(y, activation), down, expert, down_bias)
+        y = expert_linear(_padded(act_reference(y, activation), padding), down, expert, down_bias)
         out.index_add_(0, tokens, y * flat_weights[rows, None])
     return out.to(x.dtype)
+
+
+def _padded(hidden: Tensor, padding: tuple[int, int]) -> Tensor:
+    return F.pad(hidden, padding) if any(padding) else hidden

@@ -1,4 +1,4 @@
-"""Build a decoder from a spec and a source of tensors.
+"""Build a decoder, or a rank's shard of it, from a spec and a source of tensors.
 
 With a source that has only sizes (weights/weights.py: PromisedWeights), the same code counts what a model will hold.
 Does not know: files, formats.
@@ -27,89 +27,118 @@ from localllm.models.architectures.layer import (
     PreNormLayer,
     SandwichLayer,
     Scaled,
+    SummedLayer,
 )
 from localllm.models.architectures.mixture import build_mixture
+from localllm.models.architectures.shard_weights import ShardWeights, stacked_rows
 from localllm.models.layers.alibi import alibi_slopes
 from localllm.models.layers.attention import Attention
-from localllm.models.layers.embedding import EmbeddingTable
+from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
+from localllm.models.layers.group import Alone, Group
 from localllm.models.layers.linear import Linear, tied_head
 from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.norm import LayerNorm, RMSNorm
-from localllm.models.layers.qkv import Clip, HeadLayerNorm, WholeNorm
+from localllm.models.layers.qkv import Clip, HeadLayerNorm, SplitWholeNorm, WholeNorm
 from localllm.models.layers.rotary import half_split_order, rope_tables
+from localllm.models.layers.split import Summed, Zeros
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import Shard, local_spec, whole_shard
 from localllm.models.weights.weights import EMBEDDING, TensorSource
 
 
 class DecoderBuilder:
     """Builds the decoder part by part, asking for tensors by Llama's names."""
 
-    def __init__(self, spec: ModelSpec, weights: TensorSource, device: torch.device, dtype: torch.dtype) -> None:
-        """device: where the model will compute, also if `weights` has only sizes."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: TensorSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        shard: Shard | None = None,
+        group: Group | None = None,
+    ) -> None:
+        """spec: of the whole model. device: where the model will compute, also if `weights` has only sizes. shard: the
+        part to build; None: the whole model. group: the shards of its layers."""
         self.spec, self.weights, self.device, self.dtype = spec, weights, device, dtype
+        self.shard = whole_shard(spec) if shard is None else shard
+        self.group = Alone() if group is None else group
+        self.share = ShardWeights(weights, self.shard, self.group)
 
     def build(self, max_model_len: int) -> DecoderModel:
-        spec = self.spec
+        spec, shard = self.spec, self.shard
         embedding, lm_head = self._embedding_and_head()
-        layers = [self._layer(index) for index in range(spec.num_layers)]
-        norm = self._norm("model.norm")
+        layers = [self._layer(index) for index in shard.layers]
+        norm = None if lm_head is None else self._norm("model.norm")
         tables = rope_tables(spec, max_model_len, self.weights.device)
-        return DecoderModel(spec, embedding, layers, norm, lm_head, tables, max_model_len, self.device, self.dtype)
+        return DecoderModel(
+            local_spec(spec, shard), embedding, layers, norm, lm_head, tables, max_model_len, self.device, self.dtype,
+            group=self.group, vocab=None if shard.is_whole else shard.counts.vocab,
+        )  # fmt: skip
 
     # -- embedding and head
 
-    def _embedding_and_head(self) -> tuple[EmbeddingTable, Linear]:
-        """Build the embedding and the head. Embedding rows keep the stored type if it is narrower: widening a row is
-        exact.
+    def _embedding_and_head(self) -> tuple[EmbeddingTable | None, Linear | None]:
+        """Build the shard's rows of both: the embedding for the first stage, the head for the last.
 
+        Embedding rows keep the stored type if it is narrower: widening a row is exact.
         A tied head that is packed for the CPU cannot be read by rows, so the embedding gets its own copy. The packed
         head is 2 to 4 times faster than F.linear on plain rows, which is up to half of a decode step of a small model;
         the rows beside it cost 14 % more memory for a bf16 Qwen2.5-0.5B. (Reading rows from the memory map would be
         free, but a checkpoint rewritten in place would then change or kill a running server.)
         """
+        spec, shard, shape = self.spec, self.shard, (self.spec.vocab_size, self.spec.hidden_size)
+        is_first, is_last = shard.layers.start == 0, shard.layers.stop == spec.num_layers
+        is_tied = is_last and spec.tie_word_embeddings
+        separate = not is_tied or should_pack(len(shard.vocab) * spec.hidden_size, self.device, self.dtype)
+        embedding = head = None
+        if is_first or is_tied:
+            rows = self.weights.table(EMBEDDING, shape, keep_narrow=separate, rows=shard.vocab)
+            embedding = self._embedding(rows) if is_first else None
+            head = self._tied_head(rows, separate) if is_tied else None
+        return embedding, self._lm_head(shape) if is_last and not is_tied else head
+
+    def _tied_head(self, rows: Tensor | QuantizedTable, separate: bool) -> Linear:
         spec = self.spec
-        shape = (spec.vocab_size, spec.hidden_size)
-        if not spec.tie_word_embeddings:
-            rows = self.weights.table(EMBEDDING, shape, keep_narrow=True)
-            return self._embedding(rows), self._lm_head(shape)
-        separate = should_pack(spec.vocab_size * spec.hidden_size, self.device, self.dtype)
-        rows = self.weights.table(EMBEDDING, shape, keep_narrow=separate)
-        bias = self.weights.take(["lm_head.bias"], shape[:1]) if spec.lm_head_bias else None
+        bias = None
+        if spec.lm_head_bias:
+            bias = self.weights.take(["lm_head.bias"], (spec.vocab_size,), rows=self.shard.vocab)
         if not isinstance(rows, Tensor):  # quantised: lookup and product read the same bytes, except on a CPU
             layout = self.weights.cpu_weights
-            head = Linear(tied_head(rows, self.device, layout), bias, cpu_weights=layout)
-            return self._embedding(rows), head
+            return Linear(tied_head(rows, self.device, layout), bias, cpu_weights=layout)
         # Packing makes its own copy; a tensor on `meta` is not packed, but must be counted twice as well.
-        return self._embedding(rows), Linear(rows.to(self.dtype, copy=separate and rows.is_meta), bias)
+        return Linear(rows.to(self.dtype, copy=separate and rows.is_meta), bias)
 
     def _lm_head(self, shape: tuple[int, int]) -> Linear:
         if not self.spec.lm_head_normalized:
-            return self.weights.linear(["lm_head"], shape, bias=self.spec.lm_head_bias)
-        return Linear(functional.normalize(self.weights.take(["lm_head.weight"], shape).float()).to(self.dtype))
+            order = stacked_rows(self.shard.vocab, shape[0])
+            return self.weights.linear(["lm_head"], shape, bias=self.spec.lm_head_bias, order=order)
+        rows = self.weights.take(["lm_head.weight"], shape, rows=self.shard.vocab)
+        return Linear(functional.normalize(rows.float()).to(self.dtype))
 
     def _embedding(self, rows: Tensor | QuantizedTable) -> EmbeddingTable:
         spec, positions = self.spec, None
         if spec.positions == "learned":
             shape = (spec.max_position + spec.position_offset, spec.hidden_size)
             positions = self.weights.take(["model.embed_positions.weight"], shape)
-        norm = self._norm("model.embed_norm") if spec.embedding_norm else None
-        return EmbeddingTable(
-            rows,
-            self.dtype,
-            spec.embedding_scale,
-            positions=positions,
-            position_offset=spec.position_offset,
-            norm=norm,
-            scales_given=spec.scales_given_embeds,
-        )
+        kept: dict[str, Any] = {
+            "scale": spec.embedding_scale,
+            "positions": positions,
+            "position_offset": spec.position_offset,
+            "norm": self._norm("model.embed_norm") if spec.embedding_norm else None,
+            "scales_given": spec.scales_given_embeds,
+        }
+        if self.shard.is_whole:
+            return EmbeddingTable(rows, self.dtype, **kept)
+        return SplitEmbeddingTable(rows, self.dtype, self.shard.vocab, self.group, **kept)
 
     # -- a layer
 
     def _layer(self, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}."
         kind, topology, norm = self._kind(index), self.spec.topology, self._norm
-        attention = self._scaled(self._attention(index, f"{prefix}self_attn."))
-        mlp = self._scaled(self._mlp(index, f"{prefix}mlp."))
+        attention = self._part(self._attention(index, f"{prefix}self_attn."))
+        mlp = self._part(self._mlp(index, f"{prefix}mlp."))
         if topology == "post_norm":
             after_attention, after_mlp = (
                 norm(f"{prefix}post_{part}_layernorm") for part in ("attention", "feedforward")
@@ -117,10 +146,10 @@ class DecoderBuilder:
             return PostNormLayer(kind, attention, after_attention, mlp, after_mlp)
         input_norm = norm(f"{prefix}input_layernorm")
         if topology == "parallel_one_norm":
-            return ParallelLayer(kind, input_norm, attention, None, mlp)
+            return self._parallel(ParallelLayer(kind, input_norm, attention, None, mlp))
         after_attention = norm(f"{prefix}post_attention_layernorm")
         if topology == "parallel":
-            return ParallelLayer(kind, input_norm, attention, after_attention, mlp)
+            return self._parallel(ParallelLayer(kind, input_norm, attention, after_attention, mlp))
         if topology == "sandwich":
             before, after = (norm(f"{prefix}{side}_feedforward_layernorm") for side in ("pre", "post"))
             return SandwichLayer(kind, input_norm, attention, after_attention, before, mlp, after)
@@ -132,9 +161,15 @@ class DecoderBuilder:
         has_rope = spec.positions == "rope" and (not spec.layer_has_rope or spec.layer_has_rope[index])
         return LayerKind(windowed, has_rope)
 
-    def _scaled(self, part: Any) -> Any:
+    def _part(self, part: Any) -> Any:
+        """Return attention or feed-forward as the layer calls it: scaled, and added up over the shards."""
         factor = self.spec.residual_multiplier
-        return part if factor is None else Scaled(part, factor)
+        scaled = part if factor is None else Scaled(part, factor)
+        adds_later = self.shard.is_whole or self.spec.topology.startswith("parallel")
+        return scaled if adds_later else Summed(scaled, self.group)
+
+    def _parallel(self, layer: ParallelLayer) -> DecoderLayer:
+        return layer if self.shard.is_whole else SummedLayer(layer, self.group)
 
     def _norm(self, stem: str) -> RMSNorm | LayerNorm:
         spec, shape = self.spec.norm, (self.spec.hidden_size,)
@@ -151,13 +186,19 @@ class DecoderBuilder:
     # -- attention
 
     def _attention(self, index: int, prefix: str) -> AttentionPart:
-        spec = self.spec
+        spec, dim = self.spec, self.spec.head_dim
         if spec.latent is not None:
-            return build_latent_attention(spec, spec.latent, self.weights, prefix)
+            return build_latent_attention(spec, spec.latent, self.share, prefix)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         stems, shape = [f"{prefix}{name}_proj" for name in "qkv"], (q_size + 2 * kv_size, spec.hidden_size)
         qkv = self.weights.linear(stems, shape, bias=spec.attention_bias, order=self._qkv_order())
-        out = self.weights.linear([f"{prefix}o_proj"], (spec.hidden_size, q_size), bias=spec.attention_out_bias)
+        out = self.share.row_parallel(
+            f"{prefix}o_proj",
+            (spec.hidden_size, q_size),
+            range(self.shard.heads.start * dim, self.shard.heads.stop * dim),
+            tuple(count * dim for count in self.shard.counts.heads),
+            bias=spec.attention_out_bias,
+        )
         return Attention(
             qkv,
             out,
@@ -170,43 +211,64 @@ class DecoderBuilder:
         )
 
     def _qkv_order(self) -> Tensor | None:
-        """Return the row order of q, k and v. Dimensions that rotate together are neighbours in some checkpoints; here
-        they are half the rotated dimensions apart. Rows may be reordered as long as q and k agree.
+        """Return the rows of q, k and v of the shard's heads; None: all, as they are.
+
+        Dimensions that rotate together are neighbours in some checkpoints; here they are half the rotated dimensions
+        apart. Rows may be reordered as long as q and k agree.
         """
-        spec = self.spec
-        if not spec.rope_interleaved or spec.positions != "rope":
+        spec, shard = self.spec, self.shard
+        is_turned = spec.rope_interleaved and spec.positions == "rope"
+        if shard.is_whole and not is_turned:
             return None
         turning = spec.num_heads + spec.num_kv_heads
-        head = half_split_order(spec.rope.rotary_dim, spec.head_dim)
         rows = torch.arange((turning + spec.num_kv_heads) * spec.head_dim, device="cpu").view(-1, spec.head_dim)
-        return torch.cat((rows[:turning, head], rows[turning:])).flatten()
+        if is_turned:
+            head = half_split_order(spec.rope.rotary_dim, spec.head_dim)
+            rows = torch.cat((rows[:turning, head], rows[turning:]))
+        keys = [spec.num_heads + head for head in shard.kv_heads]
+        return rows[[*shard.heads, *keys, *(spec.num_kv_heads + key for key in keys)]].flatten()
 
     def _qk_transforms(self, prefix: str) -> Iterable[Callable[[Tensor], Tensor]]:
         spec = self.spec
         if spec.clip_qkv is not None:
             yield Clip(spec.clip_qkv)
         if spec.qk_norm == "whole":
-            heads = {"q": spec.num_heads, "k": spec.num_kv_heads}
-            yield WholeNorm(*(self._qk_rms_norm(prefix, name, heads[name] * spec.head_dim) for name in "qk"))
+            yield self._whole_norm(prefix)
         elif spec.qk_norm == "each_head":
             yield HeadLayerNorm(torch.cat(self._weights_of_each_head(prefix)), spec.norm.eps)
 
-    def _qk_rms_norm(self, prefix: str, name: str, size: int) -> RMSNorm:
-        weight = self.weights.take([f"{prefix}{name}_norm.weight"], (size,))
+    def _whole_norm(self, prefix: str) -> WholeNorm | SplitWholeNorm:
+        spec, shard = self.spec, self.shard
+        q = self._qk_rms_norm(prefix, "q", spec.num_heads, shard.heads)
+        k = self._qk_rms_norm(prefix, "k", spec.num_kv_heads, shard.kv_heads)
+        if shard.is_whole:
+            return WholeNorm(q, k)
+        sizes = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
+        is_first = shard.heads.start % (spec.num_heads // spec.num_kv_heads) == 0  # of those with these KV heads
+        return SplitWholeNorm(q, k, sizes, self.group, counts_k=is_first)
+
+    def _qk_rms_norm(self, prefix: str, name: str, count: int, own: range) -> RMSNorm:
+        dim = self.spec.head_dim
+        rows = range(own.start * dim, own.stop * dim)
+        weight = self.weights.take([f"{prefix}{name}_norm.weight"], (count * dim,), rows=rows)
         heads = weight.view(-1, self.spec.head_dim)
         return RMSNorm(self._in_order_of_rows(heads).flatten(), self.spec.norm.eps)
 
     def _weights_of_each_head(self, prefix: str) -> list[Tensor]:
-        """Return the weights [heads, head_dim] of q, then of k."""
-        spec, weights = self.spec, self.weights
-        shapes = {"q": (spec.num_heads, spec.head_dim), "k": (spec.num_kv_heads, spec.head_dim)}
-        stored = []
-        for name, (heads, head_dim) in shapes.items():
-            whole = f"{prefix}{name}_norm.weight"
-            names = [whole] if weights.has(whole) else [f"{prefix}{name}_norm.{head}.weight" for head in range(heads)]
-            shape = (heads, head_dim) if weights.has(whole) else (heads * head_dim,)
-            stored.append(self._in_order_of_rows(weights.take(names, shape).view(heads, head_dim)))
-        return stored
+        """Return the weights [own heads, head_dim] of q, then of k."""
+        spec, shard = self.spec, self.shard
+        return [
+            self._weights_of_heads(f"{prefix}q_norm", spec.num_heads, shard.heads),
+            self._weights_of_heads(f"{prefix}k_norm", spec.num_kv_heads, shard.kv_heads),
+        ]
+
+    def _weights_of_heads(self, stem: str, count: int, own: range) -> Tensor:
+        weights, dim = self.weights, self.spec.head_dim
+        if weights.has(f"{stem}.weight"):
+            stored = weights.take([f"{stem}.weight"], (count, dim), rows=own)
+        else:
+            stored = weights.take([f"{stem}.{head}.weight" for head in own], (len(own) * dim,)).view(len(own), dim)
+        return self._in_order_of_rows(stored)
 
     def _in_order_of_rows(self, weights: Tensor) -> Tensor:
         """Reorder weights [..., head_dim] of q's and k's norms as the rows of a head are reordered."""
@@ -217,36 +279,44 @@ class DecoderBuilder:
 
     def _qk_norm(self, prefix: str) -> RMSNorm | None:
         """Return the norm of q and k for one call: the weights are repeated for each head, q's first."""
-        spec = self.spec
+        spec, shard = self.spec, self.shard
         if spec.qk_norm != "head":
             return None
         q, k = (self.weights.take([f"{prefix}{name}_norm.weight"], (spec.head_dim,)) for name in "qk")
-        weight = self._in_order_of_rows(torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1))))
+        weight = self._in_order_of_rows(torch.cat((q.expand(len(shard.heads), -1), k.expand(len(shard.kv_heads), -1))))
         return RMSNorm(weight.float() + 1.0 if spec.norm.plus_one else weight, spec.norm.eps)
 
     def _sinks(self, prefix: str) -> Tensor | None:
         if not self.spec.attention_sinks:
             return None
-        return self.weights.take([f"{prefix}sinks"], (self.spec.num_heads,), dtype=torch.float32)
+        heads = self.shard.heads
+        return self.weights.take([f"{prefix}sinks"], (self.spec.num_heads,), dtype=torch.float32, rows=heads)
 
     def _alibi_slopes(self) -> Tensor | None:
         spec = self.spec
         if spec.positions != "alibi":
             return None
-        slopes = torch.tensor(alibi_slopes(spec.num_heads), device=self.weights.device)
+        own = alibi_slopes(spec.num_heads)[self.shard.heads.start : self.shard.heads.stop]
+        slopes = torch.tensor(own, device=self.weights.device)
         return slopes.mul_(spec.alibi_scale)
 
     # -- feed-forward
 
     def _mlp(self, index: int, prefix: str) -> FeedForward:
-        spec = self.spec
+        spec, own = self.spec, self.shard.features
         if spec.mixture is not None and spec.mixture.is_in(index):
-            return build_mixture(spec, spec.mixture, self.weights, prefix)
+            return build_mixture(spec, spec.mixture, self.share, prefix)
+        if not own:
+            return Zeros()
         width, bias = spec.intermediate_size, spec.mlp_bias
-        down_shape = (spec.hidden_size, width)
-        if not spec.mlp_gated:
-            up = self.weights.linear([f"{prefix}up_proj"], (width, spec.hidden_size), bias=bias)
-            return MLP(up, self.weights.linear([f"{prefix}down_proj"], down_shape, bias=bias), spec.hidden_act)
-        stems = [f"{prefix}gate_proj", f"{prefix}up_proj"]
-        gate_up = self.weights.linear(stems, (2 * width, spec.hidden_size), bias=bias)
-        return GatedMLP(gate_up, self.weights.linear([f"{prefix}down_proj"], down_shape, bias=bias), spec.hidden_act)
+        names = ["gate_proj", "up_proj"] if spec.mlp_gated else ["up_proj"]
+        up = self.weights.linear(
+            [f"{prefix}{name}" for name in names],
+            (len(names) * width, spec.hidden_size),
+            bias=bias,
+            order=stacked_rows(own, width, len(names)),
+        )
+        down = self.share.row_parallel(
+            f"{prefix}down_proj", (spec.hidden_size, width), own, self.shard.counts.features, bias=bias
+        )
+        return (GatedMLP if spec.mlp_gated else MLP)(up, down, spec.hidden_act)

@@ -19,6 +19,7 @@ from localllm.models.architectures.layer import DecoderLayer, LayerKind, Norm
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.attention import AttentionStep, plan_step
 from localllm.models.layers.embedding import EmbeddingTable
+from localllm.models.layers.group import Alone, Group
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraBank
 from localllm.models.layers.rotary import rope_tables
@@ -32,21 +33,28 @@ class DecoderModel:
     def __init__(
         self,
         spec: ModelSpec,
-        embedding: EmbeddingTable,
+        embedding: EmbeddingTable | None,
         layers: Sequence[DecoderLayer],
-        norm: Norm,
-        lm_head: Linear,
+        norm: Norm | None,
+        lm_head: Linear | None,
         tables: tuple[Tensor | None, Tensor | None],
         max_model_len: int,
         device: torch.device,
         dtype: torch.dtype,
+        *,
+        group: Group | None = None,
+        vocab: tuple[int, ...] | None = None,
     ) -> None:
+        """spec: with the sizes that this shard holds. embedding: a first pipeline stage's; norm, lm_head: a last one's.
+        group: the shards of its layers. vocab: rows of the head on each; None: all are here."""
         self.spec, self.device, self.dtype = spec, device, dtype
         self.embedding, self.layers, self.norm, self.lm_head = embedding, layers, norm, lm_head
+        self._group, self._vocab = Alone() if group is None else group, vocab
         self._rope_tables = tables
         self._kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
         self.max_model_len = max_model_len  # the rotary tables end here
         self.lora: LoraBank | None = None  # the adapters' buffers; None: adapters are not enabled
+        self.unused_tensors: frozenset[str] = frozenset()  # a shard's; of no use if no other shard uses them either
 
     def table_bytes(self, max_model_len: int) -> int:
         """Return the bytes of the rotary tables for so many positions."""
@@ -60,29 +68,47 @@ class DecoderModel:
             self.max_model_len = max_model_len
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
-        """Return hidden states [T, hidden] after the final norm; writes the step's K and V."""
+    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV], stream: Tensor | None = None) -> Tensor:
+        """Return hidden states [T, hidden] after the final norm; writes the step's K and V.
+
+        A pipeline stage that is not the first starts from `stream`, what the stage before it returned, and may change
+        it; a stage that is not the last returns the stream before the norm.
+        """
         if self.lora is None:
-            return self._forward(inputs, kv_cache)
+            return self._forward(inputs, kv_cache, stream)
         self.lora.begin(inputs)
         try:
-            return self._forward(inputs, kv_cache)
+            return self._forward(inputs, kv_cache, stream)
         finally:
             self.lora.end()
 
-    def _forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
+    def _forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV], stream: Tensor | None) -> Tensor:
         steps = self._prepare(inputs, kv_cache[0].k)
-        residual = self.embedding(inputs.token_ids, inputs.positions, inputs.embeds)
+        if self.embedding is None:
+            assert stream is not None, "a later stage starts from the stream of the stage before it"
+            residual = stream
+        else:
+            residual = self.embedding(inputs.token_ids, inputs.positions, inputs.embeds)
         delta: Tensor | None = None
         for layer, kv in zip(self.layers, kv_cache, strict=True):
             delta = layer(residual, delta, kv, steps[layer.kind])
         assert delta is not None, "a spec has at least one layer"
-        return self.norm.add(delta, residual)
+        return residual.add_(delta) if self.norm is None else self.norm.add(delta, residual)
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden [L, hidden], rows of `forward`'s output, to logits [L, vocab] fp32."""
-        logits = self.lm_head(hidden).float()
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        """Map hidden [L, hidden], rows of `forward`'s output, to logits [L, vocab] fp32.
+
+        Of a tensor-parallel model all shards compute their rows of the vocabulary; the first shard returns the logits,
+        the others None. So does a pipeline stage that is not the last.
+        """
+        if self.lm_head is None:
+            return None
+        own = self.lm_head(hidden)
+        logits = own if self._vocab is None else self._group.gather_to_first(own, self._vocab)
+        return None if logits is None else self._finished(logits.float())
+
+    def _finished(self, logits: Tensor) -> Tensor:
         if self.spec.logits_multiplier is not None:
             logits.mul_(self.spec.logits_multiplier)
         cap = self.spec.final_softcap

@@ -4,6 +4,7 @@
     SandwichLayer   Gemma's: each part's output is also normed before it is added
     PostNormLayer   OLMo 2's: only the outputs are normed
     ParallelLayer   GPT-J's: both parts read the same stream, and are added together
+    SummedLayer     a ParallelLayer of a tensor-parallel shard
     Scaled          a part whose output is multiplied before it is added (Granite)
 
 Between layers the stream is two tensors: `residual`, and `delta`, the previous layer's output that is still to be
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.layers.attention import AttentionStep
+from localllm.models.layers.group import Group
 
 
 class Norm(Protocol):
@@ -115,6 +117,21 @@ class ParallelLayer:
         x = _enter(self.input_norm, residual, delta)
         y = x if self.mlp_norm is None else self.mlp_norm(residual)
         return self.attention(x, kv, step).add_(self.mlp(y, step.slot_mapping))
+
+
+@dataclass(frozen=True, slots=True)
+class SummedLayer:
+    """A `ParallelLayer` of a shard: the sum of its two parts is added up over all shards, at once."""
+
+    layer: ParallelLayer
+    group: Group
+
+    @property
+    def kind(self) -> LayerKind:
+        return self.layer.kind
+
+    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
+        return self.group.sum_(self.layer(residual, delta, kv, step))
 
 
 class Scaled:

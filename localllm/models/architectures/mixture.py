@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import torch
 
+from localllm.errors import UnsupportedOption
+from localllm.models.architectures.shard_weights import ShardWeights, stacked_rows
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.mlp import GatedMLP
 from localllm.models.layers.moe import Experts, MoE, Routing
+from localllm.models.layers.split import Zeros
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.weights import TensorSource
 
 
-def build_mixture(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, prefix: str) -> MoE:
-    """Build the layer's mixture. prefix: model.layers.N.mlp."""
+def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> MoE:
+    """Build the layer's mixture with the shard's part of the experts. prefix: model.layers.N.mlp."""
+    weights, own = share.source, share.shard.experts
     correction = None
     if mixture.correction_bias:
         name = f"{prefix}gate.e_score_correction_bias"
@@ -34,8 +38,16 @@ def build_mixture(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, 
         mixture.top_groups,
         mixture.scale,
     )
-    router, experts = _router(spec, mixture, weights, prefix), _experts(spec, mixture, weights, prefix)
-    return MoE(router, experts, routing, correction, _shared(spec, mixture, weights, prefix), shared_gate)
+    router, experts = _router(spec, mixture, weights, prefix), _experts(spec, mixture, share, prefix)
+    return MoE(
+        router,
+        experts,
+        routing,
+        correction,
+        _shared(spec, mixture, share, prefix),
+        shared_gate,
+        own=None if len(own) == mixture.num_experts else own,
+    )
 
 
 def _router(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, prefix: str) -> Linear:
@@ -45,18 +57,54 @@ def _router(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, prefix
     return Linear(weights.take([f"{prefix}gate.weight"], shape, dtype=dtype), bias)
 
 
-def _experts(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, prefix: str) -> Experts:
+def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> Experts | None:
+    """Build the shard's experts, or its features of all experts; None: it has none."""
     count, width, hidden, bias = mixture.num_experts, mixture.intermediate_size, spec.hidden_size, mixture.expert_bias
-    stem = f"{prefix}experts"
-    gate_up, gate_up_bias = weights.experts(stem, ["gate_proj", "up_proj"], (count, 2 * width, hidden), bias=bias)
-    down, down_bias = weights.experts(stem, ["down_proj"], (count, hidden, width), bias=bias)
-    return Experts(gate_up, down, mixture.activation or spec.hidden_act, gate_up_bias, down_bias)
+    weights, own, features, stem = share.source, share.shard.experts, share.shard.expert_features, f"{prefix}experts"
+    if not own or not features:
+        return None
+    held = _held_features(share, stem, width)
+    gate_up, gate_up_bias = weights.experts(
+        stem,
+        ["gate_proj", "up_proj"],
+        (count, 2 * width, hidden),
+        bias=bias,
+        own=own,
+        order=stacked_rows(features, width, 2),
+    )
+    down, down_bias = weights.experts(
+        stem, ["down_proj"], (count, hidden, width), bias=bias and features.start == 0, own=own, columns=held
+    )
+    padding = (0, 0) if held is None else (features.start - held.start, held.stop - features.stop)
+    activation = mixture.activation or spec.hidden_act
+    return Experts(gate_up, down, activation, gate_up_bias, down_bias, padding=padding)
 
 
-def _shared(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, prefix: str) -> GatedMLP | None:
-    width, hidden = mixture.shared_size, spec.hidden_size
+def _held_features(share: ShardWeights, stem: str, width: int) -> range | None:
+    """Return the inputs of each expert's last matrix that the shard holds; None: all."""
+    features = share.shard.expert_features
+    if len(features) == width:
+        return None
+    held = share.source.widened_experts(stem, "down_proj", features)
+    if held is None:
+        raise UnsupportedOption(
+            f"--tensor-parallel-size {share.shard.size} is not supported for the experts of this checkpoint.",
+            "Their inputs are stored in an order of their own (desc_act), so that no expert can be split.",
+            "--enable-expert-parallel gives each rank whole experts.",
+            param="tensor_parallel_size",
+        )
+    return held
+
+
+def _shared(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> GatedMLP | Zeros | None:
+    width, hidden, features = mixture.shared_size, spec.hidden_size, share.shard.shared_features
     if not width:
         return None
+    if not features:
+        return Zeros()
     stems = [f"{prefix}shared_expert.{name}_proj" for name in ("gate", "up")]
-    gate_up = weights.linear(stems, (2 * width, hidden))
-    return GatedMLP(gate_up, weights.linear([f"{prefix}shared_expert.down_proj"], (hidden, width)), spec.hidden_act)
+    gate_up = share.source.linear(stems, (2 * width, hidden), order=stacked_rows(features, width, 2))
+    down = share.row_parallel(
+        f"{prefix}shared_expert.down_proj", (hidden, width), features, share.shard.counts.shared_features
+    )
+    return GatedMLP(gate_up, down, spec.hidden_act)

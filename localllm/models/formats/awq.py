@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from localllm.kernels.int4_linear import Int4Weight, meta_int4, repack_awq
+from localllm.models.formats.blocks import BlockFormat
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.matrices import (
     SCALE_TYPES,
-    MatrixFormat,
     check_tensor,
     group_size,
     groups_in_words,
@@ -48,7 +48,7 @@ def awq(config: Mapping[str, Any]) -> Awq:
     return Awq(group, zero_point=config.get("zero_point") is not False)
 
 
-class Awq(MatrixFormat):
+class Awq(BlockFormat):
     def __init__(self, group: int, *, zero_point: bool = True) -> None:
         """zero_point: every matrix has zero points."""
         self.group, self.zero_point = group, zero_point
@@ -81,6 +81,13 @@ class Awq(MatrixFormat):
         if self.zero_point or self._has_zeros(checkpoint, stem):
             check_tensor(checkpoint, f"{stem}.qzeros", ["I32"], (groups, rows // 8))
 
+    @property
+    def _axes(self) -> Mapping[str, str]:
+        return {"qweight": "KN", "qzeros": "KN", "scales": "KN"}
+
+    def _block(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        return 8, 1 if self.group == -1 else self.group
+
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> Int4Weight:
         scales = load_scales(checkpoint, f"{stem}.scales", device)
         qweight = stored(checkpoint, f"{stem}.qweight", device)
@@ -90,8 +97,7 @@ class Awq(MatrixFormat):
             return repack_awq(qweight, zeros, scales, self.group)
         return with_zeros(repack_awq(qweight, stored(checkpoint, f"{stem}.qzeros", device), scales, self.group))
 
-    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> Int4Weight:
-        shape = (rows, self.shape(checkpoint, stem)[1])
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> Int4Weight:
         scales = scale_type(checkpoint, f"{stem}.scales")
         return meta_int4(shape, self.group, scales, zeros=self._has_zeros(checkpoint, stem))
 

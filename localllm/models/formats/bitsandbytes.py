@@ -26,14 +26,19 @@ from localllm.errors import CorruptModel
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.planar.linear import PlanarWeight
 from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.models.formats.blocks import BlockFormat, whole_blocks
 from localllm.models.formats.checkpoint import Checkpoint
+from localllm.models.formats.linear_format import StoredPart
 from localllm.models.formats.matrices import (
+    CPU,
     MatrixFormat,
     check_rank,
     check_tensor,
+    finite,
     load_copy,
     load_scales,
     meta_table_weight,
+    naming_matrix,
     present,
     refuse,
     shape_of,
@@ -116,27 +121,38 @@ class Bnb4(MatrixFormat):
             check_tensor(checkpoint, f"{stem}.weight.nested_absmax", ["F32"], (-(-blocks // state.nested_block),))
             check_tensor(checkpoint, f"{stem}.weight.nested_quant_map", ["F32"], (256,))
 
-    def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> PlanarWeight:
+    def widened(self, checkpoint: Checkpoint, stem: str, columns: range) -> range | None:
         state = self._state(checkpoint, stem)
-        packed = stored(checkpoint, f"{stem}.weight", device).reshape(state.rows, -1)
+        return whole_blocks(columns, state.block, state.columns)
+
+    def _part(self, checkpoint: Checkpoint, part: StoredPart, device: torch.device) -> QuantizedWeight:
+        return naming_matrix(part.stem, lambda: self._packed(checkpoint, part, device))
+
+    def _packed(self, checkpoint: Checkpoint, part: StoredPart, device: torch.device) -> PlanarWeight:
+        stem, state = part.stem, self._state(checkpoint, part.stem)
+        own = range(state.columns) if part.columns is None else part.columns
+        packed = stored(checkpoint, f"{stem}.weight").reshape(state.rows, -1)[:, own.start // 2 : own.stop // 2]
+        blocks = torch.arange(state.rows * state.columns // state.block, device="cpu").view(state.rows, -1)
+        blocks = blocks[:, own.start // state.block : own.stop // state.block]
+        if part.order is not None:
+            packed, blocks = packed[part.order.cpu()], blocks[part.order.cpu()]
+        packed = packed.to(device)
         codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1)
-        scales = self._scales(checkpoint, stem, state).view(state.rows, -1).to(device, torch.float16)
+        scales = self._scales(checkpoint, stem, state, blocks).to(device, torch.float16)
         table = load_scales(checkpoint, f"{stem}.weight.quant_map", torch.device("cpu"))
         return table_weight(codes, scales, _group(state), table.tolist())
 
-    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> PlanarWeight:
-        state = self._state(checkpoint, stem)
-        return meta_table_weight(rows, state.columns, _group(state), torch.float16, (0.0,) * 16)
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> PlanarWeight:
+        return meta_table_weight(*shape, _group(self._state(checkpoint, stem)), torch.float16, (0.0,) * 16)
 
-    def _scales(self, checkpoint: Checkpoint, stem: str, state: QuantState) -> Tensor:
-        """Return the scales in fp32, one for each block of the flat matrix."""
-        cpu = torch.device("cpu")
+    def _scales(self, checkpoint: Checkpoint, stem: str, state: QuantState, blocks: Tensor) -> Tensor:
+        """Return the scales of these blocks of the flat matrix, in fp32."""
         if state.nested_block is None:
-            return load_scales(checkpoint, f"{stem}.weight.absmax", cpu)
-        codes = stored(checkpoint, f"{stem}.weight.absmax").int()
-        values = load_scales(checkpoint, f"{stem}.weight.nested_quant_map", cpu)[codes]
-        each = load_scales(checkpoint, f"{stem}.weight.nested_absmax", cpu).repeat_interleave(state.nested_block)
-        return values * each[: codes.numel()] + state.nested_offset
+            return finite(stored(checkpoint, f"{stem}.weight.absmax")[blocks], f"{stem}.weight.absmax")
+        codes = stored(checkpoint, f"{stem}.weight.absmax")[blocks].int()
+        values = load_scales(checkpoint, f"{stem}.weight.nested_quant_map", CPU)[codes]
+        each = load_scales(checkpoint, f"{stem}.weight.nested_absmax", CPU)[blocks // state.nested_block]
+        return values * each + state.nested_offset
 
     def _state_name(self, stem: str) -> str:
         return f"{stem}.weight.quant_state.bitsandbytes__{self.quant_type}"
@@ -167,7 +183,7 @@ def _group(state: QuantState) -> int:
     return state.block
 
 
-class LlmInt8(MatrixFormat):
+class LlmInt8(BlockFormat):
     stored_by_outputs = False
     notes = ("LLM.int8 runs with all activations in 16 bits: outlier columns are not treated separately.",)
 
@@ -192,6 +208,13 @@ class LlmInt8(MatrixFormat):
         check_tensor(checkpoint, f"{stem}.weight", ["I8"])
         check_tensor(checkpoint, f"{stem}.SCB", ["F32"], (self.shape(checkpoint, stem)[0],))
 
+    @property
+    def _axes(self) -> Mapping[str, str]:
+        return {"weight": "NK", "SCB": "N"}
+
+    def _block(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        return 1, 1
+
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
         order = f"{stem}.weight_format"
         if order in checkpoint.tensors and int(stored(checkpoint, order)) != 0:
@@ -201,5 +224,5 @@ class LlmInt8(MatrixFormat):
         scales = load_scales(checkpoint, f"{stem}.SCB", device) / INT8_TOP
         return Int8Weight(load_copy(checkpoint, f"{stem}.weight", device), scales)
 
-    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
-        return meta_int8((rows, self.shape(checkpoint, stem)[1]))
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> QuantizedWeight:
+        return meta_int8(shape)

@@ -6,8 +6,9 @@ Does not know: the formats (opening.py chooses one), what the tensors mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -44,6 +45,31 @@ class Checkpoint(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc: object) -> None: ...
+
+
+class CutCheckpoint:
+    """Some tensors of a checkpoint, each cut to a part; a `Checkpoint`. The rest of a tensor is never read."""
+
+    def __init__(self, whole: Checkpoint, cuts: Mapping[str, Sequence[range]]) -> None:
+        """cuts: for each tensor, the ranges of its first dimensions."""
+        self.path, self._whole, self._cuts = whole.path, whole, cuts
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: _cut_info(whole.tensors[name], ranges) for name, ranges in cuts.items()
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a view into the file; copy it to keep it."""
+        return self._whole.tensor(name)[tuple(slice(each.start, each.stop) for each in self._cuts[name])]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def _cut_info(whole: TensorInfo, ranges: Sequence[range]) -> TensorInfo:
+    shape = (*map(len, ranges), *whole.shape[len(ranges) :])
+    return replace(whole, shape=shape, num_bytes=whole.num_bytes * prod(shape) // max(1, prod(whole.shape)))
 
 
 def is_gguf(path: Path) -> bool:

@@ -25,6 +25,7 @@ from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.fp4 import Fp4, Fp4Names
 from localllm.models.formats.fp8 import Fp8, block_size
+from localllm.models.formats.linear_format import StoredPart
 from localllm.models.formats.matrices import MatrixFormat, group_size, is_kv_scale, refuse, whole_number
 from localllm.models.formats.stored_ints import Ints, PackedInts, PlainInts
 
@@ -171,11 +172,14 @@ class CompressedTensors(MatrixFormat):
     def _check(self, checkpoint: Checkpoint, stem: str) -> None:
         self._of(checkpoint, stem)._check(checkpoint, stem)
 
-    def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
-        return self._of(checkpoint, stem)._matrix(checkpoint, stem, device)
+    def widened(self, checkpoint: Checkpoint, stem: str, columns: range) -> range | None:
+        return self._of(checkpoint, stem).widened(checkpoint, stem, columns)
 
-    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
-        return self._of(checkpoint, stem)._meta_matrix(checkpoint, stem, rows)
+    def _part(self, checkpoint: Checkpoint, part: StoredPart, device: torch.device) -> QuantizedWeight:
+        return self._of(checkpoint, part.stem)._part(checkpoint, part, device)
+
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> QuantizedWeight:
+        return self._of(checkpoint, stem)._meta_matrix(checkpoint, stem, shape)
 
     def _of(self, checkpoint: Checkpoint, stem: str) -> MatrixFormat:
         """Return the format of a matrix. A group that names it takes precedence over one that names a class."""

@@ -11,7 +11,7 @@ Does not know: which tool wrote the checkpoint (compressed_tensors.py, modelopt.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from localllm.kernels.gguf_blocks import E2M1_DOUBLED
 from localllm.kernels.planar.linear import PlanarWeight
+from localllm.models.formats.blocks import BlockFormat
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.matrices import (
-    MatrixFormat,
     check_tensor,
     load_scales,
     meta_table_weight,
@@ -43,7 +43,7 @@ class Fp4Names:
     divides: bool = False  # divide by the global scale instead of multiplying with it
 
 
-class Fp4(MatrixFormat):
+class Fp4(BlockFormat):
     stored_by_outputs = False
 
     def __init__(self, names: Fp4Names) -> None:
@@ -78,16 +78,22 @@ class Fp4(MatrixFormat):
         if self.names.global_scale is not None:
             check_tensor(checkpoint, f"{stem}.{self.names.global_scale}", ["F32"], (), (1,))
 
+    @property
+    def _axes(self) -> Mapping[str, str]:
+        return {self.names.codes: "NK", self.names.scales: "NK"}
+
+    def _block(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        return 1, self.group
+
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> PlanarWeight:
         scales = self._powers(checkpoint, stem) if self.names.global_scale is None else self._products(checkpoint, stem)
         packed = stored(checkpoint, f"{stem}.{self.names.codes}", device)
         codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
         return table_weight(codes, scales.to(device), self.group, E2M1_DOUBLED)
 
-    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> PlanarWeight:
-        columns = self.shape(checkpoint, stem)[1]
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> PlanarWeight:
         dtype = torch.bfloat16 if self.names.global_scale is None else torch.float16
-        return meta_table_weight(rows, columns, self.group, dtype, E2M1_DOUBLED)
+        return meta_table_weight(*shape, self.group, dtype, E2M1_DOUBLED)
 
     def _powers(self, checkpoint: Checkpoint, stem: str) -> Tensor:
         """Return the scales [N, G] bf16: half of 2^(e - 127), because the table holds doubled values."""

@@ -21,9 +21,9 @@ from torch import Tensor
 from localllm.errors import CorruptModel
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.skinny_gemm import SCALE_BLOCK
+from localllm.models.formats.blocks import BlockFormat
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.matrices import (
-    MatrixFormat,
     check_tensor,
     load_copy,
     load_scales,
@@ -68,7 +68,7 @@ def block_size(value: object) -> tuple[int, int]:
     return rows, columns
 
 
-class Fp8(MatrixFormat):
+class Fp8(BlockFormat):
     stored_by_outputs = False
 
     def __init__(
@@ -109,6 +109,13 @@ class Fp8(MatrixFormat):
         if self._is_static:
             check_tensor(checkpoint, self._input_scale(checkpoint, stem), SCALE_TYPES, (), (1,))
 
+    @property
+    def _axes(self) -> Mapping[str, str]:
+        return {"weight": "NK", "weight_scale_inv": "NK", "weight_scale": "NK"}
+
+    def _block(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        return self.block or (1, 1)
+
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> Fp8Weight:
         shape = self.shape(checkpoint, stem)
         scales = fp8_scales(checkpoint, self._scale(checkpoint, stem), shape, self.block, device)
@@ -117,9 +124,8 @@ class Fp8(MatrixFormat):
             static = load_scales(checkpoint, self._input_scale(checkpoint, stem), device, torch.float32).view(1)
         return fp8_weight(load_copy(checkpoint, f"{stem}.weight", device), scales, static, self._unmeasured)
 
-    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> Fp8Weight:
-        columns = self.shape(checkpoint, stem)[1]
-        return meta_fp8((rows, columns), in_blocks=self.block is not None, static=self._is_static)
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> Fp8Weight:
+        return meta_fp8(shape, in_blocks=self.block is not None, static=self._is_static)
 
     @property
     def _unmeasured(self) -> Activations:

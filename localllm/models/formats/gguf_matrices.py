@@ -22,6 +22,7 @@ from localllm.errors import UnsupportedModel
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.models.formats.blocks import whole_blocks
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint, TensorInfo
 from localllm.models.formats.linear_format import StoredPart
 
@@ -92,22 +93,20 @@ class GGUFMatrices:
     def read(
         self, checkpoint: Checkpoint, parts: Sequence[StoredPart], device: torch.device, dtype: torch.dtype
     ) -> Tensor | QuantizedWeight:
-        kind = self.kind(checkpoint, parts[0].stem)
+        kind, columns = self.kind(checkpoint, parts[0].stem), _num_columns(checkpoint, parts[0])
         if kind == _WIDE:
             wide = [
-                _by_reference(_blocks(checkpoint, part), info.dtype, info.shape[-1], dtype).to(device)
+                _by_reference(_blocks(checkpoint, part), _info(checkpoint, part.stem).dtype, columns, dtype).to(device)
                 for part in parts
-                for info in [_info(checkpoint, part.stem)]
             ]
             return wide[0] if len(wide) == 1 else torch.cat(wide)
         blocks = [_blocks(checkpoint, part).to(device) for part in parts]
-        columns = _info(checkpoint, parts[0].stem).shape[-1]
         return repack_gguf(blocks[0] if len(blocks) == 1 else torch.cat(blocks), str(kind), columns)
 
     def read_meta(
         self, checkpoint: Checkpoint, parts: Sequence[StoredPart], dtype: torch.dtype
     ) -> Tensor | QuantizedWeight:
-        kind, columns = self.kind(checkpoint, parts[0].stem), _info(checkpoint, parts[0].stem).shape[-1]
+        kind, columns = self.kind(checkpoint, parts[0].stem), _num_columns(checkpoint, parts[0])
         rows = sum(self.shape(checkpoint, part.stem)[0] if part.order is None else part.order.numel() for part in parts)
         if kind == _WIDE:
             return torch.empty((rows, columns), dtype=dtype, device="meta")
@@ -125,6 +124,10 @@ class GGUFMatrices:
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
         *rows, columns = _info(checkpoint, stem).shape
         return prod(rows), columns  # experts are stacked by rows
+
+    def widened(self, checkpoint: Checkpoint, stem: str, columns: range) -> range | None:
+        info = _info(checkpoint, stem)
+        return whole_blocks(columns, _block(info.dtype)[0], info.shape[-1])
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
         return [f"{stem}.weight"]
@@ -160,10 +163,27 @@ def _info(checkpoint: Checkpoint, stem: str) -> TensorInfo:
     return checkpoint.tensors[f"{stem}.weight"]
 
 
+def _num_columns(checkpoint: Checkpoint, part: StoredPart) -> int:
+    return _info(checkpoint, part.stem).shape[-1] if part.columns is None else len(part.columns)
+
+
+def _block(block_type: str) -> tuple[int, int]:
+    """Return the weights and the bytes of a block."""
+    if block_type in BLOCK_TYPES:
+        return BLOCK_TYPES[block_type].size, BLOCK_TYPES[block_type].num_bytes
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[block_type]]
+    return int(size), int(num_bytes)
+
+
 def _blocks(checkpoint: Checkpoint, part: StoredPart) -> Tensor:
     """Return a part's blocks, uint8 [n, bytes of a row]. Rows can be reordered while packed."""
     assert not part.transposed, "GGUF stores every matrix by rows"
     blocks = checkpoint.tensor(f"{part.stem}.weight").flatten(0, -2)
+    if part.columns is not None:
+        size, num_bytes = _block(_info(checkpoint, part.stem).dtype)
+        blocks = blocks[:, part.columns.start // size * num_bytes : part.columns.stop // size * num_bytes]
     return blocks if part.order is None else blocks[part.order.cpu()]
 
 

@@ -17,6 +17,7 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import gcd, lcm
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel
 from localllm.kernels.int4_linear import Int4Weight, meta_int4, repack_gptq
+from localllm.models.formats.blocks import BlockFormat
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.matrices import (
     CPU,
     SCALE_TYPES,
-    MatrixFormat,
     check_tensor,
     group_size,
     groups_in_words,
@@ -91,7 +92,7 @@ def _overrides(config: Mapping[str, Any]) -> tuple[tuple[re.Pattern[str], Packin
     return tuple(found)
 
 
-class Gptq(MatrixFormat):
+class Gptq(BlockFormat):
     def __init__(
         self, packing: Packing, layout: str, overrides: Sequence[tuple[re.Pattern[str], Packing | None]]
     ) -> None:
@@ -130,6 +131,25 @@ class Gptq(MatrixFormat):
         if f"{stem}.g_idx" in checkpoint.tensors or (packing.desc_act and packing.group != -1):
             check_tensor(checkpoint, f"{stem}.g_idx", ["I32", "I64"], (columns,))
 
+    def widened(self, checkpoint: Checkpoint, stem: str, columns: range) -> range | None:
+        return super().widened(checkpoint, stem, columns) if self._order_digest(checkpoint, stem) is None else None
+
+    @property
+    def _axes(self) -> Mapping[str, str]:
+        return {"qweight": "KN", "qzeros": "KN", "scales": "KN", "g_idx": "K"}
+
+    def _block(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        packing = self._packing_of(stem)
+        word = words_of(packing.bits)
+        return word, word if packing.group == -1 else lcm(word, packing.group)
+
+    def _cut(self, checkpoint: Checkpoint, stem: str, rows: range, columns: range) -> Checkpoint:
+        name, group = f"{stem}.g_idx", self._packing_of(stem).group
+        is_cut = len(columns) < self.shape(checkpoint, stem)[1]
+        if is_cut and group != -1 and name in checkpoint.tensors and order_digest(checkpoint, name, group) is not None:
+            raise _out_of_order(stem)
+        return super()._cut(checkpoint, stem, rows, columns)
+
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> Int4Weight:
         packing = self._packing_of(stem)
         weight = repack_gptq(
@@ -150,13 +170,13 @@ class Gptq(MatrixFormat):
                 "Use another quantisation of the same model.",
             )
         if weight.input_order is not None and not packing.desc_act:
-            raise CorruptModel(f"{stem}.g_idx is not in order.", "config.json says desc_act is false.")
+            raise _out_of_order(stem)
         return weight if packing.sym else with_zeros(weight)
 
-    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> Int4Weight:
-        packing, columns = self._packing_of(stem), self.shape(checkpoint, stem)[1]
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> Int4Weight:
+        packing, columns = self._packing_of(stem), shape[1]
         return meta_int4(
-            (rows, columns),
+            shape,
             packing.group,
             scale_type(checkpoint, f"{stem}.scales"),
             bits=packing.bits,
@@ -186,6 +206,15 @@ class Gptq(MatrixFormat):
         if not packing.desc_act or packing.group == -1:
             return None
         return order_digest(checkpoint, f"{stem}.g_idx", packing.group)
+
+
+def words_of(bits: int) -> int:
+    """Return the number of codes in the fewest whole words of 32 bits."""
+    return 32 // gcd(32, bits)
+
+
+def _out_of_order(stem: str) -> CorruptModel:
+    return CorruptModel(f"{stem}.g_idx is not in order.", "config.json says desc_act is false.")
 
 
 def groups_of_inputs(checkpoint: Checkpoint, name: str, group: int, device: torch.device) -> Tensor:

@@ -20,11 +20,12 @@ from localllm.models.formats.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A stored matrix [n, K]."""
+    """A stored matrix [n, K], or some rows and columns of it."""
 
     stem: str  # the stored name without its suffix: model.layers.0.mlp.up_proj
-    order: Tensor | None = None  # [n] int64: row i of the result is the stored row order[i]; None: as stored
+    order: Tensor | None = None  # int64: row i of the result is the stored row order[i]; None: all rows, as stored
     transposed: bool = False  # stored as [K, n]
+    columns: range | None = None  # inputs to take, as `LinearFormat.widened` returned them; None: all
 
 
 class LinearFormat(Protocol):
@@ -56,7 +57,10 @@ class LinearFormat(Protocol):
     def read(
         self, checkpoint: Checkpoint, parts: Sequence[StoredPart], device: torch.device, dtype: torch.dtype
     ) -> Tensor | QuantizedWeight:
-        """Return parts of one kind stacked by rows. dtype: of activations. Raises `CorruptModel` if they disagree."""
+        """Return parts of one kind stacked by rows. dtype: of activations. Raises `CorruptModel` if they disagree.
+
+        Of the file, only the requested rows and columns are read, and what shares a block with them.
+        """
         ...
 
     def read_meta(
@@ -66,7 +70,15 @@ class LinearFormat(Protocol):
         ...
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
-        """Return (n, K) of a matrix in this format, from headers alone."""
+        """Return (n, K) of the whole matrix in this format, from headers alone."""
+        ...
+
+    def widened(self, checkpoint: Checkpoint, stem: str, columns: range) -> range | None:
+        """Return the smallest range of whole blocks that holds `columns`, which are not empty, from headers alone.
+
+        A block is what cannot be read in part: a group of weights with one scale, a word of packed weights. None: the
+        matrix can only be read with all of its columns, because they are not stored in order.
+        """
         ...
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:

@@ -1,8 +1,8 @@
 """Shared code of the safetensors formats: find a matrix's tensors, check them, join matrices.
 
-A format only implements how one matrix is read (`_matrix`) and its empty form on `meta` (`_meta_matrix`); the rest of a
-`LinearFormat` follows from these two.
-Does not know: any format.
+A format only implements how a part of one matrix is read (`_part`) and its empty form on `meta` (`_meta_matrix`); the
+rest of a `LinearFormat` follows from these two.
+Does not know: any format, how a part is found in the tensors (blocks.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import torch
@@ -31,6 +32,8 @@ from localllm.models.formats.linear_format import StoredPart
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
+MOST_RUNS = 8
+"""Ranges of rows that may make up an order of rows that share scales in blocks: each is a product of its own."""
 TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -62,12 +65,15 @@ class MatrixFormat(ABC):
         """Raise `CorruptModel` unless the tensors' types and shapes fit each other and the config."""
 
     @abstractmethod
-    def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
-        """Return the whole matrix, already checked."""
+    def widened(self, checkpoint: Checkpoint, stem: str, columns: range) -> range | None: ...
 
     @abstractmethod
-    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
-        """Return `_matrix`'s result with so many rows, on `meta`."""
+    def _part(self, checkpoint: Checkpoint, part: StoredPart, device: torch.device) -> QuantizedWeight:
+        """Return the requested rows and columns of a matrix, already checked."""
+
+    @abstractmethod
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> QuantizedWeight:
+        """Return a weight like those of `_part`, of that shape, on `meta`."""
 
     def ignores(self, name: str) -> bool:
         return False
@@ -90,13 +96,15 @@ class MatrixFormat(ABC):
 
     def read_meta(self, checkpoint: Checkpoint, parts: Sequence[StoredPart], dtype: torch.dtype) -> QuantizedWeight:
         self._check_parts(checkpoint, parts)
+        stem, columns = parts[0].stem, self._num_columns(checkpoint, parts[0])
         rows = [self.shape(checkpoint, part.stem)[0] if part.order is None else len(part.order) for part in parts]
         # Not per part: torch.cat on `meta` takes seconds the first time.
-        whole = naming_matrix(parts[0].stem, lambda: self._meta_matrix(checkpoint, parts[0].stem, sum(rows)))
-        if isinstance(whole, Fp8Weight) and _blocks_cross_parts(whole, rows):
-            each = zip(parts, rows, strict=True)
-            return StackedWeight([self._meta_matrix(checkpoint, part.stem, count) for part, count in each])
-        return whole
+        whole = naming_matrix(stem, lambda: self._meta_matrix(checkpoint, stem, (sum(rows), columns)))
+        if not isinstance(whole, Fp8Weight) or whole.scales.ndim == 1:
+            return whole
+        heights = [height for part, count in zip(parts, rows, strict=True) for height in _heights(part, count)]
+        each = [self._meta_matrix(checkpoint, stem, (sum(run), columns)) for run in joinable(heights)]
+        return each[0] if len(each) == 1 else StackedWeight(each)
 
     def dequantize(self, checkpoint: Checkpoint, stem: str) -> Tensor:
         self._check(checkpoint, stem)
@@ -105,18 +113,17 @@ class MatrixFormat(ABC):
     def _check_parts(self, checkpoint: Checkpoint, parts: Sequence[StoredPart]) -> None:
         for part in parts:
             self._check(checkpoint, part.stem)
-        columns = {part.stem: self.shape(checkpoint, part.stem)[1] for part in parts}
+            if part.transposed and not self.stored_by_outputs:
+                raise refuse(f"{part.stem} is quantised as [inputs, outputs].", "Supported: [outputs, inputs].")
+        columns = {part.stem: self._num_columns(checkpoint, part) for part in parts}
         if len(set(columns.values())) > 1:
             raise CorruptModel(
                 "Matrices that one layer reads together have different numbers of inputs.",
                 f"{', '.join(f'{stem}: {count}' for stem, count in columns.items())}.",
             )
 
-    def _part(self, checkpoint: Checkpoint, part: StoredPart, device: torch.device) -> QuantizedWeight:
-        if part.transposed and not self.stored_by_outputs:
-            raise refuse(f"{part.stem} is quantised as [inputs, outputs].", "Supported: [outputs, inputs].")
-        weight = naming_matrix(part.stem, lambda: self._matrix(checkpoint, part.stem, device))
-        return weight if part.order is None else take_rows(weight, part.order.to(device), part.stem)
+    def _num_columns(self, checkpoint: Checkpoint, part: StoredPart) -> int:
+        return self.shape(checkpoint, part.stem)[1] if part.columns is None else len(part.columns)
 
 
 # ---- matrices --------------------------------------------------------------------------------------------------------
@@ -126,6 +133,7 @@ def stacked(weights: Sequence[QuantizedWeight], parts: Sequence[StoredPart]) -> 
     """Stack all rows into one matrix, or a `StackedWeight` if the rows of scale blocks cross parts."""
     if len(weights) == 1:
         return weights[0]
+    weights = [part for weight in weights for part in _parts_of(weight)]
     if all(isinstance(weight, PlanarWeight) for weight in weights):
         return naming_matrix(
             " + ".join(part.stem for part in parts),
@@ -136,6 +144,15 @@ def stacked(weights: Sequence[QuantizedWeight], parts: Sequence[StoredPart]) -> 
     if all(isinstance(weight, Fp8Weight) for weight in weights):
         return _stacked_fp8([w for w in weights if isinstance(w, Fp8Weight)])
     return StackedWeight(weights)
+
+
+def _parts_of(weight: QuantizedWeight) -> Sequence[QuantizedWeight]:
+    """Return the parts of a matrix whose rows are in several; they are all quantised."""
+    return (
+        [part for part in weight.parts if not isinstance(part, Tensor)]
+        if isinstance(weight, StackedWeight)
+        else [weight]
+    )
 
 
 def _stacked_int8(weights: Sequence[Int8Weight]) -> Int8Weight:
@@ -149,9 +166,16 @@ def _stacked_int8(weights: Sequence[Int8Weight]) -> Int8Weight:
 
 
 def _stacked_fp8(weights: Sequence[Fp8Weight]) -> QuantizedWeight:
+    if weights[0].scales.ndim == 1:
+        return _joined_fp8(weights)
+    runs = joinable([weight.shape[0] for weight in weights])
+    ends = [*accumulate(len(run) for run in runs)]
+    each = [_joined_fp8(weights[end - len(run) : end]) for run, end in zip(runs, ends, strict=True)]
+    return each[0] if len(each) == 1 else StackedWeight(each)
+
+
+def _joined_fp8(weights: Sequence[Fp8Weight]) -> Fp8Weight:
     first = weights[0]
-    if _blocks_cross_parts(first, [weight.shape[0] for weight in weights]):
-        return StackedWeight(weights)
     values = torch.cat([weight.values.view(torch.uint8) for weight in weights]).view(first.values.dtype)
     static = [weight.activation_scale for weight in weights if weight.activation_scale is not None]
     return Fp8Weight(
@@ -163,13 +187,48 @@ def _stacked_fp8(weights: Sequence[Fp8Weight]) -> QuantizedWeight:
     )
 
 
-def _blocks_cross_parts(weight: Fp8Weight, rows: Sequence[int]) -> bool:
-    """Return whether a scale's block of rows would cross from one part into the next."""
-    return weight.scales.ndim == 2 and any(count % SCALE_BLOCK for count in rows[:-1])
+def joinable(heights: Sequence[int]) -> list[list[int]]:
+    """Group the rows of adjacent parts so that no scale's block crosses from one part into the next of its group."""
+    groups: list[list[int]] = []
+    for height in heights:
+        if groups and groups[-1][-1] % SCALE_BLOCK == 0:
+            groups[-1].append(height)
+        else:
+            groups.append([height])
+    return groups
+
+
+def _heights(part: StoredPart, rows: int) -> list[int]:
+    """Return the rows of each piece of a part whose blocks of rows share scales."""
+    if part.order is None:
+        return [rows]
+    return [len(piece) for piece in _block_pieces(part.order, part.stem)]
+
+
+def _block_pieces(order: Tensor, stem: str) -> list[range]:
+    """Return ranges that make up `order`, each of which starts with a block of rows or lies in one."""
+    order = order.cpu()
+    edges = [0, *((order.diff() != 1).nonzero().flatten() + 1).tolist(), len(order)]
+    if len(edges) > MOST_RUNS + 1:
+        raise UnsupportedModel(
+            f"The rows of {stem} would have to be reordered.",
+            f"They cannot be, because blocks of {SCALE_BLOCK} rows share a scale.",
+            "Use another quantisation of the same model.",
+        )
+    runs = [range(int(order[a]), int(order[b - 1]) + 1) for a, b in pairwise(edges) if b > a]
+    firsts = [min(run.stop, -(-run.start // SCALE_BLOCK) * SCALE_BLOCK) for run in runs]
+    cut = [(range(run.start, at), range(at, run.stop)) for run, at in zip(runs, firsts, strict=True)]
+    return [piece for both in cut for piece in both if piece]
+
+
+def _block_rows(weight: Fp8Weight, rows: range) -> Fp8Weight:
+    """Return a copy of rows that start with a block or lie in one."""
+    blocks = slice(rows.start // SCALE_BLOCK, -(-rows.stop // SCALE_BLOCK))
+    return replace(weight, values=weight.values[rows.start : rows.stop].clone(), scales=weight.scales[blocks].clone())
 
 
 def take_rows(weight: QuantizedWeight, order: Tensor, stem: str) -> QuantizedWeight:
-    """Reorder rows: row i of the result is row order[i]."""
+    """Choose rows: row i of the result is row order[i]."""
     if isinstance(weight, PlanarWeight):
         tensors = weight.tensors()
         chosen = {name: t[order] if name == "words" else t[:, order].contiguous() for name, t in tensors.items()}
@@ -180,11 +239,8 @@ def take_rows(weight: QuantizedWeight, order: Tensor, stem: str) -> QuantizedWei
     if isinstance(weight, Fp8Weight) and weight.scales.ndim == 1:
         values = weight.values.view(torch.uint8)[order].view(weight.values.dtype)
         return replace(weight, values=values, scales=weight.scales[order])
-    raise UnsupportedModel(
-        f"The rows of {stem} would have to be reordered.",
-        f"They cannot be, because blocks of {SCALE_BLOCK} rows share a scale.",
-        "Use another quantisation of the same model.",
-    )
+    assert isinstance(weight, Fp8Weight), type(weight).__name__
+    return _stacked_fp8([_block_rows(weight, piece) for piece in _block_pieces(order, stem)])
 
 
 def table_weight(codes: Tensor, scales: Tensor, group: int, table: Sequence[float]) -> PlanarWeight:
@@ -277,7 +333,11 @@ def load_copy(checkpoint: Checkpoint, name: str, device: torch.device, dtype: to
 
 
 def load_scales(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    scales = load_copy(checkpoint, name, device, dtype)
+    return finite(load_copy(checkpoint, name, device, dtype), name)
+
+
+def finite(scales: Tensor, name: str) -> Tensor:
+    """Return the scales; `CorruptModel` unless all of them are finite."""
     if not bool(torch.isfinite(scales.float()).all()):
         raise CorruptModel(f"{name} contains NaN or infinite scales.", hint="Download the model again.")
     return scales

@@ -20,6 +20,7 @@ import torch
 from localllm.errors import CorruptModel
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.models.formats.blocks import whole_blocks
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.linear_format import StoredPart
 from localllm.models.formats.matrices import CPU, MatrixFormat, check_rank, check_tensor, info, stored
@@ -65,24 +66,26 @@ class Mxfp4(MatrixFormat):
         check_tensor(checkpoint, f"{stem}_blocks", ["U8"], (*shape[:-1], BLOCK_BYTES))
         check_tensor(checkpoint, f"{stem}_scales", ["U8"], tuple(scales))
 
+    def widened(self, checkpoint: Checkpoint, stem: str, columns: range) -> range | None:
+        return whole_blocks(columns, GROUP, self.shape(checkpoint, stem)[1])
+
     def _part(self, checkpoint: Checkpoint, part: StoredPart, device: torch.device) -> QuantizedWeight:
-        """Read only the requested rows, one expert at a time."""
+        """Read only the requested rows and columns, one expert at a time."""
         rows, columns = self.shape(checkpoint, part.stem)
-        blocks = stored(checkpoint, f"{part.stem}_blocks").view(rows, columns // GROUP, BLOCK_BYTES)
-        scales = stored(checkpoint, f"{part.stem}_scales").view(rows, columns // GROUP, 1)
+        own = range(columns) if part.columns is None else part.columns
+        groups = slice(own.start // GROUP, own.stop // GROUP)
+        blocks = stored(checkpoint, f"{part.stem}_blocks").view(rows, columns // GROUP, BLOCK_BYTES)[:, groups]
+        scales = stored(checkpoint, f"{part.stem}_scales").view(rows, columns // GROUP, 1)[:, groups]
         if part.order is not None:
             blocks, scales = blocks[part.order], scales[part.order]
         blocks = blocks.to(device)
         codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)  # [n, groups, 32]
         halves = codes[:, :, : GROUP // 2] | (codes[:, :, GROUP // 2 :] << 4)  # GGUF's order: 16 low, 16 high
-        return repack_gguf(torch.cat((scales.to(device), halves), dim=2).flatten(1), "MXFP4", columns)
+        return repack_gguf(torch.cat((scales.to(device), halves), dim=2).flatten(1), "MXFP4", len(own))
 
-    def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
-        return self._part(checkpoint, StoredPart(stem), device)
-
-    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> GGUFWeight:
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> GGUFWeight:
         """Return the empty weight: repack one row, whose layout all rows share, and widen its tensors."""
-        columns = self.shape(checkpoint, stem)[1]
+        rows, columns = shape
         with torch.device("cpu"):
             row = torch.zeros((1, columns // GROUP * (BLOCK_BYTES + 1)), dtype=torch.uint8, device=CPU)
             return _with_rows(repack_gguf(row, "MXFP4", columns), rows)

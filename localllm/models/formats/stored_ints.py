@@ -10,8 +10,9 @@ Does not know: the config (compressed_tensors.py).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -20,11 +21,11 @@ from localllm.errors import CorruptModel
 from localllm.kernels.int4_linear import Int4Weight, meta_int4, pack_int4, unpack_words32
 from localllm.kernels.int8_linear import Activations, Int8Weight
 from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.models.formats.blocks import BlockFormat
 from localllm.models.formats.checkpoint import Checkpoint
-from localllm.models.formats.gptq import groups_of_inputs, meta_order, order_digest
+from localllm.models.formats.gptq import groups_of_inputs, meta_order, order_digest, words_of
 from localllm.models.formats.matrices import (
     SCALE_TYPES,
-    MatrixFormat,
     check_tensor,
     groups_in_words,
     info,
@@ -54,7 +55,7 @@ class Ints:
         return 1 << (self.bits - 1)
 
 
-class PackedInts(MatrixFormat):
+class PackedInts(BlockFormat):
     stored_by_outputs = False
 
     def __init__(self, ints: Ints) -> None:
@@ -93,11 +94,25 @@ class PackedInts(MatrixFormat):
         if f"{stem}.weight_g_idx" in checkpoint.tensors:
             check_tensor(checkpoint, f"{stem}.weight_g_idx", ["I32", "I64"], (columns,))
 
+    def widened(self, checkpoint: Checkpoint, stem: str, columns: range) -> range | None:
+        return super().widened(checkpoint, stem, columns) if self._digest(checkpoint, stem) is None else None
+
+    @property
+    def _axes(self) -> Mapping[str, str]:
+        return {"weight_packed": "NK", "weight_scale": "NK", "weight_zero_point": "NK", "weight_g_idx": "K"}
+
+    def _block(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        word, group = words_of(self.ints.bits), self.ints.group
+        return 1 if self.ints.symmetric else word, word if group == -1 else lcm(word, group)
+
+    def _cut(self, checkpoint: Checkpoint, stem: str, rows: range, columns: range) -> Checkpoint:
+        meant, held = stored(checkpoint, f"{stem}.weight_shape").tolist(), list(self.shape(checkpoint, stem))
+        if meant != held:
+            raise CorruptModel(f"{stem}.weight_shape says {meant}.", f"{stem}.weight_packed holds {held}.")
+        return super()._cut(checkpoint, stem, rows, columns)
+
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> Int4Weight:
-        rows, columns = self.shape(checkpoint, stem)
-        meant = stored(checkpoint, f"{stem}.weight_shape").tolist()
-        if meant != [rows, columns]:
-            raise CorruptModel(f"{stem}.weight_shape says {meant}.", f"{stem}.weight_packed holds {[rows, columns]}.")
+        rows, _ = self.shape(checkpoint, stem)
         scales = group_scales(checkpoint, stem, self.ints, rows, device)
         zeros = None
         if not self.ints.symmetric:
@@ -110,10 +125,9 @@ class PackedInts(MatrixFormat):
         weight = pack_int4(codes, scales, zeros, self.ints.group, self.ints.bits, g_idx)
         return weight if self.ints.symmetric else with_zeros(weight)
 
-    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> Int4Weight:
-        columns = self.shape(checkpoint, stem)[1]
-        order = None if self._digest(checkpoint, stem) is None else meta_order(columns)
-        return meta_groups(checkpoint, stem, self.ints, (rows, columns), order)
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> Int4Weight:
+        order = None if self._digest(checkpoint, stem) is None else meta_order(shape[1])
+        return meta_groups(checkpoint, stem, self.ints, shape, order)
 
     def _digest(self, checkpoint: Checkpoint, stem: str) -> bytes | None:
         name = f"{stem}.weight_g_idx"
@@ -125,7 +139,7 @@ class PackedInts(MatrixFormat):
         return order_digest(checkpoint, name, self.ints.group)
 
 
-class PlainInts(MatrixFormat):
+class PlainInts(BlockFormat):
     stored_by_outputs = False
 
     def __init__(self, ints: Ints) -> None:
@@ -160,6 +174,13 @@ class PlainInts(MatrixFormat):
             shapes = ((1,), ()) if self.ints.per_tensor else ((rows, groups),) + (((rows,),) if groups == 1 else ())
             check_tensor(checkpoint, f"{stem}.weight_zero_point", ["I8"], *shapes)
 
+    @property
+    def _axes(self) -> Mapping[str, str]:
+        return {"weight": "NK", "weight_scale": "NK", "weight_zero_point": "NK"}
+
+    def _block(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        return 1, 1 if self.ints.group == -1 else self.ints.group
+
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
         rows, _ = self.shape(checkpoint, stem)
         zeros = None if self.ints.symmetric else load_copy(checkpoint, f"{stem}.weight_zero_point", device)
@@ -181,11 +202,10 @@ class PlainInts(MatrixFormat):
         weight = pack_int4(codes, scales, above, self.ints.group, self.ints.bits)
         return weight if zeros is None else with_zeros(weight)
 
-    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
-        columns = self.shape(checkpoint, stem)[1]
+    def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> QuantizedWeight:
         if not self._per_output:
-            return meta_groups(checkpoint, stem, self.ints, (rows, columns), None)
-        return meta_int8((rows, columns), zeros=not self.ints.symmetric, activations=self.ints.activations)
+            return meta_groups(checkpoint, stem, self.ints, shape, None)
+        return meta_int8(shape, zeros=not self.ints.symmetric, activations=self.ints.activations)
 
     @property
     def _per_output(self) -> bool:

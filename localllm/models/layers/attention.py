@@ -16,6 +16,7 @@ from localllm.kernels.rotary_store_kv import Rotation, rotary_store_kv
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.norm import RMSNorm
+from localllm.models.layers.split import Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Attention:
     def __init__(
         self,
         qkv: Linear,
-        out: Linear,
+        out: Projection,
         scale: float,
         *,
         before_rotation: Sequence[Callable[[Tensor], Tensor]] = (),

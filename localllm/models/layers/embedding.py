@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from localllm.kernels.quantized_weight import QuantizedTable
 from localllm.models.inputs import GivenEmbeds
+from localllm.models.layers.group import Group
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 
 
@@ -37,10 +40,7 @@ class EmbeddingTable:
 
     def __call__(self, token_ids: Tensor, positions: Tensor, given: GivenEmbeds | None = None) -> Tensor:
         """Return the embeddings [T, hidden] of T int64 tokens, in a fresh tensor that the caller may change."""
-        if isinstance(self.weight, Tensor):
-            rows = self.weight.index_select(0, token_ids).to(self.dtype)
-        else:
-            rows = self.weight.dequantize_rows(token_ids, self.dtype)
+        rows = self._rows(token_ids)
         if given is not None and self.scales_given:
             rows.index_copy_(0, *given)
         if self.scale is not None:
@@ -50,3 +50,28 @@ class EmbeddingTable:
         if self.positions is not None:
             rows.add_(self.positions.index_select(0, positions + self.position_offset))
         return rows if self.norm is None else self.norm(rows)
+
+    def _rows(self, token_ids: Tensor) -> Tensor:
+        if isinstance(self.weight, Tensor):
+            return self.weight.index_select(0, token_ids).to(self.dtype)
+        return self.weight.dequantize_rows(token_ids, self.dtype)
+
+
+class SplitEmbeddingTable(EmbeddingTable):
+    """The embeddings of a range of the vocabulary. Each shard looks up its own tokens; the others' are zeros."""
+
+    __slots__ = ("group", "vocab")
+
+    def __init__(
+        self, weight: Tensor | QuantizedTable, dtype: torch.dtype, vocab: range, group: Group, **kept: Any
+    ) -> None:
+        """weight: the rows `vocab`. kept: as for `EmbeddingTable`."""
+        super().__init__(weight, dtype, **kept)
+        self.vocab, self.group = vocab, group
+
+    def _rows(self, token_ids: Tensor) -> Tensor:
+        if not self.vocab:
+            return self.group.sum_(token_ids.new_zeros((len(token_ids), self.weight.shape[1]), dtype=self.dtype))
+        foreign = (token_ids < self.vocab.start) | (token_ids >= self.vocab.stop)
+        own = (token_ids - self.vocab.start).masked_fill_(foreign, 0)
+        return self.group.sum_(super()._rows(own).masked_fill_(foreign[:, None], 0.0))

@@ -23,6 +23,7 @@ from localllm.kernels.rotary_store_kv import rotary_store_kv
 from localllm.models.layers.attention import AttentionStep
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.norm import RMSNorm
+from localllm.models.layers.split import Projection
 from localllm.models.spec.latent import LatentSpec, heads_at_once
 
 
@@ -36,7 +37,7 @@ class LatentAttention:
         kv_norm: RMSNorm,
         to_latent: Tensor,
         from_latent: Tensor,
-        out: Linear,
+        out: Projection,
         scale: float,
         *,
         q_norm: RMSNorm | None = None,

@@ -24,12 +24,14 @@ from localllm.models.layers.linear import Linear, Weight
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraPart:
-    """The rows of a layer that one stored matrix fills."""
+    """The rows of a layer that one stored matrix fills, or a shard's part of them."""
 
     names: tuple[str, ...]  # names of the stored matrix without .weight; empty: adapters cannot name it
     first: int  # row of the layer
     count: int
     order: npt.NDArray[np.int64] | None  # row i of the part is row order[i] of the stored matrix; None: row i
+    stored: tuple[int, int]  # shape of the stored matrix
+    columns: range | None = None  # the layer's inputs in the stored matrix; None: all
 
 
 class LoraMatrix(NamedTuple):
@@ -79,7 +81,8 @@ class LoraLinear(Linear):
                 continue
             own = slice(rank, rank + len(matrix.a))
             b = matrix.b if part.order is None else matrix.b[torch.from_numpy(part.order)]
-            self.a[slot, own] = matrix.a.to(self.a)
+            a = matrix.a if part.columns is None else matrix.a[:, part.columns.start : part.columns.stop]
+            self.a[slot, own] = a.to(self.a)
             self.b[slot, part.first : part.first + part.count, own] = b.to(self.b)
             rank = own.stop
         self.ranks[slot] = rank
@@ -95,8 +98,10 @@ class LoraLimits(NamedTuple):
 class LoraBank:
     """All layers of a model that take adapters. Starts empty; the loader adds each layer (weights/weights.py)."""
 
-    def __init__(self, limits: LoraLimits) -> None:
+    def __init__(self, limits: LoraLimits, elsewhere: frozenset[int] = frozenset()) -> None:
+        """elsewhere: layers that other pipeline stages have."""
         self.max_loras, self.max_rank = limits
+        self._elsewhere = elsewhere
         self.step = LoraStep()
         self.layers: list[LoraLinear] = []
         self._places: dict[str, tuple[LoraLinear, int]] = {}  # stored name -> the layer, and which of its parts
@@ -120,7 +125,12 @@ class LoraBank:
         if name not in self._places:
             return None
         layer, index = self._places[name]
-        return layer.parts[index].count, layer.a.shape[2]
+        return layer.parts[index].stored
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Return whether a stored matrix belongs to another pipeline stage, by the first number in its name."""
+        number = next((int(word) for word in name.split(".") if word.isdecimal()), -1)
+        return number in self._elsewhere
 
     def put(self, slot: int, matrices: Mapping[str, LoraMatrix]) -> None:
         """Write an adapter with checked names and shapes into a slot that no request uses."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from localllm.kernels.gelu_mul import gelu_mul
 from localllm.kernels.silu_mul import silu_mul
 from localllm.models.layers.linear import Linear
+from localllm.models.layers.split import Projection
 
 CPU_ROWS = 256
 """Rows at a time on a CPU. The buffer between the matrices is a model's widest: for a whole prefill chunk it exceeds
@@ -36,7 +37,7 @@ UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
 class GatedMLP:
     __slots__ = ("activation", "down", "gate_up")
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+    def __init__(self, gate_up: Linear, down: Projection, activation: str) -> None:
         self.gate_up = gate_up
         self.down = down
         self.activation = GATED[activation]
@@ -49,7 +50,7 @@ class GatedMLP:
 class MLP:
     __slots__ = ("activation", "down", "up")
 
-    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
+    def __init__(self, up: Linear, down: Projection, activation: str) -> None:
         self.up = up
         self.down = down
         self.activation = UNGATED[activation]

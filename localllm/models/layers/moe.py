@@ -21,6 +21,7 @@ from localllm.kernels.moe.route import route
 from localllm.kernels.moe.weights import ExpertWeights, pack_experts, stack_experts
 from localllm.models.layers.linear import Linear, Weight, to_device_layout
 from localllm.models.layers.mlp import GatedMLP
+from localllm.models.layers.split import Zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def join_experts(matrices: Iterable[Weight], count: int, *, at_once: bool, cpu_w
 class Experts:
     """The matrices of all experts. Owns the weights: if the device needs another layout, only that copy is kept."""
 
-    __slots__ = ("activation", "down", "down_bias", "gate_up", "gate_up_bias")
+    __slots__ = ("activation", "down", "down_bias", "gate_up", "gate_up_bias", "padding")
 
     def __init__(
         self,
@@ -56,10 +57,13 @@ class Experts:
         activation: str,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
+        *,
+        padding: tuple[int, int] = (0, 0),
     ) -> None:
         self.gate_up = pack_experts(gate_up) if isinstance(gate_up, Tensor) else gate_up  # [E, 2 * I, H], gate first
         self.down = pack_experts(down) if isinstance(down, Tensor) else down  # [E, H, I]
         self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
+        self.padding = padding  # inputs of `down` before and after those that gate_up makes: zeros
         self.activation = activation  # silu, gelu, gelu_tanh, swiglu_clamped
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -73,29 +77,33 @@ class Experts:
             self.activation,
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
+            padding=self.padding,
         )
 
 
 class MoE:
     """Router, experts, and an optional shared expert; replaces a GatedMLP."""
 
-    __slots__ = ("correction_bias", "experts", "router", "routing", "shared", "shared_gate")
+    __slots__ = ("correction_bias", "experts", "own", "router", "routing", "shared", "shared_gate")
 
     def __init__(
         self,
         router: Linear,
-        experts: Experts,
+        experts: Experts | None,
         routing: Routing,
         correction_bias: Tensor | None = None,
-        shared: GatedMLP | None = None,
+        shared: GatedMLP | Zeros | None = None,
         shared_gate: Linear | None = None,
+        *,
+        own: range | None = None,
     ) -> None:
         self.router = router  # [E, H], in the model's type, or in fp32 for families that compute logits in fp32
-        self.experts = experts
+        self.experts = experts  # None: this shard holds none
         self.routing = routing
         self.correction_bias = correction_bias  # [E] fp32
         self.shared = shared
         self.shared_gate = shared_gate  # [1, H]: its sigmoid scales the shared expert's output
+        self.own = own  # the experts that this shard holds; None: all
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
         """Map x [T, H] to [T, H]. With slot_mapping [T], padding rows (slot < 0) skip the routed experts."""
@@ -110,7 +118,8 @@ class MoE:
             scale=self.routing.scale,
             slot_mapping=slot_mapping,
         )
-        out = self.experts(x, ids, weights)
+        ids = ids if self.own is None else renumbered(ids, self.own)
+        out = x.new_zeros(x.shape) if self.experts is None else self.experts(x, ids, weights)
         if self.shared is None:
             return out
         extra = self.shared(x)
@@ -121,3 +130,8 @@ class MoE:
     def _logits(self, x: Tensor) -> Tensor:
         weight = self.router.weight
         return self.router(x.to(weight.dtype) if isinstance(weight, Tensor) else x)
+
+
+def renumbered(ids: Tensor, own: range) -> Tensor:
+    """Return expert ids with the first of `own` as 0, and -1 for all others, which the products leave out."""
+    return (ids - own.start).masked_fill_((ids < own.start) | (ids >= own.stop), -1)

@@ -7,9 +7,11 @@ Does not know: heads of the cache, positions.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.models.layers.group import Group
 from localllm.models.layers.norm import RMSNorm
 
 
@@ -26,6 +28,29 @@ class WholeNorm:
         q, k = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
         q.copy_(self.q(q))
         k.copy_(self.k(k))
+        return qkv
+
+
+class SplitWholeNorm:
+    """`WholeNorm` over heads that several shards hold: their sums of squares are added up in fp32."""
+
+    __slots__ = ("counts_k", "group", "k", "q", "sizes")
+
+    def __init__(self, q: RMSNorm, k: RMSNorm, sizes: tuple[int, int], group: Group, *, counts_k: bool) -> None:
+        """sizes: elements of q and of k over all heads. counts_k: whether no shard before this one has its KV heads."""
+        self.q, self.k, self.sizes, self.group, self.counts_k = q, k, sizes, group, counts_k
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        q_size, k_size = self.q.weight.shape[0], self.k.weight.shape[0]
+        parts = [part.float() for part in (qkv[:, :q_size], qkv[:, q_size : q_size + k_size])]
+        squares = torch.stack([part.square().sum(1) for part in parts], 1)  # [T, 2]
+        if not self.counts_k:
+            squares[:, 1] = 0
+        self.group.sum_(squares)
+        for index, (part, norm) in enumerate(zip(parts, (self.q, self.k), strict=True)):
+            inverse = squares[:, index, None].div(self.sizes[index]).add_(norm.eps).rsqrt_()
+            first = index * q_size
+            qkv[:, first : first + part.shape[1]] = part.mul(inverse).mul_(norm.weight)
         return qkv
 
 

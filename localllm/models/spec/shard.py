@@ -19,6 +19,16 @@ VOCAB_UNIT = 64
 
 
 @dataclass(frozen=True, slots=True)
+class ShardCounts:
+    """What each shard of a stage holds, in the order of their indexes: the sizes of what they exchange."""
+
+    heads: tuple[int, ...]
+    features: tuple[int, ...]
+    shared_features: tuple[int, ...]
+    vocab: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """One rank's share of a model. Ranges are of the whole model's numbering and have step 1."""
 
@@ -29,6 +39,7 @@ class Shard:
     kv_heads: range  # those that `heads` read; where shards outnumber KV heads, several hold the same one
     features: range  # of the feed-forward part of layers without experts
     vocab: range  # rows of the embedding and of the head
+    counts: ShardCounts  # of all shards of the stage
     experts: range = range(0)  # whole experts, with expert_features of each
     expert_features: range = range(0)
     shared_features: range = range(0)  # of the shared expert
@@ -41,7 +52,7 @@ class Shard:
 
 def whole_shard(spec: ModelSpec) -> Shard:
     """Return the share of a rank that holds the whole model."""
-    return shards_of(spec, [1] if spec.latent is not None else [spec.num_kv_heads])[0]
+    return shards_of(spec, [spec.num_heads if spec.latent is not None else spec.num_kv_heads])[0]
 
 
 def shards_of(
@@ -73,19 +84,16 @@ def shards_of(
     else:
         own_experts = _ranges(0 if mixture is None else mixture.num_experts, experts)
         own_features = [range(width)] * size
-    shared = 0 if mixture is None else mixture.shared_size
-    parts = zip(
-        heads,
-        kv,
-        _ranges(spec.intermediate_size, features or even(spec.intermediate_size, size)),
-        _ranges(spec.vocab_size, vocab or even(spec.vocab_size, size, VOCAB_UNIT)),
-        own_experts,
-        own_features,
-        _ranges(shared, shared_features or even(shared, size)),
-        strict=True,
-    )
+    shared_size = 0 if mixture is None else mixture.shared_size
+    dense = _ranges(spec.intermediate_size, features or even(spec.intermediate_size, size))
+    shared = _ranges(shared_size, shared_features or even(shared_size, size))
+    rows = _ranges(spec.vocab_size, vocab or even(spec.vocab_size, size, VOCAB_UNIT))
+    counts = ShardCounts(*(tuple(len(own) for own in kind) for kind in (heads, dense, shared, rows)))
     stage = range(spec.num_layers) if layers is None else layers
-    return [Shard(index, size, stage, *part) for index, part in enumerate(parts)]
+    return [
+        Shard(i, size, stage, heads[i], kv[i], dense[i], rows[i], counts, own_experts[i], own_features[i], shared[i])
+        for i in range(size)
+    ]
 
 
 def even(total: int, parts: int, unit: int = 1) -> list[int]:
@@ -138,6 +146,8 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
 
 def _head_ranges(spec: ModelSpec, counts: Sequence[int]) -> tuple[list[range], list[range]]:
     """Return each shard's query heads and KV heads."""
+    if 0 in counts:
+        raise ValueError(f"each shard needs a head: {list(counts)}")
     if spec.latent is not None:
         return _ranges(spec.num_heads, counts), [range(1)] * len(counts)
     group = spec.num_heads // spec.num_kv_heads

@@ -8,7 +8,7 @@ Does not know: where an adapter is stored on a device (layers/lora.py), who asks
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b, file_digest
 from pathlib import Path
@@ -71,8 +71,12 @@ def open_lora(path: Path) -> LoraFile:
 
 
 def put_lora(lora: LoraFile, bank: LoraBank, slot: int) -> None:
-    """Load an adapter into a slot that no request uses. Raises `UnsupportedModel` if the model lacks such layers."""
-    _check_against(lora, bank)
+    """Load an adapter into a slot that no request uses: of a shard's bank, the part that the shard computes.
+
+    Raises `UnsupportedModel` if the model lacks such layers.
+    """
+    own = {stem: scale for stem, scale in lora.scales.items() if not bank.is_elsewhere(stem)}
+    _check_against(lora, bank, own)
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -81,21 +85,21 @@ def put_lora(lora: LoraFile, bank: LoraBank, slot: int) -> None:
                 stem: LoraMatrix(
                     stored.get_tensor(f"{PREFIX}{stem}{A}"), stored.get_tensor(f"{PREFIX}{stem}{B}").float() * scale
                 )
-                for stem, scale in lora.scales.items()
+                for stem, scale in own.items()
             }
     except (SafetensorError, OSError) as error:
         raise CorruptModel(f"Cannot read {lora.path / WEIGHTS}.", str(error), "Download the adapter again.") from error
     bank.put(slot, matrices)
 
 
-def _check_against(lora: LoraFile, bank: LoraBank) -> None:
+def _check_against(lora: LoraFile, bank: LoraBank, own: Iterable[str]) -> None:
     if lora.rank > bank.max_rank:
         raise UnsupportedModel(
             f"The adapter in {lora.path} has rank {lora.rank}.",
             f"The largest supported rank is {bank.max_rank}.",
             f"Start with --max-lora-rank {lora.rank}.",
         )
-    for stem in lora.scales:
+    for stem in own:
         shape = bank.shape_of(stem)
         a, b = (lora.tensors[f"{PREFIX}{stem}{end}"].shape for end in (A, B))
         if shape is None:

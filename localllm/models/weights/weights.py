@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Protocol, cast
 
@@ -57,35 +58,79 @@ class TensorSource(Protocol):
         *,
         keep_narrow: bool = False,
         dtype: torch.dtype | None = None,
+        rows: range | None = None,
     ) -> Tensor:
         """Return the named tensors stacked by rows, together of `shape`, in dtype; None: the model's.
 
-        keep_narrow: keep the stored type if it is smaller.
+        keep_narrow: keep the stored type if it is smaller. rows: those to return; None: all.
         """
         ...
 
-    def table(self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False) -> Tensor | QuantizedTable:
+    def table(
+        self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False, rows: range | None = None
+    ) -> Tensor | QuantizedTable:
         """Return a matrix whose rows are looked up, as `take` does, but quantised if it is stored so."""
         ...
 
     def linear(
-        self, stems: Sequence[str], shape: tuple[int, int], *, bias: bool = False, order: Tensor | None = None
+        self,
+        stems: Sequence[str],
+        shape: tuple[int, int],
+        *,
+        bias: bool = False,
+        order: Tensor | None = None,
+        columns: range | None = None,
     ) -> Linear:
         """Return the matrices `stem`.weight stacked by rows as one layer, with the biases `stem`.bias.
 
-        order [rows] int64: row i of the layer is row order[i] of the stacked matrices.
+        shape: of the whole stack. order [rows] int64: row i of the layer is row order[i] of the stack, rows of the same
+        matrix being neighbours; None: all rows. columns: inputs to take, as `widened` returned them; None: all.
         """
+        ...
+
+    def widened(self, stem: str, columns: range) -> range | None:
+        """Return the smallest range of inputs that holds `columns` and that the matrix can be cut to.
+        None: it can only be cut by rows."""
         ...
 
     def experts(
-        self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], *, bias: bool = False
+        self,
+        prefix: str,
+        names: Sequence[str],
+        shape: tuple[int, int, int],
+        *,
+        bias: bool = False,
+        own: range | None = None,
+        order: Tensor | None = None,
+        columns: range | None = None,
     ) -> tuple[ExpertWeights, Tensor | None]:
         """Return the matrices `prefix`.E.`name` of every expert E, stacked by rows over `names`, and the biases [E, N].
 
-        shape: (experts, N, K). A checkpoint may also store one tensor [E, n, K] per name, `prefix`.`name`, or one for
-        all names, `prefix`.gate_up_proj.
+        shape: (experts, N, K), of all experts. A checkpoint may also store one tensor [E, n, K] per name,
+        `prefix`.`name`, or one for all names, `prefix`.gate_up_proj. own: the experts to return; None: all. order,
+        columns: as in `linear`, the same for each expert; `columns` as `widened_experts` returned them.
         """
         ...
+
+    def widened_experts(self, prefix: str, name: str, columns: range) -> range | None:
+        """Return what `widened` does, for the matrices `prefix`.E.`name` of the experts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCut:
+    """What to take of a layer's experts."""
+
+    own: range  # of the experts
+    order: Tensor | None  # rows of each expert's matrix; None: all
+    columns: range | None  # None: all
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of an expert's matrix, of whose rows and columns these are taken."""
+        return (
+            rows if self.order is None else len(self.order),
+            columns if self.columns is None else len(self.columns),
+        )
 
 
 class Weights:
@@ -136,38 +181,78 @@ class Weights:
         *,
         keep_narrow: bool = False,
         dtype: torch.dtype | None = None,
+        rows: range | None = None,
     ) -> Tensor:
         stored = [self._name(name) for name in names]
-        parts = [StoredPart(name, None, self._is_transposed(name)) for name in stored]
-        return self._plain(parts, shape, keep_narrow, dtype=dtype)
+        if rows is None or len(rows) == shape[0]:
+            orders: Sequence[Tensor | None] = [None] * len(stored)
+        else:
+            heights = [self._height_of(name) for name in stored]
+            if sum(heights) != shape[0]:
+                raise _wrong_shape(stored, (sum(heights), *shape[1:]), shape)
+            orders = self._orders_of(torch.arange(rows.start, rows.stop, device="cpu"), heights, [None] * len(stored))
+        parts = [StoredPart(name, order, self._is_transposed(name)) for name, order in zip(stored, orders, strict=True)]
+        own = (shape[0] if rows is None else len(rows), *shape[1:])
+        return self._plain(parts, own, keep_narrow, dtype=dtype)
 
-    def table(self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False) -> Tensor | QuantizedTable:
+    def table(
+        self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False, rows: range | None = None
+    ) -> Tensor | QuantizedTable:
         stored, format = self._name(name), self._format
         stem = stored.removesuffix(".weight")
         if not isinstance(format, TableFormat) or not format.is_table(self._checkpoint, stem):
-            return self.take([name], shape, keep_narrow=keep_narrow)
-        table = self._matrix(format.kind(self._checkpoint, stem), [StoredPart(stem)], shape)
-        if tuple(table.shape) != shape:
-            raise _wrong_shape([stored], table.shape, shape)
+            return self.take([name], shape, keep_narrow=keep_narrow, rows=rows)
+        found = format.shape(self._checkpoint, stem)
+        if found != shape:
+            raise _wrong_shape([stored], found, shape)
+        order = None if rows is None or len(rows) == shape[0] else torch.arange(rows.start, rows.stop, device="cpu")
+        table = self._matrix(format.kind(self._checkpoint, stem), [StoredPart(stem, order)], shape)
         return cast(QuantizedTable, table)  # guaranteed by `is_table`
 
     def linear(
-        self, stems: Sequence[str], shape: tuple[int, int], *, bias: bool = False, order: Tensor | None = None
+        self,
+        stems: Sequence[str],
+        shape: tuple[int, int],
+        *,
+        bias: bool = False,
+        order: Tensor | None = None,
+        columns: range | None = None,
     ) -> Linear:
-        parts = self._parts(stems, order, shape)
+        parts = self._parts(stems, order, shape, columns)
+        own = (shape[0] if order is None else len(order), shape[1] if columns is None else len(columns))
         quantize = self._quantize if self._quantize is not None and self._quantize.takes(stems) else None
-        weight = self._weight(parts, shape, quantize)
-        biases = self._plain([StoredPart(f"{p.stem}.bias", p.order) for p in parts], shape[:1]) if bias else None
+        weight = self._weight(parts, own, quantize)
+        biases = self._plain([StoredPart(f"{p.stem}.bias", p.order) for p in parts], own[:1]) if bias else None
         if self._lora is None or stems[0] == LM_HEAD.removesuffix(".weight"):
             return Linear(weight, biases, cpu_weights=self.cpu_weights)
-        lora_parts = self._lora_parts(stems, parts, order)
+        lora_parts = self._lora_parts(stems, parts, order, shape[1])
         return self._lora.linear(weight, biases, lora_parts, self._dtype, self.device, cpu_weights=self.cpu_weights)
 
+    def widened(self, stem: str, columns: range) -> range | None:
+        return self._widened(self._name(f"{stem}.weight").removesuffix(".weight"), columns)
+
+    def widened_experts(self, prefix: str, name: str, columns: range) -> range | None:
+        stacked = self._stacked_name(f"{prefix}.{name}")
+        return self.widened(f"{prefix}.0.{name}", columns) if stacked is None else self._widened(stacked, columns)
+
+    def _widened(self, stored: str, columns: range) -> range | None:
+        format = self._format_of(stored)
+        return columns if format is None else format.widened(self._checkpoint, stored, columns)
+
     def experts(
-        self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], *, bias: bool = False
+        self,
+        prefix: str,
+        names: Sequence[str],
+        shape: tuple[int, int, int],
+        *,
+        bias: bool = False,
+        own: range | None = None,
+        order: Tensor | None = None,
+        columns: range | None = None,
     ) -> tuple[ExpertWeights, Tensor | None]:
-        count, rows, columns = shape
-        each = self._expert_matrices(prefix, names, (rows, columns), count)
+        cut = ExpertCut(range(shape[0]) if own is None else own, order, columns)
+        count = len(cut.own)
+        each = self._expert_matrices(prefix, names, shape, cut)
         try:
             at_once = needs_stacked_experts(self._target)
             experts = join_experts(each, count, at_once=at_once, cpu_weights=self.cpu_weights)
@@ -177,21 +262,18 @@ class Weights:
                 f"{error}.",
                 "--device cpu, or another quantisation of the same model.",
             ) from error
-        return experts, self._expert_biases(prefix, names, (count, rows)) if bias else None
+        return experts, self._expert_biases(prefix, names, shape[:2], cut) if bias else None
 
-    def check_all_used(self) -> None:
-        """Raise `CorruptModel` if a tensor was not used: ignoring it would change the answers."""
-        left = [n for n in self._checkpoint.tensors if n not in self._used and not self._is_ignored(n)]
-        if left:
-            raise CorruptModel(
-                f"The checkpoint holds {len(left)} tensors that {self._spec.architecture} does not use.",
-                f"Unexpected: {_shortened(sorted(left))}.",
-            )
+    def unused(self) -> frozenset[str]:
+        """Return the names of tensors that no layer has taken, without those that carry no information."""
+        return frozenset(n for n in self._checkpoint.tensors if n not in self._used and not self._is_ignored(n))
 
     # -- adapters
 
-    def _lora_parts(self, stems: Sequence[str], parts: Sequence[StoredPart], order: Tensor | None) -> list[LoraPart]:
-        """Return the names that adapters use for the parts of a layer, and the rows of each part."""
+    def _lora_parts(
+        self, stems: Sequence[str], parts: Sequence[StoredPart], order: Tensor | None, width: int
+    ) -> list[LoraPart]:
+        """Return the names that adapters use for the parts of a layer, and the rows and columns of each part."""
         fused, _ = self._fused(list(stems))
         storage = self._lora_storage
         if storage is None:
@@ -200,38 +282,51 @@ class Weights:
         else:
             fuses = storage.fused_qkv if len(stems) == 3 else storage.fused_gate_up if len(stems) == 2 else None
             if fused != list(stems) or fuses or any(storage.rows.get(stem.rpartition(".")[2]) for stem in stems):
-                return [LoraPart((), 0, sum(self._rows_of(part.stem) for part in parts), None)]
+                count = sum(self._rows_of(part.stem) for part in parts) if order is None else len(order)
+                return [LoraPart((), 0, count, None, (0, width))]
             orders = self._orders_of(order, [self._rows_of(part.stem) for part in parts], [None] * len(parts))
-        counts = [
-            self._rows_of(part.stem) if rows is None else len(rows) for part, rows in zip(parts, orders, strict=True)
-        ]
+        heights = [self._rows_of(part.stem) for part in parts]
+        counts = [height if rows is None else len(rows) for height, rows in zip(heights, orders, strict=True)]
         starts = [0, *accumulate(counts)]
         names = [storage.spellings(storage.stored_name(f"{stem}.weight")) for stem in fused]
         names = [[name.removesuffix(".weight") for name in each] for each in names]
         return [
-            LoraPart(tuple(spelled), start, count, None if rows is None or rows.is_meta else rows.numpy())
-            for spelled, start, count, rows in zip(names, starts, counts, orders, strict=False)
+            LoraPart(
+                tuple(spelled),
+                start,
+                count,
+                None if rows is None or rows.is_meta else rows.numpy(),
+                (height, width),
+                parts[0].columns,
+            )
+            for spelled, start, count, rows, height in zip(names, starts, counts, orders, heights, strict=False)
         ]
 
     # -- experts
 
     def _expert_matrices(
-        self, prefix: str, names: Sequence[str], shape: tuple[int, int], count: int
+        self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], cut: ExpertCut
     ) -> Iterator[Weight]:
         """Yield one expert's matrix after another, each read only when requested."""
-        stacked, order = self._stacked_experts(prefix, names, shape[0])
+        count, rows, columns = shape
+        stacked, stored_order = self._stacked_experts(prefix, names, rows)
         if not stacked:
-            for expert in range(count):
-                parts = self._parts([f"{prefix}.{expert}.{name}" for name in names], None)
-                yield self._weight(parts, shape, self._quantize)
+            for expert in cut.own:
+                stems = [f"{prefix}.{expert}.{name}" for name in names]
+                parts = self._parts(stems, cut.order, (rows, columns), cut.columns)
+                yield self._weight(parts, cut.shape(rows, columns), self._quantize)
         elif (format := self._format_of(stacked[0])) is None:
-            yield from self._slices(stacked, order, shape, count)
+            yield from self._slices(stacked, stored_order, shape, cut)
         else:
             heights = [format.shape(self._checkpoint, stem)[0] // count for stem in stacked]
-            for expert in range(count):
-                rows = [torch.arange(height, device="cpu") if order is None else order for height in heights]
-                tall = zip(stacked, rows, heights, strict=True)
-                yield self._weight([StoredPart(stem, own + expert * height) for stem, own, height in tall], shape)
+            if cut.order is not None and sum(heights) != rows:
+                raise _wrong_shape(stacked, (sum(heights), columns), (rows, columns))
+            whole = [torch.arange(h, device="cpu") if stored_order is None else stored_order for h in heights]
+            orders = [order for order in self._orders_of(cut.order, heights, whole) if order is not None]
+            for expert in cut.own:
+                tall = zip(stacked, orders, heights, strict=True)
+                parts = [StoredPart(stem, own + expert * height, columns=cut.columns) for stem, own, height in tall]
+                yield self._weight(parts, cut.shape(rows, columns))
 
     def _stacked_experts(self, prefix: str, names: Sequence[str], rows: int) -> tuple[list[str], Tensor | None]:
         """Return the stored tensors that hold these matrices for all experts, and the order of an expert's rows."""
@@ -251,21 +346,31 @@ class Weights:
         return None
 
     def _slices(
-        self, stacked: Sequence[str], order: Tensor | None, shape: tuple[int, int], count: int
+        self, stacked: Sequence[str], stored_order: Tensor | None, shape: tuple[int, int, int], cut: ExpertCut
     ) -> Iterator[Weight]:
         """Yield each expert's matrix from plain tensors [E, n, K], or [E, K, n] if stored transposed."""
         views = [self._stored(StoredPart(name)) for name in stacked]
         views = [v.transpose(1, 2) if self._is_transposed(n) else v for n, v in zip(stacked, views, strict=True)]
         got = (sum(view.shape[1] for view in views), *views[0].shape[2:])
-        if any(view.shape[0] != count for view in views) or got != shape:
-            raise _wrong_shape(stacked, views[0].shape, (count, *shape))
-        for expert in range(count):
+        if any(view.shape[0] != shape[0] for view in views) or got != shape[1:]:
+            raise _wrong_shape(stacked, views[0].shape, shape)
+        (order,) = self._orders_of(cut.order, [shape[1]], [stored_order])
+        for expert in cut.own:
             matrix = torch.cat([view[expert] for view in views]) if len(views) > 1 else views[0][expert]
+            matrix = matrix if cut.columns is None else matrix[:, cut.columns.start : cut.columns.stop]
             matrix = matrix if order is None else matrix[order.to(matrix.device)]
             yield self._finished(matrix.to(self.device, self._dtype, copy=True).contiguous(), self._quantize)
         self._count(stacked)
 
-    def _expert_biases(self, prefix: str, names: Sequence[str], shape: tuple[int, int]) -> Tensor:
+    def _expert_biases(self, prefix: str, names: Sequence[str], shape: tuple[int, int], cut: ExpertCut) -> Tensor:
+        biases = self._all_expert_biases(prefix, names, shape)
+        if biases.is_meta:
+            return biases.new_empty((len(cut.own), shape[1] if cut.order is None else len(cut.order)))
+        biases = biases[cut.own.start : cut.own.stop]
+        biases = biases if cut.order is None else biases[:, cut.order.to(biases.device)]
+        return biases.clone(memory_format=torch.contiguous_format) if len(cut.own) < shape[0] else biases
+
+    def _all_expert_biases(self, prefix: str, names: Sequence[str], shape: tuple[int, int]) -> Tensor:
         fused = "gate_up_proj" if len(names) == 2 else names[0]
         for stored in (f"{prefix}.{fused}_bias", f"{prefix}.{fused}.bias"):
             if not self.has(stored):
@@ -293,20 +398,24 @@ class Weights:
         return weight if quantize is None or not isinstance(weight, Tensor) else quantize(weight)
 
     def _parts(
-        self, stems: Sequence[str], order: Tensor | None, shape: tuple[int, int] | None = None
+        self, stems: Sequence[str], order: Tensor | None, shape: tuple[int, int], columns: range | None = None
     ) -> list[StoredPart]:
-        """Return the stored matrices with the rows of `stems`, and the rows to take of each; they fill `shape`."""
+        """Return the stored matrices that fill `shape` with the rows of `stems`, and what to take of each."""
         stems = list(stems)
         fused, stored_order = self._fused(stems)
         stored = [self._name(f"{stem}.weight").removesuffix(".weight") for stem in fused]
         transposed = [self._is_transposed(f"{stem}.weight") for stem in stored]
         rows = [self._rows_of(stem) for stem in stored]
-        if shape is not None and sum(rows) != shape[0]:  # check before missing rows are selected or rows are left over
+        if sum(rows) != shape[0]:  # check before missing rows are selected or rows are left over
             raise _wrong_shape(stored, (sum(rows), shape[1]), shape)
+        for stem in stored if columns is not None else ():
+            if (width := self._columns_of(stem)) != shape[1]:
+                raise _wrong_shape([stem], (self._rows_of(stem), width), shape)
         own = [self._stored_rows(stem) for stem in fused]
         if stored_order is not None:
             own = [stored_order]
-        return [StoredPart(*part) for part in zip(stored, self._orders_of(order, rows, own), transposed, strict=True)]
+        orders = self._orders_of(order, rows, own)
+        return [StoredPart(*part, columns) for part in zip(stored, orders, transposed, strict=True)]
 
     @staticmethod
     def _orders_of(
@@ -315,8 +424,8 @@ class Weights:
         """Split `order`, of all stacked matrices, into one order each. own: its rows in the stored matrix."""
         if order is None:
             return own
-        wanted = [order[a:b] - a for a, b in pairwise([0, *accumulate(heights)])]
-        return [rows if each is None or rows.is_meta else each[rows] for rows, each in zip(wanted, own, strict=True)]
+        wanted = [order[(order >= a) & (order < b)] - a for a, b in pairwise([0, *accumulate(heights)])]
+        return [rows if each is None else each[rows] for rows, each in zip(wanted, own, strict=True)]
 
     def _stored_rows(self, stem: str) -> Tensor | None:
         """Return the order of a matrix's rows in the stored one; None: unchanged."""
@@ -347,21 +456,29 @@ class Weights:
         return None if self._kind(stem) is None else self._format
 
     def _rows_of(self, stem: str) -> int:
+        return self._height_of(f"{stem}.weight")
+
+    def _columns_of(self, stem: str) -> int:
         if (format := self._format_of(stem)) is not None:
-            return format.shape(self._checkpoint, stem)[0]
+            return format.shape(self._checkpoint, stem)[1]
         shape = matrices.info(self._checkpoint, f"{stem}.weight").shape
-        return shape[-1] if self._is_transposed(f"{stem}.weight") else shape[0]
+        return shape[0] if self._is_transposed(f"{stem}.weight") else shape[-1]
+
+    def _height_of(self, name: str) -> int:
+        """Return the first dimension of a tensor, whatever its rank."""
+        if (format := self._format_of(name.removesuffix(".weight"))) is not None:
+            return format.shape(self._checkpoint, name.removesuffix(".weight"))[0]
+        shape = matrices.info(self._checkpoint, name).shape
+        return shape[-1] if self._is_transposed(name) else shape[0]
 
     def _matrix(
         self, kind: object, parts: list[StoredPart], layer: tuple[int, int], keep_narrow: bool = False
     ) -> Weight:
         """Read parts of one kind for a layer of shape `layer`; the caller checks that their rows fill it."""
         if kind is None:
-            named = [StoredPart(f"{part.stem}.weight", part.order, part.transposed) for part in parts]
+            named = [replace(part, stem=f"{part.stem}.weight") for part in parts]
             # Packing copies the weight, so a single matrix may be read from the mapped file.
-            may_view = len(parts) == 1 and should_pack(
-                self._rows_of(parts[0].stem) * layer[1], self.device, self._dtype
-            )
+            may_view = len(parts) == 1 and should_pack(layer[0] * layer[1], self.device, self._dtype)
             return self._plain(named, None, keep_narrow, columns=layer[1], may_view=may_view)
         assert self._format is not None
         weight = self._format.read(self._checkpoint, parts, self.device, self._dtype)
@@ -420,6 +537,7 @@ class Weights:
         for end, value in self._storage.added:
             tensor = tensor.float() - value if part.stem.endswith(end) else tensor
         tensor = tensor.t() if part.transposed else tensor
+        tensor = tensor if part.columns is None else tensor[:, part.columns.start : part.columns.stop]
         return tensor if part.order is None else tensor[part.order.to(tensor.device)]
 
     def _names(self, name: str) -> Sequence[str]:
@@ -473,10 +591,11 @@ class MetaWeights(Weights):
         *,
         keep_narrow: bool = False,
         dtype: torch.dtype | None = None,
+        rows: range | None = None,
     ) -> Tensor:
         """Return small tensors on the CPU: arithmetic on `meta` first imports torch's compiler, for seconds."""
         names = list(names)
-        whole = super().take(names, shape, keep_narrow=keep_narrow, dtype=dtype)
+        whole = super().take(names, shape, keep_narrow=keep_narrow, dtype=dtype, rows=rows)
         small = len(shape) == 1 or names[0].endswith(NORMS)
         return torch.empty(whole.shape, dtype=whole.dtype, device="cpu") if small else whole
 
@@ -500,7 +619,8 @@ class MetaWeights(Weights):
         dtype = matrices.TYPES.get(info.dtype, torch.float32)
         shape = info.shape[::-1] if part.transposed else info.shape
         rows = shape[0] if part.order is None else len(part.order)
-        return torch.empty((rows, *shape[1:]), dtype=dtype, device="meta")
+        rest = shape[1:] if part.columns is None else (len(part.columns),)
+        return torch.empty((rows, *rest), dtype=dtype, device="meta")
 
 
 def _wrong_shape(names: Sequence[str], got: Iterable[int], wanted: Iterable[object]) -> CorruptModel:
@@ -511,7 +631,3 @@ def _layer_of(stored: str) -> int:
     """Return the number of a tensor's layer; -1: none."""
     found = re.search(r"\.layers\.(\d+)\.", stored)
     return -1 if found is None else int(found[1])
-
-
-def _shortened(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
