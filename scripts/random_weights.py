@@ -191,10 +191,10 @@ class RandomTensors:
     ) -> Tensor:
         return self.take([name], shape, rows=rows)
 
-    def widened(self, stem: str, columns: range) -> range:
+    def widened(self, stem: str, columns: range, total: int) -> range:
         return columns
 
-    def widened_experts(self, prefix: str, name: str, columns: range) -> range:
+    def widened_experts(self, prefix: str, name: str, columns: range, total: int) -> range:
         return columns
 
     def linear(

@@ -85,7 +85,7 @@ def _held_features(share: ShardWeights, stem: str, width: int) -> range | None:
     features = share.shard.expert_features
     if len(features) == width:
         return None
-    held = share.source.widened_experts(stem, "down_proj", features)
+    held = share.source.widened_experts(stem, "down_proj", features, width)
     if held is None:
         raise UnsupportedOption(
             f"--tensor-parallel-size {share.shard.size} is not supported for the experts of this checkpoint.",

@@ -34,7 +34,7 @@ class ShardWeights:
         """
         if len(own) == shape[1]:
             return self.source.linear([stem], shape, bias=bias)
-        held = self.source.widened(stem, own)
+        held = self.source.widened(stem, own, shape[1])
         if held is None:
             return self._by_rows(stem, shape, counts, bias=bias)
         linear = self.source.linear([stem], shape, bias=bias and own.start == 0, columns=held)

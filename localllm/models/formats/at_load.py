@@ -24,6 +24,7 @@ from localllm.kernels.fp8_linear import quantize_fp8
 from localllm.kernels.int4_linear import meta_int4, quantize_int4
 from localllm.kernels.int8_linear import Int8Weight, quantize_int8
 from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.models.formats.blocks import whole_blocks
 from localllm.models.formats.fp8 import meta_fp8
 from localllm.models.formats.registry import FORMATS, linear_format, method_of
 
@@ -38,10 +39,20 @@ class AtLoad:
     runs_as: str
     _quantize: Callable[[Tensor], QuantizedWeight]
     _meta_matrix: Callable[[Tensor], QuantizedWeight]
+    _group: int = 1
 
     def takes(self, stems: Sequence[str]) -> bool:
         """Return whether the matrices of these names (Llama's) are quantised."""
         return stems[0].startswith("model.layers.") and stems[0].endswith("_proj")
+
+    def widened(self, columns: range, total: int) -> range:
+        """Return the columns of a plain matrix with `total` that have to be read so that those in `columns` keep their
+        groups, and so their values.
+
+        int8 and fp8 have no groups along a row: an output's scale follows from the columns that are read, and is never
+        coarser than that of the whole row. Their values differ from the whole matrix's by rounding.
+        """
+        return whole_blocks(columns, self._group, total)
 
     def __call__(self, weight: Tensor) -> QuantizedWeight:
         return self._meta_matrix(weight) if weight.is_meta else self._quantize(weight)
@@ -63,7 +74,7 @@ def _meta_fp8(weight: Tensor) -> QuantizedWeight:
 
 AT_LOAD: Mapping[str, AtLoad] = {
     "int4": AtLoad(f"int4 made at load, groups of {GROUP}", "packed int4",
-                   lambda weight: quantize_int4(weight, GROUP), _meta_int4),
+                   lambda weight: quantize_int4(weight, GROUP), _meta_int4, GROUP),
     "int8": AtLoad("int8 made at load, per output", "int8", quantize_int8, _meta_int8),
     "fp8": AtLoad("FP8 made at load, per output", "fp8",
                   lambda weight: quantize_fp8(weight, "channel"), _meta_fp8),

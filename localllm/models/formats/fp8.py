@@ -125,7 +125,8 @@ class Fp8(BlockFormat):
         return fp8_weight(load_copy(checkpoint, f"{stem}.weight", device), scales, static, self._unmeasured)
 
     def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> Fp8Weight:
-        return meta_fp8(shape, in_blocks=self.block is not None, static=self._is_static)
+        in_blocks, static = self.block is not None, self._is_static
+        return meta_fp8(shape, in_blocks=in_blocks, static=static, activations=self._unmeasured)
 
     @property
     def _unmeasured(self) -> Activations:
@@ -172,11 +173,14 @@ def fp8_weight(
     return Fp8Weight(values, scales, activations if static is None else "static", static)
 
 
-def meta_fp8(shape: tuple[int, int], *, in_blocks: bool, static: bool) -> Fp8Weight:
+def meta_fp8(
+    shape: tuple[int, int], *, in_blocks: bool, static: bool, activations: Activations = "dynamic"
+) -> Fp8Weight:
     rows, columns = shape
     blocks = (-(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK))
     return fp8_weight(
         torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta"),
         torch.empty(blocks if in_blocks else (rows,), device="meta"),
         torch.empty(1, device="meta") if static else None,
+        activations,
     )

@@ -74,7 +74,7 @@ class LinearFormat(Protocol):
         ...
 
     def widened(self, checkpoint: Checkpoint, stem: str, columns: range) -> range | None:
-        """Return the smallest range of whole blocks that holds `columns`, which are not empty, from headers alone.
+        """Return the smallest range of whole blocks that holds `columns`, which are not empty.
 
         A block is what cannot be read in part: a group of weights with one scale, a word of packed weights. None: the
         matrix can only be read with all of its columns, because they are not stored in order.

@@ -11,7 +11,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import torch
@@ -25,15 +24,13 @@ from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.planar.layout import pack_words, padded_columns
 from localllm.kernels.planar.linear import PlanarWeight, stack_rows
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.kernels.skinny_gemm import SCALE_BLOCK
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint, TensorInfo
+from localllm.models.formats.fp8_rows import joinable, piece_heights, stacked_fp8, take_block_rows
 from localllm.models.formats.linear_format import StoredPart
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
-MOST_RUNS = 8
-"""Ranges of rows that may make up an order of rows that share scales in blocks: each is a product of its own."""
 TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -102,8 +99,8 @@ class MatrixFormat(ABC):
         whole = naming_matrix(stem, lambda: self._meta_matrix(checkpoint, stem, (sum(rows), columns)))
         if not isinstance(whole, Fp8Weight) or whole.scales.ndim == 1:
             return whole
-        heights = [height for part, count in zip(parts, rows, strict=True) for height in _heights(part, count)]
-        each = [self._meta_matrix(checkpoint, stem, (sum(run), columns)) for run in joinable(heights)]
+        heights = [height for part, count in zip(parts, rows, strict=True) for height in piece_heights(part, count)]
+        each = [self._meta_matrix(checkpoint, stem, (sum(group), columns)) for group in joinable(heights)]
         return each[0] if len(each) == 1 else StackedWeight(each)
 
     def dequantize(self, checkpoint: Checkpoint, stem: str) -> Tensor:
@@ -142,17 +139,15 @@ def stacked(weights: Sequence[QuantizedWeight], parts: Sequence[StoredPart]) -> 
     if all(isinstance(weight, Int8Weight) for weight in weights):
         return _stacked_int8([w for w in weights if isinstance(w, Int8Weight)])
     if all(isinstance(weight, Fp8Weight) for weight in weights):
-        return _stacked_fp8([w for w in weights if isinstance(w, Fp8Weight)])
+        return stacked_fp8([w for w in weights if isinstance(w, Fp8Weight)])
     return StackedWeight(weights)
 
 
 def _parts_of(weight: QuantizedWeight) -> Sequence[QuantizedWeight]:
     """Return the parts of a matrix whose rows are in several; they are all quantised."""
-    return (
-        [part for part in weight.parts if not isinstance(part, Tensor)]
-        if isinstance(weight, StackedWeight)
-        else [weight]
-    )
+    if not isinstance(weight, StackedWeight):
+        return [weight]
+    return [part for part in weight.parts if not isinstance(part, Tensor)]
 
 
 def _stacked_int8(weights: Sequence[Int8Weight]) -> Int8Weight:
@@ -163,68 +158,6 @@ def _stacked_int8(weights: Sequence[Int8Weight]) -> Int8Weight:
         scales=torch.cat([weight.scales for weight in weights]),
         zeros=torch.cat(zeros) if zeros else None,
     )
-
-
-def _stacked_fp8(weights: Sequence[Fp8Weight]) -> QuantizedWeight:
-    if weights[0].scales.ndim == 1:
-        return _joined_fp8(weights)
-    runs = joinable([weight.shape[0] for weight in weights])
-    ends = [*accumulate(len(run) for run in runs)]
-    each = [_joined_fp8(weights[end - len(run) : end]) for run, end in zip(runs, ends, strict=True)]
-    return each[0] if len(each) == 1 else StackedWeight(each)
-
-
-def _joined_fp8(weights: Sequence[Fp8Weight]) -> Fp8Weight:
-    first = weights[0]
-    values = torch.cat([weight.values.view(torch.uint8) for weight in weights]).view(first.values.dtype)
-    static = [weight.activation_scale for weight in weights if weight.activation_scale is not None]
-    return Fp8Weight(
-        values,
-        torch.cat([weight.scales for weight in weights]),
-        first.activations,
-        # One layer has one input; if its parts were calibrated separately, the widest range holds for all.
-        torch.stack(static).amax(dim=0) if static else None,
-    )
-
-
-def joinable(heights: Sequence[int]) -> list[list[int]]:
-    """Group the rows of adjacent parts so that no scale's block crosses from one part into the next of its group."""
-    groups: list[list[int]] = []
-    for height in heights:
-        if groups and groups[-1][-1] % SCALE_BLOCK == 0:
-            groups[-1].append(height)
-        else:
-            groups.append([height])
-    return groups
-
-
-def _heights(part: StoredPart, rows: int) -> list[int]:
-    """Return the rows of each piece of a part whose blocks of rows share scales."""
-    if part.order is None:
-        return [rows]
-    return [len(piece) for piece in _block_pieces(part.order, part.stem)]
-
-
-def _block_pieces(order: Tensor, stem: str) -> list[range]:
-    """Return ranges that make up `order`, each of which starts with a block of rows or lies in one."""
-    order = order.cpu()
-    edges = [0, *((order.diff() != 1).nonzero().flatten() + 1).tolist(), len(order)]
-    if len(edges) > MOST_RUNS + 1:
-        raise UnsupportedModel(
-            f"The rows of {stem} would have to be reordered.",
-            f"They cannot be, because blocks of {SCALE_BLOCK} rows share a scale.",
-            "Use another quantisation of the same model.",
-        )
-    runs = [range(int(order[a]), int(order[b - 1]) + 1) for a, b in pairwise(edges) if b > a]
-    firsts = [min(run.stop, -(-run.start // SCALE_BLOCK) * SCALE_BLOCK) for run in runs]
-    cut = [(range(run.start, at), range(at, run.stop)) for run, at in zip(runs, firsts, strict=True)]
-    return [piece for both in cut for piece in both if piece]
-
-
-def _block_rows(weight: Fp8Weight, rows: range) -> Fp8Weight:
-    """Return a copy of rows that start with a block or lie in one."""
-    blocks = slice(rows.start // SCALE_BLOCK, -(-rows.stop // SCALE_BLOCK))
-    return replace(weight, values=weight.values[rows.start : rows.stop].clone(), scales=weight.scales[blocks].clone())
 
 
 def take_rows(weight: QuantizedWeight, order: Tensor, stem: str) -> QuantizedWeight:
@@ -240,7 +173,7 @@ def take_rows(weight: QuantizedWeight, order: Tensor, stem: str) -> QuantizedWei
         values = weight.values.view(torch.uint8)[order].view(weight.values.dtype)
         return replace(weight, values=values, scales=weight.scales[order])
     assert isinstance(weight, Fp8Weight), type(weight).__name__
-    return _stacked_fp8([_block_rows(weight, piece) for piece in _block_pieces(order, stem)])
+    return take_block_rows(weight, order, stem)
 
 
 def table_weight(codes: Tensor, scales: Tensor, group: int, table: Sequence[float]) -> PlanarWeight:

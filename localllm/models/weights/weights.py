@@ -88,8 +88,8 @@ class TensorSource(Protocol):
         """
         ...
 
-    def widened(self, stem: str, columns: range) -> range | None:
-        """Return the smallest range of inputs that holds `columns` and that the matrix can be cut to.
+    def widened(self, stem: str, columns: range, total: int) -> range | None:
+        """Return the smallest range of a matrix's `total` inputs that holds `columns` and that it can be cut to.
         None: it can only be cut by rows."""
         ...
 
@@ -112,7 +112,7 @@ class TensorSource(Protocol):
         """
         ...
 
-    def widened_experts(self, prefix: str, name: str, columns: range) -> range | None:
+    def widened_experts(self, prefix: str, name: str, columns: range, total: int) -> range | None:
         """Return what `widened` does, for the matrices `prefix`.E.`name` of the experts."""
         ...
 
@@ -228,16 +228,19 @@ class Weights:
         lora_parts = self._lora_parts(stems, parts, order, shape[1])
         return self._lora.linear(weight, biases, lora_parts, self._dtype, self.device, cpu_weights=self.cpu_weights)
 
-    def widened(self, stem: str, columns: range) -> range | None:
-        return self._widened(self._name(f"{stem}.weight").removesuffix(".weight"), columns)
+    def widened(self, stem: str, columns: range, total: int) -> range | None:
+        quantize = self._quantize if self._quantize is not None and self._quantize.takes([stem]) else None
+        return self._widened(self._name(f"{stem}.weight").removesuffix(".weight"), columns, total, quantize)
 
-    def widened_experts(self, prefix: str, name: str, columns: range) -> range | None:
-        stacked = self._stacked_name(f"{prefix}.{name}")
-        return self.widened(f"{prefix}.0.{name}", columns) if stacked is None else self._widened(stacked, columns)
+    def widened_experts(self, prefix: str, name: str, columns: range, total: int) -> range | None:
+        stored = self._stacked_name(f"{prefix}.{name}")
+        stored = stored or self._name(f"{prefix}.0.{name}.weight").removesuffix(".weight")
+        return self._widened(stored, columns, total, self._quantize)
 
-    def _widened(self, stored: str, columns: range) -> range | None:
-        format = self._format_of(stored)
-        return columns if format is None else format.widened(self._checkpoint, stored, columns)
+    def _widened(self, stored: str, columns: range, total: int, quantize: AtLoad | None) -> range | None:
+        if (format := self._format_of(stored)) is not None:
+            return format.widened(self._checkpoint, stored, columns)
+        return columns if quantize is None else quantize.widened(columns, total)
 
     def experts(
         self,
@@ -260,7 +263,9 @@ class Weights:
             raise UnsupportedModel(
                 f"The experts of {prefix} have a stored form that cannot run on {self._target}.",
                 f"{error}.",
-                "--device cpu, or another quantisation of the same model.",
+                "--device cpu, or another quantisation of the same model."
+                if cut.order is None and cut.columns is None
+                else "--enable-expert-parallel, so that each rank has whole experts.",
             ) from error
         return experts, self._expert_biases(prefix, names, shape[:2], cut) if bias else None
 

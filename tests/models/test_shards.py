@@ -1,0 +1,448 @@
+"""Shards of a model against the whole model, in fp32: logits, bytes, KV, adapters, experts, stored formats."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from localllm.errors import CorruptModel, UnsupportedOption
+from localllm.models.architectures.read_spec import read_spec
+from localllm.models.layers.attention import Attention
+from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
+from localllm.models.layers.group import Alone
+from localllm.models.layers.lora import LoraLimits
+from localllm.models.layers.moe import renumbered
+from localllm.models.layers.split import GatheredInput, PaddedInput
+from localllm.models.loader import load_model, resident_bytes
+from localllm.models.spec.shard import Shard, even_heads, shards_of
+from localllm.models.weights.lora import open_lora, put_lora
+from localllm.models.weights.parameters import held_bytes
+from tests.adapters import make_tiny_adapter
+from tests.gguf_files import write_gguf
+from tests.models.formats.quantised import save_quantised
+from tests.models.formats.test_awq import CONFIG as AWQ
+from tests.models.formats.test_awq import awq
+from tests.models.formats.test_fp8 import BLOCKS, per_block
+from tests.models.formats.test_gptq import CONFIG as GPTQ
+from tests.models.formats.test_gptq import gptq
+from tests.models.harness import CPU, ModelHarness, Sequence
+from tests.models.sharded import STEPS, ShardedModel, even_shards, load_whole, run
+from tests.models.test_experts import WAYS as STORED_EXPERTS
+from tests.models.test_experts import fuse, gpt_oss, quantise_experts, rewrite, wide_moe
+from tests.models.test_goldens import THOROUGH, assert_close, prompt
+from tests.threads import Threads
+from tests.tiny import FAMILIES, make_tiny_model
+
+__all__ = ["gpt_oss", "wide_moe"]  # fixtures
+PathOf = Callable[[str], Path]
+TOKENS = prompt(sum(STEPS))
+MIXTURES = ("mixtral", "qwen2_moe", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v2")
+
+
+@cache
+def whole_logits(path: Path, **options: Any) -> Tensor:
+    logits = run([load_whole(path, **options)], TOKENS)
+    assert logits is not None
+    return logits
+
+
+def shards_or_skip(path: Path, size: int, **counts: Any) -> list[Shard]:
+    shards = even_shards(path, size, **counts)
+    if shards is None:
+        pytest.skip(f"the heads cannot be divided by {size}")
+    return shards
+
+
+def lopsided(total: int, size: int, unit: int = 1) -> list[int]:
+    """Divide `total` so that every part but the last has one unit more than half of its even share."""
+    part = total // size // 2 // unit * unit + unit
+    return [part] * (size - 1) + [total - part * (size - 1)]
+
+
+def uneven(path: Path, size: int) -> dict[str, Any]:
+    """Return counts in which no matrix that may be cut anywhere is cut evenly."""
+    spec = read_spec(path)
+    counts: dict[str, Any] = {
+        "features": lopsided(spec.intermediate_size, size),
+        "vocab": lopsided(spec.vocab_size, size),
+    }
+    if spec.mixture is not None:
+        counts["expert_features"] = lopsided(spec.mixture.intermediate_size, size)
+        counts["shared_features"] = lopsided(spec.mixture.shared_size, size) if spec.mixture.shared_size else None
+    return counts
+
+
+# ---- equal logits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_shards_of_every_family(family: str, tiny_model_path: PathOf) -> None:
+    """Unlike sizes of feed-forward, vocabulary and experts; bytes as predicted, and all tensors used."""
+    path = tiny_model_path(family)
+    spec, shards = read_spec(path), shards_or_skip(path, 2, **uneven(path, 2))
+    model = ShardedModel(path, shards)
+    assert_close(model.logits(TOKENS), whole_logits(path))
+    for shard, own in zip(shards, model.stages[0], strict=True):
+        assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("family", [f if f in THOROUGH else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
+def test_more_shards(family: str, size: int, tiny_model_path: PathOf) -> None:
+    """Most families have fewer KV heads than four, which are then repeated."""
+    path = tiny_model_path(family)
+    assert_close(ShardedModel(path, shards_or_skip(path, size)).logits(TOKENS), whole_logits(path))
+
+
+@pytest.mark.parametrize("stages", [(1, 1), (2, 2), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("family", ["smollm3", "gpt2", "bloom", "gemma3", "qwen2_moe", "cohere2"])
+def test_stages(family: str, stages: tuple[int, ...], tiny_model_path: PathOf) -> None:
+    """Stages of some layers each, alone and of two shards: the first embeds, the last has the head, tied or not."""
+    path = tiny_model_path(family)
+    spec = read_spec(path)
+    if spec.num_layers < sum(stages):
+        stages = (1,) * spec.num_layers
+    ends = [sum(stages[:count]) for count in range(len(stages))] + [spec.num_layers]
+    for size in (1, 2):
+        each = [shards_or_skip(path, size, layers=range(a, b)) for a, b in pairwise(ends)]
+        model = ShardedModel(path, *each)
+        assert_close(model.logits(TOKENS), whole_logits(path))
+        assert [stage[0].embedding is None for stage in model.stages] == [False] + [True] * (len(stages) - 1)
+        assert [stage[0].lm_head is None for stage in model.stages] == [True] * (len(stages) - 1) + [False]
+        for shards, held in zip(each, model.stages, strict=True):
+            predicted = [resident_bytes(path, spec, CPU, torch.float32, shard=shard) for shard in shards]
+            assert [held_bytes(own) for own in held] == predicted
+
+
+def compositions(total: int, size: int, least: int = 0) -> st.SearchStrategy[list[int]]:
+    cuts = st.lists(st.integers(0, total - least * size), min_size=size - 1, max_size=size - 1).map(sorted)
+    return cuts.map(lambda at: [b - a + least for a, b in pairwise([0, *at, total - least * size])])
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models with many heads, and sizes that no power of two divides."""
+    odd = {"num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 515}
+    folder = tmp_path_factory.mktemp("wide")
+    return {
+        "llama": make_tiny_model(folder / "llama", **odd, num_key_value_heads=4, intermediate_size=87),
+        "qwen2_moe": make_tiny_model(folder / "moe", "qwen2_moe", **odd, num_key_value_heads=2),
+        "gpt_oss": make_tiny_model(folder / "oss", "gpt_oss", **odd, num_key_value_heads=4),
+    }
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["llama", "qwen2_moe", "gpt_oss"])
+def test_any_split(name: str, data: st.DataObject, wide: dict[str, Path]) -> None:
+    """Shares without a feature, an expert or a row of the vocabulary included."""
+    path, spec = wide[name], read_spec(wide[name])
+    size = data.draw(st.integers(2, 4))
+    if size <= spec.num_kv_heads:
+        heads = data.draw(compositions(spec.num_kv_heads, size, 1))
+    else:
+        even = even_heads(spec, size)
+        assume(even is not None)
+        assert even is not None
+        heads = even
+    counts: dict[str, Any] = {
+        "features": data.draw(compositions(spec.intermediate_size, size)),
+        "vocab": data.draw(compositions(spec.vocab_size, size)),
+    }
+    if spec.mixture is not None:
+        kind, total = data.draw(
+            st.sampled_from(
+                [("experts", spec.mixture.num_experts), ("expert_features", spec.mixture.intermediate_size)]
+            )
+        )
+        counts[kind] = data.draw(compositions(total, size))
+        counts["shared_features"] = data.draw(compositions(spec.mixture.shared_size, size))
+    shards = shards_of(spec, heads, **counts)
+    model = ShardedModel(path, shards)
+    assert_close(model.logits(TOKENS), whole_logits(path))
+    for shard, own in zip(shards, model.stages[0], strict=True):
+        assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard)
+
+
+# ---- what is exchanged -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "per_layer"), [("llama", 2), ("gptj", 1), ("olmo2", 3), ("qwen3_moe", 2)])
+def test_exchanges_of_a_step(family: str, per_layer: int, tiny_model_path: PathOf) -> None:
+    """One sum for the embedding, then per layer attention and feed-forward, together where they run in parallel."""
+    path = tiny_model_path(family)
+    model = ShardedModel(path, shards_or_skip(path, 2))
+    model.logits(TOKENS, [len(TOKENS)])
+    logits = 1
+    assert model.threads[0].num_calls == 1 + per_layer * read_spec(path).num_layers + logits
+
+
+def test_a_whole_model_has_no_trace_of_a_group(tiny_model_path: PathOf) -> None:
+    model = load_whole(tiny_model_path("llama"))
+    layer = model.layers[0]
+    assert type(layer.attention) is Attention  # type: ignore[attr-defined]
+    assert type(model.embedding) is EmbeddingTable
+    assert model.compute_logits(torch.zeros(1, 64)) is not None
+
+
+def test_repeated_kv_heads_are_equal_bit_for_bit(tiny_model_path: PathOf) -> None:
+    """Two KV heads on four shards: shards 0 and 1 hold the first, 2 and 3 the second."""
+    path = tiny_model_path("qwen3")
+    shards = shards_or_skip(path, 4)
+    assert [shard.kv_heads for shard in shards] == [range(1), range(1), range(1, 2), range(1, 2)]
+    model = ShardedModel(path, shards)
+    harnesses = [ModelHarness(own) for own in model.stages[0]]
+    whole = ModelHarness(load_whole(path))
+
+    def prefill(harness: ModelHarness) -> list[Tensor]:
+        sequence = Sequence(TOKENS)
+        harness.model.forward(harness._inputs([(sequence, len(TOKENS))], True), harness.kv_cache)
+        return [part[:, sequence.blocks[:3]] for layer in harness.kv_cache for part in (layer.k, layer.v)]
+
+    kept = model.threads[0].run([lambda h=h: prefill(h) for h in harnesses])
+    for one, other in ((0, 1), (2, 3)):
+        assert all(torch.equal(a, b) for a, b in zip(kept[one], kept[other], strict=True))
+    heads = [torch.cat(parts) for parts in zip(kept[0], kept[2], strict=True)]
+    for got, wanted in zip(heads, prefill(whole), strict=True):
+        assert_close(got, wanted)
+
+
+class Recorder(Alone):
+    """A group that keeps what was to be summed."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def sum_(self, x: Tensor) -> Tensor:
+        self.seen.append(x.clone())
+        return x
+
+
+def test_a_vocabulary_share_without_a_token_of_the_step_adds_zeros() -> None:
+    rows, group = torch.randn(8, 4) + 10, Recorder()
+    table = SplitEmbeddingTable(rows, torch.float32, range(16, 24), group)
+    positions = torch.zeros(3, dtype=torch.int64)
+    table(torch.tensor([3, 15, 24]), positions)
+    table(torch.tensor([16, 3, 23]), positions)
+    assert torch.equal(group.seen[0], torch.zeros(3, 4))
+    assert torch.equal(group.seen[1], torch.stack([rows[0], torch.zeros(4), rows[7]]))
+
+
+@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_each_token_runs_each_of_its_experts_on_one_shard(sizes: list[int], seed: int) -> None:
+    assume(sum(sizes) > 0)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, sum(sizes), (7, 3), generator=generator, dtype=torch.int32)
+    found = torch.full_like(ids, -1)
+    runs = torch.zeros_like(ids)
+    first = 0
+    for size in sizes:
+        own = renumbered(ids, range(first, first + size))
+        assert own.dtype == ids.dtype
+        assert bool((own < size).all())
+        runs += own >= 0
+        found = torch.where(own >= 0, own + first, found)
+        first += size
+    assert torch.equal(found, ids)
+    assert torch.equal(runs, (ids >= 0).int())
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_whole_experts(family: str, tiny_model_path: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three shards with unlike numbers of experts; biases of an expert are added once."""
+    path = tiny_model_path(family)
+    count = read_spec(path).mixture.num_experts  # type: ignore[union-attr]
+    size = 3 if even_shards(path, 3) else 2
+    own = lopsided(count, size)
+    model = ShardedModel(path, shards_or_skip(path, size, experts=own))
+    assert_close(model.logits(TOKENS), whole_logits(path))
+
+
+# ---- stored formats --------------------------------------------------------------------------------------------------
+
+WIDE: dict[str, Any] = {
+    "num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "dtype": "float16",
+}  # fmt: skip
+FORMATS: dict[str, tuple[dict[str, Any], Any, type]] = {
+    "awq": (AWQ, awq(32), PaddedInput),
+    "gptq": (GPTQ, gptq(4, 32), PaddedInput),
+    "gptq-desc_act": ({**GPTQ, "desc_act": True}, gptq(4, 32, order="part"), GatheredInput),
+    "fp8-blocks": (BLOCKS, per_block(), PaddedInput),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("source") / "llama", **WIDE)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_safetensors_formats(name: str, source: Path, tmp_path: Path) -> None:
+    """Cuts inside a group, a word and a scale's block, of rows and of columns."""
+    config, store, kind = FORMATS[name]
+    path = save_quantised(source, tmp_path / "model", config, store).path
+    check_format(path, kind)
+
+
+def test_gguf_superblocks(source: Path, tmp_path: Path) -> None:
+    """256 columns share a superblock of Q4_K, so that a head's 64 are a quarter of one."""
+    path = tmp_path / "model.gguf"
+    write_gguf(source, path, "Q4_K")
+    check_format(path, PaddedInput)
+
+
+def check_format(path: Path, kind: type) -> None:
+    spec = read_spec(path)
+    shards = shards_of(spec, [1, 3], features=[201, 311])
+    model = ShardedModel(path, shards, cpu_weights="exact")
+    layer: Any = model.stages[0][0].layers[0]
+    assert type(layer.mlp.part.down) is kind
+    assert_close(model.logits(TOKENS), whole_logits(path, cpu_weights="exact"))
+    for layout in ("exact", "fast"):
+        for shard in shards:
+            own = load_whole(path, shard=shard, cpu_weights=layout)
+            assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard, cpu_weights=layout)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+def test_quantised_at_load(quantization: str, source: Path) -> None:
+    """Each shard quantises its own part: values differ from the whole model's where scales are shared."""
+    spec = read_spec(source)
+    shards = shards_of(spec, [2, 2], features=[192, 320])
+    options = {"quantization": quantization, "cpu_weights": "exact"}
+    model = ShardedModel(source, shards, **options)
+    error = (model.logits(TOKENS) - whole_logits(source, **options)).abs().max() / whole_logits(source).abs().max()
+    assert error < (1e-4 if quantization == "int4" else 0.05)
+    for shard, own in zip(shards, model.stages[0], strict=True):
+        assert held_bytes(own) == resident_bytes(source, spec, CPU, torch.float32, shard=shard, **options)
+
+
+EXPERTS: dict[str, Any] = {"experts": [2, 1, 3], "expert_features": [33, 50, 45]}
+
+
+@pytest.mark.parametrize("cut", EXPERTS)
+@pytest.mark.parametrize("name", [*STORED_EXPERTS, "one tensor for all", "mxfp4", "gguf"])
+def test_formats_of_experts(name: str, cut: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Whole experts, and slices of all of them: of a matrix each, and of one tensor for all."""
+    counts = {cut: EXPERTS[cut]}
+    if name == "mxfp4":
+        path, _ = request.getfixturevalue("gpt_oss")
+        counts = {"experts": [3, 0, 1]} if cut == "experts" else {"expert_features": [33, 50, 13]}
+    elif name == "gguf":
+        path, sizes = tmp_path / "model.gguf", {"hidden_size": 128, "moe_intermediate_size": 128}
+        write_gguf(make_tiny_model(tmp_path / "source", "qwen3_moe", **sizes, mlp_only_layers=[]), path, "Q4_0")
+    elif name == "one tensor for all":
+        path = tmp_path / "model"
+        shutil.copytree(request.getfixturevalue("wide_moe"), path)
+        rewrite(path, lambda tensors: fuse(tensors, "mlp", ("gate_proj", "up_proj", "down_proj"), "mlp"))
+    else:
+        config, store, _ = STORED_EXPERTS[name]
+        path, _ = quantise_experts(request.getfixturevalue("wide_moe"), tmp_path, config, store)
+    spec = read_spec(path)
+    shards = shards_of(spec, [2, 1, 1], **counts)  # query heads: three shards of two KV heads
+    model = ShardedModel(path, shards, cpu_weights="exact")
+    assert_close(model.logits(TOKENS), whole_logits(path, cpu_weights="exact"))
+    for shard, own in zip(shards, model.stages[0], strict=True):
+        assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard, cpu_weights="exact")
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "cohere", "qwen2_moe", "deepseek_v3"])
+def test_adapters(family: str, tiny_model_path: PathOf, tmp_path: Path) -> None:
+    """An adapter of every matrix, over two shards and over stages of two shards."""
+    path = tiny_model_path(family)
+    spec = read_spec(path)
+    targets = () if family != "deepseek_v3" else ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj",
+                                                  "shared_experts.gate_proj", "shared_experts.down_proj")  # fmt: skip
+    adapter = open_lora(make_tiny_adapter(tmp_path / "a", path, targets=targets))
+    limits = LoraLimits(max_loras=2, max_rank=4)
+    whole = load_whole(path, lora=limits)
+    assert whole.lora is not None
+    put_lora(adapter, whole.lora, 1)
+    wanted = run([whole], TOKENS, adapter=1)
+    assert wanted is not None
+    assert (wanted - whole_logits(path)).abs().max() > 0.01, "the adapter changes something"
+    for layers in ([range(spec.num_layers)], [range(1), range(1, spec.num_layers)]):
+        stages = [shards_or_skip(path, 2, layers=own) for own in layers]
+        model = ShardedModel(path, *stages, lora=limits)
+        for stage, shards in zip(model.stages, stages, strict=True):
+            for own, shard in zip(stage, shards, strict=True):
+                assert own.lora is not None
+                put_lora(adapter, own.lora, 1)
+                assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard, lora=limits)
+        assert_close(model.logits(TOKENS, adapter=1), wanted)
+        assert_close(model.logits(TOKENS), whole_logits(path))
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_no_shard_uses(tiny_model_path: PathOf, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_model_path("llama"), path)
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, "model.layers.1.extra.weight": torch.zeros(3)}, path / "model.safetensors")
+    stages = [shards_or_skip(path, 2, layers=range(layer, layer + 1)) for layer in (0, 1)]
+    with pytest.raises(CorruptModel, match=r"holds 1 tensors that Llama.*extra"):
+        ShardedModel(path, *stages)
+
+
+def test_a_matrix_of_another_size_is_named_before_it_is_cut(tiny_model_path: PathOf, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_model_path("llama"), path)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, path / "model.safetensors")
+    with pytest.raises(CorruptModel, match=r"layers.1.mlp.down_proj has shape \[64, 95\]"):
+        ShardedModel(path, shards_or_skip(path, 2))
+
+
+def test_experts_that_can_only_be_given_whole(tiny_model_path: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_model_path("mixtral")
+    shards = shards_or_skip(path, 2)
+    monkeypatch.setattr("localllm.models.weights.weights.Weights.widened_experts", lambda *_: None)
+    with pytest.raises(UnsupportedOption, match="no expert can be split") as caught:
+        load_whole(path, shard=shards[0])
+    assert "--enable-expert-parallel" in str(caught.value.hint)
+
+
+def test_models_that_run_on_one_device(tiny_model_path: PathOf) -> None:
+    path = tiny_model_path("llama")
+    shards = shards_or_skip(path, 2)
+    from dataclasses import replace
+
+    for spec in (replace(read_spec(path), implementation="transformers"), replace(read_spec(path), task="embed")):
+        for call in (load_model, resident_bytes):
+            with pytest.raises(UnsupportedOption, match="--tensor-parallel-size"):
+                call(path, spec, CPU, torch.float32, shard=shards[0])
+
+
+def test_a_shard_needs_a_head(tiny_model_path: PathOf) -> None:
+    with pytest.raises(ValueError, match="needs a head"):
+        shards_of(read_spec(tiny_model_path("llama")), [0, 2])
+
+
+def test_a_failed_shard_ends_the_others() -> None:
+    threads = Threads(2)
+    first, second = threads.members()
+
+    def fail() -> None:
+        raise RuntimeError("one has failed")
+
+    with pytest.raises(RuntimeError, match="one has failed"):
+        threads.run([lambda: first.sum_(torch.zeros(1)), fail])  # type: ignore[list-item]
+    assert second.index == 1

@@ -1,0 +1,81 @@
+"""The runners of all shards as one `Runner`: every call goes to each of them, in a thread of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from localllm.engine.step import PendingStep, RunnerStats, StepPlan, StepResult, TokenMasks
+from localllm.models.architectures.decoder import DecoderModel
+from localllm.runner.kv_cache import KVCache
+from localllm.runner.runner import TorchRunner
+from tests.threads import Threads
+
+T = TypeVar("T")
+
+
+class ShardRunner:
+    """Calls the runners of one stage together. The answers are the first shard's."""
+
+    def __init__(
+        self, models: Sequence[DecoderModel], threads: Threads, *, num_blocks: int, block_size: int, **sizes: Any
+    ) -> None:
+        self._threads = threads
+        cpu = torch.device("cpu")
+        self.runners = [
+            TorchRunner(
+                model,
+                model.spec,
+                KVCache(model.spec, num_blocks, block_size, cpu, torch.float32),
+                block_size=block_size,
+                device=cpu,
+                group=member,
+                **sizes,
+            )
+            for model, member in zip(models, threads.members(), strict=True)
+        ]
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.vocab_size = self.runners[0].vocab_size
+
+    def forward(self, plan: StepPlan) -> None:
+        self._each(lambda runner: runner.forward(plan))
+
+    def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> PendingStep:
+        return PendingSteps(self._each(lambda runner: runner.sample(plan, masks)))
+
+    def warm_up(self) -> None:
+        self._each(lambda runner: runner.warm_up())
+
+    def use_idle_time(self) -> bool:
+        answers = self._each(lambda runner: runner.use_idle_time())
+        assert len(set(answers)) == 1, answers
+        return answers[0]
+
+    def stats(self) -> RunnerStats:
+        return self.runners[0].stats()
+
+    def reset(self) -> None:
+        self._each(lambda runner: runner.reset())
+
+    def close(self) -> None:
+        self._each(lambda runner: runner.close())
+
+    def _each(self, call: Callable[[TorchRunner], T]) -> list[T]:
+        return self._threads.run([lambda runner=runner: call(runner) for runner in self.runners])
+
+
+class PendingSteps:
+    """The same step on every shard. All know the same ids, but for rows in error."""
+
+    def __init__(self, steps: Sequence[PendingStep]) -> None:
+        self._steps = steps
+
+    def result(self) -> StepResult:
+        first, *others = [step.result() for step in self._steps]
+        for other in others:
+            for mine, theirs in zip(first.rows, other.rows, strict=True):
+                assert mine.error is not None or mine.token_ids == theirs.token_ids
+                assert theirs.prompt_logprobs == theirs.logprobs == ()
+        return first

@@ -1,0 +1,169 @@
+"""Runners of shards against the runner of the whole model: tokens, log-probabilities, errors, graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.engine.params import SamplingParams
+from localllm.engine.step import RowResult, TokenLogprobs, TokenMasks
+from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.runner.host_steps import HostSteps
+from localllm.runner.kv_cache import KVCache
+from localllm.runner.readback import NOT_A_NUMBER, NOTHING_LEFT
+from localllm.runner.runner import TorchRunner
+from tests.models.sharded import ShardedModel, even_shards
+from tests.runner.desk import GREEDY, WAYS, Desk
+from tests.runner.shards import ShardRunner
+
+BLOCK, NUM_BLOCKS, MAX_LEN = 8, 120, 96
+CPU = torch.device("cpu")
+PROMPT = [(i * 37 + 11) % 500 for i in range(45)]
+OTHER = [(i * 101 + 5) % 500 for i in range(23)]
+SAMPLED = SamplingParams(seed=5, temperature=1.2, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.5)
+SCORED = SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2)
+BIASED = SamplingParams(seed=3, temperature=0.8, logit_bias={7: 3.0}, min_tokens=4, stop_token_ids=[9], logprobs=1)
+SIZES: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 128, "max_model_len": MAX_LEN}
+
+
+@pytest.fixture(scope="module")
+def sharded(tiny_llama_path: Path) -> dict[int, ShardedModel]:
+    """Two shards, and four, which are more than there are KV heads."""
+    shards = {size: even_shards(tiny_llama_path, size) for size in (2, 4)}
+    return {size: ShardedModel(tiny_llama_path, own) for size, own in shards.items() if own is not None}
+
+
+def shard_desk(model: ShardedModel, **way: Any) -> Desk:
+    runner = ShardRunner(model.stages[0], model.threads[0], num_blocks=NUM_BLOCKS, block_size=BLOCK, **SIZES, **way)
+    while runner.use_idle_time():
+        pass
+    return Desk(runner)
+
+
+def whole_desk(model: DecoderModel, spec: ModelSpec) -> Desk:
+    cache = KVCache(spec, NUM_BLOCKS, BLOCK, CPU, torch.float32)
+    return Desk(TorchRunner(model, spec, cache, block_size=BLOCK, device=CPU, **SIZES))
+
+
+def mixed_rows(desk: Desk) -> tuple[list[list[int]], list[list[RowResult]]]:
+    """Run requests of all kinds at two steps in flight, one of them in chunks beside the others' single tokens."""
+    a, b = desk.enter("a", 4, PROMPT, SAMPLED), desk.enter("b", 1, OTHER, SCORED)
+    c, d = desk.enter("c", 2, [9, 10], BIASED), desk.enter("d", 0, OTHER[:9], GREEDY)
+    flight = [desk.launch((a, 20), (c, 2), (b, 11), (d, 9))]
+    for work in ([(b, 12), (a, 25), (c, 1), (d, 1)], *[[(c, 1), (a, 1), (b, 1), (d, 1)]] * 7):
+        flight.append(desk.launch(*work))
+        if len(flight) == 2:
+            desk.settle(flight.pop(0))
+    while flight:
+        desk.settle(flight.pop(0))
+    rows = (a, b, c, d)
+    return [row.output for row in rows], [row.results for row in rows]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_and_logprobs_are_those_of_the_whole_model(
+    way: str, size: int, sharded: dict[int, ShardedModel], model: DecoderModel, spec: ModelSpec
+) -> None:
+    outputs, results = mixed_rows(shard_desk(sharded[size], **WAYS[way]))
+    wanted, wanted_results = mixed_rows(whole_desk(model, spec))
+    assert outputs == wanted
+    for row, whole in zip(results, wanted_results, strict=True):
+        for mine, theirs in zip(row, whole, strict=True):
+            assert_same(mine.logprobs, theirs.logprobs)
+            assert_same(mine.prompt_logprobs, theirs.prompt_logprobs)
+    assert sum(len(result.prompt_logprobs) for result in results[1]) == len(OTHER) - 1
+
+
+def assert_same(ours: tuple[TokenLogprobs, ...], theirs: tuple[TokenLogprobs, ...]) -> None:
+    assert [list(entry.token_ids) for entry in ours] == [list(entry.token_ids) for entry in theirs]
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert mine.rank == wanted.rank
+        assert list(mine.logprobs) == pytest.approx(list(wanted.logprobs), abs=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_masks_reach_the_shard_that_draws(way: str, sharded: dict[int, ShardedModel]) -> None:
+    desk = shard_desk(sharded[2], **WAYS[way])
+    rows = desk.enter("a", 1, PROMPT), desk.enter("b", 0, OTHER, SAMPLED)
+    bits = np.zeros((1, 16), np.int32)
+    bits[0, 300 // 32] = 1 << (300 % 32)
+    desk.step((rows[0], 45), (rows[1], 23), masks=TokenMasks((1,), bits))
+    assert rows[1].output == [300]
+    desk.step((rows[0], 1), (rows[1], 1))
+    assert len(rows[0].output) == 2
+
+
+def test_only_the_first_shard_keeps_what_sampling_needs(sharded: dict[int, ShardedModel]) -> None:
+    first, second = shard_desk(sharded[2], capture=WAYS["replayed"]["capture"]).runner.runners  # type: ignore[attr-defined]
+    assert first._sampling.tables is not None
+    assert first._steps._logits.numel() > 0
+    assert second._sampling.tables is None
+    assert second._steps._logits is None
+    assert first.stats().captured_graphs == second.stats().captured_graphs > 0
+
+
+def test_warm_up_makes_the_same_calls_on_all_shards(sharded: dict[int, ShardedModel]) -> None:
+    desk = shard_desk(sharded[2], **WAYS["replayed"])
+    desk.runner.warm_up()  # type: ignore[attr-defined]
+
+
+def test_rows_in_error_do_not_part_the_shards(
+    sharded: dict[int, ShardedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in one row, and a mask that leaves nothing in another: the third is not affected, and all go on."""
+    model = sharded[2]
+    compute = model.stages[0][0].compute_logits
+
+    def poisoned(hidden: Tensor) -> Tensor | None:
+        logits = compute(hidden)
+        assert logits is not None
+        logits[0] = torch.nan
+        return logits
+
+    desk = shard_desk(model)
+    rows = [desk.enter(name, slot, OTHER[slot:]) for slot, name in enumerate("abc")]
+    with monkeypatch.context() as patch:
+        patch.setattr(model.stages[0][0], "compute_logits", poisoned)
+        result = desk.step(
+            *((row, len(row.tokens)) for row in rows), masks=TokenMasks((1,), np.zeros((1, 16), np.int32))
+        )
+    assert [row.error for row in result.rows] == [NOT_A_NUMBER, NOTHING_LEFT, None]
+    desk.leave(rows[0])
+    desk.leave(rows[1])
+    assert desk.generate(rows[2], 3) == desk_alone(sharded[2], OTHER[2:], 4)[1:]
+
+
+def desk_alone(model: ShardedModel, prompt: list[int], count: int) -> list[int]:
+    desk = shard_desk(model)
+    return desk.generate(desk.enter("alone", 0, prompt), count)
+
+
+def test_a_stage_that_does_not_sample(tiny_llama_path: Path) -> None:
+    """Its rows come back without tokens, and its next step may run."""
+    shards = even_shards(tiny_llama_path, 1, layers=range(1))
+    assert shards is not None
+    model = ShardedModel(tiny_llama_path, shards, [*(even_shards(tiny_llama_path, 1, layers=range(1, 2)) or ())])
+    (first,) = model.stages[0]
+    cache = KVCache(first.spec, NUM_BLOCKS, BLOCK, CPU, torch.float32)
+    for way in WAYS.values():
+        runner = TorchRunner(first, first.spec, cache, block_size=BLOCK, device=CPU, samples=False, **SIZES, **way)
+        runner.warm_up()
+        desk = Desk(runner)
+        row = desk.enter("a", 0, OTHER, SCORED)
+        desk.step((row, len(OTHER)))
+        desk.step((row, 1))
+        assert row.results == [RowResult(), RowResult()]
+
+
+def test_one_shard_has_no_exchange(model: DecoderModel, spec: ModelSpec) -> None:
+    runner = whole_desk(model, spec).runner
+    assert isinstance(runner, TorchRunner)
+    assert isinstance(runner._steps, HostSteps)
+    assert runner._steps._exchange is None
