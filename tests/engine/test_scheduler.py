@@ -36,6 +36,7 @@ class EngineWalk(RuleBasedStateMachine):
 
     @initialize(
         depth=st.sampled_from([1, 2, 3]),
+        stages=st.sampled_from([(1, 0), (1, 0), (2, 0), (2, 1), (3, 0)]),
         num_blocks=st.sampled_from([9, 14, 40]),
         budget=st.sampled_from([5, 16, 64]),
         cap=st.sampled_from([0, 2, 7]),
@@ -44,9 +45,11 @@ class EngineWalk(RuleBasedStateMachine):
         drafts=st.booleans(),
         reserve=st.sampled_from([0.0, 0.6, 1.0]),
     )
-    def build(self, depth, num_blocks, budget, cap, policy, caching, drafts, reserve):
+    def build(self, depth, stages, num_blocks, budget, cap, policy, caching, drafts, reserve):
         self.engine = make_engine(
             depth=depth,
+            num_stages=stages[0],
+            num_extra_cohorts=stages[1],
             num_blocks=num_blocks,
             drafter=last_tokens_again if drafts else None,
             vocab_size=4,  # so that guesses are often right and stops often hit
@@ -123,16 +126,18 @@ TestEngineWalk = EngineWalk.TestCase
 @given(
     seed=st.integers(0, 10_000),
     depth=st.sampled_from([1, 2, 3]),
+    stages=st.sampled_from([1, 1, 2, 4]),
     budget=st.sampled_from([3, 8, 64]),
     num_blocks=st.sampled_from([12, 20, 80]),
     caching=st.booleans(),
     drafts=st.booleans(),
 )
-def test_output_never_depends_on_how_it_was_scheduled(seed, depth, budget, num_blocks, caching, drafts):
-    """I21, I22: chunk size, neighbours, prefix cache, preemption, depth, drafts and grammars leave no trace."""
+def test_output_never_depends_on_how_it_was_scheduled(seed, depth, stages, budget, num_blocks, caching, drafts):
+    """I21, I22: chunk size, neighbours, prefix cache, preemption, depth, stages, drafts and grammars leave no trace."""
     rng = random.Random(seed)
     engine = make_engine(
         depth=depth,
+        num_stages=stages,
         num_blocks=num_blocks,
         drafter=last_tokens_again if drafts else None,
         vocab_size=5,
@@ -497,13 +502,47 @@ def test_stop_token_at_depth_two_wastes_one_row_and_shows_nothing_of_it():
     assert len(engine.plans) == 5
 
 
-def test_a_drafter_drops_to_depth_one_visibly():
+def test_steps_that_wait_for_a_drafter_are_counted():
     engine = make_engine(depth=2, drafter=lambda request: ())
     engine.add("r", [1, 2, 3], max_tokens=6)
     engine.run()
-    stats = engine.loop.stats()
-    assert stats.degraded_steps >= 5
+    assert engine.loop.stats().degraded_steps == 5  # all but the first
     assert engine.tokens["r"] == expected_output([1, 2, 3], 6)
+
+
+def test_a_request_that_must_see_its_tokens_waits_alone():
+    engine = make_engine(depth=2, long_prefill_token_threshold=4)
+    engine.add("waits", [1, 2, 3], max_tokens=4).most_unseen = 0
+    engine.add("free", [4, 5, 6], max_tokens=8)
+    engine.run()
+    rows = [{row.request_id for row in plan.rows} for plan in engine.plans]
+    assert rows == [{"waits", "free"}, {"free"}] * 4
+    assert engine.scheduler.recorder.degraded_steps == 0
+    assert engine.tokens == {"waits": expected_output([1, 2, 3], 4), "free": expected_output([4, 5, 6], 8)}
+
+
+def test_a_prompt_beside_a_request_that_waits_gets_the_share_of_a_step_with_decodes():
+    engine = make_engine(depth=2, long_prefill_token_threshold=4)
+    engine.add("waits", [1, 2, 3], max_tokens=8).most_unseen = 0
+    engine.loop.step()
+    engine.add("prompt", list(range(10)), max_tokens=1)
+    engine.run()
+    chunks = [row.num_scheduled_tokens for plan in engine.plans for row in plan.rows if row.request_id == "prompt"]
+    assert chunks == [4, 4, 2]
+
+
+def test_a_grammar_settles_only_steps_of_its_own_requests():
+    """The first token of a prompt needs no other request's token."""
+    engine = make_engine(depth=2)
+    engine.add("plain", [1, 2, 3], max_tokens=4)
+    engine.loop.step()
+    engine.add("grammar", [4, 5, 6], max_tokens=4, grammar=EveryOther(9))
+    calls = []
+    sample, settle = engine.runner.sample, engine.loop._settle
+    engine.runner.sample = lambda plan, masks: (calls.append(plan.step_id), sample(plan, masks))[1]
+    engine.loop._settle = lambda: (calls.append("settle"), settle())[1]
+    engine.run()
+    assert calls[:4] == [2, "settle", "settle", 3]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
