@@ -222,10 +222,11 @@ class DeviceSteps:
         """Record one more part of a shape. Return False when nothing is left to record.
 
         Requests often arrive in groups, so nothing is recorded right after a step: the next one would have to wait.
+        Shards record together, so that the caller of all of them decides when.
         """
         if self._graphs is None or self._graphs.is_complete:
             return False
-        if time.monotonic() - self._last_step_s < QUIET_S:
+        if self._exchange is None and time.monotonic() - self._last_step_s < QUIET_S:
             time.sleep(PAUSE_S)
             return True
         with self._uncounted():

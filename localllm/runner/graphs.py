@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from localllm.errors import DeviceLost
+from localllm.models.layers.group import Group
 from localllm.runner.device_memory import CaptureFailed, record
 from localllm.runner.staging import StepShape
 
@@ -56,8 +57,12 @@ class CudaCapture:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
+    def has_memory(self) -> bool:
+        """Return whether there is memory for another graph."""
+        return bool(torch.cuda.mem_get_info(self._device)[0] >= LEAST_FREE_BYTES)
+
     def __call__(self, step: Callable[[], None]) -> Replay:
-        if torch.cuda.mem_get_info(self._device)[0] < LEAST_FREE_BYTES:
+        if not self.has_memory():
             raise torch.OutOfMemoryError("too little memory for another graph")
         graph = torch.cuda.CUDAGraph()
         try:
@@ -81,6 +86,28 @@ class CudaCapture:
                 f"During the capture of a CUDA graph: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
                 "Start again with localllm up; --enforce-eager runs without CUDA graphs.",
             ) from lost
+
+
+class MeasuredCapture(Capture, Protocol):
+    def has_memory(self) -> bool: ...
+
+
+class AgreedCapture:
+    """Records a step only if every rank of a group has memory for it.
+
+    The ranks exchange tensors within a step, so that all of them must record the same steps in the same order, and
+    stop at the same one.
+    """
+
+    def __init__(self, capture: MeasuredCapture, group: Group, device: torch.device) -> None:
+        """group: all ranks that exchange tensors, of all pipeline stages."""
+        self._capture, self._group, self._device = capture, group, device
+
+    def __call__(self, step: Callable[[], None]) -> Replay:
+        ready = torch.full((1,), float(self._capture.has_memory()), device=self._device)
+        if int(self._group.sum_(ready).item()) < self._group.size:
+            raise torch.OutOfMemoryError("a rank has too little memory for another graph")
+        return self._capture(step)
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,10 +22,11 @@ from localllm.kernels.launch import LaunchOptions
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
 from localllm.models.inputs import CausalModel
+from localllm.models.layers.group import Group
 from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.device_memory import empty_cache, make_current
-from localllm.runner.graphs import CudaCapture
+from localllm.runner.graphs import AgreedCapture, Capture, CudaCapture
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from localllm.units import format_bytes
@@ -37,6 +38,15 @@ TRIES = 3  # attempts to find a KV cache size that fits while other programs tak
 UNKIND = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)  # these need the most memory for sampling
 
 ReportDetail = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """The place of a rank among the others of its model."""
+
+    group: Group  # the shards of its pipeline stage
+    world: Group  # the ranks of all stages
+    samples: bool  # whether its stage is the last one
 
 
 def open_runner(
@@ -58,13 +68,25 @@ def open_runner(
         measured = measure(model, spec, plan, device, held_before, launch_options, config.enable_prompt_embeds)
         plan = replan(spec, config, plan, hardware, measured)
     kv, plan = _allocate(spec, config, plan, hardware, device, held_before)
+    return open_on(kv, model, spec, config, plan, report), plan
+
+
+def open_on(
+    kv: KVCache, model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, report: ReportDetail,
+    parallel: Parallel | None = None,
+) -> TorchRunner:  # fmt: skip
+    """Return a runner over a KV cache, warmed up. spec: with the sizes that this rank holds. Raises `DoesNotFit`."""
+    device = torch.device(plan.device)
     recorded = device.type == "cuda" and not config.enforce_eager and getattr(model, "capturable", True)
-    capture = CudaCapture(device) if recorded else None
-    runner = _runner(model, spec, plan, kv, device, capture, launch_options)
+    capture: Capture | None = CudaCapture(device) if recorded else None
+    if isinstance(capture, CudaCapture) and parallel is not None:
+        capture = AgreedCapture(capture, parallel.world, device)
+    options = LaunchOptions(deterministic=config.deterministic)
+    runner = _runner(model, spec, plan, kv, device, capture, options, parallel)
     if capture is not None:
         report("capturing CUDA graphs")
     try:
-        runner.warm_up(CAPTURE_S)
+        runner.warm_up(CAPTURE_S if parallel is None else 0.0)  # ranks would record unlike numbers in the same time
     except torch.OutOfMemoryError as error:
         runner.close()
         raise DoesNotFit(
@@ -72,7 +94,7 @@ def open_runner(
             f"{format_bytes(plan.graph_bytes)} were reserved for them. {str(error).splitlines()[0]}",
             "--enforce-eager runs without CUDA graphs; a lower --gpu-memory-utilization leaves more memory.",
         ) from error
-    return runner, plan
+    return runner
 
 
 def replan(
@@ -92,15 +114,18 @@ def replan(
 
 def measure(
     model: CausalModel, spec: ModelSpec, plan: MemoryPlan, device: torch.device, held_before: int,
-    launch_options: LaunchOptions, prompt_embeds: bool = False,
+    launch_options: LaunchOptions, prompt_embeds: bool = False, parallel: Parallel | None = None,
 ) -> Measured:  # fmt: skip
-    """Run the largest prefill step and the largest decode step over a small KV cache, and read the allocator's peak."""
+    """Run the largest prefill step and the largest decode step over a small KV cache, and read the allocator's peak.
+
+    spec: with the sizes that this rank holds. All ranks of a model must call this at once.
+    """
     allocated = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     tokens = min(plan.max_num_batched_tokens, plan.max_model_len)
     num_blocks = 2 + max(-(-tokens // plan.block_size), plan.max_num_seqs)
     kv = KVCache(spec, num_blocks, plan.block_size, device, getattr(torch, plan.kv_dtype))
-    runner = _runner(model, spec, plan, kv, device, None, launch_options)
+    runner = _runner(model, spec, plan, kv, device, None, launch_options, parallel)
     embeds = torch.zeros(tokens, spec.hidden_size, dtype=getattr(torch, plan.dtype)) if prompt_embeds else None
     for step in largest_steps(plan, tokens, None if embeds is None else PromptEmbedsTensor(embeds, "")):
         runner.forward(step)
@@ -164,7 +189,7 @@ def _plan_for_free_memory(
 
 def _runner(
     model: CausalModel, spec: ModelSpec, plan: MemoryPlan, kv: KVCache, device: torch.device,
-    capture: CudaCapture | None, launch_options: LaunchOptions,
+    capture: Capture | None, launch_options: LaunchOptions, parallel: Parallel | None,
 ) -> TorchRunner:  # fmt: skip
     return TorchRunner(
         model,
@@ -177,4 +202,6 @@ def _runner(
         device=device,
         capture=capture,
         launch_options=launch_options,
+        group=None if parallel is None else parallel.group,
+        samples=parallel is None or parallel.samples,
     )

@@ -97,8 +97,17 @@ def test_two_shards_of_every_family(family: str, tiny_model_path: PathOf) -> Non
         assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard)
 
 
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("family", [f if f in THOROUGH else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
+OFTEN = [*((family, 4) for family in THOROUGH), ("yi", 3), ("gptj", 3), ("bloom", 3), ("deepseek_v3", 3)]
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        pytest.param(family, size, marks=[] if (family, size) in OFTEN else pytest.mark.slow)
+        for family in FAMILIES
+        for size in (3, 4)
+    ],
+)
 def test_more_shards(family: str, size: int, tiny_model_path: PathOf) -> None:
     """Most families have fewer KV heads than four, which are then repeated."""
     path = tiny_model_path(family)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from localllm.engine.step import PendingStep, RunnerStats, StepPlan, StepResult, TokenMasks
-from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from tests.threads import Threads
@@ -20,21 +20,30 @@ class ShardRunner:
     """Calls the runners of one stage together. The answers are the first shard's."""
 
     def __init__(
-        self, models: Sequence[DecoderModel], threads: Threads, *, num_blocks: int, block_size: int, **sizes: Any
-    ) -> None:
+        self, models: Sequence[Any], threads: Threads, *, num_blocks: int, block_size: int,
+        specs: Sequence[ModelSpec] = (), each: Sequence[Mapping[str, Any]] = (), **options: Any,
+    ) -> None:  # fmt: skip
+        """specs: the sizes that each shard holds; empty: its model says so. each: further options of each runner."""
         self._threads = threads
         cpu = torch.device("cpu")
         self.runners = [
             TorchRunner(
                 model,
-                model.spec,
-                KVCache(model.spec, num_blocks, block_size, cpu, torch.float32),
+                spec,
+                KVCache(spec, num_blocks, block_size, cpu, torch.float32),
                 block_size=block_size,
                 device=cpu,
                 group=member,
-                **sizes,
+                **options,
+                **own,
             )
-            for model, member in zip(models, threads.members(), strict=True)
+            for model, spec, member, own in zip(
+                models,
+                specs or [model.spec for model in models],
+                threads.members(),
+                each or [{}] * len(models),
+                strict=True,
+            )
         ]
         self.num_blocks, self.block_size = num_blocks, block_size
         self.vocab_size = self.runners[0].vocab_size

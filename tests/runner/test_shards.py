@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.step import RowResult, TokenLogprobs, TokenMasks
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.runner.graphs import AgreedCapture
 from localllm.runner.host_steps import HostSteps
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.readback import NOT_A_NUMBER, NOTHING_LEFT
 from localllm.runner.runner import TorchRunner
+from localllm.runner.stage import StageModel
 from tests.models.sharded import ShardedModel, even_shards
-from tests.runner.desk import GREEDY, WAYS, Desk
+from tests.runner.desk import GREEDY, WAYS, Desk, run_again
 from tests.runner.shards import ShardRunner
 
 BLOCK, NUM_BLOCKS, MAX_LEN = 8, 120, 96
@@ -167,3 +170,75 @@ def test_one_shard_has_no_exchange(model: DecoderModel, spec: ModelSpec) -> None
     assert isinstance(runner, TorchRunner)
     assert isinstance(runner._steps, HostSteps)
     assert runner._steps._exchange is None
+
+
+class QueuePipe:
+    """Streams between the stages of one process, which take turns."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+
+    def send(self, stream: Tensor) -> None:
+        self.sent.append(stream.clone())
+
+    def receive(self, stream: Tensor) -> Tensor:
+        return stream.copy_(self.sent.pop(0))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_stages_of_two_shards(way: str, tiny_llama_path: Path, model: DecoderModel, spec: ModelSpec) -> None:
+    """Chunks of two prompts, and the scores and first tokens that the last stage makes of them."""
+    shards = [even_shards(tiny_llama_path, 2, layers=range(layer, layer + 1)) for layer in (0, 1)]
+    stages = ShardedModel(tiny_llama_path, *(own for own in shards if own is not None))
+    pipes = [QueuePipe() for _ in range(2)]
+    first, last = (Desk(stage_runner(stages, stage, pipes, samples=stage == 1, **WAYS[way])) for stage in (0, 1))
+    rows = []
+    for desk in (first, last, whole_desk(model, spec)):
+        a, b = desk.enter("a", 4, PROMPT, SAMPLED), desk.enter("b", 1, OTHER, SCORED)
+        for work in ([(a, 20), (b, 11)], [(b, 12), (a, 24)], [(a, 1)]):
+            desk.step(*work)
+        rows.append([a, b])
+    (silent, _), (mine, scored), (wanted, wanted_scored) = rows
+    assert silent.output == []
+    assert mine.output == wanted.output != []
+    assert scored.output == wanted_scored.output != []
+    for ours, theirs in zip(scored.results, wanted_scored.results, strict=True):
+        assert_same(ours.prompt_logprobs, theirs.prompt_logprobs)
+    assert not any(pipe.sent for pipe in pipes)
+
+
+def stage_runner(stages: ShardedModel, stage: int, pipes: list[QueuePipe], **options: Any) -> ShardRunner:
+    models = [StageModel(own, pipe) for own, pipe in zip(stages.stages[stage], pipes, strict=True)]
+    specs = [own.spec for own in stages.stages[stage]]
+    return ShardRunner(models, stages.threads[stage], specs=specs, num_blocks=NUM_BLOCKS, block_size=BLOCK, **SIZES,
+                       **options)  # fmt: skip
+
+
+class Room:
+    """A capture that runs out of memory after `count` steps."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def has_memory(self) -> bool:
+        return self.count > 0
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        self.count -= 1
+        return run_again(step)
+
+
+def test_shards_stop_recording_at_the_same_shape(sharded: dict[int, ShardedModel]) -> None:
+    """The second shard has memory for five parts only; steps go on with the shapes that both have."""
+    model = sharded[2]
+    members = model.threads[0].members()
+    captures = [AgreedCapture(Room(count), member, CPU) for count, member in zip((99, 5), members, strict=True)]
+    runner = ShardRunner(model.stages[0], model.threads[0], num_blocks=NUM_BLOCKS, block_size=BLOCK, **SIZES,
+                         each=[{"capture": capture} for capture in captures])  # fmt: skip
+    runner.warm_up()
+    while runner.use_idle_time():
+        pass
+    counts = [each.stats().captured_graphs for each in runner.runners]
+    assert counts == [2, 2]
+    desk = Desk(runner)
+    assert len(desk.generate(desk.enter("a", 0, OTHER), 4)) == 4
