@@ -7,31 +7,34 @@ Does not know: how a model is divided (models/fit), requests, what ranks compute
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
-from typing import Any, Protocol, Self
+from typing import Self
 
 from localllm.config.settings import EngineConfig
-from localllm.errors import RanksLost
+from localllm.errors import LocalLLMError, RanksLost
 from localllm.machine.hardware import Hardware
-from localllm.models.fit import MemoryPlan
+from localllm.models.fit import Measured as MeasuredMemory
+from localllm.models.fit import MemoryPlan, RankPlan
+from localllm.models.loader import check_all_used
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from localllm.models.weights.lora import LoraFile
 from localllm.models.weights.weights import Progress
 from localllm.ranks.links import Links, OnReport
-from localllm.ranks.messages import Connect, Connected, Loaded, Measured, NumBlocks, PutAdapter, Report
+from localllm.ranks.messages import Connect, Connected, Loaded, Measured, PutAdapter, Report
 from localllm.ranks.openings import Open, Opened, OpenRunner
 from localllm.ranks.progress import RankProgress
 from localllm.ranks.remote import RankRunner
 from localllm.ranks.supervisor import COMMAND, TICK_S, RankPlace, Supervisor
 from localllm.ranks.wire import Kind, encode
 from localllm.runner.executor import AdapterSlots
-from localllm.runner.opening import ReportDetail
+from localllm.runner.opening import ReportDetail, replan
 
 log = logging.getLogger(__name__)
 
@@ -43,27 +46,16 @@ TIMEOUT_S = 60.0  # of a step's result and of a collective, unless set
 OnLost = Callable[[RanksLost], None]
 
 
-class RankPlan(Protocol):
-    """The memory of one rank, in a plan for several."""
-
-    device: str
-    stage: int
-    shard: Shard
-    weights_bytes: int
-    kv_bytes: int
-    activation_bytes: int
-    graph_bytes: int
-    free_bytes: int
-    reserve_bytes: int
-    numa_node: int | None
-
-
 class RankExecutor:
     """A model on several devices, with a process for each. Implements `runner.executor.Executor`."""
 
-    def __init__(self, supervisor: Supervisor, links: Links, plan: MemoryPlan, loaded: Sequence[Loaded], timeout_s: float) -> None:
+    def __init__(
+        self, supervisor: Supervisor, links: Links, spec: ModelSpec, plan: MemoryPlan, loaded: Sequence[Loaded],
+        timeout_s: float,
+    ) -> None:  # fmt: skip
         """plan: that the weights were loaded with."""
-        self._supervisor, self._links, self._plan, self._loaded = supervisor, links, plan, loaded
+        self._supervisor, self._links, self._spec, self._plan = supervisor, links, spec, plan
+        self._loaded = loaded
         self._timeout_s = timeout_s
         self._on_host = False
 
@@ -78,7 +70,7 @@ class RankExecutor:
         on_lost: called from another thread if a rank is lost, at any time until `close`; open requests hear of it by
         themselves. timeout_s: for a step's result and for a collective. Raises what `load_model` raises, `RanksLost`.
         """
-        ranks = ranks_of(plan)
+        ranks = plan.ranks
         supervisor = Supervisor([place_of(rank) for rank in ranks], command=command, on_lost=on_lost, tick_s=tick_s)
         with ExitStack() as undo:
             undo.callback(supervisor.stop)
@@ -90,9 +82,10 @@ class RankExecutor:
             shares = [encode(Open(str(path), spec, config, plan_of(plan, rank), rank.shard)) for rank in ranks]
             asked = links.ask(Kind.OPEN, shares)
             loaded = links.answers(asked, Loaded, QUIET_S, "loading", _sum_of(progress, len(ranks)))
+            check_all_used(spec, [each.unused_tensors for each in loaded])
             supervisor.watches_beats = True
             undo.pop_all()
-        return cls(supervisor, links, plan, loaded, timeout_s)
+        return cls(supervisor, links, spec, plan, loaded, timeout_s)
 
     @property
     def weights_bytes(self) -> int:
@@ -107,7 +100,7 @@ class RankExecutor:
         self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
     ) -> int:
         """Return the bytes of one shard's weights, or of all, with the tables of another context length."""
-        ranks = [rank for rank, each in enumerate(ranks_of(self._plan)) if shard is None or each.shard == shard]
+        ranks = [rank for rank, each in enumerate(self._plan.ranks) if shard is None or each.shard == shard]
         return sum(self._bytes_of(rank, max_model_len) for rank in ranks)
 
     def _bytes_of(self, rank: int, max_model_len: int) -> int:
@@ -115,13 +108,17 @@ class RankExecutor:
         return loaded.fixed_bytes + round(loaded.table_bytes_per_token * max_model_len)
 
     def as_if_not_loaded(self, hardware: Hardware) -> Hardware:
-        held = [(each.device, self._bytes_of(rank, self._plan.max_model_len)) for rank, each in enumerate(ranks_of(self._plan))]
+        held = [
+            (each.device, self._bytes_of(rank, self._plan.max_model_len)) for rank, each in enumerate(self._plan.ranks)
+        ]
         if self._plan.device == "cpu":
             return replace(hardware, ram_available_bytes=hardware.ram_available_bytes + self.weights_bytes)
         if self._on_host:
             return hardware
         gpus = [
-            replace(gpu, free_bytes=gpu.free_bytes + sum(size for device, size in held if device == f"cuda:{gpu.index}"))
+            replace(
+                gpu, free_bytes=gpu.free_bytes + sum(size for device, size in held if device == f"cuda:{gpu.index}")
+            )
             for gpu in hardware.gpus
         ]
         return replace(hardware, gpus=tuple(gpus))
@@ -129,25 +126,56 @@ class RankExecutor:
     def open_runner(
         self, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, report: ReportDetail
     ) -> tuple[RankRunner, MemoryPlan]:
-        """Return a runner on all ranks, and the plan it was built with. Each rank measures first; the KV cache then has
-        as many blocks as the rank with the least memory can hold. Raises `DoesNotFit`, `RanksLost`."""
+        """Return a runner on all ranks, and the plan it was built with. On GPUs each rank measures first; the KV cache
+        then has as many blocks as the rank with the least memory can hold. Raises `DoesNotFit`, `RanksLost`."""
         self._supervisor.watches_beats = False  # kernels are compiled, graphs captured
-        tell = _text_of(report)
-        asked = [encode(OpenRunner(config, plan_of(plan, rank))) for rank in ranks_of(plan)]
-        seq = self._links.ask(Kind.OPEN_RUNNER, asked)
         try:
-            measured = self._links.answers(seq, Measured, QUIET_S, "measuring", tell)
-        except BaseException:
-            self._links.post(Kind.NUM_BLOCKS, [encode(NumBlocks(0))])
+            plan, opened = self._open_runners(config, plan, hardware, _text_of(report))
+        except LocalLLMError:
+            self._close_runners()
             raise
-        num_blocks = min(answer.num_blocks for answer in measured)
+        finally:
+            self._supervisor.watches_beats = True
+        self._plan = plan
+        shards = plan.ranks[0].shard.size
+        sampling = len(plan.ranks) - shards  # the first shard of the last stage
+        stages = len(plan.ranks) // shards
+        runner = RankRunner(
+            self._links, opened[sampling], num_stages=stages, sampling_rank=sampling, timeout_s=self._timeout_s
+        )
+        return runner, plan
+
+    def _open_runners(
+        self, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, tell: OnReport
+    ) -> tuple[MemoryPlan, list[Opened]]:
+        """Open a runner on each rank, in two answers: what it has measured, and what it has opened."""
+        seq = self._links.ask(
+            Kind.OPEN_RUNNER, [encode(OpenRunner(config, plan_of(plan, each))) for each in plan.ranks]
+        )
+        try:
+            measured = self._links.answers(seq, Measured | None, QUIET_S, "measuring", tell)
+            plan = self._replan(config, plan, hardware, [each for each in measured if each is not None])
+        except LocalLLMError:
+            self._links.post(Kind.ALLOCATE, [b""])
+            raise
         self._links.expect(seq)
-        self._links.post(Kind.NUM_BLOCKS, [encode(NumBlocks(num_blocks))])
+        self._links.post(Kind.ALLOCATE, [encode(plan_of(plan, each)) for each in plan.ranks])
         opened = self._links.answers(seq, Opened, QUIET_S, "opening a runner", tell)
-        self._supervisor.watches_beats = True
-        self._plan = _merged(plan, opened)
-        sampling = sampling_rank(ranks_of(plan))
-        return RankRunner(self._links, opened[sampling], sampling_rank=sampling, timeout_s=self._timeout_s), self._plan
+        notes = dict.fromkeys((*plan.notes, *(note for each in opened for note in each.plan.notes)))
+        return replace(plan, notes=tuple(notes)), opened
+
+    def _replan(
+        self, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, measured: Sequence[Measured]
+    ) -> MemoryPlan:
+        """Return the plan made from what all ranks have measured; on a CPU nothing is."""
+        if not measured:
+            return plan
+        memory = [MeasuredMemory(each.weights_bytes, each.activation_bytes, each.comm_bytes) for each in measured]
+        return replan(self._spec, config, plan, hardware, memory)
+
+    def _close_runners(self) -> None:
+        with contextlib.suppress(RanksLost):
+            self._links.call(Kind.CLOSE_RUNNER, None, type(None), QUIET_S)
 
     def move_to_host(self) -> None:
         self._links.call(Kind.SLEEP, None, int, QUIET_S)
@@ -182,18 +210,12 @@ class RankSlots:
         self._links.call(Kind.ADAPTER, PutAdapter(slot, str(lora.path)), type(None), self._timeout_s)
 
 
-def ranks_of(plan: MemoryPlan) -> Sequence[RankPlan]:
-    ranks: Sequence[RankPlan] = getattr(plan, "ranks")  # noqa: B009
-    return ranks
-
-
 def plan_of(whole: MemoryPlan, rank: RankPlan) -> MemoryPlan:
     """Return the memory plan of one rank alone."""
-    alone: dict[str, Any] = {"ranks": ()}
     return replace(
         whole, device=rank.device, weights_bytes=rank.weights_bytes, kv_bytes=rank.kv_bytes,
-        activation_bytes=rank.activation_bytes, graph_bytes=rank.graph_bytes, free_bytes=rank.free_bytes,
-        reserve_bytes=rank.reserve_bytes, **alone,
+        activation_bytes=rank.activation_bytes, graph_bytes=rank.graph_bytes, comm_bytes=rank.comm_bytes,
+        free_bytes=rank.free_bytes, reserve_bytes=rank.reserve_bytes, ranks=(),
     )  # fmt: skip
 
 
@@ -201,27 +223,11 @@ def place_of(rank: RankPlan) -> RankPlace:
     return RankPlace(rank.device, -1 if rank.numa_node is None else rank.numa_node)
 
 
-def sampling_rank(ranks: Sequence[RankPlan]) -> int:
-    """Return the rank that draws the tokens: the first shard of the last stage."""
-    return len(ranks) - ranks[-1].shard.size
-
-
 def _connect(ranks: Sequence[RankPlan], folder: Path, timeout_s: float) -> Connect:
     devices = [rank.device for rank in ranks]
     shares_device = len(set(devices)) < len(devices)
     shards = ranks[0].shard.size
     return Connect(str(folder), timeout_s, shards, len(ranks) // shards, devices, "gloo" if shares_device else "")
-
-
-def _merged(plan: MemoryPlan, opened: Sequence[Opened]) -> MemoryPlan:
-    """Return the plan with what the ranks have really opened."""
-    plans = [answer.plan for answer in opened]
-    notes = dict.fromkeys(note for each in plans for note in each.notes)
-    return replace(
-        plan, num_blocks=opened[0].num_blocks, kv_bytes=sum(each.kv_bytes for each in plans),
-        weights_bytes=sum(each.weights_bytes for each in plans), is_measured=plans[0].is_measured,
-        activation_bytes=max(each.activation_bytes for each in plans), notes=tuple(notes),
-    )  # fmt: skip
 
 
 def _sum_of(progress: Progress, size: int) -> OnReport:

@@ -11,12 +11,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from localllm.ranks.messages import Connect
 
 MOST_SENDS = 2
 """Sends to the next stage that may be under way: as many as steps are in flight between two stages."""
@@ -99,18 +102,19 @@ class Pipe:
 
 
 class World:
-    """All ranks of a model: `shards` per stage, rank = stage x shards + shard."""
+    """All ranks of a model, and this one's place among them: rank = stage x shards + shard."""
 
-    def __init__(self, rank: int, shards: int, stages: int, folder: Path, device: torch.device, timeout_s: float) -> None:
-        self._rank, self._shards, self._stages = rank, shards, stages
-        self._folder, self._device, self._timeout = folder, device, timedelta(seconds=timeout_s)
+    def __init__(self, rank: int, asked: Connect, device: torch.device) -> None:
+        self._rank, self._shards, self.num_stages = rank, asked.shards, asked.stages
+        self._folder, self._device, self._timeout = Path(asked.folder), device, timedelta(seconds=asked.timeout_s)
+        self._backend = asked.backend or ("nccl" if device.type == "cuda" else "gloo")
         self._times = 0
-        self.stage, self.shard = divmod(rank, shards)
-        self.group, self.pipe = self._connect()
+        self._stage, self._shard = divmod(rank, asked.shards)
+        self.group, self.everyone, self.pipe = self._connect()
 
     @property
-    def size(self) -> int:
-        return self._shards * self._stages
+    def is_last_stage(self) -> bool:
+        return self._stage + 1 == self.num_stages
 
     def measure_s(self) -> float:
         """Return the seconds of one small all-reduce among the shards, after one that connects them."""
@@ -129,33 +133,31 @@ class World:
 
     def reconnect(self) -> None:
         """Connect again, under the objects that layers hold."""
-        group, pipe = self._connect()
+        group, everyone, self.pipe = self._connect()
         self.group.reconnect(group)
-        self.pipe = pipe
+        self.everyone.reconnect(everyone)
 
-    def _connect(self) -> tuple[ProcessGroup, Pipe]:
+    def _connect(self) -> tuple[ProcessGroup, ProcessGroup, Pipe]:
         """Every rank makes all groups, its own and the others', in the same order."""
         self._times += 1
-        store = dist.FileStore(str(self._folder / f"store-{self._times}"), self.size)
-        dist.init_process_group(
-            backend_of(self._device), store=store, rank=self._rank, world_size=self.size, timeout=self._timeout
-        )
-        stages = [[stage * self._shards + shard for shard in range(self._shards)] for stage in range(self._stages)]
-        layers = [self._new(ranks) for ranks in stages]
-        ids = [self._new(ranks) for ranks in stages] if self._device.type == "cuda" else layers
-        borders = [[self._new([a, b]) for a, b in zip(*pair, strict=True)] for pair in zip(stages, stages[1:], strict=False)]
-        own = [border[self.shard] for border in borders]
-        before = own[self.stage - 1] if self.stage else None
-        after = own[self.stage] if self.stage + 1 < self._stages else None
-        return ProcessGroup(layers[self.stage], ids[self.stage], self._shards, self.shard), Pipe(before, after)
+        size = self._shards * self.num_stages
+        store = dist.FileStore(str(self._folder / f"store-{self._times}"), size)
+        dist.init_process_group(self._backend, store=store, rank=self._rank, world_size=size, timeout=self._timeout)
+        stages = [[stage * self._shards + shard for shard in range(self._shards)] for stage in range(self.num_stages)]
+        shards = [self._new(ranks) for ranks in stages]
+        ids = [self._new(ranks) for ranks in stages] if self._backend == "nccl" else shards
+        group = ProcessGroup(shards[self._stage], ids[self._stage], self._shards, self._shard)
+        everyone = ProcessGroup(dist.group.WORLD, dist.group.WORLD, size, self._rank)
+        return group, everyone, self._connect_stages(stages)
+
+    def _connect_stages(self, stages: list[list[int]]) -> Pipe:
+        borders = [[self._new([a, b]) for a, b in zip(*pair, strict=True)] for pair in pairwise(stages)]
+        own = [border[self._shard] for border in borders]
+        before = own[self._stage - 1] if self._stage else None
+        return Pipe(before, None if self.is_last_stage else own[self._stage])
 
     def _new(self, ranks: list[int]) -> Any:
         return dist.new_group(ranks, timeout=self._timeout)
-
-
-def backend_of(device: torch.device) -> str:
-    """Return torch.distributed's backend for a device, or `device:index` of it that another rank uses too."""
-    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _padded(x: Tensor, size: int) -> Tensor:

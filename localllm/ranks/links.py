@@ -29,6 +29,7 @@ OnReport = Callable[[int, Report], None]
 Lose = Callable[[str, str], RanksLost]
 """Function that declares the group lost: what happened, and why."""
 
+
 def ignore(rank: int, report: Report) -> None:
     """Do nothing with a report."""
 
@@ -115,9 +116,7 @@ class Links:
         """Send a record that every rank will answer, and return its number. payloads: by rank, or one for all."""
         return self.post(kind, payloads, range(self.size))
 
-    def answers(
-        self, seq: int, answer: type[T], timeout_s: float, doing: str, on_report: OnReport = ignore
-    ) -> list[T]:
+    def answers(self, seq: int, answer: type[T], timeout_s: float, doing: str, on_report: OnReport = ignore) -> list[T]:
         """Return the answers of all ranks to a record; 0: their first ones. doing: for errors."""
         self._on_report[seq] = on_report
         try:

@@ -37,19 +37,16 @@ class Loaded(msgspec.Struct, frozen=True):
 
     fixed_bytes: int
     table_bytes_per_token: float
+    unused_tensors: frozenset[str] = frozenset()  # of the checkpoint; another rank may use them
     max_loras: int | None = None  # None: loaded without memory for adapters
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """MEASURED: the KV blocks that this rank can hold."""
+    """MEASURED: memory of a rank's weights and of its largest step, besides the KV cache."""
 
-    num_blocks: int
-
-
-class NumBlocks(msgspec.Struct, frozen=True):
-    """NUM_BLOCKS: the blocks that every rank can hold."""
-
-    num_blocks: int
+    weights_bytes: int
+    activation_bytes: int
+    comm_bytes: int | None = None
 
 
 class PutAdapter(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ class Open(msgspec.Struct, frozen=True):
 
 
 class OpenRunner(msgspec.Struct, frozen=True):
-    """OPEN_RUNNER: measure, and answer with `Measured`; NUM_BLOCKS follows, and then the answer is `Opened`."""
+    """OPEN_RUNNER: answer with `Measured`, or None on a CPU. ALLOCATE follows with a plan, and the answer is `Opened`."""
 
     config: EngineConfig
     plan: MemoryPlan

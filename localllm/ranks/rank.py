@@ -22,14 +22,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from localllm.engine.step import PendingStep, Runner, RunnerStats, StepPlan
 from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.machine.processes import bind_to_node, end_with_parent
 from localllm.ranks.channel import Channel
 from localllm.ranks.messages import (
-    Connect, Connected, Failure, Idle, Loaded, Log, Measured, NumBlocks, PutAdapter, Report,
+    Connect,
+    Connected,
+    Failure,
+    Idle,
+    Loaded,
+    Log,
+    Measured,
+    PutAdapter,
+    Report,
 )  # fmt: skip
 from localllm.ranks.progress import ANSWERED, FORWARDED_NS, HELD_BYTES, LAUNCHED, STEP_NS, ProgressTable
 from localllm.ranks.wire import Answer, BadRecord, Kind, Record, decode, decode_plan, decode_sample, encode
@@ -41,8 +49,9 @@ LINGER_S = 5.0  # after an error that ends the rank, for the server to read it
 STATS_S = 0.1  # between two answers that carry the runner's counts
 
 Tell = Callable[[Report], None]
-Agree = Callable[[int], int]
-"""Function that takes the KV blocks which this rank can hold and returns those which all ranks can hold."""
+Agree = Callable[[Measured | None], bytes]
+"""Function that takes what this rank has measured and returns the memory plan that fits all ranks.
+Raises `DoesNotFit` if another rank has refused."""
 
 
 class OpenedRunner(Runner, Protocol):
@@ -74,11 +83,18 @@ class Rank:
     """The state of a rank between two records."""
 
     def __init__(
-        self, number: int, channel: Channel, table: ProgressTable, share: Share, end: Callable[[int], object] = os._exit
+        self,
+        number: int,
+        channel: Channel,
+        table: ProgressTable,
+        make_share: Callable[[], Share],
+        end: Callable[[int], object] = os._exit,
     ) -> None:
-        """end: ends the process at once, from any thread, with an exit code."""
-        self._end = end
-        self._number, self._channel, self._table, self._share = number, channel, table, share
+        """make_share: called once the server knows that the rank is there, since it imports torch. end: ends the
+        process at once, from any thread, with an exit code."""
+        self._make_share, self._end = make_share, end
+        self._number, self._channel, self._table = number, channel, table
+        self._connected: Share | None = None
         self._records: queue.SimpleQueue[Record | BadRecord] = queue.SimpleQueue()
         self._seq = self._forwarded_ns = 0
         self._stopped = False
@@ -90,7 +106,7 @@ class Rank:
             Kind.CONNECT: self._connect, Kind.OPEN: self._open, Kind.OPEN_RUNNER: self._open_runner,
             Kind.CLOSE_RUNNER: self._close_runner, Kind.IDLE: self._idle, Kind.RESET: self._reset,
             Kind.STATS: self._stats, Kind.SLEEP: self._sleep, Kind.WAKE: self._wake, Kind.ADAPTER: self._put_adapter,
-            Kind.STOP: self._stop, Kind.NUM_BLOCKS: self._ignore,
+            Kind.STOP: self._stop, Kind.ALLOCATE: self._ignore,
         }  # fmt: skip
 
     def run(self) -> None:
@@ -196,6 +212,7 @@ class Rank:
     def _connect(self, record: Record) -> Connected:
         asked = decode(record.payload, Connect)
         self._folder = asked.folder
+        self._connected = self._make_share()
         return self._share.connect(self._number, asked)
 
     def _open(self, record: Record) -> Loaded:
@@ -212,15 +229,14 @@ class Rank:
         return opened
 
     def _agree_on(self, asked: Record) -> Agree:
-        def agree(num_blocks: int) -> int:
-            self._channel.send(Kind.MEASURED, asked.seq, encode(Measured(num_blocks)))
+        def agree(measured: Measured | None) -> bytes:
+            self._channel.send(Kind.MEASURED, asked.seq, encode(measured))
             record = self._next()
-            if record.kind is not Kind.NUM_BLOCKS:
-                raise BadRecord(f"NUM_BLOCKS was expected instead of {record.kind.name}")
-            agreed = decode(record.payload, NumBlocks).num_blocks
-            if not agreed:
+            if record.kind is not Kind.ALLOCATE:
+                raise BadRecord(f"ALLOCATE was expected instead of {record.kind.name}")
+            if not record.payload:
                 raise DoesNotFit("Another rank does not have enough memory.")
-            return agreed
+            return record.payload
 
         return agree
 
@@ -254,14 +270,21 @@ class Rank:
 
     def _stop(self, record: Record) -> None:
         self._close_runner(record)
-        self._share.close()
+        if self._connected is not None:
+            self._connected.close()
         self._stopped = True
 
     def _ignore(self, record: Record) -> None:
-        """Do nothing: this rank has refused to open the runner that the blocks are for."""
+        """Do nothing: this rank has refused to open the runner that the plan is for."""
 
     def _tell(self, record: Record) -> Tell:
         return lambda report: self._channel.send(Kind.REPORT, record.seq, encode(report))
+
+    @property
+    def _share(self) -> Share:
+        if self._connected is None:
+            raise BadRecord(f"record {self._seq} came before CONNECT")
+        return self._connected
 
     @property
     def _opened(self) -> OpenedRunner:
@@ -354,14 +377,13 @@ def main(make_share: Callable[[], Share] | None = None, arguments: list[str] | N
         os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=socket_fd))
     logging.basicConfig(level=logging.INFO, handlers=[_LogsToServer(channel)])
-    share = _torch_share() if make_share is None else make_share()
-    Rank(number, channel, ProgressTable(table_fd, size), share).run()
+    Rank(number, channel, ProgressTable(table_fd, size), make_share or _torch_share).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # at once: no thread of a library may keep a rank alive
 
 
-def _torch_share() -> Any:
+def _torch_share() -> Share:
     from localllm.ranks.share import TorchShare
 
     return TorchShare()

@@ -31,8 +31,11 @@ class RunnerSizes(Protocol):
 class RankRunner:
     """Implements `engine.step.Runner`. Not thread-safe: the engine loop is the only caller."""
 
-    def __init__(self, links: Links, opened: RunnerSizes, *, sampling_rank: int, timeout_s: float) -> None:
+    def __init__(
+        self, links: Links, opened: RunnerSizes, *, num_stages: int, sampling_rank: int, timeout_s: float
+    ) -> None:
         self.num_blocks, self.block_size, self.vocab_size = opened.num_blocks, opened.block_size, opened.vocab_size
+        self.num_stages = num_stages
         self._links, self._timeout_s = links, timeout_s
         self._sampling_rank = sampling_rank
         self._slowest_s = 0.0

@@ -90,7 +90,9 @@ class Supervisor:
         self._spawned.wait()
         if self._links is None:
             self._thread.join()
-            raise EngineError("The processes of the ranks could not be started.", f"{self._failure}.") from self._failure
+            raise EngineError(
+                "The processes of the ranks could not be started.", f"{self._failure}."
+            ) from self._failure
         return self._links
 
     def stop(self) -> None:
@@ -196,7 +198,9 @@ class Supervisor:
 
     def describe(self) -> str:
         """Return in words what each rank has done last."""
-        lines = [f"rank {n} began record {p.launched} and ended {p.answered}" for n, p in enumerate(self.progress.read_all())]
+        lines = [
+            f"rank {n} began record {p.launched} and ended {p.answered}" for n, p in enumerate(self.progress.read_all())
+        ]
         return f"Of the records, {'; '.join(lines)}."
 
     # ---- the end -----------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class Kind(IntEnum):
     CONNECT = 14  # meet the other ranks
     OPEN = 1  # load this rank's share of a model
     OPEN_RUNNER = 2
-    NUM_BLOCKS = 3  # the least that any rank can hold: the answer to each rank's MEASURED
+    ALLOCATE = 3  # the memory plan made from every rank's MEASURED; without a payload: a rank has refused
     CLOSE_RUNNER = 4
     FORWARD = 5
     SAMPLE = 6
@@ -161,6 +161,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     rows: tuple[Row, ...]
     new_slots: tuple[New, ...]
     freed_slots: tuple[int, ...]
+    known_token_ids: tuple[tuple[int, tuple[int, ...]], ...]
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True):
@@ -194,18 +195,20 @@ def decode(payload: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(payload, type=kind, dec_hook=_from_plain)
     except (msgspec.DecodeError, ValueError, TypeError) as error:
-        raise BadRecord(f"a {kind.__name__} was expected: {error}") from error
+        raise BadRecord(f"a {getattr(kind, '__name__', kind)} was expected: {error}") from error
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    return encode(Plan(plan.step_id, plan.rows, tuple(map(_new, plan.new_slots)), plan.freed_slots))
+    news = tuple(map(_new, plan.new_slots))
+    return encode(Plan(plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids))
 
 
 def decode_plan(payload: bytes) -> StepPlan:
     """Return the plan. Raises `BadRecord`."""
     try:
         plan = _PLANS.decode(payload)
-        return StepPlan(plan.step_id, plan.rows, tuple(map(_new_slot, plan.new_slots)), plan.freed_slots)
+        news = tuple(map(_new_slot, plan.new_slots))
+        return StepPlan(plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids)
     except (msgspec.DecodeError, ValueError, TypeError) as error:
         raise BadRecord(f"a plan was expected: {error}") from error
 

@@ -84,12 +84,12 @@ class FakeShare:
         self._fault = Fault(**fault) if fault and fault["rank"] == self._rank else None
         tell(Report("", 5, 10))
         self._happen("load")
-        return Loaded(100, 0.5, 2)
+        return Loaded(100, 0.5, max_loras=2)
 
     def open_runner(self, asked: bytes, agree: Agree, tell: Tell) -> tuple[FaultyRunner, object]:
         self._happen("open_runner")
-        plan = decode(asked, FakeOpenRunner).plan
-        plan["num_blocks"] = agree(plan["num_blocks"] - 2 * self._rank)
+        assert decode(asked, FakeOpenRunner).plan["num_blocks"]
+        plan = decode(agree(None), dict)
         tell(Report("opened"))
         runner = FaultyRunner(plan["num_blocks"], self._fault, self._options, self.samples)
         sizes = {"num_blocks": runner.num_blocks, "block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE}

@@ -8,22 +8,22 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from localllm.config.settings import EngineConfig
-from localllm.models.fit import MemoryPlan
+from localllm.models.fit import MemoryPlan, RankPlan
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.rope import RopeSpec
-from localllm.models.spec.shard import Shard, even_heads, shards_of
+from localllm.models.spec.shard import even_heads, shards_of
 from localllm.ranks.channel import Channel
 from localllm.ranks.executor import RankExecutor
 from localllm.ranks.links import Links
 from localllm.ranks.loss import Loss
-from localllm.ranks.messages import Connect, Connected, Loaded, Measured, NumBlocks
+from localllm.ranks.messages import Connect, Connected, Loaded, Measured
 from localllm.ranks.progress import ProgressTable, shared_memory
 from localllm.ranks.rank import LINGER_S, Rank, Tell
 from localllm.ranks.remote import RankRunner
@@ -35,40 +35,19 @@ NUM_BLOCKS = 64
 SPEC = ModelSpec("Fake", 2, 64, 96, 8, 4, 8, VOCAB_SIZE * 64, 512, "silu", True, "float32", RopeSpec(10000.0))
 
 
-@dataclass(frozen=True, slots=True)
-class FakeRankPlan:
-    """A rank of the plan below."""
-
-    shard: Shard
-    device: str = "cpu"
-    stage: int = 0
-    weights_bytes: int = 100
-    kv_bytes: int = 64
-    activation_bytes: int = 10
-    graph_bytes: int = 0
-    free_bytes: int = 1000
-    reserve_bytes: int = 0
-    numa_node: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FakePlan(MemoryPlan):
-    """A memory plan with ranks."""
-
-    ranks: tuple[FakeRankPlan, ...] = ()
-
-
-def fake_plan(size: int) -> FakePlan:
+def fake_plan(size: int) -> MemoryPlan:
     shards = shards_of(SPEC, even_heads(SPEC, size) or [])
-    return FakePlan(
+    return MemoryPlan(
         "cpu", "float32", "float32", 512, 8, 64, 32, NUM_BLOCKS, BLOCK_SIZE, 100 * size, 64 * size, 10, 0, 1000, 2,
-        ranks=tuple(FakeRankPlan(shard) for shard in shards),
+        ranks=tuple(RankPlan("cpu", "CPU", 0, shard, 100, 64, 10, 0, 0, 1000, 0) for shard in shards),
     )  # fmt: skip
 
 
 def fake_executor(size: int = 2, fault: Fault | None = None, **options: Any) -> RankExecutor:
     """Start ranks of the fake model."""
-    named = {key: options.pop(key) for key in ("on_lost", "timeout_s", "report", "progress", "tick_s") if key in options}
+    named = {
+        key: options.pop(key) for key in ("on_lost", "timeout_s", "report", "progress", "tick_s") if key in options
+    }
     if fault is not None:
         options["fault"] = {name: getattr(fault, name) for name in Fault.__slots__}
     return RankExecutor.load(
@@ -101,9 +80,14 @@ class ThreadGroup:
         self._fd = shared_memory(size)
         self.table = ProgressTable(self._fd, size)
         pairs = [socket.socketpair() for _ in range(size)]
-        self.links = Links([Channel(ours) for ours, _ in pairs], self.loss, [f"Rank {n}" for n in range(size)], self.loss.declare)
+        self.links = Links(
+            [Channel(ours) for ours, _ in pairs], self.loss, [f"Rank {n}" for n in range(size)], self.loss.declare
+        )
         self.ends = [Channel(theirs) for _, theirs in pairs]
-        self.ranks = [ThreadRank(n, end, self.table, ThreadShare(checks_all), self._end(n)) for n, end in enumerate(self.ends)]
+        self.ranks = [
+            ThreadRank(n, end, self.table, partial(ThreadShare, checks_all), self._end(n))
+            for n, end in enumerate(self.ends)
+        ]
         self.ranks[dying_rank].dies_at = dies_at
         self._threads = [threading.Thread(target=rank.run, daemon=True) for rank in self.ranks]
         for thread in self._threads:
@@ -120,11 +104,11 @@ class ThreadGroup:
         self.links.call(Kind.CONNECT, Connect("", 5, size, 1, ["cpu"] * size), Connected, 5)
         self.links.answers(self.links.ask(Kind.OPEN, [encode({"path": "{}"})]), Loaded, 5, "load")
         seq = self.links.ask(Kind.OPEN_RUNNER, [encode({"plan": {"num_blocks": NUM_BLOCKS}})])
-        blocks = min(measured.num_blocks for measured in self.links.answers(seq, Measured, 5, "measure"))
+        self.links.answers(seq, Measured | None, 5, "measure")
         self.links.expect(seq)
-        self.links.post(Kind.NUM_BLOCKS, [encode(NumBlocks(blocks))])
+        self.links.post(Kind.ALLOCATE, [encode({"num_blocks": NUM_BLOCKS})])
         opened = self.links.answers(seq, FakeOpened, 5, "open")
-        return RankRunner(self.links, opened[0], sampling_rank=0, timeout_s=10)
+        return RankRunner(self.links, opened[0], num_stages=1, sampling_rank=0, timeout_s=10)
 
     def close(self) -> None:
         for channel in self.links._channels:

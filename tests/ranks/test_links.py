@@ -80,11 +80,6 @@ def test_every_request_ends_wherever_a_rank_dies(dies_at: int, rank: int) -> Non
                 engine.loop.runner.forward(StepPlan(1000, ()))
 
 
-def test_all_ranks_have_as_many_blocks_as_the_least() -> None:
-    with group(3) as ranks:
-        assert ranks.open().num_blocks == 64 - 4
-
-
 def test_a_reset_takes_the_place_of_an_order_to_sample() -> None:
     with group() as ranks:
         runner = ranks.open()
@@ -178,7 +173,9 @@ PLAN = StepPlan(1, (Row(0, "a", 0, 1, (1,), True),))
     ],
     ids=["gap", "other step", "free slot", "other type", "answer", "zeros"],
 )
-def test_a_rank_that_gets_a_wrong_record_ends_with_an_error(raw: bytes, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_gets_a_wrong_record_ends_with_an_error(
+    raw: bytes, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("localllm.ranks.rank.LINGER_S", 0.05)
     with group() as ranks:
         ranks.open()

@@ -61,7 +61,7 @@ def rank_folders() -> set[Path]:
 
 def opened(executor: RankExecutor, size: int = 2) -> RankRunner:
     runner, plan = executor.open_runner(EngineConfig(), fake_plan(size), HARDWARE, lambda text: None)
-    assert runner.num_blocks == plan.num_blocks == 64 - 2 * (size - 1)
+    assert runner.num_blocks == plan.num_blocks == 64
     return runner
 
 
@@ -127,7 +127,9 @@ def _adapter(path: str) -> tuple[object, ...]:
 def test_every_request_hears_of_a_lost_rank(fault: Fault, words: str) -> None:
     with nothing_left():
         lost: list[RanksLost] = []
-        executor = fake_executor(2, fault, on_lost=lost.append, timeout_s=1.5 if fault.what == "hang" else 60, tick_s=0.4)
+        executor = fake_executor(
+            2, fault, on_lost=lost.append, timeout_s=1.5 if fault.what == "hang" else 60, tick_s=0.4
+        )
         engine = engine_on(opened(executor))
         pids = [process.pid for process in executor.processes]
         begun = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from array import array
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -16,7 +17,21 @@ from localllm.engine.step import NewSlot, Row, RowResult, RunnerStats, StepPlan,
 from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.ranks.channel import Channel
 from localllm.ranks.wire import (
-    HEADER, MAGIC, Answer, BadRecord, Kind, Record, decode, decode_plan, decode_sample, encode, encode_plan, encode_record,
+    HEADER,
+    MAGIC,
+    Answer,
+    BadRecord,
+    Kind,
+    New,
+    Params,
+    Plan,
+    Record,
+    decode,
+    decode_plan,
+    decode_sample,
+    encode,
+    encode_plan,
+    encode_record,
     encode_sample,
 )  # fmt: skip
 
@@ -33,7 +48,16 @@ news = st.builds(
     NewSlot, counts, st.text(max_size=8), st.lists(counts, max_size=9).map(lambda x: array("i", x)), counts, params, ids,
     counts, ids, st.lists(ids, max_size=2).map(tuple), st.integers(-1, 9),
 )  # fmt: skip
-plans = st.builds(StepPlan, counts, st.lists(rows, max_size=5).map(tuple), st.lists(news, max_size=2).map(tuple), ids)
+plans = st.builds(
+    StepPlan, counts, st.lists(rows, max_size=5).map(tuple), st.lists(news, max_size=2).map(tuple), ids,
+    st.lists(st.tuples(counts, ids), max_size=2).map(tuple),
+)  # fmt: skip
+
+
+def test_records_have_every_field_of_a_plan() -> None:
+    for record, plain in ((Plan, StepPlan), (New, NewSlot)):
+        assert record.__struct_fields__ == tuple(field.name for field in fields(plain))
+    assert set(Params.__struct_fields__) < {field.name for field in fields(SamplingParams)}
 
 
 @given(plans)
@@ -120,7 +144,9 @@ def test_other_bytes_are_not_a_record(raw: bytes) -> None:
         read_back(raw)
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", encode([1]), encode(["a", [], [], []]), encode([1, [[1, 2]], [], []])])
+@pytest.mark.parametrize(
+    "payload", [b"", b"\xc1", encode([1]), encode(["a", [], [], []]), encode([1, [[1, 2]], [], []])]
+)
 def test_another_type_is_not_a_plan(payload: bytes) -> None:
     with pytest.raises(BadRecord):
         decode_plan(payload)
