@@ -61,8 +61,8 @@ class RankExecutor:
 
     @classmethod
     def load(
-        cls, path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, progress: Progress, report: ReportDetail,
-        *, on_lost: OnLost = lambda error: None, timeout_s: float = TIMEOUT_S, command: Sequence[str] = COMMAND,
+        cls, path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, progress: Progress,
+        report: ReportDetail, *, on_lost: OnLost = lambda error: None, timeout_s: float = TIMEOUT_S, command: Sequence[str] = COMMAND,
         tick_s: float = TICK_S,
     ) -> Self:  # fmt: skip
         """Start the plan's ranks, and load each one's share of the checkpoint.
@@ -153,8 +153,8 @@ class RankExecutor:
             Kind.OPEN_RUNNER, [encode(OpenRunner(config, plan_of(plan, each))) for each in plan.ranks]
         )
         try:
-            measured = self._links.answers(seq, Measured | None, QUIET_S, "measuring", tell)
-            plan = self._replan(config, plan, hardware, [each for each in measured if each is not None])
+            measured = self._links.answers(seq, Measured, QUIET_S, "measuring", tell)
+            plan = self._replan(config, plan, hardware, measured)
         except LocalLLMError:
             self._links.post(Kind.ALLOCATE, [b""])
             raise
@@ -168,10 +168,12 @@ class RankExecutor:
         self, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, measured: Sequence[Measured]
     ) -> MemoryPlan:
         """Return the plan made from what all ranks have measured; on a CPU nothing is."""
-        if not measured:
-            return plan
-        memory = [MeasuredMemory(each.weights_bytes, each.activation_bytes, each.comm_bytes) for each in measured]
-        return replan(self._spec, config, plan, hardware, memory)
+        memory = [
+            MeasuredMemory(each.weights_bytes, each.activation_bytes, each.comm_bytes)
+            for each in measured
+            if each.weights_bytes is not None
+        ]
+        return replan(self._spec, config, plan, hardware, memory) if memory else plan
 
     def _close_runners(self) -> None:
         with contextlib.suppress(RanksLost):

@@ -1,7 +1,7 @@
 """Collectives between ranks, over torch.distributed: gloo on a CPU, NCCL on GPUs.
 
-Ranks find each other through a file in a private folder, so no port is opened for it. Every group has the timeout, since
-a group without one waits ten minutes for a rank that has died.
+Ranks find each other through a file in a private folder, so no port is opened for it. Every group has the timeout,
+since a group without one waits ten minutes for a rank that has died.
 Does not know: which layers ask for a collective, processes.
 """
 
@@ -141,7 +141,7 @@ class World:
         """Every rank makes all groups, its own and the others', in the same order."""
         self._times += 1
         size = self._shards * self.num_stages
-        store = dist.FileStore(str(self._folder / f"store-{self._times}"), size)
+        store: Any = dist.FileStore(str(self._folder / f"store-{self._times}"), size)  # type: ignore[attr-defined]
         dist.init_process_group(self._backend, store=store, rank=self._rank, world_size=size, timeout=self._timeout)
         stages = [[stage * self._shards + shard for shard in range(self._shards)] for stage in range(self.num_stages)]
         shards = [self._new(ranks) for ranks in stages]

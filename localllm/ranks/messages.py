@@ -42,10 +42,10 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """MEASURED: memory of a rank's weights and of its largest step, besides the KV cache."""
+    """MEASURED: memory of a rank's weights and of its largest step, besides the KV cache; on a CPU nothing is measured."""
 
-    weights_bytes: int
-    activation_bytes: int
+    weights_bytes: int | None = None
+    activation_bytes: int = 0
     comm_bytes: int | None = None
 
 

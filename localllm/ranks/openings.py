@@ -24,7 +24,7 @@ class Open(msgspec.Struct, frozen=True):
 
 
 class OpenRunner(msgspec.Struct, frozen=True):
-    """OPEN_RUNNER: answer with `Measured`, or None on a CPU. ALLOCATE follows with a plan, and the answer is `Opened`."""
+    """OPEN_RUNNER: answer with `Measured`. ALLOCATE follows with a plan, and the second answer is `Opened`."""
 
     config: EngineConfig
     plan: MemoryPlan

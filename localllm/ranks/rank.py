@@ -1,8 +1,8 @@
 """A rank's process: takes records in order, drives its share of the model, answers.
 
 Three threads: this one does what records ask; one reads the socket, so that a sender never waits for a step and the
-server's death is noticed at once; one writes a sign of life every second. On a GPU a fourth one waits for results, while
-this one launches the next step.
+server's death is noticed at once; one writes a sign of life every second. On a GPU a fourth one waits for results,
+while this one launches the next step.
 An error in a step ends the rank: its peers may wait for it in a collective, so none of them can be trusted again. An
 error in any other record is its answer.
 Does not know: how the process was started, what a share holds (share.py), torch.
@@ -49,7 +49,7 @@ LINGER_S = 5.0  # after an error that ends the rank, for the server to read it
 STATS_S = 0.1  # between two answers that carry the runner's counts
 
 Tell = Callable[[Report], None]
-Agree = Callable[[Measured | None], bytes]
+Agree = Callable[[Measured], bytes]
 """Function that takes what this rank has measured and returns the memory plan that fits all ranks.
 Raises `DoesNotFit` if another rank has refused."""
 
@@ -229,7 +229,7 @@ class Rank:
         return opened
 
     def _agree_on(self, asked: Record) -> Agree:
-        def agree(measured: Measured | None) -> bytes:
+        def agree(measured: Measured) -> bytes:
             self._channel.send(Kind.MEASURED, asked.seq, encode(measured))
             record = self._next()
             if record.kind is not Kind.ALLOCATE:

@@ -23,9 +23,12 @@ SLOW = 20
 class RunnerSizes(Protocol):
     """The sizes of an open runner (`openings.Opened`)."""
 
-    num_blocks: int
-    block_size: int
-    vocab_size: int
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
 
 
 class RankRunner:

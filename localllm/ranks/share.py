@@ -79,10 +79,10 @@ class TorchShare:
         )
         return runner, Opened(plan, runner.num_blocks, runner.block_size, runner.vocab_size)
 
-    def _measured(self, request: OpenRunner, tell: Tell) -> Measured | None:
+    def _measured(self, request: OpenRunner, tell: Tell) -> Measured:
         """Run the largest steps on a GPU; all ranks do so at once."""
         if self._device.type != "cuda":
-            return None
+            return Measured()
         tell(Report("measuring one full step"))
         config, options = request.config, LaunchOptions(deterministic=request.config.deterministic)
         seen = measure(

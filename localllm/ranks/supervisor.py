@@ -1,8 +1,8 @@
 """Starts the processes of a group of ranks, watches them, and ends them.
 
 One thread does all three for as long as the group lives: the system kills a rank when the thread that started it ends,
-so a rank is never started by a thread that loads a model. A rank that dies or stops giving signs of life makes the group
-lost, and a lost group is killed: SIGTERM, then SIGKILL. Nothing of it is left afterwards.
+so a rank is never started by a thread that loads a model. A rank that dies or stops giving signs of life makes the
+group lost, and a lost group is killed: SIGTERM, then SIGKILL. Nothing of it is left afterwards.
 Does not know: what ranks compute, records (links.py).
 """
 

@@ -105,7 +105,7 @@ def _checksum(kind: Kind, seq: int, payload: bytes) -> int:
     return zlib.crc32(payload, zlib.crc32(_ORDER.pack(kind, seq)))
 
 
-# ---- steps -------------------------------------------------------------------------------------------------------------
+# ---- steps -----------------------------------------------------------------------------------------------------------
 
 
 class Params(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
@@ -290,7 +290,7 @@ def _torch() -> Any:
     return torch
 
 
-# ---- values that MessagePack lacks -------------------------------------------------------------------------------------
+# ---- values that MessagePack lacks -----------------------------------------------------------------------------------
 
 
 def _to_plain(value: Any) -> Any:

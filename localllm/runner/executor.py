@@ -59,8 +59,11 @@ class Executor(Protocol):
         """Slots for adapters; None: the model was loaded without memory for them."""
         ...
 
-    def resident_bytes(self, device: str, dtype: str, max_model_len: int, quantization: str | None, /) -> int:
-        """Return the bytes of the weights with the tables of another context length, for models/fit."""
+    def resident_bytes(
+        self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
+    ) -> int:
+        """Return the bytes of the weights with the tables of another context length, for models/fit. shard: of which
+        rank; None: of all."""
         ...
 
     def as_if_not_loaded(self, hardware: Hardware) -> Hardware:
@@ -131,7 +134,9 @@ class LocalExecutor:
         bank = getattr(self.model, "lora", None)
         return None if bank is None else BankSlots(bank)
 
-    def resident_bytes(self, device: str, dtype: str, max_model_len: int, quantization: str | None, /) -> int:
+    def resident_bytes(
+        self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
+    ) -> int:
         return self._fixed_bytes + self.model.table_bytes(max_model_len)
 
     def as_if_not_loaded(self, hardware: Hardware) -> Hardware:

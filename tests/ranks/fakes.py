@@ -18,7 +18,7 @@ import msgspec
 
 from localllm.engine.step import RunnerStats, StepPlan, TokenMasks
 from localllm.errors import DoesNotFit, ModelNotFound
-from localllm.ranks.messages import Connect, Connected, Loaded, PutAdapter, Report
+from localllm.ranks.messages import Connect, Connected, Loaded, Measured, PutAdapter, Report
 from localllm.ranks.rank import Agree, Tell, main
 from localllm.ranks.wire import decode
 from tests.fake_runner import FakeRunner
@@ -89,7 +89,7 @@ class FakeShare:
     def open_runner(self, asked: bytes, agree: Agree, tell: Tell) -> tuple[FaultyRunner, object]:
         self._happen("open_runner")
         assert decode(asked, FakeOpenRunner).plan["num_blocks"]
-        plan = decode(agree(None), dict)
+        plan = decode(agree(Measured()), dict)
         tell(Report("opened"))
         runner = FaultyRunner(plan["num_blocks"], self._fault, self._options, self.samples)
         sizes = {"num_blocks": runner.num_blocks, "block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE}

@@ -104,7 +104,7 @@ class ThreadGroup:
         self.links.call(Kind.CONNECT, Connect("", 5, size, 1, ["cpu"] * size), Connected, 5)
         self.links.answers(self.links.ask(Kind.OPEN, [encode({"path": "{}"})]), Loaded, 5, "load")
         seq = self.links.ask(Kind.OPEN_RUNNER, [encode({"plan": {"num_blocks": NUM_BLOCKS}})])
-        self.links.answers(seq, Measured | None, 5, "measure")
+        self.links.answers(seq, Measured, 5, "measure")
         self.links.expect(seq)
         self.links.post(Kind.ALLOCATE, [encode({"num_blocks": NUM_BLOCKS})])
         opened = self.links.answers(seq, FakeOpened, 5, "open")

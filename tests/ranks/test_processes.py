@@ -128,7 +128,7 @@ def test_every_request_hears_of_a_lost_rank(fault: Fault, words: str) -> None:
     with nothing_left():
         lost: list[RanksLost] = []
         executor = fake_executor(
-            2, fault, on_lost=lost.append, timeout_s=1.5 if fault.what == "hang" else 60, tick_s=0.4
+            2, fault, sleep_s=0.02, on_lost=lost.append, timeout_s=1.5 if fault.what == "hang" else 60, tick_s=0.4
         )
         engine = engine_on(opened(executor))
         pids = [process.pid for process in executor.processes]
@@ -147,14 +147,17 @@ def test_every_request_hears_of_a_lost_rank(fault: Fault, words: str) -> None:
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("at", ["load", "open_runner"])
-def test_a_rank_that_dies_while_it_starts_is_an_error(at: str) -> None:
+def test_a_rank_that_dies_while_it_loads_is_an_error() -> None:
     with nothing_left(), pytest.raises(RanksLost, match="SIGKILL"):
-        executor = fake_executor(2, Fault("kill", at=at))
-        try:
+        fake_executor(2, Fault("kill", at="load"))
+
+
+def test_a_rank_that_dies_while_a_runner_opens_is_an_error() -> None:
+    with nothing_left():
+        executor = fake_executor(2, Fault("kill", at="open_runner"))
+        with pytest.raises(RanksLost, match="SIGKILL"):
             opened(executor)
-        finally:
-            executor.close()
+        executor.close()
 
 
 def test_a_rank_without_memory_refuses_for_all_and_the_group_goes_on() -> None:

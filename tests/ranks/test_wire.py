@@ -39,14 +39,15 @@ counts = st.integers(0, 2**31 - 1)
 ids = st.lists(counts, max_size=4).map(tuple)
 rows = st.builds(Row, counts, st.text(max_size=8), counts, counts, ids, st.booleans(), ids)
 params = st.builds(
-    SamplingParams, temperature=st.floats(0, 2), top_k=st.integers(0, 9), seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    SamplingParams, temperature=st.floats(0, 2), top_k=st.integers(0, 9),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     logit_bias=st.none() | st.dictionaries(counts, st.floats(-100, 100), max_size=3),
     allowed_token_ids=st.none() | st.lists(counts, min_size=1, max_size=3), stop_token_ids=ids,
     logprobs=st.none() | st.integers(-1, 20), min_tokens=st.integers(0, 99), max_tokens=st.none(),
 )  # fmt: skip
 news = st.builds(
-    NewSlot, counts, st.text(max_size=8), st.lists(counts, max_size=9).map(lambda x: array("i", x)), counts, params, ids,
-    counts, ids, st.lists(ids, max_size=2).map(tuple), st.integers(-1, 9),
+    NewSlot, counts, st.text(max_size=8), st.lists(counts, max_size=9).map(lambda x: array("i", x)), counts, params,
+    ids, counts, ids, st.lists(ids, max_size=2).map(tuple), st.integers(-1, 9),
 )  # fmt: skip
 plans = st.builds(
     StepPlan, counts, st.lists(rows, max_size=5).map(tuple), st.lists(news, max_size=2).map(tuple), ids,
@@ -100,7 +101,7 @@ def test_a_result_arrives_with_logprobs_from_arrays() -> None:
     assert arrived.result.rows[1] == result.rows[1]
 
 
-# ---- damage ------------------------------------------------------------------------------------------------------------
+# ---- damage ----------------------------------------------------------------------------------------------------------
 
 
 def read_back(raw: bytes) -> list[Record]:
