@@ -152,9 +152,11 @@ class Scheduler:
         """Return the requests that may decode in this step: all running ones, or at most one cohort's share of them."""
         if self._num_cohorts == 1:
             return tuple(self.running)
-        decoding = [r for r in self.running if r.num_wanted_tokens <= 1 + len(r.draft_token_ids) and self._room(r) > 0]
+        decoding = [
+            request for request in self.running if request.num_wanted_tokens <= 1 + len(request.draft_token_ids)
+        ]
         most = -(-len(decoding) // self._num_cohorts)
-        return [request for request in decoding if not request.waits_for_tokens][:most]
+        return [request for request in decoding if self._wanted(request) > 0][:most]
 
     def _schedule_prefills(self, draft: _Draft) -> None:
         """Divide the budget that decodes left among running prompts and prompts to be admitted."""

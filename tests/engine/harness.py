@@ -160,13 +160,9 @@ def make_engine(
 
 
 def decoding_ids(scheduler: Scheduler) -> set[str]:
-    """Return the running requests that have one token to compute, or guesses, and may still be scheduled."""
-    return {
-        request.request_id
-        for request in scheduler.running
-        if request.num_wanted_tokens <= 1 + len(request.draft_token_ids)
-        and request.num_output_tokens + request.num_output_placeholders < request.max_output_tokens
-    }
+    """Return the running requests that have one token to compute, or guesses."""
+    running = scheduler.running
+    return {r.request_id for r in running if r.num_wanted_tokens <= 1 + len(r.draft_token_ids)}
 
 
 def _raise(error: Exception) -> None:

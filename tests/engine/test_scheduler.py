@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import pytest
@@ -519,6 +520,72 @@ def test_a_request_that_must_see_its_tokens_waits_alone():
     assert rows == [{"waits", "free"}, {"free"}] * 4
     assert engine.scheduler.recorder.degraded_steps == 0
     assert engine.tokens == {"waits": expected_output([1, 2, 3], 4), "free": expected_output([4, 5, 6], 8)}
+
+
+def rows_of_steps(engine):
+    return [[row.request_id for row in plan.rows] for plan in engine.plans]
+
+
+@pytest.mark.parametrize(("num_stages", "extra"), [(2, 0), (2, 1), (4, 0)])
+def test_requests_of_a_pipeline_take_turns_in_equal_cohorts(num_stages, extra):
+    engine = make_engine(num_stages=num_stages, num_extra_cohorts=extra, num_blocks=99)
+    for index in range(7):
+        engine.add(f"r{index}", [index], max_tokens=12)
+    engine.run()
+    cohorts = num_stages + extra
+    assert engine.loop.depth == cohorts
+    rows = rows_of_steps(engine)
+    assert len(rows[0]) == 7  # the prompts
+    for turn in range(1, 1 + 11 * cohorts, cohorts):
+        assert sorted(chain(*rows[turn : turn + cohorts])) == [f"r{index}" for index in range(7)]
+        assert max(len(step) for step in rows[turn : turn + cohorts]) == -(-7 // cohorts)
+    assert rows[1 : 1 + cohorts] == rows[1 + cohorts : 1 + 2 * cohorts]  # in order of arrival
+    assert engine.tokens == {f"r{index}": expected_output([index], 12) for index in range(7)}
+
+
+def test_chunks_of_a_prompt_follow_each_other_through_the_stages():
+    engine = make_engine(num_stages=3, max_num_batched_tokens=8)
+    engine.add("r", list(range(30)), max_tokens=2)
+    in_flight = []
+    settle = engine.loop._settle
+    engine.loop._settle = lambda: (in_flight.append(len(engine.loop._pending)), settle())[1]
+    assert engine.run()["r"] == expected_output(range(30), 2)
+    assert [plan.num_tokens for plan in engine.plans] == [8, 8, 8, 6, 1]
+    assert in_flight == [3, 3, 2, 1, 1]
+    assert [plan.known_token_ids for plan in engine.plans] == [
+        (),
+        (),
+        (),
+        (),
+        ((0, (expected_output(range(30), 1)[0],)),),
+    ]
+
+
+def test_a_chunk_beside_cohorts_that_decode_is_limited_in_every_step():
+    engine = make_engine(num_stages=3, max_num_batched_tokens=32, long_prefill_token_threshold=4, num_blocks=99)
+    engine.add("stream", [1], max_tokens=20)
+    engine.loop.step()
+    engine.add("long", list(range(30)), max_tokens=1)
+    engine.run()
+    assert max(plan.num_tokens for plan in engine.plans) <= 4 + 1
+
+
+def test_no_request_of_a_pipeline_waits_for_longer_than_two_turns():
+    """P13: requests come and end at any time, and the share of a step changes with them."""
+    for seed in range(12):
+        dice, stages = random.Random(seed), 2 + seed % 3
+        engine = make_engine(num_stages=stages, num_blocks=300, max_num_seqs=32)
+        for index in range(30):
+            engine.add(f"r{index}", [dice.randrange(9) for _ in range(dice.randint(1, 30))],
+                       max_tokens=dice.randint(1, 30))  # fmt: skip
+            for _ in range(dice.randint(0, 4)):
+                engine.loop.step()
+        engine.run()
+        last, rows = {}, rows_of_steps(engine)
+        for step, names in enumerate(rows):
+            for name in names:
+                assert step - last.get(name, step) <= 2 * stages, (seed, name, step)
+                last[name] = step
 
 
 def test_a_prompt_beside_a_request_that_waits_gets_the_share_of_a_step_with_decodes():
