@@ -18,6 +18,7 @@ import msgspec
 from localllm.cli.running import ROOT, state_of
 from localllm.cli.server import ServerClient, ServerRefused
 from localllm.engine.stats import EngineStats
+from localllm.engine.step import RankStats
 from localllm.units import format_seconds
 
 ANSWER_WITHIN_S = 3.0
@@ -106,3 +107,11 @@ def _latencies(stats: EngineStats, before: EngineStats) -> dict[str, tuple[float
 
 def shown(seconds: float | None) -> str:
     return "-" if seconds is None else format_seconds(seconds)
+
+
+def last_words(rank: RankStats) -> str:
+    """Return why the last lost process of a rank was lost; empty for a rank that was never lost."""
+    if rank.is_up and not rank.restarts:
+        return ""
+    words = rank.last_words or "Its process ended without a message."
+    return f"rank {rank.rank} ({rank.device}) {'was restarted' if rank.is_up else 'is lost'}. {words}"

@@ -11,7 +11,8 @@ import json
 import sys
 import time
 
-from localllm.cli.server_stats import ModelStats, ServerStats, StatsPoller, shown
+from localllm.cli.server_stats import ModelStats, ServerStats, StatsPoller, last_words, shown
+from localllm.engine.step import RunnerStats
 from localllm.units import format_count, format_rate, format_seconds
 
 EVERY_S = 0.5
@@ -55,6 +56,9 @@ def _tell_lines(stats: ServerStats) -> None:
         return
     for model in stats.models:
         print(f"{now} {model.name} {line_of(model)}", flush=True)
+        for rank in model.stats.runner.ranks if model.stats is not None else ():
+            if words := last_words(rank):
+                print(f"{now} {model.name} {words}", flush=True)
     if not stats.models:
         print(f"{now} The server has no model.", flush=True)
 
@@ -72,5 +76,9 @@ def line_of(model: ModelStats) -> str:
         f"generation={format_rate(stats.decode_tokens_per_s, '').strip()} "
         f"prompt={format_rate(stats.prefill_tokens_per_s, '').strip()} "
         f"kv={stats.kv_usage:.0%} prefix_hits={stats.prefix_hit_rate:.0%} {quantiles} "
-        f"generated={format_count(stats.generation_tokens).replace(',', '')}"
+        f"generated={format_count(stats.generation_tokens).replace(',', '')}{_ranks_up(stats.runner)}"
     )
+
+
+def _ranks_up(runner: RunnerStats) -> str:
+    return f" ranks_up={sum(rank.is_up for rank in runner.ranks)}/{len(runner.ranks)}" if runner.ranks else ""

@@ -13,8 +13,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from localllm.cli.server_stats import LATENCIES, ModelStats, ServerStats, StatsPoller, shown
+from localllm.cli.server_stats import LATENCIES, ModelStats, ServerStats, StatsPoller, last_words, shown
 from localllm.engine.stats import EngineStats
+from localllm.engine.step import RankStats, RunnerStats
 from localllm.units import format_bytes, format_count, format_rate, format_seconds
 
 BAR = 30
@@ -55,6 +56,8 @@ def _model(model: ModelStats) -> list[RenderableType]:
         return [head]
     head.append(f" · up {format_seconds(stats.uptime_s)}", style="dim")
     parts = [head, _figures(stats), _kv(stats), _latency(model)]
+    if stats.runner.ranks:
+        parts += _ranks(stats.runner)
     return [*parts, _requests(stats)] if stats.requests else parts
 
 
@@ -92,6 +95,38 @@ def _latency(model: ModelStats) -> RenderableType:
         p50, p95 = model.latency_s[name]
         grid.add_row(title, shown(p50), shown(p95))
     return grid
+
+
+def _ranks(runner: RunnerStats) -> list[RenderableType]:
+    """Draw a row per rank, then the last words of the ranks that are or were lost."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    has_pipeline = runner.ranks[-1].stage > 0
+    table.add_column("RANK", no_wrap=True)
+    table.add_column("DEVICE", no_wrap=True)
+    table.add_column("STATE", no_wrap=True)
+    for title in ("WEIGHTS", "KV", "OTHER", "STEP", "LAG", *(("IDLE",) if has_pipeline else ())):
+        table.add_column(title, justify="right", no_wrap=True)
+    bubbles = runner.bubble_ratios()
+    for rank in runner.ranks:
+        bubble = bubbles.get(rank.stage)
+        idle = "-" if bubble is None else f"{bubble:.0%}"
+        table.add_row(*_rank(rank), *((idle,) if has_pipeline else ()), style="" if rank.is_up else "bold red")
+    told = [Text(last_words(rank), style="" if rank.is_up else "bold red") for rank in runner.ranks]
+    return [table, *filter(None, told)]
+
+
+def _rank(rank: RankStats) -> tuple[str, ...]:
+    memory = rank.memory
+    return (
+        f"{rank.rank}",
+        rank.device,
+        "up" if rank.is_up else "LOST",
+        format_bytes(memory.weights_bytes),
+        format_bytes(memory.kv_bytes),
+        format_bytes(memory.activation_bytes + memory.other_bytes),
+        format_seconds(rank.step_s),
+        format_count(rank.lag_steps),
+    )
 
 
 def _requests(stats: EngineStats) -> RenderableType:

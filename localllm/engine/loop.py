@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -119,8 +120,12 @@ class EngineLoop:
             self._wake.notify()
 
     def stats(self) -> EngineStats:
-        """Return the latest snapshot: at most 100 ms old while the engine works, exact while it is idle."""
-        return self._stats.as_of(now_s())
+        """Return the latest snapshot: at most 100 ms old while the engine works, exact while it is idle.
+
+        The state of ranks is always that of now: a rank may be lost while the engine is idle or waits for a step.
+        """
+        stats = self._stats.as_of(now_s())
+        return replace(stats, runner=self.runner.stats()) if stats.runner.ranks else stats
 
     @property
     def is_running(self) -> bool:

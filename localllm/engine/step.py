@@ -123,8 +123,44 @@ class StepResult:
     timings: StepTimings = StepTimings()
 
 
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Device memory that a rank holds, in bytes by part."""
+
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    activation_bytes: int = 0  # the peak of a step
+    other_bytes: int = 0  # graphs, buffers of collectives
+
+    @property
+    def held_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.activation_bytes + self.other_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RankStats:
+    """State of one rank: the process that runs a shard of the model on a device."""
+
+    rank: int  # 0 to world size - 1, stage by stage
+    stage: int  # pipeline stage
+    shard: int  # tensor-parallel shard within the stage
+    device: str  # cuda:0, cpu
+    device_name: str = ""  # as the driver names the device
+    pid: int = 0  # 0: not started
+    is_up: bool = True  # False: the process ended or is considered lost
+    memory: RankMemory = RankMemory()
+    device_bytes: int = 0  # memory of the whole device; 0: unknown
+    step_s: float = 0.0  # mean duration of the recent steps, waits for other ranks included
+    busy_ratio: float | None = None  # share of the recent time with steps in flight that the rank computed, 0 to 1
+    lag_steps: int = 0  # launched steps behind the rank that has launched the most
+    restarts: int = 0  # processes of this rank that were started after the first one
+    last_words: str = ""  # why the last lost process of this rank was lost; empty: none was lost
+    temperature_c: float | None = None
+    utilisation: float | None = None  # of the device, 0 to 1
+
+
 class RunnerStats(NamedTuple):
-    """Counts of how steps were launched.
+    """Counts of how steps were launched, and the ranks.
     The two `late_*` counts stay 0 once the server has reported that it is ready."""
 
     replayed_steps: int = 0  # steps replayed as one CUDA graph
@@ -134,6 +170,19 @@ class RunnerStats(NamedTuple):
     graph_bytes: int = 0  # device memory used by graphs
     late_compiles: int = 0  # kernels compiled while a request waited
     late_allocations: int = 0  # driver allocations while a request waited
+    ranks: tuple[RankStats, ...] = ()  # in the order of their numbers; empty: the model runs in the server's process
+
+    def bubble_ratios(self) -> dict[int, float]:
+        """Return for each pipeline stage the share of the recent time in which none of its ranks computed.
+
+        Stages without a known share are left out, and so is a pipeline of one stage.
+        """
+        busy: dict[int, list[float]] = {}
+        for rank in self.ranks:
+            if rank.busy_ratio is not None:
+                busy.setdefault(rank.stage, []).append(rank.busy_ratio)
+        has_pipeline = len({rank.stage for rank in self.ranks}) > 1
+        return {stage: 1 - max(shares) for stage, shares in busy.items()} if has_pipeline else {}
 
 
 class TokenMasks(NamedTuple):
@@ -166,7 +215,11 @@ class Runner(Protocol):
     def use_idle_time(self) -> bool:
         """Do one short piece of optional work while there is no request. Return False when none is left."""
 
-    def stats(self) -> RunnerStats: ...
+    def stats(self) -> RunnerStats:
+        """Return the counts and the state of the ranks.
+
+        A runner with ranks answers any thread at any time, also after `close`, and never waits for a rank.
+        """
 
     def reset(self) -> None:
         """Forget every slot (after a failed step)."""

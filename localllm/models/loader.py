@@ -64,7 +64,7 @@ def load_model(
     caller gives `unused_tensors` of all shards to `check_all_used`; of a whole model this is done here.
     Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
     """
-    _refuse_shard(spec, shard)
+    _refuse_shard(spec, shard, verify=verify)
     quantize = _at_load(spec, quantization)
     bank = _lora_bank(spec, lora, shard)
     if spec.implementation != "localllm":
@@ -126,8 +126,17 @@ def check_all_used(spec: ModelSpec, unused: Sequence[frozenset[str]]) -> None:
         )
 
 
-def _refuse_shard(spec: ModelSpec, shard: Shard | None) -> None:
-    if shard is None or (spec.implementation == "localllm" and spec.task == "generate"):
+def _refuse_shard(spec: ModelSpec, shard: Shard | None, *, verify: bool | None = None) -> None:
+    if shard is None:
+        return
+    if verify:
+        raise UnsupportedOption(
+            "--verify is not supported for a model on several devices.",
+            "It compares a whole model with transformers.",
+            "Leave --verify out, or compare the model once on --device cpu.",
+            param="verify",
+        )
+    if spec.implementation == "localllm" and spec.task == "generate":
         return
     why = "It runs through transformers' code" if spec.implementation != "localllm" else "It makes embeddings or scores"
     raise UnsupportedOption(

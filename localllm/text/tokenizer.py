@@ -25,6 +25,9 @@ from localllm.text.tokenizer_files import (
     require_little_growth,
 )
 
+CACHED_WORDS = 1000
+"""Words whose tokens the library keeps. More make no text measurably faster (docs/lab.md)."""
+
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load the tokenizer of a checkpoint's folder. Raises `CorruptModel` or `UnsupportedModel`."""
@@ -47,6 +50,7 @@ class Tokenizer:
         require_little_growth(raw)
         raw.no_truncation()
         raw.no_padding()
+        _bound_cache(raw)
         self._raw = raw
         self._rule = _rule_of(raw)
         self.special_tokens = dict(special_tokens or {})  # bos_token, eos_token, ...: for chat templates
@@ -141,6 +145,12 @@ class Tokenizer:
 
     def _first_shown_piece(self, token_id: int) -> bytes | None:
         return None if token_id in self.special_ids else self._first_piece(token_id)
+
+
+def _bound_cache(raw: tokenizers.Tokenizer) -> None:
+    """Let the library keep the tokens of `CACHED_WORDS` words. It would keep 10,000, of up to 8 KiB each, for ever."""
+    if hasattr(raw.model, "_resize_cache"):  # BPE and Unigram
+        raw.model._resize_cache(CACHED_WORDS)
 
 
 def _rule_of(raw: tokenizers.Tokenizer) -> PieceRule | None:

@@ -20,6 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from localllm.engine.stats import EngineStats, Histogram
+from localllm.engine.step import RankStats
 from localllm.serving.entry import ModelStatus
 from localllm.serving.served import ServedModel
 from localllm.web.api.exchange import ApiRequest, manager_of
@@ -27,6 +28,7 @@ from localllm.web.api.operation import TEXT, Operation
 
 OWN, VLLM = "localllm:", "vllm:"
 LABELS = ["model_name", "engine"]
+RANK_LABELS = [*LABELS, "rank", "device"]
 
 # name without prefix, help, attribute of EngineStats
 GAUGES = (
@@ -85,6 +87,22 @@ OWN_COUNTERS = (
     ("late_compiles", "Kernels compiled while a request waited; expected to stay 0.", "runner.late_compiles"),
     ("late_allocations", "Device memory allocations during steps; expected to stay 0.", "runner.late_allocations"),
 )
+# One series per rank: name, help, attribute of RankStats.
+RANK_GAUGES = (
+    ("rank_up", "1 if the process of the rank runs, 0 if it is lost.", "is_up"),
+    ("rank_step_seconds", "Mean time of the rank's recent steps, waits for other ranks included.", "step_s"),
+    ("rank_lag_steps", "Steps behind the rank that has launched the most.", "lag_steps"),
+)
+RANK_COUNTERS = (("rank_restarts", "Processes of the rank started after the first one.", "restarts"),)
+RANK_MEMORY = ("rank_memory_bytes", "Device memory that the rank holds, by part.")
+RANK_PARTS = (
+    ("weights", "memory.weights_bytes"),
+    ("kv", "memory.kv_bytes"),
+    ("activations", "memory.activation_bytes"),
+    ("other", "memory.other_bytes"),
+)
+"""Value of the label `part`, attribute of RankStats."""
+BUBBLE = ("pipeline_bubble_ratio", "Share of the recent time with steps in flight in which the stage was idle.")
 # llama.cpp's names for some of the same metrics.
 LLAMACPP_COUNTERS = (
     ("llamacpp:prompt_tokens", "Prompt tokens computed.", "prompt_tokens"),
@@ -165,6 +183,49 @@ class EngineCollector(Collector):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RankCollector(Collector):
+    """The ranks of models that run on several devices. Without such a model there are no series and no names."""
+
+    engines: Sequence[tuple[ServedModel, EngineStats]]
+
+    def collect(self) -> Iterator[Metric]:
+        if any(stats.runner.ranks for _, stats in self.engines):
+            yield from (self._filled(GaugeMetricFamily, *row) for row in RANK_GAUGES)
+            yield from (self._filled(CounterMetricFamily, *row) for row in RANK_COUNTERS)
+            yield self._memory()
+            yield self._bubbles()
+
+    def _filled(
+        self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, help: str, attribute: str
+    ) -> Metric:
+        family = kind(OWN + name, help, labels=RANK_LABELS)
+        for labels, rank in self._ranks():
+            family.add_metric(labels, float(attrgetter(attribute)(rank)))
+        return family
+
+    def _memory(self) -> Metric:
+        name, help = RANK_MEMORY
+        family = GaugeMetricFamily(OWN + name, help, labels=[*RANK_LABELS, "part"])
+        for labels, rank in self._ranks():
+            for part, attribute in RANK_PARTS:
+                family.add_metric([*labels, part], float(attrgetter(attribute)(rank)))
+        return family
+
+    def _bubbles(self) -> Metric:
+        name, help = BUBBLE
+        family = GaugeMetricFamily(OWN + name, help, labels=[*LABELS, "stage"])
+        for model, stats in self.engines:
+            for stage, ratio in sorted(stats.runner.bubble_ratios().items()):
+                family.add_metric([*_labels(model), str(stage)], ratio)
+        return family
+
+    def _ranks(self) -> Iterator[tuple[list[str], RankStats]]:
+        for model, stats in self.engines:
+            for rank in stats.runner.ranks:
+                yield [*_labels(model), str(rank.rank), rank.device], rank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ModelCollector(Collector):
     """All models, with their states."""
 
@@ -218,7 +279,9 @@ async def metrics(request: ApiRequest) -> ASGIResponse:
     manager.require_working()
     aliases = request.app.state.settings.server.metrics_aliases
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineCollector([(model, model.client.stats()) for model in manager.ready], aliases))
+    engines = [(model, model.client.stats()) for model in manager.ready]
+    registry.register(EngineCollector(engines, aliases))
+    registry.register(RankCollector(engines))
     registry.register(ModelCollector(manager.statuses(), aliases))
     registry.register(HTTPCollector(request.app.state.http_counts))
     return ASGIResponse(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -13,6 +13,7 @@ from localllm.engine.admission import Admission, GenerationRequest, ModelLimits
 from localllm.engine.client import EngineClient
 from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
+from localllm.engine.step import RankStats, RunnerStats
 from localllm.engine.streams import joined
 from localllm.errors import (
     ContextTooLong,
@@ -340,6 +341,19 @@ def test_text_that_cannot_be_made_ends_its_own_stream(tokenizer):
         await client.stop()
 
     run(main())
+
+
+def test_a_rank_that_is_lost_while_the_engine_is_idle_is_seen(tokenizer):
+    _, engine = make_client(tokenizer)
+    assert engine.loop.stats().runner.ranks == ()
+    state = RunnerStats(ranks=(RankStats(0, 0, 0, "cpu"),))
+    engine.runner.stats = lambda: state
+    engine.loop._refresh_stats(0.0)
+    before = engine.loop.stats()
+    state = RunnerStats(ranks=(RankStats(0, 0, 0, "cpu", is_up=False, last_words="Signal 9."),))
+    after = engine.loop.stats()
+    assert (before.runner.ranks[0].is_up, after.runner) == (True, state)
+    assert after.num_steps == before.num_steps
 
 
 def test_an_id_belongs_to_one_running_request(tokenizer):

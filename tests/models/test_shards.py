@@ -438,6 +438,8 @@ def test_models_that_run_on_one_device(tiny_model_path: PathOf) -> None:
         for call in (load_model, resident_bytes):
             with pytest.raises(UnsupportedOption, match="--tensor-parallel-size"):
                 call(path, spec, CPU, torch.float32, shard=shards[0])
+    with pytest.raises(UnsupportedOption, match="--verify"):
+        load_whole(path, shard=shards[0], verify=True)
 
 
 def test_a_shard_needs_a_head(tiny_model_path: PathOf) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
+import string
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -114,6 +117,15 @@ def test_a_tiny_checkpoint_loads(tiny_llama_path: Path) -> None:
     assert tok.decode(tok.encode("Hello! 你好 🙂")) == "Hello! 你好 🙂"
     assert tok.eos_token_id == tok.token_id("<|im_end|>")
     assert tok.chat_template is not None
+
+
+def test_long_words_of_requests_stay_in_memory_up_to_a_bound(tiny_llama_path: Path) -> None:
+    """The library alone keeps 10,000 words: these would take 26 MiB."""
+    long_words, rng = load_tokenizer(tiny_llama_path), random.Random(0)
+    before = psutil.Process().memory_info().rss
+    for _ in range(4000):
+        long_words.encode("".join(rng.choices(string.ascii_lowercase, k=250)))
+    assert psutil.Process().memory_info().rss - before < 14 * 2**20
 
 
 def test_special_tokens_come_as_strings_or_objects(folder: Path) -> None:

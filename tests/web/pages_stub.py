@@ -1,6 +1,7 @@
 """A served model that needs no engine: canned Markdown, token by token, and stats that move while it writes.
 
-For the pages' tests, and for looking at the pages: `python -m tests.web.pages_stub 8011` serves them until Ctrl-C.
+For the pages' tests, and for looking at the pages: `python -m tests.web.pages_stub 8011` serves them until Ctrl-C, and
+`python -m tests.web.pages_stub 8011 ranks` with four ranks on the dashboard.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.engine.params import SamplingParams
 from localllm.engine.pulse import Pulse
 from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
-from localllm.engine.step import RunnerStats
+from localllm.engine.step import RankMemory, RankStats, RunnerStats
 from localllm.errors import ContextTooLong, LocalLLMError, StepFailed
 from localllm.models.fit import MemoryPlan
 from localllm.models.spec.model_spec import ModelSpec, RopeSpec
@@ -111,6 +112,7 @@ class StubClient:
     latencies: list[float] = field(default_factory=list)
     started_s: float = field(default_factory=time.time)
     failure: LocalLLMError | None = None
+    ranks: tuple[RankStats, ...] = ()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         if self.failure is not None:
@@ -191,9 +193,9 @@ class StubClient:
             generation_tokens=self.generated, prefill_tokens_per_s=rate / 4, decode_tokens_per_s=rate,
             prefix_cache_queries=64 * len(self.finished), prefix_cache_hits=40 * len(self.finished), num_preemptions=0,
             recomputed_tokens=0, num_failed_steps=0, degraded_steps=0, async_depth=1,
-            corrupted_requests=0, runner=RunnerStats(), finished={"stop": len(self.finished)}, ttft=ttft,
-            tpot=latency, inter_token=latency, e2e=ttft, queue=empty, prefill=ttft, decode=empty, inference=ttft,
-            prompt_len=empty, generation_len=empty, iteration_tokens=empty, requests=lines,
+            corrupted_requests=0, runner=RunnerStats(ranks=self.ranks), finished={"stop": len(self.finished)},
+            ttft=ttft, tpot=latency, inter_token=latency, e2e=ttft, queue=empty, prefill=ttft, decode=empty,
+            inference=ttft, prompt_len=empty, generation_len=empty, iteration_tokens=empty, requests=lines,
             recent=tuple(self.finished[:10]),
         )  # fmt: skip
 
@@ -217,6 +219,28 @@ def _histogram(values: Sequence[float]) -> Histogram:
     for value in values:
         counts[sum(value > bound for bound in BOUNDS)] += 1
     return Histogram(BOUNDS, tuple(counts), sum(values))
+
+
+def stub_ranks() -> tuple[RankStats, ...]:
+    """Four ranks, two stages of two shards: rank 1 was restarted, rank 3 is lost."""
+    memory = RankMemory(12 * 2**30, 7 * 2**30, 2**29, 2**28)
+    first = RankStats(
+        0, 0, 0, "cuda:0", "NVIDIA RTX 4090", memory=memory, device_bytes=24 * 2**30, step_s=0.0121, busy_ratio=0.75,
+        temperature_c=64, utilisation=0.97,
+    )  # fmt: skip
+    small = replace(
+        first, device_name="NVIDIA RTX 3060", memory=RankMemory(6 * 2**30, 3 * 2**30, 2**29), device_bytes=12 * 2**30
+    )
+    killed = "The process was killed by signal 9 <b>(SIGKILL)</b>."
+    return (
+        first,
+        replace(first, rank=1, shard=1, device="cuda:1", busy_ratio=0.5, lag_steps=1, restarts=1, last_words=killed),
+        replace(small, rank=2, stage=1, device="cuda:2", step_s=0.009, busy_ratio=None),
+        replace(
+            small, rank=3, stage=1, shard=1, device="cuda:3", busy_ratio=0.25, lag_steps=9, is_up=False,
+            last_words=killed,
+        ),
+    )  # fmt: skip
 
 
 def stub_spec() -> ModelSpec:
@@ -291,13 +315,13 @@ def stub_settings(port: int = 0, **server: Any) -> Settings:
     return Settings(EngineConfig(), ServerConfig(port=port, **server))
 
 
-async def _main(port: int) -> None:
+async def _main(port: int, ranks: tuple[RankStats, ...]) -> None:
     from localllm.web.app import Server, bind, create_app
 
     settings = stub_settings(port)
-    model = StubModel(StubClient(every_s=0.02))
+    model = StubModel(StubClient(every_s=0.02, ranks=ranks))
     await Server(create_app(StubManager(model), settings), drain_s=1.0).serve([bind(settings.server)])
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(int(sys.argv[1]) if len(sys.argv) > 1 else 8011))
+    asyncio.run(_main(int(sys.argv[1]) if len(sys.argv) > 1 else 8011, stub_ranks() if "ranks" in sys.argv else ()))

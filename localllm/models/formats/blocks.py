@@ -80,7 +80,7 @@ def along(wanted: range, total: int, size: int) -> range:
     """Return a range of 0 .. total - 1, of whole blocks, in a dimension whose `size` indices are words or groups."""
     if size == 1:
         return range(1)
-    return range(wanted.start * size // total, size if wanted.stop == total else wanted.stop * size // total)
+    return range(wanted.start * size // total, wanted.stop * size // total)
 
 
 def row_spans(order: Tensor, block: int, rows: int) -> list[range]:

@@ -17,7 +17,7 @@ from localllm.models.layers.group import Group
 
 
 class Projection(Protocol):
-    """What a `Linear` does, whichever part of its matrix this shard holds."""
+    """A matrix, or the part of it that a shard holds."""
 
     def __call__(self, x: Tensor, first_row: int = 0) -> Tensor:
         """Map [T, K] to [T, N], K being the shard's inputs. first_row: index of x's first row in the step."""

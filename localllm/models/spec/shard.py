@@ -20,7 +20,7 @@ VOCAB_UNIT = 64
 
 @dataclass(frozen=True, slots=True)
 class ShardCounts:
-    """What each shard of a stage holds, in the order of their indexes: the sizes of what they exchange."""
+    """Sizes of all shards of a stage, in the order of their indexes: those of the tensors that they exchange."""
 
     heads: tuple[int, ...]
     features: tuple[int, ...]

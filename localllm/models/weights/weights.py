@@ -119,7 +119,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertCut:
-    """What to take of a layer's experts."""
+    """The part of a layer's experts that a shard takes."""
 
     own: range  # of the experts
     order: Tensor | None  # rows of each expert's matrix; None: all
@@ -354,18 +354,26 @@ class Weights:
         self, stacked: Sequence[str], stored_order: Tensor | None, shape: tuple[int, int, int], cut: ExpertCut
     ) -> Iterator[Weight]:
         """Yield each expert's matrix from plain tensors [E, n, K], or [E, K, n] if stored transposed."""
+        views = self._expert_views(stacked, shape)
+        if cut.columns is not None:
+            views = [view[:, :, cut.columns.start : cut.columns.stop] for view in views]
+        orders = self._orders_of(cut.order, [view.shape[1] for view in views], [stored_order] * len(views))
+        orders = [None if order is None else order.to(views[0].device) for order in orders]
+        for expert in cut.own:
+            each = zip(views, orders, strict=True)
+            parts = [view[expert] if order is None else view[expert][order] for view, order in each]
+            matrix = torch.cat(parts) if len(parts) > 1 else parts[0]
+            yield self._finished(matrix.to(self.device, self._dtype, copy=True).contiguous(), self._quantize)
+        self._count(stacked)
+
+    def _expert_views(self, stacked: Sequence[str], shape: tuple[int, int, int]) -> Sequence[Tensor]:
+        """Return the stored tensors as [E, n, K]; together they have `shape`."""
         views = [self._stored(StoredPart(name)) for name in stacked]
         views = [v.transpose(1, 2) if self._is_transposed(n) else v for n, v in zip(stacked, views, strict=True)]
         got = (sum(view.shape[1] for view in views), *views[0].shape[2:])
         if any(view.shape[0] != shape[0] for view in views) or got != shape[1:]:
             raise _wrong_shape(stacked, views[0].shape, shape)
-        (order,) = self._orders_of(cut.order, [shape[1]], [stored_order])
-        for expert in cut.own:
-            matrix = torch.cat([view[expert] for view in views]) if len(views) > 1 else views[0][expert]
-            matrix = matrix if cut.columns is None else matrix[:, cut.columns.start : cut.columns.stop]
-            matrix = matrix if order is None else matrix[order.to(matrix.device)]
-            yield self._finished(matrix.to(self.device, self._dtype, copy=True).contiguous(), self._quantize)
-        self._count(stacked)
+        return views
 
     def _expert_biases(self, prefix: str, names: Sequence[str], shape: tuple[int, int], cut: ExpertCut) -> Tensor:
         biases = self._all_expert_biases(prefix, names, shape)
@@ -483,7 +491,8 @@ class Weights:
         if kind is None:
             named = [replace(part, stem=f"{part.stem}.weight") for part in parts]
             # Packing copies the weight, so a single matrix may be read from the mapped file.
-            may_view = len(parts) == 1 and should_pack(layer[0] * layer[1], self.device, self._dtype)
+            rows = self._rows_of(parts[0].stem) if parts[0].order is None else len(parts[0].order)
+            may_view = len(parts) == 1 and should_pack(rows * layer[1], self.device, self._dtype)
             return self._plain(named, None, keep_narrow, columns=layer[1], may_view=may_view)
         assert self._format is not None
         weight = self._format.read(self._checkpoint, parts, self.device, self._dtype)
@@ -611,6 +620,16 @@ class MetaWeights(Weights):
             return super()._matrix(kind, parts, layer, keep_narrow)
         assert self._format is not None
         return self._format.read_meta(self._checkpoint, parts, self._dtype)
+
+    def _slices(
+        self, stacked: Sequence[str], stored_order: Tensor | None, shape: tuple[int, int, int], cut: ExpertCut
+    ) -> Iterator[Weight]:
+        """Yield empty matrices: choosing rows on `meta` imports torch's compiler, for seconds."""
+        self._expert_views(stacked, shape)
+        for _ in cut.own:
+            empty = torch.empty(cut.shape(*shape[1:]), dtype=self._dtype, device="meta")
+            yield self._finished(empty, self._quantize)
+        self._count(stacked)
 
     def _finished(self, weight: Weight, quantize: AtLoad | None) -> Weight:
         weight = super()._finished(weight, quantize)

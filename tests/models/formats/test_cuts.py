@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.fp8_linear import Fp8Weight
@@ -39,64 +38,12 @@ from tests.models.formats import test_compressed_tensors as ct_files
 from tests.models.formats import test_fp8 as fp8_files
 from tests.models.formats import test_gptq as gptq_files
 from tests.models.formats import test_modelopt as modelopt_files
-from tests.models.formats.quantised import Store
+from tests.models.formats.held import Held, ReadBytes, described
+from tests.models.formats.quantised import Store, Stored
 from tests.models.harness import CPU
 from tests.models.test_experts import mxfp4
 
 STEM = "model.layers.0.mlp.down_proj"
-NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.int32: "I32", torch.int64: "I64", torch.uint8: "U8", torch.int8: "I8",
-         torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # fmt: skip
-
-
-class Held:
-    """A checkpoint in memory."""
-
-    path = Path("memory")
-
-    def __init__(self, tensors: Mapping[str, Tensor], described: Mapping[str, TensorInfo] | None = None) -> None:
-        self.held = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        self.tensors: Mapping[str, TensorInfo] = described or {
-            name: TensorInfo(self.path, NAMES[t.dtype], tuple(t.shape), t.nbytes) for name, t in self.held.items()
-        }
-
-    def tensor(self, name: str) -> Tensor:
-        return self.held[name][...]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
-class ReadBytes(TorchFunctionMode):
-    """Counts the bytes of a checkpoint's tensors that operations read, each once. Views read nothing."""
-
-    def __init__(self, checkpoint: Held) -> None:
-        super().__init__()
-        storages = [tensor.untyped_storage() for tensor in checkpoint.held.values()]
-        self.read = {each.data_ptr(): torch.zeros(each.nbytes(), dtype=torch.bool) for each in storages}
-
-    @property
-    def count(self) -> int:
-        return sum(int(read.sum()) for read in self.read.values())
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        is_copy = isinstance(out, Tensor) and not self._is_stored(out)
-        if is_copy or func.__name__ in ("numpy", "tolist"):
-            for each in [t for arg in args for t in (arg if isinstance(arg, list | tuple) else [arg])]:
-                if isinstance(each, Tensor) and self._is_stored(each):
-                    self._mark(each, args[1] if func is Tensor.__getitem__ and each is args[0] else ())
-        return out
-
-    def _is_stored(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self.read
-
-    def _mark(self, tensor: Tensor, index: Any) -> None:
-        size, read = tensor.dtype.itemsize, self.read[tensor.untyped_storage().data_ptr()]
-        strides = [stride * size for stride in tensor.stride()]
-        marks = read.as_strided((*tensor.shape, size), (*strides, 1), tensor.storage_offset() * size)
-        marks[index] = True
 
 
 @dataclass(frozen=True)
@@ -111,12 +58,15 @@ class Case:
     ranges_only: bool = False  # a few ranges of rows, but not any order of them
 
     def open(self, shape: tuple[int, int] | None = None) -> tuple[LinearFormat, Held]:
-        torch.manual_seed(3)
-        stored = self.store(STEM, torch.randn(shape or self.shape).half().float())
         format = linear_format(self.config)
-        assert stored is not None
         assert format is not None
-        return format, self.held(stored[0], shape or self.shape)
+        return format, self.held(self.stored(shape or self.shape)[0], shape or self.shape)
+
+    def stored(self, shape: tuple[int, int]) -> Stored:
+        """The tensors of a matrix, and what they stand for."""
+        stored = self.store(STEM, torch.randn(shape, generator=torch.Generator().manual_seed(3)).half().float())
+        assert stored is not None
+        return stored
 
     def held(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Held:
         return Held({f"{STEM}.{ending}": tensor for ending, tensor in tensors.items()})
@@ -228,16 +178,6 @@ def dense(weight: Tensor | QuantizedWeight) -> Tensor:
     return weight.float() if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 
-def described(weight: Any) -> object:
-    """What predicted and real weights have in common: kinds, shapes and types."""
-    if isinstance(weight, Tensor):
-        return tuple(weight.shape), weight.dtype
-    if isinstance(weight, StackedWeight):
-        return [described(part) for part in weight.parts]
-    values = {field.name: getattr(weight, field.name) for field in fields(weight)}
-    return type(weight), {n: described(v) if isinstance(v, Tensor) else v for n, v in values.items() if n != "table"}
-
-
 def check(format: LinearFormat, held: Held, parts: Sequence[StoredPart]) -> Tensor:
     """Read parts, of which the prediction agrees with the result."""
     weight, meta = format.read(held, parts, CPU, torch.float32), format.read_meta(held, parts, torch.float32)
@@ -260,6 +200,7 @@ def test_shards_of_the_columns_add_up_to_the_matrix(name: str) -> None:
     format, held = CASES[name].open()
     n, k = format.shape(held, STEM)
     whole, rng = check(format, held, [StoredPart(STEM)]), random.Random(name)
+    torch.testing.assert_close(whole, CASES[name].stored((n, k))[1].view(n, k), rtol=1e-3, atol=1e-5)
     for shards in (2, 3, 4):
         total = torch.zeros(n, k)
         for own in ranges(k, shards, rng):
@@ -271,6 +212,23 @@ def test_shards_of_the_columns_add_up_to_the_matrix(name: str) -> None:
             part = check(format, held, [StoredPart(STEM, columns=wide)])
             total[:, own.start : own.stop] += part[:, own.start - wide.start : own.stop - wide.start]
         assert torch.equal(total, whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "wide"),
+    [
+        ("gguf Q4_K", range(640), range(768)),  # 2.5 superblocks a shard
+        ("gguf Q4_K", range(640, 1280), range(512, 1280)),
+        ("awq 231 groups", range(116 * 128), range(116 * 128)),
+        ("awq 231 groups", range(116 * 128, 231 * 128), range(116 * 128, 231 * 128)),
+        ("fp8 blocks", range(150, 300), range(128, 300)),  # the last block is short
+        ("gptq rows", range(3, 50), range(56)),  # one group a row: words of eight inputs
+        ("bnb nf4", range(100, 101), range(64, 128)),
+    ],
+)
+def test_columns_are_widened_to_whole_blocks(name: str, own: range, wide: range) -> None:
+    format, held = CASES[name].open()
+    assert format.widened(held, STEM, own) == wide
 
 
 @pytest.mark.parametrize("name", CASES)

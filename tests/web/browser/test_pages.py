@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from localllm.web.pages import PAGES as REGISTERED
 from tests.web.browser.looks import overflow, until
 from tests.web.live_server import LiveServer, settings
-from tests.web.pages_stub import StubModel
+from tests.web.pages_stub import StubModel, stub_ranks
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -178,6 +179,30 @@ def test_dashboard_moves_while_a_request_runs_and_can_cancel_it(
     row.locator("button").click()
     chat.wait_for_selector("text=stopped by you")
     until(board, "document.querySelector('#tile-finished-requests .tag')?.textContent === 'abort'")
+
+
+def test_a_rank_that_is_lost_turns_red_and_its_tile_fits(open_page: Callable[..., Page], model: StubModel) -> None:
+    page = open_page("/dashboard", width=320)
+    tile = page.locator("#tile-ranks")
+    assert not tile.is_visible()
+    lost = stub_ranks()
+    try:
+        model.client.ranks = tuple(replace(rank, is_up=True) for rank in lost)
+        page.locator("#rank-3").wait_for()
+        colour = "getComputedStyle(document.getElementById('rank-3')).borderTopColor"
+        before = page.evaluate(colour)
+        model.client.ranks = lost
+        page.locator("#rank-3.rank--lost").wait_for()
+        assert page.evaluate(colour) != before == page.evaluate(colour.replace("rank-3", "rank-2"))
+        assert "signal 9 <b>(SIGKILL)</b>" in page.locator("#rank-3").inner_text()
+        assert overflow(page) == 0
+        cut = "[...document.querySelectorAll('#tile-ranks *')].filter(e => e.scrollWidth > e.clientWidth + 1)"
+        assert page.evaluate(f"{cut}.filter(e => e.clientWidth && !e.closest('svg')).map(e => e.outerHTML)") == []
+        split = "[...document.querySelectorAll('#rank-3 dd')].filter(e => e.getBoundingClientRect().height > 30)"
+        assert page.evaluate(f"{split}.map(e => e.textContent)") == []
+    finally:
+        model.client.ranks = ()
+    tile.wait_for(state="hidden")
 
 
 def test_frozen_dashboard_stands_still(open_page: Callable[..., Page]) -> None:

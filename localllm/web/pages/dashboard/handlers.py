@@ -91,7 +91,7 @@ async def _dashboard(state: PagesState, monitor: MachineMonitor, tick: Tick, spa
     served, stats = state.served, tick.stats
     if served is None or stats is None:
         return None
-    machine = await monitor.read()
+    machine = await monitor.read([rank.pid for rank in stats.runner.ranks if rank.pid])
     past = tick.samples if span is MINUTE else state.sampler.hour
     return tick.cached(f"dashboard {span.key}", lambda: presenters.dashboard(stats, tick, served, machine, past, span))
 
@@ -100,6 +100,7 @@ def render_tiles(board: Dashboard) -> dict[str, str]:
     """Return each tile's markup by the id of its element."""
     drawn = {f"tile-{headline.id}": render(headline) for headline in board.headlines}
     return drawn | {
+        "tile-ranks": render(board.ranks),
         "tile-kv-usage": render(board.kv_usage),
         "tile-steps": render(board.steps),
         "tile-latency": render(board.latency),

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -29,7 +28,7 @@ class GPUReading:
     utilization: float  # 0 to 1
     used_bytes: int
     total_bytes: int
-    process_bytes: int = 0  # of these, the memory of this server
+    process_bytes: int = 0  # of these, the memory of this server and its ranks
     sm_clock_mhz: int | None = None
     temperature_c: int | None = None
     power_w: float | None = None
@@ -43,7 +42,7 @@ class MachineReading:
     cores: int
     memory_used_bytes: int
     memory_total_bytes: int
-    process_bytes: int  # resident memory of this server
+    process_bytes: int  # resident memory of this server and its ranks
     gpus: tuple[GPUReading, ...] = ()
 
 
@@ -56,23 +55,32 @@ class MachineMonitor:
         self._reading: MachineReading | None = None
         self._taken_s = 0.0
 
-    async def read(self) -> MachineReading:
+    async def read(self, rank_pids: Sequence[int] = ()) -> MachineReading:
+        """Return the reading; the memory of the ranks' processes counts as this server's."""
         now = time.monotonic()
         if self._reading is None or now - self._taken_s >= MIN_AGE_S:
             self._taken_s = now
-            self._reading = await asyncio.to_thread(self._read)
+            self._reading = await asyncio.to_thread(self._read, rank_pids)
         return self._reading
 
-    def _read(self) -> MachineReading:
+    def _read(self, rank_pids: Sequence[int]) -> MachineReading:
         memory = psutil.virtual_memory()
         return MachineReading(
             cpu=psutil.cpu_percent(interval=None) / 100,
             cores=psutil.cpu_count() or 1,
             memory_used_bytes=memory.total - memory.available,
             memory_total_bytes=memory.total,
-            process_bytes=self._process.memory_info().rss,
-            gpus=self._nvml.read(),
+            process_bytes=self._process.memory_info().rss + sum(map(_resident_bytes, rank_pids)),
+            gpus=self._nvml.read({self._process.pid, *rank_pids}),
         )
+
+
+def _resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process, 0 if it has ended."""
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
 
 
 class _NVML:
@@ -81,7 +89,8 @@ class _NVML:
     def __init__(self) -> None:
         self._available: bool | None = None
 
-    def read(self) -> tuple[GPUReading, ...]:
+    def read(self, pids: Set[int]) -> tuple[GPUReading, ...]:
+        """Return a reading of each GPU; `pids` are the processes of this server."""
         if self._available is None:
             self._available = self._start()
         if not self._available:
@@ -89,7 +98,7 @@ class _NVML:
         import pynvml
 
         try:
-            return tuple(self._gpu(index) for index in range(pynvml.nvmlDeviceGetCount()))
+            return tuple(self._gpu(index, pids) for index in range(pynvml.nvmlDeviceGetCount()))
         except pynvml.NVMLError as error:
             log.warning("GPU statistics stopped: the driver returned %s", error)
             self._available = False
@@ -106,7 +115,7 @@ class _NVML:
         return True
 
     @staticmethod
-    def _gpu(index: int) -> GPUReading:
+    def _gpu(index: int, pids: Set[int]) -> GPUReading:
         import pynvml
 
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -114,7 +123,7 @@ class _NVML:
         name = pynvml.nvmlDeviceGetName(handle)
         power = _or_none(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000)
         processes = _or_none(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-        ours = [process.usedGpuMemory or 0 for process in processes if process.pid == os.getpid()]
+        ours = [process.usedGpuMemory or 0 for process in processes if process.pid in pids]
         return GPUReading(
             name=name.decode() if isinstance(name, bytes) else str(name),
             utilization=pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,

@@ -14,6 +14,7 @@ from localllm.units import format_bytes, format_count, format_seconds
 from localllm.web.pages.dashboard.machine import MachineReading
 from localllm.web.pages.dashboard.machine_presenter import machine_use
 from localllm.web.pages.dashboard.plots import MINUTE, Span, colours, pool_map, sparkline, step_columns
+from localllm.web.pages.dashboard.rank_presenters import ranks
 from localllm.web.pages.dashboard.request_presenters import finished_requests, live_requests
 from localllm.web.pages.dashboard.views import (
     Counters,
@@ -43,6 +44,7 @@ def dashboard(
     """Return all tiles of one snapshot; `past` has the samples for the headlines' plots."""
     return Dashboard(
         headlines=headlines(stats, past, span),
+        ranks=ranks(stats.runner),
         kv_usage=kv_usage(stats),
         steps=steps(stats.steps, stats.num_steps),
         latency=latency(stats, tick.minute_ago),

@@ -6,11 +6,13 @@ import math
 from dataclasses import replace
 
 from localllm.engine.stats import RequestTimeline, StepComposition
+from localllm.engine.step import RankMemory, RankStats, RunnerStats
 from localllm.web.pages.dashboard import views as v
 from localllm.web.pages.dashboard.machine import GPUReading, MachineReading
 from localllm.web.pages.dashboard.machine_presenter import machine_use
 from localllm.web.pages.dashboard.plots import pool_map, sparkline
 from localllm.web.pages.dashboard.presenters import steps
+from localllm.web.pages.dashboard.rank_presenters import ranks
 from localllm.web.pages.dashboard.request_presenters import request_page
 from localllm.web.pages.frame import views
 from localllm.web.pages.frame.bars import stacked
@@ -32,6 +34,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         _headline().sparkline,
         _kv_usage(),
         _steps(),
+        ranks(RunnerStats(ranks=_RANKS)),
         v.Latency(
             (v.LatencyRow("TTFT", "To the first token", 0.041, 0.22), v.LatencyRow("Queue", "", None, None)),
             "last minute",
@@ -60,6 +63,26 @@ def samples(shell: views.Shell) -> list[views.View]:
 _GPU = GPUReading("NVIDIA RTX 4090", 0.87, 20 * 2**30, 24 * 2**30, 18 * 2**30, 2520, 64, 380.0)
 
 
+_RANK = RankStats(
+    0,
+    0,
+    0,
+    "cuda:0",
+    "NVIDIA RTX 4090",
+    memory=RankMemory(12 * 2**30, 7 * 2**30, 2**29, 2**28),
+    device_bytes=24 * 2**30,
+    step_s=0.0121,
+    busy_ratio=0.94,
+    temperature_c=64,
+    utilisation=0.97,
+)
+_RANKS = (
+    _RANK,
+    replace(_RANK, rank=1, stage=1, device="cuda:1", lag_steps=1, busy_ratio=0.81, restarts=1, last_words="Signal 9."),
+    replace(_RANK, rank=2, stage=1, shard=1, device="cuda:2", is_up=False, lag_steps=7, last_words="Signal 9."),
+)
+
+
 def _steps() -> v.RecentSteps:
     held = [(512 * (n % 9 == 0), 24 + n % 5) for n in range(80)]
     return steps(
@@ -83,6 +106,7 @@ def _board() -> v.Dashboard:
     empty = v.MachineUse((), ())
     return v.Dashboard(
         (_headline(),),
+        v.Ranks(),
         _kv_usage(),
         steps((), 0),
         v.Latency((), "since start"),

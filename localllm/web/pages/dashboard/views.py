@@ -211,6 +211,38 @@ class MachineUse(View):
 
 
 @dataclass(frozen=True, slots=True)
+class RankTile:
+    """One rank: its device, memory by part, and step time."""
+
+    number: int
+    device: str
+    is_up: bool
+    memory: tuple[Segment, ...]
+    held: str  # memory of all parts, of the whole device
+    facts: tuple[Fact, ...]
+    last_words: str  # why the last lost process of this rank was lost
+
+
+@dataclass(frozen=True, slots=True)
+class StageTile:
+    """The ranks of one pipeline stage."""
+
+    number: int
+    ranks: tuple[RankTile, ...]
+    bubble_ratio: float | None  # share of the time in which the stage computed nothing; None: unknown, or one stage
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks(View):
+    """The ranks of a model on several devices; hidden if the model runs in the server's process."""
+
+    template: ClassVar[str] = "dashboard/_ranks.html"
+    stages: tuple[StageTile, ...] = ()
+    num_ranks: int = 0
+    num_lost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts(View):
     """The model and its memory plan."""
 
@@ -227,6 +259,7 @@ class Dashboard(View):
 
     template: ClassVar[str] = "dashboard/_board.html"
     headlines: tuple[Headline, ...]
+    ranks: Ranks
     kv_usage: KVUsage
     steps: RecentSteps
     latency: Latency
