@@ -46,7 +46,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What NVML and the system say of one GPU's place in the machine."""
+    """The place of one GPU in the machine, as NVML and the system describe it."""
 
     pci: str | None = None  # address as in sysfs: 0000:01:00.0
     numa_node: int | None = None

@@ -13,9 +13,10 @@ from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit
 from localllm.machine.hardware import Hardware
 from localllm.models.fit.devices import gpus_of
+from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.options import FitOption, fit_options
 from localllm.models.fit.parallel import asked_division
-from localllm.models.fit.plan import MemoryPlan, make_plan
+from localllm.models.fit.plan import make_plan
 from localllm.models.fit.rank import ResidentBytes
 from localllm.models.spec.model_spec import ModelSpec
 

@@ -64,7 +64,7 @@ class ResidentBytes(Protocol):
 
 
 class PlanInputs(NamedTuple):
-    """What all ranks have in common."""
+    """The settings and sizes that all ranks have in common."""
 
     config: EngineConfig
     spec: ModelSpec  # of the whole model
@@ -132,7 +132,7 @@ class RankMemory:
         return self.step.bytes_at(max_model_len, num_blocks)
 
     def sampler_bytes(self, max_model_len: int, num_blocks: int) -> int:
-        """Return what sampling needs beyond the layers; 0 where it was measured."""
+        """Return the bytes that sampling needs beyond the layers; 0 where they were measured."""
         return 0 if self.measured else self.step.sampler_bytes(max_model_len, num_blocks)
 
     def _graph_bytes(self) -> int:

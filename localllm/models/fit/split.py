@@ -13,13 +13,14 @@ Does not know: models (shares.py turns one into heads and parts), torch, what el
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise, permutations
 from typing import NamedTuple
 
 MOST_DIVISIONS = 500
 """Divisions of the heads that are all tried; among more, the solver climbs from the most proportional ones."""
+FILLED = 48  # divisions of the heads, the best by estimate, for which the fine parts are divided in whole units
 CLIMBS = 24
 NEARLY_AS_FAST = 1.005
 """Among divisions within this factor of the fastest, the one whose heads follow the bandwidth most closely is chosen:
@@ -28,7 +29,7 @@ its KV cache grows evenly beyond the wanted context."""
 
 @dataclass(frozen=True, slots=True)
 class SplitDevice:
-    """What a rank's device offers."""
+    """The memory and the speed of a rank's device."""
 
     free_bytes: float  # for weights and KV cache: what the rank holds besides is already subtracted
     bandwidth: float  # bytes/s of its memory; only the proportion counts
@@ -94,14 +95,27 @@ def solve_stage(
         rated = {heads: rate(heads) for heads in compositions(stage.heads, size)}
     else:
         rated = _climb(devices, stage, rate)
+    best = _in_order(devices, rated)[:FILLED]
+    filled = [_fill(devices, stage, heads, -rated[heads][0], context) for heads in best]
+    longest = max(split.tokens for split in filled)
+    long = [split for split in filled if split.tokens >= longest]
+    fastest = min(split.time for split in long)
+    return next(split for split in long if split.time <= fastest * NEARLY_AS_FAST)
+
+
+def _in_order(
+    devices: Sequence[SplitDevice], rated: Mapping[tuple[int, ...], tuple[float, float]]
+) -> list[tuple[int, ...]]:
+    """Return the divisions, the best first: those that are nearly as fast as the fastest by how even they are."""
     tokens, time = min(rated.values())
-    fast = [heads for heads, (found, at) in rated.items() if found <= tokens and at <= time * NEARLY_AS_FAST]
-    heads = min(fast, key=lambda heads: (_unevenness(devices, heads), [-count for count in heads]))
-    return _fill(devices, stage, heads, -tokens)
 
+    def rank(heads: tuple[int, ...]) -> tuple[float, ...]:
+        found, at = rated[heads]
+        is_fast = found <= tokens and at <= time * NEARLY_AS_FAST
+        uneven = sum(count * count / device.bandwidth for count, device in zip(heads, devices, strict=True))
+        return (found, 0, uneven, *(-count for count in heads)) if is_fast else (found, at, uneven)
 
-def _unevenness(devices: Sequence[SplitDevice], heads: Sequence[int]) -> float:
-    return max(count / device.bandwidth for count, device in zip(heads, devices, strict=True))
+    return sorted(rated, key=rank)
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -177,9 +191,12 @@ def _shares(devices: Sequence[SplitDevice], loads: Sequence[float], amount: floa
     ]
 
 
-def _fill(devices: Sequence[SplitDevice], stage: StageBytes, heads: Sequence[int], tokens: float) -> StageSplit:
-    """Divide the fine parts in whole units for this division of the heads."""
-    loads = _loads(stage, heads, max(0.0, tokens))
+def _fill(
+    devices: Sequence[SplitDevice], stage: StageBytes, heads: Sequence[int], tokens: float, context: int
+) -> StageSplit:
+    """Divide the fine parts in whole units for this division of the heads and this many tokens."""
+    tokens = max(0.0, tokens)
+    loads = _loads(stage, heads, tokens)
     shares = _shares(devices, loads, stage.fine_bytes)
     units: list[list[int]] = []
     for part in stage.parts:
@@ -190,7 +207,16 @@ def _fill(devices: Sequence[SplitDevice], stage: StageBytes, heads: Sequence[int
     _move_what_does_not_fit(devices, stage, loads, units)
     counts = [sizes_of(part, each) for part, each in zip(stage.parts, units, strict=True)]
     time = max(load / device.bandwidth for load, device in zip(loads, devices, strict=True))
-    return StageSplit(list(heads), counts, tokens, time)
+    ranks = zip(devices, heads, loads, strict=True)
+    held = [_tokens_held(device, stage, count, load, tokens) for device, count, load in ranks]
+    return StageSplit(list(heads), counts, min(context, *held), time)
+
+
+def _tokens_held(device: SplitDevice, stage: StageBytes, heads: int, load: float, tokens: float) -> float:
+    """Return the tokens that a rank holds whose load includes `tokens` of them; negative: bytes that are missing."""
+    per_token = stage.fixed_kv_bytes + stage.head_kv_bytes * heads
+    left = device.free_bytes - load + tokens * per_token
+    return left if left < 0 else left / per_token if per_token else math.inf
 
 
 def _move_what_does_not_fit(
@@ -272,7 +298,7 @@ def solve_layers(
 
     found = ends_of(context)
     low, high = -1, context
-    while found is None and high - low > max(1, context // 64):
+    while found is None and high - low > max(1, low // 16):
         middle = (low + high) // 2
         low, high = (middle, high) if ends_of(middle) is not None else (low, middle)
     ends = found or (ends_of(low) if low >= 0 else None) or ends_of(0, math.inf)

@@ -18,7 +18,8 @@ from localllm.config.settings import EngineConfig
 from localllm.errors import LocalLLMError
 from localllm.machine.hardware import Hardware
 from localllm.models.architectures.read_spec import spec_of_config
-from localllm.models.fit.plan import MemoryPlan, make_plan
+from localllm.models.fit.memory_plan import MemoryPlan
+from localllm.models.fit.plan import make_plan
 from localllm.models.fit.shares import count_shard
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
