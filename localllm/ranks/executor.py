@@ -62,8 +62,8 @@ class RankExecutor:
     @classmethod
     def load(
         cls, path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, progress: Progress,
-        report: ReportDetail, *, on_lost: OnLost = lambda error: None, timeout_s: float = TIMEOUT_S, command: Sequence[str] = COMMAND,
-        tick_s: float = TICK_S,
+        report: ReportDetail, *, on_lost: OnLost = lambda error: None, timeout_s: float = TIMEOUT_S,
+        command: Sequence[str] = COMMAND, tick_s: float = TICK_S,
     ) -> Self:  # fmt: skip
         """Start the plan's ranks, and load each one's share of the checkpoint.
 
@@ -198,7 +198,7 @@ class RankExecutor:
 
     @property
     def progress(self) -> list[RankProgress]:
-        """What each rank has done last. Reading it asks no rank."""
+        """Return what each rank has done last. No rank is asked."""
         return self._supervisor.progress.read_all()
 
 

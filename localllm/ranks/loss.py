@@ -14,7 +14,7 @@ HINT = "The model is loaded again: send the request again in a few seconds. The 
 
 
 class Loss:
-    """Whether a group is lost. Its file descriptor becomes readable with the loss, for `poll`."""
+    """The state of a group: lost or not, and why. Its file descriptor becomes readable with the loss, for `poll`."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()

@@ -1,4 +1,4 @@
-"""What a server and its ranks tell each other besides steps: the fields of each record and of its answer.
+"""The fields of the records besides steps, and of their answers.
 
 Does not know: how records travel, models and their plans (openings.py).
 """
@@ -42,7 +42,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """MEASURED: memory of a rank's weights and of its largest step, besides the KV cache; on a CPU nothing is measured."""
+    """MEASURED: memory of a rank's weights, and of its largest step besides the KV cache; on a CPU None and 0."""
 
     weights_bytes: int | None = None
     activation_bytes: int = 0

@@ -1,4 +1,4 @@
-"""What each rank has done last, in memory that the server and its ranks share.
+"""A table of what each rank has done last, in memory that the server and its ranks share.
 
 A rank writes into its own line without waiting for anybody; the server reads all lines at any time, also when a rank no
 longer answers. The memory has no name, so nothing is left over when the processes are killed.

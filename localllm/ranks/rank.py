@@ -297,7 +297,7 @@ Settle = Callable[[int, int, PendingStep, RunnerStats | None], None]
 
 
 class _Answers(Protocol):
-    """What waits for the results of launched steps."""
+    """A way to wait for the results of launched steps."""
 
     def put(self, seq: int, begun_ns: int, pending: PendingStep) -> None: ...
     def close(self) -> None: ...
@@ -362,10 +362,10 @@ class _LogsToServer(logging.Handler):
             pass  # the server has closed its end, and the reading thread ends this process
 
 
-def main(make_share: Callable[[], Share] | None = None, arguments: list[str] | None = None) -> None:
+def main(make_share: Callable[[], Share], arguments: list[str] | None = None) -> None:
     """Run one rank. arguments: file descriptors of socket and table, rank, ranks, the server's process, NUMA node.
 
-    make_share: what the rank drives; None: a share of a real model.
+    make_share: makes what the rank drives.
     """
     socket_fd, table_fd, number, size, parent, node = map(int, sys.argv[1:] if arguments is None else arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends its ranks
@@ -377,13 +377,7 @@ def main(make_share: Callable[[], Share] | None = None, arguments: list[str] | N
         os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=socket_fd))
     logging.basicConfig(level=logging.INFO, handlers=[_LogsToServer(channel)])
-    Rank(number, channel, ProgressTable(table_fd, size), make_share or _torch_share).run()
+    Rank(number, channel, ProgressTable(table_fd, size), make_share).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # at once: no thread of a library may keep a rank alive
-
-
-def _torch_share() -> Share:
-    from localllm.ranks.share import TorchShare
-
-    return TorchShare()

@@ -49,7 +49,7 @@ LOOPBACK = "lo"
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where one rank runs."""
+    """The device of one rank, and its processors."""
 
     device: str = "cpu"  # cpu, cuda:0, ...
     numa_node: int = -1  # -1: any

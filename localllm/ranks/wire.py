@@ -34,7 +34,7 @@ MOST_BYTES = 2**31
 
 
 class Kind(IntEnum):
-    """What a record asks of a rank, or what an answer is."""
+    """The kinds of records, for a rank, and of answers, from 64 on."""
 
     CONNECT = 14  # meet the other ranks
     OPEN = 1  # load this rank's share of a model
