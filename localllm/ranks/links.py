@@ -74,9 +74,9 @@ class Links:
             self._seq += 1
             if wanted:
                 self._expected[self._seq] = wanted
-            records = {payload: encode_record(kind, self._seq, payload) for payload in payloads}
+            records = [encode_record(kind, self._seq, payload) for payload in payloads]
             for rank, channel in enumerate(self._channels):
-                self._send(rank, channel.socket, records[payloads[rank if len(payloads) > 1 else 0]])
+                self._send(rank, channel.socket, records[rank if len(records) > 1 else 0])
             return self._seq
 
     def _send(self, rank: int, end: socket.socket, record: bytes) -> None:
