@@ -197,23 +197,20 @@ class Scheduler:
 
     def _is_held_back(self, request: Request) -> bool:
         """Return whether a request that has tokens left to generate waits for those in flight."""
-        return request.waits_for_tokens and self._room(request) > 0
+        num_outputs = request.num_output_tokens + request.num_output_placeholders
+        return request.waits_for_tokens and num_outputs < request.max_output_tokens
 
     def _wanted(self, request: Request) -> int:
         """Return the tokens to run for a running request; 0 if the launched steps already reach its length limit, or if
         the request waits for their tokens."""
         if request.state is not State.RUNNING:  # preempted while this step was planned
             return 0
-        room = self._room(request)
-        if room <= 0 or request.waits_for_tokens:
+        room = request.max_output_tokens - request.num_output_tokens - request.num_output_placeholders
+        if room <= 0 or (request.most_unseen is not None and request.waits_for_tokens):
             return 0
         if len(request.draft_token_ids) >= room:
             request.draft_token_ids = request.draft_token_ids[: room - 1]
         return request.num_wanted_tokens
-
-    def _room(self, request: Request) -> int:
-        """Return the output tokens that may still be launched for the request."""
-        return request.max_output_tokens - request.num_output_tokens - request.num_output_placeholders
 
     def _schedule_one(self, request: Request, count: int, draft: _Draft) -> bool:
         """Find blocks for `count` more tokens of a running request and add the request to the step."""

@@ -543,6 +543,32 @@ def test_requests_of_a_pipeline_take_turns_in_equal_cohorts(num_stages, extra):
     assert engine.tokens == {f"r{index}": expected_output([index], 12) for index in range(7)}
 
 
+def test_fewer_requests_than_stages_do_not_wait_for_each_other():
+    engine = make_engine(num_stages=4)
+    engine.add("a", [1, 2, 3], max_tokens=9)
+    engine.loop.step()
+    engine.add("b", [4, 5, 6], max_tokens=9)
+    forward, in_flight = engine.loop.runner.forward, []
+    engine.loop.runner.forward = lambda plan: (in_flight.append(len(engine.loop._pending)), forward(plan))[1]
+    engine.run()
+    assert {len(plan.rows) for plan in engine.plans} == {1}
+    assert in_flight[:8] == [1] * 8
+
+
+def test_a_grammar_waits_for_no_other_cohort():
+    engine = make_engine(num_stages=2)
+    for name in ("a", "b"):
+        engine.add(name, [1, 2, 3], max_tokens=9, grammar=EveryOther(20))
+    sample, in_flight = engine.loop.runner.sample, []
+    engine.loop.runner.sample = lambda plan, masks=None: (
+        in_flight.append(len(engine.loop._pending)),
+        sample(plan, masks),
+    )[1]
+    engine.run()
+    assert in_flight[:4] == [0, 0, 1, 1]  # both prompts in one step, then a cohort each
+    assert engine.tokens == {name: expected_output([1, 2, 3], 9, grammar=EveryOther(20)) for name in ("a", "b")}
+
+
 def test_chunks_of_a_prompt_follow_each_other_through_the_stages():
     engine = make_engine(num_stages=3, max_num_batched_tokens=8)
     engine.add("r", list(range(30)), max_tokens=2)

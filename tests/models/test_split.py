@@ -215,6 +215,11 @@ def test_repeated_kv_heads(size: int, heads: list[int]) -> None:
     assert [len(shard.heads) for shard in found] == heads
 
 
+def test_a_repeated_kv_heads_queries_follow_the_bandwidth_of_the_ranks_that_share_it() -> None:
+    found = shards(QWEN_05B, [GPU_12, GPU_24, GPU_24, GPU_12], stored=GIB)
+    assert [len(shard.heads) for shard in found] == [2, 5, 5, 2]
+
+
 def test_latent_attention_is_divided_by_query_heads() -> None:
     spec = replace(
         LLAMA_8B, num_heads=16, num_kv_heads=1, head_dim=576,

@@ -35,7 +35,7 @@ UNITS_PER_RANK = 4  # fewer units than these per rank are made smaller: a cut in
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How many ranks there are, and what the user fixed of their shares."""
+    """The number of ranks, and the shares that the user fixed."""
 
     tensor: int = 1  # ranks that share each layer
     pipeline: int = 1  # stages
