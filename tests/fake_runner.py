@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import NewSlot, Row, RowResult, RunnerStats, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from localllm.engine.step import (
+    NewSlot,
+    PendingStep,
+    Row,
+    RowResult,
+    RunnerStats,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenMasks,
+)
 from localllm.text.grammar import OutputGrammar
 
 Bits = npt.NDArray[np.int32]
@@ -64,7 +75,7 @@ class FakeRunner:
         check: bool = True,
         fail_when: Callable[[StepPlan], bool] | None = None,
     ) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks, self.block_size, self.num_stages = num_blocks, block_size, 1
         self.vocab_size = vocab_size
         self._check, self._fail_when = check, fail_when
         self._slots: dict[int, _Slot] = {}
@@ -78,6 +89,8 @@ class FakeRunner:
             self.freed.append(self._slots.pop(slot).request_id)
         for new in plan.new_slots:
             self._open(new)
+        for slot_id, ids in plan.known_token_ids:
+            assert array("i", ids) == self._slots[slot_id].token_ids[-len(ids) :], "ids that were not sampled"
         for row in plan.rows:
             self._write(self._slots[row.slot], row)
 
@@ -184,6 +197,80 @@ class FakeRunner:
         for token_id in slot.token_ids[len(slot.prefix_crcs) :]:
             crc = zlib.crc32(token_id.to_bytes(4, "little", signed=True), crc)
             slot.prefix_crcs.append(crc)
+
+
+class FakePipeline:
+    """A fake model in stages: a step's work is done when its result is read, which is as late as a pipeline may be.
+
+    The first stage does not sample. It is checked when a step is launched: every token must have come with a plan, and
+    no row may belong to a request whose sampled tokens have not been read. The ids that came with plans are compared
+    with the sampled ones when the step's work is done.
+    """
+
+    def __init__(self, last: FakeRunner, num_stages: int) -> None:
+        self.num_blocks, self.block_size, self.vocab_size = last.num_blocks, last.block_size, last.vocab_size
+        self.num_stages = num_stages
+        self._last = last
+        self._given: dict[int, list[int]] = {}  # token ids by slot, as the first stage knows them
+        self._unread: dict[int, frozenset[str]] = {}  # requests that sample in each step whose result was not read
+        self._queue: deque[tuple[StepPlan, TokenMasks | None]] = deque()
+        self._done: dict[int, PendingStep] = {}
+
+    def forward(self, plan: StepPlan) -> None:
+        for slot in plan.freed_slots:
+            del self._given[slot]
+        for new in plan.new_slots:
+            self._given[new.slot] = list(new.token_ids)
+        known, unread = dict(plan.known_token_ids), frozenset().union(*self._unread.values())
+        assert known.keys() <= {row.slot for row in plan.rows}, "ids without a row"
+        for row in plan.rows:
+            assert row.request_id not in unread, f"{row.request_id} is in two steps at a time"
+            self._feed(self._given[row.slot], row, known.get(row.slot, ()))
+
+    def _feed(self, given: list[int], row: Row, known: tuple[int, ...]) -> None:
+        if known:
+            del given[row.num_computed_tokens :]
+            given += known
+        end = row.num_computed_tokens + row.num_scheduled_tokens - len(row.draft_token_ids)
+        assert end <= len(given), f"the first stage does not know token {end - 1} of {row.request_id}"
+        given[end:] = row.draft_token_ids or given[end:]
+
+    def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> _Later:
+        self._unread[plan.step_id] = frozenset(row.request_id for row in plan.rows if row.samples)
+        self._queue.append((plan, masks))
+        return _Later(self, plan.step_id)
+
+    def read(self, step_id: int) -> StepResult:
+        """Do the work of all steps up to this one."""
+        while step_id not in self._done:
+            plan, masks = self._queue.popleft()
+            self._last.forward(plan)
+            self._done[plan.step_id] = self._last.sample(plan, masks)
+        del self._unread[step_id]
+        return self._done.pop(step_id).result()
+
+    def use_idle_time(self) -> bool:
+        return False
+
+    def stats(self) -> RunnerStats:
+        return RunnerStats()
+
+    def reset(self) -> None:
+        self._last.reset()
+        for state in (self._given, self._unread, self._queue, self._done):
+            state.clear()
+
+    def close(self) -> None:
+        self.reset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    pipeline: FakePipeline
+    step_id: int
+
+    def result(self) -> StepResult:
+        return self.pipeline.read(self.step_id)
 
 
 def next_token(context: Sequence[int], vocab_size: int, bits: Bits | None = None) -> int:

@@ -2,7 +2,7 @@
 
 `submit` and `cancel` may be called from any thread. Everything else runs on the engine's thread (`start`), or on the
 caller's thread (`step`, used by the offline API). With depth two, step t+1 is scheduled and launched before the result
-of step t is read.
+of step t is read. With a model in pipeline stages, one step per cohort is in flight (scheduler.py).
 Outputs leave through one callback per step, while the device computes the next step. No other thread therefore takes
 the interpreter from this one while it has a step to launch.
 Does not know: asyncio, text, torch.
@@ -57,7 +57,7 @@ class _Cancel(NamedTuple):
 
 
 class EngineLoop:
-    """Runs the engine's steps. `depth`: steps in flight.
+    """Runs the engine's steps. `depth`: steps in flight without a pipeline.
     `deliver` receives each step's outputs, on the thread that ran the step.
 
     Each request that `submit` accepted gets exactly one output with a finish reason, whatever is raised in between.
@@ -72,7 +72,10 @@ class EngineLoop:
         deliver: Deliver | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        self.scheduler, self.runner, self.depth = scheduler, runner, depth
+        config = scheduler.config
+        assert config.num_stages == runner.num_stages, (config.num_stages, runner.num_stages)
+        self.scheduler, self.runner = scheduler, runner
+        self.depth = config.num_cohorts if config.num_stages > 1 else depth
         self.deliver: Deliver = deliver or (lambda outputs: None)
         self.on_ended: Callable[[], None] = lambda: None  # called last on the thread, if the engine ended by itself
         self.why_ended: EngineError | None = None  # None while it runs, and after `stop`
@@ -227,11 +230,10 @@ class EngineLoop:
             return
         with self._recovering():
             self._receive()
-            depth = self._depth_now()
             launched = self._launch()
             if self.depth > 1:
                 self._tell()  # outputs of the previous step
-            while self._pending and (len(self._pending) >= depth or not launched):
+            if self._pending and (len(self._pending) >= self.depth or not launched):
                 self._settle()
         with self._recovering():
             self._collect(self.scheduler.take_outputs())
@@ -258,6 +260,8 @@ class EngineLoop:
 
     def _take_in(self, request: Request) -> None:
         self._open[request.request_id] = request
+        if self._drafter is not None and request.grammar is None:
+            request.most_unseen = 0  # guesses extend tokens that the host has seen
         try:
             self.scheduler.add(request)
         except Exception as error:
@@ -288,15 +292,6 @@ class EngineLoop:
         self._outputs += lost
         self._let_go(ended + lost)  # an interrupt may have prevented this earlier
 
-    def _depth_now(self) -> int:
-        """Return the depth of this step: 1 with a drafter, which needs each request's last token on the host."""
-        if self.depth == 1 or self._drafter is None:
-            return self.depth
-        while self._pending:
-            self._settle()
-        self.scheduler.recorder.degraded_steps += 1
-        return 1
-
     def _launch(self) -> bool:
         if self._drafter is not None:
             self._draft(self._drafter)
@@ -312,13 +307,13 @@ class EngineLoop:
         """Return the allowed tokens of rows whose grammar may forbid one in this step, or None.
         Runs while the forward runs.
 
-        A grammar needs all previous tokens, so the earlier steps are settled first. The next forward waits for nothing;
-        only the host waits, for one step instead of two.
+        A grammar needs all previous tokens of its request, so the earlier steps that contain it are settled first. The
+        next forward waits for nothing; only the host waits, for one step instead of two.
         """
         rows = [i for i, request in enumerate(requests) if plan.rows[i].samples and self._may_forbid(request)]
         if not rows:
             return None
-        while self._pending:
+        while self._pending and any(_has_unseen_tokens(requests[i]) for i in rows):
             self._settle()
         bits = np.full((len(rows), -(-self.runner.vocab_size // 32)), -1, np.int32)
         for row, allowed in zip(rows, bits, strict=True):
@@ -345,7 +340,8 @@ class EngineLoop:
 
     def _draft(self, drafter: Drafter) -> None:
         for request in self.scheduler.running:
-            if request.num_wanted_tokens == 1 and request.grammar is None:
+            is_seen = request.num_output_placeholders == 0
+            if is_seen and request.num_wanted_tokens == 1 and request.grammar is None:
                 try:
                     self.scheduler.set_drafts(request, drafter(request))
                 except Exception:
@@ -418,6 +414,11 @@ class EngineLoop:
             if not self._stats_failed:  # once, not with every step
                 log.exception("statistics could not be taken")
             self._stats_failed = True
+
+
+def _has_unseen_tokens(request: Request) -> bool:
+    """Return whether a token of the request is in an earlier step than the one being launched."""
+    return not request.is_finished and request.num_output_placeholders > 1
 
 
 def _crashed(why: str) -> EngineCrashed:

@@ -54,7 +54,7 @@ class Request:
     __slots__ = (
         "arrived_s", "bad_words_token_ids", "block_hashes", "block_table", "cache_extras", "draft_token_ids",
         "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root", "last_token_s",
-        "max_output_tokens", "num_cached_tokens", "num_computed_tokens", "num_in_flight_tokens",
+        "max_output_tokens", "most_unseen", "num_cached_tokens", "num_computed_tokens", "num_in_flight_tokens",
         "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_registered_blocks", "options", "params",
         "priority", "prompt_embeds", "prompt_len", "prompt_logprobs", "reports_progress", "request_id", "scheduled_s",
         "sequence", "slot", "state", "stop_token_ids", "token_ids",
@@ -95,6 +95,7 @@ class Request:
         self.cache_extras = (*salt, *embeds, *([options.adapter.cache_extra] if options.adapter is not None else []))
         self.sequence = 0  # order of arrival, set by the scheduler
 
+        self.most_unseen: int | None = None  # placeholders with which it may still be scheduled; None: any number
         self.draft_token_ids: tuple[int, ...] = ()
         self.num_output_placeholders = 0
         self.num_computed_tokens = 0
@@ -130,6 +131,11 @@ class Request:
     def num_wanted_tokens(self) -> int:
         """N + S + P - C."""
         return len(self.token_ids) + len(self.draft_token_ids) + self.num_output_placeholders - self.num_computed_tokens
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Return whether a launched step must be settled before the request may be scheduled again."""
+        return self.most_unseen is not None and self.num_output_placeholders > self.most_unseen
 
     @property
     def is_finished(self) -> bool:

@@ -5,6 +5,8 @@ there is no prefill mode and no decode mode. Decodes are scheduled first, one to
 stalls running streams; prompts share the rest of the budget (prefill_shares.py). A waiting request is admitted when its
 *whole* prompt fits in addition to the expected needs of the running ones (output_reserve.py). If a running request
 cannot grow, the youngest request is preempted: it frees its blocks and waits again.
+If the model runs in pipeline stages, the requests form cohorts: a request is in one sampling step at a time, and a step
+takes an equal share of the requests that decode. Chunks of a prompt follow each other through the stages at once.
 The requests themselves are in request_table.py; the results of a step are applied in settle.py.
 Does not know: torch, text, threads, the clock (recorder.py does).
 Ideas: iteration-level scheduling (Orca, Yu et al. 2022), chunked prefill (Sarathi-Serve, Agrawal et al. 2024).
@@ -66,6 +68,7 @@ class Scheduler:
         self.requests, self.running, self.waiting = self.table.requests, self.table.running, self.table.waiting
         self.launched: deque[LaunchedStep] = deque()  # plans not settled yet
         self._outputs: list[EngineOutput] = []  # outputs of requests that ended outside `update`
+        self._num_cohorts = config.num_cohorts
         self._watermark_blocks = max(1, int(config.watermark * pool.capacity))
         self._reserve = self.table.reserve
         self._step_id = 0
@@ -82,6 +85,8 @@ class Scheduler:
             )
         if self.config.policy == "fcfs":
             request.priority = 0
+        if self._num_cohorts > 1:
+            request.most_unseen = 0
         self.table.add(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
@@ -116,6 +121,7 @@ class Scheduler:
         draft.prefill_budget = self._prefill_budget(draft)
         self._schedule_prefills(draft)
         if not draft.rows:
+            self.recorder.degraded_steps += any(map(self._is_held_back, self.running))
             return None
         plan = self._commit(draft)
         self._record(plan, draft, now_s() - started_s)
@@ -135,12 +141,22 @@ class Scheduler:
             self._preempt(victim, draft)
 
     def _schedule_decodes(self, draft: _Draft) -> None:
-        for request in tuple(self.running):
+        for request in self._next_cohort():
             if draft.budget <= 0:
                 break
             wanted = self._wanted(request)
             if 0 < wanted <= 1 + len(request.draft_token_ids):
                 self._schedule_one(request, min(wanted, draft.budget), draft)
+
+    def _next_cohort(self) -> Sequence[Request]:
+        """Return the requests that may decode in this step: all running ones, or at most one cohort's share of them."""
+        if self._num_cohorts == 1:
+            return tuple(self.running)
+        decoding = [
+            request for request in self.running if request.num_wanted_tokens <= 1 + len(request.draft_token_ids)
+        ]
+        most = -(-len(decoding) // self._num_cohorts)
+        return [request for request in decoding if self._wanted(request) > 0][:most]
 
     def _schedule_prefills(self, draft: _Draft) -> None:
         """Divide the budget that decodes left among running prompts and prompts to be admitted."""
@@ -149,7 +165,8 @@ class Scheduler:
         prefills = [
             _Prefill(request, wanted, enters=False)
             for request in self.running
-            if request.request_id not in draft.rows and (wanted := self._wanted(request)) > 0
+            if request.request_id not in draft.rows
+            and (wanted := self._wanted(request)) > 1 + len(request.draft_token_ids)
         ]
         if self.table.free_slots and not draft.preempted:
             prefills += self._admissible(prefills, draft)
@@ -173,14 +190,23 @@ class Scheduler:
     def _prefill_budget(self, draft: _Draft) -> int:
         """Return the step's prefill budget: limited while requests decode, so that their next token is not delayed."""
         cap = self.config.long_prefill_token_threshold
-        return min(draft.budget, cap) if draft.rows and cap else draft.budget
+        if not cap:
+            return draft.budget
+        any_decodes = draft.rows or any(map(self._is_held_back, self.running))
+        return min(draft.budget, cap) if any_decodes else draft.budget
+
+    def _is_held_back(self, request: Request) -> bool:
+        """Return whether a request that has tokens left to generate waits for those in flight."""
+        num_outputs = request.num_output_tokens + request.num_output_placeholders
+        return request.waits_for_tokens and num_outputs < request.max_output_tokens
 
     def _wanted(self, request: Request) -> int:
-        """Return the tokens to run for a running request; 0 if the launched steps already reach its length limit."""
+        """Return the tokens to run for a running request; 0 if the launched steps already reach its length limit, or if
+        the request waits for their tokens."""
         if request.state is not State.RUNNING:  # preempted while this step was planned
             return 0
         room = request.max_output_tokens - request.num_output_tokens - request.num_output_placeholders
-        if room <= 0:
+        if room <= 0 or (request.most_unseen is not None and request.waits_for_tokens):
             return 0
         if len(request.draft_token_ids) >= room:
             request.draft_token_ids = request.draft_token_ids[: room - 1]
@@ -358,9 +384,18 @@ class Scheduler:
             register_blocks(request, request.num_computed_tokens)
         self._step_id += 1
         rows = tuple([row for _, row in draft.rows.values()])
-        plan = StepPlan(self._step_id, rows, tuple(draft.new_slots), self.table.take_freed_slots())
+        known = self._known_token_ids(draft) if self._num_cohorts > 1 else ()
+        plan = StepPlan(self._step_id, rows, tuple(draft.new_slots), self.table.take_freed_slots(), known)
         self.launched.append(LaunchedStep(plan, tuple(requests)))
         return plan
+
+    def _known_token_ids(self, draft: _Draft) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Return the sampled ids that the step's rows begin with. They are settled, since their requests waited."""
+        return tuple([
+            (row.slot, (request.token_ids[-1],))
+            for request, row in draft.rows.values()
+            if row.num_computed_tokens == request.num_tokens - 1 >= request.prompt_len
+        ])  # fmt: skip
 
     def _record(self, plan: StepPlan, draft: _Draft, schedule_s: float) -> None:
         decode_tokens = decode_requests = prompt_tokens = recomputed_tokens = 0

@@ -19,3 +19,10 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     watermark: float = 0.01  # share of the pool kept free at admission while something runs
     output_reserve: float = 0.65  # share of its expected output that a request needs room for at admission
+    num_stages: int = 1  # pipeline stages of the runner
+    num_extra_cohorts: int = 0  # cohorts beyond one per stage; one of them hides the host's work between two steps
+
+    @property
+    def num_cohorts(self) -> int:
+        """Return the steps that a pipeline has in flight, each with other requests; 1 without a pipeline."""
+        return self.num_stages + self.num_extra_cohorts if self.num_stages > 1 else 1

@@ -119,7 +119,7 @@ class EngineStats:
     num_preemptions: int
     recomputed_tokens: int  # computed again after a preemption
     num_failed_steps: int
-    degraded_steps: int  # steps that had to run at depth one
+    degraded_steps: int  # times that nothing was launched, since all requests waited for their last tokens
     async_depth: int
     corrupted_requests: int  # ended because their row of a step was unusable (NaN)
     runner: RunnerStats

@@ -66,12 +66,15 @@ class StepPlan:
     """The runner's task for one step: apply `freed_slots`, then `new_slots`, then run `rows` as one batch.
 
     The runner knows the token id at each position: it was in `NewSlot.token_ids`, or the runner sampled it itself.
+    Only the last stage of a pipeline samples, so for the others the ids come with the plan.
     """
 
     step_id: int
     rows: tuple[Row, ...]
     new_slots: tuple[NewSlot, ...] = ()
     freed_slots: tuple[int, ...] = ()
+    known_token_ids: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(slot, ids) of rows whose last token was sampled, from position num_computed_tokens on. Empty for one stage."""
 
     @property
     def num_tokens(self) -> int:
@@ -201,6 +204,7 @@ class Runner(Protocol):
     num_blocks: int  # blocks in the KV cache, the null block 0 included
     block_size: int
     vocab_size: int
+    num_stages: int  # pipeline stages; each works on a step of its own
 
     def forward(self, plan: StepPlan) -> None:
         """Apply the plan's slot changes and launch its forward pass."""

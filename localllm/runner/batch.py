@@ -2,13 +2,15 @@
 
 Token ids are stored on the device, one row per slot. A prompt is written there when its request enters, a sampled token
 when it is sampled; the next step gathers its inputs from the same rows. A step can therefore be launched before the
-host has read the last step's tokens. Lengths are stored on the host in numpy, since the host knows them in advance. An
-`InputMaker` makes tensors of both: `HostInputs` in this module on a CPU, staging.py on a GPU.
+host has read the last step's tokens. A pipeline stage that does not sample takes these tokens from the plan. Lengths
+are stored on the host in numpy, since the host knows them in advance. An `InputMaker` makes tensors of both:
+`HostInputs` in this module on a CPU, staging.py on a GPU.
 Does not know: layers, sampling parameters, why rows were scheduled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -97,7 +99,7 @@ class InputMaker(Protocol):
     def make(self, batch: StepBatch) -> ForwardInputs: ...
 
     def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
-        """Write the sampled ids [S] at positions `lengths`, on the device."""
+        """Write ids [S], sampled here or by another stage, at positions `lengths`, on the device."""
 
 
 class SlotState:
@@ -131,13 +133,15 @@ class SlotState:
     # ---- who holds what ----------------------------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply freed slots, then new ones, then the rows' new blocks."""
+        """Apply freed slots, then new ones, then ids sampled by another stage and the rows' new blocks."""
         for slot in plan.freed_slots:
             assert self._holder[slot] is not None, f"slot {slot} freed and not held"
             self._holder[slot] = None
             self._embeds.pop(slot, None)
         for new in plan.new_slots:
             self._enter(new)
+        if plan.known_token_ids:
+            self._record_known(plan.known_token_ids)
         for row in plan.rows:
             assert self._holder[row.slot] == row.request_id, f"slot {row.slot} belongs to {self._holder[row.slot]}"
             if row.new_block_ids:
@@ -170,6 +174,23 @@ class SlotState:
         assert max(block_ids) < self.num_blocks, f"blocks {block_ids} of {self.num_blocks}"
         self.inputs.add_blocks(slot, held, block_ids)
         self._num_blocks_held[slot] = held + len(block_ids)
+
+    def _record_known(self, known: Sequence[tuple[int, tuple[int, ...]]]) -> None:
+        """Write the ids that this stage does not know: the stage that samples wrote them when it sampled them."""
+        slots: list[int] = []
+        positions: list[int] = []
+        ids: list[int] = []
+        for slot, given in known:
+            start, end = int(self._num_tokens[slot]), int(self._num_computed[slot]) + len(given)
+            assert end - len(given) <= start <= end, f"slot {slot} knows {start} tokens, and ids end at {end}"
+            slots += [slot] * (end - start)
+            positions += range(start, end)
+            ids += given[len(given) - (end - start) :]
+            self._num_tokens[slot] = end
+        if ids:
+            assert 0 <= min(ids) <= max(ids) < self._vocab_size, f"token ids {ids} outside the vocabulary"
+            sampled = to_device(np.array(ids, np.int32), self.inputs.token_ids.device)
+            self.inputs.record_sampled(np.array(slots), np.array(positions), sampled)
 
     def record_sampled(self, batch: StepBatch) -> None:
         """Count the sampled token of each sampling row as known."""

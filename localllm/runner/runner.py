@@ -61,6 +61,7 @@ class TorchRunner:
         samples: bool = True,
     ) -> None:  # fmt: skip
         assert block_size == kv.block_size, (block_size, kv.block_size)
+        self.num_stages = 1
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
         self._device, self._max_num_batched_tokens = device, max_num_batched_tokens
         staged = bool(capture) or device.type == "cuda" if staged is None else staged

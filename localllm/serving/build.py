@@ -350,6 +350,7 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
             policy=config.scheduling_policy,
             max_num_queued_reqs=config.max_num_queued_reqs,
             enable_prefix_caching=config.enable_prefix_caching,
+            num_stages=runner.num_stages,
         ),
         BlockPool(plan.num_blocks),
         BlockHasher(fingerprint, plan.block_size),

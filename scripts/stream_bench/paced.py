@@ -119,7 +119,7 @@ class MeteredRunner:
 class PacedRunner:
     """An `engine.step.Runner` with the given pace."""
 
-    block_size = BLOCK_SIZE
+    block_size, num_stages = BLOCK_SIZE, 1
 
     def __init__(self, pace: Pace) -> None:
         self.num_blocks, self._pace, self._meter = num_blocks(pace), pace, Meter(pace)

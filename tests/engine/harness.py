@@ -21,14 +21,15 @@ from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import PromptEmbeds, RunnerStats, StepPlan
 from localllm.errors import StepFailed
 from localllm.text.grammar import OutputGrammar
-from tests.fake_runner import FakeRunner
+from tests.fake_runner import FakePipeline, FakeRunner
 
 BLOCK_SIZE = 4
 
 
 @dataclass(slots=True)
 class SmallEngine:
-    """An engine on the fake model. `tokens`: output by request; `endings`: last outputs; `plans`: every step."""
+    """An engine on the fake model. `tokens`: output by request; `endings`: last outputs; `plans`: every step.
+    runner: the one that samples; with stages, the loop's runner is a `FakePipeline` around it."""
 
     scheduler: Scheduler
     runner: FakeRunner
@@ -117,6 +118,7 @@ def make_engine(
     *,
     num_blocks: int = 64,
     depth: int = 1,
+    num_stages: int = 1,
     drafter: Drafter | None = None,
     vocab_size: int = 32,
     fail_when: object = None,
@@ -124,7 +126,7 @@ def make_engine(
 ) -> SmallEngine:
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 200, "block_size": BLOCK_SIZE}
     scheduler = Scheduler(
-        SchedulerConfig(**{**settings, **config}),  # type: ignore[arg-type]
+        SchedulerConfig(**{**settings, **config, "num_stages": num_stages}),  # type: ignore[arg-type]
         BlockPool(num_blocks),
         BlockHasher(b"a model", BLOCK_SIZE),
     )
@@ -134,15 +136,19 @@ def make_engine(
         vocab_size=vocab_size,
         fail_when=fail_when,  # type: ignore[arg-type]
     )
-    loop = EngineLoop(scheduler, runner, depth=depth, drafter=drafter)
+    stages = FakePipeline(runner, num_stages) if num_stages > 1 else runner
+    loop = EngineLoop(scheduler, stages, depth=depth, drafter=drafter)
     engine = SmallEngine(scheduler, runner, loop)
     loop.deliver = engine.receive
     plan_step = scheduler.schedule
 
     def watched() -> StepPlan | None:
+        decoding = decoding_ids(scheduler)
         plan = plan_step()
         if plan is not None:
             check_plan(scheduler, plan)
+            most = -(-len(decoding) // scheduler.config.num_cohorts)
+            assert len(decoding & {row.request_id for row in plan.rows}) <= most, "more than a cohort decodes"
             engine.plans.append(plan)
             engine.longest_draft = max(engine.longest_draft, *(len(row.draft_token_ids) for row in plan.rows), 0)
         return plan
@@ -151,6 +157,12 @@ def make_engine(
     if fail_when is None:
         loop._recover = _raise  # type: ignore[method-assign]
     return engine
+
+
+def decoding_ids(scheduler: Scheduler) -> set[str]:
+    """Return the running requests that have one token to compute, or guesses."""
+    running = scheduler.running
+    return {r.request_id for r in running if r.num_wanted_tokens <= 1 + len(r.draft_token_ids)}
 
 
 def _raise(error: Exception) -> None:

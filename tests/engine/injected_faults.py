@@ -174,8 +174,8 @@ class Walk:
         self.faults = Faults(random.Random(number + 1), rate=dice.choice((0.0, rate / 4, rate, rate * 4)))
         self.threaded = number % THREADED == 0
         self.engine = make_engine(
-            depth=dice.randint(1, 3), num_blocks=dice.choice((9, 14, 40)), vocab_size=VOCAB, max_num_seqs=4,
-            max_num_batched_tokens=dice.choice((5, 16, 64)), max_num_queued_reqs=6,
+            depth=dice.randint(1, 3), num_stages=dice.choice((1, 1, 2, 3)), num_blocks=dice.choice((9, 14, 40)),
+            vocab_size=VOCAB, max_num_seqs=4, max_num_batched_tokens=dice.choice((5, 16, 64)), max_num_queued_reqs=6,
             policy=dice.choice(("fcfs", "priority")), enable_prefix_caching=dice.random() < 0.8,
             fail_when=lambda plan: False,
         )  # fmt: skip
@@ -188,9 +188,9 @@ class Walk:
     def _arm(self) -> None:
         """Wrap everything that the engine calls in faults."""
         engine, around = self.engine, self.faults.around
-        runner, scheduler, loop = engine.runner, engine.scheduler, engine.loop
-        runner.__class__ = FaultyRunner
-        runner.faults = self.faults  # type: ignore[attr-defined]
+        runner, scheduler, loop = engine.loop.runner, engine.scheduler, engine.loop
+        engine.runner.__class__ = FaultyRunner
+        engine.runner.faults = self.faults  # type: ignore[attr-defined]
         for name in ("forward", "sample", "stats", "use_idle_time"):
             setattr(runner, name, around(f"runner.{name}", getattr(runner, name)))
         runner.reset = around("runner.reset", runner.reset)  # type: ignore[method-assign]

@@ -76,22 +76,22 @@ def test_a_linear_layer(open: Callable[[], Opened]) -> None:
 
 def test_a_matrix_that_is_too_small_to_be_packed_leaves_the_file() -> None:
     """As a part of a large one, and beside a large one that a layer reads with it in another form."""
-    large = torch.randn(1024, 160)
+    large = torch.randn(2048, 160)  # packed as a whole
     held = Held({f"{MLP}.gate_proj.weight": large})
     weights, *_ = opened(held)
-    layer = weights.linear([f"{MLP}.gate_proj"], (1024, 160), order=torch.arange(8))
+    layer = weights.linear([f"{MLP}.gate_proj"], (2048, 160), order=torch.arange(8))
     assert isinstance(layer.weight, Tensor)
     assert torch.equal(layer.weight, large[:8])
-    layer = weights.linear([f"{MLP}.gate_proj"], (1024, 160), columns=range(8, 16))
+    layer = weights.linear([f"{MLP}.gate_proj"], (2048, 160), columns=range(8, 16))
     assert isinstance(layer.weight, Tensor)
     assert not held.holds(layer.weight)
     blocks = torch.from_numpy(blocks_of(large, "Q8_0")[0])
-    described = TensorInfo(Held.path, "Q8_0", (1024, 160), blocks.nbytes)
+    described = TensorInfo(Held.path, "Q8_0", (2048, 160), blocks.nbytes)
     small = TensorInfo(Held.path, "F32", (8, 160), 8 * 160 * 4)
     names = f"{MLP}.gate_proj.weight", f"{MLP}.up_proj.weight"
     held = Held(dict(zip(names, (large[:8], blocks), strict=True)), dict(zip(names, (small, described), strict=True)))
     weights, *_ = opened(held, {"quant_method": "gguf"})
-    stack = weights.linear([name.removesuffix(".weight") for name in names], (1032, 160)).weight
+    stack = weights.linear([name.removesuffix(".weight") for name in names], (2056, 160)).weight
     assert isinstance(stack, StackedWeight)
     assert isinstance(stack.parts[0], Tensor)
     assert not held.holds(stack.parts[0])

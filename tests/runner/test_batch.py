@@ -138,6 +138,41 @@ def test_sampled_token_is_the_next_input(maker: str) -> None:
     assert inputs.slot_mapping.tolist() == [39 * BLOCK, 1 * BLOCK + 5]
 
 
+def test_a_stage_that_does_not_sample_takes_ids_from_the_plan(maker: str) -> None:
+    """Of three rows one is new, and one continues its prompt: their ids are known."""
+    state = state_of(maker)
+    news = (new_slot(0, 5), new_slot(3, 8), new_slot(4, 20))
+    run(state, StepPlan(1, (row_of(news[0], 5), row_of(news[1], 8), Row(4, "r4", 0, 8, (41,), False)), news))
+    late = new_slot(2, 3)
+    rows = (Row(3, "r3", 8, 1, (39,), True), Row(0, "r0", 5, 1, (), True), Row(4, "r4", 8, 2, (42,), False),
+            row_of(late, 3))  # fmt: skip
+    _, inputs = run(state, StepPlan(2, rows, (late,), known_token_ids=((3, (888,)), (0, (777,)))))
+    assert inputs.token_ids.tolist() == [888, 777, 408, 409, 200, 201, 202]
+    _, inputs = run(state, StepPlan(3, (Row(0, "r0", 6, 1, (), True),), known_token_ids=((0, (0,)),)))
+    assert inputs.token_ids.tolist() == [0]
+
+
+def test_the_stage_that_samples_needs_no_ids_of_the_plan(maker: str) -> None:
+    state, writes = state_of(maker), []
+    new = new_slot(0, 5)
+    batch, _ = run(state, StepPlan(1, (row_of(new, 5),), (new,)))
+    state.inputs.record_sampled(batch.slots, batch.lengths, torch.tensor([777]))
+    state.record_sampled(batch)
+    state.inputs.record_sampled = lambda *given: writes.append(given)  # type: ignore[method-assign]
+    _, inputs = run(state, StepPlan(2, (Row(0, "r0", 5, 1, (), True),), known_token_ids=((0, (777,)),)))
+    assert inputs.token_ids.tolist() == [777]
+    assert not writes
+
+
+@pytest.mark.parametrize("ids", [(1000,), (-1,), (1, 2), ()])
+def test_impossible_ids_of_another_stage_are_our_mistake(maker: str, ids: tuple[int, ...]) -> None:
+    state = state_of(maker)
+    new = new_slot(0, 5)
+    run(state, StepPlan(1, (row_of(new, 5),), (new,)))
+    with pytest.raises(AssertionError):
+        run(state, StepPlan(2, (Row(0, "r0", 5, 1, (), True),), known_token_ids=((0, ids),)))
+
+
 def test_a_reused_slot_shows_nothing_of_its_former_holder(maker: str) -> None:
     state = state_of(maker)
     long, short = new_slot(2, 40), new_slot(2, 3)

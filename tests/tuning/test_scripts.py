@@ -32,6 +32,18 @@ def test_bench_engine_reports_every_case(capsys: pytest.CaptureFixture[str]) -> 
     assert all(cost["median_ms"] > 0 and cost["snapshot_ms"] > 0 for cost in costs)
 
 
+def test_bench_pipeline_compares_cohorts_with_one_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Simulated time: stages that take less time for fewer rows gain from cohorts, others only for prompts."""
+    asked = ["--stages", "2", "--stage-ms", "12", "--fixed-share", "0.25", "1", "-n", "8"]
+    assert script("bench_pipeline").main(asked) == 0
+    rows = [line.split("|")[4:9] for line in capsys.readouterr().out.splitlines()[4:]]
+    gains = [float(row[1].split("(")[1].split("x")[0]) for row in rows]
+    assert gains[0] >= 1.5
+    assert gains[1] == pytest.approx(1, abs=0.02)
+    one_batch, cohorts = (float(cell.split()[0].replace(",", "")) for cell in rows[1][3:])
+    assert cohorts <= 0.6 * one_batch  # the first token of a prompt in chunks
+
+
 def test_bench_engine_runs_a_real_runner(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--device", "cpu", "--shape", "tiny", "-n", "1", "3", "--depth", "1", "--steps", "8", "--context", "40"]
     assert script("bench_engine").main([*asked, "--json"]) == 0

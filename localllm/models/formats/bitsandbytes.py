@@ -130,29 +130,25 @@ class Bnb4(MatrixFormat):
 
     def _packed(self, checkpoint: Checkpoint, part: StoredPart, device: torch.device) -> PlanarWeight:
         stem, state = part.stem, self._state(checkpoint, part.stem)
-        own = range(state.columns) if part.columns is None else part.columns
-        packed = stored(checkpoint, f"{stem}.weight").reshape(state.rows, -1)[:, own.start // 2 : own.stop // 2]
-        blocks = torch.arange(state.rows * state.columns // state.block, device="cpu").view(state.rows, -1)
-        blocks = blocks[:, own.start // state.block : own.stop // state.block]
-        if part.order is not None:
-            packed, blocks = packed[part.order.cpu()], blocks[part.order.cpu()]
-        packed = packed.to(device)
+        packed = _chosen(stored(checkpoint, f"{stem}.weight"), part, state, 2).to(device)
         codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1)
-        scales = self._scales(checkpoint, stem, state, blocks).to(device, torch.float16)
+        scales = self._scales(checkpoint, part, state).to(device, torch.float16)
         table = load_scales(checkpoint, f"{stem}.weight.quant_map", torch.device("cpu"))
         return table_weight(codes, scales, _group(state), table.tolist())
 
     def _meta_matrix(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int]) -> PlanarWeight:
         return meta_table_weight(*shape, _group(self._state(checkpoint, stem)), torch.float16, (0.0,) * 16)
 
-    def _scales(self, checkpoint: Checkpoint, stem: str, state: QuantState, blocks: Tensor) -> Tensor:
-        """Return the scales of these blocks of the flat matrix, in fp32."""
+    def _scales(self, checkpoint: Checkpoint, part: StoredPart, state: QuantState) -> Tensor:
+        """Return the scales of a part in fp32: [n, blocks of a row]."""
+        name = f"{part.stem}.weight"
+        codes = _chosen(stored(checkpoint, f"{name}.absmax"), part, state, state.block)
         if state.nested_block is None:
-            return finite(stored(checkpoint, f"{stem}.weight.absmax")[blocks], f"{stem}.weight.absmax")
-        codes = stored(checkpoint, f"{stem}.weight.absmax")[blocks].int()
-        values = load_scales(checkpoint, f"{stem}.weight.nested_quant_map", CPU)[codes]
-        each = load_scales(checkpoint, f"{stem}.weight.nested_absmax", CPU)[blocks // state.nested_block]
-        return values * each + state.nested_offset
+            return finite(codes, f"{name}.absmax")
+        values = load_scales(checkpoint, f"{name}.nested_quant_map", CPU)[codes.int()]
+        each = load_scales(checkpoint, f"{name}.nested_absmax", CPU).repeat_interleave(state.nested_block)
+        blocks = state.rows * state.columns // state.block
+        return values * _chosen(each[:blocks], part, state, state.block) + state.nested_offset
 
     def _state_name(self, stem: str) -> str:
         return f"{stem}.weight.quant_state.bitsandbytes__{self.quant_type}"
@@ -174,6 +170,13 @@ class Bnb4(MatrixFormat):
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise CorruptModel(f"{name} cannot be read.", f"{type(error).__name__}: {error}.") from error
         return state
+
+
+def _chosen(flat: Tensor, part: StoredPart, state: QuantState, weights: int) -> Tensor:
+    """Return a part's rows and columns of a flat tensor that has one value for so many weights."""
+    columns = range(state.columns) if part.columns is None else part.columns
+    own = flat.reshape(state.rows, -1)[:, columns.start // weights : columns.stop // weights]
+    return own if part.order is None else own[part.order.cpu()]
 
 
 def _group(state: QuantState) -> int:
