@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -252,9 +251,12 @@ def test_the_scheduler_over_shards(
 ) -> None:
     """Chunks, preemptions, shared prefixes and two steps in flight change nothing, as for the whole model."""
     shards = sharded[2]
-    runner = partial(ShardRunner, shards.stages[0], shards.threads[0])
+
+    def make(**given: Any) -> ShardRunner:
+        return ShardRunner(shards.stages[0], shards.threads[0], **given)
+
     tight = {"num_blocks": 18, "depth": 2, "step": 20}
-    got, scheduler = serve(None, spec, make_requests(), way=way, make_runner=runner, **tight)
+    got, scheduler = serve(None, spec, make_requests(), way=way, make_runner=make, **tight)
     wanted, _ = serve(model, spec, make_requests())
     assert scheduler.recorder.num_failed_steps == 0
     assert scheduler.recorder.num_preemptions > 0
