@@ -152,6 +152,12 @@ class EngineLoop:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def lose(self, error: DeviceLost) -> None:
+        """End the engine, from any thread, because its device is lost: while idle it calls nothing that would raise."""
+        with self._wake:
+            self.why_ended = self.why_ended or error
+            self._wake.notify()
+
     def _run(self) -> None:
         try:
             while self._wait_for_work():
