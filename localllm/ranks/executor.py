@@ -31,6 +31,7 @@ from localllm.ranks.messages import Connect, Connected, Loaded, Measured, PutAda
 from localllm.ranks.openings import Open, Opened, OpenRunner
 from localllm.ranks.progress import RankProgress
 from localllm.ranks.remote import RankRunner
+from localllm.ranks.states import RankStates
 from localllm.ranks.supervisor import COMMAND, TICK_S, RankPlace, Supervisor
 from localllm.ranks.wire import Kind, encode
 from localllm.runner.executor import AdapterSlots
@@ -41,7 +42,6 @@ log = logging.getLogger(__name__)
 START_S = 30.0  # for all processes to be there
 CONNECT_S = 90.0  # to import torch and to meet the others
 QUIET_S = 300.0  # between two reports of ranks that load, measure or capture
-TIMEOUT_S = 60.0  # of a step's result and of a collective, unless set
 
 OnLost = Callable[[RanksLost], None]
 
@@ -62,16 +62,16 @@ class RankExecutor:
     @classmethod
     def load(
         cls, path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, progress: Progress,
-        report: ReportDetail, *, on_lost: OnLost = lambda error: None, timeout_s: float = TIMEOUT_S,
-        command: Sequence[str] = COMMAND, tick_s: float = TICK_S,
+        report: ReportDetail, *, command: Sequence[str] = COMMAND, tick_s: float = TICK_S,
     ) -> Self:  # fmt: skip
         """Start the plan's ranks, and load each one's share of the checkpoint.
 
-        on_lost: called from another thread if a rank is lost, at any time until `close`; open requests hear of it by
-        themselves. timeout_s: for a step's result and for a collective. Raises what `load_model` raises, `RanksLost`.
+        command: that starts a rank. tick_s: between two looks at the ranks' signs of life. Raises what `load_model`
+        raises, and `RanksLost`.
         """
         ranks = plan.ranks
-        supervisor = Supervisor([place_of(rank) for rank in ranks], command=command, on_lost=on_lost, tick_s=tick_s)
+        timeout_s = float(config.rank_timeout)
+        supervisor = Supervisor([place_of(rank) for rank in ranks], command=command, tick_s=tick_s)
         with ExitStack() as undo:
             undo.callback(supervisor.stop)
             links = supervisor.start()
@@ -141,8 +141,9 @@ class RankExecutor:
         sampling = len(plan.ranks) - shards  # the first shard of the last stage
         stages = len(plan.ranks) // shards
         runner = RankRunner(
-            self._links, opened[sampling], num_stages=stages, sampling_rank=sampling, timeout_s=self._timeout_s
-        )
+            self._links, opened[sampling], num_stages=stages, sampling_rank=sampling, timeout_s=self._timeout_s,
+            read_ranks=RankStates(self._supervisor, plan.ranks).read,
+        )  # fmt: skip
         return runner, plan
 
     def _open_runners(
@@ -187,10 +188,10 @@ class RankExecutor:
         self._links.call(Kind.WAKE, None, int, QUIET_S)
         self._on_host = False
 
-    def on_lost(self, tell: Callable[[RanksLost], None]) -> None:
-        self._supervisor.on_lost = tell
-        if self._supervisor.loss.error is not None:
-            tell(self._supervisor.loss.error)
+    def when_lost(self, act: OnLost) -> None:
+        """Have `act` called from another thread when a rank is lost, at once if one is. Requests hear of a loss by
+        themselves; an idle engine does not."""
+        self._supervisor.when_lost(act)
 
     def close(self) -> None:
         """End the ranks. Idempotent."""

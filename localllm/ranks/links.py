@@ -13,7 +13,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from localllm.errors import RanksLost
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 OnReport = Callable[[int, Report], None]
-Lose = Callable[[str, str], RanksLost]
-"""Function that declares the group lost: what happened, and why."""
+Lose = Callable[[str, str, Collection[int]], RanksLost]
+"""Function that declares the group lost: what happened, why, and because of which ranks."""
 
 
 def ignore(rank: int, report: Report) -> None:
@@ -36,7 +36,7 @@ def ignore(rank: int, report: Report) -> None:
 
 SEND_S = 60.0  # for a rank that does not take a record
 REST_S = 5.0  # for the other ranks' answers after one has refused a record
-CAUSE_S = 0.3  # for the death that made another rank fail
+CAUSE_S = 0.8  # for the death that made another rank fail
 
 
 class Links:
@@ -98,7 +98,9 @@ class Links:
             ready = [fd for fd, _ in writable.poll(SEND_S * 1000)]
             self._loss.check()
             if not ready:
-                raise self._loss.declare(f"{self._names[rank]} does not take records.", f"It had {SEND_S:.0f} s.")
+                raise self._loss.declare(
+                    f"{self._names[rank]} does not take records.", f"It had {SEND_S:.0f} s.", [rank]
+                )
             try:
                 rest = rest[end.send(rest, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
@@ -171,10 +173,11 @@ class Links:
     def _late(self, seq: int, timeout_s: float, doing: str) -> list[Record]:
         """Declare the group lost. Return the refusal of a rank whose peers wait for it, if there is one."""
         answers = self._expected.pop(seq)
-        missing = [self._names[rank] for rank, record in answers.items() if record is None]
+        missing = [rank for rank, record in answers.items() if record is None]
+        names = ", ".join(self._names[rank] for rank in missing)
         here = len(answers) - len(missing)
-        why = f"{here} of {len(answers)} ranks answered within {timeout_s:.0f} s. Missing: {', '.join(missing)}."
-        error = self._lose_hanging(f"The ranks did not finish {doing}.", why)
+        why = f"{here} of {len(answers)} ranks answered within {timeout_s:.0f} s. Missing: {names}."
+        error = self._lose_hanging(f"The ranks did not finish {doing}.", why, missing)
         refusals = [record for record in answers.values() if record is not None and record.kind is Kind.FAILED]
         if refusals:
             return refusals
@@ -206,7 +209,8 @@ class Links:
             try:
                 records = self._channels[rank].available()
             except BadRecord as error:
-                raise self._loss.declare(f"{self._names[rank]} sent a damaged answer.", f"{error}.") from error
+                what = f"{self._names[rank]} sent a damaged answer."
+                raise self._loss.declare(what, f"{error}.", [rank]) from error
             if records is None:
                 raise self._closed(rank)
             for record in records:
@@ -234,12 +238,12 @@ class Links:
         self._loss.wait(CAUSE_S)
         if self._loss.error is None:
             log.error("rank failed rank=%d\n%s", rank, failure.trace)
-        raise self._loss.declare(f"{self._names[rank]} failed. {failure.what}", failure.why)
+        raise self._loss.declare(f"{self._names[rank]} failed. {failure.what}", failure.why, [rank])
 
     def _closed(self, rank: int) -> RanksLost:
         """Return the error for a closed socket. The supervisor soon knows how the process ended."""
         self._loss.wait(CAUSE_S)
-        return self._loss.declare(f"{self._names[rank]} closed its connection.")
+        return self._loss.declare(f"{self._names[rank]} closed its connection.", ranks=[rank])
 
     def close(self) -> None:
         """Close the sockets. The group must be lost or ended."""

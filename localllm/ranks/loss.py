@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Collection
 
 from localllm.errors import RanksLost
 
@@ -21,14 +22,16 @@ class Loss:
         self._lock = threading.Lock()
         self._declared = threading.Event()
         self.error: RanksLost | None = None
+        self.ranks: frozenset[int] = frozenset()  # because of which it is lost
 
     def fileno(self) -> int:
         return self._read
 
-    def declare(self, what: str, why: str = "") -> RanksLost:
-        """Declare the group lost. Return the error, which is the first one that was declared."""
+    def declare(self, what: str, why: str = "", ranks: Collection[int] = ()) -> RanksLost:
+        """Declare the group lost, because of these ranks. Return the error, which is the first that was declared."""
         with self._lock:
             if self.error is None:
+                self.ranks = frozenset(ranks)
                 self.error = RanksLost(what, why, HINT)
                 os.close(self._write)
                 self._declared.set()

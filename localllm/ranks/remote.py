@@ -8,9 +8,10 @@ Does not know: scheduling, how ranks are started.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
-from localllm.engine.step import RunnerStats, StepPlan, StepResult, TokenMasks
+from localllm.engine.step import RankStats, RunnerStats, StepPlan, StepResult, TokenMasks
 from localllm.errors import RanksLost
 from localllm.ranks.links import Links
 from localllm.ranks.messages import Idle
@@ -35,11 +36,13 @@ class RankRunner:
     """Implements `engine.step.Runner`. Not thread-safe: the engine loop is the only caller."""
 
     def __init__(
-        self, links: Links, opened: RunnerSizes, *, num_stages: int, sampling_rank: int, timeout_s: float
-    ) -> None:
+        self, links: Links, opened: RunnerSizes, *, num_stages: int, sampling_rank: int, timeout_s: float,
+        read_ranks: Callable[[], tuple[RankStats, ...]] = tuple,
+    ) -> None:  # fmt: skip
+        """read_ranks: returns the state of the ranks, from any thread, without asking them."""
         self.num_blocks, self.block_size, self.vocab_size = opened.num_blocks, opened.block_size, opened.vocab_size
         self.num_stages = num_stages
-        self._links, self._timeout_s = links, timeout_s
+        self._links, self._timeout_s, self._read_ranks = links, timeout_s, read_ranks
         self._sampling_rank = sampling_rank
         self._slowest_s = 0.0
         self._stats = RunnerStats()
@@ -79,7 +82,7 @@ class RankRunner:
 
     def stats(self) -> RunnerStats:
         """Return the counts that came with the last result: asking for them would wait for the step that runs."""
-        return self._stats
+        return self._stats._replace(ranks=self._read_ranks())
 
     def reset(self) -> None:
         self._links.forget(self._open)

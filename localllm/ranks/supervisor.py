@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,12 +63,13 @@ class Supervisor:
         places: Sequence[RankPlace],
         *,
         command: Sequence[str] = COMMAND,
-        on_lost: Callable[[RanksLost], None] = lambda error: None,
         tick_s: float = TICK_S,
     ) -> None:
-        """places: by rank. on_lost: called once, on the supervisor's thread, if the group is lost.
-        tick_s: between two looks at the ranks' signs of life."""
-        self._places, self._command, self.on_lost, self._tick_s = places, list(command), on_lost, tick_s
+        """places: by rank. tick_s: between two looks at the ranks' signs of life."""
+        self._places, self._command, self._tick_s = places, list(command), tick_s
+        self._on_lost: Callable[[RanksLost], None] | None = None
+        self._told: RanksLost | None = None
+        self._telling = threading.Lock()
         self.names = [f"Rank {rank} ({place.device})" for rank, place in enumerate(places)]
         self.loss = Loss()
         self.folder = Path(tempfile.mkdtemp(prefix="localllm-ranks-"))
@@ -105,6 +106,13 @@ class Supervisor:
                 os.write(self._wake_write, b"x")
         self._thread.join()
 
+    def when_lost(self, act: Callable[[RanksLost], None]) -> None:
+        """Have `act` called when the group is lost, on the supervisor's thread; at once if that has happened."""
+        with self._telling:
+            self._on_lost, told = act, self._told
+        if told is not None:
+            _call(act, told)
+
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -130,10 +138,10 @@ class Supervisor:
 
     def _tell(self, error: RanksLost) -> None:
         log.error("ranks lost what=%r why=%r %s", error.what, error.why, self.describe())
-        try:
-            self.on_lost(error)
-        except Exception:
-            log.exception("the loss of ranks was not handled")
+        with self._telling:
+            self._told, act = error, self._on_lost
+        if act is not None:
+            _call(act, error)
 
     def _spawn(self) -> None:
         environ = environment(os.environ, len(self._places))
@@ -179,22 +187,23 @@ class Supervisor:
         if self.watches_beats:
             for rank, watch in enumerate(self._watches):
                 if watch.is_silent(self.progress.read(rank).beat_ns, self.processes[rank].pid):
-                    self.lose_hanging(f"{self.names[rank]} does not answer.", f"No sign of life for {watch.ticks} s.")
+                    why = f"No sign of life for {watch.ticks} s."
+                    self.lose_hanging(f"{self.names[rank]} does not answer.", why, [rank])
 
     def _check_ended(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             code = exit_code(self.processes[rank].pid)
             if code is not None and not self._stopping.is_set():
-                self.loss.declare(f"{self.names[rank]} died.", f"Its process {ended_how(code)}.")
+                self.loss.declare(f"{self.names[rank]} died.", f"Its process {ended_how(code)}.", [rank])
 
-    def lose_hanging(self, what: str, why: str) -> RanksLost:
-        """Declare the group lost because a rank hangs, after all ranks have written their stacks to stderr."""
+    def lose_hanging(self, what: str, why: str, ranks: Collection[int]) -> RanksLost:
+        """Declare the group lost because these ranks hang, after all ranks have written their stacks to stderr."""
         for process, line in zip(self.processes, self.progress.read_all(), strict=True):
             if line.beat_ns:  # it has begun, and knows the signal
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGUSR1)
         time.sleep(STACKS_S)
-        return self.loss.declare(what, f"{why} {self.describe()}")
+        return self.loss.declare(what, f"{why} {self.describe()}", ranks)
 
     def describe(self) -> str:
         """Return in words what each rank has done last."""
@@ -269,6 +278,13 @@ class _Watch:
         before, self.processor_s = self.processor_s, _processor_s(pid)
         grows = self.processor_s - before >= BUSY_S
         return self.ticks >= (BUSY_TICKS if grows else SILENT_TICKS)
+
+
+def _call(act: Callable[[RanksLost], None], error: RanksLost) -> None:
+    try:
+        act(error)
+    except Exception:
+        log.exception("the loss of ranks was not handled")
 
 
 def _processor_s(pid: int) -> float:

@@ -6,6 +6,7 @@ Does not know: runners, schedulers.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.read_spec import read_spec
+from localllm.models.inputs import GivenEmbeds
 from localllm.models.loader import check_all_used, load_model
 from localllm.models.spec.shard import Shard, even_heads, shards_of
 from tests.models.harness import CPU, ModelHarness, Sequence
@@ -50,11 +52,13 @@ class ShardedModel:
             )
         check_all_used(spec, [model.unused_tensors for stage in self.stages for model in stage])
 
-    def logits(self, tokens: list[int], steps: Seq[int] = STEPS, adapter: int = -1) -> Tensor:
-        """Return the logits at every position."""
+    def logits(
+        self, tokens: list[int], steps: Seq[int] = STEPS, adapter: int = -1, embeds: Tensor | None = None
+    ) -> Tensor:
+        """Return the logits at every position. embeds: in place of the first tokens' own."""
         width = len(self.stages[0])
         tasks = [
-            lambda index=index: run([stage[index] for stage in self.stages], tokens, steps, adapter)
+            lambda index=index: run([stage[index] for stage in self.stages], tokens, steps, adapter, embeds)
             for index in range(width)
         ]
         first, *others = self.threads[0].run(tasks)
@@ -63,7 +67,10 @@ class ShardedModel:
         return first
 
 
-def run(models: Seq[DecoderModel], tokens: list[int], steps: Seq[int] = STEPS, adapter: int = -1) -> Tensor | None:
+def run(
+    models: Seq[DecoderModel], tokens: list[int], steps: Seq[int] = STEPS, adapter: int = -1,
+    embeds: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """Run one shard of each stage. Return the logits at every position; None: another shard has them."""
     harnesses = [ModelHarness(model) for model in models]
     sequences = [Sequence(list(tokens), adapter=adapter) for _ in models]
@@ -71,10 +78,15 @@ def run(models: Seq[DecoderModel], tokens: list[int], steps: Seq[int] = STEPS, a
     for count in steps:
         stream: Tensor | None = None
         for harness, sequence in zip(harnesses, sequences, strict=True):
-            inputs = harness._inputs([(sequence, count)], True)
+            inputs = replace(harness._inputs([(sequence, count)], True), embeds=_given(embeds, sequence, count))
             stream = harness.model.forward(inputs, harness.kv_cache, stream)
             sequence.computed += count
         assert stream is not None
         parts.append(models[-1].compute_logits(stream))
     logits = [part for part in parts if part is not None]
     return torch.cat(logits) if logits else None
+
+
+def _given(embeds: Tensor | None, sequence: Sequence, count: int) -> GivenEmbeds | None:
+    own = () if embeds is None else embeds[sequence.computed : sequence.computed + count]
+    return GivenEmbeds(torch.arange(len(own)), own) if isinstance(own, Tensor) and len(own) else None

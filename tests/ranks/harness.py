@@ -27,6 +27,7 @@ from localllm.ranks.messages import Connect, Connected, Loaded, Measured
 from localllm.ranks.progress import ProgressTable, shared_memory
 from localllm.ranks.rank import LINGER_S, Rank, Tell
 from localllm.ranks.remote import RankRunner
+from localllm.ranks.supervisor import TICK_S
 from localllm.ranks.wire import BadRecord, Kind, Record, encode
 from tests.ranks.fakes import BLOCK_SIZE, COMMAND, VOCAB_SIZE, FakeShare, Fault
 
@@ -43,18 +44,21 @@ def fake_plan(size: int) -> MemoryPlan:
     )  # fmt: skip
 
 
-def fake_executor(size: int = 2, fault: Fault | None = None, **options: Any) -> RankExecutor:
-    """Start ranks of the fake model."""
-    named = {
-        key: options.pop(key) for key in ("on_lost", "timeout_s", "report", "progress", "tick_s") if key in options
-    }
+def fake_executor(
+    size: int = 2,
+    fault: Fault | None = None,
+    *,
+    rank_timeout: int = 60,
+    tick_s: float = TICK_S,
+    report: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, int], None] = lambda loaded, total: None,
+    **options: Any,
+) -> RankExecutor:
+    """Start ranks of the fake model. options: for the fakes."""
     if fault is not None:
         options["fault"] = {name: getattr(fault, name) for name in Fault.__slots__}
-    return RankExecutor.load(
-        Path(json.dumps(options)), SPEC, EngineConfig(), fake_plan(size),
-        named.pop("progress", lambda loaded, total: None), named.pop("report", lambda text: None),
-        command=COMMAND, **named,
-    )  # fmt: skip
+    config, path = EngineConfig(rank_timeout=rank_timeout), Path(json.dumps(options))
+    return RankExecutor.load(path, SPEC, config, fake_plan(size), progress, report, command=COMMAND, tick_s=tick_s)
 
 
 class ThreadRank(Rank):

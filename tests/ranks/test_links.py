@@ -126,7 +126,7 @@ def test_another_thread_may_ask_while_a_step_runs() -> None:
         def put() -> None:
             try:
                 for _ in range(30):
-                    ranks.links.call(Kind.ADAPTER, PutAdapter(0, "here"), type(None), 10)
+                    ranks.links.call(Kind.ADAPTER, PutAdapter(0, "here"), type(None), 5)
             except BaseException as error:
                 failures.append(error)
 
@@ -165,13 +165,23 @@ PLAN = StepPlan(1, (Row(0, "a", 0, 1, (1,), True),))
     ("raw", "words"),
     [
         (encode_record(Kind.STATS, 9), "record 9"),  # a gap
-        (encode_record(Kind.SAMPLE, 5, encode_sample(StepPlan(4, ()))), "step 4"),  # not the step that was forwarded
+        (encode_record(Kind.SAMPLE, 5, encode_sample(StepPlan(4, ()))), "step 4"),  # nothing was forwarded
+        (
+            encode_record(Kind.FORWARD, 5, encode_plan(StepPlan(3, ())))
+            + encode_record(Kind.SAMPLE, 6, encode_sample(StepPlan(4, ()))),
+            "step 4",  # not the step that was forwarded
+        ),
+        (
+            encode_record(Kind.FORWARD, 5, encode_plan(StepPlan(3, ())))
+            + encode_record(Kind.FORWARD, 6, encode_plan(StepPlan(4, ()))),
+            "before step 3",  # which was not sampled
+        ),
         (encode_record(Kind.FORWARD, 5, encode_plan(PLAN)), "KeyError"),  # a row of a slot that is free
         (encode_record(Kind.FORWARD, 5, encode([1])), "plan"),
         (encode_record(Kind.RESULT, 5), "RESULT"),  # an answer is not a record
         (b"\0" * 100, "begins otherwise"),
     ],
-    ids=["gap", "other step", "free slot", "other type", "answer", "zeros"],
+    ids=["gap", "no step", "other step", "two steps", "free slot", "other type", "answer", "zeros"],
 )
 def test_a_rank_that_gets_a_wrong_record_ends_with_an_error(
     raw: bytes, words: str, monkeypatch: pytest.MonkeyPatch

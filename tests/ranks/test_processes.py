@@ -128,9 +128,9 @@ def test_every_request_hears_of_a_lost_rank(fault: Fault, words: str, monkeypatc
     monkeypatch.setattr("localllm.ranks.supervisor.TERM_S", 0.3)  # a stopped process needs SIGKILL
     with nothing_left():
         lost: list[RanksLost] = []
-        executor = fake_executor(
-            2, fault, sleep_s=0.02, on_lost=lost.append, timeout_s=1.5 if fault.what == "hang" else 60, tick_s=0.4
-        )
+        rank_timeout = 2 if fault.what == "hang" else 60
+        executor = fake_executor(2, fault, sleep_s=0.02, rank_timeout=rank_timeout, tick_s=0.4)
+        executor.when_lost(lost.append)
         engine = engine_on(opened(executor))
         pids = [process.pid for process in executor.processes]
         begun = time.monotonic()
@@ -146,6 +146,28 @@ def test_every_request_hears_of_a_lost_rank(fault: Fault, words: str, monkeypatc
         executor.close()
         assert [str(error) for error in lost] == [str(engine.loop.why_ended)]
         assert not any(psutil.pid_exists(pid) for pid in pids)
+        states = engine.loop.runner.stats().ranks
+        assert [state.is_up for state in states] == [False, False]
+        assert [bool(state.last_words) for state in states] == [rank == fault.rank for rank in (0, 1)]
+
+
+def test_an_idle_engine_ends_with_its_ranks() -> None:
+    with nothing_left():
+        executor = fake_executor(1)
+        engine = make_engine(fail_when=lambda plan: False)
+        engine.loop.runner = opened(executor, 1)
+        ended = threading.Event()
+        engine.loop.on_ended = ended.set
+        executor.when_lost(engine.loop.lose)
+        engine.loop.start()
+        assert [(state.device, state.is_up, state.last_words) for state in engine.loop.runner.stats().ranks] == [
+            ("cpu", True, "")
+        ]
+        os.kill(executor.processes[0].pid, signal.SIGKILL)
+        assert ended.wait(5)
+        assert isinstance(engine.loop.why_ended, RanksLost)
+        engine.loop.stop()
+        executor.close()
 
 
 def test_a_rank_that_dies_while_it_loads_is_an_error() -> None:

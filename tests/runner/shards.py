@@ -45,7 +45,7 @@ class ShardRunner:
                 strict=True,
             )
         ]
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks, self.block_size, self.num_stages = num_blocks, block_size, 1
         self.vocab_size = self.runners[0].vocab_size
 
     def forward(self, plan: StepPlan) -> None:

@@ -25,6 +25,7 @@ from localllm.runner.stage import StageModel
 from tests.models.sharded import ShardedModel, even_shards
 from tests.runner.desk import GREEDY, WAYS, Desk, run_again
 from tests.runner.shards import ShardRunner
+from tests.runner.test_with_scheduler import make_requests, serve
 
 BLOCK, NUM_BLOCKS, MAX_LEN = 8, 120, 96
 CPU = torch.device("cpu")
@@ -244,3 +245,23 @@ def test_shards_stop_recording_at_the_same_shape(sharded: dict[int, ShardedModel
     assert counts == [2, 2]
     desk = Desk(runner)
     assert len(desk.generate(desk.enter("a", 0, OTHER), 4)) == 4
+
+
+@pytest.mark.parametrize("way", ["host", "replayed"])
+def test_the_scheduler_over_shards(
+    way: str, sharded: dict[int, ShardedModel], model: DecoderModel, spec: ModelSpec
+) -> None:
+    """Chunks, preemptions, shared prefixes and two steps in flight change nothing, as for the whole model."""
+    shards = sharded[2]
+
+    def make(**given: Any) -> ShardRunner:
+        return ShardRunner(shards.stages[0], shards.threads[0], **given)
+
+    tight = {"num_blocks": 18, "depth": 2, "step": 20}
+    got, scheduler = serve(None, spec, make_requests(), way=way, make_runner=make, **tight)
+    wanted, _ = serve(model, spec, make_requests())
+    assert scheduler.recorder.num_failed_steps == 0
+    assert scheduler.recorder.num_preemptions > 0
+    for name, outputs in wanted.items():
+        assert [t for o in got[name] for t in o.token_ids] == [t for o in outputs for t in o.token_ids]
+        assert got[name][-1].finish_reason == outputs[-1].finish_reason

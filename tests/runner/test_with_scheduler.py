@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
+from localllm.engine.step import Runner
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
@@ -40,15 +42,19 @@ def serve(
     depth: int = 1,
     step: int = 64,
     way: str = "host",
+    make_runner: Callable[..., Runner] | None = None,
 ) -> tuple[dict[str, list[EngineOutput]], Scheduler]:
-    """Every request's outputs, and the scheduler after all is done."""
+    """Every request's outputs, and the scheduler after all is done. make_runner: in place of the model's own."""
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN, block_size=BLOCK,
         long_prefill_token_threshold=16, output_reserve=0.0,
     )  # fmt: skip
-    cache = KVCache(spec, num_blocks, BLOCK, CPU, torch.float32)
-    runner = TorchRunner(model, spec, cache, max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN,
-                         block_size=BLOCK, device=CPU, **WAYS[way])  # fmt: skip
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": step, "max_model_len": MAX_LEN, **WAYS[way]}
+    if make_runner is None:
+        cache = KVCache(spec, num_blocks, BLOCK, CPU, torch.float32)
+        runner: Runner = TorchRunner(model, spec, cache, block_size=BLOCK, device=CPU, **sizes)
+    else:
+        runner = make_runner(num_blocks=num_blocks, block_size=BLOCK, **sizes)
     while runner.use_idle_time():
         pass
     scheduler = Scheduler(config, BlockPool(num_blocks), BlockHasher(b"tiny", BLOCK))
