@@ -17,6 +17,7 @@ from subprocess import Popen
 from typing import Self
 
 from localllm.config.settings import EngineConfig
+from localllm.engine.step import RankStats
 from localllm.errors import LocalLLMError, RanksLost
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import Measured as MeasuredMemory
@@ -58,6 +59,7 @@ class RankExecutor:
         self._loaded = loaded
         self._timeout_s = timeout_s
         self._on_host = False
+        self._lost: Sequence[RankStats] = ()
 
     @classmethod
     def load(
@@ -142,7 +144,7 @@ class RankExecutor:
         stages = len(plan.ranks) // shards
         runner = RankRunner(
             self._links, opened[sampling], num_stages=stages, sampling_rank=sampling, timeout_s=self._timeout_s,
-            read_ranks=RankStates(self._supervisor, plan.ranks).read,
+            read_ranks=RankStates(self._supervisor, plan.ranks, self._lost).read,
         )  # fmt: skip
         return runner, plan
 
@@ -187,6 +189,9 @@ class RankExecutor:
     def move_to_device(self) -> None:
         self._links.call(Kind.WAKE, None, int, QUIET_S)
         self._on_host = False
+
+    def continue_from(self, lost: Sequence[RankStats]) -> None:
+        self._lost = lost
 
     def when_lost(self, act: OnLost) -> None:
         """Have `act` called from another thread when a rank is lost, at once if one is. Requests hear of a loss by
