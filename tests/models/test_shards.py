@@ -349,6 +349,20 @@ def check_format(path: Path, kind: type) -> None:
             assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard, cpu_weights=layout)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "qwen2_moe", "deepseek_v3"])
+def test_matrices_that_can_only_be_cut_by_rows(
+    family: str, tiny_model_path: PathOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs of unlike sizes are gathered, biases are cut with their rows, adapters too."""
+    path = tiny_model_path(family)
+    wanted = whole_logits(path)
+    monkeypatch.setattr("localllm.models.weights.weights.Weights.widened", lambda *_: None)
+    model = ShardedModel(path, shards_or_skip(path, 2, **uneven(path, 2)), lora=LoraLimits(1, 4))
+    last: Any = model.stages[0][0].layers[-1]
+    assert type(last.attention.part.out) is GatheredInput
+    assert_close(model.logits(TOKENS), wanted)
+
+
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
 def test_quantised_at_load(quantization: str, source: Path) -> None:
     """Each shard quantises its own part: values differ from the whole model's where scales are shared."""

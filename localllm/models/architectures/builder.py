@@ -1,6 +1,6 @@
 """Build a decoder, or a rank's shard of it, from a spec and a source of tensors.
 
-With a source that has only sizes (weights/weights.py: PromisedWeights), the same code counts what a model will hold.
+With a source that has only sizes (weights/weights.py: MetaWeights), the same code counts what a model will hold.
 Does not know: files, formats.
 """
 
