@@ -330,10 +330,16 @@ def test_safetensors_formats(name: str, source: Path, tmp_path: Path) -> None:
 
 
 def test_gguf_superblocks(source: Path, tmp_path: Path) -> None:
-    """256 columns share a superblock of Q4_K, so that a head's 64 are a quarter of one."""
+    """256 columns share a superblock of Q4_K, so that a head's 64 are a quarter of one. Also: shares of nothing."""
     path = tmp_path / "model.gguf"
     write_gguf(source, path, "Q4_K")
     check_format(path, PaddedInput)
+    spec = read_spec(path)
+    bare = shards_of(spec, [1, 3], features=[512, 0], vocab=[0, 512])
+    model = ShardedModel(path, bare, cpu_weights="exact")
+    assert_close(model.logits(TOKENS), whole_logits(path, cpu_weights="exact"))
+    for shard, own in zip(bare, model.stages[0], strict=True):
+        assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard, cpu_weights="exact")
 
 
 def check_format(path: Path, kind: type) -> None:

@@ -92,6 +92,9 @@ class DecoderBuilder:
         is_tied = is_last and spec.tie_word_embeddings
         separate = not is_tied or should_pack(len(shard.vocab) * spec.hidden_size, self.device, self.dtype)
         embedding = head = None
+        if not shard.vocab:
+            none = torch.empty((0, spec.hidden_size), dtype=self.dtype, device=self.weights.device)
+            return self._embedding(none) if is_first else None, Linear(none) if is_last else None
         if is_first or is_tied:
             rows = self.weights.table(EMBEDDING, shape, keep_narrow=separate, rows=shard.vocab)
             embedding = self._embedding(rows) if is_first else None
