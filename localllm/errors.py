@@ -25,6 +25,7 @@
         ├── EngineCrashed           the engine's thread ended because of a bug
         ├── StepFailed              the step that carried this request raised
         │   └── DeviceLost          the GPU is unusable for the rest of this process
+        │       └── RanksLost       a process that holds a share of the model is lost; the server continues
         └── KVCacheExhausted        a request that runs alone needs more than the whole KV cache
 
 Only two places show an error to a person: `cli` (three lines and an exit code) and `web/errors.py` (an API's error
@@ -202,6 +203,15 @@ class DeviceLost(StepFailed):
     """A GPU error after which every further CUDA call of this process fails. All streams end, and the process exits."""
 
     status, code, exit_code = 503, "device_lost", 7
+    ends_process = True  # False: only the model's own processes are lost, and the model can be loaded again
+
+
+class RanksLost(DeviceLost):
+    """A rank of the model died or no longer answers. All its streams end, and the model is loaded again."""
+
+    code = "ranks_lost"
+    ends_process = False
+    retry_after_s = 5
 
 
 class KVCacheExhausted(EngineError):

@@ -127,7 +127,7 @@ class LLM:
         self,
         model: str,
         *,
-        tensor_parallel_size: int = 1,
+        tensor_parallel_size: int | None = None,
         dtype: Any = "auto",
         quantization: str | None = None,
         revision: str | None = None,
@@ -499,6 +499,13 @@ class _ProgressBar:
         self._bar.close()
 
 
+PARSED = {
+    "max_model_len", "lora_modules", "tensor_parallel_size", "pipeline_parallel_size", "tensor_split",
+    "pipeline_layer_partition", "device_ids",
+}  # fmt: skip
+"""Arguments that may also have the form of their flag: "auto", "3,1", a list."""
+
+
 def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
     """Turn the keyword arguments into settings. Raises `UnsupportedOption` or `ConfigError` naming the wrong one."""
     values = dict(given)
@@ -513,7 +520,7 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
             why = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(known))}."
             raise ConfigError(f"LLM has no argument {name!r}.", why, param=name)
     values["dtype"] = str(values["dtype"]).removeprefix("torch.")  # torch.float16 and "float16" mean the same
-    for name in {"max_model_len", "lora_modules"} & values.keys():
+    for name in PARSED & values.keys():
         values[name] = SETTINGS[name].parse(values[name])
     values.setdefault("max_num_queued_reqs", 2**31)  # the caller's list is the queue, so it has no limit
     values.setdefault("profile", "none")  # a script's results do not depend on what was tuned on this machine

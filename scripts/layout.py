@@ -24,6 +24,7 @@ ORDER = (
     "text",
     "engine",
     "runner",
+    "ranks",
     "serving", "llm",
     "tuning",
     "web/shape", "web/errors", "web/watchdog", "web/access", "web/api", "web/metrics", "web/tracing", "web/pages/frame",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from localllm.cli import doctor
 from localllm.machine import hardware
-from localllm.machine.hardware import Gpu, process_bytes, read_hardware
+from localllm.machine.hardware import Gpu, Hardware, process_bytes, read_hardware
+from localllm.machine.links import Link, Place, read_links, read_place
 
 
 def test_this_machine_has_cores_and_memory() -> None:
@@ -77,7 +81,7 @@ def _fake_nvml(free: int | None) -> types.SimpleNamespace:
 @pytest.mark.parametrize(("nvml", "free"), [(_fake_nvml(7), 7), (_fake_nvml(None), 5), (None, 5)])
 def test_free_gpu_memory_comes_from_nvml_else_torch(nvml: object, free: int) -> None:
     gpu = hardware._read_gpu(_fake_torch(), nvml, 0, "570.1")
-    assert gpu == Gpu(0, "Card", 24 << 30, free, (8, 9), "570.1")
+    assert gpu == Gpu(0, "Card", 24 << 30, free, (8, 9), "570.1", "GPU-abc")
     assert gpu.supports_bfloat16
     assert gpu.used_bytes == (24 << 30) - free
 
@@ -97,3 +101,90 @@ def test_own_memory_leaves_files_out(tmp_path: Path) -> None:
     status.write_text("VmRSS:\t    9000 kB\nRssAnon:\t    7000 kB\nRssFile:\t    2000 kB\n")
     assert process_bytes(status) == 7000 * 1024
     assert process_bytes(tmp_path / "absent") > 2**20
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+class NVMLError(Exception):
+    pass
+
+
+def _linked_nvml(ends: Mapping[str, Sequence[str]], level: int = 50, status: int = 0) -> Any:
+    """Return an NVML with GPUs "0", "1", ...: where each one's NVLinks end (a GPU, or "switch")."""
+
+    def end(handle: str, link: int) -> str:
+        if link >= len(ends[handle]):
+            raise NVMLError
+        return ends[handle][link]
+
+    def bus(gpu: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(busId=f"0000000A:0{gpu}:00.0".encode())
+
+    return types.SimpleNamespace(
+        NVMLError=NVMLError, NVML_FEATURE_ENABLED=1, NVML_NVLINK_DEVICE_TYPE_SWITCH=2, NVML_P2P_STATUS_OK=0,
+        NVML_CLOCK_MEM=2,
+        nvmlDeviceGetPciInfo=bus,
+        nvmlDeviceGetTopologyCommonAncestor=lambda one, other: level,
+        nvmlDeviceGetP2PStatus=lambda one, other, index: status,
+        nvmlDeviceGetNvLinkState=lambda handle, link: int(bool(end(handle, link))),
+        nvmlDeviceGetNvLinkRemoteDeviceType=lambda handle, link: 2 if end(handle, link) == "switch" else 0,
+        nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, link: bus(end(handle, link)),
+        nvmlDeviceGetMaxClockInfo=lambda handle, kind: 9751,
+        nvmlDeviceGetMemoryBusWidth=lambda handle: 384,
+    )  # fmt: skip
+
+
+def test_links_are_counted_from_gpu_to_gpu_and_through_switches() -> None:
+    bridged = read_links(_linked_nvml({"0": "1111", "1": "0000", "2": ["", ""]}), ["0", "1", "2"])
+    assert bridged[0] == (Link(1, "NV4", True), Link(2, "SYS", True))
+    assert bridged[2] == (Link(0, "SYS", True), Link(1, "SYS", True))
+    switched = read_links(_linked_nvml({"0": ["switch"] * 18, "1": ["switch"] * 12}), ["0", "1"])
+    assert switched == [(Link(1, "NV12", True),), (Link(0, "NV12", True),)]
+
+
+@pytest.mark.parametrize(
+    ("level", "kind"), [(10, "PIX"), (20, "PXB"), (30, "PHB"), (40, "NODE"), (50, "SYS"), (7, "?")]
+)
+def test_links_without_nvlink_are_named_by_their_path(level: int, kind: str) -> None:
+    nvml = _linked_nvml({"0": "", "1": ""}, level, status=5)
+    assert read_links(nvml, ["0", "1"])[0] == (Link(1, kind, has_peer_access=False),)
+
+
+def test_what_nvml_refuses_stays_unknown(tmp_path: Path) -> None:
+    class Refuses:
+        NVMLError = NVMLError
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("NVML_"):
+                return 1
+            raise NVMLError
+
+    assert read_links(Refuses(), ["0", "1"]) == [(Link(1, "?"),), (Link(0, "?"),)]
+    assert read_links(None, [None, None]) == [(Link(1, "?"),), (Link(0, "?"),)]
+    assert read_links(None, [None]) == [()]
+    assert read_place(Refuses(), "0", tmp_path) == Place()
+
+
+def test_place_and_bandwidth(tmp_path: Path) -> None:
+    folder = tmp_path / "000a:01:00.0"
+    folder.mkdir()
+    (folder / "numa_node").write_text("1\n")
+    assert read_place(_linked_nvml({}), "1", tmp_path) == Place("000a:01:00.0", 1, 9751e6 * 2 * 48)
+    (folder / "numa_node").write_text("-1\n")
+    assert read_place(_linked_nvml({}), "1", tmp_path).numa_node is None
+
+
+def test_doctor_shows_how_gpus_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place("0000:01:00.0", 0, 936e9)
+    gpus = tuple(
+        Gpu(i, "Card", 24 << 30, 22 << 30, (8, 6), "570", f"GPU-{i}", place, (Link(1 - i, "NV4", True),))
+        for i in (0, 1)
+    )
+    found = Hardware(gpus, "CPU", 8, 32 << 30, 24 << 30, shm_free_bytes=64 << 20)
+    monkeypatch.setattr(hardware, "read_hardware", lambda: found)
+    findings = {finding.subject: finding for finding in doctor.check_hardware()}
+    assert "PCI 0000:01:00.0, NUMA node 0, 936 GB/s, GPU-1" in findings["gpu 1"].text
+    assert findings["links of 0"].text == "gpu 1 NV4 (peer access)"
+    assert findings["/dev/shm"].verdict == "note"
+    assert "--shm-size=1g" in findings["/dev/shm"].remedy

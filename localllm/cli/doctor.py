@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.cli.tell import package_versions
 from localllm.config.resolve import resolve
@@ -29,6 +29,10 @@ from localllm.errors import LocalLLMError
 from localllm.machine.threads import set_thread_environment
 from localllm.units import format_bytes, format_seconds
 from localllm.version import __version__
+
+if TYPE_CHECKING:
+    from localllm.machine.hardware import Gpu, Hardware
+    from localllm.machine.links import Link
 
 Verdict = Literal["ok", "note", "problem"]
 SIGNS = {"ok": "✓", "note": "·", "problem": "✗"}
@@ -97,13 +101,52 @@ def check_hardware() -> Iterator[Finding]:
     for gpu in hardware.gpus:
         memory = f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free"
         driver = f", driver {gpu.driver_version}" if gpu.driver_version else ""
-        yield Finding(f"gpu {gpu.index}", "ok", f"{gpu.name}, {memory}{driver}")
+        yield Finding(f"gpu {gpu.index}", "ok", f"{gpu.name}, {memory}{driver}{_place(gpu)}")
+    yield from _links(hardware)
     yield Finding("cpu", "ok", f"{hardware.cpu_name}, {hardware.cpu_cores} cores")
     memory = f"{format_bytes(hardware.ram_available_bytes)} of {format_bytes(hardware.ram_total_bytes)} available"
     if hardware.ram_available_bytes < LITTLE_RAM_BYTES:
         yield Finding("memory", "problem", memory, "Close other programs: even a small model needs 2 GiB.")
     else:
         yield Finding("memory", "ok", memory)
+
+
+def _place(gpu: Gpu) -> str:
+    """Return a GPU's PCI address, NUMA node, memory bandwidth and UUID, as far as they are known."""
+    place = gpu.place
+    parts = [
+        f"PCI {place.pci}" if place.pci else "",
+        f"NUMA node {place.numa_node}" if place.numa_node is not None else "",
+        f"{place.bandwidth / 1e9:.0f} GB/s" if place.bandwidth else "",
+        gpu.uuid or "",
+    ]
+    return "".join(f", {part}" for part in parts if part)
+
+
+def _links(hardware: Hardware) -> Iterator[Finding]:
+    """Report how the GPUs are connected, a row of the matrix for each, and the shared memory that NCCL uses."""
+    from localllm.machine.links import LINKS_IN_WORDS
+    from localllm.models.fit.devices import SHM_BYTES_PER_RANK
+
+    if len(hardware.gpus) < 2:
+        return
+    kinds = set()
+    for gpu in hardware.gpus:
+        cells = ", ".join(f"gpu {link.peer} {_link(link)}" for link in gpu.links)
+        kinds |= {link.kind[:2] if link.is_nvlink else link.kind for link in gpu.links}
+        yield Finding(f"links of {gpu.index}", "ok", cells)
+    yield Finding("links", "ok", "; ".join(LINKS_IN_WORDS[kind] for kind in LINKS_IN_WORDS if kind in kinds))
+    need = SHM_BYTES_PER_RANK * len(hardware.gpus)
+    if hardware.shm_free_bytes is not None and hardware.shm_free_bytes < need:
+        text = f"{format_bytes(hardware.shm_free_bytes)} free; several GPUs need {format_bytes(need)}"
+        yield Finding("/dev/shm", "note", text, "docker run --ipc=host, or --shm-size=1g")
+    elif hardware.shm_free_bytes is not None:
+        yield Finding("/dev/shm", "ok", f"{format_bytes(hardware.shm_free_bytes)} free")
+
+
+def _link(link: Link) -> str:
+    peers = {True: "peer access", False: "no peer access", None: "peer access unknown"}[link.has_peer_access]
+    return f"{link.kind} ({peers})"
 
 
 def check_gpu_use() -> Iterator[Finding]:

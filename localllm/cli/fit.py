@@ -17,7 +17,7 @@ from localllm.errors import DoesNotFit
 from localllm.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from localllm.models.fit import Estimate, FitOption
+    from localllm.models.fit import Estimate, FitOption, MemoryPlan, RankPlan
     from localllm.models.library.inspection import InspectedCheckpoint
     from localllm.models.spec.model_spec import ModelSpec
 
@@ -54,8 +54,17 @@ def _tell(found: InspectedCheckpoint, spec: ModelSpec, estimates: Sequence[Estim
     rows = [["", *(f"{each.device}  {each.name}" if each.device != "cpu" else "CPU" for each in estimates)]]
     rows += [[name, *cells] for name, cells in fit_rows(estimates)]
     print_table(rows)
+    if estimates[0].needs.ranks:
+        _tell_ranks(estimates[0].needs.ranks)
     for each in estimates:
         _tell_device(each, several=len(estimates) > 1)
+
+
+def _tell_ranks(ranks: Sequence[RankPlan]) -> None:
+    from localllm.models.fit.table import rank_columns, rank_rows
+
+    print()
+    print_table([["", *rank_columns(ranks)], *([name, *cells] for name, cells in rank_rows(ranks))])
 
 
 def _tell_device(each: Estimate, *, several: bool) -> None:
@@ -96,9 +105,22 @@ def _device_facts(each: Estimate) -> dict[str, Any]:
         "max_model_len": each.plan.max_model_len if each.plan else None,
         "kv_bytes_per_token": each.kv_token_bytes,
         "concurrency": {str(length): number for length, number in each.concurrency.items()},
-        "plan" if each.plan else "needs": asdict(each.needs),
+        "plan" if each.plan else "needs": _plan_facts(each.needs),
         "options": [_option_facts(option) for option in each.options],
     }
+
+
+def _plan_facts(plan: MemoryPlan) -> dict[str, Any]:
+    """Return a plan's fields. A range becomes its first number and the one after its last."""
+    ranks = [
+        asdict(rank) | {"shard": {name: _plain(value) for name, value in asdict(rank.shard).items()}}
+        for rank in plan.ranks
+    ]
+    return asdict(plan) | {"ranks": ranks}
+
+
+def _plain(value: Any) -> Any:
+    return [value.start, value.stop] if isinstance(value, range) else value
 
 
 def _option_facts(option: FitOption) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Does not know: where values are read (config/resolve.py), argparse, torch, model
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ TASKS: tuple[Task, ...] = ("generate", "embed", "score")
 Source = Literal["default", "profile", "file", "environment", "flag"]
 
 MODEL, ADAPTERS, REQUESTS, MEMORY, SCHEDULING = "Model", "Adapters", "Requests", "Memory", "Scheduling"
+PARALLEL = "Several GPUs"
 SERVER, ACCESS, SEVERAL_MODELS = "Server", "Access", "Several models"
 
 MAX_UPLOAD_BYTES = 16 * 1024**2
@@ -34,6 +36,31 @@ MAX_UPLOAD_BYTES = 16 * 1024**2
 
 def _parse_length(raw: Any) -> int | None:
     return None if str(raw).lower() in ("auto", "-1") else parse_count(raw)
+
+
+def _parse_size(raw: Any) -> int | None:
+    return None if str(raw).lower() == "auto" else parse_count(raw)
+
+
+def _parts(raw: Any) -> list[Any]:
+    """Return the values of a list, of a text with commas, or of a single value."""
+    return raw.split(",") if isinstance(raw, str) else list(raw) if isinstance(raw, list | tuple) else [raw]
+
+
+def _parse_numbers(raw: Any) -> tuple[float, ...]:
+    numbers = [float(part) for part in _parts(raw)]
+    return tuple(int(number) if number.is_integer() else number for number in numbers)
+
+
+def _parse_counts(raw: Any) -> tuple[int, ...]:
+    numbers = _parse_numbers(raw)
+    if not all(isinstance(number, int) for number in numbers):
+        raise ValueError(raw)
+    return tuple(map(int, numbers))
+
+
+def _parse_devices(raw: Any) -> tuple[str, ...]:
+    return tuple(text for part in _parts(raw) if (text := str(part).strip()))
 
 
 def _parse_keys(raw: Any) -> str | tuple[str, ...]:
@@ -132,8 +159,28 @@ class EngineConfig:
         unset="64 on a GPU, 16 on CPU")
     enable_prefix_caching: bool = setting(
         True, MEMORY, "reuse the KV blocks of prompts with a common prefix")
-    tensor_parallel_size: int = setting(
-        1, MEMORY, "number of GPUs that share each layer", unit="GPUs", low=1, aliases=("-tp",))
+
+    tensor_parallel_size: int | None = setting(
+        None, PARALLEL, "number of ranks that share each layer", unit="ranks", low=1, high=64, parser=_parse_size,
+        metavar_text="N|auto", unset="auto, as few GPUs as hold the model", aliases=("-tp",))
+    pipeline_parallel_size: int | None = setting(
+        None, PARALLEL, "number of stages, each with a part of the layers", unit="stages", low=1, high=64,
+        parser=_parse_size, metavar_text="N|auto", unset="auto, as few GPUs as hold the model", aliases=("-pp",))
+    tensor_split: tuple[float, ...] = setting(
+        (), PARALLEL, "share of each rank in a layer", allowed_text="numbers above 0 such as 3,1",
+        note="rounded to whole KV heads", parser=_parse_numbers, accepts=lambda share: 0 < share < math.inf,
+        unset="by memory and bandwidth", metavar_text="SHARES", is_of_one_model=True)
+    pipeline_layer_partition: tuple[int, ...] = setting(
+        (), PARALLEL, "layers of each stage", allowed_text="numbers such as 20,12", parser=_parse_counts,
+        accepts=lambda count: count > 0, unset="by memory and bandwidth", metavar_text="LAYERS", is_of_one_model=True)
+    device_ids: tuple[str, ...] = setting(
+        (), PARALLEL, "GPUs to use, in the order of the ranks", allowed_text="indexes or UUIDs such as 0,2",
+        parser=_parse_devices, unset="all", metavar_text="GPUS")
+    enable_expert_parallel: bool | None = setting(
+        None, PARALLEL, "give each rank whole experts instead of a slice of every expert", aliases=("-ep",),
+        unset="only where the slices would be too narrow")
+    rank_timeout: int = setting(
+        60, PARALLEL, "longest wait for the ranks' answer to a step", unit="s", low=1, high=3600)
 
     max_num_seqs: int = setting(
         64, SCHEDULING, "most requests in one step", unit="requests", low=1, high=4096,

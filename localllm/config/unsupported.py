@@ -49,9 +49,7 @@ UNSUPPORTED: dict[str, str] = {
     "n_gpu_layers": _DEVICE,
     "ngl": _DEVICE,
     # several devices
-    "pipeline_parallel_size": _LATER,
     "data_parallel_size": _LATER,
-    "enable_expert_parallel": _LATER,
     "distributed_executor_backend": _LATER,
     "nnodes": _LATER,
     "node_rank": _LATER,

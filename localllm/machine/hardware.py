@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from localllm.machine.links import Link, Place, read_links, read_place
 
 MIN_COMPUTE_CAPABILITY = (7, 5)
 """Turing. Triton's compiler supports nothing older."""
@@ -32,6 +35,9 @@ class Gpu:
     free_bytes: int  # free now: memory of other processes is already subtracted
     compute_capability: tuple[int, int]
     driver_version: str | None = None  # None: NVML is missing
+    uuid: str | None = None  # GPU-... or MIG-...
+    place: Place = field(default_factory=Place)
+    links: tuple[Link, ...] = ()  # to each other GPU; empty: there is only this one
 
     @property
     def used_bytes(self) -> int:
@@ -56,12 +62,20 @@ class Hardware:
     cpu_cores: int  # physical cores that this process may use
     ram_total_bytes: int  # of the machine, or of the container if its limit is smaller
     ram_available_bytes: int  # can be allocated without swapping
+    shm_free_bytes: int | None = None  # of /dev/shm, through which GPUs without peer access exchange; None: unknown
 
 
 def read_hardware() -> Hardware:
     """Read the hardware. Nothing is cached, since free memory changes."""
     total, available = _read_ram()
-    return Hardware(_read_gpus(), _read_cpu_name(), count_cores(), total, available)
+    return Hardware(_read_gpus(), _read_cpu_name(), count_cores(), total, available, _read_shm())
+
+
+def _read_shm(folder: Path = Path("/dev/shm")) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -164,7 +178,9 @@ def _read_gpus() -> tuple[Gpu, ...]:
     nvml = open_nvml()
     try:
         driver = None if nvml is None else as_text(nvml.nvmlSystemGetDriverVersion())
-        return tuple(_read_gpu(torch, nvml, index, driver) for index in range(torch.cuda.device_count()))
+        gpus = [_read_gpu(torch, nvml, index, driver) for index in range(torch.cuda.device_count())]
+        links = read_links(nvml, [_handle(nvml, gpu.uuid) for gpu in gpus])
+        return tuple(replace(gpu, links=found) for gpu, found in zip(gpus, links, strict=True))
     finally:
         if nvml is not None:
             nvml.nvmlShutdown()
@@ -172,15 +188,25 @@ def _read_gpus() -> tuple[Gpu, ...]:
 
 def _read_gpu(torch: Any, nvml: Any, index: int, driver: str | None) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
+    uuid = _uuid(properties)
+    handle = _handle(nvml, uuid)
     free: int | None
     if getattr(properties, "is_integrated", False):  # the driver counts the system's page cache as used
         free = min(int(properties.total_memory), _read_ram()[1])
     else:
-        free = _nvml_free_bytes(nvml, getattr(properties, "uuid", None))
+        free = _nvml_free_bytes(nvml, handle)
     if free is None:  # fallback, since asking torch creates a context on the device
         free = torch.cuda.mem_get_info(index)[0]
     capability = (int(properties.major), int(properties.minor))
-    return Gpu(index, str(properties.name), int(properties.total_memory), int(free), capability, driver)
+    place = Place() if handle is None else read_place(nvml, handle)
+    return Gpu(index, str(properties.name), int(properties.total_memory), int(free), capability, driver, uuid, place)
+
+
+def _uuid(properties: Any) -> str | None:
+    """Return a device's UUID as NVML names it; torch leaves out the GPU- in front."""
+    uuid = getattr(properties, "uuid", None)
+    name = str(uuid)
+    return None if uuid is None else name if name.startswith(("GPU-", "MIG-")) else f"GPU-{name}"
 
 
 def open_nvml() -> Any:
@@ -196,13 +222,20 @@ def open_nvml() -> Any:
     return pynvml
 
 
-def _nvml_free_bytes(nvml: Any, uuid: Any) -> int | None:
-    """Return a device's free memory. Found by uuid, because NVML ignores CUDA_VISIBLE_DEVICES and torch does not."""
+def _handle(nvml: Any, uuid: str | None) -> Any:
+    """Return NVML's device, found by UUID, because NVML ignores CUDA_VISIBLE_DEVICES and torch does not."""
     if nvml is None or uuid is None:
         return None
-    name = str(uuid)
     try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(name if name.startswith(("GPU-", "MIG-")) else f"GPU-{name}")
+        return nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError:
+        return None
+
+
+def _nvml_free_bytes(nvml: Any, handle: Any) -> int | None:
+    if handle is None:
+        return None
+    try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).free)
     except nvml.NVMLError:
         return None

@@ -20,9 +20,11 @@ from localllm.engine.step import Runner
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import MemoryPlan
 from localllm.models.fit.checkpoint import lora_limits
+from localllm.models.layers.group import Group
 from localllm.models.layers.lora import LoraBank
 from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import Shard
 from localllm.models.weights.lora import LoraFile, put_lora
 from localllm.models.weights.parameters import held_bytes, replace_tensors
 from localllm.models.weights.weights import Progress
@@ -57,8 +59,11 @@ class Executor(Protocol):
         """Slots for adapters; None: the model was loaded without memory for them."""
         ...
 
-    def resident_bytes(self, device: str, dtype: str, max_model_len: int, quantization: str | None, /) -> int:
-        """Return the bytes of the weights with the tables of another context length, for models/fit."""
+    def resident_bytes(
+        self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
+    ) -> int:
+        """Return the bytes of the weights with the tables of another context length, for models/fit. shard: of which
+        rank; None: of all."""
         ...
 
     def as_if_not_loaded(self, hardware: Hardware) -> Hardware:
@@ -99,15 +104,18 @@ class LocalExecutor:
         self._is_on_host = False
 
     @classmethod
-    def load(cls, path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, progress: Progress) -> Self:
-        """Load the checkpoint onto the plan's device. Raises what `load_model` raises."""
+    def load(
+        cls, path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, progress: Progress,
+        shard: Shard | None = None, group: Group | None = None,
+    ) -> Self:  # fmt: skip
+        """Load the checkpoint, or one shard of it, onto the plan's device. Raises what `load_model` raises."""
         device = torch.device(plan.device)
         make_current(device)  # the transformers backend runs the model while it loads
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         model = load_model(
             path, spec, device, getattr(torch, plan.dtype), progress,
             max_model_len=plan.max_model_len, quantization=config.quantization, verify=config.verify,
-            lora=lora_limits(config), cpu_weights=config.cpu_weights,
+            lora=lora_limits(config), cpu_weights=config.cpu_weights, shard=shard, group=group,
         )  # fmt: skip
         return cls(cast("ReopenableModel", model), spec, device, before)
 
@@ -126,7 +134,9 @@ class LocalExecutor:
         bank = getattr(self.model, "lora", None)
         return None if bank is None else BankSlots(bank)
 
-    def resident_bytes(self, device: str, dtype: str, max_model_len: int, quantization: str | None, /) -> int:
+    def resident_bytes(
+        self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
+    ) -> int:
         return self._fixed_bytes + self.model.table_bytes(max_model_len)
 
     def as_if_not_loaded(self, hardware: Hardware) -> Hardware:

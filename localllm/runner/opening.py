@@ -9,7 +9,7 @@ Does not know: where the model came from, requests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -98,16 +98,19 @@ def open_on(
 
 
 def replan(
-    spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, measured: Measured
+    spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, measured: Measured | Sequence[Measured]
 ) -> MemoryPlan:
-    """Return the plan made from measured numbers; its context is never longer than the model was loaded for."""
+    """Return the plan made from measured numbers; its context is never longer than the model was loaded for.
+
+    measured: one for each rank of the plan, if it has ranks.
+    """
     loaded = replace(spec, max_position=plan.max_model_len)
     config = replace(config, device=plan.device, dtype=plan.dtype)
-    again = plan_memory(config, loaded, plan.weights_bytes, hardware, measured=measured)
+    again = plan_memory(config, loaded, plan.weights_bytes, hardware, measured=measured, ranks=plan.ranks)
     kept = [note for note in plan.notes if note not in again.notes]
     log.info(
-        "memory predicted_weights=%d measured_weights=%d predicted_activations=%d measured_activations=%d",
-        plan.weights_bytes, measured.weights_bytes, plan.activation_bytes, measured.activation_bytes,
+        "memory predicted_weights=%d predicted_activations=%d measured=%s",
+        plan.weights_bytes, plan.activation_bytes, measured,
     )  # fmt: skip
     return replace(again, notes=(*kept, *again.notes))
 

@@ -170,9 +170,8 @@ class TorchRunner:
         timer: StepTimer,
     ) -> PendingStep:  # fmt: skip
         drawn = None
-        if len(batch.slots):
-            if self._samples:
-                drawn = self._loaded.sample(batch, done.logits, self._row_masks(batch, masks)).to_host()
+        if len(batch.slots) and self._samples:  # a stage that does not sample gets the ids with the next plan
+            drawn = self._loaded.sample(batch, done.logits, self._row_masks(batch, masks)).to_host()
             self._slots.record_sampled(batch)
         prompts = tuple(self._score_prompt(span, done.hidden) for span in batch.prompt_spans)
         refused = {i: self._refused[row.slot] for i, row in enumerate(plan.rows) if row.slot in self._refused}

@@ -177,14 +177,14 @@ def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: H
     from localllm.models.architectures.read_spec import weights_bytes
     from localllm.models.fit import plan_memory
     from localllm.models.fit.checkpoint import count_resident, lora_limits
-    from localllm.models.fit.plan import choose_gpu
+    from localllm.models.fit.devices import choose_gpu
     from localllm.serving.profiles import choose, key_of, read_profiles, settings_that_fit
 
     config = settings.engine
     profiles = read_profiles() if config.profile != "none" else []
     if not profiles and config.profile in ("auto", "none"):
         return settings
-    gpu = choose_gpu(config.device, hardware)
+    gpu = choose_gpu(config, hardware)
     device = "cpu" if gpu is None else f"cuda:{gpu.index}"
     choice = choose(config.profile, key_of(found.path, config, hardware, device), profiles)
     if choice is None:

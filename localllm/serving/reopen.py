@@ -48,7 +48,9 @@ class BareModel:
 
         served, resident = self.served, self.executor.resident_bytes
         config = replace(config, device=served.plan.device, dtype=served.plan.dtype)
-        plan = plan_memory(config, served.spec, self.weights_bytes, hardware, resident_bytes=resident)
+        plan = plan_memory(
+            config, served.spec, self.weights_bytes, hardware, resident_bytes=resident, ranks=served.plan.ranks
+        )
         return replace(plan, notes=served.plan.notes)
 
 

@@ -33,6 +33,7 @@ from localllm.models.fit.checkpoint import estimate_checkpoint
 from localllm.models.fit.step import StepMemory
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import Shard
 from localllm.runner.kv_cache import KVCache
 from tests.hub.conftest import *  # noqa: F403  its fixtures: a hub on this machine
 from tests.models.test_fit import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS, gpu_machine
@@ -43,7 +44,7 @@ MIB = 1024**2
 def resident(spec: ModelSpec) -> Callable[..., int]:
     """As a loader would answer: matrices take fewer bytes when they are quantised, tables grow with the context."""
 
-    def count(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:
+    def count(device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None) -> int:
         bits = {None: 16 if dtype != "float32" else 32, "int8": 9, "fp8": 9, "int4": 5}[quantization]
         return WEIGHTS[spec.architecture] * bits // 16 + 256 * max_model_len
 
@@ -276,8 +277,9 @@ def test_fit_before_a_download(
     hub.add_repo("org/tiny", folder)
     told = {}
     for name in ("org/tiny", str(folder)):
-        assert cli.main(["fit", name, "--json"]) == 0
+        assert cli.main(["fit", name, "-tp", "2", "--json"]) == 0
         told[name] = json.loads(capsys.readouterr().out)
     assert told["org/tiny"]["download_bytes"] > 0
     assert told["org/tiny"]["devices"] == told[str(folder)]["devices"]
+    assert len(told["org/tiny"]["devices"][0]["plan"]["ranks"]) == 2
     assert hub.bytes_sent("model.safetensors") < (folder / "model.safetensors").stat().st_size / 2

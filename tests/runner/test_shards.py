@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def desk_alone(model: ShardedModel, prompt: list[int], count: int) -> list[int]:
 
 
 def test_a_stage_that_does_not_sample(tiny_llama_path: Path) -> None:
-    """Its rows come back without tokens, and its next step may run."""
+    """Its rows come back without tokens, and its next step runs with the id that comes with the plan."""
     shards = even_shards(tiny_llama_path, 1, layers=range(1))
     assert shards is not None
     model = ShardedModel(tiny_llama_path, shards, [*(even_shards(tiny_llama_path, 1, layers=range(1, 2)) or ())])
@@ -162,8 +163,9 @@ def test_a_stage_that_does_not_sample(tiny_llama_path: Path) -> None:
         desk = Desk(runner)
         row = desk.enter("a", 0, OTHER, SCORED)
         desk.step((row, len(OTHER)))
-        desk.step((row, 1))
-        assert row.results == [RowResult(), RowResult()]
+        plan = replace(desk.plan((row, 1)), known_token_ids=((0, (7,)),))
+        runner.forward(plan)
+        assert [*row.results, *runner.sample(plan).result().rows] == [RowResult(), RowResult()]
 
 
 def test_one_shard_has_no_exchange(model: DecoderModel, spec: ModelSpec) -> None:

@@ -13,9 +13,10 @@ from localllm.config.settings import EngineConfig
 from localllm.machine.hardware import Hardware
 from localllm.models.architectures.read_spec import weights_bytes
 from localllm.models.fit.estimate import Estimate, estimate
-from localllm.models.fit.plan import ResidentBytes
+from localllm.models.fit.rank import ResidentBytes
 from localllm.models.pooling.spec import spec_of_any
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import Shard
 
 if TYPE_CHECKING:
     from localllm.models.layers.lora import LoraLimits
@@ -37,11 +38,12 @@ def count_resident(
     from localllm.models.loader import resident_bytes
 
     @cache
-    def count(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:
+    def count(device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None) -> int:
         where, kind = torch.device(device), getattr(torch, dtype)
         return resident_bytes(
             path, spec, where, kind,
             max_model_len=max_model_len, quantization=quantization, lora=lora, cpu_weights=cpu_weights,
+            shard=shard,
         )  # fmt: skip
 
     return count

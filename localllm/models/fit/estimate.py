@@ -12,8 +12,12 @@ from typing import Literal
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit
 from localllm.machine.hardware import Hardware
+from localllm.models.fit.devices import gpus_of
+from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.options import FitOption, fit_options
-from localllm.models.fit.plan import MemoryPlan, ResidentBytes, choose_gpu, make_plan
+from localllm.models.fit.parallel import asked_division
+from localllm.models.fit.plan import make_plan
+from localllm.models.fit.rank import ResidentBytes
 from localllm.models.spec.model_spec import ModelSpec
 
 LENGTHS = (4096, 8192, 32_768)
@@ -26,7 +30,7 @@ Verdict = Literal["fits", "fits with a shorter context", "does not fit"]
 class Estimate:
     """The estimate for one device."""
 
-    device: str  # cpu, cuda:0
+    device: str  # cpu, cuda:0, cuda:0 + cuda:1
     name: str  # name of the GPU, or CPU
     plan: MemoryPlan | None  # None: it does not fit
     needs: MemoryPlan  # the plan, or the refused plan with a short context
@@ -60,29 +64,39 @@ def estimate(
     def plan(config: EngineConfig) -> MemoryPlan:
         return make_plan(config, spec, weights_bytes, hardware, resident_bytes=resident_bytes)
 
-    def of_device(device: str) -> Estimate:
-        here, made, error = replace(config, device=device), None, None
+    def of_config(here: EngineConfig, is_chosen: bool) -> Estimate:
+        made, error = None, None
         try:
             needs = made = plan(here)
         except DoesNotFit as caught:
             error, needs = caught, _needs(plan, here, caught)
         wanted = config.max_model_len or spec.max_position
         fits = made is not None and made.max_model_len >= wanted
+        here = here if needs.ranks else replace(here, device=needs.device, device_ids=())
         options = () if fits else fit_options(here, spec, hardware, plan, made)
         token = needs.kv_bytes // (needs.num_blocks * needs.block_size)
-        return Estimate(device, names[device], made, needs, error, token, wanted, options, device == chosen)
+        devices = list(dict.fromkeys(rank.device for rank in needs.ranks)) or [needs.device]
+        names = {f"cuda:{gpu.index}": gpu.name for gpu in hardware.gpus}
+        name = ", ".join(dict.fromkeys(names.get(device, "CPU") for device in devices))
+        device = " + ".join(devices)
+        return Estimate(device, name, made, needs, error, token, wanted, options, is_chosen)
 
-    gpu = choose_gpu(config.device, hardware)
-    chosen = "cpu" if gpu is None else f"cuda:{gpu.index}"
-    names = {f"cuda:{gpu.index}": gpu.name for gpu in hardware.gpus if gpu.is_supported} | {"cpu": "CPU"}
-    found = [of_device(chosen)]
-    for device in names if config.device == "auto" else ():
-        if device != chosen:
+    found = [of_config(config, True)]
+    first = found[0].needs
+    if first.ranks and asked_division(config) is not None:
+        return found
+    gpus = [f"cuda:{gpu.index}" for gpu in gpus_of(config, hardware) if gpu.is_supported]
+    for device in (*gpus, "cpu") if config.device == "auto" else ():
+        if first.ranks or device != first.device:
             try:
-                found.append(of_device(device))
+                found.append(of_config(_on_one_device(config, device), False))
             except ConfigError:  # a flag that this device does not support
                 continue
     return found
+
+
+def _on_one_device(config: EngineConfig, device: str) -> EngineConfig:
+    return replace(config, device=device, device_ids=(), tensor_parallel_size=None, pipeline_parallel_size=None)
 
 
 def _needs(plan: Callable[[EngineConfig], MemoryPlan], config: EngineConfig, error: DoesNotFit) -> MemoryPlan:

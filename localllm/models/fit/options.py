@@ -8,14 +8,16 @@ Does not know: torch, files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.machine.hardware import Hardware
-from localllm.models.fit.plan import Measured, MemoryPlan, ResidentBytes, make_plan
+from localllm.models.fit.memory_plan import MemoryPlan
+from localllm.models.fit.plan import make_plan
+from localllm.models.fit.rank import Measured, RankPlan, ResidentBytes
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_count
 
@@ -65,7 +67,8 @@ def plan_memory(
     hardware: Hardware,
     *,
     resident_bytes: ResidentBytes | None = None,
-    measured: Measured | None = None,
+    measured: Measured | Sequence[Measured] | None = None,
+    ranks: Sequence[RankPlan] = (),
 ) -> MemoryPlan:
     """Call `make_plan`; add the alternatives to its `DoesNotFit`, unless the model is already loaded."""
 
@@ -73,9 +76,11 @@ def plan_memory(
         return make_plan(config, spec, weights_bytes, hardware, resident_bytes=resident_bytes)
 
     try:
-        return make_plan(config, spec, weights_bytes, hardware, resident_bytes=resident_bytes, measured=measured)
+        return make_plan(
+            config, spec, weights_bytes, hardware, resident_bytes=resident_bytes, measured=measured, ranks=ranks
+        )
     except DoesNotFit as error:
-        if measured is None:
+        if measured is None and not ranks:
             error.options = fit_options(config, spec, hardware, plan)
         raise
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Hardware
-from localllm.models.fit.plan import MemoryPlan, choose_gpu, free_and_reserve
+from localllm.models.fit.devices import choose_gpu, free_and_reserve
+from localllm.models.fit.memory_plan import MemoryPlan
+from localllm.models.fit.parallel import asked_division, several_ranks_refused
 from localllm.models.fit.step import DTYPE_BYTES
 from localllm.models.pooling.recipe import PoolingRecipe
 from localllm.models.spec.model_spec import ModelSpec
@@ -29,8 +31,11 @@ def plan_pooling(
                 "Leave the flag out.",
                 param=name,
             )
+    division = asked_division(config)
+    if division is not None and division.num_ranks > 1:
+        raise several_ranks_refused(spec.architecture, "A model that embeds or scores is not divided.")
     length = _length(config, recipe)
-    gpu = choose_gpu(config.device, hardware)
+    gpu = choose_gpu(config, hardware)
     dtype = spec.dtype if gpu else "float32"
     if config.dtype != "auto":
         dtype = config.dtype

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from localllm.models.fit.plan import MemoryPlan
+from localllm.models.fit.memory_plan import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)

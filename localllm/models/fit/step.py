@@ -47,6 +47,8 @@ class StepMemory:
     block_size: int
     is_quantized: bool = False  # at least some of the weights are quantised
     prompt_embeds: bool = False  # a whole chunk may come as embeddings, which are held until its step is done
+    samples: bool = True  # False: another rank does
+    own_logits: int = 0  # logits of one row that a rank of several computes, before the sampling rank gathers them
 
     # -- the result
 
@@ -111,6 +113,10 @@ class StepMemory:
 
     def sampling_bytes(self) -> int:
         """Return the bytes of sampling: fp32 logits of the sampled rows, plus a copy or prompt rows for logprobs."""
+        own = (min(self.max_num_seqs, self.max_num_batched_tokens) + LOGITS_ROWS) * self.own_logits * self._activation
+        return own + self._draw_bytes() if self.samples else own + self._stream(1)
+
+    def _draw_bytes(self) -> int:
         row = self.spec.vocab_size * 4
         if self.on_gpu:  # and what the top-p kernels keep
             rows = min(max(self.max_num_seqs, LOGITS_ROWS), self.max_num_batched_tokens + LOGITS_ROWS)

@@ -1,4 +1,4 @@
-"""The numbers of a fit as table rows with a column per device, for a terminal and for a page.
+"""The numbers of a fit as table rows with a column per device or per rank, for a terminal and for a page.
 
 Does not know: how the table is drawn.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from localllm.models.fit.estimate import Estimate
+from localllm.models.fit.rank import RankPlan
 from localllm.units import format_bytes, format_count
 
 
@@ -28,6 +29,8 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
     yield "  more for sampling", row("sampler_bytes")
     if any(each.needs.graph_bytes for each in estimates):
         yield "CUDA graphs", row("graph_bytes")
+    if any(each.needs.comm_bytes for each in estimates):
+        yield "exchange between ranks", row("comm_bytes")
     yield "reserve", row("reserve_bytes")
     yield "free now", row("free_bytes")
     yield "remains", [_bytes_left(each) for each in estimates]
@@ -39,14 +42,51 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
         yield "KV blocks", [_blocks(each) for each in estimates]
 
 
+def rank_columns(ranks: Sequence[RankPlan]) -> list[str]:
+    """Return a heading for each rank: rank 0 cuda:0 RTX 4090."""
+    return [" ".join(["rank", str(number), *_device(rank)]) for number, rank in enumerate(ranks)]
+
+
+def _device(rank: RankPlan) -> list[str]:
+    return ["CPU"] if rank.device == "cpu" else [rank.device, rank.name]
+
+
+def rank_rows(ranks: Sequence[RankPlan]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each row's name and value per rank, for the ranks of one plan."""
+    shards = [rank.shard for rank in ranks]
+    yield "layers", [_span(shard.layers) for shard in shards]
+    yield "heads", [format_count(len(shard.heads)) for shard in shards]
+    yield "KV heads", [format_count(len(shard.kv_heads)) for shard in shards]
+    yield "features", [format_count(len(shard.features)) for shard in shards]
+    if any(len(shard.experts) for shard in shards):
+        yield "experts", [format_count(len(shard.experts)) for shard in shards]
+        yield "features of an expert", [format_count(len(shard.expert_features)) for shard in shards]
+    yield "vocabulary", [format_count(len(shard.vocab)) for shard in shards]
+    names = {"weights": "weights_bytes", "KV cache": "kv_bytes", "activations": "activation_bytes"}
+    names |= {"CUDA graphs": "graph_bytes"} if any(rank.graph_bytes for rank in ranks) else {}
+    names |= {"exchange": "comm_bytes", "in all": "total_bytes", "reserve": "reserve_bytes", "free now": "free_bytes"}
+    for title, name in names.items():
+        yield title, [format_bytes(getattr(rank, name)) for rank in ranks]
+    on_cpu = any(rank.device == "cpu" for rank in ranks)
+    if not on_cpu:  # on a CPU all ranks share what is free
+        yield "remains", [_left(rank.free_bytes - rank.reserve_bytes - rank.total_bytes) for rank in ranks]
+
+
+def _span(layers: range) -> str:
+    return f"{len(layers)} ({layers.start} to {layers.stop - 1})"
+
+
 def _kv_in_all(each: Estimate) -> str:
     return f"{format_bytes(each.needs.kv_bytes)} as {each.needs.kv_dtype}"
 
 
 def _bytes_left(each: Estimate) -> str:
     needs = each.needs
-    left = needs.free_bytes - needs.reserve_bytes - needs.total_bytes
-    return format_bytes(left) if left >= 0 else f"{format_bytes(-left)} are missing"
+    return _left(needs.free_bytes - needs.reserve_bytes - needs.total_bytes)
+
+
+def _left(count: int) -> str:
+    return format_bytes(count) if count >= 0 else f"{format_bytes(-count)} are missing"
 
 
 def _count(number: int) -> str:

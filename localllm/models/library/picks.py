@@ -18,8 +18,11 @@ from localllm.config.settings import EngineConfig
 from localllm.errors import LocalLLMError
 from localllm.machine.hardware import Hardware
 from localllm.models.architectures.read_spec import spec_of_config
-from localllm.models.fit.plan import MemoryPlan, make_plan
+from localllm.models.fit.memory_plan import MemoryPlan
+from localllm.models.fit.plan import make_plan
+from localllm.models.fit.shares import count_shard
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import Shard
 
 LIST = Path(__file__).with_name("picks.toml")
 USEFUL_CONTEXT = 4096
@@ -56,8 +59,11 @@ class Pick:
     def plan(self, config: EngineConfig, hardware: Hardware) -> MemoryPlan:
         """Plan the model. Raises `DoesNotFit`, and the errors of settings that this model does not support."""
 
-        def resident(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:
-            return self.cpu_bytes if device == "cpu" else self.bytes
+        def resident(
+            device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None
+        ) -> int:
+            whole = self.cpu_bytes if device == "cpu" else self.bytes
+            return whole if shard is None else count_shard(self.spec, shard, whole, dtype)
 
         return make_plan(config, self.spec, self.bytes, hardware, resident_bytes=resident)
 

@@ -17,7 +17,7 @@ from localllm.errors import AccessDenied, HubOffline, HubUnreachable, LocalLLMEr
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.fit import Estimate, MemoryPlan, option_rows
 from localllm.models.fit.checkpoint import estimate_checkpoint
-from localllm.models.fit.table import fit_rows
+from localllm.models.fit.table import fit_rows, rank_columns, rank_rows
 from localllm.models.library.about import gguf_rows, spec_rows
 from localllm.models.library.hub import client
 from localllm.models.library.inspection import InspectedCheckpoint, inspect_checkpoint
@@ -127,12 +127,16 @@ def table(estimates: Sequence[Estimate]) -> FitTable:
     devices = tuple(each.name if each.device == "cpu" else f"{each.device} {each.name}" for each in estimates)
     rows = tuple((name, tuple(cells)) for name, cells in fit_rows(estimates))
     notes = tuple(note for each in estimates[:1] if each.plan is not None for note in each.plan.notes)
-    return FitTable(_parts(estimates[0].needs), devices, rows, notes, tuple(option_rows(estimates[0].options)[1:]))
+    ranks = estimates[0].needs.ranks
+    return FitTable(
+        _parts(estimates[0].needs), devices, rows, notes, tuple(option_rows(estimates[0].options)[1:]),
+        tuple(rank_columns(ranks)), tuple((name, tuple(cells)) for name, cells in rank_rows(ranks)) if ranks else (),
+    )  # fmt: skip
 
 
 def _parts(needs: MemoryPlan) -> tuple[Segment, ...]:
     """Return the free memory, split by use."""
-    other = needs.activation_bytes + needs.graph_bytes
+    other = needs.activation_bytes + needs.graph_bytes + needs.comm_bytes
     parts = [
         ("Weights", "weights", needs.weights_bytes),
         ("KV cache", "used", needs.kv_bytes),
@@ -184,7 +188,7 @@ def _memory_line(each: Estimate) -> str:
     """5.0 GiB weights + 3.4 GiB KV cache + 0.6 GiB other = 9.0 GiB of 11.5 GiB free · context up to 33,408 tokens"""
     plan = each.plan
     assert plan is not None
-    other = plan.activation_bytes + plan.graph_bytes
+    other = plan.activation_bytes + plan.graph_bytes + plan.comm_bytes
     parts = [(plan.weights_bytes, "weights"), (plan.kv_bytes, "KV cache"), (other, "other")]
     words = " + ".join(f"{format_bytes(size)} {name}" for size, name in parts if size)
     where = "in memory" if each.device == "cpu" else f"on {each.name}"

@@ -20,7 +20,15 @@ def samples(shell: views.Shell) -> list[views.View]:
     weights = ("weights", ("5.0 GiB", "13 GiB"))
     row, table = (
         _rows()[0],
-        v.FitTable(bar, ("cuda:0 RTX 4090", "CPU"), (weights,), ("The cache is bounded.",), (option,)),
+        v.FitTable(
+            bar,
+            ("cuda:0 RTX 4090", "CPU"),
+            (weights,),
+            ("The cache is bounded.",),
+            (option,),
+            ("rank 0 cuda:0 RTX 4090", "rank 1 cuda:1 RTX 4090"),
+            (weights,),
+        ),
     )
     question = v.DeleteQuestion("Qwen/Qwen3-8B-AWQ", "5.7 GiB", "~/.cache/huggingface/hub")
     files = (v.FileRow("model.safetensors", "5.7 GiB"), v.FileRow("config.json", "1 KiB"))

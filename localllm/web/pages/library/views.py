@@ -228,6 +228,8 @@ class FitTable:
     rows: tuple[tuple[str, tuple[str, ...]], ...]
     notes: tuple[str, ...]
     options: tuple[tuple[str, ...], ...]  # flags, context, requests at a time, cost
+    ranks: tuple[str, ...] = ()  # headings of the table per rank; empty: the model runs on one device
+    rank_rows: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

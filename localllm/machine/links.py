@@ -1,0 +1,133 @@
+"""The links between GPUs, and where a GPU sits: PCI address, NUMA node, NVLink, PCIe topology, memory bandwidth.
+
+All of it comes from NVML, which may refuse each question: a value that is not known stays empty.
+Does not know: which link is good enough for what (models/fit/parallel.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+Answer = TypeVar("Answer")
+
+P2P_READ = 0  # NVML_P2P_CAPS_INDEX_READ, which some versions of the package define as a tuple
+MOST_NVLINKS = 18  # of one GPU (Hopper, Blackwell)
+TOPOLOGY = {10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+"""NVML's common ancestor of two devices, by the names of `nvidia-smi topo -m`: one PCIe switch, several switches, the
+processor's PCIe root, the NUMA node, the connection between processors. 0 is the same board."""
+LINKS_IN_WORDS = {
+    "NV": "NV4 is four NVLinks",
+    "PIX": "PIX goes through one PCIe switch",
+    "PXB": "PXB through several PCIe switches",
+    "PHB": "PHB through the processor's PCIe root",
+    "NODE": "NODE through several roots of a NUMA node",
+    "SYS": "SYS through the connection between processors",
+    "?": "the driver does not describe links marked ?",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The connection from one GPU to another."""
+
+    peer: int  # torch's index of the other GPU
+    kind: str  # NV4 (four NVLinks), PIX, PXB, PHB, NODE, SYS; ? if unknown
+    has_peer_access: bool | None = None  # one GPU can read the other's memory directly; None: unknown
+
+    @property
+    def is_nvlink(self) -> bool:
+        return self.kind.startswith("NV")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of one GPU in the machine, as NVML and the system describe it."""
+
+    pci: str | None = None  # address as in sysfs: 0000:01:00.0
+    numa_node: int | None = None
+    bandwidth: float | None = None  # of its memory, bytes/s, from clock and bus width
+
+
+def read_place(nvml: Any, handle: Any, devices: Path = Path("/sys/bus/pci/devices")) -> Place:
+    """Return where the GPU sits and how fast its memory is."""
+    address = _ask(nvml, lambda: _pci_address(nvml.nvmlDeviceGetPciInfo(handle).busId))
+    return Place(address, None if address is None else _numa_node(devices / address), _bandwidth(nvml, handle))
+
+
+def read_links(nvml: Any, handles: Sequence[Any]) -> list[tuple[Link, ...]]:
+    """Return the links of each GPU to each other one. handles: NVML's, by torch's index; None where NVML has none."""
+    return [
+        tuple(_link(nvml, handles, index, peer) for peer in range(len(handles)) if peer != index)
+        for index in range(len(handles))
+    ]
+
+
+def _link(nvml: Any, handles: Sequence[Any], index: int, peer: int) -> Link:
+    here, there = handles[index], handles[peer]
+    if nvml is None or here is None or there is None:
+        return Link(peer, "?")
+    level = _ask(nvml, lambda: int(nvml.nvmlDeviceGetTopologyCommonAncestor(here, there)))
+    status = _ask(nvml, lambda: int(nvml.nvmlDeviceGetP2PStatus(here, there, P2P_READ)))
+    nvlinks = _count_nvlinks(nvml, here, there)
+    kind = f"NV{nvlinks}" if nvlinks else TOPOLOGY.get(level or -1, "PIX" if level == 0 else "?")
+    return Link(peer, kind, None if status is None else status == nvml.NVML_P2P_STATUS_OK)
+
+
+def _count_nvlinks(nvml: Any, here: Any, there: Any) -> int:
+    """Count the NVLinks between two GPUs: those that end at the other one, or those of both that end at a switch."""
+    address = _ask(nvml, lambda: _pci_address(nvml.nvmlDeviceGetPciInfo(there).busId))
+    ends = _nvlink_ends(nvml, here)
+    return ends[address or ""] or min(ends["switch"], _nvlink_ends(nvml, there)["switch"])
+
+
+def _nvlink_ends(nvml: Any, handle: Any) -> Counter[str]:
+    """Count a GPU's active NVLinks by the address where they end, or "switch"."""
+    ends = (_ask(nvml, partial(_nvlink_end, nvml, handle, link)) for link in range(MOST_NVLINKS))
+    return Counter(end for end in ends if end is not None)
+
+
+def _nvlink_end(nvml: Any, handle: Any, link: int) -> str | None:
+    """Return where one NVLink ends; None: it is not in use."""
+    if nvml.nvmlDeviceGetNvLinkState(handle, link) != nvml.NVML_FEATURE_ENABLED:
+        return None
+    if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+        return "switch"
+    return _pci_address(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
+
+
+def _bandwidth(nvml: Any, handle: Any) -> float | None:
+    """Return bytes/s: clock in MHz, two transfers per clock, bus width in bits."""
+    clock = _ask(nvml, lambda: int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)))
+    width = _ask(nvml, lambda: int(nvml.nvmlDeviceGetMemoryBusWidth(handle)))
+    return clock * 1e6 * 2 * width / 8 if clock and width else None
+
+
+def _pci_address(bus_id: str | bytes) -> str:
+    """Return NVML's 00000000:01:00.0 as sysfs names it: 0000:01:00.0."""
+    text = (bus_id.decode() if isinstance(bus_id, bytes) else bus_id).lower()
+    domain, _, rest = text.partition(":")
+    return f"{domain[-4:]}:{rest}"
+
+
+def _numa_node(folder: Path) -> int | None:
+    """Return the NUMA node of a PCI device; the system says -1 where it knows none."""
+    try:
+        node = int((folder / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def _ask(nvml: Any, question: Callable[[], Answer]) -> Answer | None:
+    """Return the answer; None: this driver, this GPU or this version of NVML does not know."""
+    if nvml is None:
+        return None
+    try:
+        return question()
+    except (nvml.NVMLError, AttributeError):
+        return None

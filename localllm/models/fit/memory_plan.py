@@ -1,0 +1,63 @@
+"""The memory plan: the sizes of an engine on this machine.
+
+Does not know: how the sizes were found (plan.py, attempt.py), how the memory is used (loader.py, runner/kv_cache.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localllm.models.fit.rank import RankPlan
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The sizes of an engine on this machine. The engine uses every number as it is.
+
+    With several ranks, bytes are sums over all of them; on a CPU, where ranks share the memory, free_bytes and
+    reserve_bytes are those of the machine.
+    """
+
+    device: str  # cpu, cuda:0, ...; of the first rank
+    dtype: str  # of weights and activations
+    kv_dtype: str  # of the KV cache
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int
+    num_blocks: int  # the null block 0 included
+    block_size: int
+    weights_bytes: int  # on the device, in `dtype`
+    kv_bytes: int  # num_blocks blocks, exactly
+    activation_bytes: int
+    reserve_bytes: int  # left free: device context, libraries, other programs
+    free_bytes: int  # free memory of the device when the plan was made
+    async_depth: int  # steps in flight, 1 or 2
+    graph_bytes: int = 0  # kept for CUDA graphs
+    sampler_bytes: int = 0  # part of activation_bytes: what sampling needs beyond the layers
+    is_measured: bool = False  # weights and activations come from the allocator, not from arithmetic
+    quantization: str = ""  # how matrices are stored and run, for display; empty: not quantised
+    notes: tuple[str, ...] = ()  # decisions to show to the user, one sentence each
+    comm_bytes: int = 0  # of the exchange between ranks
+    ranks: tuple[RankPlan, ...] = ()  # stage after stage; empty: one device, in this process
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Token positions that requests can hold at the same time."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the model is expected to use."""
+        return self.weights_bytes + self.kv_bytes + self.activation_bytes + self.graph_bytes + self.comm_bytes
+
+    @property
+    def unused_bytes(self) -> int:
+        """Free memory that the plan leaves unused, besides the reserve."""
+        return max(0, self.free_bytes - self.reserve_bytes - self.total_bytes)
+
+    def concurrency(self, length: int) -> int:
+        """Return how many requests of this length run at the same time; 0: too long for the context."""
+        if length > self.max_model_len:
+            return 0
+        return min(self.max_num_seqs, (self.num_blocks - 1) // -(-length // self.block_size))

@@ -1,0 +1,197 @@
+"""The memory of one rank: its weights, its part of the KV cache, its step, and how many blocks its budget holds.
+
+A model in one process is the case of a single rank that holds the whole model.
+Does not know: how ranks share a machine's memory, which context is chosen (plan.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from localllm.config.settings import EngineConfig
+from localllm.machine.hardware import Gpu
+from localllm.models.fit.step import DTYPE_BYTES, StepMemory, kv_bytes_per_token
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import Shard, local_spec
+
+MIB = 1024**2
+GRAPH_BYTES = 256 * MIB  # the driver's memory for the CUDA graphs of all step shapes
+GRAPH_ROWS = 136  # rows of the largest mixed shape (runner/graphs.py), if max_num_seqs is smaller
+NCCL_BYTES = 512 * MIB  # of a rank's communicators; NCCL takes 0.2 to 1 GiB, outside of torch's counters
+CPU_RANK_BYTES = 256 * MIB  # of a rank's process on a CPU: interpreter, torch, gloo's buffers
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """The memory of one rank of several. Its number is its place in `MemoryPlan.ranks`."""
+
+    device: str  # cpu, cuda:0, ...
+    name: str  # name of the GPU, or CPU
+    stage: int
+    shard: Shard
+    weights_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    graph_bytes: int
+    comm_bytes: int  # of the exchange between ranks; on a CPU also the rank's process
+    free_bytes: int  # of the device; on a CPU all ranks share it
+    reserve_bytes: int
+    numa_node: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the rank is expected to use."""
+        return self.weights_bytes + self.kv_bytes + self.activation_bytes + self.graph_bytes + self.comm_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Memory of a loaded model or of one rank of it, from the allocator's counters."""
+
+    weights_bytes: int
+    activation_bytes: int  # the most that one full step held besides weights and KV cache, the runner's state included
+    comm_bytes: int | None = None  # of the exchange between ranks; None: not measured
+
+
+class ResidentBytes(Protocol):
+    """Bytes that the loader will hold (see loader.py); linear in `max_model_len`, due to rotary tables."""
+
+    def __call__(
+        self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
+    ) -> int: ...
+
+
+class PlanInputs(NamedTuple):
+    """The settings and sizes that all ranks have in common."""
+
+    config: EngineConfig
+    spec: ModelSpec  # of the whole model
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    batched_tokens: int
+    resident_bytes: ResidentBytes
+
+
+class RankMemory:
+    """The memory of one rank. shard None: the rank holds the whole model, and there is no other."""
+
+    def __init__(
+        self,
+        inputs: PlanInputs,
+        gpu: Gpu | None,
+        budget: int,
+        shard: Shard | None = None,
+        measured: Measured | None = None,
+    ) -> None:
+        self.inputs, self.gpu, self.budget, self.shard, self.measured = inputs, gpu, budget, shard, measured
+        self.device = "cpu" if gpu is None else f"cuda:{gpu.index}"
+        whole = inputs.spec
+        spec = whole if shard is None else local_spec(whole, shard)
+        is_last = shard is None or shard.layers.stop == whole.num_layers
+        self.block_bytes = inputs.block_size * kv_bytes_per_token(spec, inputs.kv_dtype)
+        config = inputs.config
+        self.step = StepMemory(
+            spec, inputs.dtype, inputs.kv_dtype, gpu is not None, config.max_num_seqs, inputs.batched_tokens,
+            inputs.block_size,
+            is_quantized=whole.quantization is not None or config.quantization is not None,
+            prompt_embeds=config.enable_prompt_embeds,
+            samples=is_last and (shard is None or shard.index == 0),
+            own_logits=len(shard.vocab) if shard is not None and is_last and shard.size > 1 else 0,
+        )  # fmt: skip
+        self.graphs = self._graph_bytes() if gpu and not config.enforce_eager else 0
+
+    # -- parts
+
+    @cached_property
+    def _weights_line(self) -> tuple[int, int]:
+        """Bytes of the weights without rotary tables, and of the tables per position."""
+        one, two = (self._resident(length) for length in (1, 2))
+        return 2 * one - two, two - one
+
+    def _resident(self, max_model_len: int) -> int:
+        inputs, shard = self.inputs, self.shard
+        quantization = inputs.config.quantization
+        if shard is None:
+            return inputs.resident_bytes(self.device, inputs.dtype, max_model_len, quantization)
+        return inputs.resident_bytes(self.device, inputs.dtype, max_model_len, quantization, shard)
+
+    def weights(self, max_model_len: int) -> int:
+        """Return the bytes of the weights, with the tables for this context."""
+        if self.measured is not None:
+            return self.measured.weights_bytes
+        at_none, each = self._weights_line
+        return at_none + each * max_model_len
+
+    def activations(self, max_model_len: int, num_blocks: int) -> int:
+        """Return the most that a step holds with this context and cache."""
+        if self.measured is not None:
+            return self.measured.activation_bytes
+        return self.step.bytes_at(max_model_len, num_blocks)
+
+    def sampler_bytes(self, max_model_len: int, num_blocks: int) -> int:
+        """Return the bytes that sampling needs beyond the layers; 0 where they were measured."""
+        return 0 if self.measured else self.step.sampler_bytes(max_model_len, num_blocks)
+
+    def _graph_bytes(self) -> int:
+        """Return the bytes of the driver, one step's activations in the graphs' pool, and the shared logits buffer."""
+        rows = max(GRAPH_ROWS, self.inputs.config.max_num_seqs)
+        logits = self.inputs.spec.vocab_size if self.step.samples else self.step.own_logits
+        return GRAPH_BYTES + rows * logits * 4 + self.activations(0, 0)
+
+    @property
+    def comm(self) -> int:
+        """Bytes of the exchange with other ranks."""
+        if self.shard is None:
+            return 0
+        if self.measured is not None and self.measured.comm_bytes is not None:
+            return self.measured.comm_bytes
+        stream = 2 * self.inputs.batched_tokens * self.inputs.spec.hidden_size * DTYPE_BYTES[self.inputs.dtype]
+        is_stage = len(self.shard.layers) < self.inputs.spec.num_layers
+        return (CPU_RANK_BYTES if self.gpu is None else NCCL_BYTES) + (stream if is_stage else 0)
+
+    # -- sizes
+
+    def fixed_bytes(self, max_model_len: int) -> int:
+        """Return the bytes that do not depend on the size of the KV cache."""
+        step = self.measured.activation_bytes if self.measured else self.step.fixed_bytes(max_model_len)
+        return self.weights(max_model_len) + self.graphs + self.comm + step
+
+    def blocks_within(self, budget: int, max_model_len: int) -> int:
+        """Return how many KV blocks fit into so many bytes besides everything else."""
+        available = budget - self.weights(max_model_len) - self.graphs - self.comm
+        if self.measured is not None:
+            return max(0, available - self.measured.activation_bytes) // self.block_bytes
+        step = self.step  # takes the larger of two amounts, one of which grows with the cache
+        blocks = (available - step.fixed_bytes(max_model_len)) // self.block_bytes
+        gathered = step.gathered_per_block()
+        if gathered:
+            for_blocks = available - step.gathering_bytes(max_model_len)
+            most = max(0, for_blocks - step.most_gathered_blocks() * gathered) // self.block_bytes
+            blocks = min(blocks, max(for_blocks // (self.block_bytes + gathered), most))
+        return max(0, blocks)
+
+    def needs(self, max_model_len: int, num_blocks: int) -> int:
+        """Return all bytes of the rank with this context and cache."""
+        activations = self.activations(max_model_len, num_blocks)
+        return self.weights(max_model_len) + num_blocks * self.block_bytes + activations + self.graphs + self.comm
+
+    def plan(self, stage: int, max_model_len: int, num_blocks: int, free_bytes: int, reserve_bytes: int) -> RankPlan:
+        """Return the plan of a rank of several."""
+        assert self.shard is not None
+        return RankPlan(
+            device=self.device,
+            name=self.gpu.name if self.gpu else "CPU",
+            stage=stage,
+            shard=self.shard,
+            weights_bytes=self.weights(max_model_len),
+            kv_bytes=num_blocks * self.block_bytes,
+            activation_bytes=self.activations(max_model_len, num_blocks),
+            graph_bytes=self.graphs,
+            comm_bytes=self.comm,
+            free_bytes=free_bytes,
+            reserve_bytes=reserve_bytes,
+            numa_node=self.gpu.place.numa_node if self.gpu else None,
+        )

@@ -1,0 +1,172 @@
+"""Collectives between ranks, over torch.distributed: gloo on a CPU, NCCL on GPUs.
+
+Ranks find each other through a file in a private folder, so no port is opened for it. Every group has the timeout,
+since a group without one waits ten minutes for a rank that has died.
+Does not know: which layers ask for a collective, processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from localllm.ranks.messages import Connect
+
+MOST_SENDS = 2
+"""Sends to the next stage that may be under way: as many as steps are in flight between two stages."""
+
+
+class ProcessGroup:
+    """The shards of one stage, one in each process. Implements `models.layers.group.Group`.
+
+    is_deterministic: add up in the order of shards in fp32, whatever the size of the tensor.
+    """
+
+    def __init__(self, group: Any, ids: Any, size: int, index: int) -> None:
+        """ids: a second group of the same shards, whose collectives do not queue behind those of the first."""
+        self.size, self.index = size, index
+        self._group, self._ids = group, ids
+        self.is_deterministic = False
+
+    def reconnect(self, other: ProcessGroup) -> None:
+        """Use the connections of another object for the same shards."""
+        self._group, self._ids = other._group, other._ids
+
+    def sum_(self, x: Tensor) -> Tensor:
+        if self.is_deterministic:
+            return x.copy_(torch.stack(self._all(x)).float().sum(0))
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        parts = self._all(_padded(x, max(sizes)))
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
+
+    def gather_to_first(self, x: Tensor, sizes: Sequence[int]) -> Tensor | None:
+        own, home = _padded(x, max(sizes)), x.device
+        if x.is_cuda and self._uses_gloo:
+            own = own.cpu()
+        parts = [torch.empty_like(own) for _ in sizes] if self.index == 0 else None
+        dist.gather(own, parts, group=self._group, group_dst=0)
+        if parts is None:
+            return None
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1).to(home)
+
+    def broadcast_(self, x: Tensor) -> Tensor:
+        dist.broadcast(x, group=self._ids, group_src=0)
+        return x
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        """Return every shard's x, in order."""
+        home = x.device
+        own = x.cpu() if x.is_cuda and self._uses_gloo else x.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(parts, own, group=self._group)
+        return [part.to(home) for part in parts]
+
+    @property
+    def _uses_gloo(self) -> bool:
+        return dist.get_backend(self._group) == "gloo"
+
+
+class Pipe:
+    """One shard's connections to the same shard of the stages before and after."""
+
+    def __init__(self, before: Any | None, after: Any | None) -> None:
+        """before, after: groups of two processes; None: there is no such stage."""
+        self._before, self._after = before, after
+        self._under_way: deque[tuple[Any, Tensor]] = deque()
+
+    def send(self, stream: Tensor) -> None:
+        """Send the hidden stream [T, H] to the next stage, without waiting until it is taken."""
+        assert self._after is not None, "the last stage has no next one"
+        while len(self._under_way) >= MOST_SENDS:
+            self._under_way.popleft()[0].wait()
+        stream = stream.contiguous()
+        self._under_way.append((dist.isend(stream, group=self._after, group_dst=1), stream))
+
+    def receive(self, stream: Tensor) -> Tensor:
+        """Receive the hidden stream [T, H] of the stage before, in place."""
+        assert self._before is not None, "the first stage has none before it"
+        dist.recv(stream, group=self._before, group_src=0)
+        return stream
+
+
+class World:
+    """All ranks of a model, and this one's place among them: rank = stage x shards + shard."""
+
+    def __init__(self, rank: int, asked: Connect, device: torch.device) -> None:
+        self._rank, self._shards, self.num_stages = rank, asked.shards, asked.stages
+        self._folder, self._device, self._timeout = Path(asked.folder), device, timedelta(seconds=asked.timeout_s)
+        self._backend = asked.backend or ("nccl" if device.type == "cuda" else "gloo")
+        self._times = 0
+        self._stage, self._shard = divmod(rank, asked.shards)
+        self.group, self.everyone, self.pipe = self._connect()
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self._stage + 1 == self.num_stages
+
+    def measure_s(self) -> float:
+        """Return the seconds of one small all-reduce among the shards, after one that connects them."""
+        x = torch.ones(1024, device=self._device)
+        self.group.sum_(x)
+        _wait_for(self._device)
+        begun = time.monotonic()
+        self.group.sum_(x)
+        _wait_for(self._device)
+        return time.monotonic() - begun
+
+    def disconnect(self) -> None:
+        """Give back what the connections hold: NCCL keeps up to 1 GiB on each GPU."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def reconnect(self) -> None:
+        """Connect again, under the objects that layers hold."""
+        group, everyone, self.pipe = self._connect()
+        self.group.reconnect(group)
+        self.everyone.reconnect(everyone)
+
+    def _connect(self) -> tuple[ProcessGroup, ProcessGroup, Pipe]:
+        """Every rank makes all groups, its own and the others', in the same order."""
+        self._times += 1
+        size = self._shards * self.num_stages
+        store: Any = dist.FileStore(str(self._folder / f"store-{self._times}"), size)  # type: ignore[attr-defined]
+        dist.init_process_group(self._backend, store=store, rank=self._rank, world_size=size, timeout=self._timeout)
+        stages = [[stage * self._shards + shard for shard in range(self._shards)] for stage in range(self.num_stages)]
+        shards = [self._new(ranks) for ranks in stages]
+        ids = [self._new(ranks) for ranks in stages] if self._backend == "nccl" else shards
+        group = ProcessGroup(shards[self._stage], ids[self._stage], self._shards, self._shard)
+        everyone = ProcessGroup(dist.group.WORLD, dist.group.WORLD, size, self._rank)
+        return group, everyone, self._connect_stages(stages)
+
+    def _connect_stages(self, stages: list[list[int]]) -> Pipe:
+        borders = [[self._new([a, b]) for a, b in zip(*pair, strict=True)] for pair in pairwise(stages)]
+        own = [border[self._shard] for border in borders]
+        before = own[self._stage - 1] if self._stage else None
+        return Pipe(before, None if self.is_last_stage else own[self._stage])
+
+    def _new(self, ranks: list[int]) -> Any:
+        return dist.new_group(ranks, timeout=self._timeout)
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    """Return x with zeros up to `size` along the last dimension: gloo gathers tensors of one size."""
+    if x.shape[-1] == size:
+        return x.contiguous()
+    return torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,107 @@
+"""The engine's `Runner` whose steps run in the processes of a group of ranks.
+
+A step is two records, as the engine makes two calls: the plan, and the order to sample, in which only the rank that
+draws gets the masks. Both go to all ranks; the result comes from the rank that draws.
+Does not know: scheduling, how ranks are started.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from localllm.engine.step import RunnerStats, StepPlan, StepResult, TokenMasks
+from localllm.errors import RanksLost
+from localllm.ranks.links import Links
+from localllm.ranks.messages import Idle
+from localllm.ranks.wire import Answer, BadRecord, Kind, decode, encode_plan, encode_sample
+
+SLOW = 20
+"""Times the slowest step so far that a step may take, if that is longer than the group's timeout."""
+
+
+class RunnerSizes(Protocol):
+    """The sizes of an open runner (`openings.Opened`)."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class RankRunner:
+    """Implements `engine.step.Runner`. Not thread-safe: the engine loop is the only caller."""
+
+    def __init__(
+        self, links: Links, opened: RunnerSizes, *, num_stages: int, sampling_rank: int, timeout_s: float
+    ) -> None:
+        self.num_blocks, self.block_size, self.vocab_size = opened.num_blocks, opened.block_size, opened.vocab_size
+        self.num_stages = num_stages
+        self._links, self._timeout_s = links, timeout_s
+        self._sampling_rank = sampling_rank
+        self._slowest_s = 0.0
+        self._stats = RunnerStats()
+        self._open: set[int] = set()  # records of steps whose results nobody has read
+        self._closed = False
+
+    def forward(self, plan: StepPlan) -> None:
+        self._links.post(Kind.FORWARD, [encode_plan(plan)])
+
+    def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> PendingRankStep:
+        payloads = [encode_sample(plan)]
+        if masks is not None:
+            payloads *= self._links.size
+            payloads[self._sampling_rank] = encode_sample(plan, masks)
+        seq = self._links.post(Kind.SAMPLE, payloads, (self._sampling_rank,))
+        self._open.add(seq)
+        return PendingRankStep(self, plan.step_id, seq)
+
+    def settle(self, step_id: int, seq: int) -> StepResult:
+        """Wait for the result of a step. Raises `RanksLost`."""
+        begun = time.monotonic()
+        limit = max(self._timeout_s, SLOW * self._slowest_s)
+        records = self._links.wait(seq, limit, f"step {step_id}")
+        self._open.discard(seq)
+        self._slowest_s = max(self._slowest_s, time.monotonic() - begun)
+        answer = decode(records[0].payload, Answer)
+        if answer.stats is not None:
+            self._stats = answer.stats
+        if answer.result.step_id != step_id:
+            raise BadRecord(f"step {answer.result.step_id} was answered instead of {step_id}")
+        return answer.result
+
+    def use_idle_time(self) -> bool:
+        answers = self._links.call(Kind.IDLE, None, Idle, self._timeout_s)
+        self._stats = answers[self._sampling_rank].stats
+        return any(answer.more for answer in answers)
+
+    def stats(self) -> RunnerStats:
+        """Return the counts that came with the last result: asking for them would wait for the step that runs."""
+        return self._stats
+
+    def reset(self) -> None:
+        self._links.forget(self._open)
+        self._open.clear()
+        self._links.call(Kind.RESET, None, type(None), self._timeout_s)
+
+    def close(self) -> None:
+        """Close the runners of all ranks. Idempotent; does nothing if the ranks are lost."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._links.call(Kind.CLOSE_RUNNER, None, type(None), self._timeout_s)
+        except RanksLost:
+            pass  # their runners ended with them
+
+
+class PendingRankStep:
+    """A step that the ranks were told to run."""
+
+    def __init__(self, runner: RankRunner, step_id: int, seq: int) -> None:
+        self._runner, self._step_id, self._seq = runner, step_id, seq
+
+    def result(self) -> StepResult:
+        return self._runner.settle(self._step_id, self._seq)

@@ -1,0 +1,135 @@
+"""A rank's share of a real model: its connections, its weights, its runner.
+
+Does not know: records, other ranks' sizes, how a model is divided.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from localllm.errors import DoesNotFit
+from localllm.kernels.launch import LaunchOptions
+from localllm.machine.hardware import process_bytes
+from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.fit import MemoryPlan
+from localllm.models.inputs import CausalModel
+from localllm.models.spec.shard import local_spec
+from localllm.models.weights.lora import open_lora
+from localllm.ranks.group import World
+from localllm.ranks.messages import Connect, Connected, Loaded, Measured, PutAdapter, Report
+from localllm.ranks.openings import Open, Opened, OpenRunner
+from localllm.ranks.rank import Agree, Tell
+from localllm.ranks.wire import decode
+from localllm.runner.device_memory import make_current
+from localllm.runner.executor import LocalExecutor
+from localllm.runner.kv_cache import KVCache
+from localllm.runner.opening import Parallel, measure, open_on
+from localllm.runner.runner import TorchRunner
+from localllm.runner.stage import StageModel
+from localllm.version import __version__
+
+PROBES = 1024, 2048  # context lengths that show the bytes of the tables per token
+
+
+class TorchShare:
+    """Implements `ranks.rank.Share`. Each method is called by a record, in the order of `ranks.wire.Kind`."""
+
+    samples = answers_later = False
+
+    def connect(self, rank: int, asked: Connect) -> Connected:
+        self._device = torch.device(asked.devices[rank])
+        make_current(self._device)
+        self._world = World(rank, asked, self._device)
+        self.samples = self._world.is_last_stage and self._world.group.index == 0
+        self.answers_later = self._device.type == "cuda"
+        return Connected(self._world.measure_s(), __version__)
+
+    def load(self, asked: bytes, tell: Tell) -> Loaded:
+        opening = decode(asked, Open)
+        self._spec = local_spec(opening.spec, opening.shard)
+        self._world.group.is_deterministic = opening.config.deterministic
+
+        def progress(loaded: int, total: int) -> None:
+            tell(Report("", loaded, total))
+
+        self._executor = LocalExecutor.load(
+            Path(opening.path), opening.spec, opening.config, opening.plan, progress, opening.shard, self._world.group
+        )
+        slots = self._executor.adapter_slots
+        unused = self._model.unused_tensors
+        return Loaded(*self._sizes(), unused, None if slots is None else slots.max_loras)
+
+    def _sizes(self) -> tuple[int, float]:
+        """Return the bytes of the weights without tables, and those of the tables per token."""
+        short, long = (self._executor.resident_bytes("", "", length, None) for length in PROBES)
+        per_token = (long - short) / (PROBES[1] - PROBES[0])
+        return round(short - per_token * PROBES[0]), per_token
+
+    def open_runner(self, asked: bytes, agree: Agree, tell: Tell) -> tuple[TorchRunner, Opened]:
+        request = decode(asked, OpenRunner)
+        self._model.serve_context(request.plan.max_model_len)
+        plan = decode(agree(self._measured(request, tell)), MemoryPlan)
+        self._model.serve_context(plan.max_model_len)
+        kv = self._allocate(plan)
+        runner = open_on(
+            kv, self._stage, self._spec, request.config, plan, lambda text: tell(Report(text)), self._parallel
+        )
+        return runner, Opened(plan, runner.num_blocks, runner.block_size, runner.vocab_size)
+
+    def _measured(self, request: OpenRunner, tell: Tell) -> Measured:
+        """Run the largest steps on a GPU; all ranks do so at once."""
+        if self._device.type != "cuda":
+            return Measured()
+        tell(Report("measuring one full step"))
+        config, options = request.config, LaunchOptions(deterministic=request.config.deterministic)
+        seen = measure(
+            self._stage, self._spec, request.plan, self._device, 0, options, config.enable_prompt_embeds, self._parallel
+        )
+        return Measured(seen.weights_bytes, seen.activation_bytes, seen.comm_bytes)
+
+    def _allocate(self, plan: MemoryPlan) -> KVCache:
+        """Return the KV cache. Raises `DoesNotFit` on all ranks if one of them has too little memory."""
+        kv, refusal = None, DoesNotFit("Another rank does not have enough memory for its KV cache.")
+        try:
+            kv = KVCache(self._spec, plan.num_blocks, plan.block_size, self._device, getattr(torch, plan.kv_dtype))
+        except DoesNotFit as error:
+            refusal = error
+        ready = torch.full((1,), float(kv is not None), device=self._device)
+        self._world.everyone.sum_(ready)
+        if kv is None or int(ready.item()) < self._world.everyone.size:
+            raise refusal
+        return kv
+
+    def held_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else process_bytes()
+
+    def sleep(self) -> None:
+        self._executor.move_to_host()
+        self._world.disconnect()
+
+    def wake(self) -> None:
+        self._world.reconnect()
+        self._executor.move_to_device()
+
+    def put_adapter(self, asked: PutAdapter) -> None:
+        slots = self._executor.adapter_slots
+        assert slots is not None, "the model was loaded without memory for adapters"
+        slots.put(asked.slot, open_lora(Path(asked.path)))
+
+    def close(self) -> None:
+        self._world.disconnect()
+
+    @property
+    def _model(self) -> DecoderModel:
+        return cast("DecoderModel", self._executor.model)
+
+    @property
+    def _stage(self) -> CausalModel:
+        return self._model if self._world.num_stages == 1 else StageModel(self._model, self._world.pipe)
+
+    @property
+    def _parallel(self) -> Parallel:
+        return Parallel(self._world.group, self._world.everyone, self._world.is_last_stage)

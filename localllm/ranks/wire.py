@@ -1,0 +1,311 @@
+"""The records between a server and its ranks, and how they become bytes.
+
+A record is a header and a payload in MessagePack with types. The server's records carry a sequence number without gaps,
+so that every rank applies the same records in the same order; an answer carries the number of its record.
+A record that is damaged, unknown or of another type raises `BadRecord`, which ends the rank.
+Does not know: sockets, processes, what a record does.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from array import array
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from localllm.engine.params import SamplingParams
+from localllm.engine.step import NewSlot, Row, RunnerStats, StepPlan, StepResult, TokenMasks
+
+if TYPE_CHECKING:
+    from localllm.models.prompt_embeds import PromptEmbedsTensor
+
+T = TypeVar("T")
+
+HEADER = struct.Struct("<IIIIQ")  # magic, kind, bytes of the payload, their checksum, sequence number
+_ORDER = struct.Struct("<IQ")  # what the checksum covers besides the payload
+MAGIC = 0x314B4E52
+MOST_BYTES = 2**31
+"""Largest payload. Prompt embeddings of 128k tokens x 8192 numbers of 2 bytes just fit."""
+
+
+class Kind(IntEnum):
+    """The kinds of records, for a rank, and of answers, from 64 on."""
+
+    CONNECT = 14  # meet the other ranks
+    OPEN = 1  # load this rank's share of a model
+    OPEN_RUNNER = 2
+    ALLOCATE = 3  # the memory plan made from every rank's MEASURED; without a payload: a rank has refused
+    CLOSE_RUNNER = 4
+    FORWARD = 5
+    SAMPLE = 6
+    IDLE = 7
+    RESET = 8
+    STATS = 9
+    SLEEP = 10
+    WAKE = 11
+    ADAPTER = 12
+    STOP = 13
+    HELLO = 64  # the first answer of a rank, before any record
+    REPORT = 65  # progress of a record that takes long
+    MEASURED = 66
+    RESULT = 67
+    DONE = 68
+    FAILED = 69
+    LOG = 70
+
+
+class BadRecord(Exception):
+    """Bytes that are not a record of this version."""
+
+
+class Header(NamedTuple):
+    kind: Kind
+    size: int  # bytes of the payload
+    checksum: int
+    seq: int
+
+
+class Record(NamedTuple):
+    """One record or answer."""
+
+    kind: Kind
+    seq: int
+    payload: bytes
+
+
+def encode_record(kind: Kind, seq: int, payload: bytes = b"") -> bytes:
+    return HEADER.pack(MAGIC, kind, len(payload), _checksum(kind, seq, payload), seq) + payload
+
+
+def decode_header(raw: bytes | bytearray | memoryview) -> Header:
+    """Return the header at the beginning of `raw`. Raises `BadRecord`."""
+    magic, kind, size, checksum, seq = HEADER.unpack_from(raw)
+    if magic != MAGIC or size > MOST_BYTES:
+        raise BadRecord(f"a record of this version begins otherwise: {bytes(raw[: HEADER.size]).hex()}")
+    try:
+        return Header(Kind(kind), size, checksum, seq)
+    except ValueError as error:
+        raise BadRecord(f"there is no record of kind {kind}") from error
+
+
+def check_payload(header: Header, payload: bytes) -> Record:
+    """Return the record. Raises `BadRecord` if the payload is not the one that was sent."""
+    if _checksum(header.kind, header.seq, payload) != header.checksum:
+        raise BadRecord(f"the {header.size} bytes of record {header.seq} ({header.kind.name}) are damaged")
+    return Record(header.kind, header.seq, payload)
+
+
+def _checksum(kind: Kind, seq: int, payload: bytes) -> int:
+    """Return a checksum that also differs with the kind and the number."""
+    return zlib.crc32(payload, zlib.crc32(_ORDER.pack(kind, seq)))
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+class Params(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
+    """The sampling parameters that a runner reads. Stop strings, formats and text stay in the server."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    repeat_last_n: int
+    min_tokens: int
+    logit_bias: dict[int, float] | None
+    allowed_token_ids: tuple[int, ...] | None
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    seed: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+
+class Embeds(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt embeddings [tokens, hidden] as the bytes of their numbers."""
+
+    num_tokens: int
+    digest: str
+    dtype: str
+    values: bytes
+
+
+class New(msgspec.Struct, frozen=True, array_like=True):
+    """A `NewSlot`. `token_ids`: int32."""
+
+    slot: int
+    request_id: str
+    token_ids: bytes
+    prompt_len: int
+    params: Params
+    block_ids: tuple[int, ...]
+    num_computed_tokens: int
+    eos_token_ids: tuple[int, ...]
+    bad_words_token_ids: tuple[tuple[int, ...], ...]
+    adapter: int
+    prompt_embeds: Embeds | None
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True):
+    """A `StepPlan`. Rows are sent as they are, with their request's id: leaving it out costs more than it saves."""
+
+    step_id: int
+    rows: tuple[Row, ...]
+    new_slots: tuple[New, ...]
+    freed_slots: tuple[int, ...]
+    known_token_ids: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+class Masks(msgspec.Struct, frozen=True, array_like=True):
+    """`TokenMasks`: `bits` is int32 [rows, words]."""
+
+    rows: tuple[int, ...]
+    words: int
+    bits: bytes
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """The order to sample the step that was forwarded last."""
+
+    step_id: int
+    masks: Masks | None
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """The result of a step. stats: now and then, since reading them may wait for a device."""
+
+    result: StepResult
+    stats: RunnerStats | None
+
+
+def encode(value: Any) -> bytes:
+    return _ENCODER.encode(value)
+
+
+def decode(payload: bytes, kind: type[T]) -> T:
+    """Return a payload as a value of this type. Raises `BadRecord`."""
+    try:
+        return msgspec.msgpack.decode(payload, type=kind, dec_hook=_from_plain)
+    except (msgspec.DecodeError, ValueError, TypeError) as error:
+        raise BadRecord(f"a {getattr(kind, '__name__', kind)} was expected: {error}") from error
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    news = tuple(map(_new, plan.new_slots))
+    return encode(Plan(plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids))
+
+
+def decode_plan(payload: bytes) -> StepPlan:
+    """Return the plan. Raises `BadRecord`."""
+    try:
+        plan = _PLANS.decode(payload)
+        news = tuple(map(_new_slot, plan.new_slots))
+        return StepPlan(plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids)
+    except (msgspec.DecodeError, ValueError, TypeError) as error:
+        raise BadRecord(f"a plan was expected: {error}") from error
+
+
+def encode_sample(plan: StepPlan, masks: TokenMasks | None = None) -> bytes:
+    packed = None if masks is None else Masks(masks.rows, masks.bits.shape[1], masks.bits.tobytes())
+    return encode(Sample(plan.step_id, packed))
+
+
+def decode_sample(payload: bytes) -> tuple[int, TokenMasks | None]:
+    """Return the step's id and its masks. Raises `BadRecord`."""
+    sample = decode(payload, Sample)
+    if sample.masks is None:
+        return sample.step_id, None
+    try:
+        shape = len(sample.masks.rows), sample.masks.words
+        bits = np.frombuffer(sample.masks.bits, np.int32).reshape(shape).copy()
+    except ValueError as error:
+        raise BadRecord(f"masks of {len(sample.masks.bits)} bytes do not fit their rows") from error
+    return sample.step_id, TokenMasks(sample.masks.rows, bits)
+
+
+def _new(new: NewSlot) -> New:
+    return New(
+        new.slot, new.request_id, array("i", new.token_ids).tobytes(), new.prompt_len, _params(new.params),
+        new.block_ids, new.num_computed_tokens, new.eos_token_ids, new.bad_words_token_ids, new.adapter,
+        None if new.prompt_embeds is None else _embeds(new.prompt_embeds),
+    )  # fmt: skip
+
+
+def _new_slot(new: New) -> NewSlot:
+    return NewSlot(
+        new.slot, new.request_id, _token_ids(new.token_ids), new.prompt_len, _sampling_params(new.params),
+        new.block_ids, new.num_computed_tokens, new.eos_token_ids, new.bad_words_token_ids, new.adapter,
+        None if new.prompt_embeds is None else _prompt_embeds(new.prompt_embeds),
+    )  # fmt: skip
+
+
+def _token_ids(raw: bytes) -> Sequence[int]:
+    token_ids = array("i")
+    token_ids.frombytes(raw)
+    return token_ids
+
+
+def _params(params: SamplingParams) -> Params:
+    return Params(*[getattr(params, name) for name in Params.__struct_fields__])
+
+
+def _sampling_params(params: Params) -> SamplingParams:
+    """Return validated parameters. The seed of a choice of `n` may exceed the bound of one that a client may send."""
+    values = {name: getattr(params, name) for name in params.__struct_fields__ if name != "seed"}
+    checked = SamplingParams(**values, max_tokens=None)
+    return checked if params.seed is None else checked.seeded(params.seed)
+
+
+def _embeds(embeds: Any) -> Embeds:
+    values = embeds.values
+    raw = values.detach().cpu().contiguous().view(-1).view(_torch().uint8).numpy().tobytes()
+    return Embeds(embeds.num_tokens, embeds.digest, str(values.dtype).removeprefix("torch."), raw)
+
+
+def _prompt_embeds(embeds: Embeds) -> PromptEmbedsTensor:
+    from localllm.models.prompt_embeds import TYPES, PromptEmbedsTensor
+
+    dtypes = {name: dtype for dtype, name in TYPES.items()}
+    if embeds.dtype not in dtypes or embeds.num_tokens < 1:
+        raise BadRecord(f"prompt embeddings of {embeds.num_tokens} tokens and type {embeds.dtype!r}")
+    try:
+        flat = _torch().frombuffer(bytearray(embeds.values), dtype=dtypes[embeds.dtype])
+        values = flat.view(embeds.num_tokens, -1)
+    except (RuntimeError, ValueError) as error:
+        raise BadRecord(f"prompt embeddings do not fit {embeds.num_tokens} tokens") from error
+    return PromptEmbedsTensor(values, embeds.digest)
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+# ---- values that MessagePack lacks -----------------------------------------------------------------------------------
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, range):
+        return (value.start, value.stop)
+    if isinstance(value, np.ndarray | np.generic | array):
+        return value.tolist()
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
+
+
+def _from_plain(kind: type, value: Any) -> Any:
+    if kind is range:
+        return range(*value)
+    raise NotImplementedError(f"{kind} cannot be received")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+_PLANS = msgspec.msgpack.Decoder(Plan)

@@ -1,0 +1,242 @@
+"""Real processes with a fake model: every way to die is noticed in time, and nothing is left over."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from localllm.config.settings import EngineConfig
+from localllm.errors import DoesNotFit, ModelNotFound, RanksLost
+from localllm.machine.hardware import Hardware
+from localllm.ranks.executor import RankExecutor
+from localllm.ranks.remote import RankRunner
+from localllm.ranks.supervisor import RankPlace, Supervisor
+from tests.engine.harness import SmallEngine, make_engine
+from tests.fake_runner import expected_output
+from tests.ranks.fakes import Fault
+from tests.ranks.harness import fake_executor, fake_plan
+
+PROMPTS = {"a": [1, 2, 3, 4, 5], "b": [7] * 9, "c": [3, 1]}
+HARDWARE = Hardware((), "a processor", 2, 2**30, 2**30)
+
+
+def open_fds() -> set[str]:
+    return {f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}" for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
+
+
+def _is_open(fd: str) -> bool:
+    try:
+        os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Check that no process, file descriptor, thread or folder is left."""
+    fds, threads, folders = open_fds(), set(threading.enumerate()), rank_folders()
+    children = set(psutil.Process().children(recursive=True))
+    yield
+    assert not set(psutil.Process().children(recursive=True)) - children
+    assert open_fds() <= fds
+    assert not [thread for thread in set(threading.enumerate()) - threads if thread.is_alive()]
+    assert rank_folders() <= folders
+
+
+def rank_folders() -> set[Path]:
+    return set(Path(os.environ.get("TMPDIR", "/tmp")).glob("localllm-ranks-*"))
+
+
+def opened(executor: RankExecutor, size: int = 2) -> RankRunner:
+    runner, plan = executor.open_runner(EngineConfig(), fake_plan(size), HARDWARE, lambda text: None)
+    assert runner.num_blocks == plan.num_blocks == 64
+    return runner
+
+
+def engine_on(runner: RankRunner) -> SmallEngine:
+    engine = make_engine(depth=2, num_blocks=runner.num_blocks, fail_when=lambda plan: False)
+    engine.loop.runner = runner
+    for name, prompt in PROMPTS.items():
+        engine.add(name, prompt, max_tokens=8)
+    return engine
+
+
+def check_tokens(runner: RankRunner) -> None:
+    assert engine_on(runner).run() == {name: expected_output(prompt, 8) for name, prompt in PROMPTS.items()}
+
+
+def test_two_groups_at_once_are_independent_and_leave_nothing() -> None:
+    with nothing_left():
+        reports: list[str] = []
+        one = fake_executor(2, report=reports.append)
+        two = fake_executor(1)
+        try:
+            first, second = opened(one), opened(two, 1)
+            check_tokens(first)
+            check_tokens(second)
+            assert reports == ["2 ranks started", "ranks connected, a small all-reduce takes 2 µs"]
+            assert one.weights_bytes == 2 * (100 + 256)
+            assert one.as_if_not_loaded(HARDWARE).ram_available_bytes == 2**30 + one.weights_bytes
+            with pytest.raises(ModelNotFound):
+                one._links.call(*_adapter("missing"))
+            one._links.call(*_adapter("here"))
+            one.move_to_host()
+            one.move_to_device()
+            first.close()
+            check_tokens(opened(one))
+            os.kill(one.processes[0].pid, signal.SIGKILL)
+            with pytest.raises(RanksLost, match="SIGKILL"):
+                one._links.call(*_adapter("here"))
+            second.reset()  # the other group still answers
+        finally:
+            two.close()
+            one.close()
+            one.close()
+
+
+def _adapter(path: str) -> tuple[object, ...]:
+    from localllm.ranks.messages import PutAdapter
+    from localllm.ranks.wire import Kind
+
+    return Kind.ADAPTER, PutAdapter(0, path), type(None), 10.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (Fault("kill"), "was ended by SIGKILL"),
+        (Fault("exit", rank=0, at="sample"), "ended with exit code 3"),
+        (Fault("raise"), "RuntimeError: asked to fail"),
+        (Fault("stop", rank=0), "No sign of life"),
+        (Fault("hang", rank=0), r"Rank 0 \(cpu\).*rank 0 began record \d+ and ended"),
+    ],
+    ids=lambda value: value.what if isinstance(value, Fault) else "",
+)
+def test_every_request_hears_of_a_lost_rank(fault: Fault, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.ranks.supervisor.TERM_S", 0.3)  # a stopped process needs SIGKILL
+    with nothing_left():
+        lost: list[RanksLost] = []
+        executor = fake_executor(
+            2, fault, sleep_s=0.02, on_lost=lost.append, timeout_s=1.5 if fault.what == "hang" else 60, tick_s=0.4
+        )
+        engine = engine_on(opened(executor))
+        pids = [process.pid for process in executor.processes]
+        begun = time.monotonic()
+        for _ in range(12):
+            engine.loop.step()
+        took = time.monotonic() - begun
+        assert set(engine.endings) == set(PROMPTS)
+        errors = {str(output[0].error) for output in engine.endings.values()}
+        assert len(errors) == 1
+        assert re.search(words, errors.pop())
+        assert isinstance(engine.loop.why_ended, RanksLost)
+        assert took < {"stop": 5, "hang": 5}.get(fault.what, 2)
+        executor.close()
+        assert [str(error) for error in lost] == [str(engine.loop.why_ended)]
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_rank_that_dies_while_it_loads_is_an_error() -> None:
+    with nothing_left(), pytest.raises(RanksLost, match="SIGKILL"):
+        fake_executor(2, Fault("kill", at="load"))
+
+
+def test_a_rank_that_dies_while_a_runner_opens_is_an_error() -> None:
+    with nothing_left():
+        executor = fake_executor(2, Fault("kill", at="open_runner"))
+        with pytest.raises(RanksLost, match="SIGKILL"):
+            opened(executor)
+        executor.close()
+
+
+def test_a_rank_without_memory_refuses_for_all_and_the_group_goes_on() -> None:
+    with nothing_left():
+        executor = fake_executor(2, Fault("refuse", at="open_runner"))
+        with pytest.raises(DoesNotFit, match="no memory"):
+            opened(executor)
+        executor.move_to_host()
+        executor.close()
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.ranks.executor.START_S", 0.5)
+    monkeypatch.setenv("FAKE_RANK_HANGS", "1")
+    with nothing_left(), pytest.raises(RanksLost, match=r"Missing: .*Rank 1 \(cpu\)"):
+        fake_executor(2)
+
+
+def test_an_interrupt_while_ranks_start_leaves_nothing() -> None:
+    def interrupt(loaded: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with nothing_left(), pytest.raises(KeyboardInterrupt):
+        fake_executor(2, progress=interrupt)
+
+
+def test_ranks_outlive_the_thread_that_asked_for_them() -> None:
+    with nothing_left():
+        made: list[RankExecutor] = []
+        thread = threading.Thread(target=lambda: made.append(fake_executor(1)))
+        thread.start()
+        thread.join()
+        time.sleep(0.2)
+        check_tokens(opened(made[0], 1))
+        made[0].close()
+
+
+def test_a_program_that_cannot_be_started_is_an_error() -> None:
+    with nothing_left():
+        supervisor = Supervisor([RankPlace()], command=["/nowhere/python"])
+        with pytest.raises(Exception, match="could not be started"):
+            supervisor.start()
+        supervisor.stop()
+
+
+SERVER = """
+import time
+from localllm.ranks.supervisor import RankPlace, Supervisor
+from tests.ranks.fakes import COMMAND
+supervisor = Supervisor([RankPlace(), RankPlace()], command=COMMAND)
+supervisor.start().answers(0, int, 30, "their start")
+print(*(process.pid for process in supervisor.processes), supervisor.folder, flush=True)
+time.sleep(60)
+"""
+
+
+def test_ranks_end_with_a_server_that_is_killed() -> None:
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    *pids, folder = server.stdout.readline().split()
+    ranks = [psutil.Process(int(pid)) for pid in pids]
+    server.kill()
+    server.wait()
+    server.stdout.close()
+    _, alive = psutil.wait_procs(ranks, timeout=2)
+    assert not alive
+    Path(folder).rmdir()  # empty: no rank had met another there
+
+
+def test_nothing_listens_and_idle_ranks_cost_little() -> None:
+    with nothing_left():
+        executor = fake_executor(4)
+        try:
+            opened(executor, 4)
+            ranks = [psutil.Process(process.pid) for process in executor.processes]
+            assert not [connection for rank in ranks for connection in rank.net_connections("inet")]
+            before = sum(sum(rank.cpu_times()[:2]) for rank in ranks)
+            time.sleep(1.5)
+            assert sum(sum(rank.cpu_times()[:2]) for rank in ranks) - before <= 0.1
+        finally:
+            executor.close()

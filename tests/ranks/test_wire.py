@@ -1,0 +1,158 @@
+"""Records: what is sent is what arrives, and what is damaged ends the reader with an error."""
+
+from __future__ import annotations
+
+import socket
+from array import array
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.engine.params import SamplingParams
+from localllm.engine.step import NewSlot, Row, RowResult, RunnerStats, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from localllm.models.prompt_embeds import PromptEmbedsTensor
+from localllm.ranks.channel import Channel
+from localllm.ranks.wire import (
+    HEADER,
+    MAGIC,
+    Answer,
+    BadRecord,
+    Kind,
+    New,
+    Params,
+    Plan,
+    Record,
+    decode,
+    decode_plan,
+    decode_sample,
+    encode,
+    encode_plan,
+    encode_record,
+    encode_sample,
+)  # fmt: skip
+
+counts = st.integers(0, 2**31 - 1)
+ids = st.lists(counts, max_size=4).map(tuple)
+rows = st.builds(Row, counts, st.text(max_size=8), counts, counts, ids, st.booleans(), ids)
+params = st.builds(
+    SamplingParams, temperature=st.floats(0, 2), top_k=st.integers(0, 9),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    logit_bias=st.none() | st.dictionaries(counts, st.floats(-100, 100), max_size=3),
+    allowed_token_ids=st.none() | st.lists(counts, min_size=1, max_size=3), stop_token_ids=ids,
+    logprobs=st.none() | st.integers(-1, 20), min_tokens=st.integers(0, 99), max_tokens=st.none(),
+)  # fmt: skip
+news = st.builds(
+    NewSlot, counts, st.text(max_size=8), st.lists(counts, max_size=9).map(lambda x: array("i", x)), counts, params,
+    ids, counts, ids, st.lists(ids, max_size=2).map(tuple), st.integers(-1, 9),
+)  # fmt: skip
+plans = st.builds(
+    StepPlan, counts, st.lists(rows, max_size=5).map(tuple), st.lists(news, max_size=2).map(tuple), ids,
+    st.lists(st.tuples(counts, ids), max_size=2).map(tuple),
+)  # fmt: skip
+
+
+def test_records_have_every_field_of_a_plan() -> None:
+    for record, plain in ((Plan, StepPlan), (New, NewSlot)):
+        assert record.__struct_fields__ == tuple(field.name for field in fields(plain))
+    assert set(Params.__struct_fields__) < {field.name for field in fields(SamplingParams)}
+
+
+@given(plans)
+@settings(max_examples=20, deadline=None)
+def test_a_plan_arrives_as_it_was_sent(plan: StepPlan) -> None:
+    assert decode_plan(encode_plan(plan)) == plan
+
+
+def test_a_child_of_n_may_have_a_seed_that_no_request_may_bring() -> None:
+    child = SamplingParams(seed=2**63 - 1, n=8).child(7)
+    plan = StepPlan(1, (), (NewSlot(0, "a", [1], 1, child, (), 0),))
+    assert decode_plan(encode_plan(plan)).new_slots[0].params.seed == 2**63 + 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_prompt_embeddings_arrive_bit_for_bit(dtype: torch.dtype) -> None:
+    embeds = PromptEmbedsTensor(torch.randn(3, 5).to(dtype), "digest")
+    new = NewSlot(0, "a", [0, 0, 0], 3, SamplingParams(), (), 0, prompt_embeds=embeds)
+    arrived = decode_plan(encode_plan(StepPlan(1, (), (new,)))).new_slots[0].prompt_embeds
+    assert isinstance(arrived, PromptEmbedsTensor)
+    assert arrived.digest == "digest"
+    assert torch.equal(arrived.values, embeds.values)
+
+
+def test_masks_arrive_as_they_were_sent() -> None:
+    masks = TokenMasks((0, 2), np.arange(6, dtype=np.int32).reshape(2, 3) - 3)
+    step_id, arrived = decode_sample(encode_sample(StepPlan(7, ()), masks))
+    assert step_id == 7
+    assert arrived is not None
+    assert arrived.rows == (0, 2)
+    assert np.array_equal(arrived.bits, masks.bits)
+
+
+def test_a_result_arrives_with_logprobs_from_arrays() -> None:
+    scores = TokenLogprobs(np.array([4, 5]), np.array([-0.5, -1.5]), 1)
+    result = StepResult(3, (RowResult((4,), (scores,)), RowResult(error="NaN", fault="model")))
+    arrived = decode(encode(Answer(result, RunnerStats(1, 2))), Answer)
+    assert arrived.stats == RunnerStats(1, 2)
+    assert arrived.result.rows[0].logprobs == (TokenLogprobs([4, 5], [-0.5, -1.5], 1),)
+    assert arrived.result.rows[1] == result.rows[1]
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def read_back(raw: bytes) -> list[Record]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(raw)
+        ours.shutdown(socket.SHUT_WR)
+        return list(Channel(theirs).records())
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_records_are_whole_whatever_arrives_at_once(chunk: int) -> None:
+    raw = encode_record(Kind.FORWARD, 1, b"x" * 100) + encode_record(Kind.STOP, 2)
+    channel = Channel(socket.socket())
+    with channel.socket:
+        found = [record for i in range(0, len(raw), chunk) for record in channel._taken(raw[i : i + chunk])]
+    assert found == [Record(Kind.FORWARD, 1, b"x" * 100), Record(Kind.STOP, 2, b"")]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_changed_byte_never_gives_another_record(data: st.DataObject) -> None:
+    plan = StepPlan(5, (Row(1, "a", 3, 1, (9,), True),), (), (2,))
+    raw = bytearray(encode_record(Kind.FORWARD, 4, encode_plan(plan)))
+    place = data.draw(st.integers(0, len(raw) - 1))
+    raw[place] ^= data.draw(st.integers(1, 255))
+    try:
+        found = read_back(bytes(raw))
+    except BadRecord:
+        return
+    assert not found  # the size has changed: the next record will be part of this one
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x80\x04\x95" + b"x" * 40, HEADER.pack(MAGIC, 99, 0, 0, 1),
+     HEADER.pack(MAGIC, Kind.FORWARD, 2**31 + 1, 0, 1), b"\0" * 64],
+)  # fmt: skip
+def test_other_bytes_are_not_a_record(raw: bytes) -> None:
+    with pytest.raises(BadRecord):
+        read_back(raw)
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\xc1", encode([1]), encode(["a", [], [], []]), encode([1, [[1, 2]], [], []])]
+)
+def test_another_type_is_not_a_plan(payload: bytes) -> None:
+    with pytest.raises(BadRecord):
+        decode_plan(payload)
+
+
+def test_masks_of_another_size_are_refused() -> None:
+    with pytest.raises(BadRecord):
+        decode_sample(encode([1, [[0, 1], 3, b"12345678"]]))
