@@ -22,6 +22,7 @@ from localllm.models.layers.attention import Attention
 from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
 from localllm.models.layers.group import Alone
 from localllm.models.layers.lora import LoraLimits
+from localllm.models.layers.mlp import CPU_ROWS
 from localllm.models.layers.moe import renumbered
 from localllm.models.layers.split import GatheredInput, PaddedInput
 from localllm.models.loader import load_model, resident_bytes
@@ -367,6 +368,22 @@ def test_matrices_that_can_only_be_cut_by_rows(
     last: Any = model.stages[0][0].layers[-1]
     assert type(last.attention.part.out) is GatheredInput
     assert_close(model.logits(TOKENS), wanted)
+
+
+@pytest.mark.parametrize("cut", ["columns", "rows"])
+def test_a_step_longer_than_a_cpu_takes_at_once(
+    cut: str, tiny_model_path: PathOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The feed-forward part runs some rows at a time, so that inputs are gathered more than once."""
+    path, tokens = tiny_model_path("llama"), prompt(CPU_ROWS + 30)
+    wanted = run([load_whole(path)], tokens, [len(tokens)])
+    if cut == "rows":
+        monkeypatch.setattr("localllm.models.weights.weights.Weights.widened", lambda *_: None)
+    model = ShardedModel(path, shards_or_skip(path, 2, **uneven(path, 2)))
+    assert wanted is not None
+    assert_close(model.logits(tokens, [len(tokens)]), wanted)
+    per_layer = 2 + (3 if cut == "rows" else 0)  # attention's inputs, and those of two parts of the feed-forward
+    assert model.threads[0].num_calls == 2 + 2 * per_layer
 
 
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
