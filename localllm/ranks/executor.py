@@ -187,6 +187,11 @@ class RankExecutor:
         self._links.call(Kind.WAKE, None, int, QUIET_S)
         self._on_host = False
 
+    def on_lost(self, tell: Callable[[RanksLost], None]) -> None:
+        self._supervisor.on_lost = tell
+        if self._supervisor.loss.error is not None:
+            tell(self._supervisor.loss.error)
+
     def close(self) -> None:
         """End the ranks. Idempotent."""
         self._supervisor.stop()

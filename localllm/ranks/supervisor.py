@@ -68,7 +68,7 @@ class Supervisor:
     ) -> None:
         """places: by rank. on_lost: called once, on the supervisor's thread, if the group is lost.
         tick_s: between two looks at the ranks' signs of life."""
-        self._places, self._command, self._on_lost, self._tick_s = places, list(command), on_lost, tick_s
+        self._places, self._command, self.on_lost, self._tick_s = places, list(command), on_lost, tick_s
         self.names = [f"Rank {rank} ({place.device})" for rank, place in enumerate(places)]
         self.loss = Loss()
         self.folder = Path(tempfile.mkdtemp(prefix="localllm-ranks-"))
@@ -131,7 +131,7 @@ class Supervisor:
     def _tell(self, error: RanksLost) -> None:
         log.error("ranks lost what=%r why=%r %s", error.what, error.why, self.describe())
         try:
-            self._on_lost(error)
+            self.on_lost(error)
         except Exception:
             log.exception("the loss of ranks was not handled")
 
