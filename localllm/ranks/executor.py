@@ -59,7 +59,7 @@ class RankExecutor:
         self._loaded = loaded
         self._timeout_s = timeout_s
         self._on_host = False
-        self._lost: Sequence[RankStats] = ()
+        self._states = RankStates(supervisor, plan.ranks)
 
     @classmethod
     def load(
@@ -138,13 +138,13 @@ class RankExecutor:
             raise
         finally:
             self._supervisor.watches_beats = True
-        self._plan = plan
+        self._plan, self._states.ranks = plan, plan.ranks
         shards = plan.ranks[0].shard.size
         sampling = len(plan.ranks) - shards  # the first shard of the last stage
         stages = len(plan.ranks) // shards
         runner = RankRunner(
             self._links, opened[sampling], num_stages=stages, sampling_rank=sampling, timeout_s=self._timeout_s,
-            read_ranks=RankStates(self._supervisor, plan.ranks, self._lost).read,
+            read_ranks=self._states.read,
         )  # fmt: skip
         return runner, plan
 
@@ -191,7 +191,7 @@ class RankExecutor:
         self._on_host = False
 
     def continue_from(self, lost: Sequence[RankStats]) -> None:
-        self._lost = lost
+        self._states.lost = lost
 
     def when_lost(self, act: OnLost) -> None:
         """Have `act` called from another thread when a rank is lost, at once if one is. Requests hear of a loss by

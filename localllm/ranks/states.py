@@ -18,10 +18,9 @@ RECORDS_PER_STEP = 2
 class RankStates:
     """Reads the state of all ranks of a group, from any thread, also after the group has ended."""
 
-    def __init__(self, supervisor: Supervisor, ranks: Sequence[RankPlan], lost: Sequence[RankStats]) -> None:
-        """lost: last states of the ranks that ran the model before these; empty: none did."""
-        self._supervisor, self._ranks = supervisor, ranks
-        self._lost = {each.rank: each for each in lost}
+    def __init__(self, supervisor: Supervisor, ranks: Sequence[RankPlan]) -> None:
+        self._supervisor, self.ranks = supervisor, ranks
+        self.lost: Sequence[RankStats] = ()  # by rank: last states of those that ran the model before; empty: none
 
     def read(self) -> tuple[RankStats, ...]:
         lines = self._supervisor.progress.read_all()
@@ -29,8 +28,8 @@ class RankStates:
         return tuple(self._state(rank, line, furthest) for rank, line in enumerate(lines))
 
     def _state(self, rank: int, line: RankProgress, furthest: int) -> RankStats:
-        plan, supervisor = self._ranks[rank], self._supervisor
-        error, before = supervisor.loss.error, self._lost.get(rank)
+        plan, supervisor = self.ranks[rank], self._supervisor
+        error, before = supervisor.loss.error, self.lost[rank] if rank < len(self.lost) else None
         return RankStats(
             rank, plan.stage, plan.shard.index, plan.device, plan.name,
             pid=supervisor.processes[rank].pid,

@@ -8,7 +8,7 @@ Does not know: requests, why a runner is opened again, names of models.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, Self, cast
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from localllm.config.settings import EngineConfig
-from localllm.engine.step import Runner
+from localllm.engine.step import RankStats, Runner
 from localllm.errors import DeviceLost
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import MemoryPlan
@@ -86,6 +86,10 @@ class Executor(Protocol):
         ...
 
     def move_to_device(self) -> None: ...
+
+    def continue_from(self, lost: Sequence[RankStats]) -> None:
+        """Count the losses of the ranks that held the model before, by rank, in the runner's statistics."""
+        ...
 
     def when_lost(self, act: Callable[[DeviceLost], None]) -> None:
         """Have `act` called from another thread when the weights are lost, at once if they are."""
@@ -177,6 +181,9 @@ class LocalExecutor:
             replace_tensors(self.model, lambda tensor: tensor.to(self._device, non_blocking=True))
         torch.cuda.synchronize(self._device)
         self._is_on_host = False
+
+    def continue_from(self, lost: Sequence[RankStats]) -> None:
+        """Do nothing: this process is the only rank."""
 
     def when_lost(self, act: Callable[[DeviceLost], None]) -> None:
         """Do nothing: a lost device shows in the next step."""

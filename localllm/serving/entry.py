@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Literal
 
 from localllm.config.settings import Settings
+from localllm.engine.step import RankStats
 from localllm.errors import EngineError, LocalLLMError, RequestError
 from localllm.serving.adapters import Adapters
 from localllm.serving.phases import OnPhase, Phase
@@ -98,6 +99,7 @@ class ModelEntry:
     state: State = "unloaded"
     served: ServedModel | None = None
     asleep: SleepingModel | None = None
+    lost_ranks: tuple[RankStats, ...] = ()  # last states of ranks that were lost, by rank
     card: ModelCard | None = None  # from the last load
     phases: dict[str, Phase] = field(default_factory=dict)  # latest report of each loading phase, by name and in order
     on_phase: OnPhase = lambda phase: None

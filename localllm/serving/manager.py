@@ -376,6 +376,8 @@ class ModelManager:
                 return
             lasted_s = self._clock() - entry.ready_s
             log.error("engine ended name=%s after=%.0fs error=%s", entry.name, lasted_s, error)
+            if isinstance(error, RanksLost):
+                entry.lost_ranks = model.engine[0].runner.stats().ranks
             await self.transitions.unload(entry)
             entry.state, entry.error, entry.failed_s = "failed", error, self._clock()
         if lasted_s >= STABLE_S and entry.settings is not None and not self.transitions.closing:

@@ -48,6 +48,8 @@ class ModelTransitions:
         entry.state, entry.last_used_s = "ready", self.clock()
         entry.idle.set()
         entry.ready_s = entry.last_used_s
+        if entry.lost_ranks and model.executor is not None:
+            model.executor.continue_from(entry.lost_ranks)
         entry.watch = asyncio.create_task(self._watch(entry, model))
         if not woken:  # takes 0.1 s or more, and a request waits for a waking model
             gc.collect()

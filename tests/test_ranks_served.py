@@ -1,0 +1,146 @@
+"""A model over ranks is served like any other: same answers, sleep, adapters, trials. Ranks die at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from localllm import LLM, SamplingParams
+from localllm.config.lora_modules import LoraModule
+from localllm.config.settings import Settings
+from localllm.engine.client import GenerationRequest
+from localllm.engine.request import RequestOptions
+from localllm.errors import RanksLost
+from localllm.ranks.executor import RankExecutor
+from localllm.serving import manager as managing
+from localllm.serving.manager import ModelManager
+from localllm.serving.reopen import BareModel, open_engine
+from tests.adapters import make_tiny_adapter
+from tests.serving import settings_for
+from tests.tiny import make_tiny_model
+
+PROMPTS = ["The quick brown fox", "Paris is", "def add(a, b):"]
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
+IDS = itertools.count()
+PLACES: dict[str, dict[str, Any]] = {
+    "tp 3": {"tensor_parallel_size": 3},
+    "tp 2 x pp 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}
+SMALL: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kv_cache_memory_bytes": 4 << 20}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four KV heads: three ranks hold 2, 1 and 1 of them."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "head_dim": 8}
+    return make_tiny_model(tmp_path_factory.mktemp("ranks") / "tiny", "llama", **sizes)
+
+
+@pytest.fixture(scope="module")
+def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_adapter(tmp_path_factory.mktemp("adapters") / "a", checkpoint, seed=1)
+
+
+def texts(llm: LLM) -> list[tuple[list[int], float]]:
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [(list(each.outputs[0].token_ids), each.outputs[0].cumulative_logprob or 0.0) for each in outputs]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_answers_are_those_of_one_process(place: str, checkpoint: Path) -> None:
+    with LLM(str(checkpoint), **SMALL) as alone:
+        wanted = texts(alone)
+    with LLM(str(checkpoint), **SMALL, **PLACES[place]) as ranked:
+        answers, pids = texts(ranked), [child.pid for child in psutil.Process().children()]
+    assert [ids for ids, _ in answers] == [ids for ids, _ in wanted]
+    assert [score for _, score in answers] == pytest.approx([score for _, score in wanted], abs=1e-3)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+# ---- kept by a manager -----------------------------------------------------------------------------------------------
+
+
+async def tokens(manager: ModelManager, name: str = "tiny", count: int = 12) -> list[int]:
+    with await manager.acquire(name) as lent:
+        model = lent.as_asked(name)
+        options = RequestOptions(adapter=model.adapter)
+        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        request = GenerationRequest(f"{name}-{next(IDS)}", [5, 6, 7], params, options)
+        events = [event async for event in model.generator.generate(request)]
+        if (error := events[-1].error) is not None:
+            raise error
+        return [token for event in events for token in event.token_ids]
+
+
+def ranks_of(manager: ModelManager) -> list[int]:
+    executor = manager.ready[0].executor
+    assert isinstance(executor, RankExecutor)
+    return [process.pid for process in executor.processes]
+
+
+def test_a_manager_keeps_a_model_over_ranks(checkpoint: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One story, since each start of ranks takes seconds: adapters, sleep, tuning, and deaths at any time."""
+    monkeypatch.setattr(managing, "STABLE_S", 0.0)
+
+    async def scenario() -> None:
+        manager = ModelManager()
+        one = settings_for(checkpoint, device="cpu", lora_modules=(LoraModule("taught", str(adapter)),))
+        await manager.start(replace(one, engine=replace(one.engine, max_model_len=512)))
+        wanted, taught = await tokens(manager), await tokens(manager, "taught")
+        assert wanted != taught
+        await manager.close()
+
+        manager = ModelManager()
+        await manager.start(replace(one, engine=replace(one.engine, max_model_len=512, tensor_parallel_size=2)))
+        assert await tokens(manager) == wanted
+        assert await tokens(manager, "taught") == taught
+
+        pids = ranks_of(manager)
+        await manager.sleep("tiny")
+        assert await tokens(manager) == wanted
+        assert ranks_of(manager) == pids
+
+        def work(bare: BareModel, settings: Settings) -> int:
+            served = open_engine(bare, replace(settings.engine, max_num_seqs=2))
+            served.close_engine()
+            return served.plan.max_num_seqs
+
+        assert await manager.lending.lend("tiny", work, lambda: None) == 2
+        assert await tokens(manager) == wanted
+
+        lost = manager.ready[0].executor
+        open_request = asyncio.create_task(tokens(manager, count=500))
+        while not manager.ready[0].client.stats().num_running:
+            await asyncio.sleep(0.01)
+        died_s = time.monotonic()
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(RanksLost, match=r"Rank 1 .*SIGKILL"):
+            await open_request
+        assert time.monotonic() - died_s < 1
+        while manager.ready and manager.ready[0].executor is lost:  # until the manager hears of it
+            await asyncio.sleep(0.01)
+        assert await tokens(manager) == wanted
+        assert await tokens(manager, "taught") == taught
+        ranks = manager.ready[0].client.stats().runner.ranks
+        assert [(each.is_up, each.restarts) for each in ranks] == [(True, 1), (True, 1)]
+        assert "SIGKILL" in ranks[1].last_words
+
+        await manager.sleep("tiny")
+        os.kill(ranks[0].pid or 0, signal.SIGKILL)
+        assert await tokens(manager) == wanted
+
+        pids = ranks_of(manager)
+        await manager.unload("tiny")
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        await manager.close()
+
+    asyncio.run(scenario())
