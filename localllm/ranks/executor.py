@@ -43,8 +43,6 @@ START_S = 30.0  # for all processes to be there
 CONNECT_S = 90.0  # to import torch and to meet the others
 QUIET_S = 300.0  # between two reports of ranks that load, measure or capture
 
-OnLost = Callable[[RanksLost], None]
-
 
 class RankExecutor:
     """A model on several devices, with a process for each. Implements `runner.executor.Executor`."""
@@ -188,10 +186,10 @@ class RankExecutor:
         self._links.call(Kind.WAKE, None, int, QUIET_S)
         self._on_host = False
 
-    def when_lost(self, act: OnLost) -> None:
-        """Have `act` called from another thread when a rank is lost, at once if one is. Requests hear of a loss by
+    def on_lost(self, tell: Callable[[RanksLost], None]) -> None:
+        """Have `tell` called on another thread when a rank is lost, at once if one is. Requests hear of a loss by
         themselves; an idle engine does not."""
-        self._supervisor.when_lost(act)
+        self._supervisor.on_lost(tell)
 
     def close(self) -> None:
         """End the ranks. Idempotent."""

@@ -8,6 +8,7 @@ Does not know: requests, why a runner is opened again, names of models.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, Self, cast
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from localllm.config.settings import EngineConfig
 from localllm.engine.step import Runner
+from localllm.errors import DeviceLost
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import MemoryPlan
 from localllm.models.fit.checkpoint import lora_limits
@@ -84,6 +86,10 @@ class Executor(Protocol):
         ...
 
     def move_to_device(self) -> None: ...
+
+    def on_lost(self, tell: Callable[[DeviceLost], None]) -> None:
+        """Set what is called, on another thread, when the weights are lost, also while no step runs."""
+        ...
 
     def close(self) -> None:
         """Free the weights. The runner must be closed. Idempotent."""
@@ -171,6 +177,9 @@ class LocalExecutor:
             replace_tensors(self.model, lambda tensor: tensor.to(self._device, non_blocking=True))
         torch.cuda.synchronize(self._device)
         self._is_on_host = False
+
+    def on_lost(self, tell: Callable[[DeviceLost], None]) -> None:
+        """Do nothing: a lost device shows in the next step."""
 
     def close(self) -> None:
         self._model = None

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan, MemoryReport
     from localllm.models.library.catalog import ResolvedModel
     from localllm.models.spec.model_spec import ModelSpec
+    from localllm.models.weights.weights import Progress
     from localllm.runner.executor import Executor
     from localllm.text.answers.reader import AnswerFormat
     from localllm.text.chat_template import ChatTemplate
@@ -78,6 +79,7 @@ def build_engine(
         undo.callback(runner.close)
         with report_phase("engine", on_phase) as report:
             model = _assemble(settings, found, spec, plan, tokenizer, template, runner)
+            executor.on_lost(model.engine[0].end)
             model = replace(model, executor=executor, memory=memory_of(plan), tuned=from_profile(settings))
             report(capacity(plan))
         if config.takes_adapters:
@@ -249,7 +251,6 @@ def _load(
     from localllm.kernels.cpu.pack import describe_layout
     from localllm.machine.hardware import process_bytes
     from localllm.models.fit import MemoryReport
-    from localllm.runner.executor import LocalExecutor
 
     if plan.device != "cpu":
         require_compiler()
@@ -259,11 +260,24 @@ def _load(
         def progress(loaded: int, total: int) -> None:
             report(f"{format_bytes(loaded)} of {format_bytes(total)}", loaded / total if total else None)
 
-        executor = LocalExecutor.load(path, spec, config, plan, progress)
+        executor = _executor(path, spec, config, plan, progress, report)
         if plan.device == "cpu" and (config.quantization or spec.quantization):
             report(describe_layout(config.cpu_weights))
-    loaded = process_bytes() - process_before
+    loaded = None if plan.ranks else process_bytes() - process_before  # the ranks' processes hold the weights
     return executor, lambda kept: _log_memory(MemoryReport.of(plan, kept, loaded))
+
+
+def _executor(
+    path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, progress: Progress, report: PhaseReporter
+) -> Executor:
+    """Return the owner of the loaded weights: this process, or a process for each rank of the plan."""
+    if plan.ranks:
+        from localllm.ranks.executor import RankExecutor
+
+        return RankExecutor.load(path, spec, config, plan, progress, report)
+    from localllm.runner.executor import LocalExecutor
+
+    return LocalExecutor.load(path, spec, config, plan, progress)
 
 
 def _log_memory(memory: MemoryReport) -> MemoryReport:

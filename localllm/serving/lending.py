@@ -120,14 +120,15 @@ class Lending:
             return await in_compute_thread(partial(work, bare, entry.settings))
         except BaseException as error:
             clear_tracebacks(error)
-            if isinstance(error, DeviceLost):
+            if isinstance(error, DeviceLost) and error.ends_process:
                 self._transitions.set_device_lost(error)
             raise
         finally:
             if self._transitions.closing:
                 entry.state = "unloaded"
-            else:
-                await self._open_engine(entry, bare, tuned)
+                await asyncio.to_thread(bare.close)
+            elif await self._open_engine(entry, bare, tuned) is not None:
+                await asyncio.to_thread(bare.close)
 
     async def _reopen_now(self, entry: ModelEntry, tuned: Mapping[str, Any]) -> None:
         assert entry.served is not None
@@ -135,7 +136,8 @@ class Lending:
         bare = await self._close_engine(entry, "loading")
         error = await self._open_engine(entry, bare, tuned)
         if error is not None:
-            await self._open_engine(entry, bare, before)
+            if await self._open_engine(entry, bare, before) is not None:
+                await asyncio.to_thread(bare.close)
             raise error
 
     async def _close_engine(self, entry: ModelEntry, state: Literal["tuning", "loading"]) -> BareModel:

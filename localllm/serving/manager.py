@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine
 
 from localllm.config.settings import Settings, Task
-from localllm.errors import DeviceLost, DoesNotFit, LocalLLMError, ModelNotFound, UnsupportedOption
+from localllm.errors import DeviceLost, DoesNotFit, LocalLLMError, ModelNotFound, RanksLost, UnsupportedOption
 from localllm.serving.adapters import AdapterRefused, LoadedAdapter
 from localllm.serving.build import build_engine
 from localllm.serving.drain import DRAIN_S
@@ -356,6 +356,12 @@ class ModelManager:
                 return await load_in_thread(self.transitions.loader, entry, limits)
             except DoesNotFit as error:
                 await self._evict_one(entry, evicted, error)
+            except RanksLost as error:
+                asleep, entry.asleep = entry.asleep, None
+                if asleep is None:
+                    raise
+                log.warning("model lost its weights while it slept name=%s error=%s", entry.name, error)
+                await asyncio.to_thread(asleep.close)
 
     def _on_crash(self, entry: ModelEntry, model: ServedModel, error: LocalLLMError) -> None:
         self._spawn(self._after_crash(entry, model, error))

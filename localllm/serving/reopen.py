@@ -53,6 +53,10 @@ class BareModel:
         )
         return replace(plan, notes=served.plan.notes)
 
+    def close(self) -> None:
+        """Free the weights. Idempotent."""
+        self.executor.close()
+
 
 def close_engine(served: ServedModel) -> BareModel:
     """End the engine (its requests get an error) and keep the weights."""
@@ -91,6 +95,7 @@ def open_engine(
             loop, admission, client = engine_parts(
                 config, plan, served.path, spec, served.tokenizer, served.answers, runner
             )
+            executor.on_lost(loop.end)
             report(capacity(plan))
         undo.pop_all()
     return replace(served, plan=plan, memory=None, loop=loop, admission=admission, client=client)

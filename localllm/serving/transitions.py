@@ -102,12 +102,15 @@ class ModelTransitions:
         await uncancelled(self._unload_now(entry))
 
     async def _unload_now(self, entry: ModelEntry) -> None:
-        served, entry.served, entry.asleep, entry.state = entry.served, None, None, "unloading"
+        served, asleep = entry.served, entry.asleep
+        entry.served, entry.asleep, entry.state = None, None, "unloading"
         gc.unfreeze()
         if served is not None:
             await self.stop_engine(entry, served)
             await asyncio.to_thread(served.close)
-            del served
+        if asleep is not None:
+            await asyncio.to_thread(asleep.close)
+        del served, asleep
         entry.state = "unloaded"
         if entry.settings is None and entry in self.entries:
             self.entries.remove(entry)
@@ -128,7 +131,7 @@ class ModelTransitions:
 
     async def _watch(self, entry: ModelEntry, model: ServedModel) -> None:
         error = await model.client.ended()
-        if isinstance(error, DeviceLost):
+        if isinstance(error, DeviceLost) and error.ends_process:
             self.set_device_lost(error)
         else:
             self._on_crash(entry, model, error)

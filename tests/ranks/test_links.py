@@ -23,6 +23,12 @@ from tests.ranks.harness import ThreadGroup
 PROMPTS = {"a": [1, 2, 3, 4, 5], "b": [7] * 9, "c": [3, 1], "d": [1, 2, 3, 4, 5, 6, 7, 8, 9]}
 
 
+@pytest.fixture(autouse=True)
+def no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait for a supervisor to tell how a rank died."""
+    monkeypatch.setattr("localllm.ranks.links.CAUSE_S", 0.02)
+
+
 @contextmanager
 def group(size: int = 2, **options: object) -> Iterator[ThreadGroup]:
     made = ThreadGroup(size, **options)  # type: ignore[arg-type]
