@@ -56,10 +56,6 @@ class _Cancel(NamedTuple):
     reason: str
 
 
-class _End(NamedTuple):
-    error: EngineError
-
-
 class EngineLoop:
     """Runs the engine's steps. `depth`: steps in flight without a pipeline.
     `deliver` receives each step's outputs, on the thread that ran the step.
@@ -88,7 +84,7 @@ class EngineLoop:
         self._open: dict[str, Request] = {}  # accepted requests without a last output
         self._left: deque[Adapter] = deque()  # adapters of ended requests, to be released
         self._outputs: list[EngineOutput] = []  # outputs not delivered yet
-        self._inbox: deque[Request | _Cancel | _End] = deque()
+        self._inbox: deque[Request | _Cancel] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._uses_idle_time = True
@@ -123,12 +119,6 @@ class EngineLoop:
             self._inbox.append(_Cancel(request_id, reason))
             self._wake.notify()
 
-    def end(self, error: EngineError) -> None:
-        """End the engine and every request with this error before the next step, because its runner is lost."""
-        with self._wake:
-            self._inbox.append(_End(error))
-            self._wake.notify()
-
     def stats(self) -> EngineStats:
         """Return the latest snapshot: at most 100 ms old while the engine works, exact while it is idle.
 
@@ -161,6 +151,12 @@ class EngineLoop:
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def lose(self, error: DeviceLost) -> None:
+        """End the engine, from any thread, because its device is lost: while idle it calls nothing that would raise."""
+        with self._wake:
+            self.why_ended = self.why_ended or error
+            self._wake.notify()
 
     def _run(self) -> None:
         try:
@@ -265,8 +261,6 @@ class EngineLoop:
             if isinstance(item, _Cancel):
                 self.scheduler.abort(item.request_id, item.reason)
                 self._collect(self.scheduler.take_outputs())  # at once: the next item may reuse the id
-            elif isinstance(item, _End):
-                raise item.error
             else:
                 self._take_in(item)
 

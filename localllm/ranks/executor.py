@@ -17,6 +17,7 @@ from subprocess import Popen
 from typing import Self
 
 from localllm.config.settings import EngineConfig
+from localllm.engine.step import RankStats
 from localllm.errors import LocalLLMError, RanksLost
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import Measured as MeasuredMemory
@@ -43,6 +44,8 @@ START_S = 30.0  # for all processes to be there
 CONNECT_S = 90.0  # to import torch and to meet the others
 QUIET_S = 300.0  # between two reports of ranks that load, measure or capture
 
+OnLost = Callable[[RanksLost], None]
+
 
 class RankExecutor:
     """A model on several devices, with a process for each. Implements `runner.executor.Executor`."""
@@ -56,6 +59,7 @@ class RankExecutor:
         self._loaded = loaded
         self._timeout_s = timeout_s
         self._on_host = False
+        self._lost: Sequence[RankStats] = ()
 
     @classmethod
     def load(
@@ -140,7 +144,7 @@ class RankExecutor:
         stages = len(plan.ranks) // shards
         runner = RankRunner(
             self._links, opened[sampling], num_stages=stages, sampling_rank=sampling, timeout_s=self._timeout_s,
-            read_ranks=RankStates(self._supervisor, plan.ranks).read,
+            read_ranks=RankStates(self._supervisor, plan.ranks, self._lost).read,
         )  # fmt: skip
         return runner, plan
 
@@ -186,10 +190,13 @@ class RankExecutor:
         self._links.call(Kind.WAKE, None, int, QUIET_S)
         self._on_host = False
 
-    def on_lost(self, tell: Callable[[RanksLost], None]) -> None:
-        """Have `tell` called on another thread when a rank is lost, at once if one is. Requests hear of a loss by
+    def continue_from(self, lost: Sequence[RankStats]) -> None:
+        self._lost = lost
+
+    def when_lost(self, act: OnLost) -> None:
+        """Have `act` called from another thread when a rank is lost, at once if one is. Requests hear of a loss by
         themselves; an idle engine does not."""
-        self._supervisor.on_lost(tell)
+        self._supervisor.when_lost(act)
 
     def close(self) -> None:
         """End the ranks. Idempotent."""

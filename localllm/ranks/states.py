@@ -18,8 +18,10 @@ RECORDS_PER_STEP = 2
 class RankStates:
     """Reads the state of all ranks of a group, from any thread, also after the group has ended."""
 
-    def __init__(self, supervisor: Supervisor, ranks: Sequence[RankPlan]) -> None:
+    def __init__(self, supervisor: Supervisor, ranks: Sequence[RankPlan], lost: Sequence[RankStats]) -> None:
+        """lost: last states of the ranks that ran the model before these; empty: none did."""
         self._supervisor, self._ranks = supervisor, ranks
+        self._lost = {each.rank: each for each in lost}
 
     def read(self) -> tuple[RankStats, ...]:
         lines = self._supervisor.progress.read_all()
@@ -28,7 +30,7 @@ class RankStates:
 
     def _state(self, rank: int, line: RankProgress, furthest: int) -> RankStats:
         plan, supervisor = self._ranks[rank], self._supervisor
-        error = supervisor.loss.error
+        error, before = supervisor.loss.error, self._lost.get(rank)
         return RankStats(
             rank, plan.stage, plan.shard.index, plan.device, plan.name,
             pid=supervisor.processes[rank].pid,
@@ -38,5 +40,6 @@ class RankStates:
             ),
             step_s=line.step_ns / 1e9,
             lag_steps=(furthest - line.launched) // RECORDS_PER_STEP,
-            last_words=str(error) if rank in supervisor.loss.ranks else "",
+            restarts=0 if before is None else before.restarts + 1,
+            last_words=str(error) if rank in supervisor.loss.ranks else "" if before is None else before.last_words,
         )  # fmt: skip

@@ -106,12 +106,12 @@ class Supervisor:
                 os.write(self._wake_write, b"x")
         self._thread.join()
 
-    def on_lost(self, tell: Callable[[RanksLost], None]) -> None:
-        """Have `tell` called when the group is lost, on the supervisor's thread; at once if that has happened."""
+    def when_lost(self, act: Callable[[RanksLost], None]) -> None:
+        """Have `act` called when the group is lost, on the supervisor's thread; at once if that has happened."""
         with self._telling:
-            self._on_lost, told = tell, self._told
+            self._on_lost, told = act, self._told
         if told is not None:
-            _call(tell, told)
+            _call(act, told)
 
     @property
     def is_alive(self) -> bool:
@@ -139,9 +139,9 @@ class Supervisor:
     def _tell(self, error: RanksLost) -> None:
         log.error("ranks lost what=%r why=%r %s", error.what, error.why, self.describe())
         with self._telling:
-            self._told, tell = error, self._on_lost
-        if tell is not None:
-            _call(tell, error)
+            self._told, act = error, self._on_lost
+        if act is not None:
+            _call(act, error)
 
     def _spawn(self) -> None:
         environ = environment(os.environ, len(self._places))
@@ -280,9 +280,9 @@ class _Watch:
         return self.ticks >= (BUSY_TICKS if grows else SILENT_TICKS)
 
 
-def _call(tell: Callable[[RanksLost], None], error: RanksLost) -> None:
+def _call(act: Callable[[RanksLost], None], error: RanksLost) -> None:
     try:
-        tell(error)
+        act(error)
     except Exception:
         log.exception("the loss of ranks was not handled")
 

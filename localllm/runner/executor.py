@@ -87,8 +87,8 @@ class Executor(Protocol):
 
     def move_to_device(self) -> None: ...
 
-    def on_lost(self, tell: Callable[[DeviceLost], None]) -> None:
-        """Set what is called, on another thread, when the weights are lost, also while no step runs."""
+    def when_lost(self, act: Callable[[DeviceLost], None]) -> None:
+        """Have `act` called from another thread when the weights are lost, at once if they are."""
         ...
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class LocalExecutor:
         torch.cuda.synchronize(self._device)
         self._is_on_host = False
 
-    def on_lost(self, tell: Callable[[DeviceLost], None]) -> None:
+    def when_lost(self, act: Callable[[DeviceLost], None]) -> None:
         """Do nothing: a lost device shows in the next step."""
 
     def close(self) -> None:

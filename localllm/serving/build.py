@@ -79,7 +79,7 @@ def build_engine(
         undo.callback(runner.close)
         with report_phase("engine", on_phase) as report:
             model = _assemble(settings, found, spec, plan, tokenizer, template, runner)
-            executor.on_lost(model.engine[0].end)
+            executor.when_lost(model.engine[0].lose)
             model = replace(model, executor=executor, memory=memory_of(plan), tuned=from_profile(settings))
             report(capacity(plan))
         if config.takes_adapters:

@@ -95,7 +95,7 @@ def open_engine(
             loop, admission, client = engine_parts(
                 config, plan, served.path, spec, served.tokenizer, served.answers, runner
             )
-            executor.on_lost(loop.end)
+            executor.when_lost(loop.lose)
             report(capacity(plan))
         undo.pop_all()
     return replace(served, plan=plan, memory=None, loop=loop, admission=admission, client=client)

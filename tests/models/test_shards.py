@@ -22,6 +22,7 @@ from localllm.models.layers.attention import Attention
 from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
 from localllm.models.layers.group import Alone
 from localllm.models.layers.lora import LoraLimits
+from localllm.models.layers.mlp import CPU_ROWS
 from localllm.models.layers.moe import renumbered
 from localllm.models.layers.split import GatheredInput, PaddedInput
 from localllm.models.loader import load_model, resident_bytes
@@ -330,10 +331,16 @@ def test_safetensors_formats(name: str, source: Path, tmp_path: Path) -> None:
 
 
 def test_gguf_superblocks(source: Path, tmp_path: Path) -> None:
-    """256 columns share a superblock of Q4_K, so that a head's 64 are a quarter of one."""
+    """256 columns share a superblock of Q4_K, so that a head's 64 are a quarter of one. Also: shares of nothing."""
     path = tmp_path / "model.gguf"
     write_gguf(source, path, "Q4_K")
     check_format(path, PaddedInput)
+    spec = read_spec(path)
+    bare = shards_of(spec, [1, 3], features=[512, 0], vocab=[0, 512])
+    model = ShardedModel(path, bare, cpu_weights="exact")
+    assert_close(model.logits(TOKENS), whole_logits(path, cpu_weights="exact"))
+    for shard, own in zip(bare, model.stages[0], strict=True):
+        assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard, cpu_weights="exact")
 
 
 def check_format(path: Path, kind: type) -> None:
@@ -347,6 +354,36 @@ def check_format(path: Path, kind: type) -> None:
         for shard in shards:
             own = load_whole(path, shard=shard, cpu_weights=layout)
             assert held_bytes(own) == resident_bytes(path, spec, CPU, torch.float32, shard=shard, cpu_weights=layout)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2_moe", "deepseek_v3"])
+def test_matrices_that_can_only_be_cut_by_rows(
+    family: str, tiny_model_path: PathOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs of unlike sizes are gathered, biases are cut with their rows, adapters too."""
+    path = tiny_model_path(family)
+    wanted = whole_logits(path)
+    monkeypatch.setattr("localllm.models.weights.weights.Weights.widened", lambda *_: None)
+    model = ShardedModel(path, shards_or_skip(path, 2, **uneven(path, 2)), lora=LoraLimits(1, 4))
+    last: Any = model.stages[0][0].layers[-1]
+    assert type(last.attention.part.out) is GatheredInput
+    assert_close(model.logits(TOKENS), wanted)
+
+
+@pytest.mark.parametrize("cut", ["columns", "rows"])
+def test_a_step_longer_than_a_cpu_takes_at_once(
+    cut: str, tiny_model_path: PathOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The feed-forward part runs some rows at a time, so that inputs are gathered more than once."""
+    path, tokens = tiny_model_path("llama"), prompt(CPU_ROWS + 30)
+    wanted = run([load_whole(path)], tokens, [len(tokens)])
+    if cut == "rows":
+        monkeypatch.setattr("localllm.models.weights.weights.Weights.widened", lambda *_: None)
+    model = ShardedModel(path, shards_or_skip(path, 2, **uneven(path, 2)))
+    assert wanted is not None
+    assert_close(model.logits(tokens, [len(tokens)]), wanted)
+    per_layer = 2 + (3 if cut == "rows" else 0)  # attention's inputs, and those of two parts of the feed-forward
+    assert model.threads[0].num_calls == 2 + 2 * per_layer
 
 
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])

@@ -130,7 +130,7 @@ def test_every_request_hears_of_a_lost_rank(fault: Fault, words: str, monkeypatc
         lost: list[RanksLost] = []
         rank_timeout = 2 if fault.what == "hang" else 60
         executor = fake_executor(2, fault, sleep_s=0.02, rank_timeout=rank_timeout, tick_s=0.4)
-        executor.on_lost(lost.append)
+        executor.when_lost(lost.append)
         engine = engine_on(opened(executor), max_tokens=40)
         pids = [process.pid for process in executor.processes]
         begun = time.monotonic()
@@ -158,11 +158,15 @@ def test_an_idle_engine_ends_with_its_ranks() -> None:
         engine.loop.runner = opened(executor, 1)
         ended = threading.Event()
         engine.loop.on_ended = ended.set
-        executor.on_lost(engine.loop.end)
+        executor.when_lost(engine.loop.lose)
         engine.loop.start()
         assert [(state.device, state.is_up, state.last_words) for state in engine.loop.runner.stats().ranks] == [
             ("cpu", True, "")
         ]
+        until = time.monotonic() + 5
+        while executor.progress[0].answered < 5 and time.monotonic() < until:  # the engine's only idle work
+            time.sleep(0.02)
+        time.sleep(0.2)
         os.kill(executor.processes[0].pid, signal.SIGKILL)
         assert ended.wait(5)
         assert isinstance(engine.loop.why_ended, RanksLost)

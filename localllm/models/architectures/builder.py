@@ -1,6 +1,6 @@
 """Build a decoder, or a rank's shard of it, from a spec and a source of tensors.
 
-With a source that has only sizes (weights/weights.py: PromisedWeights), the same code counts what a model will hold.
+With a source that has only sizes (weights/weights.py: MetaWeights), the same code counts what a model will hold.
 Does not know: files, formats.
 """
 
@@ -92,6 +92,9 @@ class DecoderBuilder:
         is_tied = is_last and spec.tie_word_embeddings
         separate = not is_tied or should_pack(len(shard.vocab) * spec.hidden_size, self.device, self.dtype)
         embedding = head = None
+        if not shard.vocab:
+            none = torch.empty((0, spec.hidden_size), dtype=self.dtype, device=self.weights.device)
+            return self._embedding(none) if is_first else None, Linear(none) if is_last else None
         if is_first or is_tied:
             rows = self.weights.table(EMBEDDING, shape, keep_narrow=separate, rows=shard.vocab)
             embedding = self._embedding(rows) if is_first else None
