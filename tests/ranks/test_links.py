@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,12 @@ from tests.fake_runner import expected_output
 from tests.ranks.harness import ThreadGroup
 
 PROMPTS = {"a": [1, 2, 3, 4, 5], "b": [7] * 9, "c": [3, 1], "d": [1, 2, 3, 4, 5, 6, 7, 8, 9]}
+
+
+@pytest.fixture(autouse=True)
+def no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait for a supervisor to tell how a rank died."""
+    monkeypatch.setattr("localllm.ranks.links.CAUSE_S", 0.02)
 
 
 @contextmanager
@@ -122,11 +129,14 @@ def test_another_thread_may_ask_while_a_step_runs() -> None:
         for name, prompt in PROMPTS.items():
             engine.add(name, prompt, max_tokens=40)
         failures: list[BaseException] = []
+        took_s: list[float] = []
 
         def put() -> None:
             try:
                 for _ in range(30):
-                    ranks.links.call(Kind.ADAPTER, PutAdapter(0, "here"), type(None), 5)
+                    begun = time.monotonic()
+                    ranks.links.call(Kind.ADAPTER, PutAdapter(0, "here"), type(None), 20)
+                    took_s.append(time.monotonic() - begun)
             except BaseException as error:
                 failures.append(error)
 
@@ -137,6 +147,7 @@ def test_another_thread_may_ask_while_a_step_runs() -> None:
         for thread in threads:
             thread.join(10)
         assert not failures
+        assert max(took_s) < 10  # a thread that another one reads for is woken
 
 
 def test_a_refused_record_is_an_error_and_the_group_goes_on() -> None:

@@ -65,11 +65,11 @@ def opened(executor: RankExecutor, size: int = 2) -> RankRunner:
     return runner
 
 
-def engine_on(runner: RankRunner) -> SmallEngine:
+def engine_on(runner: RankRunner, max_tokens: int = 8) -> SmallEngine:
     engine = make_engine(depth=2, num_blocks=runner.num_blocks, fail_when=lambda plan: False)
     engine.loop.runner = runner
     for name, prompt in PROMPTS.items():
-        engine.add(name, prompt, max_tokens=8)
+        engine.add(name, prompt, max_tokens=max_tokens)
     return engine
 
 
@@ -131,10 +131,10 @@ def test_every_request_hears_of_a_lost_rank(fault: Fault, words: str, monkeypatc
         rank_timeout = 2 if fault.what == "hang" else 60
         executor = fake_executor(2, fault, sleep_s=0.02, rank_timeout=rank_timeout, tick_s=0.4)
         executor.when_lost(lost.append)
-        engine = engine_on(opened(executor))
+        engine = engine_on(opened(executor), max_tokens=40)
         pids = [process.pid for process in executor.processes]
         begun = time.monotonic()
-        for _ in range(12):
+        for _ in range(60):
             engine.loop.step()
         took = time.monotonic() - begun
         assert set(engine.endings) == set(PROMPTS)
@@ -163,6 +163,10 @@ def test_an_idle_engine_ends_with_its_ranks() -> None:
         assert [(state.device, state.is_up, state.last_words) for state in engine.loop.runner.stats().ranks] == [
             ("cpu", True, "")
         ]
+        until = time.monotonic() + 5
+        while executor.progress[0].answered < 5 and time.monotonic() < until:  # the engine's only idle work
+            time.sleep(0.02)
+        time.sleep(0.2)
         os.kill(executor.processes[0].pid, signal.SIGKILL)
         assert ended.wait(5)
         assert isinstance(engine.loop.why_ended, RanksLost)
