@@ -210,7 +210,13 @@ class EngineLoop:
                 log.exception("shutdown of the engine failed in part")
 
     def _fail_all(self, error: LocalLLMError) -> None:
-        self.scheduler.fail_step(error, everyone=True)
+        """End all requests. An interrupt may come in between: each attempt ends at least one more of them."""
+        for _ in range(1 + len(self.scheduler.requests)):
+            try:
+                self.scheduler.fail_step(error, everyone=True)
+                break
+            except BaseException:
+                log.exception("requests were ended in part left=%d", len(self.scheduler.requests))
         self._collect(self.scheduler.take_outputs())
 
     def _end_open(self, error: LocalLLMError) -> None:

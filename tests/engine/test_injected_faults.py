@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from localllm.errors import DeviceLost
+from tests.engine.harness import make_engine, make_request
 from tests.engine.injected_faults import run_walks
 
 PLACES = {
@@ -33,3 +35,21 @@ def test_walks_with_injected_faults() -> None:
 @pytest.mark.timeout(3600)
 def test_a_hundred_thousand_walks_with_injected_faults() -> None:
     run_walks(range(1000, 101_000))
+
+
+def test_an_engine_that_is_interrupted_while_it_ends_holds_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request is ended whose end is interrupted, and the others are not forgotten."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    engine = make_engine(num_blocks=32)
+    for name in "abc":
+        engine.loop.submit(make_request(name, [1, 2, 3], max_tokens=4))
+    engine.loop.step()
+    monkeypatch.setattr(engine.scheduler.recorder, "on_finish", interrupt)
+    engine.loop.lose(DeviceLost("The device is lost."))
+    engine.loop.step()
+    assert sorted(engine.endings) == ["a", "b", "c"]
+    assert not engine.scheduler.requests
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.capacity

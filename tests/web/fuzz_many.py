@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -58,6 +59,9 @@ class Asker:
     def __init__(self, server: ChildServer, operations: list[tuple[str, list[dict[str, Any]], set[int]]]) -> None:
         self._server, self._operations = server, operations
         self._connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+
+    def close(self) -> None:
+        self._connection.close()
 
     def ask(self, seed: int, found: Found) -> None:
         random = Random(seed)
@@ -105,11 +109,11 @@ def run(folder: Path, times: int, seed: int) -> Found:
         operations, began_s = operations_of(server), time.monotonic()
 
         def ask_all(first: int) -> None:
-            asker = Asker(server, operations)
-            for number in range(first, times, AT_ONCE):
-                if server.died is not None:
-                    return
-                asker.ask(seed + number, found)
+            with closing(Asker(server, operations)) as asker:
+                for number in range(first, times, AT_ONCE):
+                    if server.died is not None:
+                        return
+                    asker.ask(seed + number, found)
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(ask_all, range(AT_ONCE)))

@@ -102,9 +102,10 @@ def test_a_thousand_faults_of_a_kind_leave_nothing(server: ChildServer, fault: F
 @pytest.mark.slow
 def test_stop_strings_count_as_an_answer_that_is_complete(tmp_path: Path) -> None:
     with ChildServer(tmp_path, with_bystander=False) as server:
-        target = server.post("/v1/completions", {"prompt": "Once upon", "max_tokens": 20, "temperature": 0}).json()
-        stop = target["choices"][0]["text"].split()[2]
-        body = {"prompt": "Once upon", "max_tokens": 20, "temperature": 0, "stop": stop}
+        body = {"prompt": "Once upon", "max_tokens": 4, "temperature": 0}
+        target = server.post("/v1/completions", body).json()
+        assert target["choices"][0]["finish_reason"] == "length"
+        body["stop"] = target["choices"][0]["text"].split()[2]
         assert server.post("/v1/completions", body).json()["choices"][0]["finish_reason"] == "stop"
         wait_until(lambda: server.engine()["finished"].get("stop") == 1)
         assert "abort" not in server.engine()["finished"]
