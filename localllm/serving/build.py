@@ -216,7 +216,7 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
             log.info("plan note=%r", note)
         weights, kv = format_bytes(plan.weights_bytes), format_bytes(plan.kv_bytes)
         stored = f" ({plan.quantization})" if plan.quantization else ""
-        report(f"{plan.device} · {plan.dtype} · weights {weights}{stored} · KV {kv}")
+        report(f"{plan.place} · {plan.dtype} · weights {weights}{stored} · KV {kv}")
     return plan
 
 

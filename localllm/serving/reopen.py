@@ -82,7 +82,7 @@ def open_engine(
         hardware = executor.as_if_not_loaded(start_torch(on_phase, limits))
         with report_phase("fit", on_phase) as report:
             plan = bare.plan(config, hardware)
-            report(f"{plan.device} · KV {format_bytes(plan.kv_bytes)}")
+            report(f"{plan.place} · KV {format_bytes(plan.kv_bytes)}")
         require_context(plan, spec, config, limits)
         with report_phase("weights", on_phase) as report:
             bring()

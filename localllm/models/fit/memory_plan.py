@@ -42,6 +42,13 @@ class MemoryPlan:
     ranks: tuple[RankPlan, ...] = ()  # stage after stage; empty: one device, in this process
 
     @property
+    def place(self) -> str:
+        """Where the model runs, for display: its device, or its number of ranks and their devices."""
+        if not self.ranks:
+            return self.device
+        return f"{len(self.ranks)} ranks on {', '.join(dict.fromkeys(rank.device for rank in self.ranks))}"
+
+    @property
     def num_kv_tokens(self) -> int:
         """Token positions that requests can hold at the same time."""
         return (self.num_blocks - 1) * self.block_size

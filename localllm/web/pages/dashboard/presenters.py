@@ -226,7 +226,7 @@ def model_facts(served: ServedModel) -> ModelFacts:
                 f"{spec.num_kv_heads} key/value heads, head size {spec.head_dim}",
             ),
             Fact("Vocabulary", format_count(spec.vocab_size)),
-            Fact("Device", str(plan.device), str(plan.dtype).removeprefix("torch.")),
+            Fact("Device", plan.place, str(plan.dtype).removeprefix("torch.")),
             Fact(
                 "Context",
                 f"{format_count(plan.max_model_len)} tokens",
