@@ -15,7 +15,7 @@ from localllm.engine.step import Row, RunnerStats, StepPlan
 from localllm.errors import ModelNotFound, RanksLost
 from localllm.ranks.links import Links
 from localllm.ranks.messages import PutAdapter
-from localllm.ranks.remote import RankRunner
+from localllm.ranks.remote import QUIET_S, RankRunner
 from localllm.ranks.wire import Kind, encode, encode_plan, encode_record, encode_sample
 from tests.engine.harness import EveryOther, SmallEngine, make_engine
 from tests.fake_runner import expected_output
@@ -120,7 +120,22 @@ def test_counts_of_the_runner_come_with_results() -> None:
         engine.add("a", [1, 2, 3], max_tokens=1)
         engine.run()
         assert runner.stats().launched_steps == 1
+        assert runner.use_idle_time()  # not yet: more requests may follow the last step
+        time.sleep(QUIET_S)
         assert not runner.use_idle_time()
+
+
+def test_a_thread_of_its_own_waits_for_results() -> None:
+    with group(backend="later") as ranks:
+        runner = ranks.open()
+        engine = engine_on(runner)
+        for name, prompt in PROMPTS.items():
+            engine.add(name, prompt, max_tokens=8)
+        assert engine.run() == {name: expected_output(prompt, 8) for name, prompt in PROMPTS.items()}
+        threads = [rank._share.thread for rank in ranks.ranks]
+        assert {thread.name for thread in threads if thread} == {"localllm-rank-results"}
+        runner.close()
+        assert not any(thread.is_alive() for thread in threads if thread)
 
 
 def test_another_thread_may_ask_while_a_step_runs() -> None:
