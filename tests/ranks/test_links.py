@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from localllm.engine.step import Row, RunnerStats, StepPlan
 from localllm.errors import ModelNotFound, RanksLost
 from localllm.ranks.links import Links
-from localllm.ranks.messages import PutAdapter
+from localllm.ranks.messages import PutAdapter, Report
 from localllm.ranks.remote import QUIET_S, RankRunner
-from localllm.ranks.wire import Kind, encode, encode_plan, encode_record, encode_sample
+from localllm.ranks.wire import Kind, Record, encode, encode_plan, encode_record, encode_sample
 from tests.engine.harness import EveryOther, SmallEngine, make_engine
 from tests.fake_runner import expected_output
 from tests.ranks.harness import ThreadGroup
@@ -217,6 +217,41 @@ def test_a_rank_that_gets_a_wrong_record_ends_with_an_error(
         ranks.open()
         ranks.links._channels[1].socket.sendall(raw)
         assert words in words_of(ranks.links)
+
+
+@pytest.mark.parametrize("kind", [Kind.LOG, Kind.REPORT, Kind.FAILED])
+def test_an_answer_of_another_type_ends_the_group(kind: Kind) -> None:
+    with group() as ranks:
+        ranks.open()
+        ranks.ends[1].send(kind, 0, encode([]))
+        assert "Rank 1 sent a damaged answer" in words_of(ranks.links)
+
+
+def test_reports_are_read_by_the_thread_that_asked() -> None:
+    """An error of its callback, such as a load that is cancelled, must not end the supervisor's thread."""
+    with group() as ranks:
+        ranks.open()
+        told: list[str] = []
+
+        def stats(record: Record) -> RunnerStats:
+            ranks.ends[1].send(Kind.REPORT, record.seq, encode(Report(threading.current_thread().name)))
+            asked.wait(5)
+            return RunnerStats()
+
+        asked = threading.Event()
+        ranks.ranks[1]._acts[Kind.STATS] = stats
+
+        def tell(rank: int, report: Report) -> None:
+            told.append(threading.current_thread().name)
+            asked.set()
+
+        ranks.links._on_report[0] = tell  # as of a thread that is about to read
+        seq = ranks.links.ask(Kind.STATS, [encode(None)])
+        time.sleep(0.1)
+        ranks.links.drain()
+        del ranks.links._on_report[0]
+        ranks.links.answers(seq, RunnerStats, 5, "test", tell)
+        assert told == [threading.current_thread().name]
 
 
 def test_a_rank_that_takes_no_answer_in_time_is_named() -> None:

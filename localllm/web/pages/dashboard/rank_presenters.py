@@ -24,13 +24,12 @@ def ranks(runner: RunnerStats) -> Ranks:
 
 
 def _rank(rank: RankStats) -> RankTile:
-    size = f" of {format_bytes(rank.device_bytes)}" if rank.device_bytes else ""
     return RankTile(
         number=rank.rank,
         device=", ".join(filter(None, (rank.device, rank.device_name))),
         is_up=rank.is_up,
         memory=_memory(rank),
-        held=format_bytes(rank.memory.held_bytes) + size,
+        held=format_bytes(rank.memory.held_bytes),
         facts=tuple(_facts(rank)),
         last_words=rank.last_words,
     )
@@ -44,7 +43,7 @@ def _memory(rank: RankStats) -> tuple[Segment, ...]:
         ("Activations", "prefill", memory.activation_bytes),
         ("Other", "queue", memory.other_bytes),
     ]
-    return stacked([(name, kind, size, format_bytes(size)) for name, kind, size in parts], rank.device_bytes)
+    return stacked([(name, kind, size, format_bytes(size)) for name, kind, size in parts])
 
 
 def _facts(rank: RankStats) -> Iterator[Fact]:
@@ -52,9 +51,5 @@ def _facts(rank: RankStats) -> Iterator[Fact]:
     yield Fact("Lag", f"{format_count(rank.lag_steps)} {'step' if rank.lag_steps == 1 else 'steps'}")
     if rank.busy_ratio is not None:
         yield Fact("Computing", f"{rank.busy_ratio:.0%}")
-    if rank.utilisation is not None:
-        yield Fact("Device busy", f"{rank.utilisation:.0%}")
-    if rank.temperature_c is not None:
-        yield Fact("Temperature", f"{rank.temperature_c:.0f} °C")
     if rank.restarts:
         yield Fact("Restarts", format_count(rank.restarts), rank.last_words if rank.is_up else "")
