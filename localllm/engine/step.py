@@ -149,6 +149,7 @@ class RankStats:
     pid: int = 0  # 0: not started
     is_up: bool = True  # False: the process ended or is considered lost
     memory: RankMemory = RankMemory()
+    device_bytes: int = 0  # memory of the whole device; 0: unknown
     step_s: float = 0.0  # mean duration of the recent steps, waits for other ranks included
     busy_ratio: float | None = None  # share of the recent time with steps in flight that the rank computed, 0 to 1
     lag_steps: int = 0  # launched steps behind the rank that has launched the most

@@ -112,3 +112,16 @@ def test_two_ranks_generate_the_tokens_of_one_process(checkpoint: Path, alone: t
         assert tokens_of(again, plan, temperature=0.0) == tokens_of(*alone, temperature=0.0)
     finally:
         executor.close()
+
+
+def test_two_stages_of_two_shards_generate_the_tokens_of_one_process(
+    checkpoint: Path, alone: tuple[Runner, MemoryPlan]
+) -> None:
+    config = config_for(tensor_parallel_size=2, pipeline_parallel_size=2)
+    executor, plan = executor_of(checkpoint, config)
+    try:
+        runner, _ = executor.open_runner(config, plan, HARDWARE, lambda text: None)
+        assert runner.num_stages == 2
+        assert tokens_of(runner, plan, temperature=0.0) == tokens_of(*alone, temperature=0.0)
+    finally:
+        executor.close()

@@ -115,8 +115,8 @@ def test_tiles_are_in_the_order_of_stages_and_a_lost_rank_says_why() -> None:
     assert [[tile.number for tile in stage.ranks] for stage in view.stages] == [[0, 1], [2, 3]]
     assert (view.num_ranks, view.num_lost) == (4, 1)
     first, last = view.stages[0].ranks[0], view.stages[1].ranks[1]
-    assert first.held == "19.8 GiB"
-    assert [round(part.width * 19.75 / 100, 2) for part in first.memory] == [12, 7, 0.5, 0.25]
+    assert first.held == "19.8 GiB of 24.0 GiB"
+    assert [round(part.width * 24 / 100, 2) for part in first.memory] == [12, 7, 0.5, 0.25]
     assert {fact.name: fact.value for fact in last.facts} | {"Step": "12 ms", "Lag": "9 steps"} == {
         "Step": "12 ms", "Lag": "9 steps", "Computing": "25%",
     }  # fmt: skip

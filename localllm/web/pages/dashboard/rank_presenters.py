@@ -24,12 +24,13 @@ def ranks(runner: RunnerStats) -> Ranks:
 
 
 def _rank(rank: RankStats) -> RankTile:
+    size = f" of {format_bytes(rank.device_bytes)}" if rank.device_bytes else ""
     return RankTile(
         number=rank.rank,
         device=", ".join(filter(None, (rank.device, rank.device_name))),
         is_up=rank.is_up,
         memory=_memory(rank),
-        held=format_bytes(rank.memory.held_bytes),
+        held=format_bytes(rank.memory.held_bytes) + size,
         facts=tuple(_facts(rank)),
         last_words=rank.last_words,
     )
@@ -43,7 +44,7 @@ def _memory(rank: RankStats) -> tuple[Segment, ...]:
         ("Activations", "prefill", memory.activation_bytes),
         ("Other", "queue", memory.other_bytes),
     ]
-    return stacked([(name, kind, size, format_bytes(size)) for name, kind, size in parts])
+    return stacked([(name, kind, size, format_bytes(size)) for name, kind, size in parts], rank.device_bytes)
 
 
 def _facts(rank: RankStats) -> Iterator[Fact]:

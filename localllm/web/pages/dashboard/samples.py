@@ -70,6 +70,7 @@ _RANK = RankStats(
     "cuda:0",
     "NVIDIA RTX 4090",
     memory=RankMemory(12 * 2**30, 7 * 2**30, 2**29, 2**28),
+    device_bytes=24 * 2**30,
     step_s=0.0121,
     busy_ratio=0.94,
 )

@@ -218,7 +218,7 @@ class RankTile:
     device: str
     is_up: bool
     memory: tuple[Segment, ...]
-    held: str  # memory of all parts
+    held: str  # memory of all parts, of the whole device
     facts: tuple[Fact, ...]
     last_words: str  # why the last lost process of this rank was lost
 
