@@ -55,7 +55,7 @@ def texts(llm: LLM) -> list[tuple[list[int], float]]:
     return [(list(each.outputs[0].token_ids), each.outputs[0].cumulative_logprob or 0.0) for each in outputs]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [pytest.param("tp 3", marks=pytest.mark.slow), "tp 2 x pp 2"])
 def test_answers_are_those_of_one_process(place: str, checkpoint: Path) -> None:
     with LLM(str(checkpoint), **SMALL) as alone:
         wanted = texts(alone)

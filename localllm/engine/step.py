@@ -155,8 +155,6 @@ class RankStats:
     lag_steps: int = 0  # launched steps behind the rank that has launched the most
     restarts: int = 0  # processes of this rank that were started after the first one
     last_words: str = ""  # why the last lost process of this rank was lost; empty: none was lost
-    temperature_c: float | None = None
-    utilisation: float | None = None  # of the device, 0 to 1
 
 
 class RunnerStats(NamedTuple):

@@ -52,9 +52,7 @@ class ProcessGroup:
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
 
     def gather_to_first(self, x: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        own, home = _padded(x, max(sizes)), x.device
-        if x.is_cuda and self._uses_gloo:
-            own = own.cpu()
+        own, home = _sendable(_padded(x, max(sizes)), self._group), x.device
         parts = [torch.empty_like(own) for _ in sizes] if self.index == 0 else None
         dist.gather(own, parts, group=self._group, group_dst=0)
         if parts is None:
@@ -67,15 +65,10 @@ class ProcessGroup:
 
     def _all(self, x: Tensor) -> list[Tensor]:
         """Return every shard's x, in order."""
-        home = x.device
-        own = x.cpu() if x.is_cuda and self._uses_gloo else x.contiguous()
+        home, own = x.device, _sendable(x, self._group)
         parts = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(parts, own, group=self._group)
         return [part.to(home) for part in parts]
-
-    @property
-    def _uses_gloo(self) -> bool:
-        return dist.get_backend(self._group) == "gloo"
 
 
 class Pipe:
@@ -87,8 +80,12 @@ class Pipe:
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, stream: Tensor) -> None:
-        """Send the hidden stream [T, H] to the next stage, without waiting until it is taken."""
+        """Send the hidden stream [T, H] to the next stage. This thread does not wait until the stream is taken; a GPU
+        does, since a CUDA graph must contain the end of a transfer that it begins."""
         assert self._after is not None, "the last stage has no next one"
+        if stream.is_cuda:
+            dist.send(_sendable(stream, self._after), group=self._after, group_dst=1)
+            return
         while len(self._under_way) >= MOST_SENDS:
             self._under_way.popleft()[0].wait()
         stream = stream.contiguous()
@@ -97,8 +94,9 @@ class Pipe:
     def receive(self, stream: Tensor) -> Tensor:
         """Receive the hidden stream [T, H] of the stage before, in place."""
         assert self._before is not None, "the first stage has none before it"
-        dist.recv(stream, group=self._before, group_src=0)
-        return stream
+        arrived = _sendable(stream, self._before)
+        dist.recv(arrived, group=self._before, group_src=0)
+        return stream if arrived is stream else stream.copy_(arrived)
 
 
 class World:
@@ -158,6 +156,11 @@ class World:
 
     def _new(self, ranks: list[int]) -> Any:
         return dist.new_group(ranks, timeout=self._timeout)
+
+
+def _sendable(x: Tensor, group: Any) -> Tensor:
+    """Return x, contiguous, on the device that the group's backend reads: gloo gathers and sends host memory only."""
+    return x.cpu() if x.is_cuda and dist.get_backend(group) == "gloo" else x.contiguous()
 
 
 def _padded(x: Tensor, size: int) -> Tensor:

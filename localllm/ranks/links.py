@@ -159,8 +159,11 @@ class Links:
                 self._expected.pop(seq, None)
 
     def drain(self) -> None:
-        """Handle what ranks sent while nobody waits: log records, failures."""
-        if self._loss.error is None:
+        """Handle what ranks sent while nobody waits: log records, failures.
+
+        Does nothing while a thread waits for answers with reports: it reads them, and its callback may raise.
+        """
+        if self._loss.error is None and not self._on_report:
             self._read(None, 0)
 
     def _is_answered(self, seq: int) -> bool:
@@ -208,13 +211,13 @@ class Links:
                 return
             try:
                 records = self._channels[rank].available()
+                for record in records or ():
+                    self._take(rank, record)
             except BadRecord as error:
                 what = f"{self._names[rank]} sent a damaged answer."
                 raise self._loss.declare(what, f"{error}.", [rank]) from error
             if records is None:
                 raise self._closed(rank)
-            for record in records:
-                self._take(rank, record)
 
     def _take(self, rank: int, record: Record) -> None:
         if record.kind is Kind.LOG:

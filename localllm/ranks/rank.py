@@ -70,6 +70,10 @@ class Share(Protocol):
     answers_later: bool
 
     def connect(self, rank: int, asked: Connect) -> Connected: ...
+    def enter_thread(self) -> None:
+        """Prepare the calling thread, another one than that of `connect`, to wait for results."""
+        ...
+
     def load(self, asked: bytes, tell: Tell) -> Loaded: ...
     def open_runner(self, asked: bytes, agree: Agree, tell: Tell) -> tuple[OpenedRunner, object]: ...
     def held_bytes(self) -> int: ...
@@ -223,8 +227,10 @@ class Rank:
     def _open_runner(self, record: Record) -> object:
         runner, opened = self._share.open_runner(record.payload, self._agree_on(record), self._tell(record))
         self._runner = runner
-        answers = _Later if self._share.answers_later else _AtOnce
-        self._answers = answers(self._settle, runner, self._end_with)
+        if self._share.answers_later:
+            self._answers = _Later(self._settle, runner, self._share.enter_thread, self._end_with)
+        else:
+            self._answers = _AtOnce(self._settle, runner)
         self._table.write(self._number, HELD_BYTES, self._share.held_bytes())
         return opened
 
@@ -306,7 +312,7 @@ class _Answers(Protocol):
 class _AtOnce:
     """Waits on the launching thread: on a CPU a step is over when its launch is."""
 
-    def __init__(self, settle: Settle, runner: Runner, end_with: Callable[[BaseException], None]) -> None:
+    def __init__(self, settle: Settle, runner: Runner) -> None:
         self._settle, self._runner, self._due_s = settle, runner, 0.0
 
     def put(self, seq: int, begun_ns: int, pending: PendingStep) -> None:
@@ -326,9 +332,15 @@ class _AtOnce:
 class _Later(_AtOnce):
     """Waits on a thread of its own, while the launching thread takes the next record."""
 
-    def __init__(self, settle: Settle, runner: Runner, end_with: Callable[[BaseException], None]) -> None:
-        super().__init__(settle, runner, end_with)
-        self._end_with = end_with
+    def __init__(
+        self,
+        settle: Settle,
+        runner: Runner,
+        enter_thread: Callable[[], None],
+        end_with: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(settle, runner)
+        self._enter_thread, self._end_with = enter_thread, end_with
         self._launched: queue.SimpleQueue[tuple[int, int, PendingStep] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="localllm-rank-results", daemon=True)
         self._thread.start()
@@ -342,6 +354,7 @@ class _Later(_AtOnce):
 
     def _run(self) -> None:
         try:
+            self._enter_thread()
             while (launched := self._launched.get()) is not None:
                 self._settle(*launched, self._stats())
         except BaseException as error:

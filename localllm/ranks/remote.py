@@ -7,6 +7,7 @@ Does not know: scheduling, how ranks are started.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -19,6 +20,9 @@ from localllm.ranks.wire import Answer, BadRecord, Kind, decode, encode_plan, en
 
 SLOW = 20
 """Times the slowest step so far that a step may take, if that is longer than the group's timeout."""
+
+QUIET_S = 0.05  # without a step before idle time is used: requests often arrive in groups
+PAUSE_S = 0.001  # that an arriving request may have to wait meanwhile
 
 
 class RunnerSizes(Protocol):
@@ -44,12 +48,13 @@ class RankRunner:
         self.num_stages = num_stages
         self._links, self._timeout_s, self._read_ranks = links, timeout_s, read_ranks
         self._sampling_rank = sampling_rank
-        self._slowest_s = 0.0
+        self._slowest_s, self._last_step_s = 0.0, -math.inf
         self._stats = RunnerStats()
         self._open: set[int] = set()  # records of steps whose results nobody has read
         self._closed = False
 
     def forward(self, plan: StepPlan) -> None:
+        self._last_step_s = time.monotonic()
         self._links.post(Kind.FORWARD, [encode_plan(plan)])
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> PendingRankStep:
@@ -76,6 +81,10 @@ class RankRunner:
         return answer.result
 
     def use_idle_time(self) -> bool:
+        """Have all ranks do one piece of idle work. The server decides when: ranks that exchange tensors must agree."""
+        if time.monotonic() - self._last_step_s < QUIET_S:
+            time.sleep(PAUSE_S)
+            return True
         answers = self._links.call(Kind.IDLE, None, Idle, self._timeout_s)
         self._stats = answers[self._sampling_rank].stats
         return any(answer.more for answer in answers)

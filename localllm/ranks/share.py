@@ -47,6 +47,9 @@ class TorchShare:
         self.answers_later = self._device.type == "cuda"
         return Connected(self._world.measure_s(), __version__)
 
+    def enter_thread(self) -> None:
+        make_current(self._device)  # else the thread would use, and create a context on, the first GPU
+
     def load(self, asked: bytes, tell: Tell) -> Loaded:
         opening = decode(asked, Open)
         self._spec = local_spec(opening.spec, opening.shard)

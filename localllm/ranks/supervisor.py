@@ -151,13 +151,13 @@ class Supervisor:
                 ours, theirs = socket.socketpair()
                 channels.append(Channel(ours))
                 with theirs:
-                    self.processes.append(self._started(rank, place, theirs.fileno(), environ))
+                    process = self._started(rank, place, theirs.fileno(), environ)
+                self.processes.append(process)
+                self._pidfds[os.pidfd_open(process.pid)] = rank
         except OSError:
             for channel in channels:
                 channel.close()
             raise
-        for rank, process in enumerate(self.processes):
-            self._pidfds[os.pidfd_open(process.pid)] = rank
         self._links = Links(channels, self.loss, self.names, self.lose_hanging)
 
     def _started(self, rank: int, place: RankPlace, fd: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -198,10 +198,12 @@ class Supervisor:
 
     def lose_hanging(self, what: str, why: str, ranks: Collection[int]) -> RanksLost:
         """Declare the group lost because these ranks hang, after all ranks have written their stacks to stderr."""
+        if self.loss.error is not None:  # its processes are being ended
+            return self.loss.error
         for process, line in zip(self.processes, self.progress.read_all(), strict=True):
             if line.beat_ns:  # it has begun, and knows the signal
                 with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGUSR1)
+                    os.kill(process.pid, signal.SIGUSR1)  # `Popen.send_signal` would reap a process that has ended
         time.sleep(STACKS_S)
         return self.loss.declare(what, f"{why} {self.describe()}", ranks)
 

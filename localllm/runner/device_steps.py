@@ -59,6 +59,7 @@ class DeviceSteps:
         self._model, self._layers, self._staged, self._sampling, self._device = model, layers, inputs, sampling, device
         rows = inputs.max_rows
         self._exchange, self._vocab_size = exchange_of(group, device), vocab_size
+        self._is_alone = group is None
         most = max((shape.rows for shape in shapes), default=0)
         self._logits = torch.zeros(most, vocab_size, device=device) if draws else None
         self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -222,11 +223,11 @@ class DeviceSteps:
         """Record one more part of a shape. Return False when nothing is left to record.
 
         Requests often arrive in groups, so nothing is recorded right after a step: the next one would have to wait.
-        Shards record together, so that the caller of all of them decides when.
+        Ranks record together, so that the caller of all of them decides when.
         """
         if self._graphs is None or self._graphs.is_complete:
             return False
-        if self._exchange is None and time.monotonic() - self._last_step_s < QUIET_S:
+        if self._is_alone and time.monotonic() - self._last_step_s < QUIET_S:
             time.sleep(PAUSE_S)
             return True
         with self._uncounted():

@@ -96,7 +96,7 @@ class AgreedCapture:
     """Records a step only if every rank of a group has memory for it.
 
     The ranks exchange tensors within a step, so that all of them must record the same steps in the same order, and
-    stop at the same one.
+    stop at the same one. A rank that replayed a step while another launched it would exchange tensors of other sizes.
     """
 
     def __init__(self, capture: MeasuredCapture, group: Group, device: torch.device) -> None:
@@ -104,10 +104,24 @@ class AgreedCapture:
         self._capture, self._group, self._device = capture, group, device
 
     def __call__(self, step: Callable[[], None]) -> Replay:
-        ready = torch.full((1,), float(self._capture.has_memory()), device=self._device)
-        if int(self._group.sum_(ready).item()) < self._group.size:
-            raise torch.OutOfMemoryError("a rank has too little memory for another graph")
-        return self._capture(step)
+        """Record the step on all ranks, or raise on all: `CaptureFailed`, after which nothing more is recorded."""
+        if not self._all(self._capture.has_memory()):
+            raise CaptureFailed("a rank has too little memory for another graph")
+        replay, failed = None, "another rank could not record this step"
+        try:
+            replay = self._capture(step)
+        except DeviceLost:
+            raise
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}"
+        if not self._all(replay is not None) or replay is None:
+            raise CaptureFailed(failed)
+        return replay
+
+    def _all(self, is_so: bool) -> bool:
+        """Return whether something is so on all ranks."""
+        count = self._group.sum_(torch.full((1,), float(is_so), device=self._device))
+        return int(count.item()) == self._group.size
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -169,7 +170,7 @@ def shake_biases_of_experts(tensors: dict[str, Tensor]) -> None:
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["llama", "qwen2_moe", "gpt_oss"])
 def test_any_split(name: str, data: st.DataObject, wide: dict[str, Path]) -> None:
-    """Shares without a feature, an expert or a row of the vocabulary included."""
+    """Shares of one feature, one expert and no row of the vocabulary included."""
     path, spec = wide[name], read_spec(wide[name])
     size = data.draw(st.integers(2, 4))
     if size <= spec.num_kv_heads:
@@ -180,7 +181,7 @@ def test_any_split(name: str, data: st.DataObject, wide: dict[str, Path]) -> Non
         assert even is not None
         heads = even
     counts: dict[str, Any] = {
-        "features": data.draw(compositions(spec.intermediate_size, size)),
+        "features": data.draw(compositions(spec.intermediate_size, size, 1)),
         "vocab": data.draw(compositions(spec.vocab_size, size)),
     }
     if spec.mixture is not None:
@@ -189,8 +190,9 @@ def test_any_split(name: str, data: st.DataObject, wide: dict[str, Path]) -> Non
                 [("experts", spec.mixture.num_experts), ("expert_features", spec.mixture.intermediate_size)]
             )
         )
-        counts[kind] = data.draw(compositions(total, size))
-        counts["shared_features"] = data.draw(compositions(spec.mixture.shared_size, size))
+        counts[kind] = data.draw(compositions(total, size, 1))
+        shared = spec.mixture.shared_size
+        counts["shared_features"] = data.draw(compositions(shared, size, min(1, shared)))
     shards = shards_of(spec, heads, **counts)
     model = ShardedModel(path, shards)
     assert_close(model.logits(TOKENS), whole_logits(path))
@@ -331,12 +333,12 @@ def test_safetensors_formats(name: str, source: Path, tmp_path: Path) -> None:
 
 
 def test_gguf_superblocks(source: Path, tmp_path: Path) -> None:
-    """256 columns share a superblock of Q4_K, so that a head's 64 are a quarter of one. Also: shares of nothing."""
+    """256 columns share a superblock of Q4_K, so that a head's 64 are a quarter. Also: no row of the vocabulary."""
     path = tmp_path / "model.gguf"
     write_gguf(source, path, "Q4_K")
     check_format(path, PaddedInput)
     spec = read_spec(path)
-    bare = shards_of(spec, [1, 3], features=[512, 0], vocab=[0, 512])
+    bare = shards_of(spec, [1, 3], features=[511, 1], vocab=[0, 512])
     model = ShardedModel(path, bare, cpu_weights="exact")
     assert_close(model.logits(TOKENS), whole_logits(path, cpu_weights="exact"))
     for shard, own in zip(bare, model.stages[0], strict=True):
@@ -409,7 +411,7 @@ def test_formats_of_experts(name: str, cut: str, request: pytest.FixtureRequest,
     counts = {cut: EXPERTS[cut]}
     if name == "mxfp4":
         path, _ = request.getfixturevalue("gpt_oss")
-        counts = {"experts": [3, 0, 1]} if cut == "experts" else {"expert_features": [33, 50, 13]}
+        counts = {"experts": [2, 1, 1]} if cut == "experts" else {"expert_features": [33, 50, 13]}
     elif name == "gguf":
         path, sizes = tmp_path / "model.gguf", {"hidden_size": 128, "moe_intermediate_size": 128}
         write_gguf(make_tiny_model(tmp_path / "source", "qwen3_moe", **sizes, mlp_only_layers=[]), path, "Q4_0")
@@ -493,8 +495,6 @@ def test_experts_that_can_only_be_given_whole(tiny_model_path: PathOf, monkeypat
 def test_models_that_run_on_one_device(tiny_model_path: PathOf) -> None:
     path = tiny_model_path("llama")
     shards = shards_or_skip(path, 2)
-    from dataclasses import replace
-
     for spec in (replace(read_spec(path), implementation="transformers"), replace(read_spec(path), task="embed")):
         for call in (load_model, resident_bytes):
             with pytest.raises(UnsupportedOption, match="--tensor-parallel-size"):
@@ -503,9 +503,12 @@ def test_models_that_run_on_one_device(tiny_model_path: PathOf) -> None:
         load_whole(path, shard=shards[0], verify=True)
 
 
-def test_a_shard_needs_a_head(tiny_model_path: PathOf) -> None:
-    with pytest.raises(ValueError, match="needs a head"):
-        shards_of(read_spec(tiny_model_path("llama")), [0, 2])
+@pytest.mark.parametrize("counts", [{"kv_heads": [0, 2]}, {"kv_heads": [1, 1], "features": [96, 0]}], ids=str)
+def test_a_shard_needs_a_part_of_each_kind(counts: dict[str, list[int]], tiny_model_path: PathOf) -> None:
+    """Without features it would not gather with the others, and would refuse adapters of the feed-forward part."""
+    spec = replace(read_spec(tiny_model_path("llama")), num_kv_heads=2, intermediate_size=96)
+    with pytest.raises(ValueError, match="each shard needs a part"):
+        shards_of(spec, **counts)
 
 
 def test_a_failed_shard_ends_the_others() -> None:

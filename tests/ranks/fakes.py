@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,7 @@ class FakeShare:
     def __init__(self) -> None:
         self.samples = self.answers_later = False
         self._rank = 0
+        self.thread: threading.Thread | None = None  # that waits for results, if results come later
         self._fault: Fault | None = None
         self._options: dict[str, Any] = {}
 
@@ -77,6 +79,9 @@ class FakeShare:
         self.samples = rank == len(asked.devices) - asked.shards
         self.answers_later = asked.backend == "later"
         return Connected(1e-6 * (rank + 1), "1")
+
+    def enter_thread(self) -> None:
+        self.thread = threading.current_thread()
 
     def load(self, asked: bytes, tell: Tell) -> Loaded:
         self._options = json.loads(decode(asked, FakeOpen).path)

@@ -79,7 +79,11 @@ class ThreadRank(Rank):
 class ThreadGroup:
     """Ranks of the fake model on threads, and the links to them: the real records, without processes."""
 
-    def __init__(self, size: int, *, dying_rank: int = 0, dies_at: int = -1, checks_all: bool = True) -> None:
+    def __init__(
+        self, size: int, *, dying_rank: int = 0, dies_at: int = -1, checks_all: bool = True, backend: str = ""
+    ) -> None:  # fmt: skip
+        """backend: later: results come from a thread of their own, as on a GPU."""
+        self._backend = backend
         self.loss = Loss()
         self._fd = shared_memory(size)
         self.table = ProgressTable(self._fd, size)
@@ -105,7 +109,7 @@ class ThreadGroup:
         """Take the model through its phases, as the executor does."""
         size = self.links.size
         self.links.answers(0, int, 5, "start")
-        self.links.call(Kind.CONNECT, Connect("", 5, size, 1, ["cpu"] * size), Connected, 5)
+        self.links.call(Kind.CONNECT, Connect("", 5, size, 1, ["cpu"] * size, self._backend), Connected, 5)
         self.links.answers(self.links.ask(Kind.OPEN, [encode({"path": "{}"})]), Loaded, 5, "load")
         seq = self.links.ask(Kind.OPEN_RUNNER, [encode({"plan": {"num_blocks": NUM_BLOCKS}})])
         self.links.answers(seq, Measured, 5, "measure")

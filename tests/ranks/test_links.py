@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from localllm.engine.step import Row, RunnerStats, StepPlan
 from localllm.errors import ModelNotFound, RanksLost
 from localllm.ranks.links import Links
-from localllm.ranks.messages import PutAdapter
-from localllm.ranks.remote import RankRunner
-from localllm.ranks.wire import Kind, encode, encode_plan, encode_record, encode_sample
+from localllm.ranks.messages import PutAdapter, Report
+from localllm.ranks.remote import QUIET_S, RankRunner
+from localllm.ranks.wire import Kind, Record, encode, encode_plan, encode_record, encode_sample
 from tests.engine.harness import EveryOther, SmallEngine, make_engine
 from tests.fake_runner import expected_output
 from tests.ranks.harness import ThreadGroup
@@ -120,7 +120,22 @@ def test_counts_of_the_runner_come_with_results() -> None:
         engine.add("a", [1, 2, 3], max_tokens=1)
         engine.run()
         assert runner.stats().launched_steps == 1
+        assert runner.use_idle_time()  # not yet: more requests may follow the last step
+        time.sleep(QUIET_S)
         assert not runner.use_idle_time()
+
+
+def test_a_thread_of_its_own_waits_for_results() -> None:
+    with group(backend="later") as ranks:
+        runner = ranks.open()
+        engine = engine_on(runner)
+        for name, prompt in PROMPTS.items():
+            engine.add(name, prompt, max_tokens=8)
+        assert engine.run() == {name: expected_output(prompt, 8) for name, prompt in PROMPTS.items()}
+        threads = [rank._share.thread for rank in ranks.ranks]
+        assert {thread.name for thread in threads if thread} == {"localllm-rank-results"}
+        runner.close()
+        assert not any(thread.is_alive() for thread in threads if thread)
 
 
 def test_another_thread_may_ask_while_a_step_runs() -> None:
@@ -202,6 +217,41 @@ def test_a_rank_that_gets_a_wrong_record_ends_with_an_error(
         ranks.open()
         ranks.links._channels[1].socket.sendall(raw)
         assert words in words_of(ranks.links)
+
+
+@pytest.mark.parametrize("kind", [Kind.LOG, Kind.REPORT, Kind.FAILED])
+def test_an_answer_of_another_type_ends_the_group(kind: Kind) -> None:
+    with group() as ranks:
+        ranks.open()
+        ranks.ends[1].send(kind, 0, encode([]))
+        assert "Rank 1 sent a damaged answer" in words_of(ranks.links)
+
+
+def test_reports_are_read_by_the_thread_that_asked() -> None:
+    """An error of its callback, such as a load that is cancelled, must not end the supervisor's thread."""
+    with group() as ranks:
+        ranks.open()
+        told: list[str] = []
+
+        def stats(record: Record) -> RunnerStats:
+            ranks.ends[1].send(Kind.REPORT, record.seq, encode(Report(threading.current_thread().name)))
+            asked.wait(5)
+            return RunnerStats()
+
+        asked = threading.Event()
+        ranks.ranks[1]._acts[Kind.STATS] = stats
+
+        def tell(rank: int, report: Report) -> None:
+            told.append(threading.current_thread().name)
+            asked.set()
+
+        ranks.links._on_report[0] = tell  # as of a thread that is about to read
+        seq = ranks.links.ask(Kind.STATS, [encode(None)])
+        time.sleep(0.1)
+        ranks.links.drain()
+        del ranks.links._on_report[0]
+        ranks.links.answers(seq, RunnerStats, 5, "test", tell)
+        assert told == [threading.current_thread().name]
 
 
 def test_a_rank_that_takes_no_answer_in_time_is_named() -> None:

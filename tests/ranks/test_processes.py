@@ -12,19 +12,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from localllm.config.settings import EngineConfig
-from localllm.errors import DoesNotFit, ModelNotFound, RanksLost
+from localllm.errors import DoesNotFit, EngineError, ModelNotFound, RanksLost
 from localllm.machine.hardware import Hardware
 from localllm.ranks.executor import RankExecutor
 from localllm.ranks.remote import RankRunner
-from localllm.ranks.supervisor import RankPlace, Supervisor
+from localllm.ranks.supervisor import RankPlace, Supervisor, exit_code
 from tests.engine.harness import SmallEngine, make_engine
 from tests.fake_runner import expected_output
-from tests.ranks.fakes import Fault
+from tests.ranks.fakes import COMMAND, Fault
 from tests.ranks.harness import fake_executor, fake_plan
 
 PROMPTS = {"a": [1, 2, 3, 4, 5], "b": [7] * 9, "c": [3, 1]}
@@ -228,6 +229,36 @@ def test_a_program_that_cannot_be_started_is_an_error() -> None:
         with pytest.raises(Exception, match="could not be started"):
             supervisor.start()
         supervisor.stop()
+
+
+def test_a_group_of_which_one_process_cannot_be_started_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Supervisor._started
+
+    def fail_for_the_second(self: Supervisor, rank: int, *given: Any) -> Any:
+        if rank == 1:
+            raise OSError("no more processes")
+        return start(self, rank, *given)
+
+    monkeypatch.setattr(Supervisor, "_started", fail_for_the_second)
+    with nothing_left():
+        supervisor = Supervisor([RankPlace(), RankPlace()], command=COMMAND)
+        with pytest.raises(EngineError, match="no more processes"):
+            supervisor.start()
+        assert [process.returncode for process in supervisor.processes] == [-signal.SIGTERM]
+
+
+def test_a_rank_that_has_died_does_not_disturb_the_end_of_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine notices a late answer before the supervisor notices a death."""
+    monkeypatch.setattr(Supervisor, "_check_ended", lambda self, ranks: None)
+    with nothing_left():
+        supervisor = Supervisor([RankPlace(), RankPlace()], command=COMMAND)
+        supervisor.start().answers(0, int, 30, "their start")
+        os.kill(supervisor.processes[1].pid, signal.SIGKILL)
+        while exit_code(supervisor.processes[1].pid) is None:
+            time.sleep(0.01)
+        supervisor.lose_hanging("Rank 0 does not answer.", "", [0])
+        supervisor.stop()
+        assert [process.returncode for process in supervisor.processes] == [-signal.SIGTERM, -signal.SIGKILL]
 
 
 SERVER = """

@@ -15,6 +15,7 @@ from torch import Tensor
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import RowResult, TokenLogprobs, TokenMasks
 from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.layers.group import Alone
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.graphs import AgreedCapture
 from localllm.runner.host_steps import HostSteps
@@ -175,6 +176,23 @@ def test_one_shard_has_no_exchange(model: DecoderModel, spec: ModelSpec) -> None
     assert runner._steps._exchange is None
 
 
+def test_a_rank_records_when_it_is_told_to(model: DecoderModel, spec: ModelSpec) -> None:
+    """A stage of one shard does not judge by its own clock whether the engine is idle: others record with it."""
+    recorded = 0
+
+    def count(step: Callable[[], None]) -> Callable[[], None]:
+        nonlocal recorded
+        recorded += 1
+        return run_again(step)
+
+    cache = KVCache(spec, NUM_BLOCKS, BLOCK, CPU, torch.float32)
+    desk = Desk(TorchRunner(model, spec, cache, block_size=BLOCK, device=CPU, capture=count, group=Alone(), **SIZES))
+    desk.generate(desk.enter("a", 0, OTHER), 2)
+    before = recorded
+    assert desk.runner.use_idle_time()
+    assert recorded == before + 1
+
+
 class QueuePipe:
     """Streams between the stages of one process, which take turns."""
 
@@ -231,11 +249,25 @@ class Room:
         return run_again(step)
 
 
-def test_shards_stop_recording_at_the_same_shape(sharded: dict[int, ShardedModel]) -> None:
-    """The second shard has memory for five parts only; steps go on with the shapes that both have."""
+class Faulty(Room):
+    """A capture that runs its steps, and fails to record any after `count`."""
+
+    def has_memory(self) -> bool:
+        return True
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        replay = super().__call__(step)
+        if self.count < 0:
+            raise RuntimeError("this step cannot be recorded")
+        return replay
+
+
+@pytest.mark.parametrize("kind", [Room, Faulty])
+def test_shards_stop_recording_at_the_same_shape(kind: type[Room], sharded: dict[int, ShardedModel]) -> None:
+    """The second shard can record five parts only; steps go on with the shapes that both have."""
     model = sharded[2]
     members = model.threads[0].members()
-    captures = [AgreedCapture(Room(count), member, CPU) for count, member in zip((99, 5), members, strict=True)]
+    captures = [AgreedCapture(kind(count), member, CPU) for count, member in zip((99, 5), members, strict=True)]
     runner = ShardRunner(model.stages[0], model.threads[0], num_blocks=NUM_BLOCKS, block_size=BLOCK, **SIZES,
                          each=[{"capture": capture} for capture in captures])  # fmt: skip
     runner.warm_up()

@@ -226,7 +226,6 @@ def stub_ranks() -> tuple[RankStats, ...]:
     memory = RankMemory(12 * 2**30, 7 * 2**30, 2**29, 2**28)
     first = RankStats(
         0, 0, 0, "cuda:0", "NVIDIA RTX 4090", memory=memory, device_bytes=24 * 2**30, step_s=0.0121, busy_ratio=0.75,
-        temperature_c=64, utilisation=0.97,
     )  # fmt: skip
     small = replace(
         first, device_name="NVIDIA RTX 3060", memory=RankMemory(6 * 2**30, 3 * 2**30, 2**29), device_bytes=12 * 2**30

@@ -40,7 +40,7 @@ from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.layers.qkv import Clip, HeadLayerNorm, SplitWholeNorm, WholeNorm
 from localllm.models.layers.rotary import half_split_order, rope_tables
-from localllm.models.layers.split import Summed, Zeros
+from localllm.models.layers.split import Summed
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard, local_spec, whole_shard
 from localllm.models.weights.weights import EMBEDDING, TensorSource
@@ -309,8 +309,6 @@ class DecoderBuilder:
         spec, own = self.spec, self.shard.features
         if spec.mixture is not None and spec.mixture.is_in(index):
             return build_mixture(spec, spec.mixture, self.share, prefix)
-        if not own:
-            return Zeros()
         width, bias = spec.intermediate_size, spec.mlp_bias
         names = ["gate_proj", "up_proj"] if spec.mlp_gated else ["up_proj"]
         up = self.weights.linear(

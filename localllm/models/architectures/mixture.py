@@ -14,7 +14,6 @@ from localllm.models.architectures.shard_weights import ShardWeights, stacked_ro
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.mlp import GatedMLP
 from localllm.models.layers.moe import Experts, MoE, Routing
-from localllm.models.layers.split import Zeros
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.weights import TensorSource
@@ -57,12 +56,10 @@ def _router(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, prefix
     return Linear(weights.take([f"{prefix}gate.weight"], shape, dtype=dtype), bias)
 
 
-def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> Experts | None:
-    """Build the shard's experts, or its features of all experts; None: it has none."""
+def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> Experts:
+    """Build the shard's experts, or its features of all experts."""
     count, width, hidden, bias = mixture.num_experts, mixture.intermediate_size, spec.hidden_size, mixture.expert_bias
     weights, own, features, stem = share.source, share.shard.experts, share.shard.expert_features, f"{prefix}experts"
-    if not own or not features:
-        return None
     held = _held_features(share, stem, width)
     gate_up, gate_up_bias = weights.experts(
         stem,
@@ -96,12 +93,10 @@ def _held_features(share: ShardWeights, stem: str, width: int) -> range | None:
     return held
 
 
-def _shared(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> GatedMLP | Zeros | None:
+def _shared(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> GatedMLP | None:
     width, hidden, features = mixture.shared_size, spec.hidden_size, share.shard.shared_features
     if not width:
         return None
-    if not features:
-        return Zeros()
     stems = [f"{prefix}shared_expert.{name}_proj" for name in ("gate", "up")]
     gate_up = share.source.linear(stems, (2 * width, hidden), order=stacked_rows(features, width, 2))
     down = share.row_parallel(

@@ -21,7 +21,6 @@ from localllm.kernels.moe.route import route
 from localllm.kernels.moe.weights import ExpertWeights, pack_experts, stack_experts
 from localllm.models.layers.linear import Linear, Weight, to_device_layout
 from localllm.models.layers.mlp import GatedMLP
-from localllm.models.layers.split import Zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +88,16 @@ class MoE:
     def __init__(
         self,
         router: Linear,
-        experts: Experts | None,
+        experts: Experts,
         routing: Routing,
         correction_bias: Tensor | None = None,
-        shared: GatedMLP | Zeros | None = None,
+        shared: GatedMLP | None = None,
         shared_gate: Linear | None = None,
         *,
         own: range | None = None,
     ) -> None:
         self.router = router  # [E, H], in the model's type, or in fp32 for families that compute logits in fp32
-        self.experts = experts  # None: this shard holds none
+        self.experts = experts
         self.routing = routing
         self.correction_bias = correction_bias  # [E] fp32
         self.shared = shared
@@ -119,7 +118,7 @@ class MoE:
             slot_mapping=slot_mapping,
         )
         ids = ids if self.own is None else renumbered(ids, self.own)
-        out = x.new_zeros(x.shape) if self.experts is None else self.experts(x, ids, weights)
+        out = self.experts(x, ids, weights)
         if self.shared is None:
             return out
         extra = self.shared(x)

@@ -63,12 +63,3 @@ class Summed:
 
     def __call__(self, *inputs: Any) -> Tensor:
         return self.group.sum_(self.part(*inputs))
-
-
-class Zeros:
-    """A feed-forward part of which this shard holds nothing."""
-
-    __slots__ = ()
-
-    def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
-        return x.new_zeros(x.shape)

@@ -72,7 +72,8 @@ def shards_of(
     more shards than KV heads: query heads per shard, their sum num_heads, none of them crossing from one KV head to
     the next. Counts left out are as even as possible. experts: whole experts per shard; None: each shard has
     expert_features of all of them.
-    Raises `ValueError` if counts do not add up.
+    Every shard needs a part of each kind but the vocabulary: a part without features could not exchange its inputs, and
+    would refuse adapters. Raises `ValueError` if one has none, or if counts do not add up.
     """
     size = len(kv_heads)
     mixture = spec.mixture
@@ -87,7 +88,7 @@ def shards_of(
     shared_size = 0 if mixture is None else mixture.shared_size
     dense = _ranges(spec.intermediate_size, features or even(spec.intermediate_size, size))
     shared = _ranges(shared_size, shared_features or even(shared_size, size))
-    rows = _ranges(spec.vocab_size, vocab or even(spec.vocab_size, size, VOCAB_UNIT))
+    rows = _ranges(spec.vocab_size, vocab or even(spec.vocab_size, size, VOCAB_UNIT), needs_some=False)
     counts = ShardCounts(*(tuple(len(own) for own in kind) for kind in (heads, dense, shared, rows)))
     stage = range(spec.num_layers) if layers is None else layers
     return [
@@ -146,8 +147,6 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
 
 def _head_ranges(spec: ModelSpec, counts: Sequence[int]) -> tuple[list[range], list[range]]:
     """Return each shard's query heads and KV heads."""
-    if 0 in counts:
-        raise ValueError(f"each shard needs a head: {list(counts)}")
     if spec.latent is not None:
         return _ranges(spec.num_heads, counts), [range(1)] * len(counts)
     group = spec.num_heads // spec.num_kv_heads
@@ -161,7 +160,9 @@ def _head_ranges(spec: ModelSpec, counts: Sequence[int]) -> tuple[list[range], l
     return heads, kv
 
 
-def _ranges(total: int, counts: Sequence[int]) -> list[range]:
+def _ranges(total: int, counts: Sequence[int], *, needs_some: bool = True) -> list[range]:
     if sum(counts) != total or min(counts) < 0:
         raise ValueError(f"{list(counts)} do not add up to {total}")
+    if needs_some and total and 0 in counts:
+        raise ValueError(f"each shard needs a part of {total}: {list(counts)}")
     return [range(a, b) for a, b in pairwise([0, *accumulate(counts)])]

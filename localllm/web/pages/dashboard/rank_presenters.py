@@ -52,9 +52,5 @@ def _facts(rank: RankStats) -> Iterator[Fact]:
     yield Fact("Lag", f"{format_count(rank.lag_steps)} {'step' if rank.lag_steps == 1 else 'steps'}")
     if rank.busy_ratio is not None:
         yield Fact("Computing", f"{rank.busy_ratio:.0%}")
-    if rank.utilisation is not None:
-        yield Fact("Device busy", f"{rank.utilisation:.0%}")
-    if rank.temperature_c is not None:
-        yield Fact("Temperature", f"{rank.temperature_c:.0f} °C")
     if rank.restarts:
         yield Fact("Restarts", format_count(rank.restarts), rank.last_words if rank.is_up else "")
