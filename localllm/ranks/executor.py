@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typing import Self
 from localllm.config.settings import EngineConfig
 from localllm.engine.step import RankStats
 from localllm.errors import LocalLLMError, RanksLost
-from localllm.machine.hardware import Hardware
+from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.fit import Measured as MeasuredMemory
 from localllm.models.fit import MemoryPlan, RankPlan
 from localllm.models.loader import check_all_used
@@ -30,6 +31,7 @@ from localllm.models.weights.weights import Progress
 from localllm.ranks.links import Links, OnReport
 from localllm.ranks.messages import Connect, Connected, Loaded, Measured, PutAdapter, Report
 from localllm.ranks.openings import Open, Opened, OpenRunner
+from localllm.ranks.peers import peer_environment
 from localllm.ranks.progress import RankProgress
 from localllm.ranks.remote import RankRunner
 from localllm.ranks.states import RankStates
@@ -52,12 +54,12 @@ class RankExecutor:
 
     def __init__(
         self, supervisor: Supervisor, links: Links, spec: ModelSpec, plan: MemoryPlan, loaded: Sequence[Loaded],
-        timeout_s: float,
+        timeout_s: float, note: str = "",
     ) -> None:  # fmt: skip
-        """plan: that the weights were loaded with."""
+        """plan: that the weights were loaded with. note: about the start of the ranks."""
         self._supervisor, self._links, self._spec, self._plan = supervisor, links, spec, plan
         self._loaded = loaded
-        self._timeout_s = timeout_s
+        self._timeout_s, self._note = timeout_s, note
         self._on_host = False
         self._states = RankStates(supervisor, plan.ranks)
 
@@ -73,7 +75,8 @@ class RankExecutor:
         """
         ranks = plan.ranks
         timeout_s = float(config.rank_timeout)
-        supervisor = Supervisor([place_of(rank) for rank in ranks], command=command, tick_s=tick_s)
+        added, note = peer_environment(ranks, lambda: read_hardware().gpus, os.environ)
+        supervisor = Supervisor([place_of(rank) for rank in ranks], command=command, tick_s=tick_s, added=added)
         with ExitStack() as undo:
             undo.callback(supervisor.stop)
             links = supervisor.start()
@@ -87,7 +90,7 @@ class RankExecutor:
             check_all_used(spec, [each.unused_tensors for each in loaded])
             supervisor.watches_beats = True
             undo.pop_all()
-        return cls(supervisor, links, spec, plan, loaded, timeout_s)
+        return cls(supervisor, links, spec, plan, loaded, timeout_s, note)
 
     @property
     def weights_bytes(self) -> int:
@@ -164,8 +167,8 @@ class RankExecutor:
         self._links.expect(seq)
         self._links.post(Kind.ALLOCATE, [encode(plan_of(plan, each)) for each in plan.ranks])
         opened = self._links.answers(seq, Opened, QUIET_S, "opening a runner", tell)
-        notes = dict.fromkeys((*plan.notes, *(note for each in opened for note in each.plan.notes)))
-        return replace(plan, notes=tuple(notes)), opened
+        notes = dict.fromkeys((*plan.notes, self._note, *(note for each in opened for note in each.plan.notes)))
+        return replace(plan, notes=tuple(filter(None, notes))), opened
 
     def _replan(
         self, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, measured: Sequence[Measured]

@@ -64,8 +64,10 @@ class Supervisor:
         *,
         command: Sequence[str] = COMMAND,
         tick_s: float = TICK_S,
+        added: Mapping[str, str] | None = None,
     ) -> None:
-        """places: by rank. tick_s: between two looks at the ranks' signs of life."""
+        """places: by rank. tick_s: between two looks at the ranks' signs of life. added: to the ranks' environment."""
+        self._added = dict(added or {})
         self._places, self._command, self._tick_s = places, list(command), tick_s
         self._on_lost: Callable[[RanksLost], None] | None = None
         self._told: RanksLost | None = None
@@ -144,7 +146,7 @@ class Supervisor:
             _call(act, error)
 
     def _spawn(self) -> None:
-        environ = environment(os.environ, len(self._places))
+        environ = {**environment(os.environ, len(self._places)), **self._added}
         channels: list[Channel] = []
         try:
             for rank, place in enumerate(self._places):
