@@ -142,12 +142,14 @@ class RankExecutor:
         finally:
             self._supervisor.watches_beats = True
         self._plan, self._states.ranks = plan, plan.ranks
+        self._states.device_bytes = {f"cuda:{gpu.index}": gpu.total_bytes for gpu in hardware.gpus}
+        self._states.device_bytes["cpu"] = hardware.ram_total_bytes
         shards = plan.ranks[0].shard.size
         sampling = len(plan.ranks) - shards  # the first shard of the last stage
         stages = len(plan.ranks) // shards
         runner = RankRunner(
             self._links, opened[sampling], num_stages=stages, sampling_rank=sampling, timeout_s=self._timeout_s,
-            read_ranks=self._states.read,
+            read_ranks=self._states.read, in_flight=self._states.in_flight,
         )  # fmt: skip
         return runner, plan
 

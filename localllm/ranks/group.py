@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -83,6 +83,7 @@ class Pipe:
 
     def __init__(self, before: Any | None, after: Any | None) -> None:
         """before, after: groups of two processes; None: there is no such stage."""
+        self.waited_ns = 0  # for the stages before and after; NCCL waits on the device instead
         self._before, self._after = before, after
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
@@ -90,15 +91,20 @@ class Pipe:
         """Send the hidden stream [T, H] to the next stage, without waiting until it is taken."""
         assert self._after is not None, "the last stage has no next one"
         while len(self._under_way) >= MOST_SENDS:
-            self._under_way.popleft()[0].wait()
+            self._wait(self._under_way.popleft()[0].wait)
         stream = stream.contiguous()
         self._under_way.append((dist.isend(stream, group=self._after, group_dst=1), stream))
 
     def receive(self, stream: Tensor) -> Tensor:
         """Receive the hidden stream [T, H] of the stage before, in place."""
         assert self._before is not None, "the first stage has none before it"
-        dist.recv(stream, group=self._before, group_src=0)
+        self._wait(lambda: dist.recv(stream, group=self._before, group_src=0))
         return stream
+
+    def _wait(self, act: Callable[[], object]) -> None:
+        begun_ns = time.monotonic_ns()
+        act()
+        self.waited_ns += time.monotonic_ns() - begun_ns
 
 
 class World:

@@ -1,4 +1,4 @@
-"""`python -m localllm.ranks.peer_copy FD DEVICE SIDE PARENT` copies 1 MB between two GPUs, and exits with what came of it.
+"""`python -m localllm.ranks.peer_copy FD DEVICE SIDE PARENT` copies 1 MB between two GPUs; the exit code is the result.
 
 Two such processes, one for each GPU, hold the ends of a socket. Each opens the memory of the other one by CUDA IPC,
 reads from it, writes into it, and compares. The driver is called without torch, whose import takes seconds.

@@ -95,6 +95,9 @@ class FakeShare:
         sizes = {"num_blocks": runner.num_blocks, "block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE}
         return runner, {"plan": plan, **sizes}
 
+    def waited_ns(self) -> int:
+        return 0
+
     def held_bytes(self) -> int:
         return 100 + self._rank
 
