@@ -82,7 +82,7 @@ class RankExecutor:
             links = supervisor.start()
             pids = links.answers(0, int, START_S, "their start")
             report(f"{len(pids)} ranks started")
-            connected = links.call(Kind.CONNECT, _connect(ranks, supervisor.folder, timeout_s), Connected, CONNECT_S)
+            connected = links.call(Kind.CONNECT, _connect(ranks, supervisor.store, timeout_s), Connected, CONNECT_S)
             report(f"ranks connected, a small all-reduce takes {max(c.all_reduce_s for c in connected) * 1e6:.0f} µs")
             shares = [encode(Open(str(path), spec, config, plan_of(plan, rank), rank.shard)) for rank in ranks]
             asked = links.ask(Kind.OPEN, shares)
@@ -241,11 +241,11 @@ def place_of(rank: RankPlan) -> RankPlace:
     return RankPlace(rank.device, -1 if rank.numa_node is None else rank.numa_node)
 
 
-def _connect(ranks: Sequence[RankPlan], folder: Path, timeout_s: float) -> Connect:
+def _connect(ranks: Sequence[RankPlan], store: str, timeout_s: float) -> Connect:
     devices = [rank.device for rank in ranks]
     shares_device = len(set(devices)) < len(devices)
     shards = ranks[0].shard.size
-    return Connect(str(folder), timeout_s, shards, len(ranks) // shards, devices, "gloo" if shares_device else "")
+    return Connect(store, timeout_s, shards, len(ranks) // shards, devices, "gloo" if shares_device else "")
 
 
 def _sum_of(progress: Progress, size: int) -> OnReport:

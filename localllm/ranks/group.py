@@ -1,7 +1,7 @@
 """Collectives between ranks, over torch.distributed: gloo on a CPU, NCCL on GPUs.
 
-Ranks find each other through a file in a private folder, so no port is opened for it. Every group has the timeout,
-since a group without one waits ten minutes for a rank that has died.
+Ranks find each other through memory that they inherit, so no port is opened for it and no file is
+left. Every group has the timeout, since a group without one waits ten minutes for a rank that has died.
 Does not know: which layers ask for a collective, processes.
 """
 
@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,8 +111,10 @@ class World:
 
     def __init__(self, rank: int, asked: Connect, device: torch.device) -> None:
         self._rank, self._shards, self.num_stages = rank, asked.shards, asked.stages
-        self._folder, self._device, self._timeout = Path(asked.folder), device, timedelta(seconds=asked.timeout_s)
+        self._device, self._timeout = device, timedelta(seconds=asked.timeout_s)
         self._backend = asked.backend or ("nccl" if device.type == "cuda" else "gloo")
+        size = asked.shards * asked.stages
+        self._store: Any = dist.FileStore(asked.store, size)  # type: ignore[attr-defined]
         self._times = 0
         self._stage, self._shard = divmod(rank, asked.shards)
         self.group, self.everyone, self.pipe = self._connect()
@@ -147,7 +148,7 @@ class World:
         """Every rank makes all groups, its own and the others', in the same order."""
         self._times += 1
         size = self._shards * self.num_stages
-        store: Any = dist.FileStore(str(self._folder / f"store-{self._times}"), size)  # type: ignore[attr-defined]
+        store: Any = dist.PrefixStore(str(self._times), self._store)  # type: ignore[attr-defined]
         dist.init_process_group(self._backend, store=store, rank=self._rank, world_size=size, timeout=self._timeout)
         stages = [[stage * self._shards + shard for shard in range(self._shards)] for stage in range(self.num_stages)]
         shards = [self._new(ranks) for ranks in stages]

@@ -73,7 +73,12 @@ class ProgressTable:
 
 
 def shared_memory(size: int) -> int:
-    """Return a file descriptor of memory for the lines of `size` ranks. It has no name, and exec closes it."""
-    fd = os.memfd_create("localllm-ranks", os.MFD_CLOEXEC)
+    """Return a file descriptor of memory for the lines of `size` ranks."""
+    fd = unnamed_memory()
     os.truncate(fd, size * WORDS * 8)
     return fd
+
+
+def unnamed_memory() -> int:
+    """Return a file descriptor of empty memory. It ends with the last process that holds it, and exec closes it."""
+    return os.memfd_create("localllm-ranks", os.MFD_CLOEXEC)

@@ -15,7 +15,6 @@ import faulthandler
 import logging
 import os
 import queue
-import shutil
 import signal
 import socket
 import sys
@@ -100,7 +99,6 @@ class Rank:
         self._records: queue.SimpleQueue[Record | BadRecord] = queue.SimpleQueue()
         self._seq = self._forwarded_ns = 0
         self._stopped = False
-        self._folder = ""
         self._runner: OpenedRunner | None = None
         self._plan: StepPlan | None = None  # forwarded, not sampled
         self._answers: _Answers | None = None
@@ -132,8 +130,6 @@ class Rank:
         except BadRecord as error:
             self._records.put(error)
             return
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
         self._end(1)
 
     def _beat(self) -> None:
@@ -225,7 +221,6 @@ class Rank:
 
     def _connect(self, record: Record) -> Connected:
         asked = decode(record.payload, Connect)
-        self._folder = asked.folder
         self._connected = self._make_share()
         return self._share.connect(self._number, asked)
 
@@ -377,17 +372,19 @@ class _LogsToServer(logging.Handler):
 
 
 def main(make_share: Callable[[], Share], arguments: list[str] | None = None) -> None:
-    """Run one rank. arguments: file descriptors of socket and table, rank, ranks, the server's process, NUMA node.
+    """Run one rank. arguments: file descriptors of socket, table and the memory in which ranks find each other; rank,
+    ranks, the server's process, NUMA node.
 
     make_share: makes what the rank drives.
     """
-    socket_fd, table_fd, number, size, parent, node = map(int, sys.argv[1:] if arguments is None else arguments)
+    *fds, number, size, parent, node = map(int, sys.argv[1:] if arguments is None else arguments)
+    socket_fd, table_fd, _ = fds
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends its ranks
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     end_with_parent(parent)
     bind_to_node(node)
-    for fd in (socket_fd, table_fd):
+    for fd in fds:
         os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=socket_fd))
     logging.basicConfig(level=logging.INFO, handlers=[_LogsToServer(channel)])

@@ -148,6 +148,6 @@ class FaultyRunner(FakeRunner):
 
 
 if __name__ == "__main__":
-    if os.environ.get("FAKE_RANK_HANGS") == sys.argv[3]:
+    if os.environ.get("FAKE_RANK_HANGS") == sys.argv[4]:
         time.sleep(3600)
     main(FakeShare)
