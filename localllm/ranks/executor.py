@@ -254,7 +254,8 @@ def _sum_of(progress: Progress, size: int) -> OnReport:
 
     def add(rank: int, report: Report) -> None:
         loaded[rank], totals[rank] = report.loaded, report.total
-        progress(sum(loaded), sum(totals))
+        if all(totals):  # every rank has told how much it reads
+            progress(sum(loaded), sum(totals))
 
     return add
 
