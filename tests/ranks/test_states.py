@@ -7,8 +7,10 @@ import time
 from typing import cast
 
 import pytest
+import torch
 
 from localllm.ranks.channel import Channel
+from localllm.ranks.group import Pipe
 from localllm.ranks.progress import ProgressTable, RankProgress, shared_memory
 from localllm.ranks.rank import Rank, Share
 from localllm.ranks.states import InFlight, Reading, Recent, busy_ratio, mean_step_s
@@ -86,3 +88,16 @@ def test_waits_for_other_stages_are_not_computing(monkeypatch: pytest.MonkeyPatc
     assert table.read(0).busy_ns == 30
     table.close()
     os.close(fd)
+
+
+def test_a_pipe_counts_its_waits_for_the_stage_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, pipe = [0], Pipe(object(), None)
+
+    def receive(*arguments: object, **options: object) -> None:
+        now[0] += 70
+
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr("torch.distributed.recv", receive)
+    for _ in range(2):
+        pipe.receive(torch.zeros(1, 4))
+    assert pipe.waited_ns == 140
