@@ -31,7 +31,7 @@ from localllm.engine.scheduler import Scheduler
 from localllm.engine.settle import as_localllm_error
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import PendingStep, Runner, StepPlan, TokenMasks
-from localllm.errors import DeviceLost, EngineCrashed, EngineError, EngineStopped, LocalLLMError
+from localllm.errors import DeviceLost, EngineCrashed, EngineError, EngineStopped, LocalLLMError, RanksLost
 from localllm.version import __version__
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class EngineLoop:
 
     def submit(self, *requests: Request) -> None:
         """Queue all requests in order, or none.
-        Raises `EngineStopped`, or `ModelNotFound` if an adapter was unloaded."""
+        Raises `EngineStopped`, `RanksLost`, or `ModelNotFound` if an adapter was unloaded."""
         with self._wake:
             self._refuse_when_ended()
             _begin([adapter for request in requests if (adapter := request.options.adapter) is not None])
@@ -106,7 +106,7 @@ class EngineLoop:
 
     def _refuse_when_ended(self) -> None:
         if self.why_ended is not None:
-            raise EngineStopped(f"The engine has ended: {self.why_ended.what}", self.why_ended.why, self.why_ended.hint)
+            raise _refusal(self.why_ended)
         if self._stopping or (self._thread is not None and not self._thread.is_alive()):
             raise EngineStopped("The engine is shutting down.", hint="Retry when the server is running again.")
 
@@ -431,6 +431,13 @@ class EngineLoop:
 def _has_unseen_tokens(request: Request) -> bool:
     """Return whether a token of the request is in an earlier step than the one being launched."""
     return not request.is_finished and request.num_output_placeholders > 1
+
+
+def _refusal(why: EngineError) -> EngineError:
+    """Return the error of a request that comes after the end. Lost ranks come back: the client may send it again."""
+    if isinstance(why, RanksLost):
+        return RanksLost(why.what, why.why, why.hint)
+    return EngineStopped(f"The engine has ended: {why.what}", why.why, why.hint)
 
 
 def _crashed(why: str) -> EngineCrashed:

@@ -22,6 +22,11 @@ def data_folder() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "localllm"
 
 
+def cache_folder() -> Path:
+    """Return $XDG_CACHE_HOME/localllm: files that may be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "localllm"
+
+
 def make_private(folder: Path) -> None:
     """Create a folder that only its owner may open, and the data folder above it likewise. An existing folder keeps
     its mode: `localllm doctor` reports a folder that others may read."""

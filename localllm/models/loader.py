@@ -74,6 +74,8 @@ def load_model(
         return load_through_transformers(path, spec, device, dtype, length, verify=verify is not False)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
         weights = _weights(Weights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights, progress)
+        if shard is not None:
+            weights.total_bytes = _bytes_to_read(checkpoint, spec, device, dtype, quantize, cpu_weights, shard)
         builder = DecoderBuilder(spec, weights, device, dtype, shard, group)
         model = builder.build(max_model_len or spec.max_position)
         model.lora, model.unused_tensors = bank, weights.unused()
@@ -111,6 +113,17 @@ def resident_bytes(
         weights = _weights(MetaWeights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights)
         builder = DecoderBuilder(spec, weights, device, dtype, shard)
         return held_bytes(builder.build(max_model_len or spec.max_position))
+
+
+def _bytes_to_read(
+    checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype, quantize: AtLoad | None,
+    cpu_weights: str, shard: Shard,
+) -> int:  # fmt: skip
+    """Return the bytes of the tensors that a shard reads, whole or in part, from the headers."""
+    with torch.device("meta"):
+        weights = _weights(MetaWeights, checkpoint, spec, device, dtype, quantize, None, cpu_weights)
+        DecoderBuilder(spec, weights, device, dtype, shard).build(1)
+    return weights.done_bytes
 
 
 def check_all_used(spec: ModelSpec, unused: Sequence[frozenset[str]]) -> None:

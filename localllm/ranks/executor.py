@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typing import Self
 from localllm.config.settings import EngineConfig
 from localllm.engine.step import RankStats
 from localllm.errors import LocalLLMError, RanksLost
-from localllm.machine.hardware import Hardware
+from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.fit import Measured as MeasuredMemory
 from localllm.models.fit import MemoryPlan, RankPlan
 from localllm.models.loader import check_all_used
@@ -30,6 +31,7 @@ from localllm.models.weights.weights import Progress
 from localllm.ranks.links import Links, OnReport
 from localllm.ranks.messages import Connect, Connected, Loaded, Measured, PutAdapter, Report
 from localllm.ranks.openings import Open, Opened, OpenRunner
+from localllm.ranks.peers import peer_environment
 from localllm.ranks.progress import RankProgress
 from localllm.ranks.remote import RankRunner
 from localllm.ranks.states import RankStates
@@ -52,12 +54,12 @@ class RankExecutor:
 
     def __init__(
         self, supervisor: Supervisor, links: Links, spec: ModelSpec, plan: MemoryPlan, loaded: Sequence[Loaded],
-        timeout_s: float,
+        timeout_s: float, note: str = "",
     ) -> None:  # fmt: skip
-        """plan: that the weights were loaded with."""
+        """plan: that the weights were loaded with. note: about the start of the ranks."""
         self._supervisor, self._links, self._spec, self._plan = supervisor, links, spec, plan
         self._loaded = loaded
-        self._timeout_s = timeout_s
+        self._timeout_s, self._note = timeout_s, note
         self._on_host = False
         self._states = RankStates(supervisor, plan.ranks)
 
@@ -73,13 +75,14 @@ class RankExecutor:
         """
         ranks = plan.ranks
         timeout_s = float(config.rank_timeout)
-        supervisor = Supervisor([place_of(rank) for rank in ranks], command=command, tick_s=tick_s)
+        added, note = peer_environment(ranks, lambda: read_hardware().gpus, os.environ)
+        supervisor = Supervisor([place_of(rank) for rank in ranks], command=command, tick_s=tick_s, added=added)
         with ExitStack() as undo:
             undo.callback(supervisor.stop)
             links = supervisor.start()
             pids = links.answers(0, int, START_S, "their start")
             report(f"{len(pids)} ranks started")
-            connected = links.call(Kind.CONNECT, _connect(ranks, supervisor.folder, timeout_s), Connected, CONNECT_S)
+            connected = links.call(Kind.CONNECT, _connect(ranks, supervisor.store, timeout_s), Connected, CONNECT_S)
             report(f"ranks connected, a small all-reduce takes {max(c.all_reduce_s for c in connected) * 1e6:.0f} µs")
             shares = [encode(Open(str(path), spec, config, plan_of(plan, rank), rank.shard)) for rank in ranks]
             asked = links.ask(Kind.OPEN, shares)
@@ -87,7 +90,7 @@ class RankExecutor:
             check_all_used(spec, [each.unused_tensors for each in loaded])
             supervisor.watches_beats = True
             undo.pop_all()
-        return cls(supervisor, links, spec, plan, loaded, timeout_s)
+        return cls(supervisor, links, spec, plan, loaded, timeout_s, note)
 
     @property
     def weights_bytes(self) -> int:
@@ -139,12 +142,14 @@ class RankExecutor:
         finally:
             self._supervisor.watches_beats = True
         self._plan, self._states.ranks = plan, plan.ranks
+        self._states.device_bytes = {f"cuda:{gpu.index}": gpu.total_bytes for gpu in hardware.gpus}
+        self._states.device_bytes["cpu"] = hardware.ram_total_bytes
         shards = plan.ranks[0].shard.size
         sampling = len(plan.ranks) - shards  # the first shard of the last stage
         stages = len(plan.ranks) // shards
         runner = RankRunner(
             self._links, opened[sampling], num_stages=stages, sampling_rank=sampling, timeout_s=self._timeout_s,
-            read_ranks=self._states.read,
+            read_ranks=self._states.read, in_flight=self._states.in_flight,
         )  # fmt: skip
         return runner, plan
 
@@ -164,8 +169,8 @@ class RankExecutor:
         self._links.expect(seq)
         self._links.post(Kind.ALLOCATE, [encode(plan_of(plan, each)) for each in plan.ranks])
         opened = self._links.answers(seq, Opened, QUIET_S, "opening a runner", tell)
-        notes = dict.fromkeys((*plan.notes, *(note for each in opened for note in each.plan.notes)))
-        return replace(plan, notes=tuple(notes)), opened
+        notes = dict.fromkeys((*plan.notes, self._note, *(note for each in opened for note in each.plan.notes)))
+        return replace(plan, notes=tuple(filter(None, notes))), opened
 
     def _replan(
         self, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, measured: Sequence[Measured]
@@ -236,11 +241,11 @@ def place_of(rank: RankPlan) -> RankPlace:
     return RankPlace(rank.device, -1 if rank.numa_node is None else rank.numa_node)
 
 
-def _connect(ranks: Sequence[RankPlan], folder: Path, timeout_s: float) -> Connect:
+def _connect(ranks: Sequence[RankPlan], store: str, timeout_s: float) -> Connect:
     devices = [rank.device for rank in ranks]
     shares_device = len(set(devices)) < len(devices)
     shards = ranks[0].shard.size
-    return Connect(str(folder), timeout_s, shards, len(ranks) // shards, devices, "gloo" if shares_device else "")
+    return Connect(store, timeout_s, shards, len(ranks) // shards, devices, "gloo" if shares_device else "")
 
 
 def _sum_of(progress: Progress, size: int) -> OnReport:
@@ -249,7 +254,8 @@ def _sum_of(progress: Progress, size: int) -> OnReport:
 
     def add(rank: int, report: Report) -> None:
         loaded[rank], totals[rank] = report.loaded, report.total
-        progress(sum(loaded), sum(totals))
+        if all(totals):  # every rank has told how much it reads
+            progress(sum(loaded), sum(totals))
 
     return add
 

@@ -1,7 +1,7 @@
 """Collectives between ranks, over torch.distributed: gloo on a CPU, NCCL on GPUs.
 
-Ranks find each other through a file in a private folder, so no port is opened for it. Every group has the timeout,
-since a group without one waits ten minutes for a rank that has died.
+Ranks find each other through memory that they inherit, so no port is opened for it and no file is
+left. Every group has the timeout, since a group without one waits ten minutes for a rank that has died.
 Does not know: which layers ask for a collective, processes.
 """
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +75,7 @@ class Pipe:
 
     def __init__(self, before: Any | None, after: Any | None) -> None:
         """before, after: groups of two processes; None: there is no such stage."""
+        self.waited_ns = 0  # for the stages before and after; NCCL waits on the device instead
         self._before, self._after = before, after
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
@@ -87,16 +87,22 @@ class Pipe:
             dist.send(_sendable(stream, self._after), group=self._after, group_dst=1)
             return
         while len(self._under_way) >= MOST_SENDS:
-            self._under_way.popleft()[0].wait()
+            self._wait(self._under_way.popleft()[0].wait)
         stream = stream.contiguous()
         self._under_way.append((dist.isend(stream, group=self._after, group_dst=1), stream))
 
     def receive(self, stream: Tensor) -> Tensor:
         """Receive the hidden stream [T, H] of the stage before, in place."""
-        assert self._before is not None, "the first stage has none before it"
-        arrived = _sendable(stream, self._before)
-        dist.recv(arrived, group=self._before, group_src=0)
+        before = self._before
+        assert before is not None, "the first stage has none before it"
+        arrived = _sendable(stream, before)
+        self._wait(lambda: dist.recv(arrived, group=before, group_src=0))
         return stream if arrived is stream else stream.copy_(arrived)
+
+    def _wait(self, act: Callable[[], object]) -> None:
+        begun_ns = time.monotonic_ns()
+        act()
+        self.waited_ns += time.monotonic_ns() - begun_ns
 
 
 class World:
@@ -104,8 +110,10 @@ class World:
 
     def __init__(self, rank: int, asked: Connect, device: torch.device) -> None:
         self._rank, self._shards, self.num_stages = rank, asked.shards, asked.stages
-        self._folder, self._device, self._timeout = Path(asked.folder), device, timedelta(seconds=asked.timeout_s)
+        self._device, self._timeout = device, timedelta(seconds=asked.timeout_s)
         self._backend = asked.backend or ("nccl" if device.type == "cuda" else "gloo")
+        size = asked.shards * asked.stages
+        self._store: Any = dist.FileStore(asked.store, size)  # type: ignore[attr-defined]
         self._times = 0
         self._stage, self._shard = divmod(rank, asked.shards)
         self.group, self.everyone, self.pipe = self._connect()
@@ -139,7 +147,7 @@ class World:
         """Every rank makes all groups, its own and the others', in the same order."""
         self._times += 1
         size = self._shards * self.num_stages
-        store: Any = dist.FileStore(str(self._folder / f"store-{self._times}"), size)  # type: ignore[attr-defined]
+        store: Any = dist.PrefixStore(str(self._times), self._store)  # type: ignore[attr-defined]
         dist.init_process_group(self._backend, store=store, rank=self._rank, world_size=size, timeout=self._timeout)
         stages = [[stage * self._shards + shard for shard in range(self._shards)] for stage in range(self.num_stages)]
         shards = [self._new(ranks) for ranks in stages]

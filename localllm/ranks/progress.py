@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 WORDS = 8
 """Words of 8 bytes per rank: one cache line."""
-LAUNCHED, ANSWERED, BEAT_NS, FORWARDED_NS, STEP_NS, HELD_BYTES = range(6)
+LAUNCHED, ANSWERED, BEAT_NS, FORWARDED_NS, STEPS, STEP_NS, BUSY_NS, HELD_BYTES = range(WORDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,9 @@ class RankProgress:
     answered: int  # ... and ended
     beat_ns: int  # time.monotonic_ns() of its last sign of life
     forwarded_ns: int  # time.monotonic_ns() when it last began a step
-    step_ns: int  # what its last step took
+    steps: int  # that it ended
+    step_ns: int  # what all its steps took together, waits included
+    busy_ns: int  # time that it computed in all steps; 0 on a GPU, where a launch shows no waits
     held_bytes: int  # memory of its device
 
     @property
@@ -46,6 +48,10 @@ class ProgressTable:
 
     def write(self, rank: int, word: int, value: int) -> None:
         self._words[rank * WORDS + word] = value
+
+    def add(self, rank: int, word: int, value: int) -> None:
+        """Add to a word that only the caller's thread writes."""
+        self._words[rank * WORDS + word] += value
 
     def beat(self, rank: int) -> None:
         self.write(rank, BEAT_NS, time.monotonic_ns())
@@ -67,7 +73,12 @@ class ProgressTable:
 
 
 def shared_memory(size: int) -> int:
-    """Return a file descriptor of memory for the lines of `size` ranks. It has no name, and exec closes it."""
-    fd = os.memfd_create("localllm-ranks", os.MFD_CLOEXEC)
+    """Return a file descriptor of memory for the lines of `size` ranks."""
+    fd = unnamed_memory()
     os.truncate(fd, size * WORDS * 8)
     return fd
+
+
+def unnamed_memory() -> int:
+    """Return a file descriptor of empty memory. It ends with the last process that holds it, and exec closes it."""
+    return os.memfd_create("localllm-ranks", os.MFD_CLOEXEC)

@@ -15,13 +15,12 @@ import faulthandler
 import logging
 import os
 import queue
-import shutil
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from localllm.engine.step import PendingStep, Runner, RunnerStats, StepPlan
@@ -39,7 +38,7 @@ from localllm.ranks.messages import (
     PutAdapter,
     Report,
 )  # fmt: skip
-from localllm.ranks.progress import ANSWERED, FORWARDED_NS, HELD_BYTES, LAUNCHED, STEP_NS, ProgressTable
+from localllm.ranks.progress import ANSWERED, BUSY_NS, FORWARDED_NS, HELD_BYTES, LAUNCHED, STEP_NS, STEPS, ProgressTable
 from localllm.ranks.wire import Answer, BadRecord, Kind, Record, decode, decode_plan, decode_sample, encode
 
 log = logging.getLogger(__name__)
@@ -62,7 +61,8 @@ class OpenedRunner(Runner, Protocol):
 
 class Share(Protocol):
     """A rank's share of a model. `samples`: whether this rank draws the tokens, once connected.
-    `answers_later`: whether results come after a launch, so that a thread waits for them.
+    `answers_later`: whether results come after a launch, so that a thread waits for them. `waited_ns`: the time that
+    launches have waited for other stages.
 
     It decodes the records that open the model and its runner (openings.py), and returns the latter's answer."""
 
@@ -76,6 +76,7 @@ class Share(Protocol):
 
     def load(self, asked: bytes, tell: Tell) -> Loaded: ...
     def open_runner(self, asked: bytes, agree: Agree, tell: Tell) -> tuple[OpenedRunner, object]: ...
+    def waited_ns(self) -> int: ...
     def held_bytes(self) -> int: ...
     def sleep(self) -> None: ...
     def wake(self) -> None: ...
@@ -102,7 +103,6 @@ class Rank:
         self._records: queue.SimpleQueue[Record | BadRecord] = queue.SimpleQueue()
         self._seq = self._forwarded_ns = 0
         self._stopped = False
-        self._folder = ""
         self._runner: OpenedRunner | None = None
         self._plan: StepPlan | None = None  # forwarded, not sampled
         self._answers: _Answers | None = None
@@ -134,8 +134,6 @@ class Rank:
         except BadRecord as error:
             self._records.put(error)
             return
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
         self._end(1)
 
     def _beat(self) -> None:
@@ -191,7 +189,8 @@ class Rank:
         self._table.write(self._number, FORWARDED_NS, self._forwarded_ns)
         if self._plan is not None:
             raise BadRecord(f"step {plan.step_id} came before step {self._plan.step_id} was sampled")
-        self._opened.forward(plan)
+        with self._computing():
+            self._opened.forward(plan)
         self._plan = plan
 
     def _sample(self, record: Record) -> None:
@@ -199,15 +198,26 @@ class Rank:
         plan, self._plan = self._plan, None
         if plan is None or plan.step_id != step_id:
             raise BadRecord(f"step {step_id} is to be sampled, and {plan and plan.step_id} was forwarded")
-        pending = self._opened.sample(plan, masks)
+        with self._computing():
+            pending = self._opened.sample(plan, masks)
         assert self._answers is not None
         self._answers.put(record.seq, self._forwarded_ns, pending)
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Add the time of a launch to the time that this rank has computed, less its waits for other stages."""
+        begun_ns, waited_ns = time.monotonic_ns(), self._share.waited_ns()
+        yield
+        if not self._share.answers_later:
+            spent_ns = time.monotonic_ns() - begun_ns - (self._share.waited_ns() - waited_ns)
+            self._table.add(self._number, BUSY_NS, spent_ns)
 
     def _settle(self, seq: int, begun_ns: int, pending: PendingStep, stats: RunnerStats | None) -> None:
         """Wait for a step's result, and send it if this rank draws the tokens."""
         result = pending.result()
         self._table.write(self._number, ANSWERED, seq)
-        self._table.write(self._number, STEP_NS, time.monotonic_ns() - begun_ns)
+        self._table.add(self._number, STEP_NS, time.monotonic_ns() - begun_ns)
+        self._table.add(self._number, STEPS, 1)
         if self._share.samples:
             self._channel.send(Kind.RESULT, seq, encode(Answer(result, stats)))
 
@@ -215,7 +225,6 @@ class Rank:
 
     def _connect(self, record: Record) -> Connected:
         asked = decode(record.payload, Connect)
-        self._folder = asked.folder
         self._connected = self._make_share()
         return self._share.connect(self._number, asked)
 
@@ -376,17 +385,19 @@ class _LogsToServer(logging.Handler):
 
 
 def main(make_share: Callable[[], Share], arguments: list[str] | None = None) -> None:
-    """Run one rank. arguments: file descriptors of socket and table, rank, ranks, the server's process, NUMA node.
+    """Run one rank. arguments: file descriptors of socket, table and the memory in which ranks find each other; rank,
+    ranks, the server's process, NUMA node.
 
     make_share: makes what the rank drives.
     """
-    socket_fd, table_fd, number, size, parent, node = map(int, sys.argv[1:] if arguments is None else arguments)
+    *fds, number, size, parent, node = map(int, sys.argv[1:] if arguments is None else arguments)
+    socket_fd, table_fd, _ = fds
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends its ranks
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     end_with_parent(parent)
     bind_to_node(node)
-    for fd in (socket_fd, table_fd):
+    for fd in fds:
         os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=socket_fd))
     logging.basicConfig(level=logging.INFO, handlers=[_LogsToServer(channel)])

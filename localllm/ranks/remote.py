@@ -16,6 +16,7 @@ from localllm.engine.step import RankStats, RunnerStats, StepPlan, StepResult, T
 from localllm.errors import RanksLost
 from localllm.ranks.links import Links
 from localllm.ranks.messages import Idle
+from localllm.ranks.states import InFlight
 from localllm.ranks.wire import Answer, BadRecord, Kind, decode, encode_plan, encode_sample
 
 SLOW = 20
@@ -41,13 +42,15 @@ class RankRunner:
 
     def __init__(
         self, links: Links, opened: RunnerSizes, *, num_stages: int, sampling_rank: int, timeout_s: float,
-        read_ranks: Callable[[], tuple[RankStats, ...]] = tuple,
+        read_ranks: Callable[[], tuple[RankStats, ...]] = tuple, in_flight: InFlight | None = None,
     ) -> None:  # fmt: skip
-        """read_ranks: returns the state of the ranks, from any thread, without asking them."""
+        """read_ranks: returns the state of the ranks, from any thread, without asking them. in_flight: the clock to run
+        while steps are in flight."""
         self.num_blocks, self.block_size, self.vocab_size = opened.num_blocks, opened.block_size, opened.vocab_size
         self.num_stages = num_stages
         self._links, self._timeout_s, self._read_ranks = links, timeout_s, read_ranks
         self._sampling_rank = sampling_rank
+        self._in_flight = InFlight() if in_flight is None else in_flight
         self._slowest_s, self._last_step_s = 0.0, -math.inf
         self._stats = RunnerStats()
         self._open: set[int] = set()  # records of steps whose results nobody has read
@@ -55,6 +58,7 @@ class RankRunner:
 
     def forward(self, plan: StepPlan) -> None:
         self._last_step_s = time.monotonic()
+        self._in_flight.begin()
         self._links.post(Kind.FORWARD, [encode_plan(plan)])
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> PendingRankStep:
@@ -72,6 +76,8 @@ class RankRunner:
         limit = max(self._timeout_s, SLOW * self._slowest_s)
         records = self._links.wait(seq, limit, f"step {step_id}")
         self._open.discard(seq)
+        if not self._open:
+            self._in_flight.end()
         self._slowest_s = max(self._slowest_s, time.monotonic() - begun)
         answer = decode(records[0].payload, Answer)
         if answer.stats is not None:
@@ -96,6 +102,7 @@ class RankRunner:
     def reset(self) -> None:
         self._links.forget(self._open)
         self._open.clear()
+        self._in_flight.end()
         self._links.call(Kind.RESET, None, type(None), self._timeout_s)
 
     def close(self) -> None:

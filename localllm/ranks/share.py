@@ -106,6 +106,9 @@ class TorchShare:
             raise refusal
         return kv
 
+    def waited_ns(self) -> int:
+        return self._world.pipe.waited_ns
+
     def held_bytes(self) -> int:
         return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else process_bytes()
 

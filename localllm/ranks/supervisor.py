@@ -12,17 +12,14 @@ import contextlib
 import logging
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -31,7 +28,7 @@ from localllm.machine.processes import threads_per_process
 from localllm.ranks.channel import Channel
 from localllm.ranks.links import Links
 from localllm.ranks.loss import Loss
-from localllm.ranks.progress import ProgressTable, shared_memory
+from localllm.ranks.progress import ProgressTable, shared_memory, unnamed_memory
 from localllm.ranks.wire import Kind
 
 log = logging.getLogger(__name__)
@@ -64,16 +61,18 @@ class Supervisor:
         *,
         command: Sequence[str] = COMMAND,
         tick_s: float = TICK_S,
+        added: Mapping[str, str] | None = None,
     ) -> None:
-        """places: by rank. tick_s: between two looks at the ranks' signs of life."""
+        """places: by rank. tick_s: between two looks at the ranks' signs of life. added: to the ranks' environment."""
+        self._added = dict(added or {})
         self._places, self._command, self._tick_s = places, list(command), tick_s
         self._on_lost: Callable[[RanksLost], None] | None = None
         self._told: RanksLost | None = None
         self._telling = threading.Lock()
         self.names = [f"Rank {rank} ({place.device})" for rank, place in enumerate(places)]
         self.loss = Loss()
-        self.folder = Path(tempfile.mkdtemp(prefix="localllm-ranks-"))
-        self._table_fd = shared_memory(len(places))
+        self._table_fd, self._store_fd = shared_memory(len(places)), unnamed_memory()
+        self.store = f"/proc/self/fd/{self._store_fd}"  # path of the memory in which the ranks find each other
         self.progress = ProgressTable(self._table_fd, len(places))
         self.processes: list[subprocess.Popen[bytes]] = []
         self._watches = [_Watch() for _ in places]
@@ -144,7 +143,7 @@ class Supervisor:
             _call(act, error)
 
     def _spawn(self) -> None:
-        environ = environment(os.environ, len(self._places))
+        environ = {**environment(os.environ, len(self._places)), **self._added}
         channels: list[Channel] = []
         try:
             for rank, place in enumerate(self._places):
@@ -161,9 +160,10 @@ class Supervisor:
         self._links = Links(channels, self.loss, self.names, self.lose_hanging)
 
     def _started(self, rank: int, place: RankPlace, fd: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        arguments = map(str, (fd, self._table_fd, rank, len(self._places), os.getpid(), place.numa_node))
+        inherited = fd, self._table_fd, self._store_fd
+        arguments = map(str, (*inherited, rank, len(self._places), os.getpid(), place.numa_node))
         return subprocess.Popen(
-            [*self._command, *arguments], pass_fds=(fd, self._table_fd), env=environ, stdin=subprocess.DEVNULL,
+            [*self._command, *arguments], pass_fds=inherited, env=environ, stdin=subprocess.DEVNULL,
             start_new_session=True,  # keys of the terminal reach the server alone
         )  # fmt: skip
 
@@ -253,14 +253,13 @@ class Supervisor:
                 select.select([fd], [], [], left)
 
     def _free(self) -> None:
-        """Close every file descriptor, and remove the folder."""
+        """Close every file descriptor."""
         self.loss.close()
         if self._links is not None:
             self._links.close()
         self.progress.close()
-        for fd in (*self._pidfds, self._wake_read, self._wake_write, self._table_fd):
+        for fd in (*self._pidfds, self._wake_read, self._wake_write, self._table_fd, self._store_fd):
             os.close(fd)
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass(slots=True)

@@ -33,8 +33,12 @@ def even_shards(path: Path, size: int, **counts: Any) -> list[Shard] | None:
 
 
 def load_whole(path: Path, **options: Any) -> DecoderModel:
-    model = load_model(path, read_spec(path), CPU, torch.float32, **options)
+    calls: list[tuple[int, int]] = []
+    spec = read_spec(path)
+    model = load_model(path, spec, CPU, torch.float32, lambda done, total: calls.append((done, total)), **options)
     assert isinstance(model, DecoderModel)
+    assert calls[-1][0] == calls[-1][1]  # a shard's progress ends at 100 %
+    assert calls == sorted(calls)
     return model
 
 

@@ -286,6 +286,13 @@ def test_what_is_not_possible_is_refused_with_its_numbers(
     assert hint in caught.value.hint
 
 
+@pytest.mark.parametrize(("hardware", "device"), [(NO_GPU, "auto"), (NO_GPU, "cpu"), (TWO, "cpu")])
+def test_a_refusal_on_a_cpu_does_not_count_gpus(hardware: Hardware, device: str) -> None:
+    with pytest.raises(ConfigError, match="KV groups") as caught:
+        plan(QWEN_05B, hardware, tensor_parallel_size=3, device=device)
+    assert "GPU" not in caught.value.why
+
+
 def test_a_rank_that_is_too_small_is_named_with_shares_that_work() -> None:
     with pytest.raises(DoesNotFit, match=r"Rank 1 \(cuda:1, RTX 3060\) has 9.8 GiB and needs 12.4") as caught:
         plan(LLAMA_8B, TWO, tensor_split=(1, 3))
@@ -309,7 +316,7 @@ def test_a_model_that_embeds_is_refused(tmp_path: Path) -> None:
 def test_fit_shows_each_rank(tiny_llama_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["fit", str(tiny_llama_path), "-tp", "2", "--device", "cpu"]) == 0
     told = capsys.readouterr().out
-    for words in ("rank 0 CPU", "rank 1 CPU", "KV heads", "exchange between ranks", "1 + 1 of 2 KV heads"):
+    for words in ("rank 0 CPU", "rank 1 CPU", "KV heads", "processes of the ranks", "process ", "1 + 1 of 2 KV heads"):
         assert words in told
     assert cli.main(["fit", str(tiny_llama_path), "-pp", "2", "--device", "cpu", "--json"]) == 0
     (device,) = json.loads(capsys.readouterr().out)["devices"]

@@ -100,6 +100,9 @@ class FakeShare:
         sizes = {"num_blocks": runner.num_blocks, "block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE}
         return runner, {"plan": plan, **sizes}
 
+    def waited_ns(self) -> int:
+        return 0
+
     def held_bytes(self) -> int:
         return 100 + self._rank
 
@@ -150,6 +153,6 @@ class FaultyRunner(FakeRunner):
 
 
 if __name__ == "__main__":
-    if os.environ.get("FAKE_RANK_HANGS") == sys.argv[3]:
+    if os.environ.get("FAKE_RANK_HANGS") == sys.argv[4]:
         time.sleep(3600)
     main(FakeShare)

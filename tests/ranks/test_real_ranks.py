@@ -123,5 +123,9 @@ def test_two_stages_of_two_shards_generate_the_tokens_of_one_process(
         runner, _ = executor.open_runner(config, plan, HARDWARE, lambda text: None)
         assert runner.num_stages == 2
         assert tokens_of(runner, plan, temperature=0.0) == tokens_of(*alone, temperature=0.0)
+        bubbles = runner.stats().bubble_ratios()
+        assert set(bubbles) == {0, 1}
+        assert all(0 < ratio < 1 for ratio in bubbles.values())
+        assert {rank.device_bytes for rank in runner.stats().ranks} == {2**34}
     finally:
         executor.close()

@@ -118,7 +118,8 @@ def _heads_refused(spec: ModelSpec, size: int, num_gpus: int) -> ConfigError:
         has = f"It has {kv} KV {'group' if kv == 1 else 'groups'} of {group} {'head' if group == 1 else 'heads'}"
     why = f"{has}; {ranges_in_words(works)} ranks work"
     why += f", {ranges_in_words(whole)} without repeated KV heads or idle time." if whole else "."
-    why += f" There {'is' if num_gpus == 1 else 'are'} {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}."
+    if num_gpus:
+        why += f" There {'is' if num_gpus == 1 else 'are'} {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}."
     best = max(n for n in (1, *whole) if n <= (min(size, num_gpus) if num_gpus > 1 else size))
     return ConfigError(
         f"--tensor-parallel-size {size} cannot split this model.", why, f"-tp {best}", param="tensor_parallel_size"

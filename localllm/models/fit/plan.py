@@ -98,7 +98,8 @@ class _Planner:
 
     def choose(self) -> MemoryPlan:
         division = asked_division(self.config)
-        require_possible(self.spec, division or division_of(self.config, 1, 1), len(self.hardware.gpus))
+        num_gpus = 0 if self.config.device == "cpu" else len(self.hardware.gpus)
+        require_possible(self.spec, division or division_of(self.config, 1, 1), num_gpus)
         if division is not None and division.num_ranks > 1:
             return self._several(division)
         if division is None and self._may_use_several():

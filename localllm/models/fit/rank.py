@@ -35,7 +35,7 @@ class RankPlan:
     kv_bytes: int
     activation_bytes: int
     graph_bytes: int
-    comm_bytes: int  # of the exchange between ranks; on a CPU also the rank's process
+    comm_bytes: int  # of the exchange between ranks; on a CPU mostly the rank's process
     free_bytes: int  # of the device; on a CPU all ranks share it
     reserve_bytes: int
     numa_node: int | None = None

@@ -30,7 +30,8 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
     if any(each.needs.graph_bytes for each in estimates):
         yield "CUDA graphs", row("graph_bytes")
     if any(each.needs.comm_bytes for each in estimates):
-        yield "exchange between ranks", row("comm_bytes")
+        on_cpu = all(each.device == "cpu" for each in estimates if each.needs.comm_bytes)
+        yield "processes of the ranks" if on_cpu else "exchange between ranks", row("comm_bytes")
     yield "reserve", row("reserve_bytes")
     yield "free now", row("free_bytes")
     yield "remains", [_bytes_left(each) for each in estimates]
@@ -64,10 +65,15 @@ def rank_rows(ranks: Sequence[RankPlan]) -> Iterator[tuple[str, list[str]]]:
     yield "vocabulary", [format_count(len(shard.vocab)) for shard in shards]
     names = {"weights": "weights_bytes", "KV cache": "kv_bytes", "activations": "activation_bytes"}
     names |= {"CUDA graphs": "graph_bytes"} if any(rank.graph_bytes for rank in ranks) else {}
-    names |= {"exchange": "comm_bytes", "in all": "total_bytes", "reserve": "reserve_bytes", "free now": "free_bytes"}
+    on_cpu = any(rank.device == "cpu" for rank in ranks)
+    names |= {
+        "process" if on_cpu else "exchange": "comm_bytes",
+        "in all": "total_bytes",
+        "reserve": "reserve_bytes",
+        "free now": "free_bytes",
+    }
     for title, name in names.items():
         yield title, [format_bytes(getattr(rank, name)) for rank in ranks]
-    on_cpu = any(rank.device == "cpu" for rank in ranks)
     if not on_cpu:  # on a CPU all ranks share what is free
         yield "remains", [_left(rank.free_bytes - rank.reserve_bytes - rank.total_bytes) for rank in ranks]
 

@@ -164,8 +164,8 @@ class Weights:
         self._dtype, self._progress = dtype, progress
         self._stems = {name.rpartition(".")[0] for name in checkpoint.tensors}
         self._used: set[str] = set()
-        self._done_bytes = 0
-        self._total_bytes = sum(info.num_bytes for n, info in checkpoint.tensors.items() if not self._is_ignored(n))
+        self.done_bytes = 0  # of the stored tensors that were read, whole or in part
+        self.total_bytes = sum(info.num_bytes for n, info in checkpoint.tensors.items() if not self._is_ignored(n))
 
     def _load_device(self, target: torch.device) -> torch.device:
         """Return the device of the tensors for a model that runs on `target`."""
@@ -495,9 +495,12 @@ class Weights:
             may_view = len(parts) == 1 and should_pack(rows * layer[1], self.device, self._dtype)
             return self._plain(named, None, keep_narrow, columns=layer[1], may_view=may_view)
         assert self._format is not None
-        weight = self._format.read(self._checkpoint, parts, self.device, self._dtype)
+        weight = self._read(self._format, parts)
         self._count([name for part in parts for name in self._format.tensors(self._checkpoint, part.stem)])
         return weight
+
+    def _read(self, format: LinearFormat, parts: list[StoredPart]) -> Weight:
+        return format.read(self._checkpoint, parts, self.device, self._dtype)
 
     # -- plain tensors; here a part's stem is the full stored name
 
@@ -584,9 +587,9 @@ class Weights:
     def _count(self, names: Iterable[str]) -> None:
         new = [name for name in dict.fromkeys(names) if name not in self._used]
         self._used.update(new)
-        self._done_bytes += sum(self._checkpoint.tensors[name].num_bytes for name in new)
+        self.done_bytes += sum(self._checkpoint.tensors[name].num_bytes for name in new)
         if self._progress is not None:
-            self._progress(self._done_bytes, self._total_bytes)
+            self._progress(self.done_bytes, self.total_bytes)
 
 
 class MetaWeights(Weights):
@@ -613,13 +616,8 @@ class MetaWeights(Weights):
         small = len(shape) == 1 or names[0].endswith(NORMS)
         return torch.empty(whole.shape, dtype=whole.dtype, device="cpu") if small else whole
 
-    def _matrix(
-        self, kind: object, parts: list[StoredPart], layer: tuple[int, int], keep_narrow: bool = False
-    ) -> Weight:
-        if kind is None:
-            return super()._matrix(kind, parts, layer, keep_narrow)
-        assert self._format is not None
-        return self._format.read_meta(self._checkpoint, parts, self._dtype)
+    def _read(self, format: LinearFormat, parts: list[StoredPart]) -> Weight:
+        return format.read_meta(self._checkpoint, parts, self._dtype)
 
     def _slices(
         self, stacked: Sequence[str], stored_order: Tensor | None, shape: tuple[int, int, int], cut: ExpertCut
