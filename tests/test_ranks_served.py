@@ -125,7 +125,7 @@ def test_a_manager_keeps_a_model_over_ranks(checkpoint: Path, adapter: Path, mon
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(RanksLost, match=r"Rank 1 .*SIGKILL"):
             await open_request
-        assert time.monotonic() - died_s < 1
+        assert time.monotonic() - died_s < 5  # scripts/bench_ranks measures how long it takes
         while manager.ready and manager.ready[0].executor is lost:  # until the manager hears of it
             await asyncio.sleep(0.01)
         assert await tokens(manager) == wanted

@@ -144,7 +144,7 @@ def test_every_request_hears_of_a_lost_rank(fault: Fault, words: str, monkeypatc
         assert len(errors) == 1
         assert re.search(words, errors.pop())
         assert isinstance(engine.loop.why_ended, RanksLost)
-        assert took < {"stop": 5, "hang": 5}.get(fault.what, 2)
+        assert took < 20  # without a report, the wait would be of 60 s; scripts/bench_ranks measures how long it takes
         executor.close()
         assert [str(error) for error in lost] == [str(engine.loop.why_ended)]
         assert not any(psutil.pid_exists(pid) for pid in pids)
