@@ -1,4 +1,4 @@
-"""A server whose model runs over ranks, in Chromium: the same answer, its ranks on the dashboard, and one that is killed."""
+"""A server whose model runs over ranks, in Chromium: same answers, ranks on the dashboard, and one that is killed."""
 
 from __future__ import annotations
 
