@@ -84,6 +84,9 @@ class FakeServed:
 class FakeWeights:
     key: int
 
+    def close(self) -> None:
+        """Their memory is counted until the last reference is gone."""
+
 
 class FakeMemory:
     """The loader of models that are only sizes."""

@@ -60,7 +60,10 @@ def test_answers_are_those_of_one_process(place: str, checkpoint: Path) -> None:
     with LLM(str(checkpoint), **SMALL) as alone:
         wanted = texts(alone)
     with LLM(str(checkpoint), **SMALL, **PLACES[place]) as ranked:
-        answers, pids = texts(ranked), [child.pid for child in psutil.Process().children()]
+        answers = texts(ranked)
+        executor = ranked._engine.executor
+        assert isinstance(executor, RankExecutor)
+        pids = [process.pid for process in executor.processes]
     assert [ids for ids, _ in answers] == [ids for ids, _ in wanted]
     assert [score for _, score in answers] == pytest.approx([score for _, score in wanted], abs=1e-3)
     assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,7 +40,7 @@ class Loads:
 
     def sleep(self, served: ServedModel) -> SleepingModel:
         served.loop.stop()
-        return SleepingModel(None, served)  # type: ignore[arg-type]
+        return SleepingModel(SimpleNamespace(close=lambda: None), served)  # type: ignore[arg-type]
 
     def wake(self, asleep: SleepingModel, settings: Settings, on_phase: OnPhase, limits: LoadLimits) -> ServedModel:
         return self.build(settings, on_phase, limits)

@@ -43,7 +43,7 @@ class MemoryPlan:
 
     @property
     def place(self) -> str:
-        """Where the model runs, for display: its device, or its number of ranks and their devices."""
+        """Return where the model runs, for display: its device, or its number of ranks and their devices."""
         if not self.ranks:
             return self.device
         return f"{len(self.ranks)} ranks on {', '.join(dict.fromkeys(rank.device for rank in self.ranks))}"
