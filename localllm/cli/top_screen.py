@@ -5,7 +5,10 @@ Does not know: where the statistics come from (server_stats.py).
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
+from types import FrameType
 from typing import NoReturn
 
 from rich.console import Console, Group, RenderableType
@@ -24,13 +27,27 @@ ID_CHARS = 12
 
 
 def show(poller: StatsPoller, stats: ServerStats, every_s: float) -> NoReturn:
-    """Draw the statistics until Ctrl-C, then restore the terminal."""
-    with Live(screen=True, auto_refresh=False, console=Console(highlight=False)) as live:
-        while True:
-            started_s = time.monotonic()
-            live.update(draw(stats), refresh=True)
-            time.sleep(max(0.05, every_s - (time.monotonic() - started_s)))
-            stats = poller.poll_or_last()
+    """Draw the statistics until Ctrl-C, then restore the terminal.
+
+    An interrupt that arrives in a finaliser or a callback is swallowed there, so it is also remembered.
+    """
+    interrupted = threading.Event()
+
+    def on_interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        with Live(screen=True, auto_refresh=False, console=Console(highlight=False)) as live:
+            while not interrupted.is_set():
+                started_s = time.monotonic()
+                live.update(draw(stats), refresh=True)
+                time.sleep(max(0.05, every_s - (time.monotonic() - started_s)))
+                stats = poller.poll_or_last()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    raise KeyboardInterrupt
 
 
 def draw(stats: ServerStats) -> RenderableType:

@@ -16,7 +16,9 @@ from tests.web.faults import Report, hostile_files, one_by_one, storm
 from tests.web.live_server import wait_until
 
 LONGEST_HEALTH_S = 1.0
-"""Of another client, beside any single fault."""
+"""Of another client, beside any single fault, for a machine with nothing else to do: the long run is for it."""
+LOADED_HEALTH_S = 3.0
+"""The same beside the other tests, which use every core."""
 LONG = ("hostile_checkpoints", "idle_connections")
 """Kinds that take seconds each; the long run throws them."""
 QUICK = [fault for fault in FAULTS if fault.name not in LONG]
@@ -37,17 +39,17 @@ def server(servers: list[ChildServer]) -> ChildServer:
     return servers[-1]
 
 
-def check(report: Report, fault: Fault) -> None:
+def check(report: Report, fault: Fault, longest_health_s: float = LONGEST_HEALTH_S) -> None:
     assert report.exit_code is None, f"the server ended with {report.exit_code}"
     assert not report.wrong
     assert not report.complaints
-    assert report.health_s < LONGEST_HEALTH_S
+    assert report.health_s < longest_health_s
     assert report.kept_bytes < fault.most_kept_bytes
 
 
 @pytest.mark.parametrize("fault", QUICK, ids=lambda fault: fault.name)
 def test_a_fault_is_answered_or_ended_and_disturbs_nobody(server: ChildServer, fault: Fault) -> None:
-    check(one_by_one(server, fault, 2, 0), fault)
+    check(one_by_one(server, fault, 2, 0), fault, LOADED_HEALTH_S)
 
 
 def test_a_storm_of_faults_disturbs_nobody(server: ChildServer) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.cli import main, parse
+from localllm.cli import main, parse, top_screen
 from localllm.cli import top as top_module
-from localllm.cli.server_stats import StatsPoller
+from localllm.cli.server_stats import ServerStats, StatsPoller
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.terminal import Terminal
 
@@ -128,3 +130,19 @@ def test_the_screen_shows_load_and_leaves_the_terminal_as_it_was(
     screen.interrupt()
     screen.wait_for(r"\x1b\[\?1049l")
     assert screen.program.wait(10) == 0
+
+
+def test_an_interrupt_that_somebody_swallows_ends_the_screen_all_the_same(server: LiveServer) -> None:
+    """As one that arrives in a finaliser does."""
+    stats = StatsPoller(parse(["top", "--url", server.url])).poll()
+
+    class Swallowing:
+        def poll_or_last(self) -> ServerStats:
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            return stats
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        top_screen.show(Swallowing(), stats, 0.01)  # type: ignore[arg-type]
+    assert signal.getsignal(signal.SIGINT) is before
