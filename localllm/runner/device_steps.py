@@ -25,11 +25,10 @@ from localllm.kernels.prepare_step import StepInputs, record_tokens
 from localllm.kernels.sampling.logprobs import ROOMS
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel, GivenEmbeds
-from localllm.models.layers.group import Group
 from localllm.runner.batch import StepBatch, embeds_on
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, Part, StepGraphs
-from localllm.runner.host_steps import Drawn, Forward, exchange_of
+from localllm.runner.host_steps import Drawn, Forward
 from localllm.runner.logprobs import token_logprobs
 from localllm.runner.sampler import Sampled, sample, sample_on_device
 from localllm.runner.sampling import SamplingFeatures, SamplingState
@@ -53,13 +52,12 @@ class DeviceSteps:
     def __init__(
         self, model: CausalModel, layers: list[LayerKV], inputs: StagedInputs, sampling: SamplingState,
         device: torch.device, *, vocab_size: int, shapes: list[StepShape], capture: Capture | None,
-        group: Group | None = None, draws: bool = True,
+        is_alone: bool = True, draws: bool = True,
     ) -> None:  # fmt: skip
-        """group: the shards of a tensor-parallel model; None: there is one. draws: False if others sample."""
+        """is_alone: False if other ranks record with this one. draws: False if another rank samples."""
         self._model, self._layers, self._staged, self._sampling, self._device = model, layers, inputs, sampling, device
         rows = inputs.max_rows
-        self._exchange, self._vocab_size = exchange_of(group, device), vocab_size
-        self._is_alone = group is None
+        self._vocab_size, self._is_alone = vocab_size, is_alone
         most = max((shape.rows for shape in shapes), default=0)
         self._logits = torch.zeros(most, vocab_size, device=device) if draws else None
         self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -89,19 +87,7 @@ class DeviceSteps:
         wanted = hidden.index_select(0, to_device(batch.wanted, self._device)) if batch.prompt_spans else None
         return Forward(self._model.compute_logits(last) if len(batch.slots) else None, wanted)
 
-    def sample(self, batch: StepBatch, logits: Tensor | None, masks: RowMasks | None = None) -> Drawn:
-        """Return the sampled ids of all rows that sample. logits: None on shards that do not draw."""
-        if logits is None:
-            assert self._exchange is not None, "a model of one shard has logits"
-            drawn = self._exchange.receive(len(batch.slots))
-            self._staged.record_sampled(batch.slots, batch.lengths, drawn.token_ids)
-            return drawn
-        drawn = self._sample(batch, logits, masks)
-        if self._exchange is not None:
-            self._exchange.send(drawn)
-        return drawn
-
-    def _sample(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None) -> Drawn:
+    def sample(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None = None) -> Drawn:
         places = row_places(batch, self._shape)[batch.rows.samples]
         features = self._sampling.features(batch.slots)
         if features is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +12,6 @@ from localllm.engine.step import RunnerStats
 from localllm.kernels.huge_pages import collapse_huge_pages
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import CausalModel
-from localllm.models.layers.group import Group
 from localllm.runner.batch import InputMaker, StepBatch
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.logprobs import LogprobTensors
@@ -58,31 +56,6 @@ class Drawn:
         return replace(self, token_ids=to_host(self.token_ids), best=to_host(self.best), logprobs=logprobs)
 
 
-class IdExchange:
-    """Gives the ids that a tensor-parallel model's first shard has sampled to the others."""
-
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self._group, self._device = group, device
-
-    def send(self, drawn: Drawn) -> None:
-        """Send the ids of the S sampling rows."""
-        places = drawn.places
-        ids = drawn.token_ids
-        if places is not None:
-            ids = ids.index_select(0, to_device(np.array(places), self._device))
-        self._group.broadcast_(ids)
-
-    def receive(self, count: int) -> Drawn:
-        """Return the ids of the S sampling rows; nobody reads the rest."""
-        ids = torch.empty(count, dtype=torch.int64, device=self._device)
-        return Drawn(self._group.broadcast_(ids), torch.zeros(count, device=self._device))
-
-
-def exchange_of(group: Group | None, device: torch.device) -> IdExchange | None:
-    """Return the exchange of a group; None: there is one shard."""
-    return None if group is None or group.size == 1 else IdExchange(group, device)
-
-
 class HostSteps:
     """Runs a batch without padding. Also works on a device whose steps are not staged."""
 
@@ -93,10 +66,8 @@ class HostSteps:
         inputs: InputMaker,
         sampling: SamplingState,
         device: torch.device,
-        group: Group | None = None,
     ) -> None:
         self._model, self._layers, self._inputs, self._sampling, self._device = model, layers, inputs, sampling, device
-        self._exchange = exchange_of(group, device)
         self._num_launched = 0
 
     def forward(self, batch: StepBatch) -> Forward:
@@ -111,19 +82,7 @@ class HostSteps:
             logits = self._model.compute_logits(chosen)
         return Forward(logits, wanted if batch.prompt_spans else None)
 
-    def sample(self, batch: StepBatch, logits: Tensor | None, masks: RowMasks | None = None) -> Drawn:
-        """Return the sampled ids of all rows that sample. logits: None on shards that do not draw."""
-        if logits is None:
-            assert self._exchange is not None, "a model of one shard has logits"
-            drawn = self._exchange.receive(len(batch.slots))
-            self._inputs.record_sampled(batch.slots, batch.lengths, drawn.token_ids)
-            return drawn
-        drawn = self._draw(batch, logits, masks)
-        if self._exchange is not None:
-            self._exchange.send(drawn)
-        return drawn
-
-    def _draw(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None) -> Drawn:
+    def sample(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None = None) -> Drawn:
         asked = self._sampling.batch(batch.slots, batch.lengths)
         out = sample(logits, asked, self._inputs.token_ids, masks)
         self._inputs.record_sampled(batch.slots, batch.lengths, out.token_ids)

@@ -32,7 +32,8 @@ from localllm.runner.device_memory import empty_cache, make_current, use_cublas
 from localllm.runner.device_steps import DeviceSteps
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, capture_shapes, largest_shape
-from localllm.runner.host_steps import Forward, HostSteps
+from localllm.runner.host_steps import Drawn, Forward, HostSteps
+from localllm.runner.id_exchange import exchange_of
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
 from localllm.runner.readback import PendingReadback, StepTimer
@@ -78,15 +79,15 @@ class TorchRunner:
             )  # fmt: skip
             self._steps = DeviceSteps(
                 model, kv.layers, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
-                capture=capture, group=group, draws=self._draws,
+                capture=capture, is_alone=group is None, draws=self._draws,
             )  # fmt: skip
             inputs = staging
         else:
             inputs = HostInputs(
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device
             )
-            self._steps = HostSteps(model, kv.layers, inputs, self._sampling, device, group)
-        self._token_ids = inputs.token_ids
+            self._steps = HostSteps(model, kv.layers, inputs, self._sampling, device)
+        self._inputs, self._exchange = inputs, exchange_of(group, device)
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
             block_size=block_size, vocab_size=spec.vocab_size,
@@ -160,7 +161,7 @@ class TorchRunner:
             return
         self._forget_slots()
         self._model = self._steps = None
-        del self._sampling, self._slots, self._token_ids
+        del self._sampling, self._slots, self._inputs
         empty_cache()
 
     # ---- answers -----------------------------------------------------------------------------------------------------
@@ -171,11 +172,23 @@ class TorchRunner:
     ) -> PendingStep:  # fmt: skip
         drawn = None
         if len(batch.slots) and self._samples:  # a stage that does not sample gets the ids with the next plan
-            drawn = self._loaded.sample(batch, done.logits, self._row_masks(batch, masks)).to_host()
+            drawn = self._draw(batch, done.logits, masks).to_host()
             self._slots.record_sampled(batch)
         prompts = tuple(self._score_prompt(span, done.hidden) for span in batch.prompt_spans)
         refused = {i: self._refused[row.slot] for i, row in enumerate(plan.rows) if row.slot in self._refused}
         return PendingReadback(plan, forward_timer, timer.stop(), batch, drawn, prompts, refused)
+
+    def _draw(self, batch: StepBatch, logits: Tensor | None, masks: TokenMasks | None) -> Drawn:
+        """Sample, or receive what the first shard has sampled. logits: None on the other shards."""
+        if logits is None:
+            assert self._exchange is not None, "a model of one shard has logits"
+            drawn = self._exchange.receive(len(batch.slots))
+            self._inputs.record_sampled(batch.slots, batch.lengths, drawn.token_ids)
+            return drawn
+        drawn = self._loaded.sample(batch, logits, self._row_masks(batch, masks))
+        if self._exchange is not None:
+            self._exchange.send(drawn)
+        return drawn
 
     def _row_masks(self, batch: StepBatch, masks: TokenMasks | None) -> RowMasks | None:
         """Map masks from rows of the plan to sampling rows of the batch."""
@@ -195,7 +208,7 @@ class TorchRunner:
             if logits is None:  # another shard scores
                 continue
             first = span.first_position + done + 1
-            targets = self._token_ids[span.slot, first : first + count].long()
+            targets = self._inputs.token_ids[span.slot, first : first + count].long()
             parts.append(token_logprobs(logits, targets, [span.num_logprobs] * count).to_host())
         return parts
 

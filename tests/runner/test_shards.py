@@ -173,7 +173,7 @@ def test_one_shard_has_no_exchange(model: DecoderModel, spec: ModelSpec) -> None
     runner = whole_desk(model, spec).runner
     assert isinstance(runner, TorchRunner)
     assert isinstance(runner._steps, HostSteps)
-    assert runner._steps._exchange is None
+    assert runner._exchange is None
 
 
 def test_a_rank_records_when_it_is_told_to(model: DecoderModel, spec: ModelSpec) -> None:
