@@ -188,11 +188,11 @@ class RankExecutor:
             self._links.call(Kind.CLOSE_RUNNER, None, type(None), QUIET_S)
 
     def move_to_host(self) -> None:
-        self._links.call(Kind.SLEEP, None, int, QUIET_S)
+        self._links.call(Kind.SLEEP, None, type(None), QUIET_S)
         self._on_host = True
 
     def move_to_device(self) -> None:
-        self._links.call(Kind.WAKE, None, int, QUIET_S)
+        self._links.call(Kind.WAKE, None, type(None), QUIET_S)
         self._on_host = False
 
     def continue_from(self, lost: Sequence[RankStats]) -> None:

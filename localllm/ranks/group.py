@@ -74,7 +74,7 @@ class Pipe:
     """One shard's connections to the same shard of the stages before and after."""
 
     def __init__(self, before: Any | None, after: Any | None) -> None:
-        """before, after: groups of two processes; None: there is no such stage."""
+        """before, after: groups of two processes; None before the first stage and after the last."""
         self.waited_ns = 0  # for the stages before and after; NCCL waits on the device instead
         self._before, self._after = before, after
         self._under_way: deque[tuple[Any, Tensor]] = deque()

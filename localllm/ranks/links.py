@@ -153,13 +153,13 @@ class Links:
         return [record for record in self._expected.pop(seq).values() if record is not None]
 
     def forget(self, seqs: Iterable[int]) -> None:
-        """Drop the answers to these records, for which nobody waits any more."""
+        """Drop the answers to these records; their steps were given up."""
         with self._turn:
             for seq in seqs:
                 self._expected.pop(seq, None)
 
     def drain(self) -> None:
-        """Handle what ranks sent while nobody waits: log records, failures.
+        """Handle what ranks sent while no thread waits for an answer: log records, failures.
 
         Does nothing while a thread waits for answers with reports: it reads them, and its callback may raise.
         """

@@ -26,10 +26,9 @@ class Connect(msgspec.Struct, frozen=True):
 
 
 class Connected(msgspec.Struct, frozen=True):
-    """One small all-reduce, and what was there before."""
+    """The rank has met the others."""
 
-    all_reduce_s: float
-    version: str
+    all_reduce_s: float  # of one small all-reduce
 
 
 class Loaded(msgspec.Struct, frozen=True):

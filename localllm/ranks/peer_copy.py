@@ -105,7 +105,7 @@ def copies_agree(memory: Memory, other: socket.socket, number: int) -> bool:
     memory.copy(peer + COPY_BYTES, address, COPY_BYTES)
     _swap(other, b"w")  # both have written
     written = memory.read(address + COPY_BYTES, COPY_BYTES) == others
-    _swap(other, b"r")  # nobody reads any more
+    _swap(other, b"r")  # both have read
     return reads and written
 
 

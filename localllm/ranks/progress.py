@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 WORDS = 8
 """Words of 8 bytes per rank: one cache line."""
-LAUNCHED, ANSWERED, BEAT_NS, FORWARDED_NS, STEPS, STEP_NS, BUSY_NS, HELD_BYTES = range(WORDS)
+LAUNCHED, ANSWERED, BEAT_NS, STEPS, STEP_NS, BUSY_NS = range(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,9 @@ class RankProgress:
     launched: int  # sequence number of the last record that it began
     answered: int  # ... and ended
     beat_ns: int  # time.monotonic_ns() of its last sign of life
-    forwarded_ns: int  # time.monotonic_ns() when it last began a step
     steps: int  # that it ended
     step_ns: int  # what all its steps took together, waits included
     busy_ns: int  # time that it computed in all steps; 0 on a GPU, where a launch shows no waits
-    held_bytes: int  # memory of its device
-
-    @property
-    def beat_age_s(self) -> float:
-        return max(0, time.monotonic_ns() - self.beat_ns) / 1e9
 
 
 class ProgressTable:

@@ -38,7 +38,7 @@ from localllm.ranks.messages import (
     PutAdapter,
     Report,
 )  # fmt: skip
-from localllm.ranks.progress import ANSWERED, BUSY_NS, FORWARDED_NS, HELD_BYTES, LAUNCHED, STEP_NS, STEPS, ProgressTable
+from localllm.ranks.progress import ANSWERED, BUSY_NS, LAUNCHED, STEP_NS, STEPS, ProgressTable
 from localllm.ranks.wire import Answer, BadRecord, Kind, Record, decode, decode_plan, decode_sample, encode
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,6 @@ class Share(Protocol):
     def load(self, asked: bytes, tell: Tell) -> Loaded: ...
     def open_runner(self, asked: bytes, agree: Agree, tell: Tell) -> tuple[OpenedRunner, object]: ...
     def waited_ns(self) -> int: ...
-    def held_bytes(self) -> int: ...
     def sleep(self) -> None: ...
     def wake(self) -> None: ...
     def put_adapter(self, asked: PutAdapter) -> None: ...
@@ -186,7 +185,6 @@ class Rank:
     def _forward(self, record: Record) -> None:
         plan = decode_plan(record.payload)
         self._forwarded_ns = time.monotonic_ns()
-        self._table.write(self._number, FORWARDED_NS, self._forwarded_ns)
         if self._plan is not None:
             raise BadRecord(f"step {plan.step_id} came before step {self._plan.step_id} was sampled")
         with self._computing():
@@ -229,9 +227,7 @@ class Rank:
         return self._share.connect(self._number, asked)
 
     def _open(self, record: Record) -> Loaded:
-        loaded = self._share.load(record.payload, self._tell(record))
-        self._table.write(self._number, HELD_BYTES, self._share.held_bytes())
-        return loaded
+        return self._share.load(record.payload, self._tell(record))
 
     def _open_runner(self, record: Record) -> object:
         runner, opened = self._share.open_runner(record.payload, self._agree_on(record), self._tell(record))
@@ -240,7 +236,6 @@ class Rank:
             self._answers = _Later(self._settle, runner, self._share.enter_thread, self._end_with)
         else:
             self._answers = _AtOnce(self._settle, runner)
-        self._table.write(self._number, HELD_BYTES, self._share.held_bytes())
         return opened
 
     def _agree_on(self, asked: Record) -> Agree:
@@ -272,13 +267,11 @@ class Rank:
     def _stats(self, record: Record) -> RunnerStats:
         return self._opened.stats()
 
-    def _sleep(self, record: Record) -> int:
+    def _sleep(self, record: Record) -> None:
         self._share.sleep()
-        return self._share.held_bytes()
 
-    def _wake(self, record: Record) -> int:
+    def _wake(self, record: Record) -> None:
         self._share.wake()
-        return self._share.held_bytes()
 
     def _put_adapter(self, record: Record) -> None:
         self._share.put_adapter(decode(record.payload, PutAdapter))

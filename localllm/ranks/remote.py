@@ -53,7 +53,7 @@ class RankRunner:
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._slowest_s, self._last_step_s = 0.0, -math.inf
         self._stats = RunnerStats()
-        self._open: set[int] = set()  # records of steps whose results nobody has read
+        self._open: set[int] = set()  # records of steps whose results were not read yet
         self._closed = False
 
     def forward(self, plan: StepPlan) -> None:

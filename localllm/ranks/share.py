@@ -12,7 +12,6 @@ import torch
 
 from localllm.errors import DoesNotFit
 from localllm.kernels.launch import LaunchOptions
-from localllm.machine.hardware import process_bytes
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.fit import MemoryPlan
 from localllm.models.inputs import CausalModel
@@ -29,7 +28,6 @@ from localllm.runner.kv_cache import KVCache
 from localllm.runner.opening import Parallel, measure, open_on
 from localllm.runner.runner import TorchRunner
 from localllm.runner.stage import StageModel
-from localllm.version import __version__
 
 PROBES = 1024, 2048  # context lengths that show the bytes of the tables per token
 
@@ -45,7 +43,7 @@ class TorchShare:
         self._world = World(rank, asked, self._device)
         self.samples = self._world.is_last_stage and self._world.group.index == 0
         self.answers_later = self._device.type == "cuda"
-        return Connected(self._world.measure_s(), __version__)
+        return Connected(self._world.measure_s())
 
     def enter_thread(self) -> None:
         make_current(self._device)  # else the thread would use, and create a context on, the first GPU
@@ -108,9 +106,6 @@ class TorchShare:
 
     def waited_ns(self) -> int:
         return self._world.pipe.waited_ns
-
-    def held_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else process_bytes()
 
     def sleep(self) -> None:
         self._executor.move_to_host()

@@ -90,7 +90,7 @@ def decode_header(raw: bytes | bytearray | memoryview) -> Header:
     try:
         return Header(Kind(kind), size, checksum, seq)
     except ValueError as error:
-        raise BadRecord(f"there is no record of kind {kind}") from error
+        raise BadRecord(f"{kind} is not a kind of record") from error
 
 
 def check_payload(header: Header, payload: bytes) -> Record:

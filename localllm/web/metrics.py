@@ -184,7 +184,7 @@ class EngineCollector(Collector):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankCollector(Collector):
-    """The ranks of models that run on several devices. Without such a model there are no series and no names."""
+    """The ranks of models that run on several devices. Without such a model neither series nor names are written."""
 
     engines: Sequence[tuple[ServedModel, EngineStats]]
 

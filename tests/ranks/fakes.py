@@ -78,7 +78,7 @@ class FakeShare:
         self._rank = rank
         self.samples = rank == len(asked.devices) - asked.shards
         self.answers_later = asked.backend == "later"
-        return Connected(1e-6 * (rank + 1), "1")
+        return Connected(1e-6 * (rank + 1))
 
     def enter_thread(self) -> None:
         self.thread = threading.current_thread()
@@ -102,9 +102,6 @@ class FakeShare:
 
     def waited_ns(self) -> int:
         return 0
-
-    def held_bytes(self) -> int:
-        return 100 + self._rank
 
     def sleep(self) -> None:
         pass

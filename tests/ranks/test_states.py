@@ -17,7 +17,7 @@ from localllm.ranks.states import InFlight, Reading, Recent, busy_ratio, mean_st
 
 
 def line(steps: int, step_ms: int, busy_ms: int) -> RankProgress:
-    return RankProgress(0, 0, 0, 0, steps, step_ms * 1_000_000, busy_ms * 1_000_000, 0)
+    return RankProgress(0, 0, 0, steps, step_ms * 1_000_000, busy_ms * 1_000_000)
 
 
 def reading(at_s: float, in_flight_ms: int, *lines: RankProgress) -> Reading:

@@ -76,7 +76,7 @@ class PlanInputs(NamedTuple):
 
 
 class RankMemory:
-    """The memory of one rank. shard None: the rank holds the whole model, and there is no other."""
+    """The memory of one rank. shard None: one rank holds the whole model."""
 
     def __init__(
         self,
