@@ -1,0 +1,1 @@
+"""Products and decode steps on a CPU in C, called through ctypes."""

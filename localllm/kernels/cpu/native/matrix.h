@@ -1,0 +1,38 @@
+// Weight matrices in the layouts that one row and many rows read alike.
+//
+// W [N, K]: N outputs, K inputs. Outputs come in blocks of 64. The weights of a block are rows of 256 bytes, 64 lanes of
+// 4 bytes, one lane for each output. This is how oneDNN packs weights for torch's products, whose bytes KIND_F32,
+// KIND_BF16 and KIND_I8 therefore share.
+//
+//   KIND_F32     [N/64, K, 64] fp32                  a lane holds one input
+//   KIND_BF16    [N/64, K/2, 64, 2] bf16             a lane holds two inputs
+//   KIND_F16     [N/64, K/2, 64, 2] fp16             likewise
+//   KIND_I8      [N/64, K/4, 64, 4] int8             four inputs; w = code * scales[n]
+//   KIND_Q8      [N/64, K/32] of { uint8 codes[8][64][4]; fp16 scales[64] }
+//                                                    w = (code - 128) * scale
+//   KIND_Q4      [N/64, K/32] of { uint8 codes[4][64][4]; fp16 scales[64] }
+//                                                    w = (code - 8) * scale
+//   KIND_Q4_MIN  [N/64, K/32] of { uint8 codes[4][64][4]; fp16 scales[64]; fp16 minima[64] }
+//                                                    w = code * scale - minimum
+// In the 4-bit kinds byte [j][n][i] holds input 4 j + i of output n's block of 32 in its low nibble, and input
+// 16 + 4 j + i in its high nibble.
+//
+// N is padded to a multiple of 64 in the weights, scales, sums and bias. Odd K of the 16-bit kinds is padded with a zero
+// weight. K of the other kinds is a multiple of 4 (KIND_I8) or 32.
+#pragma once
+#include <stdint.h>
+
+enum { OUTPUTS = 64 };  // in a block
+
+enum Kind { KIND_F32, KIND_BF16, KIND_F16, KIND_I8, KIND_Q8, KIND_Q4, KIND_Q4_MIN };
+
+typedef struct {
+  int64_t kind;
+  int64_t outputs;             // N, without padding
+  int64_t inputs;              // K
+  const void* weights;         // at a multiple of 64 bytes
+  const float* scales;         // [padded N] KIND_I8
+  const int32_t* sums;         // [padded N] KIND_I8: minus the sum of each output's codes
+  const float* bias;           // [padded N]; NULL: none
+  const int32_t* input_order;  // [K]: column k multiplies x[input_order[k]]; NULL: x[k]
+} Matrix;

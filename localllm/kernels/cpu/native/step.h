@@ -1,0 +1,81 @@
+// A decode step as a list of operations on a few rows, each row the next token of another request.
+//
+// The list is written once for a model. A call runs it for 1 to MAX_ROWS rows. Activations are fp32. Each buffer has
+// space for MAX_ROWS rows; a row starts `stride` floats after the row before it.
+#pragma once
+#include "pool.h"
+
+enum Op {
+  OP_LINEAR,  // y = activation(norm(x) W^T + bias) * factor, or added to y
+  OP_GATED,   // y = activation(gate) * up, where W has the gate's N/2 outputs first, padded to 64, then up's
+  OP_ATTEND,  // y = attention(q, k, v) of x = [q, k, v]; writes k and v into the cache
+  OP_ADD,     // y += norm(x) * factor
+  OP_ROUTE,   // choose experts from logits x
+};
+
+enum NormKind { NORM_NONE, NORM_RMS, NORM_LAYER };
+
+typedef struct {
+  int64_t kind;
+  const float* weight;  // [H]
+  const float* bias;    // [H]; NULL: none
+  double eps;
+} Norm;
+
+enum Activation { ACT_NONE, ACT_SILU, ACT_GELU, ACT_GELU_TANH, ACT_RELU, ACT_RELU2, ACT_QUICK_GELU };
+
+enum CacheType { CACHE_F32, CACHE_BF16, CACHE_F16, CACHE_I8 };
+
+enum HeadNorm { HEAD_NORM_NONE, HEAD_NORM_RMS, HEAD_NORM_LAYER, HEAD_NORM_WHOLE };
+
+typedef struct {
+  void *k, *v;                // [kv_heads, blocks, block_size, head_dim] of cache_type
+  float *k_scales, *v_scales;  // [kv_heads, blocks, block_size] CACHE_I8
+  int64_t cache_type, num_blocks, block_size;
+  int64_t heads, kv_heads, head_dim;
+  const float* angles;         // [positions, rotary_dim]: cosines, then sines; NULL: no rotation
+  int64_t rotary_dim;          // dimension i rotates with i + rotary_dim / 2
+  int64_t window;              // positions that a query sees, its own included; 0: all
+  double scale, softcap, clip;  // softcap, clip 0: none
+  const float* sinks;          // [heads]; NULL
+  const float* slopes;         // [heads] of ALiBi; NULL
+  int64_t head_norm;           // of q and k, before the rotation
+  const float* head_norm_weight;  // [heads + kv_heads, head_dim]
+  double head_norm_eps;
+  double query_growth;         // Ministral 3: q * (1 + growth * log(1 + position / growth_period)); 0: none
+  int64_t growth_period;
+} Attention;
+
+typedef struct {
+  int64_t op;
+  Matrix matrix;
+  Norm norm;
+  const float* x;
+  int64_t x_stride;
+  float* y;
+  int64_t y_stride;
+  int64_t adds;        // y += instead of y =
+  int64_t activation;
+  double factor;       // of the result; 1: none
+  const Attention* attention;  // OP_ATTEND
+} Operation;
+
+typedef struct {
+  const int32_t* block_table;  // the blocks of the row's request
+  int64_t position;            // of the row's token
+  int64_t slot;                // where its k and v go: block * block_size + offset
+} StepRow;
+
+// Run the operations for 1 to MAX_ROWS rows.
+void localllm_run_step(Pool*, const Operation* operations, int64_t count, const StepRow* rows, int64_t num_rows);
+
+// y [rows, N] = x [rows, K] W^T + bias, for any number of rows. is_fine: 15-bit codes of the activations, else 8-bit
+// ones, except for rows with outliers.
+void localllm_linear(
+    Pool*, const Matrix* matrix, const float* x, int64_t x_stride, int64_t rows, int64_t is_fine, float* y, int64_t y_stride);
+
+// Write the values of `count` outputs from output `first` on, a multiple of 64, as fp32 [count, K].
+void localllm_unpack(Pool*, const Matrix* matrix, int64_t first, int64_t count, float* out);
+
+// Name of the instruction set that the library was compiled for: avx512vnni, avx2, dotprod.
+const char* localllm_instruction_set(void);

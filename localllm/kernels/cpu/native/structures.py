@@ -1,0 +1,132 @@
+"""The structures of matrix.h and step.h for ctypes, field by field in the same order.
+
+Does not know: the library, weights, models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_double, c_int64, c_void_p
+from enum import IntEnum
+
+MAX_ROWS = 8  # rows of one step
+OUTPUTS = 64  # in a block of weights
+
+
+class Kind(IntEnum):
+    """Layout of a matrix; matrix.h describes each."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+    I8 = 3
+    Q8 = 4
+    Q4 = 5
+    Q4_MIN = 6
+
+
+class Op(IntEnum):
+    LINEAR = 0
+    GATED = 1
+    ATTEND = 2
+    ADD = 3
+    ROUTE = 4
+
+
+class NormKind(IntEnum):
+    NONE = 0
+    RMS = 1
+    LAYER = 2
+
+
+class Activation(IntEnum):
+    NONE = 0
+    SILU = 1
+    GELU = 2
+    GELU_TANH = 3
+    RELU = 4
+    RELU2 = 5
+    QUICK_GELU = 6
+
+
+class CacheType(IntEnum):
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+    I8 = 3
+
+
+class HeadNorm(IntEnum):
+    NONE = 0
+    RMS = 1
+    LAYER = 2
+    WHOLE = 3
+
+
+class NativeMatrix(ctypes.Structure):
+    """`Matrix` of matrix.h. Does not keep the memory alive that it points to."""
+
+    _fields_ = (
+        ("kind", c_int64),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("weights", c_void_p),
+        ("scales", c_void_p),
+        ("sums", c_void_p),
+        ("bias", c_void_p),
+        ("input_order", c_void_p),
+    )
+
+
+class NativeNorm(ctypes.Structure):
+    _fields_ = (("kind", c_int64), ("weight", c_void_p), ("bias", c_void_p), ("eps", c_double))
+
+
+class NativeAttention(ctypes.Structure):
+    _fields_ = (
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("k_scales", c_void_p),
+        ("v_scales", c_void_p),
+        ("cache_type", c_int64),
+        ("num_blocks", c_int64),
+        ("block_size", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("angles", c_void_p),
+        ("rotary_dim", c_int64),
+        ("window", c_int64),
+        ("scale", c_double),
+        ("softcap", c_double),
+        ("clip", c_double),
+        ("sinks", c_void_p),
+        ("slopes", c_void_p),
+        ("head_norm", c_int64),
+        ("head_norm_weight", c_void_p),
+        ("head_norm_eps", c_double),
+        ("query_growth", c_double),
+        ("growth_period", c_int64),
+    )
+
+
+class NativeOperation(ctypes.Structure):
+    _fields_ = (
+        ("op", c_int64),
+        ("matrix", NativeMatrix),
+        ("norm", NativeNorm),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+        ("adds", c_int64),
+        ("activation", c_int64),
+        ("factor", c_double),
+        ("attention", c_void_p),
+    )
+
+
+class NativeRow(ctypes.Structure):
+    """`StepRow` of step.h."""
+
+    _fields_ = (("block_table", c_void_p), ("position", c_int64), ("slot", c_int64))
