@@ -11,6 +11,7 @@ enum Op {
   OP_ATTEND,  // y = attention(q, k, v) of x = [q, k, v]; writes k and v into the cache
   OP_ADD,     // y += norm(x) * factor
   OP_ROUTE,   // choose experts from logits x
+  OP_GATE,    // y = activation(x[0..N)) * x[N..2N), where N is the matrix's number of outputs; it has no weights
 };
 
 enum NormKind { NORM_NONE, NORM_RMS, NORM_LAYER };

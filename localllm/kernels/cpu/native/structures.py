@@ -31,6 +31,7 @@ class Op(IntEnum):
     ATTEND = 2
     ADD = 3
     ROUTE = 4
+    GATE = 5
 
 
 class NormKind(IntEnum):
