@@ -34,6 +34,7 @@ from localllm.kernels.cpu.native.structures import (
     CacheType,
     HeadNorm,
     NativeAttention,
+    NativeExperts,
     NativeMatrix,
     NativeNorm,
     NativeOperation,
@@ -162,10 +163,10 @@ class _Writer:
     def __init__(self, model: DecoderModel, kv_cache: list[LayerKV]) -> None:
         _refuse(model)
         self.model, self.kv_cache = model, kv_cache
-        self.stream, self.qkv, self.attended, self.features, self.gate_up, self.part, self.logits = (
-            _Buffer() for _ in range(7)
-        )
+        self.stream, self.qkv, self.attended, self.part, self.logits = (_Buffer() for _ in range(5))
+        self.gate_up, self.features, self.router, self.expert_features, self.shared_gate = (_Buffer() for _ in range(5))
         self.planned: list[_Planned] = []
+        self._chosen = 0  # address of the layer's experts
         self.kept: list[object] = [kv_cache]  # owners of the memory that the operations point to
 
     def write(self) -> None:
@@ -206,19 +207,79 @@ class _Writer:
     def feed(self, part: Any, norm: Any) -> None:
         """The feed-forward part of the stream up to its last matrix."""
         mlp, _ = _unscaled(part)
-        if isinstance(mlp, MoE):
-            raise NoLoneStep("a mixture of experts")
         activation = _ACTIVATIONS[self.model.spec.hidden_act]
         if isinstance(mlp, MLP):
             self.linear(mlp.up, self.stream, self.features, norm=norm, activation=activation)
-        else:
-            assert isinstance(mlp, GatedMLP), type(mlp)
+        elif isinstance(mlp, GatedMLP):
             self._gated(mlp.gate_up, norm, activation)
+        else:
+            assert isinstance(mlp, MoE), type(mlp)
+            self._choose_experts(mlp, norm)
+            if mlp.shared is not None:
+                self._feed_shared(mlp, mlp.shared, norm, activation)
 
     def shrink(self, part: Any, target: _Buffer) -> None:
         """The last matrix of the feed-forward part: added to the stream, or written to another buffer."""
         mlp, factor = _unscaled(part)
-        self.linear(mlp.down, self.features, target, factor=factor)
+        if not isinstance(mlp, MoE):
+            self.linear(mlp.down, self.features, target, factor=factor)
+            return
+        self._plan(
+            Op.EXPERTS_DOWN, self.expert_features, target, experts=self._chosen, adds=target is self.stream, factor=factor,
+            matrix=_sizes(self.model.spec.hidden_size),
+        )  # fmt: skip
+        if mlp.shared is not None:
+            self.linear(mlp.shared.down, self.features, target, factor=factor, adds=True)
+
+    # -- a mixture of experts
+
+    def _choose_experts(self, mixture: MoE, norm: Any) -> None:
+        """Route, and run the first matrices of the chosen experts."""
+        self.linear(mixture.router, self.stream, self.router, norm=norm)
+        self._chosen = ctypes.addressof(self._experts(mixture))
+        self._plan(Op.ROUTE, self.router, self.router, experts=self._chosen)
+        width = mixture.experts.gate_up[0].shape[0] // 2
+        self.expert_features.widen(mixture.routing.top_k * width)
+        name = self.model.spec.mixture.activation if self.model.spec.mixture is not None else None
+        self._plan(
+            Op.EXPERTS_GATED, self.stream, self.expert_features, experts=self._chosen,
+            norm=self._norm(norm), matrix=_sizes(width), activation=_ACTIVATIONS[name or self.model.spec.hidden_act],
+        )  # fmt: skip
+
+    def _feed_shared(self, mixture: MoE, shared: GatedMLP, norm: Any, activation: Activation) -> None:
+        """The shared expert up to its last matrix, scaled by its gate if it has one."""
+        self._gated(shared.gate_up, norm, activation)
+        if mixture.shared_gate is not None:
+            self.linear(mixture.shared_gate, self.stream, self.shared_gate, norm=norm)
+            width = _sizes(shared.gate_up.weight.shape[0] // 2)
+            self._plan(Op.SCALE, self.shared_gate, self.features, matrix=width, activation=Activation.SIGMOID)
+
+    def _experts(self, mixture: MoE) -> NativeExperts:
+        routing, experts = mixture.routing, mixture.experts
+        width = experts.gate_up[0].shape[0] // 2
+        if width % OUTPUTS:
+            raise NoLoneStep(f"experts of {width} features, which is not a multiple of {OUTPUTS}")
+        ids = torch.zeros((MAX_ROWS, routing.top_k), dtype=torch.int32)
+        weights = torch.zeros((MAX_ROWS, routing.top_k))
+        self.kept += [ids, weights]
+        described = NativeExperts(
+            count=len(experts.gate_up), top_k=routing.top_k,
+            gate_up=self._each_expert(experts.gate_up, experts.gate_up_bias),
+            down=self._each_expert(experts.down, experts.down_bias),
+            correction=self._address(mixture.correction_bias), is_sigmoid=routing.scoring == "sigmoid",
+            renormalizes=routing.renormalize, num_groups=routing.num_groups, top_groups=routing.top_groups,
+            scale=routing.scale, ids=ids.data_ptr(), weights=weights.data_ptr(),
+        )  # fmt: skip
+        self.kept.append(described)
+        return described
+
+    def _each_expert(self, weights: Any, biases: Tensor | None) -> int:
+        """Return the address of the matrices of all experts."""
+        count = len(weights)
+        each = [None] * count if biases is None else list(biases)
+        matrices = (NativeMatrix * count)(*(self._matrix(weights[index], each[index]) for index in range(count)))
+        self.kept.append(matrices)
+        return ctypes.addressof(matrices)
 
     def add_part(self, norm: Any) -> None:
         """Add what the last part has written, normed, to the stream."""
@@ -228,15 +289,15 @@ class _Writer:
 
     def linear(
         self, linear: Any, source: _Buffer, target: _Buffer, *, norm: Any = None,
-        activation: Activation = Activation.NONE, factor: float = 1.0,
+        activation: Activation = Activation.NONE, factor: float = 1.0, adds: bool = False,
     ) -> None:  # fmt: skip
-        """Write y = activation(norm(x) W^T + bias) * factor, added if `target` is the stream."""
+        """Write y = activation(norm(x) W^T + bias) * factor; added if asked, or if `target` is the stream."""
         source.widen(linear.weight.shape[1])
         target.widen(linear.weight.shape[0])
         offset = 0
         for matrix in self._matrices(linear):
             self._plan(
-                Op.LINEAR, source, target, offset, matrix=matrix, norm=self._norm(norm), adds=target is self.stream,
+                Op.LINEAR, source, target, offset, matrix=matrix, norm=self._norm(norm), adds=adds or target is self.stream,
                 activation=activation, factor=factor,
             )  # fmt: skip
             offset += matrix.outputs
@@ -370,6 +431,7 @@ _ACTIVATIONS = {
     "relu": Activation.RELU,
     "relu2": Activation.RELU2,
     "quick_gelu": Activation.QUICK_GELU,
+    "swiglu_clamped": Activation.SWIGLU_CLAMPED,
 }
 
 

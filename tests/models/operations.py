@@ -20,6 +20,7 @@ from localllm.kernels.cpu.native.structures import (
     HeadNorm,
     Kind,
     NativeAttention,
+    NativeExperts,
     NativeMatrix,
     NativeNorm,
     NativeOperation,
@@ -86,7 +87,16 @@ _ACTIVATE: dict[Activation, Callable[[Array], Array]] = {
     Activation.RELU: lambda x: np.maximum(x, 0),
     Activation.RELU2: lambda x: np.maximum(x, 0) ** 2,
     Activation.QUICK_GELU: lambda x: x / (1 + np.exp(-1.702 * x)),
+    Activation.SIGMOID: lambda x: 1 / (1 + np.exp(-x)),
 }
+
+
+def _gate_times_up(activation: int, gate_up: Array) -> Array:
+    gate, up = np.split(gate_up, 2)
+    if activation == Activation.SWIGLU_CLAMPED:
+        gate, up = np.minimum(gate, 7), up.clip(-7, 7)
+        return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+    return _ACTIVATE[Activation(activation)](gate) * up
 
 
 def _linear(operation: NativeOperation, row: int, _: NativeRow) -> None:
@@ -97,13 +107,16 @@ def _linear(operation: NativeOperation, row: int, _: NativeRow) -> None:
 
 def _gated(operation: NativeOperation, row: int, _: NativeRow) -> None:
     x = _normed(operation.norm, _row(operation, row, operation.matrix.inputs))
-    gate, up = np.split(_product(operation.matrix, x), 2)
-    _put(operation, row, _ACTIVATE[operation.activation](gate) * up)
+    _put(operation, row, _gate_times_up(operation.activation, _product(operation.matrix, x)))
 
 
 def _gate(operation: NativeOperation, row: int, _: NativeRow) -> None:
-    gate, up = np.split(_row(operation, row, 2 * operation.matrix.outputs), 2)
-    _put(operation, row, _ACTIVATE[operation.activation](gate) * up)
+    _put(operation, row, _gate_times_up(operation.activation, _row(operation, row, 2 * operation.matrix.outputs)))
+
+
+def _scale(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    y = _floats(operation.y + 4 * row * operation.y_stride, operation.matrix.outputs)
+    y *= _ACTIVATE[operation.activation](_row(operation, row, 1))
 
 
 def _add(operation: NativeOperation, row: int, _: NativeRow) -> None:
@@ -161,4 +174,60 @@ def _rotated(a: NativeAttention, heads: Array, position: int) -> Array:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=1)
 
 
-_RUN = {Op.LINEAR: _linear, Op.GATED: _gated, Op.GATE: _gate, Op.ADD: _add, Op.ATTEND: _attend}
+# ---- a mixture of experts ---------------------------------------------------------------------------------------------
+
+
+def _described(operation: NativeOperation) -> NativeExperts:
+    return ctypes.cast(operation.experts, ctypes.POINTER(NativeExperts)).contents
+
+
+def _choices(e: NativeExperts, row: int) -> tuple[Array, Array]:
+    """Return a row's expert ids and weights, which can be written."""
+    offset = 4 * row * e.top_k
+    return _floats(e.ids + offset, e.top_k, np.int32), _floats(e.weights + offset, e.top_k)
+
+
+def _route(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    e = _described(operation)
+    logits = _row(operation, row, e.count)
+    scores = np.exp(logits - logits.max())
+    scores = 1 / (1 + np.exp(-logits)) if e.is_sigmoid else scores / scores.sum()
+    choice = scores + _floats(e.correction, e.count) if e.correction else logits.copy()
+    groups = choice.reshape(e.num_groups, -1)
+    best = np.sort(groups, 1)[:, -2 if e.correction else -1 :].sum(1)
+    groups[np.argsort(-best, kind="stable")[e.top_groups :]] = -np.inf
+    chosen = np.argsort(-choice, kind="stable")[: e.top_k]
+    ids, weights = _choices(e, row)
+    total = scores[chosen].sum() if e.renormalizes else 1.0
+    ids[:], weights[:] = chosen, scores[chosen] / total * e.scale
+
+
+def _experts_gated(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    e = _described(operation)
+    matrices = ctypes.cast(e.gate_up, ctypes.POINTER(NativeMatrix))
+    ids = _choices(e, row)[0]
+    x = _normed(operation.norm, _row(operation, row, matrices[0].inputs))
+    _put(operation, row, np.concatenate(
+        [_gate_times_up(operation.activation, _product(matrices[int(i)], x)) for i in ids]
+    ))  # fmt: skip
+
+
+def _experts_down(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    e = _described(operation)
+    matrices = ctypes.cast(e.down, ctypes.POINTER(NativeMatrix))
+    x = _row(operation, row, e.top_k * matrices[0].inputs).reshape(e.top_k, -1)
+    outs = [w * _product(matrices[int(i)], x[c]) for c, (i, w) in enumerate(zip(*_choices(e, row), strict=True))]
+    _put(operation, row, np.sum(outs, 0)[: operation.matrix.outputs] * operation.factor)
+
+
+_RUN = {
+    Op.LINEAR: _linear,
+    Op.GATED: _gated,
+    Op.GATE: _gate,
+    Op.SCALE: _scale,
+    Op.ADD: _add,
+    Op.ATTEND: _attend,
+    Op.ROUTE: _route,
+    Op.EXPERTS_GATED: _experts_gated,
+    Op.EXPERTS_DOWN: _experts_down,
+}
