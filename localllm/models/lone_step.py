@@ -6,7 +6,7 @@ cache: a request may change between both from token to token. Every layer needs 
     LINEAR     norm, then q, k and v
     ATTEND     norms of q and k, rotation, the new key and value, attention
     LINEAR     the output of attention, added to the residual stream
-    GATED      norm, then gate and up (LINEAR without a gate; LINEAR and GATE if gate and up are not whole blocks)
+    GATED      norm, then gate and up (LINEAR without a gate; LINEAR and GATE if they are stored in different ways)
     LINEAR     down, added to the residual stream
 
 A norm after a part (sandwich, post_norm) adds an operation of its own. `_LAYERS` names the function for each kind of
@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localllm.kernels.cpu.matrix import matrix_of
+from localllm.kernels.cpu.matrix import HeldMatrix, matrices_of
 from localllm.kernels.cpu.native.library import Library, native, why_none
 from localllm.kernels.cpu.native.structures import (
     MAX_ROWS,
@@ -43,7 +43,6 @@ from localllm.kernels.cpu.native.structures import (
     Op,
 )
 from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.layer import (
     LayerKind,
@@ -99,6 +98,7 @@ class LoneStep:
         writer = _Writer(model, kv_cache)
         writer.write()
         self._operations, self._kept = writer.lowered(), writer.kept
+        self._without_head = (NativeOperation * (len(self._operations) - 1))(*self._operations[:-1])
         self._stream, self._logits = writer.stream.values, writer.logits.values
         self._rows = (NativeRow * MAX_ROWS)()
         self._columns = np.frombuffer(self._rows, np.int64).reshape(MAX_ROWS, -1)
@@ -112,7 +112,7 @@ class LoneStep:
         assert model.embedding is not None
         self._stream[:count, : model.spec.hidden_size] = model.embedding(ids, torch.from_numpy(rows.positions))
         self._columns[:count] = np.stack((rows.tables, rows.positions, rows.slots), axis=1)
-        self._library.run_step(self._operations, len(self._operations) - (not samples), self._rows, count)
+        self._library.run_step(self._operations if samples else self._without_head, self._rows, count)
         logits = self._logits[:count, : model.spec.vocab_size]
         return model.finish_logits(logits.contiguous()) if samples else logits
 
@@ -225,8 +225,8 @@ class _Writer:
             self.linear(mlp.down, self.features, target, factor=factor)
             return
         self._plan(
-            Op.EXPERTS_DOWN, self.expert_features, target, experts=self._chosen, adds=target is self.stream, factor=factor,
-            matrix=_sizes(self.model.spec.hidden_size),
+            Op.EXPERTS_DOWN, self.expert_features, target, experts=self._chosen, adds=target is self.stream,
+            factor=factor, matrix=_sizes(self.model.spec.hidden_size),
         )  # fmt: skip
         if mlp.shared is not None:
             self.linear(mlp.shared.down, self.features, target, factor=factor, adds=True)
@@ -256,9 +256,6 @@ class _Writer:
 
     def _experts(self, mixture: MoE) -> NativeExperts:
         routing, experts = mixture.routing, mixture.experts
-        width = experts.gate_up[0].shape[0] // 2
-        if width % OUTPUTS:
-            raise NoLoneStep(f"experts of {width} features, which is not a multiple of {OUTPUTS}")
         ids = torch.zeros((MAX_ROWS, routing.top_k), dtype=torch.int32)
         weights = torch.zeros((MAX_ROWS, routing.top_k))
         self.kept += [ids, weights]
@@ -277,7 +274,10 @@ class _Writer:
         """Return the address of the matrices of all experts."""
         count = len(weights)
         each = [None] * count if biases is None else list(biases)
-        matrices = (NativeMatrix * count)(*(self._matrix(weights[index], each[index]) for index in range(count)))
+        held = [self._held(matrices_of(weights[i], each[i]), weights[i]) for i in range(count)]
+        if any(len(parts) > 1 for parts in held):
+            raise NoLoneStep("experts of parts that are stored in different ways")
+        matrices = (NativeMatrix * count)(*(parts[0] for parts in held))
         self.kept.append(matrices)
         return ctypes.addressof(matrices)
 
@@ -294,10 +294,10 @@ class _Writer:
         """Write y = activation(norm(x) W^T + bias) * factor; added if asked, or if `target` is the stream."""
         source.widen(linear.weight.shape[1])
         target.widen(linear.weight.shape[0])
-        offset = 0
+        offset, adds = 0, adds or target is self.stream
         for matrix in self._matrices(linear):
             self._plan(
-                Op.LINEAR, source, target, offset, matrix=matrix, norm=self._norm(norm), adds=adds or target is self.stream,
+                Op.LINEAR, source, target, offset, matrix=matrix, norm=self._norm(norm), adds=adds,
                 activation=activation, factor=factor,
             )  # fmt: skip
             offset += matrix.outputs
@@ -305,7 +305,7 @@ class _Writer:
     def _gated(self, gate_up: Linear, norm: Any, activation: Activation) -> None:
         matrices, width = self._matrices(gate_up), gate_up.weight.shape[0] // 2
         self.features.widen(width)
-        if len(matrices) == 1 and width % OUTPUTS == 0:
+        if len(matrices) == 1:
             self.stream.widen(gate_up.weight.shape[1])
             norms = self._norm(norm)
             self._plan(Op.GATED, self.stream, self.features, matrix=matrices[0], norm=norms, activation=activation)
@@ -321,18 +321,14 @@ class _Writer:
         if isinstance(linear, LoraLinear):
             raise NoLoneStep("adapters are enabled")
         assert type(linear) is Linear, type(linear)
-        parts = linear.weight.parts if isinstance(linear.weight, StackedWeight) else [linear.weight]
-        sizes = [part.shape[0] for part in parts]
-        biases = [None] * len(parts) if linear.bias is None else linear.bias.split(sizes)
-        return [self._matrix(part, bias) for part, bias in zip(parts, biases, strict=True)]
+        return self._held(matrices_of(linear.weight, linear.bias), linear.weight)
 
-    def _matrix(self, weight: Any, bias: Tensor | None) -> NativeMatrix:
-        matrix = matrix_of(weight, bias)
-        if matrix is None:
+    def _held(self, matrices: list[HeldMatrix] | None, weight: Any) -> list[NativeMatrix]:
+        if matrices is None:
             kind = str(weight.dtype) if isinstance(weight, Tensor) else type(weight).__name__
             raise NoLoneStep(f"a weight of {weight.shape[0]} x {weight.shape[1]} in a layout without products ({kind})")
-        self.kept.append(matrix)
-        return matrix.native
+        self.kept.append(matrices)
+        return [held.matrix for held in matrices]
 
     def _norm(self, norm: RMSNorm | LayerNorm | None) -> NativeNorm:
         if norm is None:

@@ -35,10 +35,10 @@ Array = npt.NDArray[Any]
 class DefinedLibrary:
     """Takes the place of kernels/cpu/native/library.Library."""
 
-    def run_step(self, operations: Any, count: int, rows: Any, num_rows: int) -> None:
-        for index in range(count):
+    def run_step(self, operations: Any, rows: Any, num_rows: int) -> None:
+        for operation in operations:
             for row in range(num_rows):
-                _RUN[Op(operations[index].op)](operations[index], row, rows[row])
+                _RUN[Op(operation.op)](operation, row, rows[row])
 
 
 def _floats(address: int | None, count: int, kind: Any = np.float32) -> Array:
@@ -65,10 +65,9 @@ def _weights(matrix: NativeMatrix) -> Array:
 
 
 def _product(matrix: NativeMatrix, x: Array) -> Array:
-    """Return the outputs with padding."""
     weights = _weights(matrix)
     y = weights @ x
-    return y + _floats(matrix.bias, len(weights)) if matrix.bias else y
+    return (y + _floats(matrix.bias, len(weights)) if matrix.bias else y)[: matrix.outputs]
 
 
 def _normed(norm: NativeNorm, x: Array) -> Array:
@@ -101,7 +100,7 @@ def _gate_times_up(activation: int, gate_up: Array) -> Array:
 
 def _linear(operation: NativeOperation, row: int, _: NativeRow) -> None:
     x = _normed(operation.norm, _row(operation, row, operation.matrix.inputs))
-    y = _ACTIVATE[operation.activation](_product(operation.matrix, x)[: operation.matrix.outputs])
+    y = _ACTIVATE[operation.activation](_product(operation.matrix, x))
     _put(operation, row, y * operation.factor)
 
 
@@ -174,7 +173,7 @@ def _rotated(a: NativeAttention, heads: Array, position: int) -> Array:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=1)
 
 
-# ---- a mixture of experts ---------------------------------------------------------------------------------------------
+# ---- a mixture of experts --------------------------------------------------------------------------------------------
 
 
 def _described(operation: NativeOperation) -> NativeExperts:
@@ -217,7 +216,7 @@ def _experts_down(operation: NativeOperation, row: int, _: NativeRow) -> None:
     matrices = ctypes.cast(e.down, ctypes.POINTER(NativeMatrix))
     x = _row(operation, row, e.top_k * matrices[0].inputs).reshape(e.top_k, -1)
     outs = [w * _product(matrices[int(i)], x[c]) for c, (i, w) in enumerate(zip(*_choices(e, row), strict=True))]
-    _put(operation, row, np.sum(outs, 0)[: operation.matrix.outputs] * operation.factor)
+    _put(operation, row, np.sum(outs, 0) * operation.factor)
 
 
 _RUN = {

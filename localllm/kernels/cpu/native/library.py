@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Library:
-    def run_step(self, operations: Any, count: int, rows: Any, num_rows: int) -> None: ...
+    def run_step(self, operations: Any, rows: Any, num_rows: int) -> None: ...
 
 
 def native() -> Library | None:

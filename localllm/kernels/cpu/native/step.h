@@ -7,7 +7,7 @@
 
 enum Op {
   OP_LINEAR,  // y = activation(norm(x) W^T + bias) * factor, or added to y
-  OP_GATED,   // y = activation(gate) * up, where W has the gate's N/2 outputs first, padded to 64, then up's
+  OP_GATED,   // y = activation(gate) * up, where W has the gate's N/2 outputs first, then up's
   OP_ATTEND,  // y = attention(q, k, v) of x = [q, k, v]; writes k and v into the cache
   OP_ADD,     // y += norm(x) * factor
   OP_ROUTE,   // choose experts by the router's logits x
