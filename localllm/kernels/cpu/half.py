@@ -29,6 +29,7 @@ from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.native_product import native_linear, native_unpack, unpacked_parts
 from localllm.kernels.huge_pages import register_huge_pages
+from localllm.kernels.quantized_weight import MetaWeight
 
 HALVES = (torch.bfloat16, torch.float16)
 HALF_MIN_ELEMENTS = 1 << 18  # smaller weights are widened, as in kernels/linear.py, since calls have fixed costs
@@ -100,15 +101,16 @@ def fits_half(weight_dtype: torch.dtype, rows: int, columns: int) -> bool:
     return weight_dtype in HALVES and is_large and native() is not None
 
 
-def pack_half(weight: Tensor, *, is_head: bool = False) -> CpuHalfWeight:
-    """Pack weight [N, K] bf16 or fp16, for which `fits_half` is True."""
+def pack_half(weight: Tensor, *, is_head: bool = False) -> CpuHalfWeight | MetaWeight:
+    """Pack weight [N, K] bf16 or fp16, for which `fits_half` is True; on `meta` return its size only."""
+    if weight.is_meta:
+        return MetaWeight((weight.shape[0], weight.shape[1]), half_nbytes(*weight.shape, weight.dtype))
     packed = _for_onednn(weight) if weight.dtype == torch.bfloat16 and has_fast_bf16() else _blocked(weight)
     register_huge_pages(_address(packed), half_nbytes(*weight.shape, packed.dtype))
     return CpuHalfWeight(packed, weight.shape[0], is_head)
 
 
 def half_nbytes(rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the result of `pack_half`."""
     is_opaque = dtype == torch.bfloat16 and has_fast_bf16()
     return (rows if is_opaque else -(-rows // OUTPUTS) * OUTPUTS) * columns * 2
 

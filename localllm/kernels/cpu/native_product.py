@@ -39,7 +39,7 @@ def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def unpacked_parts(matrix: NativeMatrix) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first output, the values [n, K] fp32 of the outputs from there), in order. A part is valid until the next."""
+    """Yield (first output, values [n, K] fp32) in order. A part is valid until the next one."""
     step = max(OUTPUTS, UNPACKED_AT_A_TIME // matrix.inputs // OUTPUTS * OUTPUTS)
     buffer = torch.empty((min(step, matrix.outputs), matrix.inputs), device="cpu")
     for start in range(0, matrix.outputs, step):
