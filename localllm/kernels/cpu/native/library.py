@@ -39,11 +39,16 @@ from localllm.kernels.cpu.native.structures import (
 FOLDER = Path(__file__).parent
 VARIABLE = "LOCALLLM_CPU_SET"
 AGAIN = "run `pip install -e .` again"
-SETS = {"x86_64": ("avx512vnni", "avx2"), "aarch64": ("dotprod",)}
+SETS = {"x86_64": ("avx512vnni", "avxvnni", "avx2"), "aarch64": ("dotprod",)}
 """Instruction sets by architecture, best first."""
 X86_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"}
 X86_V4 = X86_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-NEEDED = {"avx2": X86_V3, "avx512vnni": X86_V4 | {"avx512_vnni"}, "dotprod": {"asimddp", "asimdhp"}}
+NEEDED = {
+    "avx2": X86_V3,
+    "avxvnni": X86_V3 | {"avx_vnni"},
+    "avx512vnni": X86_V4 | {"avx512_vnni"},
+    "dotprod": {"asimddp", "asimdhp"},
+}
 """What /proc/cpuinfo names for each set. Linux names only what it also saves when it switches threads."""
 
 

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include "attend.h"
 #include "functions.h"
+#include "lanes.h"
 
 enum {
   PIECE_BYTES = 1 << 17,  // of weights that a thread takes at a time
@@ -456,6 +457,8 @@ void localllm_unpack(Pool* pool, const Matrix* matrix, int64_t first, int64_t co
 #ifndef LOCALLLM_SOURCE_HASH
 #define LOCALLLM_SOURCE_HASH ""
 #endif
+
+const char* localllm_instruction_set(void) { return INSTRUCTION_SET; }
 
 const char* localllm_source_hash(void) { return LOCALLLM_SOURCE_HASH; }
 
