@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import BlockPool
+from localllm.engine.fixed_chunks import chunk_length, whole_chunks
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.prefill_shares import prefill_shares
 from localllm.engine.recorder import StatsRecorder, now_s
@@ -43,6 +44,12 @@ class _Prefill(NamedTuple):
     wanted: int
     enters: bool
 
+    @property
+    def start(self) -> int:
+        """Position of the first token to compute."""
+        request = self.request
+        return request.num_tokens + len(request.draft_token_ids) + request.num_output_placeholders - self.wanted
+
 
 @dataclass(slots=True)
 class _Draft:
@@ -62,6 +69,9 @@ class Scheduler:
     def __init__(
         self, config: SchedulerConfig, pool: BlockPool, hasher: BlockHasher, recorder: StatsRecorder | None = None
     ) -> None:
+        most_decodes = min(config.max_num_seqs, config.max_num_batched_tokens)
+        assert config.fixed_chunk + most_decodes <= config.max_num_batched_tokens or not config.fixed_chunk, "no room"
+        assert config.fixed_chunk % config.block_size == 0, (config.fixed_chunk, config.block_size)
         self.config, self.pool, self.hasher = config, pool, hasher
         self.recorder = recorder or StatsRecorder()
         self.table = RequestTable(config, pool, hasher, self.recorder)
@@ -69,6 +79,7 @@ class Scheduler:
         self.launched: deque[LaunchedStep] = deque()  # plans not settled yet
         self._outputs: list[EngineOutput] = []  # outputs of requests that ended outside `update`
         self._num_cohorts = config.num_cohorts
+        self._blocks_of_hits = max(1, config.fixed_chunk // config.block_size)  # hits are multiples of it
         self._watermark_blocks = max(1, int(config.watermark * pool.capacity))
         self._reserve = self.table.reserve
         self._step_id = 0
@@ -171,9 +182,7 @@ class Scheduler:
         if self.table.free_slots and not draft.preempted:
             prefills += self._admissible(prefills, draft)
         prefills.sort(key=lambda each: (each.request.priority, each.request.sequence))
-        shares = prefill_shares(
-            [each.wanted for each in prefills], [each.request.priority for each in prefills], draft.prefill_budget
-        )
+        shares = self._shares(prefills, draft.prefill_budget)
         for each, share in zip(prefills, shares, strict=True):
             if share and not each.enters and each.request.state is State.RUNNING:
                 self._schedule_one(each.request, share, draft)
@@ -187,13 +196,22 @@ class Scheduler:
             if share and each.enters:
                 spare += share - self._enter(each.request, share + spare, draft)
 
+    def _shares(self, prefills: Sequence[_Prefill], budget: int) -> list[int]:
+        """Return the tokens of each prompt, which are in order of urgency and arrival."""
+        if self.config.fixed_chunk:
+            return whole_chunks([self._chunk_length(each.request, each.start) for each in prefills], budget)
+        return prefill_shares([each.wanted for each in prefills], [each.request.priority for each in prefills], budget)
+
+    def _chunk_length(self, request: Request, start: int) -> int:
+        return chunk_length(start, request.prompt_len, self.config.fixed_chunk)
+
     def _prefill_budget(self, draft: _Draft) -> int:
         """Return the step's prefill budget: limited while requests decode, so that their next token is not delayed."""
         cap = self.config.long_prefill_token_threshold
         if not cap:
             return draft.budget
         any_decodes = draft.rows or any(map(self._is_held_back, self.running))
-        return min(draft.budget, cap) if any_decodes else draft.budget
+        return min(draft.budget, max(cap, self.config.fixed_chunk)) if any_decodes else draft.budget
 
     def _is_held_back(self, request: Request) -> bool:
         """Return whether a request that has tokens left to generate waits for those in flight."""
@@ -337,8 +355,9 @@ class Scheduler:
         """Return the cached blocks to start from. At least one token is computed, since logits are not cached."""
         if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
             return []
-        self.hasher.extend(request.block_hashes, request.hash_root, request.token_ids)
-        return self.pool.lookup(request.block_hashes[: (request.num_tokens - 1) // self.config.block_size])
+        self.table.hash_blocks(request)
+        hits = self.pool.lookup(request.block_hashes[: (request.num_tokens - 1) // self.config.block_size])
+        return hits[: len(hits) - len(hits) % self._blocks_of_hits]
 
     def _enter(self, request: Request, limit: int, draft: _Draft) -> int:
         """Admit a waiting request with at most `limit` tokens, and return how many it took. Return 0 if a request
@@ -363,6 +382,9 @@ class Scheduler:
             )
         )
         count = min(request.num_wanted_tokens, limit)
+        if self.config.fixed_chunk:
+            count = self._chunk_length(request, request.num_computed_tokens)
+            assert count <= limit, "a later chunk is never longer"
         entered = self._schedule_one(request, count, draft)
         assert entered, "admission promised these blocks"
         end = request.num_computed_tokens + count
