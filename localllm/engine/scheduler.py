@@ -361,9 +361,12 @@ class Scheduler:
 
     def _enter(self, request: Request, limit: int, draft: _Draft) -> int:
         """Admit a waiting request with at most `limit` tokens, and return how many it took. Return 0 if a request
-        admitted just before is computing their common prefix."""
-        hits = self._prefix_hits(request)  # requests admitted in this step may have added blocks
-        if self._is_being_computed(request, hits):
+        admitted just before is computing their common prefix, or if a fixed chunk does not fit any more."""
+        hits = self._prefix_hits(request)  # requests admitted in this step may have added blocks, or evicted some
+        count = min(request.num_tokens - len(hits) * self.config.block_size, limit)
+        if self.config.fixed_chunk:
+            count = self._chunk_length(request, len(hits) * self.config.block_size)
+        if count > limit or self._is_being_computed(request, hits):
             return 0
         self.table.admit(request, hits)
         draft.new_slots.append(
@@ -381,10 +384,6 @@ class Scheduler:
                 prompt_embeds=request.prompt_embeds,
             )
         )
-        count = min(request.num_wanted_tokens, limit)
-        if self.config.fixed_chunk:
-            count = self._chunk_length(request, request.num_computed_tokens)
-            assert count <= limit, "a later chunk is never longer"
         entered = self._schedule_one(request, count, draft)
         assert entered, "admission promised these blocks"
         end = request.num_computed_tokens + count
