@@ -46,6 +46,7 @@ from localllm.units import format_bytes, format_count
 
 KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}  # flag value -> torch's name
 BLOCK_SIZE_CPU, BLOCK_SIZE_GPU = 16, 64  # a GPU reads a block of 64 tokens as one tile
+FIXED_CHUNK = 128  # tokens of a prompt's chunks in deterministic mode on a CPU; any block size divides it
 MIN_CONTEXT = 256  # the smallest context worth starting with
 SPLIT_CONTEXT = 16_384  # the context of one request for which shares are balanced, unless the user names one
 CPU_CONTEXTS, CPU_CONTEXT_LEN = 16, 4096  # the default KV cache on CPU holds this many contexts of this length
@@ -128,6 +129,7 @@ class PlanAttempt:
                 self.spec.quantization, self.config.quantization, ranks[0].device, self.config.cpu_weights
             ),
             comm_bytes=sum(rank.comm for rank in ranks),
+            fixed_chunk=FIXED_CHUNK if self.gpu is None and self.config.deterministic else 0,
             ranks=self._rank_plans(max_model_len, num_blocks),
         )
 
