@@ -24,6 +24,7 @@ from localllm.engine.block_pool import BlockPool
 from localllm.engine.fixed_chunks import chunk_length, whole_chunks
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.prefill_shares import prefill_shares
+from localllm.engine.prompt_pace import PromptPace
 from localllm.engine.recorder import StatsRecorder, now_s
 from localllm.engine.request import Request, State
 from localllm.engine.request_table import RequestTable
@@ -82,6 +83,7 @@ class Scheduler:
         self._blocks_of_hits = max(1, config.fixed_chunk // config.block_size)  # hits are multiples of it
         self._watermark_blocks = max(1, int(config.watermark * pool.capacity))
         self._reserve = self.table.reserve
+        self._pace = PromptPace(config.target_step_s)
         self._step_id = 0
 
     # Requests come and go -------------------------------------------------------------------------------------
@@ -206,12 +208,14 @@ class Scheduler:
         return chunk_length(start, request.prompt_len, self.config.fixed_chunk)
 
     def _prefill_budget(self, draft: _Draft) -> int:
-        """Return the step's prefill budget: limited while requests decode, so that their next token is not delayed."""
-        cap = self.config.long_prefill_token_threshold
-        if not cap:
-            return draft.budget
+        """Return the step's prefill budget: limited while requests decode, so that their next token is not delayed.
+        With a target for the step's time, by what prompt tokens were measured to take (prompt_pace.py)."""
+        config = self.config
+        cap = config.long_prefill_token_threshold or draft.budget
+        if config.target_step_s:
+            cap = min(cap, self._pace.num_tokens())
         any_decodes = draft.rows or any(map(self._is_held_back, self.running))
-        return min(draft.budget, max(cap, self.config.fixed_chunk)) if any_decodes else draft.budget
+        return min(draft.budget, max(cap, config.fixed_chunk)) if any_decodes else draft.budget
 
     def _is_held_back(self, request: Request) -> bool:
         """Return whether a request that has tokens left to generate waits for those in flight."""
@@ -446,8 +450,10 @@ class Scheduler:
 
     def update(self, result: StepResult) -> list[EngineOutput]:
         """Settle the oldest launched step (settle.py)."""
-        outputs = settle_step(self.table, self.launched[0], result)
+        step = self.launched[0]
+        outputs = settle_step(self.table, step, result)
         self.launched.popleft()  # not sooner: until here a failure concerns all requests of this step
+        self._pace.observe(_num_prompt_tokens(step.plan), result.timings.forward_s + result.timings.sample_s)
         return outputs
 
     def fail(self, request: Request, error: LocalLLMError) -> None:
@@ -499,3 +505,8 @@ class Scheduler:
         Ignored unless the request has nothing in flight, since guesses extend known tokens."""
         if request.state is State.RUNNING and not request.num_output_placeholders:
             request.draft_token_ids = tuple(draft_token_ids)
+
+
+def _num_prompt_tokens(plan: StepPlan) -> int:
+    """Return the tokens of rows with more than one."""
+    return sum(row.num_scheduled_tokens for row in plan.rows if row.num_scheduled_tokens > 1)
