@@ -33,6 +33,7 @@ from localllm.kernels.cpu.native.structures import (
     Activation,
     CacheType,
     HeadNorm,
+    Kind,
     NativeAttention,
     NativeExperts,
     NativeMatrix,
@@ -100,6 +101,7 @@ class LoneStep:
         self._operations, self._kept = writer.lowered(), writer.kept
         self._without_head = (NativeOperation * (len(self._operations) - 1))(*self._operations[:-1])
         self._stream, self._logits = writer.stream.values, writer.logits.values
+        self.rounds = any(operation.matrix.kind != Kind.F32 for operation in self._operations)
         self._rows = (NativeRow * MAX_ROWS)()
         self._columns = np.frombuffer(self._rows, np.int64).reshape(MAX_ROWS, -1)
 

@@ -11,7 +11,7 @@ Does not know: layers, sampling parameters, why rows were scheduled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -64,6 +64,13 @@ class StepRows(NamedTuple):
         """[S] index of the last token of each sampling row."""
         return self.starts[1:][self.samples] - 1
 
+    def part(self, rows: slice) -> StepRows:
+        starts = self.starts[rows.start : rows.stop + 1]
+        return StepRows(
+            self.slots[rows], self.computed[rows], self.scheduled[rows], starts - starts[0], self.samples[rows],
+            self.adapters[rows],
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
@@ -81,6 +88,21 @@ class StepBatch:
     def sample_index(self) -> Ints | None:
         """[S] rows of `wanted` to sample from; None: all."""
         return np.searchsorted(self.wanted, self.rows.ends) if self.prompt_spans else None
+
+    def part(self, rows: slice) -> StepBatch:
+        """Return the batch of consecutive requests."""
+        first, last = (int(self.rows.starts[place]) for place in (rows.start, rows.stop))
+        wanted = slice(*np.searchsorted(self.wanted, (first, last)).tolist())
+        sampling = slice(*(int(self.rows.samples[:place].sum()) for place in (rows.start, rows.stop)))
+        spans = tuple(
+            replace(span, start=span.start - wanted.start)
+            for span in self.prompt_spans
+            if wanted.start <= span.start < wanted.stop
+        )
+        return StepBatch(
+            self.rows.part(rows), self.wanted[wanted] - first, self.plan_rows[sampling], self.slots[sampling],
+            self.lengths[sampling], spans, _embeds_between(self.embeds, first, last),
+        )  # fmt: skip
 
 
 class InputMaker(Protocol):
@@ -330,6 +352,14 @@ def embeds_on(batch: StepBatch, device: torch.device) -> GivenEmbeds | None:
     if batch.embeds is None or device.type == "cpu":
         return batch.embeds
     return GivenEmbeds(*(part.pin_memory().to(device, non_blocking=True) for part in batch.embeds))
+
+
+def _embeds_between(embeds: GivenEmbeds | None, first: int, last: int) -> GivenEmbeds | None:
+    """Return the embeddings of the step's tokens first .. last - 1, with places counted from the first one."""
+    if embeds is None:
+        return None
+    inside = (embeds.places >= first) & (embeds.places < last)
+    return GivenEmbeds(embeds.places[inside] - first, embeds.values[inside]) if inside.any() else None
 
 
 def _column(rows: tuple[Row, ...], index: int) -> Ints:

@@ -361,6 +361,8 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
             max_model_len=plan.max_model_len,
             block_size=plan.block_size,
             long_prefill_token_threshold=plan.long_prefill_token_threshold,
+            target_step_s=plan.target_step_s,
+            fixed_chunk=plan.fixed_chunk,
             policy=config.scheduling_policy,
             max_num_queued_reqs=config.max_num_queued_reqs,
             enable_prefix_caching=config.enable_prefix_caching,

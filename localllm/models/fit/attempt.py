@@ -46,6 +46,8 @@ from localllm.units import format_bytes, format_count
 
 KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}  # flag value -> torch's name
 BLOCK_SIZE_CPU, BLOCK_SIZE_GPU = 16, 64  # a GPU reads a block of 64 tokens as one tile
+TARGET_STEP_S = 0.15  # on a CPU: a step with prompts and decodes; a stream that decodes waits for it
+FIXED_CHUNK = 128  # tokens of a prompt's chunks in deterministic mode on a CPU; any block size divides it
 MIN_CONTEXT = 256  # the smallest context worth starting with
 SPLIT_CONTEXT = 16_384  # the context of one request for which shares are balanced, unless the user names one
 CPU_CONTEXTS, CPU_CONTEXT_LEN = 16, 4096  # the default KV cache on CPU holds this many contexts of this length
@@ -128,6 +130,8 @@ class PlanAttempt:
                 self.spec.quantization, self.config.quantization, ranks[0].device, self.config.cpu_weights
             ),
             comm_bytes=sum(rank.comm for rank in ranks),
+            target_step_s=TARGET_STEP_S if self._is_paced() else 0.0,
+            fixed_chunk=FIXED_CHUNK if self.gpu is None and self.config.deterministic else 0,
             ranks=self._rank_plans(max_model_len, num_blocks),
         )
 
@@ -401,8 +405,12 @@ class PlanAttempt:
     def _long_prefill_threshold(self) -> int:
         asked = self.config.long_prefill_token_threshold
         if asked is None:
-            return max(1, self.inputs.batched_tokens // 4)
+            return self.inputs.batched_tokens if self._is_paced() else max(1, self.inputs.batched_tokens // 4)
         return min(asked, self.inputs.batched_tokens)
+
+    def _is_paced(self) -> bool:
+        """Return whether times of steps limit prompts beside decodes. Not with ranks: a pipeline's steps overlap."""
+        return self.gpu is None and not self.shards and self.config.long_prefill_token_threshold is None
 
     def _async_depth(self) -> int:
         asked = self.config.async_scheduling
