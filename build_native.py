@@ -260,8 +260,10 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[misc]
 
 def main() -> int:
     """Compile the libraries beside the sources."""
+    remove_libraries()
+    if native_choice() == "none":
+        return 0
     try:
-        remove_libraries()
         for path in compile_libraries(find_toolchain(find_target()), FOLDER):
             print(path.relative_to(ROOT))
     except NotCompiled as error:
