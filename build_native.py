@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent
 PLACE = "localllm/kernels/cpu/native"
 FOLDER = ROOT / PLACE
 ZIG = "ziglang==0.15.2"  # the version that was tested
-FLAGS = ("-O3", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=fast", "-Wall", "-Wextra")
+FLAGS = ("-O3", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi")
 
 
 class InstructionSet(NamedTuple):
