@@ -5,8 +5,8 @@
     library.run_step(operations, rows)  a decode step, for up to MAX_ROWS rows
 
 One file for each instruction set is in this folder. The best one that the processor has the instructions for is opened.
-It is used only if it was compiled from the sources beside it, and if a small product of each kind is right. An installed
-wheel has no sources.
+It is used only if it was compiled from the sources beside it, which a wheel does not have, and if a small product of
+each kind is right.
 LOCALLLM_CPU_SET names another set, or `none`.
 Does not know: models, how weights are packed.
 """
