@@ -210,6 +210,28 @@ def test_compiling_by_hand_says_what_the_compiler_said(project: Path) -> None:
     assert not list((project / PLACE).glob("localllm_*"))
 
 
+@needs_compiler
+def test_scripts_compile_again_when_the_sources_have_changed_and_only_then(project: Path) -> None:
+    (project / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "_venv.sh", project / "scripts")
+    python = project / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+
+    def update() -> str:
+        command = ["bash", "-euo", "pipefail", "-c", "source scripts/_venv.sh; update_native"]
+        ended = subprocess.run(
+            command, cwd=project, env=clean_environment(), capture_output=True, text=True, check=True
+        )
+        assert hash_of(project / PLACE / NAMES[0]) == sources.source_hash(project / PLACE)
+        return ended.stdout
+
+    assert "Compiling" in update()
+    assert update() == ""
+    (project / PLACE / "step.h").write_text("// Other declarations.\n")
+    assert "Compiling" in update()
+
+
 def test_the_hash_changes_with_names_and_contents(tmp_path: Path) -> None:
     seen = {sources.source_hash(tmp_path)}
     assert seen == {""}
