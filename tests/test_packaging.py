@@ -87,9 +87,10 @@ def build(root: Path, target: str = "wheel", **environ: str) -> Path:
 
 
 def native_files(wheel: Path) -> set[str]:
+    """Return the names of the files in the native library's folder that are not Python."""
     with zipfile.ZipFile(wheel) as archive:
         names = {Path(name) for name in archive.namelist() if name.startswith(PLACE)}
-    return {path.name for path in names} - {"__init__.py", "sources.py"}
+    return {path.name for path in names if path.suffix != ".py"}
 
 
 def hash_of(path: Path) -> str:
