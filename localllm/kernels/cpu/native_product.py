@@ -26,7 +26,7 @@ def native_linear(matrix: NativeMatrix, x: Tensor, *, is_fine: bool) -> Tensor:
     """
     y = x.new_empty((x.shape[0], matrix.outputs))
     if len(x):
-        _library().linear(matrix, x, y, is_fine=is_fine)
+        _library().linear(matrix, x, y, fine=is_fine)
     return y
 
 
@@ -39,13 +39,10 @@ def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def unpacked_parts(matrix: NativeMatrix) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first output, values [n, K] fp32) in order. A part is valid until the next one."""
+    """Yield (first output, values [n, K] fp32) in order."""
     step = max(OUTPUTS, UNPACKED_AT_A_TIME // matrix.inputs // OUTPUTS * OUTPUTS)
-    buffer = torch.empty((min(step, matrix.outputs), matrix.inputs), device="cpu")
     for start in range(0, matrix.outputs, step):
-        part = buffer[: matrix.outputs - start]
-        _library().unpack(matrix, start, part)
-        yield start, part
+        yield start, _library().unpack(matrix, start, min(step, matrix.outputs - start))
 
 
 def _library() -> Library:
