@@ -100,7 +100,7 @@ class EngineConfig:
         allowed_text="int4, int8 or fp8", note="a quantised checkpoint is detected")
     cpu_weights: str = setting(
         "fast", MODEL, "how a CPU runs quantised weights", choices=("fast", "small", "exact"),
-        allowed_text="fast, small (less memory, slower in batches) or exact (as stored, slow)")
+        allowed_text="fast, small (the same as fast) or exact (as stored, slow)")
     task: str = setting(
         "auto", MODEL, "task of the model", choices=("auto", *TASKS), is_of_one_model=True,
         allowed_text="generate, embed, score or auto (from the checkpoint's files)")
@@ -214,6 +214,11 @@ class EngineConfig:
     @property
     def takes_adapters(self) -> bool:
         return self.enable_lora or bool(self.lora_modules)
+
+    @property
+    def keeps_half_weights(self) -> bool:
+        """Whether 16-bit matrices stay 16 bits wide on a CPU that computes in float32; --dtype float32 widens them."""
+        return self.dtype == "auto"
 
 
 @dataclass(frozen=True, slots=True)
