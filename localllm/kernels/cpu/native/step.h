@@ -1,15 +1,17 @@
 // A decode step as a list of operations on a few rows, each row the next token of another request.
 //
 // The list is written once for a model. A call runs it for 1 to MAX_ROWS rows. Activations are fp32. Each buffer has
-// space for MAX_ROWS rows; a row starts `stride` floats after the row before it.
+// space for MAX_ROWS rows; a row starts `stride` floats after the row before it. A row's results do not depend on the
+// other rows, nor on the number of threads.
 #pragma once
 #include "pool.h"
+#include "products.h"
 
 enum Op {
   OP_LINEAR,  // y = activation(norm(x) W^T + bias) * factor, or added to y
-  OP_GATED,   // y = activation(gate) * up, where W has the gate's N/2 outputs first, padded to 64, then up's
+  OP_GATED,   // y = activation(gate) * up, where W has the gate's N/2 outputs first, then up's
   OP_ATTEND,  // y = attention(q, k, v) of x = [q, k, v]; writes k and v into the cache
-  OP_ADD,     // y += norm(x) * factor
+  OP_ADD,     // y += norm(x) * factor, rows of matrix.inputs values
   OP_ROUTE,   // choose experts from logits x
 };
 
@@ -79,3 +81,9 @@ void localllm_unpack(Pool*, const Matrix* matrix, int64_t first, int64_t count, 
 
 // Name of the instruction set that the library was compiled for: avx512vnni, avx2, dotprod.
 const char* localllm_instruction_set(void);
+
+// Hash of the sources that the library was compiled from; "" where the compile was not told.
+const char* localllm_source_hash(void);
+
+// Bytes of a structure as the library knows it: 0 Matrix, 1 Attention, 2 Operation, 3 StepRow.
+int64_t localllm_size_of(int64_t structure);

@@ -72,7 +72,6 @@ class NativeMatrix(ctypes.Structure):
         ("inputs", c_int64),
         ("weights", c_void_p),
         ("scales", c_void_p),
-        ("sums", c_void_p),
         ("bias", c_void_p),
         ("input_order", c_void_p),
     )

@@ -1,0 +1,468 @@
+// Operations of a decode step, and products on their own, as jobs of a pool.
+#include "step.h"
+#include <stdatomic.h>
+#include <stdlib.h>
+#include "attend.h"
+#include "functions.h"
+#include "lanes.h"
+
+enum {
+  PIECE_BYTES = 1 << 17,  // of weights that a thread takes at a time
+  PIECES_PER_THREAD = 4,  // at least, where the matrix has so many blocks: the last pieces end at about the same time
+  GROUPS = 64             // of MAX_ROWS rows that a product of many rows encodes before it multiplies
+};
+
+// Memory ---------------------------------------------------------------------------------------------------------------
+
+// What one thread needs. It grows between jobs.
+typedef struct {
+  Scratch* scratch;
+  float* normed;  // [MAX_ROWS, inputs]
+  float* attention;
+  Rows rows;         // the input of operation `prepared`, normed and encoded
+  int64_t prepared;  // -1: of none
+} Local;
+
+typedef struct {
+  int64_t threads, inputs, attention_floats, result_floats, joins;
+  Local* locals;         // [threads]
+  float* results;        // of the pieces of an attention
+  _Atomic int64_t* left;  // [joins] pieces of a row's KV head that are done; zeros between operations
+  Scratch* groups[GROUPS];
+  int64_t group_inputs, num_groups;
+} Memory;
+
+static void free_memory(void* shared) {
+  Memory* memory = shared;
+  for (int64_t i = 0; i < memory->threads; i++) {
+    Local* local = &memory->locals[i];
+    if (local->scratch) free_scratch(local->scratch);
+    free(local->normed);
+    free(local->attention);
+  }
+  for (int64_t i = 0; i < memory->num_groups; i++) free_scratch(memory->groups[i]);
+  free(memory->locals);
+  free(memory->results);
+  free((void*)memory->left);
+  free(memory);
+}
+
+static Memory* memory_of(Pool* pool) {
+  Memory* memory = pool_shared(pool);
+  if (memory) return memory;
+  memory = calloc(1, sizeof *memory);
+  memory->threads = pool_threads(pool);
+  memory->locals = calloc((size_t)memory->threads, sizeof(Local));
+  set_pool_shared(pool, memory, free_memory);
+  return memory;
+}
+
+static void replace(float** buffer, int64_t floats) {
+  free(*buffer);
+  *buffer = malloc((size_t)floats * sizeof(float));
+}
+
+static void want_inputs(Memory* memory, int64_t inputs) {
+  if (inputs <= memory->inputs) return;
+  for (int64_t i = 0; i < memory->threads; i++) {
+    Local* local = &memory->locals[i];
+    if (local->scratch) free_scratch(local->scratch);
+    local->scratch = new_scratch(inputs);
+    replace(&local->normed, MAX_ROWS * inputs);
+  }
+  memory->inputs = inputs;
+}
+
+static void want_attention(Memory* memory, const Attention* attention, int64_t pieces, int64_t rows) {
+  const int64_t floats = attention_floats(attention), results = pieces * attention_result_floats(attention);
+  const int64_t joins = rows * attention->kv_heads;
+  if (floats > memory->attention_floats) {
+    for (int64_t i = 0; i < memory->threads; i++) replace(&memory->locals[i].attention, floats);
+    memory->attention_floats = floats;
+  }
+  if (results > memory->result_floats) {
+    memory->result_floats = results + results / 2;
+    replace(&memory->results, memory->result_floats);
+  }
+  if (joins > memory->joins) {
+    free((void*)memory->left);
+    memory->left = calloc((size_t)joins, sizeof *memory->left);
+    memory->joins = joins;
+  }
+}
+
+// Norms and activations ------------------------------------------------------------------------------------------------
+
+static void rms_norm(const Norm* norm, const float* x, int64_t n, float* y) {
+  const float factor = 1.0f / sqrtf(dot_rows(x, x, n) / (float)n + (float)norm->eps);
+  for (int64_t i = 0; i < n; i++) y[i] = x[i] * factor * norm->weight[i];
+}
+
+static void layer_norm(const Norm* norm, const float* x, int64_t n, float* y) {
+  const float mean = sum_row(x, n) / (float)n;
+  for (int64_t i = 0; i < n; i++) y[i] = x[i] - mean;
+  const float factor = 1.0f / sqrtf(dot_rows(y, y, n) / (float)n + (float)norm->eps);
+  if (norm->bias) {
+    for (int64_t i = 0; i < n; i++) y[i] = y[i] * factor * norm->weight[i] + norm->bias[i];
+  } else {
+    for (int64_t i = 0; i < n; i++) y[i] = y[i] * factor * norm->weight[i];
+  }
+}
+
+static void norm_row(const Norm* norm, const float* x, int64_t n, float* y) {
+  if (norm->kind == NORM_RMS) {
+    rms_norm(norm, x, n, y);
+  } else {
+    layer_norm(norm, x, n, y);
+  }
+}
+
+ALWAYS_INLINE v16f activate16(int64_t activation, v16f x) {
+  const v16f zero = all_lanes(0);
+  switch (activation) {
+    case ACT_SILU: return x * sigmoid16(x);
+    case ACT_GELU: return x * normal16(x);
+    case ACT_GELU_TANH: {  // (1 + tanh(u)) / 2 = sigmoid(2 u)
+      v16f u = x * (all_lanes(1.0f) + all_lanes(0.044715f) * x * x);
+      return x * sigmoid16(u * all_lanes(1.59576912f));
+    }
+    case ACT_RELU: return choose(x < zero, zero, x);
+    case ACT_RELU2: return choose(x < zero, zero, x * x);
+    case ACT_QUICK_GELU: return x * sigmoid16(x * all_lanes(1.702f));
+    default: return x;
+  }
+}
+
+// Products -------------------------------------------------------------------------------------------------------------
+
+static int64_t blocks_of(int64_t outputs) { return (outputs + OUTPUTS - 1) / OUTPUTS; }
+
+static int64_t block_bytes(const Matrix* matrix) {
+  const int64_t inputs = matrix->inputs;
+  switch (matrix->kind) {
+    case KIND_F32: return inputs * OUTPUTS * 4;
+    case KIND_BF16:
+    case KIND_F16: return (inputs + 1) / 2 * OUTPUTS * 4;
+    case KIND_I8: return inputs * OUTPUTS;
+    case KIND_Q8: return inputs / 32 * (2048 + 128);
+    case KIND_Q4: return inputs / 32 * (1024 + 128);
+    default: return inputs / 32 * (1024 + 256);
+  }
+}
+
+// Blocks of outputs of an operation: of y, that is, half of a gated matrix.
+static int64_t operation_outputs(const Operation* o) {
+  return o->op == OP_GATED ? o->matrix.outputs / 2 : o->matrix.outputs;
+}
+
+static int64_t clamp(int64_t value, int64_t low, int64_t high) {
+  return value < low ? low : value > high ? high : value;
+}
+
+// Return how many blocks of outputs one piece has.
+static int64_t blocks_per_piece(int64_t blocks, int64_t bytes, int64_t threads) {
+  const int64_t most = clamp(blocks / (threads * PIECES_PER_THREAD), 1, blocks);
+  return clamp(PIECE_BYTES / bytes, 1, most);
+}
+
+static int64_t pieces_of(int64_t blocks, int64_t per_piece) { return (blocks + per_piece - 1) / per_piece; }
+
+typedef struct {
+  Memory* memory;
+  const Operation* operations;
+  const StepRow* rows;
+  int64_t num_rows;
+} Step;
+
+// Every thread norms and encodes the input for itself: that takes less time than waiting for the one that does.
+static const Rows* prepared_rows(Step* step, int64_t operation, int64_t thread) {
+  Local* local = &step->memory->locals[thread];
+  if (local->prepared == operation) return &local->rows;
+  const Operation* o = &step->operations[operation];
+  const int64_t inputs = o->matrix.inputs;
+  const float* x = o->x;
+  int64_t stride = o->x_stride;
+  if (o->norm.kind != NORM_NONE) {
+    for (int64_t r = 0; r < step->num_rows; r++) {
+      norm_row(&o->norm, o->x + r * o->x_stride, inputs, local->normed + r * inputs);
+    }
+    x = local->normed;
+    stride = inputs;
+  }
+  local->rows = encode_rows(&o->matrix, x, stride, step->num_rows, 1, local->scratch);
+  local->prepared = operation;
+  return &local->rows;
+}
+
+// Write or add 64 or fewer results of each row to y.
+static void finish_block(const Operation* o, const float* results, int64_t rows, int64_t first, int64_t count) {
+  const v16f factor = all_lanes((float)o->factor);
+  for (int64_t r = 0; r < rows; r++) {
+    float y[OUTPUTS], *out = o->y + r * o->y_stride + first;
+    for (int64_t i = 0; i < OUTPUTS; i += 16) store16(y + i, load16(results + r * OUTPUTS + i) * factor);
+    if (o->adds) {
+      for (int64_t i = 0; i < count; i++) out[i] += y[i];
+    } else {
+      memcpy(out, y, (size_t)count * sizeof(float));
+    }
+  }
+}
+
+static void run_linear_block(const Operation* o, const Rows* rows, int64_t block) {
+  float y[MAX_ROWS * OUTPUTS];
+  multiply_block(&o->matrix, rows, block, y, OUTPUTS);
+  if (o->activation != ACT_NONE) {
+    for (int64_t i = 0; i < rows->rows * OUTPUTS; i += 16) store16(y + i, activate16(o->activation, load16(y + i)));
+  }
+  finish_block(o, y, rows->rows, block * OUTPUTS, clamp(o->matrix.outputs - block * OUTPUTS, 0, OUTPUTS));
+}
+
+static void run_gated_block(const Operation* o, const Rows* rows, int64_t block) {
+  const int64_t outputs = o->matrix.outputs / 2, first = block * OUTPUTS, count = clamp(outputs - first, 0, OUTPUTS);
+  const int64_t up_block = (outputs + first) / OUTPUTS, offset = (outputs + first) % OUTPUTS;
+  float gate[MAX_ROWS * OUTPUTS], up[MAX_ROWS * 2 * OUTPUTS];
+  multiply_block(&o->matrix, rows, block, gate, OUTPUTS);
+  multiply_block(&o->matrix, rows, up_block, up, 2 * OUTPUTS);
+  if (offset + count > OUTPUTS) multiply_block(&o->matrix, rows, up_block + 1, up + OUTPUTS, 2 * OUTPUTS);
+  for (int64_t r = 0; r < rows->rows; r++) {
+    float *g = gate + r * OUTPUTS, *u = up + r * 2 * OUTPUTS + offset;
+    if (offset) memmove(up + r * 2 * OUTPUTS, u, (size_t)count * sizeof(float));
+    u = up + r * 2 * OUTPUTS;
+    for (int64_t i = 0; i < OUTPUTS; i += 16) {
+      store16(g + i, activate16(o->activation, load16(g + i)) * load16(u + i));
+    }
+  }
+  finish_block(o, gate, rows->rows, first, count);
+}
+
+static int64_t product_blocks_per_piece(const Step* step, const Operation* o) {
+  const int64_t bytes = block_bytes(&o->matrix) * (o->op == OP_GATED ? 2 : 1);
+  return blocks_per_piece(blocks_of(operation_outputs(o)), bytes, step->memory->threads);
+}
+
+static void run_product(Step* step, int64_t operation, int64_t piece, int64_t thread) {
+  const Operation* o = &step->operations[operation];
+  const Rows* rows = prepared_rows(step, operation, thread);
+  const int64_t blocks = blocks_of(operation_outputs(o)), per_piece = product_blocks_per_piece(step, o);
+  const int64_t end = clamp((piece + 1) * per_piece, 0, blocks);
+  for (int64_t block = piece * per_piece; block < end; block++) {
+    if (o->op == OP_GATED) {
+      run_gated_block(o, rows, block);
+    } else {
+      run_linear_block(o, rows, block);
+    }
+  }
+}
+
+// Attention ------------------------------------------------------------------------------------------------------------
+
+static int64_t count_attention_pieces(const Step* step, const Attention* attention) {
+  int64_t pieces = 0;
+  for (int64_t r = 0; r < step->num_rows; r++) {
+    pieces += attention->kv_heads * attention_pieces(attention, step->rows[r].position);
+  }
+  return pieces;
+}
+
+// The pieces of an operation are those of the first row's first KV head, then of its second, ..., then of the next row.
+static void run_attention(Step* step, int64_t operation, int64_t piece, int64_t thread) {
+  const Operation* o = &step->operations[operation];
+  const Attention* attention = o->attention;
+  const int64_t size = attention_result_floats(attention);
+  int64_t row = 0, start = 0, pieces = attention_pieces(attention, step->rows[0].position);
+  while (piece >= start + attention->kv_heads * pieces) {
+    start += attention->kv_heads * pieces;
+    pieces = attention_pieces(attention, step->rows[++row].position);
+  }
+  const int64_t head = (piece - start) / pieces, part = (piece - start) % pieces;
+  Memory* memory = step->memory;
+  attend_piece(attention, &step->rows[row], o->x + row * o->x_stride, head, part, memory->locals[thread].attention,
+               memory->results + piece * size);
+  _Atomic int64_t* left = &memory->left[row * attention->kv_heads + head];
+  if (atomic_fetch_add_explicit(left, 1, memory_order_acq_rel) + 1 < pieces) return;
+  atomic_store_explicit(left, 0, memory_order_relaxed);
+  join_pieces(attention, head, pieces, memory->results + (start + head * pieces) * size, o->y + row * o->y_stride);
+}
+
+// Steps ----------------------------------------------------------------------------------------------------------------
+
+static void run_add(const Step* step, const Operation* o, int64_t row, float* normed) {
+  const int64_t n = o->matrix.inputs;
+  const float *x = o->x + row * o->x_stride, factor = (float)o->factor;
+  float* y = o->y + row * o->y_stride;
+  (void)step;
+  if (o->norm.kind != NORM_NONE) {
+    norm_row(&o->norm, x, n, normed);
+    x = normed;
+  }
+  for (int64_t i = 0; i < n; i++) y[i] += x[i] * factor;
+}
+
+static int64_t count_step_pieces(void* context, int64_t operation) {
+  Step* step = context;
+  const Operation* o = &step->operations[operation];
+  switch (o->op) {
+    case OP_ATTEND: return count_attention_pieces(step, o->attention);
+    case OP_ADD: return step->num_rows;
+    default: return pieces_of(blocks_of(operation_outputs(o)), product_blocks_per_piece(step, o));
+  }
+}
+
+static void run_step_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {
+  Step* step = context;
+  const Operation* o = &step->operations[operation];
+  switch (o->op) {
+    case OP_ATTEND: run_attention(step, operation, piece, thread); break;
+    case OP_ADD: run_add(step, o, piece, step->memory->locals[thread].normed); break;
+    default: run_product(step, operation, piece, thread);
+  }
+}
+
+static void want_memory(const Step* step, int64_t count) {
+  for (int64_t i = 0; i < count; i++) {
+    const Operation* o = &step->operations[i];
+    if (o->op == OP_ATTEND) {
+      want_attention(step->memory, o->attention, count_attention_pieces(step, o->attention), step->num_rows);
+    } else {
+      want_inputs(step->memory, o->matrix.inputs);
+    }
+  }
+  for (int64_t i = 0; i < step->memory->threads; i++) step->memory->locals[i].prepared = -1;
+}
+
+void localllm_run_step(
+    Pool* pool, const Operation* operations, int64_t count, const StepRow* rows, int64_t num_rows) {
+  lock_pool(pool);
+  Step step = {memory_of(pool), operations, rows, num_rows};
+  want_memory(&step, count);
+  run_job(pool, &(Job){&step, count, count_step_pieces, run_step_piece});
+  unlock_pool(pool);
+}
+
+// Products of any number of rows -----------------------------------------------------------------------------------------
+
+typedef struct {
+  Memory* memory;
+  const Matrix* matrix;
+  const float* x;
+  float* y;
+  int64_t x_stride, y_stride, rows, is_fine;
+  Rows encoded[GROUPS];  // of MAX_ROWS rows each
+} Product;
+
+static int64_t groups_of(int64_t rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
+
+static int64_t count_product_pieces(void* context, int64_t operation) {
+  Product* p = context;
+  if (operation == 0) return groups_of(p->rows);
+  const int64_t blocks = blocks_of(p->matrix->outputs);
+  return pieces_of(blocks, blocks_per_piece(blocks, block_bytes(p->matrix), p->memory->threads));
+}
+
+static void encode_group(Product* p, int64_t group) {
+  const int64_t first = group * MAX_ROWS, count = clamp(p->rows - first, 0, MAX_ROWS);
+  p->encoded[group] = encode_rows(
+      p->matrix, p->x + first * p->x_stride, p->x_stride, count, (int)p->is_fine, p->memory->groups[group]);
+}
+
+static void multiply_group(const Product* p, int64_t group, int64_t block) {
+  const int64_t first = block * OUTPUTS, count = p->matrix->outputs - first;
+  float *y = p->y + group * MAX_ROWS * p->y_stride + first, part[MAX_ROWS * OUTPUTS];
+  if (count >= OUTPUTS) {
+    multiply_block(p->matrix, &p->encoded[group], block, y, p->y_stride);
+    return;
+  }
+  multiply_block(p->matrix, &p->encoded[group], block, part, OUTPUTS);
+  for (int64_t r = 0; r < p->encoded[group].rows; r++) {
+    memcpy(y + r * p->y_stride, part + r * OUTPUTS, (size_t)count * sizeof(float));
+  }
+}
+
+static void run_product_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {
+  Product* p = context;
+  (void)thread;
+  if (operation == 0) {
+    encode_group(p, piece);
+    return;
+  }
+  const int64_t blocks = blocks_of(p->matrix->outputs);
+  const int64_t per_piece = blocks_per_piece(blocks, block_bytes(p->matrix), p->memory->threads);
+  const int64_t end = clamp((piece + 1) * per_piece, 0, blocks);
+  for (int64_t block = piece * per_piece; block < end; block++) {
+    for (int64_t group = 0; group < groups_of(p->rows); group++) multiply_group(p, group, block);
+  }
+}
+
+static void want_groups(Memory* memory, int64_t groups, int64_t inputs) {
+  if (inputs > memory->group_inputs) {
+    for (int64_t i = 0; i < memory->num_groups; i++) free_scratch(memory->groups[i]);
+    memory->num_groups = 0;
+    memory->group_inputs = inputs;
+  }
+  for (; memory->num_groups < groups; memory->num_groups++) {
+    memory->groups[memory->num_groups] = new_scratch(memory->group_inputs);
+  }
+}
+
+void localllm_linear(Pool* pool, const Matrix* matrix, const float* x, int64_t x_stride, int64_t rows, int64_t is_fine,
+                     float* y, int64_t y_stride) {
+  lock_pool(pool);
+  Product p = {.memory = memory_of(pool), .matrix = matrix, .x_stride = x_stride, .y_stride = y_stride};
+  p.is_fine = is_fine;
+  for (int64_t first = 0; first < rows; first += GROUPS * MAX_ROWS) {
+    p.x = x + first * x_stride;
+    p.y = y + first * y_stride;
+    p.rows = clamp(rows - first, 0, GROUPS * MAX_ROWS);
+    want_groups(p.memory, groups_of(p.rows), matrix->inputs);
+    run_job(pool, &(Job){&p, 2, count_product_pieces, run_product_piece});
+  }
+  unlock_pool(pool);
+}
+
+typedef struct {
+  const Matrix* matrix;
+  int64_t first, count;
+  float* out;
+} Unpacking;
+
+static int64_t count_unpacked_blocks(void* context, int64_t operation) {
+  (void)operation;
+  return blocks_of(((Unpacking*)context)->count);
+}
+
+static void unpack_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {
+  const Unpacking* u = context;
+  const int64_t inputs = u->matrix->inputs, count = clamp(u->count - piece * OUTPUTS, 0, OUTPUTS);
+  float* out = u->out + piece * OUTPUTS * inputs;
+  (void)operation, (void)thread;
+  if (count == OUTPUTS) {
+    unpack_block(u->matrix, u->first / OUTPUTS + piece, out);
+    return;
+  }
+  float* part = malloc((size_t)(OUTPUTS * inputs) * sizeof(float));
+  unpack_block(u->matrix, u->first / OUTPUTS + piece, part);
+  memcpy(out, part, (size_t)(count * inputs) * sizeof(float));
+  free(part);
+}
+
+void localllm_unpack(Pool* pool, const Matrix* matrix, int64_t first, int64_t count, float* out) {
+  Unpacking unpacking = {matrix, first, count, out};
+  lock_pool(pool);
+  run_job(pool, &(Job){&unpacking, 1, count_unpacked_blocks, unpack_piece});
+  unlock_pool(pool);
+}
+
+// What the library was compiled as ---------------------------------------------------------------------------------------
+
+#ifndef LOCALLLM_SOURCE_HASH
+#define LOCALLLM_SOURCE_HASH ""
+#endif
+
+const char* localllm_instruction_set(void) { return INSTRUCTION_SET; }
+
+const char* localllm_source_hash(void) { return LOCALLLM_SOURCE_HASH; }
+
+int64_t localllm_size_of(int64_t structure) {
+  const int64_t sizes[] = {sizeof(Matrix), sizeof(Attention), sizeof(Operation), sizeof(StepRow)};
+  return sizes[structure];
+}
