@@ -4,8 +4,9 @@
     y = library.linear(matrix, x)       for any number of rows
     library.run_step(operations, rows)  a decode step, for up to MAX_ROWS rows
 
-One file for each instruction set lies beside its sources. The best one that the processor has the instructions for is
-opened. It is used only if it was compiled from these sources, and if a small product of each kind is right.
+One file for each instruction set is in this folder. The best one that the processor has the instructions for is opened.
+It is used only if it was compiled from the sources beside it, which a wheel does not have, and if a small product of
+each kind is right.
 LOCALLLM_CPU_SET names another set, or `none`.
 Does not know: models, how weights are packed.
 """
@@ -13,10 +14,8 @@ Does not know: models, how weights are packed.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
-import sys
 import threading
 from collections.abc import Sequence
 from ctypes import c_char_p, c_int64, c_void_p
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.native.self_check import wrong_kind
+from localllm.kernels.cpu.native.sources import FOLDER, library_name, source_hash
 from localllm.kernels.cpu.native.structures import (
     MAX_ROWS,
     OUTPUTS,
@@ -36,7 +36,6 @@ from localllm.kernels.cpu.native.structures import (
     NativeRow,
 )
 
-FOLDER = Path(__file__).parent
 VARIABLE = "LOCALLLM_CPU_SET"
 AGAIN = "run `pip install -e .` again"
 SETS = {"x86_64": ("avx512vnni", "avxvnni", "avx2"), "aarch64": ("dotprod",)}
@@ -157,7 +156,7 @@ def _library_or_reason() -> tuple[Library | None, str]:
 def open_library(name: str) -> tuple[Library | None, str]:
     """Return (the library of an instruction set, ""), or (None, why it cannot be used)."""
     try:
-        functions = ctypes.CDLL(str(FOLDER / _file_name(name)))
+        functions = ctypes.CDLL(str(FOLDER / library_name(name)))
         _declare(functions)
     except (OSError, AttributeError) as error:
         return None, f"The library for {name} cannot be opened: {error}; {AGAIN}."
@@ -189,10 +188,11 @@ def usable_sets() -> list[str]:
     """Return the sets whose instructions this processor and its system run, best first."""
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     candidates = SETS.get(machine, ())
-    if sys.platform.startswith("linux"):
+    system = platform.system()
+    if system == "Linux":
         flags = _cpuinfo_flags(Path("/proc/cpuinfo"))
         return [name for name in candidates if NEEDED[name] <= flags]
-    if sys.platform == "darwin":
+    if system == "Darwin":
         return [name for name in candidates if name == "dotprod"]  # every Apple processor since the M1
     return [name for name in candidates if _torch_sees(name)]
 
@@ -214,21 +214,8 @@ def _torch_sees(name: str) -> bool:
     return name == "avx512vnni" and torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()
 
 
-def _file_name(name: str) -> str:
-    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
-    return f"localllm_{name}.{suffix}"
-
-
 def _compiled_sets() -> list[str]:
-    return [name for names in SETS.values() for name in names if (FOLDER / _file_name(name)).exists()]
-
-
-def source_hash() -> str:
-    """Return the hash of the sources beside this file, which build_native.py compiles into the libraries."""
-    content = hashlib.sha256()
-    for path in sorted(FOLDER.glob("*.[ch]")):
-        content.update(path.name.encode() + b"\0" + path.read_bytes())
-    return content.hexdigest()[:16]
+    return [name for names in SETS.values() for name in names if (FOLDER / library_name(name)).exists()]
 
 
 def _declare(functions: ctypes.CDLL) -> None:
@@ -251,7 +238,8 @@ def _declare(functions: ctypes.CDLL) -> None:
 
 def _fault_of(functions: ctypes.CDLL) -> str:
     """Return why an opened library cannot be used; empty if it can."""
-    if functions.localllm_source_hash().decode() != source_hash():
+    expected = source_hash()
+    if expected and functions.localllm_source_hash().decode() != expected:
         return f"The compiled libraries are older than their sources; {AGAIN}."
     structures = (NativeMatrix, NativeAttention, NativeOperation, NativeRow)
     if any(functions.localllm_size_of(place) != ctypes.sizeof(kind) for place, kind in enumerate(structures)):
