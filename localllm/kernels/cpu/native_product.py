@@ -20,18 +20,15 @@ UNPACKED_AT_A_TIME = 1 << 20  # weights that are fp32 at a time
 
 
 def native_linear(matrix: NativeMatrix, x: Tensor, *, is_fine: bool) -> Tensor:
-    """Return x W^T [T, N] fp32, with the matrix's bias if it has one. x [T, K] fp32, contiguous.
+    """Return x W^T [T, N] fp32, with the matrix's bias if it has one. x [T, K] fp32.
 
     is_fine: encode x in 15 bits for matrices of 8 bits and less, else in 8 bits except for rows with outliers.
     """
-    y = x.new_empty((x.shape[0], matrix.outputs))
-    if len(x):
-        _library().linear(matrix, x, y, fine=is_fine)
-    return y
+    return _library().linear(matrix, x, is_fine=is_fine) if len(x) else x.new_empty((0, matrix.outputs))
 
 
 def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:
-    """Return the values [N, K], in the matrix's order of the inputs."""
+    """Return the values [N, K] in the order of x."""
     out = torch.empty((matrix.outputs, matrix.inputs), dtype=dtype, device="cpu")
     for start, part in unpacked_parts(matrix):
         out[start : start + len(part)] = part

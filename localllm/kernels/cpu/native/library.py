@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import sys
 import threading
 from collections.abc import Sequence
 from ctypes import c_char_p, c_int64, c_void_p
@@ -208,10 +207,11 @@ def usable_sets() -> list[str]:
     """Return the sets whose instructions this processor and its system run, best first."""
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     candidates = SETS.get(machine, ())
-    if sys.platform.startswith("linux"):
+    system = platform.system()
+    if system == "Linux":
         flags = _cpuinfo_flags(Path("/proc/cpuinfo"))
         return [name for name in candidates if NEEDED[name] <= flags]
-    if sys.platform == "darwin":
+    if system == "Darwin":
         return [name for name in candidates if name == "dotprod"]  # every Apple processor since the M1
     return [name for name in candidates if _torch_sees(name)]
 
