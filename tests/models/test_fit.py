@@ -121,7 +121,7 @@ def test_a_fixed_chunk_needs_room_beside_every_request() -> None:
 
 def test_a_cpu_limits_prompts_beside_decodes_by_time_unless_tokens_are_asked_for() -> None:
     made = plan(QWEN_05B, NO_GPU)
-    assert (made.target_step_s, made.long_prefill_token_threshold) == (0.15, made.max_num_batched_tokens)
+    assert (made.target_step_s, made.long_prefill_token_threshold) == (0.2, made.max_num_batched_tokens)
     made = plan(QWEN_05B, NO_GPU, long_prefill_token_threshold=100)
     assert (made.target_step_s, made.long_prefill_token_threshold) == (0.0, 100)
     assert plan(LLAMA_8B, gpu_machine(23)).target_step_s == 0.0
