@@ -217,7 +217,7 @@ class EngineConfig:
 
     @property
     def keeps_half_weights(self) -> bool:
-        """Whether 16-bit matrices stay 16 bits wide on a CPU that computes in float32; --dtype float32 widens them."""
+        """Return whether 16-bit matrices stay so on a CPU that computes in float32; --dtype float32 widens them."""
         return self.dtype == "auto"
 
 

@@ -105,7 +105,6 @@ def fits_q4(weight: PlanarWeight) -> bool:
 
 def pack_q4(weight: PlanarWeight) -> CpuQ4Weight:
     """Pack a weight for which `fits_q4` is True."""
-    rows, columns = weight.shape
     packed = _empty(weight)
     for start, part in PlanarWeight.parts(weight, PACKED_AT_A_TIME):
         _write(packed.blocks[start // OUTPUTS :][: -(-part.shape[0] // OUTPUTS)], part)

@@ -49,6 +49,7 @@ BLOCK_SIZE_CPU, BLOCK_SIZE_GPU = 16, 64  # a GPU reads a block of 64 tokens as o
 TARGET_STEP_S = 0.2  # on a CPU: a step with prompts and decodes; a stream that decodes waits for it
 FIXED_CHUNK = 128  # tokens of a prompt's chunks in deterministic mode on a CPU; any block size divides it
 MIN_CONTEXT = 256  # the smallest context worth starting with
+WORTH_BFLOAT16 = 0.8  # computing in bfloat16 must leave at most this share of the weights in float32
 SPLIT_CONTEXT = 16_384  # the context of one request for which shares are balanced, unless the user names one
 CPU_CONTEXTS, CPU_CONTEXT_LEN = 16, 4096  # the default KV cache on CPU holds this many contexts of this length
 CPU_KV_SHARE = 0.5  # and takes at most this share of the memory after weights and activations
@@ -229,10 +230,11 @@ class PlanAttempt:
             )
 
     def _cpu_dtype(self) -> str:
-        """Choose float32, which is faster on most CPUs, or bfloat16, which halves the memory of unquantised weights."""
+        """Choose float32, or bfloat16 where it halves the weights: without the native library, which keeps 16-bit
+        weights 16 bits wide whatever the type of the activations."""
         count, quantization = self.resident_bytes, self.config.quantization
         as_float32, as_bfloat16 = (count("cpu", dtype, MIN_CONTEXT, quantization) for dtype in ("float32", "bfloat16"))
-        if 2 * as_float32 <= self.budgets[0] or as_bfloat16 == as_float32:
+        if 2 * as_float32 <= self.budgets[0] or as_bfloat16 > WORTH_BFLOAT16 * as_float32:
             return "float32"
         self.notes.append(
             f"bfloat16 instead of float32: in float32 the weights would take {format_bytes(as_float32)}, more than "

@@ -4,8 +4,9 @@
     y = library.linear(matrix, x)       for any number of rows
     library.run_step(operations, rows)  a decode step, for up to MAX_ROWS rows
 
-One file for each instruction set lies beside its sources. The best one that the processor has the instructions for is
-opened. It is used only if it was compiled from these sources, and if a small product of each kind is right.
+One file for each instruction set is in this folder. The best one that the processor has the instructions for is opened.
+It is used only if it was compiled from the sources beside it, which a wheel does not have, and if a small product of
+each kind is right.
 LOCALLLM_CPU_SET names another set, or `none`.
 Does not know: models, how weights are packed.
 """
@@ -13,10 +14,8 @@ Does not know: models, how weights are packed.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
-import sys
 import threading
 from collections.abc import Sequence
 from ctypes import c_char_p, c_int64, c_void_p
@@ -27,16 +26,17 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.native.self_check import wrong_kind
+from localllm.kernels.cpu.native.sources import FOLDER, library_name, source_hash
 from localllm.kernels.cpu.native.structures import (
     MAX_ROWS,
     OUTPUTS,
     NativeAttention,
+    NativeExperts,
     NativeMatrix,
     NativeOperation,
     NativeRow,
 )
 
-FOLDER = Path(__file__).parent
 VARIABLE = "LOCALLLM_CPU_SET"
 AGAIN = "run `pip install -e .` again"
 SETS = {"x86_64": ("avx512vnni", "avxvnni", "avx2"), "aarch64": ("dotprod",)}
@@ -73,10 +73,10 @@ class Pool:
         assert 1 <= num_rows <= min(MAX_ROWS, len(rows)), num_rows
         self._functions.localllm_run_step(self._pool, operations, len(operations), rows, num_rows)
 
-    def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, fine: bool = True) -> Tensor:
+    def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor:
         """Return x W^T + bias [T, N] fp32, in `out` if given. x [T, K] fp32.
 
-        fine: low-bit weights get activations of 15 bits; else of 8 bits, and of 15 in rows with outliers.
+        is_fine: low-bit weights get activations of 15 bits; else of 8 bits, and of 15 in rows with outliers.
         """
         rows, inputs = x.shape
         assert x.dtype == torch.float32
@@ -88,18 +88,32 @@ class Pool:
         assert out.dtype == torch.float32
         assert out.stride(1) == 1
         self._functions.localllm_linear(
-            self._pool, matrix, x.data_ptr(), x.stride(0), rows, fine, out.data_ptr(), out.stride(0)
+            self._pool, matrix, x.data_ptr(), x.stride(0), rows, is_fine, out.data_ptr(), out.stride(0)
         )
         return out
 
-    def unpack(self, matrix: NativeMatrix, first: int = 0, count: int | None = None) -> Tensor:
-        """Return `count` rows of the matrix from row `first` on, a multiple of 64, as fp32 [count, K]."""
-        count = matrix.outputs - first if count is None else count
+    def unpack(self, matrix: NativeMatrix, first: int, out: Tensor) -> None:
+        """Write the matrix's rows from row `first` on, a multiple of 64, to out [n, K] fp32."""
+        assert out.dtype == torch.float32
+        assert out.is_contiguous()
+        assert out.shape[1] == matrix.inputs
         assert first % OUTPUTS == 0
-        assert 0 <= count <= matrix.outputs - first, (first, count)
-        out = torch.empty((count, matrix.inputs), dtype=torch.float32, device="cpu")
-        self._functions.localllm_unpack(self._pool, matrix, first, count, out.data_ptr())
-        return out
+        assert first + len(out) <= matrix.outputs, (first, len(out))
+        self._functions.localllm_unpack(self._pool, matrix, first, len(out), out.data_ptr())
+
+    def unpack_bf16(self, matrix: NativeMatrix, out: Tensor, first: int = 0) -> None:
+        """Write rows of the matrix from row `first` on, a multiple of 64, into the columns of `out` [K, count] bf16.
+
+        count is a multiple of 64. Columns for rows beyond the padded matrix's last may not be asked for.
+        """
+        inputs, count = out.shape
+        assert out.dtype == torch.bfloat16
+        assert out.is_contiguous()
+        assert inputs == matrix.inputs, (inputs, matrix.inputs)
+        assert first % OUTPUTS == 0
+        assert count % OUTPUTS == 0
+        assert 0 <= count < matrix.outputs - first + OUTPUTS, (first, count)
+        self._functions.localllm_unpack_bf16(self._pool, matrix, first, count, out.data_ptr())
 
 
 class Library:
@@ -129,13 +143,17 @@ class Library:
         """Do `Pool.run_step` in the process's pool."""
         self.pool.run_step(operations, rows, num_rows)
 
-    def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, fine: bool = True) -> Tensor:
+    def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor:
         """Do `Pool.linear` in the process's pool."""
-        return self.pool.linear(matrix, x, out, fine=fine)
+        return self.pool.linear(matrix, x, out, is_fine=is_fine)
 
-    def unpack(self, matrix: NativeMatrix, first: int = 0, count: int | None = None) -> Tensor:
+    def unpack(self, matrix: NativeMatrix, first: int, out: Tensor) -> None:
         """Do `Pool.unpack` in the process's pool."""
-        return self.pool.unpack(matrix, first, count)
+        self.pool.unpack(matrix, first, out)
+
+    def unpack_bf16(self, matrix: NativeMatrix, out: Tensor, first: int = 0) -> None:
+        """Do `Pool.unpack_bf16` in the process's pool."""
+        self.pool.unpack_bf16(matrix, out, first)
 
 
 def native() -> Library | None:
@@ -157,7 +175,7 @@ def _library_or_reason() -> tuple[Library | None, str]:
 def open_library(name: str) -> tuple[Library | None, str]:
     """Return (the library of an instruction set, ""), or (None, why it cannot be used)."""
     try:
-        functions = ctypes.CDLL(str(FOLDER / _file_name(name)))
+        functions = ctypes.CDLL(str(FOLDER / library_name(name)))
         _declare(functions)
     except (OSError, AttributeError) as error:
         return None, f"The library for {name} cannot be opened: {error}; {AGAIN}."
@@ -189,10 +207,11 @@ def usable_sets() -> list[str]:
     """Return the sets whose instructions this processor and its system run, best first."""
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     candidates = SETS.get(machine, ())
-    if sys.platform.startswith("linux"):
+    system = platform.system()
+    if system == "Linux":
         flags = _cpuinfo_flags(Path("/proc/cpuinfo"))
         return [name for name in candidates if NEEDED[name] <= flags]
-    if sys.platform == "darwin":
+    if system == "Darwin":
         return [name for name in candidates if name == "dotprod"]  # every Apple processor since the M1
     return [name for name in candidates if _torch_sees(name)]
 
@@ -214,21 +233,8 @@ def _torch_sees(name: str) -> bool:
     return name == "avx512vnni" and torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()
 
 
-def _file_name(name: str) -> str:
-    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
-    return f"localllm_{name}.{suffix}"
-
-
 def _compiled_sets() -> list[str]:
-    return [name for names in SETS.values() for name in names if (FOLDER / _file_name(name)).exists()]
-
-
-def source_hash() -> str:
-    """Return the hash of the sources beside this file, which build_native.py compiles into the libraries."""
-    content = hashlib.sha256()
-    for path in sorted(FOLDER.glob("*.[ch]")):
-        content.update(path.name.encode() + b"\0" + path.read_bytes())
-    return content.hexdigest()[:16]
+    return [name for names in SETS.values() for name in names if (FOLDER / library_name(name)).exists()]
 
 
 def _declare(functions: ctypes.CDLL) -> None:
@@ -241,6 +247,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         ("localllm_run_step", None, [pool, operations, number, rows, number]),
         ("localllm_linear", None, [pool, matrix, c_void_p, number, number, number, c_void_p, number]),
         ("localllm_unpack", None, [pool, matrix, number, number, c_void_p]),
+        ("localllm_unpack_bf16", None, [pool, matrix, number, number, c_void_p]),
         ("localllm_instruction_set", c_char_p, []),
         ("localllm_source_hash", c_char_p, []),
         ("localllm_size_of", number, [number]),
@@ -251,9 +258,10 @@ def _declare(functions: ctypes.CDLL) -> None:
 
 def _fault_of(functions: ctypes.CDLL) -> str:
     """Return why an opened library cannot be used; empty if it can."""
-    if functions.localllm_source_hash().decode() != source_hash():
+    expected = source_hash()
+    if expected and functions.localllm_source_hash().decode() != expected:
         return f"The compiled libraries are older than their sources; {AGAIN}."
-    structures = (NativeMatrix, NativeAttention, NativeOperation, NativeRow)
+    structures = (NativeMatrix, NativeAttention, NativeExperts, NativeOperation, NativeRow)
     if any(functions.localllm_size_of(place) != ctypes.sizeof(kind) for place, kind in enumerate(structures)):
         return "The structures of structures.py and step.h differ."
     pool = Pool(functions, 1)

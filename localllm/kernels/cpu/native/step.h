@@ -11,13 +11,14 @@ enum Op {
   OP_LINEAR,  // y = activation(norm(x) W^T + bias) * factor, or added to y
   OP_GATED,   // y = activation(gate) * up, where W has the gate's N/2 outputs first, then up's
   OP_ATTEND,  // y = attention(q, k, v) of x = [q, k, v]; writes k and v into the cache
-  OP_ADD,     // y += norm(x) * factor, rows of matrix.inputs values
+  OP_ADD,     // y += norm(x) * factor
   OP_ROUTE,   // choose experts by the router's logits x
-  OP_GATE,    // y = activation(x[0..N)) * x[N..2N), where N is the matrix's number of outputs; it has no weights
-  OP_SCALE,   // y *= activation(x[0]), for N values of y
-  OP_EXPERTS_GATED,  // y[c] = activation(gate) * up of norm(x) for each choice c; y [rows, top_k * N], N features
+  OP_GATE,    // y = activation(x[0..N)) * x[N..2N)
+  OP_SCALE,   // y *= activation(x[0])
+  OP_EXPERTS_GATED,  // y[c] = activation(gate) * up of norm(x) for each choice c; y [rows, top_k * N]
   OP_EXPERTS_DOWN,   // y = sum over choices c of weights[c] * (x[c] W^T + bias), times factor, or added to y
 };
+// Operations without weights of their own have N, the values of a row of y (of a choice), as their matrix's outputs.
 
 enum NormKind { NORM_NONE, NORM_RMS, NORM_LAYER };
 
@@ -28,7 +29,14 @@ typedef struct {
   double eps;
 } Norm;
 
-enum Activation { ACT_NONE, ACT_SILU, ACT_GELU, ACT_GELU_TANH, ACT_RELU, ACT_RELU2, ACT_QUICK_GELU,
+enum Activation {
+  ACT_NONE,
+  ACT_SILU,
+  ACT_GELU,
+  ACT_GELU_TANH,
+  ACT_RELU,
+  ACT_RELU2,
+  ACT_QUICK_GELU,
   ACT_SIGMOID,
   ACT_SWIGLU_CLAMPED  // of gate and up (gpt-oss): g = min(gate, 7), u = clamp(up, -7, 7): (u + 1) * g * sigmoid(1.702 g)
 };
@@ -100,11 +108,14 @@ void localllm_linear(
 // Write the values of `count` outputs from output `first` on, a multiple of 64, as fp32 [count, K].
 void localllm_unpack(Pool*, const Matrix* matrix, int64_t first, int64_t count, float* out);
 
+// Write them as bf16 [K, count], transposed: an operand of torch's product for many rows. count: a multiple of 64.
+void localllm_unpack_bf16(Pool*, const Matrix* matrix, int64_t first, int64_t count, uint16_t* out);
+
 // Name of the instruction set that the library was compiled for: avx512vnni, avx2, dotprod.
 const char* localllm_instruction_set(void);
 
 // Hash of the sources that the library was compiled from; "" where the compile was not told.
 const char* localllm_source_hash(void);
 
-// Bytes of a structure as the library knows it: 0 Matrix, 1 Attention, 2 Operation, 3 StepRow.
+// Bytes of a structure as the library knows it: 0 Matrix, 1 Attention, 2 Experts, 3 Operation, 4 StepRow.
 int64_t localllm_size_of(int64_t structure);
