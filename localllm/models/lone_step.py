@@ -216,7 +216,6 @@ class _Writer:
             self._gated(mlp.gate_up, norm, activation)
         else:
             assert isinstance(mlp, MoE), type(mlp)
-            raise NoLoneStep("a mixture of experts")
             self._choose_experts(mlp, norm)
             if mlp.shared is not None:
                 self._feed_shared(mlp, mlp.shared, norm, activation)

@@ -24,7 +24,7 @@ def native_linear(matrix: NativeMatrix, x: Tensor, *, is_fine: bool) -> Tensor:
 
     is_fine: encode x in 15 bits for matrices of 8 bits and less, else in 8 bits except for rows with outliers.
     """
-    return _library().linear(matrix, x, fine=is_fine) if len(x) else x.new_empty((0, matrix.outputs))
+    return _library().linear(matrix, x, is_fine=is_fine) if len(x) else x.new_empty((0, matrix.outputs))
 
 
 def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:
