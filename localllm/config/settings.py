@@ -189,7 +189,7 @@ class EngineConfig:
         None, SCHEDULING, "most tokens in one step", unit="tokens", low=1, unset="2048 on a GPU, 1024 on CPU")
     long_prefill_token_threshold: int | None = setting(
         None, SCHEDULING, "longest prefill chunk, in tokens, while other requests decode", unit="tokens", low=1,
-        unset="a quarter of max_num_batched_tokens; on a CPU as many as a step of 0.15 s allows")
+        unset="a quarter of max_num_batched_tokens; on a CPU as many as a step of 0.2 s allows")
     max_num_queued_reqs: int = setting(
         1024, SCHEDULING, "most waiting requests", unit="requests", low=1,
         note="further ones are refused with status 503")
