@@ -20,18 +20,15 @@ UNPACKED_AT_A_TIME = 1 << 20  # weights that are fp32 at a time
 
 
 def native_linear(matrix: NativeMatrix, x: Tensor, *, is_fine: bool) -> Tensor:
-    """Return x W^T [T, N] fp32, with the matrix's bias if it has one. x [T, K] fp32, contiguous.
+    """Return x W^T [T, N] fp32, with the matrix's bias if it has one. x [T, K] fp32.
 
     is_fine: encode x in 15 bits for matrices of 8 bits and less, else in 8 bits except for rows with outliers.
     """
-    y = x.new_empty((x.shape[0], matrix.outputs))
-    if len(x):
-        _library().linear(matrix, x, y, is_fine=is_fine)
-    return y
+    return _library().linear(matrix, x, fine=is_fine) if len(x) else x.new_empty((0, matrix.outputs))
 
 
 def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:
-    """Return the values [N, K], in the matrix's order of the inputs."""
+    """Return the values [N, K] in the order of x."""
     out = torch.empty((matrix.outputs, matrix.inputs), dtype=dtype, device="cpu")
     for start, part in unpacked_parts(matrix):
         out[start : start + len(part)] = part
@@ -39,13 +36,10 @@ def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def unpacked_parts(matrix: NativeMatrix) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first output, values [n, K] fp32) in order. A part is valid until the next one."""
+    """Yield (first output, values [n, K] fp32) in order."""
     step = max(OUTPUTS, UNPACKED_AT_A_TIME // matrix.inputs // OUTPUTS * OUTPUTS)
-    buffer = torch.empty((min(step, matrix.outputs), matrix.inputs), device="cpu")
     for start in range(0, matrix.outputs, step):
-        part = buffer[: matrix.outputs - start]
-        _library().unpack(matrix, start, part)
-        yield start, part
+        yield start, _library().unpack(matrix, start, min(step, matrix.outputs - start))
 
 
 def _library() -> Library:
