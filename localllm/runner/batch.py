@@ -21,6 +21,7 @@ from torch import Tensor
 
 from localllm.engine.step import NewSlot, Row, StepPlan
 from localllm.models.inputs import ForwardInputs, GivenEmbeds
+from localllm.models.lone_step import DecodeRows
 from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.runner.upload import all_to_device, to_device
 
@@ -259,7 +260,8 @@ class HostInputs:
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.block_size, self._device = block_size, device
-        self.token_ids = to_device(np.zeros((max_num_seqs, max_model_len + 1), np.int32), device)
+        self._host_token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)  # those of `token_ids` on a CPU
+        self.token_ids = to_device(self._host_token_ids, device)
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
 
     def enter(self, slot: int, token_ids: Ints) -> None:
@@ -293,6 +295,17 @@ class HostInputs:
             adapters=self._adapters(rows),
             adapters_host=tuple(rows.adapters.tolist()),
             embeds=embeds_on(batch, self._device),
+        )
+
+    def decode_rows(self, rows: StepRows) -> DecodeRows:
+        """Return the inputs of a step whose rows have one token each. The tables stay where they are."""
+        slots, positions, table = rows.slots, rows.computed, self._block_table
+        blocks = table[slots, positions // self.block_size].astype(np.int64)
+        return DecodeRows(
+            self._host_token_ids[slots, positions].astype(np.int64),
+            positions,
+            blocks * self.block_size + positions % self.block_size,
+            table.ctypes.data + slots * table.strides[0],
         )
 
     def _adapters(self, rows: StepRows) -> Tensor | None:

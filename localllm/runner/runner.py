@@ -83,10 +83,10 @@ class TorchRunner:
             )  # fmt: skip
             inputs = staging
         else:
-            inputs = HostInputs(
+            inputs = host = HostInputs(
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device
             )
-            self._steps = HostSteps(model, kv.layers, inputs, self._sampling, device)
+            self._steps = HostSteps(model, kv.layers, host, self._sampling, device)
         self._inputs, self._exchange = inputs, exchange_of(group, device)
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,

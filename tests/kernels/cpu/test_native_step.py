@@ -3,8 +3,9 @@ runs."""
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,10 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.cpu.native.library import Library, Pool, open_library, usable_sets
-from localllm.kernels.cpu.native.structures import MAX_ROWS, Activation, HeadNorm, NormKind, Op
+from localllm.kernels.cpu.native.library import Library, Pool, open_library, usable_sets, why_none
+from localllm.kernels.cpu.native.structures import (
+    MAX_ROWS,
+    Activation,
+    HeadNorm,
+    NativeExperts,
+    NativeMatrix,
+    NativeOperation,
+    NormKind,
+    Op,
+)
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.layer_norm import layer_norm_reference
+from localllm.kernels.moe.grouped_gemm import act_reference
+from localllm.kernels.moe.route import route
 from localllm.kernels.paged_attention import paged_attention, plan_attention
 from localllm.kernels.rms_norm import rms_norm_reference
 from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
@@ -33,13 +45,17 @@ ACTIVATIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=usable_sets() or [None])
+def compiled() -> list[str]:
+    """Return the sets that are compiled and that this processor runs."""
+    return [name for name in usable_sets() if open_library(name)[0] is not None]
+
+
+@pytest.fixture(scope="module", params=compiled() or [None])
 def library(request: pytest.FixtureRequest) -> Library:
     if request.param is None:
-        pytest.skip("this processor has no native library")
+        pytest.skip(f"there is no native library: {why_none()}")
     opened, reason = open_library(request.param)
-    if opened is None:
-        pytest.skip(reason)
+    assert opened is not None, reason
     return opened
 
 
@@ -155,8 +171,9 @@ def test_add(pool: Pool, norm: NormKind) -> None:
         NormKind.LAYER: layer_norm_reference(x, weight, None, 1e-5),
     }[norm]
     expected = torch.cat([y[:2] + 0.25 * normed[:2], y[2:]])
-    matrix = build.matrix(torch.zeros(0, 70))
-    operation = build.operation(Op.ADD, x, y, matrix=matrix, norm=build.norm(norm, weight), factor=0.25)
+    operation = build.operation(
+        Op.ADD, x, y, matrix=NativeMatrix(outputs=70), norm=build.norm(norm, weight), factor=0.25
+    )
     pool.run_step(listed(operation), no_rows(), 2)
     close(y, expected)
 
@@ -364,8 +381,149 @@ def test_product_of_many_rows(pool: Pool, rows: int) -> None:
 
 
 def test_unpack(pool: Pool) -> None:
-    weight = torch.randn(200, 36)
-    build = Builder()
-    matrix = build.matrix(weight)
-    assert torch.equal(pool.unpack(matrix), weight)
-    assert torch.equal(pool.unpack(matrix, 64, 70), weight[64:134])
+    weight, build = torch.randn(200, 36), Builder()
+    matrix, out = build.matrix(weight), torch.zeros(201, 36)
+    pool.unpack(matrix, 0, out[:200])
+    assert torch.equal(out[:200], weight)
+    assert not out[200:].any()
+    pool.unpack(matrix, 64, out[:70])
+    assert torch.equal(out[:70], weight[64:134])
+    assert torch.equal(out[70:200], weight[70:])
+
+
+# Operations without weights, and mixtures of experts.
+
+
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("width", [64, 37])
+def test_gate(pool: Pool, name: str, width: int) -> None:
+    torch.manual_seed(6)
+    build, x, y = Builder(), torch.randn(MAX_ROWS, 2 * width), torch.zeros(MAX_ROWS, width)
+    operation = build.operation(Op.GATE, x, y, matrix=NativeMatrix(outputs=width), activation=ACTIVATIONS[name])
+    pool.run_step(listed(operation), no_rows(), 6)
+    close(y[:6], GATED[name](x[:6]))
+    assert not y[6:].any()
+
+
+def test_scale(pool: Pool) -> None:
+    torch.manual_seed(7)
+    build, x, y = Builder(), torch.randn(MAX_ROWS, 1), torch.randn(MAX_ROWS, 50)
+    expected = torch.cat([y[:4] * torch.sigmoid(x[:4]), y[4:]])
+    operation = build.operation(
+        Op.SCALE, x, y, matrix=NativeMatrix(outputs=50), activation=Activation.SIGMOID
+    )  # fmt: skip
+    pool.run_step(listed(operation), no_rows(), 4)
+    close(y, expected)
+
+
+ROUTINGS = [
+    {"top_k": 2},
+    {"top_k": 4, "renormalize": False, "scale": 2.5},
+    {"top_k": 3, "scoring": "sigmoid", "corrects": True, "num_groups": 4, "top_groups": 2},
+    {"top_k": 3, "num_groups": 4, "top_groups": 1, "renormalize": False},
+    {"top_k": 12, "scoring": "sigmoid"},
+]
+
+
+class Mixture:
+    """Twelve experts of 96 features, and a router's logits, with several that are equal."""
+
+    count, hidden, features = 12, 80, 96
+
+    def __init__(self, top_k: int, corrects: bool = False, **routing: Any) -> None:
+        torch.manual_seed(8)
+        self.build, self.top_k, self.routing = Builder(), top_k, routing
+        self.logits = (torch.randn(MAX_ROWS, self.count) * 2).round() / 2
+        self.correction = torch.rand(self.count) if corrects else None
+        self.gate_up = torch.randn(self.count, 2 * self.features, self.hidden) / 9
+        self.down = torch.randn(self.count, self.hidden, self.features) / 9
+        self.gate_bias, self.down_bias = torch.randn(self.count, 2 * self.features), torch.randn(self.count, 80)
+        self.ids = torch.full((MAX_ROWS, top_k), -1, dtype=torch.int32)
+        self.weights = torch.zeros(MAX_ROWS, top_k)
+        self.x, self.y = torch.randn(MAX_ROWS, self.hidden), torch.randn(MAX_ROWS, self.hidden)
+        self.gated = torch.zeros(MAX_ROWS, top_k * self.features)
+        self.norm = torch.rand(self.hidden)
+
+    def experts(self) -> NativeExperts:
+        options = {"scoring": "softmax", "renormalize": True, "num_groups": 1, "top_groups": 1, "scale": 1.0}
+        options |= self.routing
+        return NativeExperts(
+            count=self.count, top_k=self.top_k, gate_up=self._matrices(self.gate_up, self.gate_bias),
+            down=self._matrices(self.down, self.down_bias), correction=self.build.address(self.correction),
+            is_sigmoid=options["scoring"] == "sigmoid", renormalizes=options["renormalize"],
+            num_groups=options["num_groups"], top_groups=options["top_groups"], scale=options["scale"],
+            ids=self.build.address(self.ids), weights=self.build.address(self.weights),
+        )  # fmt: skip
+
+    def _matrices(self, weights: Tensor, biases: Tensor) -> int:
+        matrices = [self.build.matrix(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        array = (NativeMatrix * len(matrices))(*matrices)
+        self.build.kept.append(array)
+        return ctypes.addressof(array)
+
+    def operations(self, activation: Activation) -> ctypes.Array[NativeOperation]:
+        experts = self.experts()
+        self.build.kept.append(experts)
+        at, build = ctypes.addressof(experts), self.build
+        return listed(
+            build.operation(Op.ROUTE, self.logits, self.logits, experts=at),
+            build.operation(
+                Op.EXPERTS_GATED, self.x, self.gated, experts=at, activation=activation,
+                matrix=NativeMatrix(outputs=self.features), norm=build.norm(NormKind.RMS, self.norm),
+            ),
+            build.operation(
+                Op.EXPERTS_DOWN, self.gated, self.y, experts=at, matrix=NativeMatrix(outputs=self.hidden), adds=1,
+                factor=0.5,
+            ),
+        )  # fmt: skip
+
+    def expected(self, activate: Callable[[Tensor], Tensor], rows: int) -> Tensor:
+        x = rms_norm_reference(self.x, self.norm, 1e-5)
+        out = self.y.clone()
+        for row in range(rows):
+            for place, expert in enumerate(self.ids[row].tolist()):
+                gated = activate(F.linear(x[row : row + 1], self.gate_up[expert], self.gate_bias[expert]))
+                down = F.linear(gated, self.down[expert], self.down_bias[expert])[0]
+                out[row] += 0.5 * self.weights[row, place] * down
+        return out
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_mixture_of_experts(pool: Pool, routing: dict[str, Any], rows: int) -> None:
+    case = Mixture(**routing)
+    before = case.y.clone()
+    pool.run_step(case.operations(Activation.SILU), no_rows(), rows)
+    ids, weights = route(case.logits[:rows], case.top_k, bias=case.correction, **case.routing)
+    assert torch.equal(case.ids[:rows], ids)
+    close(case.weights[:rows], weights)
+    result, case.y = case.y, before
+    close(result, case.expected(GATED["silu"], rows))
+
+
+def test_clamped_swiglu(pool: Pool) -> None:
+    case = Mixture(2)
+    case.gate_up *= 20
+    before = case.y.clone()
+    pool.run_step(case.operations(Activation.SWIGLU_CLAMPED), no_rows(), 3)
+    result, case.y = case.y, before
+    close(result, case.expected(lambda gate_up: act_reference(gate_up, "swiglu_clamped"), 3), 2e-4)
+
+
+def test_experts_of_a_row_do_not_depend_on_the_others(pool: Pool) -> None:
+    together = Mixture(4)
+    alone = Mixture(4)
+    pool.run_step(together.operations(Activation.SILU), no_rows(), MAX_ROWS)
+    for tensor in (alone.logits, alone.x, alone.y):
+        tensor[0] = tensor[6].clone()
+    pool.run_step(alone.operations(Activation.SILU), no_rows(), 1)
+    assert torch.equal(alone.y[0], together.y[6])
+
+
+def test_a_router_with_nan_chooses_experts_that_exist(pool: Pool) -> None:
+    case = Mixture(3)
+    case.logits[1] = math.nan
+    pool.run_step(case.operations(Activation.SILU), no_rows(), 3)
+    assert 0 <= case.ids[:3].min() <= case.ids[:3].max() < case.count
+    assert case.y[1].isnan().all()
+    assert case.y[[0, 2]].isfinite().all()

@@ -31,6 +31,7 @@ from localllm.kernels.cpu.native.structures import (
     MAX_ROWS,
     OUTPUTS,
     NativeAttention,
+    NativeExperts,
     NativeMatrix,
     NativeOperation,
     NativeRow,
@@ -73,10 +74,10 @@ class Pool:
         assert 1 <= num_rows <= min(MAX_ROWS, len(rows)), num_rows
         self._functions.localllm_run_step(self._pool, operations, len(operations), rows, num_rows)
 
-    def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, fine: bool = True) -> Tensor:
+    def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor:
         """Return x W^T + bias [T, N] fp32, in `out` if given. x [T, K] fp32.
 
-        fine: low-bit weights get activations of 15 bits; else of 8 bits, and of 15 in rows with outliers.
+        is_fine: low-bit weights get activations of 15 bits; else of 8 bits, and of 15 in rows with outliers.
         """
         rows, inputs = x.shape
         assert x.dtype == torch.float32
@@ -88,18 +89,18 @@ class Pool:
         assert out.dtype == torch.float32
         assert out.stride(1) == 1
         self._functions.localllm_linear(
-            self._pool, matrix, x.data_ptr(), x.stride(0), rows, fine, out.data_ptr(), out.stride(0)
+            self._pool, matrix, x.data_ptr(), x.stride(0), rows, is_fine, out.data_ptr(), out.stride(0)
         )
         return out
 
-    def unpack(self, matrix: NativeMatrix, first: int = 0, count: int | None = None) -> Tensor:
-        """Return `count` rows of the matrix from row `first` on, a multiple of 64, as fp32 [count, K]."""
-        count = matrix.outputs - first if count is None else count
+    def unpack(self, matrix: NativeMatrix, first: int, out: Tensor) -> None:
+        """Write the matrix's rows from row `first` on, a multiple of 64, to out [n, K] fp32."""
+        assert out.dtype == torch.float32
+        assert out.is_contiguous()
+        assert out.shape[1] == matrix.inputs
         assert first % OUTPUTS == 0
-        assert 0 <= count <= matrix.outputs - first, (first, count)
-        out = torch.empty((count, matrix.inputs), dtype=torch.float32, device="cpu")
-        self._functions.localllm_unpack(self._pool, matrix, first, count, out.data_ptr())
-        return out
+        assert first + len(out) <= matrix.outputs, (first, len(out))
+        self._functions.localllm_unpack(self._pool, matrix, first, len(out), out.data_ptr())
 
 
 class Library:
@@ -129,13 +130,13 @@ class Library:
         """Do `Pool.run_step` in the process's pool."""
         self.pool.run_step(operations, rows, num_rows)
 
-    def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, fine: bool = True) -> Tensor:
+    def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor:
         """Do `Pool.linear` in the process's pool."""
-        return self.pool.linear(matrix, x, out, fine=fine)
+        return self.pool.linear(matrix, x, out, is_fine=is_fine)
 
-    def unpack(self, matrix: NativeMatrix, first: int = 0, count: int | None = None) -> Tensor:
+    def unpack(self, matrix: NativeMatrix, first: int, out: Tensor) -> None:
         """Do `Pool.unpack` in the process's pool."""
-        return self.pool.unpack(matrix, first, count)
+        self.pool.unpack(matrix, first, out)
 
 
 def native() -> Library | None:
@@ -253,7 +254,7 @@ def _fault_of(functions: ctypes.CDLL) -> str:
     """Return why an opened library cannot be used; empty if it can."""
     if functions.localllm_source_hash().decode() != source_hash():
         return f"The compiled libraries are older than their sources; {AGAIN}."
-    structures = (NativeMatrix, NativeAttention, NativeOperation, NativeRow)
+    structures = (NativeMatrix, NativeAttention, NativeExperts, NativeOperation, NativeRow)
     if any(functions.localllm_size_of(place) != ctypes.sizeof(kind) for place, kind in enumerate(structures)):
         return "The structures of structures.py and step.h differ."
     pool = Pool(functions, 1)

@@ -23,7 +23,7 @@ Values = NDArray[np.float32]
 
 
 class Multiplies(Protocol):
-    def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, fine: bool = True) -> Tensor: ...
+    def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor: ...
 
 
 def wrong_kind(pool: Multiplies) -> Kind | None:

@@ -1,5 +1,6 @@
 // Operations of a decode step, and products on their own, as jobs of a pool.
 #include "step.h"
+#include <float.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include "attend.h"
@@ -9,6 +10,7 @@
 enum {
   PIECE_BYTES = 1 << 17,  // of weights that a thread takes at a time
   PIECES_PER_THREAD = 4,  // at least, where the matrix has so many blocks: the last pieces end at about the same time
+  MAX_CHOICES = 1 << 12,  // experts of a row
   GROUPS = 64             // of MAX_ROWS rows that a product of many rows encodes before it multiplies
 };
 
@@ -19,8 +21,8 @@ typedef struct {
   Scratch* scratch;
   float* normed;  // [MAX_ROWS, inputs]
   float* attention;
-  Rows rows;         // the input of operation `prepared`, normed and encoded
-  int64_t prepared;  // -1: of none
+  Rows rows;         // the input `prepared`, normed and encoded
+  int64_t prepared;  // key; -1: none
 } Local;
 
 typedef struct {
@@ -129,8 +131,21 @@ ALWAYS_INLINE v16f activate16(int64_t activation, v16f x) {
     case ACT_RELU: return choose(x < zero, zero, x);
     case ACT_RELU2: return choose(x < zero, zero, x * x);
     case ACT_QUICK_GELU: return x * sigmoid16(x * all_lanes(1.702f));
+    case ACT_SIGMOID: return sigmoid16(x);
     default: return x;
   }
+}
+
+ALWAYS_INLINE v16f limit16(v16f x, float low, float high) {
+  x = choose(x < all_lanes(low), all_lanes(low), x);
+  return choose(x > all_lanes(high), all_lanes(high), x);
+}
+
+// Return activation(gate) * up.
+ALWAYS_INLINE v16f gate16(int64_t activation, v16f gate, v16f up) {
+  if (activation != ACT_SWIGLU_CLAMPED) return activate16(activation, gate) * up;
+  gate = limit16(gate, -INFINITY, 7.0f);
+  return (limit16(up, -7.0f, 7.0f) + all_lanes(1.0f)) * gate * sigmoid16(gate * all_lanes(1.702f));
 }
 
 // Products -------------------------------------------------------------------------------------------------------------
@@ -174,24 +189,26 @@ typedef struct {
   int64_t num_rows;
 } Step;
 
-// Every thread norms and encodes the input for itself: that takes less time than waiting for the one that does.
-static const Rows* prepared_rows(Step* step, int64_t operation, int64_t thread) {
+// Every thread norms and encodes the input for itself: that takes less time than waiting for the one that does. `key`
+// names the input within the step, so that a thread does it once.
+static const Rows* prepare(
+    Step* step, int64_t key, const Matrix* matrix, const Norm* norm, const float* x, int64_t stride, int64_t rows,
+    int64_t thread) {
   Local* local = &step->memory->locals[thread];
-  if (local->prepared == operation) return &local->rows;
-  const Operation* o = &step->operations[operation];
-  const int64_t inputs = o->matrix.inputs;
-  const float* x = o->x;
-  int64_t stride = o->x_stride;
-  if (o->norm.kind != NORM_NONE) {
-    for (int64_t r = 0; r < step->num_rows; r++) {
-      norm_row(&o->norm, o->x + r * o->x_stride, inputs, local->normed + r * inputs);
-    }
+  if (local->prepared == key) return &local->rows;
+  const int64_t inputs = matrix->inputs;
+  if (norm->kind != NORM_NONE) {
+    for (int64_t r = 0; r < rows; r++) norm_row(norm, x + r * stride, inputs, local->normed + r * inputs);
     x = local->normed;
     stride = inputs;
   }
-  local->rows = encode_rows(&o->matrix, x, stride, step->num_rows, 1, local->scratch);
-  local->prepared = operation;
+  local->rows = encode_rows(matrix, x, stride, rows, 1, local->scratch);
+  local->prepared = key;
   return &local->rows;
+}
+
+static int64_t key_of(int64_t operation, int64_t row, int64_t choice) {
+  return (operation * MAX_ROWS + row) * MAX_CHOICES + choice;
 }
 
 // Write or add 64 or fewer results of each row to y.
@@ -217,22 +234,25 @@ static void run_linear_block(const Operation* o, const Rows* rows, int64_t block
   finish_block(o, y, rows->rows, block * OUTPUTS, clamp(o->matrix.outputs - block * OUTPUTS, 0, OUTPUTS));
 }
 
-static void run_gated_block(const Operation* o, const Rows* rows, int64_t block) {
-  const int64_t outputs = o->matrix.outputs / 2, first = block * OUTPUTS, count = clamp(outputs - first, 0, OUTPUTS);
+// gated [rows, 64]
+static void multiply_gated(const Matrix* matrix, int64_t activation, const Rows* rows, int64_t block, float* gated) {
+  const int64_t outputs = matrix->outputs / 2, first = block * OUTPUTS, count = clamp(outputs - first, 0, OUTPUTS);
   const int64_t up_block = (outputs + first) / OUTPUTS, offset = (outputs + first) % OUTPUTS;
-  float gate[MAX_ROWS * OUTPUTS], up[MAX_ROWS * 2 * OUTPUTS];
-  multiply_block(&o->matrix, rows, block, gate, OUTPUTS);
-  multiply_block(&o->matrix, rows, up_block, up, 2 * OUTPUTS);
-  if (offset + count > OUTPUTS) multiply_block(&o->matrix, rows, up_block + 1, up + OUTPUTS, 2 * OUTPUTS);
+  float up[MAX_ROWS * 2 * OUTPUTS];
+  multiply_block(matrix, rows, block, gated, OUTPUTS);
+  multiply_block(matrix, rows, up_block, up, 2 * OUTPUTS);
+  if (offset + count > OUTPUTS) multiply_block(matrix, rows, up_block + 1, up + OUTPUTS, 2 * OUTPUTS);
   for (int64_t r = 0; r < rows->rows; r++) {
-    float *g = gate + r * OUTPUTS, *u = up + r * 2 * OUTPUTS + offset;
-    if (offset) memmove(up + r * 2 * OUTPUTS, u, (size_t)count * sizeof(float));
-    u = up + r * 2 * OUTPUTS;
-    for (int64_t i = 0; i < OUTPUTS; i += 16) {
-      store16(g + i, activate16(o->activation, load16(g + i)) * load16(u + i));
-    }
+    float *g = gated + r * OUTPUTS, *u = up + r * 2 * OUTPUTS;
+    if (offset) memmove(u, u + offset, (size_t)count * sizeof(float));
+    for (int64_t i = 0; i < OUTPUTS; i += 16) store16(g + i, gate16(activation, load16(g + i), load16(u + i)));
   }
-  finish_block(o, gate, rows->rows, first, count);
+}
+
+static void run_gated_block(const Operation* o, const Rows* rows, int64_t block) {
+  float y[MAX_ROWS * OUTPUTS];
+  multiply_gated(&o->matrix, o->activation, rows, block, y);
+  finish_block(o, y, rows->rows, block * OUTPUTS, clamp(o->matrix.outputs / 2 - block * OUTPUTS, 0, OUTPUTS));
 }
 
 static int64_t product_blocks_per_piece(const Step* step, const Operation* o) {
@@ -242,7 +262,8 @@ static int64_t product_blocks_per_piece(const Step* step, const Operation* o) {
 
 static void run_product(Step* step, int64_t operation, int64_t piece, int64_t thread) {
   const Operation* o = &step->operations[operation];
-  const Rows* rows = prepared_rows(step, operation, thread);
+  const Rows* rows = prepare(
+      step, key_of(operation, 0, 0), &o->matrix, &o->norm, o->x, o->x_stride, step->num_rows, thread);
   const int64_t blocks = blocks_of(operation_outputs(o)), per_piece = product_blocks_per_piece(step, o);
   const int64_t end = clamp((piece + 1) * per_piece, 0, blocks);
   for (int64_t block = piece * per_piece; block < end; block++) {
@@ -284,13 +305,146 @@ static void run_attention(Step* step, int64_t operation, int64_t piece, int64_t 
   join_pieces(attention, head, pieces, memory->results + (start + head * pieces) * size, o->y + row * o->y_stride);
 }
 
-// Steps ----------------------------------------------------------------------------------------------------------------
+// A mixture of experts --------------------------------------------------------------------------------------------------
 
-static void run_add(const Step* step, const Operation* o, int64_t row, float* normed) {
-  const int64_t n = o->matrix.inputs;
+static void softmax(float* x, int64_t n) {
+  float largest = -INFINITY, sum = 0;
+  for (int64_t i = 0; i < n; i++) largest = x[i] > largest ? x[i] : largest;
+  for (int64_t i = 0; i < n; i++) sum += x[i] = expf(x[i] - largest);
+  for (int64_t i = 0; i < n; i++) x[i] /= sum;
+}
+
+// Return the place of the largest value, the first one where several are equal.
+static int64_t place_of_largest(const float* x, int64_t n) {
+  int64_t place = 0;
+  for (int64_t i = 1; i < n; i++) place = x[i] > x[place] ? i : place;
+  return place;
+}
+
+// What a group counts for: its largest value, or with a correction the sum of its two largest.
+static float group_value(const Experts* e, const float* choice, int64_t size) {
+  const int64_t best = place_of_largest(choice, size);
+  if (!e->correction || size < 2) return choice[best];
+  float second = -INFINITY;
+  for (int64_t i = 0; i < size; i++) second = i != best && choice[i] > second ? choice[i] : second;
+  return choice[best] + second;
+}
+
+// Set `choice` to -infinity outside the best groups. `values` has space for one of each group.
+static void leave_groups_out(const Experts* e, float* choice, float* values) {
+  const int64_t size = e->count / e->num_groups;
+  for (int64_t g = 0; g < e->num_groups; g++) values[g] = group_value(e, choice + g * size, size);
+  for (int64_t left_out = e->num_groups - e->top_groups; left_out > 0; left_out--) {
+    int64_t worst = 0;  // the last one where several are equal
+    for (int64_t g = 1; g < e->num_groups; g++) worst = values[g] <= values[worst] ? g : worst;
+    values[worst] = INFINITY;
+    for (int64_t i = 0; i < size; i++) choice[worst * size + i] = -INFINITY;
+  }
+}
+
+// As kernels/moe/route.py. `memory`: 3 * count floats.
+static void route(const Experts* e, const float* logits, int32_t* ids, float* weights, float* memory) {
+  float *scores = memory, *choice = memory + e->count, sum = 0;
+  memcpy(scores, logits, (size_t)e->count * sizeof(float));
+  if (e->is_sigmoid) {
+    for (int64_t i = 0; i < e->count; i++) scores[i] = 1.0f / (1.0f + expf(-scores[i]));
+  } else {
+    softmax(scores, e->count);
+  }
+  for (int64_t i = 0; i < e->count; i++) {
+    float value = e->correction ? scores[i] + e->correction[i] : logits[i];
+    choice[i] = value >= -FLT_MAX ? value : -FLT_MAX;  // NaN: lowest, but above a group that is left out
+  }
+  if (e->num_groups > 1) leave_groups_out(e, choice, choice + e->count);
+  for (int64_t k = 0; k < e->top_k; k++) {
+    ids[k] = (int32_t)place_of_largest(choice, e->count);
+    weights[k] = scores[ids[k]];
+    sum += weights[k];
+    choice[ids[k]] = -INFINITY;
+  }
+  float factor = (float)e->scale;
+  if (e->renormalizes) factor /= sum < 1e-20f ? 1e-20f : sum;
+  for (int64_t k = 0; k < e->top_k; k++) weights[k] *= factor;
+}
+
+static void run_route(const Operation* o, int64_t row, float* memory) {
+  const Experts* e = o->experts;
+  route(e, o->x + row * o->x_stride, e->ids + row * e->top_k, e->weights + row * e->top_k, memory);
+}
+
+static int64_t expert_blocks_per_piece(const Step* step, const Operation* o) {
+  const int64_t blocks = blocks_of(o->matrix.outputs);
+  return blocks_per_piece(blocks, 1, step->memory->threads);  // limited by the number of pieces only
+}
+
+// Pieces of one row and one choice; of one row for the second matrices, whose results are added up.
+static int64_t count_expert_pieces(const Step* step, const Operation* o) {
+  const int64_t each = pieces_of(blocks_of(o->matrix.outputs), expert_blocks_per_piece(step, o));
+  return step->num_rows * (o->op == OP_EXPERTS_GATED ? o->experts->top_k : 1) * each;
+}
+
+typedef struct {
+  int64_t item, first, end;  // which row, or row and choice; its blocks
+} Blocks;
+
+static Blocks expert_blocks(const Step* step, const Operation* o, int64_t piece) {
+  const int64_t blocks = blocks_of(o->matrix.outputs), per_piece = expert_blocks_per_piece(step, o);
+  const int64_t pieces = pieces_of(blocks, per_piece), first = piece % pieces * per_piece;
+  return (Blocks){piece / pieces, first, clamp(first + per_piece, 0, blocks)};
+}
+
+static void run_expert_gates(Step* step, int64_t operation, int64_t piece, int64_t thread) {
+  const Operation* o = &step->operations[operation];
+  const Experts* e = o->experts;
+  const Blocks p = expert_blocks(step, o, piece);
+  const int64_t row = p.item / e->top_k, choice = p.item % e->top_k, outputs = o->matrix.outputs;
+  const Matrix* matrix = &e->gate_up[e->ids[p.item]];
+  const Rows* rows = prepare(
+      step, key_of(operation, row, choice), matrix, &o->norm, o->x + row * o->x_stride, o->x_stride, 1, thread);
+  float y[MAX_ROWS * OUTPUTS], *out = o->y + row * o->y_stride + choice * outputs;
+  for (int64_t block = p.first; block < p.end; block++) {
+    multiply_gated(matrix, o->activation, rows, block, y);
+    memcpy(out + block * OUTPUTS, y, (size_t)clamp(outputs - block * OUTPUTS, 0, OUTPUTS) * sizeof(float));
+  }
+}
+
+static void add_weighted(const float* x, float weight, float* y) {
+  for (int64_t i = 0; i < OUTPUTS; i += 16) store16(y + i, load16(y + i) + load16(x + i) * all_lanes(weight));
+}
+
+// One block of outputs of one row at a time, because the choices are added up in their order.
+static void run_expert_downs(Step* step, int64_t operation, int64_t piece, int64_t thread) {
+  const Operation* o = &step->operations[operation];
+  const Experts* e = o->experts;
+  const Blocks p = expert_blocks(step, o, piece);
+  Local* local = &step->memory->locals[thread];
+  const int64_t row = p.item, size = (p.end - p.first) * OUTPUTS;
+  float y[MAX_ROWS * OUTPUTS], *sums = local->normed;  // these operations have no norm
+  memset(sums, 0, (size_t)size * sizeof(float));
+  for (int64_t choice = 0; choice < e->top_k; choice++) {
+    const Matrix* matrix = &e->down[e->ids[row * e->top_k + choice]];
+    const float* x = o->x + row * o->x_stride + choice * matrix->inputs;
+    const Rows* rows = prepare(
+        step, key_of(operation, row, choice), matrix, &(Norm){0}, x, o->x_stride, 1, thread);
+    for (int64_t block = p.first; block < p.end; block++) {
+      multiply_block(matrix, rows, block, y, OUTPUTS);
+      add_weighted(y, e->weights[row * e->top_k + choice], sums + (block - p.first) * OUTPUTS);
+    }
+  }
+  for (int64_t block = p.first; block < p.end; block++) {
+    Operation of_row = *o;
+    of_row.y = o->y + row * o->y_stride;
+    const int64_t first = block * OUTPUTS, count = clamp(o->matrix.outputs - first, 0, OUTPUTS);
+    finish_block(&of_row, sums + (block - p.first) * OUTPUTS, 1, first, count);
+  }
+}
+
+// Operations without weights ---------------------------------------------------------------------------------------------
+
+static void run_add(const Operation* o, int64_t row, float* normed) {
+  const int64_t n = o->matrix.outputs;
   const float *x = o->x + row * o->x_stride, factor = (float)o->factor;
   float* y = o->y + row * o->y_stride;
-  (void)step;
   if (o->norm.kind != NORM_NONE) {
     norm_row(&o->norm, x, n, normed);
     x = normed;
@@ -298,23 +452,69 @@ static void run_add(const Step* step, const Operation* o, int64_t row, float* no
   for (int64_t i = 0; i < n; i++) y[i] += x[i] * factor;
 }
 
+static void run_gate(const Operation* o, int64_t row) {
+  const int64_t n = o->matrix.outputs;
+  const float* x = o->x + row * o->x_stride;
+  float* y = o->y + row * o->y_stride;
+  for (int64_t i = 0; i < n; i += 16) {
+    const size_t size = (size_t)clamp(n - i, 0, 16) * sizeof(float);
+    v16f gate = all_lanes(0), up = gate;
+    memcpy(&gate, x + i, size);
+    memcpy(&up, x + n + i, size);
+    v16f result = gate16(o->activation, gate, up);
+    memcpy(y + i, &result, size);
+  }
+}
+
+static void run_scale(const Operation* o, int64_t row) {
+  const float factor = activate16(o->activation, all_lanes(o->x[row * o->x_stride]))[0];
+  float* y = o->y + row * o->y_stride;
+  for (int64_t i = 0; i < o->matrix.outputs; i++) y[i] *= factor;
+}
+
+// Steps ----------------------------------------------------------------------------------------------------------------
+
 static int64_t count_step_pieces(void* context, int64_t operation) {
   Step* step = context;
   const Operation* o = &step->operations[operation];
   switch (o->op) {
+    case OP_LINEAR:
+    case OP_GATED: return pieces_of(blocks_of(operation_outputs(o)), product_blocks_per_piece(step, o));
     case OP_ATTEND: return count_attention_pieces(step, o->attention);
-    case OP_ADD: return step->num_rows;
-    default: return pieces_of(blocks_of(operation_outputs(o)), product_blocks_per_piece(step, o));
+    case OP_EXPERTS_GATED:
+    case OP_EXPERTS_DOWN: return count_expert_pieces(step, o);
+    default: return step->num_rows;
   }
 }
 
 static void run_step_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {
   Step* step = context;
   const Operation* o = &step->operations[operation];
+  Local* local = &step->memory->locals[thread];
   switch (o->op) {
+    case OP_LINEAR:
+    case OP_GATED: run_product(step, operation, piece, thread); break;
     case OP_ATTEND: run_attention(step, operation, piece, thread); break;
-    case OP_ADD: run_add(step, o, piece, step->memory->locals[thread].normed); break;
-    default: run_product(step, operation, piece, thread);
+    case OP_ADD: run_add(o, piece, local->normed); break;
+    case OP_ROUTE: run_route(o, piece, local->normed); break;
+    case OP_GATE: run_gate(o, piece); break;
+    case OP_SCALE: run_scale(o, piece); break;
+    case OP_EXPERTS_GATED: run_expert_gates(step, operation, piece, thread); break;
+    case OP_EXPERTS_DOWN: run_expert_downs(step, operation, piece, thread); break;
+  }
+}
+
+// The largest row that a thread norms or encodes.
+static int64_t widest_row(const Operation* o) {
+  switch (o->op) {
+    case OP_ROUTE: return o->experts->count;
+    case OP_EXPERTS_GATED: return o->experts->gate_up[0].inputs;
+    case OP_EXPERTS_DOWN: {
+      const int64_t inputs = o->experts->down[0].inputs, outputs = blocks_of(o->matrix.outputs) * OUTPUTS;
+      return inputs > outputs ? inputs : outputs;
+    }
+    case OP_ADD: return o->matrix.outputs;
+    default: return o->matrix.inputs;
   }
 }
 
@@ -324,7 +524,7 @@ static void want_memory(const Step* step, int64_t count) {
     if (o->op == OP_ATTEND) {
       want_attention(step->memory, o->attention, count_attention_pieces(step, o->attention), step->num_rows);
     } else {
-      want_inputs(step->memory, o->matrix.inputs);
+      want_inputs(step->memory, widest_row(o));
     }
   }
   for (int64_t i = 0; i < step->memory->threads; i++) step->memory->locals[i].prepared = -1;
@@ -463,6 +663,6 @@ const char* localllm_instruction_set(void) { return INSTRUCTION_SET; }
 const char* localllm_source_hash(void) { return LOCALLLM_SOURCE_HASH; }
 
 int64_t localllm_size_of(int64_t structure) {
-  const int64_t sizes[] = {sizeof(Matrix), sizeof(Attention), sizeof(Operation), sizeof(StepRow)};
+  const int64_t sizes[] = {sizeof(Matrix), sizeof(Attention), sizeof(Experts), sizeof(Operation), sizeof(StepRow)};
   return sizes[structure];
 }
