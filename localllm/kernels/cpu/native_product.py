@@ -36,10 +36,13 @@ def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def unpacked_parts(matrix: NativeMatrix) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first output, values [n, K] fp32) in order."""
+    """Yield (first output, values [n, K] fp32) in order. A part is valid until the next one."""
     step = max(OUTPUTS, UNPACKED_AT_A_TIME // matrix.inputs // OUTPUTS * OUTPUTS)
+    buffer = torch.empty((min(step, matrix.outputs), matrix.inputs), device="cpu")
     for start in range(0, matrix.outputs, step):
-        yield start, _library().unpack(matrix, start, min(step, matrix.outputs - start))
+        part = buffer[: matrix.outputs - start]
+        _library().unpack(matrix, start, part)
+        yield start, part
 
 
 def _library() -> Library:
