@@ -84,7 +84,7 @@ static void* call(void* argument) {
 
 int main(void) {
   static Caller callers[3];
-  Pool *one = localllm_open_pool(1), *many = localllm_open_pool(4);
+  Pool *one = localllm_open_pool(1, NULL), *many = localllm_open_pool(4, NULL);
   for (int i = 0; i < 3; i++) describe(&callers[i], i ? many : one);
   call(&callers[0]);
   pthread_t threads[2];
