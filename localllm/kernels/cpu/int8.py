@@ -100,14 +100,12 @@ def int8_codes(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     return values if order is None else torch.empty_like(values).index_copy_(1, order, values), scales
 
 
-def int8_columns(weight: CpuInt8Weight, columns: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the codes [len(columns), N] of these inputs and the sums [N] of each output's codes, fp32, by products."""
+def int8_columns(weight: CpuInt8Weight, columns: Sequence[int]) -> Tensor:
+    """Return the codes [len(columns), N] fp32 of these inputs, computed by products."""
     outputs, inputs = weight.shape
-    unit = torch.full((len(columns) + 1, inputs), 128, dtype=torch.uint8)
+    unit = torch.full((len(columns), inputs), 128, dtype=torch.uint8)
     unit[range(len(columns)), list(columns)] = 129
-    unit[-1] = 129
-    found = _multiply(unit, weight.packed, torch.ones(outputs))
-    return found[:-1], found[-1]
+    return _multiply(unit, weight.packed, torch.ones(outputs))
 
 
 def round_rows(wide: Tensor) -> tuple[Tensor, Tensor]:

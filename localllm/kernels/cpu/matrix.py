@@ -26,6 +26,7 @@ from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
 
 _CODES = 4  # int8 inputs in a lane
+_MAX_INT8_INPUTS = 65536  # MAX_INT8_INPUTS of matrix.h
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,19 +74,16 @@ def _padded(per_output: Tensor) -> Tensor:
 def _int8(weight: CpuInt8Weight, bias: Tensor | None) -> HeldMatrix | None:
     outputs, inputs = weight.shape
     memory, padded = memory_of(weight.packed), -(-outputs // OUTPUTS) * OUTPUTS
-    if inputs % _CODES or memory.numel() != padded * (inputs + 4):
+    if inputs % _CODES or inputs > _MAX_INT8_INPUTS or memory.numel() != padded * (inputs + 4):
         return None
     codes = memory[: padded * inputs].view(torch.int8).view(-1, inputs // _CODES, OUTPUTS, _CODES)
-    stored_sums = memory[padded * inputs :].view(torch.int32)
     columns = _columns(inputs)
-    found, sums = int8_columns(weight, columns)
     stored = torch.stack([codes[:, k // _CODES, :, k % _CODES].reshape(-1)[:outputs] for k in columns])
-    if not torch.equal(stored.float(), found) or not torch.equal(-stored_sums[:outputs].float(), sums):
+    if not torch.equal(stored.float(), int8_columns(weight, columns)):
         return None
     scales = _padded(weight.scales)
     matrix = NativeMatrix(
         kind=Kind.I8, outputs=outputs, inputs=inputs, weights=memory.data_ptr(), scales=scales.data_ptr(),
-        sums=stored_sums.data_ptr(),
     )  # fmt: skip
     return _held(matrix, bias, weight, scales)
 

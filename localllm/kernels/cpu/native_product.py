@@ -39,7 +39,9 @@ def unpacked_parts(matrix: NativeMatrix) -> Iterator[tuple[int, Tensor]]:
     """Yield (first output, values [n, K] fp32) in order."""
     step = max(OUTPUTS, UNPACKED_AT_A_TIME // matrix.inputs // OUTPUTS * OUTPUTS)
     for start in range(0, matrix.outputs, step):
-        yield start, _library().unpack(matrix, start, min(step, matrix.outputs - start))
+        part = torch.empty((min(step, matrix.outputs - start), matrix.inputs), device="cpu")
+        _library().unpack(matrix, start, part)
+        yield start, part
 
 
 def _library() -> Library:

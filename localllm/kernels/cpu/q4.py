@@ -59,10 +59,7 @@ class CpuQ4Weight:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [N, K] in the original order of the inputs."""
-        wide = native_unpack(self.matrix(), dtype)
-        return (
-            wide if self.input_order is None else torch.empty_like(wide).index_copy_(1, self.input_order.long(), wide)
-        )
+        return native_unpack(self.matrix(), dtype)
 
     def dequantize_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return [T, K], the given rows [T] int64 of `dequantize`."""

@@ -84,8 +84,8 @@ class Layers:
         return self.stream.clone()
 
 
-def run(pool: Pool, steps: int, pause: bool = False) -> list[Tensor]:
-    layers, chance = Layers(), random.Random(1)
+def run(pool: Pool, steps: int, layers: Layers | None = None, pause: bool = False) -> list[Tensor]:
+    layers, chance = layers or Layers(), random.Random(1)
     results = []
     for number in range(steps):
         results.append(layers.step(pool, number))
@@ -122,10 +122,10 @@ def test_many_steps(library: Library, threads: int) -> None:
 
 
 def test_two_callers_are_served_one_after_the_other(pool: Pool, expected: list[Tensor]) -> None:
-    results: list[list[Tensor]] = [[], []]
+    layers, results = [Layers(), Layers()], [[], []]
 
     def call(place: int) -> None:
-        results[place] = run(pool, 100)
+        results[place] = run(pool, 100, layers[place])
 
     callers = [threading.Thread(target=call, args=(place,)) for place in range(2)]
     for caller in callers:
@@ -167,10 +167,12 @@ def test_idle_threads_take_no_processor_time(library: Library) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_computes_alone_and_ends(library: Library, expected: list[Tensor]) -> None:
     pool = library.open_pool(3)
-    run(pool, 2)
+    layers = Layers()
+    layers.step(pool, 0)
+    time.sleep(ASLEEP_S)
     child = os.fork()
     if child == 0:
-        same = torch.equal(Layers().step(pool, 0), expected[0])
+        same = torch.equal(layers.step(pool, 0), expected[0])
         pool.close()
         os._exit(0 if same else 1)
     status = _wait_for(child, 30)

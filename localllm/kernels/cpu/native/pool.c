@@ -141,7 +141,21 @@ static int run_pieces(Pool* pool, int64_t thread) {
   return ran;
 }
 
+static int is_forked(const Pool* pool) { return getpid() != pool->process; }
+
+// A forked child has the pool, but not its threads: those that seem to sleep would never answer.
+static void run_alone(const Job* job) {
+  for (int64_t operation = 0; operation < job->operations; operation++) {
+    const int64_t pieces = job->count_pieces(job->context, operation);
+    for (int64_t piece = 0; piece < pieces; piece++) job->run_piece(job->context, operation, piece, 0);
+  }
+}
+
 void run_job(Pool* pool, const Job* job) {
+  if (is_forked(pool)) {
+    run_alone(job);
+    return;
+  }
   pool->job = job;
   atomic_store_explicit(&pool->running, 1, memory_order_relaxed);
   open_operation(pool, 0);
@@ -207,11 +221,13 @@ static void end_threads(Pool* pool) {
 
 void localllm_close_pool(Pool* pool) {
   lock_pool(pool);
-  if (getpid() == pool->process) end_threads(pool);  // a forked child has the pool without its threads
+  if (!is_forked(pool)) {
+    end_threads(pool);
+    pthread_cond_destroy(&pool->wake);
+    pthread_mutex_destroy(&pool->sleep);
+  }
   unlock_pool(pool);
   if (pool->free_shared) pool->free_shared(pool->shared);
-  pthread_cond_destroy(&pool->wake);
-  pthread_mutex_destroy(&pool->sleep);
   pthread_mutex_destroy(&pool->caller);
   free(pool);
 }
