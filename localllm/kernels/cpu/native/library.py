@@ -4,8 +4,9 @@
     y = library.linear(matrix, x)       for any number of rows
     library.run_step(operations, rows)  a decode step, for up to MAX_ROWS rows
 
-One file for each instruction set lies beside its sources. The best one that the processor has the instructions for is
-opened. It is used only if it was compiled from these sources, and if a small product of each kind is right.
+One file for each instruction set is in this folder. The best one that the processor has the instructions for is opened.
+It is used only if it was compiled from the sources beside it, which a wheel does not have, and if a small product of
+each kind is right.
 LOCALLLM_CPU_SET names another set, or `none`.
 Does not know: models, how weights are packed.
 """
@@ -13,7 +14,6 @@ Does not know: models, how weights are packed.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
 import sys
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.native.self_check import wrong_kind
+from localllm.kernels.cpu.native.sources import FOLDER, library_name, source_hash
 from localllm.kernels.cpu.native.structures import (
     MAX_ROWS,
     OUTPUTS,
@@ -37,7 +38,6 @@ from localllm.kernels.cpu.native.structures import (
     NativeRow,
 )
 
-FOLDER = Path(__file__).parent
 VARIABLE = "LOCALLLM_CPU_SET"
 AGAIN = "run `pip install -e .` again"
 SETS = {"x86_64": ("avx512vnni", "avxvnni", "avx2"), "aarch64": ("dotprod",)}
@@ -102,6 +102,20 @@ class Pool:
         assert first + len(out) <= matrix.outputs, (first, len(out))
         self._functions.localllm_unpack(self._pool, matrix, first, len(out), out.data_ptr())
 
+    def unpack_bf16(self, matrix: NativeMatrix, out: Tensor, first: int = 0) -> None:
+        """Write rows of the matrix from row `first` on, a multiple of 64, into the columns of `out` [K, count] bf16.
+
+        count is a multiple of 64. Columns for rows beyond the padded matrix's last may not be asked for.
+        """
+        inputs, count = out.shape
+        assert out.dtype == torch.bfloat16
+        assert out.is_contiguous()
+        assert inputs == matrix.inputs, (inputs, matrix.inputs)
+        assert first % OUTPUTS == 0
+        assert count % OUTPUTS == 0
+        assert 0 <= count < matrix.outputs - first + OUTPUTS, (first, count)
+        self._functions.localllm_unpack_bf16(self._pool, matrix, first, count, out.data_ptr())
+
 
 class Library:
     """An opened library, and a pool for each number of threads that torch has been told to use."""
@@ -138,6 +152,10 @@ class Library:
         """Do `Pool.unpack` in the process's pool."""
         self.pool.unpack(matrix, first, out)
 
+    def unpack_bf16(self, matrix: NativeMatrix, out: Tensor, first: int = 0) -> None:
+        """Do `Pool.unpack_bf16` in the process's pool."""
+        self.pool.unpack_bf16(matrix, out, first)
+
 
 def native() -> Library | None:
     """Return the library; None if this process runs without one."""
@@ -158,7 +176,7 @@ def _library_or_reason() -> tuple[Library | None, str]:
 def open_library(name: str) -> tuple[Library | None, str]:
     """Return (the library of an instruction set, ""), or (None, why it cannot be used)."""
     try:
-        functions = ctypes.CDLL(str(FOLDER / _file_name(name)))
+        functions = ctypes.CDLL(str(FOLDER / library_name(name)))
         _declare(functions)
     except (OSError, AttributeError) as error:
         return None, f"The library for {name} cannot be opened: {error}; {AGAIN}."
@@ -215,21 +233,8 @@ def _torch_sees(name: str) -> bool:
     return name == "avx512vnni" and torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()
 
 
-def _file_name(name: str) -> str:
-    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
-    return f"localllm_{name}.{suffix}"
-
-
 def _compiled_sets() -> list[str]:
-    return [name for names in SETS.values() for name in names if (FOLDER / _file_name(name)).exists()]
-
-
-def source_hash() -> str:
-    """Return the hash of the sources beside this file, which build_native.py compiles into the libraries."""
-    content = hashlib.sha256()
-    for path in sorted(FOLDER.glob("*.[ch]")):
-        content.update(path.name.encode() + b"\0" + path.read_bytes())
-    return content.hexdigest()[:16]
+    return [name for names in SETS.values() for name in names if (FOLDER / library_name(name)).exists()]
 
 
 def _declare(functions: ctypes.CDLL) -> None:
@@ -242,6 +247,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         ("localllm_run_step", None, [pool, operations, number, rows, number]),
         ("localllm_linear", None, [pool, matrix, c_void_p, number, number, number, c_void_p, number]),
         ("localllm_unpack", None, [pool, matrix, number, number, c_void_p]),
+        ("localllm_unpack_bf16", None, [pool, matrix, number, number, c_void_p]),
         ("localllm_instruction_set", c_char_p, []),
         ("localllm_source_hash", c_char_p, []),
         ("localllm_size_of", number, [number]),
@@ -252,7 +258,8 @@ def _declare(functions: ctypes.CDLL) -> None:
 
 def _fault_of(functions: ctypes.CDLL) -> str:
     """Return why an opened library cannot be used; empty if it can."""
-    if functions.localllm_source_hash().decode() != source_hash():
+    expected = source_hash()
+    if expected and functions.localllm_source_hash().decode() != expected:
         return f"The compiled libraries are older than their sources; {AGAIN}."
     structures = (NativeMatrix, NativeAttention, NativeExperts, NativeOperation, NativeRow)
     if any(functions.localllm_size_of(place) != ctypes.sizeof(kind) for place, kind in enumerate(structures)):
