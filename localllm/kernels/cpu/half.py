@@ -6,7 +6,7 @@
 Up to MAX_ROWS rows are multiplied by the native library, with x and sums in fp32. More rows:
 
     bf16, on a processor with a product of bf16 (AMX, AVX512-BF16): torch's, for which x is rounded to bf16
-    otherwise: W is widened to fp32, some outputs at a time, for torch's product
+    otherwise: by the native library too, and above TILED_ROWS with W widened to fp32, some outputs at a time
 
 torch's product rounds its results to bf16. A head's logits need more digits: `is_head` adds what rounding took away,
 computed by a second product.
@@ -38,6 +38,7 @@ from localllm.kernels.quantized_weight import MetaWeight
 
 HALVES = (torch.bfloat16, torch.float16)
 HALF_MIN_ELEMENTS = 1 << 18  # smaller weights are widened, as in kernels/linear.py, since calls have fixed costs
+TILED_ROWS = 64  # for more, widening to fp32 for torch's product is faster
 HALF_INPUTS = 32  # K is a multiple, so that oneDNN pads nothing
 
 
@@ -90,6 +91,8 @@ class CpuHalfWeight:
             return self._in_bf16(x.to(torch.bfloat16))
         if self.packed.dtype == torch.bfloat16 and has_fast_bf16_instructions() and not self.is_head:
             return native_linear_bf16(self.matrix(), x.to(torch.bfloat16))
+        if len(x) <= TILED_ROWS:
+            return native_linear(self.matrix(), x.float(), is_fine=True)
         return self._widened(x.float())
 
     def _in_bf16(self, x: Tensor) -> Tensor:
@@ -152,9 +155,11 @@ def _blocked(weight: Tensor) -> Tensor:
     rows, columns = weight.shape
     blocks = torch.zeros((-(-rows // OUTPUTS), columns // 2, OUTPUTS, 2), dtype=weight.dtype, device="cpu")
     whole = rows // OUTPUTS
-    blocks[:whole] = weight[: whole * OUTPUTS].view(whole, OUTPUTS, -1, 2).transpose(1, 2)
+    blocks[:whole] = weight[: whole * OUTPUTS].view(whole, OUTPUTS, columns // 2, 2).transpose(1, 2)
     if whole < len(blocks):
-        blocks[whole, :, : rows % OUTPUTS] = weight[whole * OUTPUTS :].view(rows % OUTPUTS, -1, 2).transpose(0, 1)
+        blocks[whole, :, : rows % OUTPUTS] = (
+            weight[whole * OUTPUTS :].view(rows % OUTPUTS, columns // 2, 2).transpose(0, 1)
+        )
     return blocks
 
 
