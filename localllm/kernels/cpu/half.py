@@ -6,7 +6,7 @@
 Up to MAX_ROWS rows are multiplied by the native library, with x and sums in fp32. More rows:
 
     bf16, on a processor with a product of bf16 (AMX, AVX512-BF16): torch's, for which x is rounded to bf16
-    otherwise: W is widened to fp32, some outputs at a time, for torch's product
+    otherwise: by the native library too, and above TILED_ROWS with W widened to fp32, some outputs at a time
 
 torch's product rounds its results to bf16. A head's logits need more digits: `is_head` adds what rounding took away,
 computed by a second product.
@@ -18,7 +18,6 @@ Needs the native library. Does not know: which weights take this layout (models/
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +26,19 @@ from torch import Tensor
 from localllm.kernels.cpu.blocks import memory_of
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS, OUTPUTS, Kind, NativeMatrix
-from localllm.kernels.cpu.native_product import native_linear, native_unpack, unpacked_parts
+from localllm.kernels.cpu.native_product import (
+    has_fast_bf16_instructions,
+    native_linear,
+    native_linear_bf16,
+    native_unpack,
+    unpacked_parts,
+)
 from localllm.kernels.huge_pages import register_huge_pages
 from localllm.kernels.quantized_weight import MetaWeight
 
 HALVES = (torch.bfloat16, torch.float16)
 HALF_MIN_ELEMENTS = 1 << 18  # smaller weights are widened, as in kernels/linear.py, since calls have fixed costs
+TILED_ROWS = 64  # for more, widening to fp32 for torch's product is faster
 HALF_INPUTS = 32  # K is a multiple, so that oneDNN pads nothing
 
 
@@ -57,7 +63,7 @@ class CpuHalfWeight:
         if len(x) <= MAX_ROWS:
             y = native_linear(self.matrix(), x.float().contiguous(), is_fine=True)
         else:
-            y = self._in_bf16(x.to(torch.bfloat16)) if self.packed.is_mkldnn else self._widened(x.float())
+            y = self._many_rows(x)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -78,6 +84,16 @@ class CpuHalfWeight:
         """Return a view [padded N / 64, K / 2, 64] int32 of pairs of weights."""
         flat = memory_of(self.packed) if self.packed.is_mkldnn else self.packed.view(-1)
         return flat.view(torch.int32).view(-1, self.shape[1] // 2, OUTPUTS)
+
+    def _many_rows(self, x: Tensor) -> Tensor:
+        """x [T, K] -> [T, N] fp32"""
+        if self.packed.is_mkldnn:
+            return self._in_bf16(x.to(torch.bfloat16))
+        if self.packed.dtype == torch.bfloat16 and has_fast_bf16_instructions() and not self.is_head:
+            return native_linear_bf16(self.matrix(), x.to(torch.bfloat16))
+        if len(x) <= TILED_ROWS:
+            return native_linear(self.matrix(), x.float(), is_fine=True)
+        return self._widened(x.float())
 
     def _in_bf16(self, x: Tensor) -> Tensor:
         """x [T, K] bf16 -> [T, N] fp32"""
@@ -104,35 +120,34 @@ def fits_half(weight_dtype: torch.dtype, rows: int, columns: int) -> bool:
 def pack_half(weight: Tensor, *, is_head: bool = False) -> CpuHalfWeight | MetaWeight:
     """Pack weight [N, K] bf16 or fp16, for which `fits_half` is True; on `meta` return its size only."""
     if weight.is_meta:
-        return MetaWeight((weight.shape[0], weight.shape[1]), half_nbytes(*weight.shape, weight.dtype))
-    packed = _for_onednn(weight) if weight.dtype == torch.bfloat16 and has_fast_bf16() else _blocked(weight)
-    register_huge_pages(_address(packed), half_nbytes(*weight.shape, packed.dtype))
+        return MetaWeight((weight.shape[0], weight.shape[1]), half_nbytes(*weight.shape))
+    packed = _for_onednn(weight)
+    packed = _blocked(weight) if packed is None else packed
+    register_huge_pages(_address(packed), half_nbytes(*weight.shape))
     return CpuHalfWeight(packed, weight.shape[0], is_head)
 
 
-def half_nbytes(rows: int, columns: int, dtype: torch.dtype) -> int:
-    is_opaque = dtype == torch.bfloat16 and has_fast_bf16()
-    return (rows if is_opaque else -(-rows // OUTPUTS) * OUTPUTS) * columns * 2
+def half_nbytes(rows: int, columns: int) -> int:
+    """Return the bytes of the result of `pack_half`."""
+    return -(-rows // OUTPUTS) * OUTPUTS * columns * 2
 
 
-@cache
-def has_fast_bf16() -> bool:
-    """Return whether torch multiplies bf16 on this processor by its own instructions, in the layout of KIND_BF16."""
+def _for_onednn(weight: Tensor) -> Tensor | None:
+    """Return the weight in oneDNN's layout, if torch's product of bf16 is fast and the layout is that of KIND_BF16.
+
+    oneDNN chooses by shape and number of threads, so each matrix is checked: at its first and its last block.
+    """
+    if weight.dtype != torch.bfloat16 or weight.shape[0] % OUTPUTS or not has_fast_bf16_instructions():
+        return None
     try:
-        names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-        if not any(getattr(torch.cpu, name)() for name in names):
-            return False
-        sample = torch.arange(4 * OUTPUTS * HALF_INPUTS, device="cpu").remainder_(251).to(torch.bfloat16)
-        sample = sample.view(2 * OUTPUTS, 2 * HALF_INPUTS)
-        laid_out = memory_of(_for_onednn(sample)).view(torch.bfloat16)
-        return torch.equal(laid_out, _blocked(sample).view(-1))
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+        memory = memory_of(packed).view(torch.bfloat16)
     except (AttributeError, RuntimeError):
-        return False
-
-
-def _for_onednn(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
-    return packed
+        return None
+    block = OUTPUTS * weight.shape[1]
+    ends = ((memory[:block], weight[:OUTPUTS]), (memory[-block:], weight[-OUTPUTS:]))
+    is_alike = memory.numel() == weight.numel() and all(torch.equal(a, _blocked(b).view(-1)) for a, b in ends)
+    return packed if is_alike else None
 
 
 def _blocked(weight: Tensor) -> Tensor:
@@ -140,9 +155,11 @@ def _blocked(weight: Tensor) -> Tensor:
     rows, columns = weight.shape
     blocks = torch.zeros((-(-rows // OUTPUTS), columns // 2, OUTPUTS, 2), dtype=weight.dtype, device="cpu")
     whole = rows // OUTPUTS
-    blocks[:whole] = weight[: whole * OUTPUTS].view(whole, OUTPUTS, -1, 2).transpose(1, 2)
+    blocks[:whole] = weight[: whole * OUTPUTS].view(whole, OUTPUTS, columns // 2, 2).transpose(1, 2)
     if whole < len(blocks):
-        blocks[whole, :, : rows % OUTPUTS] = weight[whole * OUTPUTS :].view(rows % OUTPUTS, -1, 2).transpose(0, 1)
+        blocks[whole, :, : rows % OUTPUTS] = (
+            weight[whole * OUTPUTS :].view(rows % OUTPUTS, columns // 2, 2).transpose(0, 1)
+        )
     return blocks
 
 

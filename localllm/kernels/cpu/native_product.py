@@ -1,7 +1,8 @@
 """Products of torch tensors with a `NativeMatrix`, by the native library.
 
-    native_linear    x W^T
-    native_unpack    W
+    native_linear         x W^T
+    native_linear_bf16    likewise for many rows, in bf16
+    native_unpack         W
 
 Does not know: where a matrix's memory comes from, models.
 """
@@ -9,6 +10,7 @@ Does not know: where a matrix's memory comes from, models.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch import Tensor
 from localllm.kernels.cpu.native.library import Library, native
 from localllm.kernels.cpu.native.structures import OUTPUTS, NativeMatrix
 
-UNPACKED_AT_A_TIME = 1 << 20  # weights that are fp32 at a time
+UNPACKED_AT_A_TIME = 1 << 20  # weights, so that they stay in the cache
 
 
 def native_linear(matrix: NativeMatrix, x: Tensor, *, is_fine: bool) -> Tensor:
@@ -24,11 +26,32 @@ def native_linear(matrix: NativeMatrix, x: Tensor, *, is_fine: bool) -> Tensor:
 
     is_fine: encode x in 15 bits for matrices of 8 bits and less, else in 8 bits except for rows with outliers.
     """
-    return _library().linear(matrix, x, is_fine=is_fine) if len(x) else x.new_empty((0, matrix.outputs))
+    y = x.new_empty((len(x), matrix.outputs))
+    if len(x):
+        _library().linear(matrix, x if x.stride(1) == 1 else x.contiguous(), y, is_fine=is_fine)
+    return y
+
+
+def native_linear_bf16(matrix: NativeMatrix, x: Tensor) -> Tensor:
+    """Return x W^T [T, N] fp32, by torch's product of bf16: x and W are rounded to bf16, and so is the result.
+
+    x [T, K] bf16, in the order of the matrix's columns. Worth it for many rows where bf16 is fast.
+    """
+    library, inputs = _library(), matrix.inputs
+    y = torch.empty((len(x), matrix.outputs), device="cpu")
+    padded = -(-matrix.outputs // OUTPUTS) * OUTPUTS
+    step = _outputs_at_a_time(inputs)
+    buffer = torch.empty(min(step, padded) * inputs, dtype=torch.bfloat16, device="cpu")
+    for start in range(0, padded, step):
+        part = buffer[: min(step, padded - start) * inputs].view(inputs, -1)
+        library.unpack_bf16(matrix, part, start)
+        into = y[:, start : start + step]
+        into.copy_(torch.mm(x, part)[:, : into.shape[1]])
+    return y
 
 
 def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:
-    """Return the values [N, K] in the order of x."""
+    """Return the values [N, K] in the order of the matrix's columns."""
     out = torch.empty((matrix.outputs, matrix.inputs), dtype=dtype, device="cpu")
     for start, part in unpacked_parts(matrix):
         out[start : start + len(part)] = part
@@ -37,12 +60,23 @@ def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:
 
 def unpacked_parts(matrix: NativeMatrix) -> Iterator[tuple[int, Tensor]]:
     """Yield (first output, values [n, K] fp32) in order. A part is valid until the next one."""
-    step = max(OUTPUTS, UNPACKED_AT_A_TIME // matrix.inputs // OUTPUTS * OUTPUTS)
+    step = _outputs_at_a_time(matrix.inputs)
     buffer = torch.empty((min(step, matrix.outputs), matrix.inputs), device="cpu")
     for start in range(0, matrix.outputs, step):
         part = buffer[: matrix.outputs - start]
         _library().unpack(matrix, start, part)
         yield start, part
+
+
+def _outputs_at_a_time(inputs: int) -> int:
+    return max(OUTPUTS, UNPACKED_AT_A_TIME // inputs // OUTPUTS * OUTPUTS)
+
+
+@cache
+def has_fast_bf16_instructions() -> bool:
+    """Return whether this processor multiplies bf16 by instructions of its own, as far as torch can tell."""
+    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in names)
 
 
 def _library() -> Library:

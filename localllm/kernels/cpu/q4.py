@@ -20,7 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.cpu.native.structures import MAX_ROWS, OUTPUTS, Kind, NativeMatrix
-from localllm.kernels.cpu.native_product import native_linear, native_unpack
+from localllm.kernels.cpu.native_product import (
+    has_fast_bf16_instructions,
+    native_linear,
+    native_linear_bf16,
+    native_unpack,
+)
 from localllm.kernels.huge_pages import register_huge_pages
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.planar.layout import unpack_words
@@ -28,6 +33,7 @@ from localllm.kernels.planar.linear import SUPER_GROUP, PlanarWeight
 
 GROUP = 32  # inputs that share a scale
 CODE_BYTES = OUTPUTS * GROUP // 2
+TILED_ROWS = 64  # for more, unpacking to bf16 for torch's product is faster, where the processor multiplies bf16
 PACKED_AT_A_TIME = 1 << 20  # weights, so that intermediate tensors stay in the cache
 
 
@@ -53,13 +59,18 @@ class CpuQ4Weight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-        wide = x.float()
-        y = native_linear(self.matrix(), wide.contiguous(), is_fine=len(wide) <= MAX_ROWS)
+        if len(x) > TILED_ROWS and has_fast_bf16_instructions():
+            y = native_linear_bf16(self.matrix(), self._ordered(x.to(torch.bfloat16)))
+        else:
+            y = native_linear(self.matrix(), x.float(), is_fine=len(x) <= MAX_ROWS)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        return x if self.input_order is None else x.index_select(1, self.input_order)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [N, K] in the original order of the inputs."""
-        return native_unpack(self.matrix(), dtype)
+        return self._in_order(native_unpack(self.matrix(), dtype))
 
     def dequantize_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return [T, K], the given rows [T] int64 of `dequantize`."""
@@ -72,7 +83,10 @@ class CpuQ4Weight:
             values = (values - 8) * scale
         else:
             values = values * scale - minima[block, :, lane].float()[:, :, None]
-        wide = values.flatten(1).to(dtype)
+        return self._in_order(values.flatten(1).to(dtype))
+
+    def _in_order(self, wide: Tensor) -> Tensor:
+        """Return [n, K] in the original order of the inputs."""
         return (
             wide if self.input_order is None else torch.empty_like(wide).index_copy_(1, self.input_order.long(), wide)
         )
