@@ -248,6 +248,17 @@ def test_every_set_that_the_library_knows_is_compiled() -> None:
     assert compiled == {name for names in library.SETS.values() for name in names}
 
 
+@pytest.mark.skipif(library.native() is None, reason="no native library for this processor")
+def test_a_library_of_other_sources_is_refused_and_sources_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = library.native()
+    assert opened is not None
+    name = opened.instruction_set
+    monkeypatch.setattr(library, "source_hash", lambda: "0" * 16)
+    assert "older than their sources" in library.open_library(name)[1]
+    monkeypatch.setattr(library, "source_hash", lambda: "")
+    assert library.open_library(name)[1] == ""
+
+
 # ---- build dependencies ----------------------------------------------------------------------------------------------
 
 
@@ -294,9 +305,13 @@ def test_an_unknown_platform_needs_nothing(
 def test_a_release_is_compiled_with_ziglang_even_beside_a_compiler(
     hook: build_native.NativeBuildHook, no_directions: pytest.MonkeyPatch
 ) -> None:
-    for name in build_native.TARGETS:
+    no_directions.setattr(build_native.importlib.util, "find_spec", lambda name: name)
+    for name, target in build_native.TARGETS.items():
         no_directions.setenv("LOCALLLM_WHEEL_PLATFORM", name)
         assert hook.dependencies() == [build_native.ZIG]
+        toolchain = build_native.find_toolchain(build_native.find_target())
+        assert toolchain.is_zig
+        assert toolchain.tag == f"py3-none-{target.tag}"
     no_directions.setenv("LOCALLLM_WHEEL_PLATFORM", "linux-riscv64")
     with pytest.raises(SystemExit, match="linux-aarch64"):
         hook.dependencies()

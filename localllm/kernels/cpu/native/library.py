@@ -101,6 +101,20 @@ class Pool:
         self._functions.localllm_unpack(self._pool, matrix, first, count, out.data_ptr())
         return out
 
+    def unpack_bf16(self, matrix: NativeMatrix, out: Tensor, first: int = 0) -> None:
+        """Write rows of the matrix from row `first` on, a multiple of 64, into the columns of `out` [K, count] bf16.
+
+        count is a multiple of 64. Columns for rows beyond the padded matrix's last may not be asked for.
+        """
+        inputs, count = out.shape
+        assert out.dtype == torch.bfloat16
+        assert out.is_contiguous()
+        assert inputs == matrix.inputs, (inputs, matrix.inputs)
+        assert first % OUTPUTS == 0
+        assert count % OUTPUTS == 0
+        assert 0 <= count < matrix.outputs - first + OUTPUTS, (first, count)
+        self._functions.localllm_unpack_bf16(self._pool, matrix, first, count, out.data_ptr())
+
 
 class Library:
     """An opened library, and a pool for each number of threads that torch has been told to use."""
@@ -136,6 +150,10 @@ class Library:
     def unpack(self, matrix: NativeMatrix, first: int = 0, count: int | None = None) -> Tensor:
         """Do `Pool.unpack` in the process's pool."""
         return self.pool.unpack(matrix, first, count)
+
+    def unpack_bf16(self, matrix: NativeMatrix, out: Tensor, first: int = 0) -> None:
+        """Do `Pool.unpack_bf16` in the process's pool."""
+        self.pool.unpack_bf16(matrix, out, first)
 
 
 def native() -> Library | None:
@@ -228,6 +246,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         ("localllm_run_step", None, [pool, operations, number, rows, number]),
         ("localllm_linear", None, [pool, matrix, c_void_p, number, number, number, c_void_p, number]),
         ("localllm_unpack", None, [pool, matrix, number, number, c_void_p]),
+        ("localllm_unpack_bf16", None, [pool, matrix, number, number, c_void_p]),
         ("localllm_instruction_set", c_char_p, []),
         ("localllm_source_hash", c_char_p, []),
         ("localllm_size_of", number, [number]),

@@ -41,5 +41,8 @@ Rows encode_rows(const Matrix* matrix, const float* x, int64_t stride, int64_t r
 // summed in the same order whatever the number of rows, so that a row's result does not depend on its neighbours.
 void multiply_block(const Matrix* matrix, const Rows* rows, int64_t block, float* y, int64_t stride);
 
-// Write the values of the outputs of `block` as fp32 [64, K], in the order of x.
+// Write the values of the outputs of `block` as fp32 [64, K], in the order of the matrix's columns.
 void unpack_block(const Matrix* matrix, int64_t block, float* out);
+
+// Write them as bf16 [K, 64], rounded to nearest, with the outputs of input k at out + k * stride.
+void unpack_block_bf16(const Matrix* matrix, int64_t block, uint16_t* out, int64_t stride);

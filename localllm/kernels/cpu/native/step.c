@@ -452,6 +452,30 @@ void localllm_unpack(Pool* pool, const Matrix* matrix, int64_t first, int64_t co
   unlock_pool(pool);
 }
 
+typedef struct {
+  const Matrix* matrix;
+  int64_t first, count;
+  uint16_t* out;
+} UnpackingBf16;
+
+static int64_t count_bf16_blocks(void* context, int64_t operation) {
+  (void)operation;
+  return blocks_of(((UnpackingBf16*)context)->count);
+}
+
+static void unpack_bf16_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {
+  const UnpackingBf16* u = context;
+  (void)operation, (void)thread;
+  unpack_block_bf16(u->matrix, u->first / OUTPUTS + piece, u->out + piece * OUTPUTS, u->count);
+}
+
+void localllm_unpack_bf16(Pool* pool, const Matrix* matrix, int64_t first, int64_t count, uint16_t* out) {
+  UnpackingBf16 unpacking = {matrix, first, count, out};
+  lock_pool(pool);
+  run_job(pool, &(Job){&unpacking, 1, count_bf16_blocks, unpack_bf16_piece});
+  unlock_pool(pool);
+}
+
 // What the library was compiled as ---------------------------------------------------------------------------------------
 
 #ifndef LOCALLLM_SOURCE_HASH
