@@ -327,9 +327,7 @@ def test_runs_as_stored_where_a_product_is_missing(missing: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("fault", [AttributeError("gone"), RuntimeError("unsupported"), None])
-def test_a_product_that_fails_or_is_wrong_is_not_used(
-    fault: Exception | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_that_fails_or_is_wrong_is_not_used(fault: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def multiply(*args: object) -> Tensor:
         if fault is not None:
             raise fault

@@ -1,7 +1,8 @@
 """Products of torch tensors with a `NativeMatrix`, by the native library.
 
-    native_linear    x W^T
-    native_unpack    W
+    native_linear         x W^T
+    native_unpack         W
+    native_unpack_bf16    W in the layout of KIND_BF16
 
 Does not know: where a matrix's memory comes from, models.
 """
@@ -36,6 +37,11 @@ def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:
     for start, part in unpacked_parts(matrix):
         out[start : start + len(part)] = part
     return out
+
+
+def native_unpack_bf16(matrix: NativeMatrix, out: Tensor, first: int) -> None:
+    """Write the blocks from output `first` on, a multiple of 64, into out [b, K / 2, 64, 2] bf16."""
+    _library().unpack_bf16(matrix, out, first)
 
 
 def unpacked_parts(matrix: NativeMatrix) -> Iterator[tuple[int, Tensor]]:

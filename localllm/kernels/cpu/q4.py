@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.cpu.bf16 import has_fast_bf16, unpacked_linear
 from localllm.kernels.cpu.native.structures import MAX_ROWS, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.native_product import native_linear, native_unpack
 from localllm.kernels.huge_pages import register_huge_pages
@@ -28,6 +29,7 @@ from localllm.kernels.planar.linear import SUPER_GROUP, PlanarWeight
 
 GROUP = 32  # inputs that share a scale
 CODE_BYTES = OUTPUTS * GROUP // 2
+UNPACK_ROWS = 192  # from here on torch saves more than unpacking to bf16 costs
 PACKED_AT_A_TIME = 1 << 20  # weights, so that intermediate tensors stay in the cache
 
 
@@ -53,9 +55,18 @@ class CpuQ4Weight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-        wide = x.float()
-        y = native_linear(self.matrix(), wide.contiguous(), is_fine=len(wide) <= MAX_ROWS)
+        y = self._unpacked(x) if len(x) >= UNPACK_ROWS and has_fast_bf16() else self._as_stored(x.float())
         return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    def _as_stored(self, x: Tensor) -> Tensor:
+        return native_linear(self.matrix(), x.contiguous(), is_fine=len(x) <= MAX_ROWS)
+
+    def _unpacked(self, x: Tensor) -> Tensor:
+        """x [T, K] -> [T, N] fp32 through bf16, which rounds x less than the codes of 8 bits do"""
+        narrow = x.to(torch.bfloat16)
+        return unpacked_linear(
+            self.matrix(), narrow if self.input_order is None else narrow.index_select(1, self.input_order)
+        )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [N, K] in the original order of the inputs."""
@@ -105,7 +116,6 @@ def fits_q4(weight: PlanarWeight) -> bool:
 
 def pack_q4(weight: PlanarWeight) -> CpuQ4Weight:
     """Pack a weight for which `fits_q4` is True."""
-    rows, columns = weight.shape
     packed = _empty(weight)
     for start, part in PlanarWeight.parts(weight, PACKED_AT_A_TIME):
         _write(packed.blocks[start // OUTPUTS :][: -(-part.shape[0] // OUTPUTS)], part)

@@ -1,0 +1,82 @@
+"""torch's product of bf16 on a CPU, for weights in the layout of KIND_BF16 in native/matrix.h.
+
+    has_fast_bf16      whether this processor has instructions for it (AMX, AVX512-BF16)
+    pack_bf16          weights for it
+    multiply_bf16      x W^T
+    unpacked_linear    x W^T for a matrix of another layout, of which some outputs at a time are unpacked to bf16
+
+Does not know: when this product is faster than others.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu.blocks import memory_of
+from localllm.kernels.cpu.native.structures import OUTPUTS, NativeMatrix
+from localllm.kernels.cpu.native_product import native_unpack_bf16
+
+INPUTS_MULTIPLE = 32  # of K, so that oneDNN pads nothing
+UNPACKED_AT_A_TIME = 1 << 22  # weights
+
+
+@cache
+def has_fast_bf16() -> bool:
+    """Return whether torch multiplies bf16 on this processor by its own instructions, in the layout of KIND_BF16."""
+    try:
+        names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+        if not any(getattr(torch.cpu, name)() for name in names):
+            return False
+        sample = torch.arange(4 * OUTPUTS * INPUTS_MULTIPLE, device="cpu").remainder_(251).to(torch.bfloat16)
+        sample = sample.view(2 * OUTPUTS, 2 * INPUTS_MULTIPLE)
+        packed = pack_bf16(sample)  # owns the memory that is compared
+        return torch.equal(blocks_in(packed), blocked(sample))
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def pack_bf16(weight: Tensor) -> Tensor:
+    """Return weight [N, K] bf16 as a tensor for `multiply_bf16`, opaque to torch."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+    return packed
+
+
+def blocks_in(packed: Tensor) -> Tensor:
+    """Return a view [N / 64, K / 2, 64, 2] bf16 of the memory of `pack_bf16`'s result, valid as long as the result."""
+    return memory_of(packed).view(torch.bfloat16).view(-1, packed.shape[1] // 2, OUTPUTS, 2)
+
+
+def blocked(weight: Tensor) -> Tensor:
+    """Return weight [N, K] of 16 bits, K even, as [padded N / 64, K / 2, 64, 2]."""
+    rows, columns = weight.shape
+    blocks = torch.zeros((-(-rows // OUTPUTS), columns // 2, OUTPUTS, 2), dtype=weight.dtype, device="cpu")
+    whole = rows // OUTPUTS
+    blocks[:whole] = weight[: whole * OUTPUTS].view(whole, OUTPUTS, -1, 2).transpose(1, 2)
+    if whole < len(blocks):
+        blocks[whole, :, : rows % OUTPUTS] = weight[whole * OUTPUTS :].view(rows % OUTPUTS, -1, 2).transpose(0, 1)
+    return blocks
+
+
+def multiply_bf16(x: Tensor, packed: Tensor) -> Tensor:
+    """x [T, K] bf16 -> [T, N] bf16"""
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    return y
+
+
+def unpacked_linear(matrix: NativeMatrix, x: Tensor) -> Tensor:
+    """x [T, K] bf16, in the matrix's order of the inputs -> [T, N] fp32, without the matrix's bias. The product of the
+    weights, rounded to bf16, is rounded to bf16 itself. Only where `has_fast_bf16`, for K that 32 divides."""
+    count = -(-matrix.outputs // OUTPUTS)
+    parts = -(-count * OUTPUTS * matrix.inputs // UNPACKED_AT_A_TIME)
+    step = -(-count // parts)  # blocks
+    buffer = pack_bf16(torch.empty((step * OUTPUTS, matrix.inputs), dtype=torch.bfloat16, device="cpu"))
+    blocks = blocks_in(buffer)
+    y = torch.empty((len(x), matrix.outputs), dtype=torch.float32, device="cpu")
+    for first in range(0, count, step):
+        native_unpack_bf16(matrix, blocks[: count - first], first * OUTPUTS)
+        into = y[:, first * OUTPUTS : (first + step) * OUTPUTS]
+        into.copy_(multiply_bf16(x, buffer)[:, : into.shape[1]])
+    return y
