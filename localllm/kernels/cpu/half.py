@@ -23,23 +23,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.cpu.blocks import memory_of
+from localllm.kernels.cpu.bf16 import (
+    INPUTS_MULTIPLE,
+    blocked,
+    blocks_in,
+    has_fast_bf16,
+    multiply_bf16,
+    pack_bf16,
+    unpacked_linear,
+)
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS, OUTPUTS, Kind, NativeMatrix
-from localllm.kernels.cpu.native_product import (
-    has_fast_bf16_instructions,
-    native_linear,
-    native_linear_bf16,
-    native_unpack,
-    unpacked_parts,
-)
+from localllm.kernels.cpu.native_product import native_linear, native_unpack, unpacked_parts
 from localllm.kernels.huge_pages import register_huge_pages
 from localllm.kernels.quantized_weight import MetaWeight
 
 HALVES = (torch.bfloat16, torch.float16)
 HALF_MIN_ELEMENTS = 1 << 18  # smaller weights are widened, as in kernels/linear.py, since calls have fixed costs
 TILED_ROWS = 64  # for more, widening to fp32 for torch's product is faster
-HALF_INPUTS = 32  # K is a multiple, so that oneDNN pads nothing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,22 +83,24 @@ class CpuHalfWeight:
 
     def _pairs(self) -> Tensor:
         """Return a view [padded N / 64, K / 2, 64] int32 of pairs of weights."""
-        flat = memory_of(self.packed) if self.packed.is_mkldnn else self.packed.view(-1)
-        return flat.view(torch.int32).view(-1, self.shape[1] // 2, OUTPUTS)
+        blocks = blocks_in(self.packed) if self.packed.is_mkldnn else self.packed
+        return blocks.view(torch.int32).squeeze(-1)
 
     def _many_rows(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N] fp32"""
         if self.packed.is_mkldnn:
             return self._in_bf16(x.to(torch.bfloat16))
-        if self.packed.dtype == torch.bfloat16 and has_fast_bf16_instructions() and not self.is_head:
-            return native_linear_bf16(self.matrix(), x.to(torch.bfloat16))
+        if self.packed.dtype == torch.bfloat16 and has_fast_bf16() and not self.is_head:
+            y = unpacked_linear(self.matrix(), x.to(torch.bfloat16))
+            if y is not None:
+                return y
         if len(x) <= TILED_ROWS:
             return native_linear(self.matrix(), x.float(), is_fine=True)
         return self._widened(x.float())
 
     def _in_bf16(self, x: Tensor) -> Tensor:
         """x [T, K] bf16 -> [T, N] fp32"""
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        y = multiply_bf16(x, self.packed)
         if not self.is_head:
             return y.float()
         rest: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, y.neg(), self.packed, None, "add")
@@ -113,7 +116,7 @@ class CpuHalfWeight:
 
 def fits_half(weight_dtype: torch.dtype, rows: int, columns: int) -> bool:
     """Return whether 16-bit matrices of this shape stay so. Never without the native library."""
-    is_large = rows * columns >= HALF_MIN_ELEMENTS and columns % HALF_INPUTS == 0
+    is_large = rows * columns >= HALF_MIN_ELEMENTS and columns % INPUTS_MULTIPLE == 0
     return weight_dtype in HALVES and is_large and native() is not None
 
 
@@ -121,8 +124,8 @@ def pack_half(weight: Tensor, *, is_head: bool = False) -> CpuHalfWeight | MetaW
     """Pack weight [N, K] bf16 or fp16, for which `fits_half` is True; on `meta` return its size only."""
     if weight.is_meta:
         return MetaWeight((weight.shape[0], weight.shape[1]), half_nbytes(*weight.shape))
-    packed = _for_onednn(weight)
-    packed = _blocked(weight) if packed is None else packed
+    packed = pack_bf16(weight)
+    packed = blocked(weight) if packed is None else packed
     register_huge_pages(_address(packed), half_nbytes(*weight.shape))
     return CpuHalfWeight(packed, weight.shape[0], is_head)
 
@@ -130,37 +133,6 @@ def pack_half(weight: Tensor, *, is_head: bool = False) -> CpuHalfWeight | MetaW
 def half_nbytes(rows: int, columns: int) -> int:
     """Return the bytes of the result of `pack_half`."""
     return -(-rows // OUTPUTS) * OUTPUTS * columns * 2
-
-
-def _for_onednn(weight: Tensor) -> Tensor | None:
-    """Return the weight in oneDNN's layout, if torch's product of bf16 is fast and the layout is that of KIND_BF16.
-
-    oneDNN chooses by shape and number of threads, so each matrix is checked: at its first and its last block.
-    """
-    if weight.dtype != torch.bfloat16 or weight.shape[0] % OUTPUTS or not has_fast_bf16_instructions():
-        return None
-    try:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
-        memory = memory_of(packed).view(torch.bfloat16)
-    except (AttributeError, RuntimeError):
-        return None
-    block = OUTPUTS * weight.shape[1]
-    ends = ((memory[:block], weight[:OUTPUTS]), (memory[-block:], weight[-OUTPUTS:]))
-    is_alike = memory.numel() == weight.numel() and all(torch.equal(a, _blocked(b).view(-1)) for a, b in ends)
-    return packed if is_alike else None
-
-
-def _blocked(weight: Tensor) -> Tensor:
-    """Return [padded N / 64, K / 2, 64, 2]."""
-    rows, columns = weight.shape
-    blocks = torch.zeros((-(-rows // OUTPUTS), columns // 2, OUTPUTS, 2), dtype=weight.dtype, device="cpu")
-    whole = rows // OUTPUTS
-    blocks[:whole] = weight[: whole * OUTPUTS].view(whole, OUTPUTS, columns // 2, 2).transpose(1, 2)
-    if whole < len(blocks):
-        blocks[whole, :, : rows % OUTPUTS] = (
-            weight[whole * OUTPUTS :].view(rows % OUTPUTS, columns // 2, 2).transpose(0, 1)
-        )
-    return blocks
 
 
 def _address(packed: Tensor) -> int:

@@ -1,8 +1,8 @@
 """Products of torch tensors with a `NativeMatrix`, by the native library.
 
     native_linear         x W^T
-    native_linear_bf16    likewise for many rows, in bf16
     native_unpack         W
+    native_unpack_bf16    W in the layout of KIND_BF16
 
 Does not know: where a matrix's memory comes from, models.
 """
@@ -10,7 +10,6 @@ Does not know: where a matrix's memory comes from, models.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,30 +31,17 @@ def native_linear(matrix: NativeMatrix, x: Tensor, *, is_fine: bool) -> Tensor:
     return y
 
 
-def native_linear_bf16(matrix: NativeMatrix, x: Tensor) -> Tensor:
-    """Return x W^T [T, N] fp32, by torch's product of bf16: x and W are rounded to bf16, and so is the result.
-
-    x [T, K] bf16, in the order of the matrix's columns. Worth it for many rows where bf16 is fast.
-    """
-    library, inputs = _library(), matrix.inputs
-    y = torch.empty((len(x), matrix.outputs), device="cpu")
-    padded = -(-matrix.outputs // OUTPUTS) * OUTPUTS
-    step = _outputs_at_a_time(inputs)
-    buffer = torch.empty(min(step, padded) * inputs, dtype=torch.bfloat16, device="cpu")
-    for start in range(0, padded, step):
-        part = buffer[: min(step, padded - start) * inputs].view(inputs, -1)
-        library.unpack_bf16(matrix, part, start)
-        into = y[:, start : start + step]
-        into.copy_(torch.mm(x, part)[:, : into.shape[1]])
-    return y
-
-
 def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:
     """Return the values [N, K] in the order of the matrix's columns."""
     out = torch.empty((matrix.outputs, matrix.inputs), dtype=dtype, device="cpu")
     for start, part in unpacked_parts(matrix):
         out[start : start + len(part)] = part
     return out
+
+
+def native_unpack_bf16(matrix: NativeMatrix, out: Tensor, first: int) -> None:
+    """Write the blocks from output `first` on, a multiple of 64, into out [b, K / 2, 64, 2] bf16."""
+    _library().unpack_bf16(matrix, out, first)
 
 
 def unpacked_parts(matrix: NativeMatrix) -> Iterator[tuple[int, Tensor]]:
@@ -70,13 +56,6 @@ def unpacked_parts(matrix: NativeMatrix) -> Iterator[tuple[int, Tensor]]:
 
 def _outputs_at_a_time(inputs: int) -> int:
     return max(OUTPUTS, UNPACKED_AT_A_TIME // inputs // OUTPUTS * OUTPUTS)
-
-
-@cache
-def has_fast_bf16_instructions() -> bool:
-    """Return whether this processor multiplies bf16 by instructions of its own, as far as torch can tell."""
-    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, name, lambda: False)() for name in names)
 
 
 def _library() -> Library:

@@ -19,13 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.cpu.bf16 import has_fast_bf16, unpacked_linear
 from localllm.kernels.cpu.native.structures import MAX_ROWS, OUTPUTS, Kind, NativeMatrix
-from localllm.kernels.cpu.native_product import (
-    has_fast_bf16_instructions,
-    native_linear,
-    native_linear_bf16,
-    native_unpack,
-)
+from localllm.kernels.cpu.native_product import native_linear, native_unpack
 from localllm.kernels.huge_pages import register_huge_pages
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.planar.layout import unpack_words
@@ -33,7 +29,7 @@ from localllm.kernels.planar.linear import SUPER_GROUP, PlanarWeight
 
 GROUP = 32  # inputs that share a scale
 CODE_BYTES = OUTPUTS * GROUP // 2
-TILED_ROWS = 64  # for more, unpacking to bf16 for torch's product is faster, where the processor multiplies bf16
+UNPACK_ROWS = 192  # from here on torch saves more than unpacking to bf16 costs
 PACKED_AT_A_TIME = 1 << 20  # weights, so that intermediate tensors stay in the cache
 
 
@@ -59,14 +55,17 @@ class CpuQ4Weight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-        if len(x) > TILED_ROWS and has_fast_bf16_instructions():
-            y = native_linear_bf16(self.matrix(), self._ordered(x.to(torch.bfloat16)))
-        else:
+        y = self._unpacked(x) if len(x) >= UNPACK_ROWS and has_fast_bf16() else None
+        if y is None:
             y = native_linear(self.matrix(), x.float(), is_fine=len(x) <= MAX_ROWS)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
-    def _ordered(self, x: Tensor) -> Tensor:
-        return x if self.input_order is None else x.index_select(1, self.input_order)
+    def _unpacked(self, x: Tensor) -> Tensor | None:
+        """x [T, K] -> [T, N] fp32 through bf16, which rounds x less than the codes of 8 bits do"""
+        narrow = x.to(torch.bfloat16)
+        return unpacked_linear(
+            self.matrix(), narrow if self.input_order is None else narrow.index_select(1, self.input_order)
+        )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [N, K] in the original order of the inputs."""

@@ -105,18 +105,16 @@ class Pool:
         self._functions.localllm_unpack(self._pool, matrix, first, len(out), out.data_ptr())
 
     def unpack_bf16(self, matrix: NativeMatrix, out: Tensor, first: int = 0) -> None:
-        """Write rows of the matrix from row `first` on, a multiple of 64, into the columns of `out` [K, count] bf16.
+        """Write blocks of the matrix from row `first` on, a multiple of 64, as Kind.BF16 into `out`.
 
-        count is a multiple of 64. Columns for rows beyond the padded matrix's last may not be asked for.
+        out: [b, padded K / 2, 64, 2] bf16. All b blocks must be the matrix's.
         """
-        inputs, count = out.shape
         assert out.dtype == torch.bfloat16
         assert out.is_contiguous()
-        assert inputs == matrix.inputs, (inputs, matrix.inputs)
+        assert out.shape[1:] == ((matrix.inputs + 1) // 2, OUTPUTS, 2), (out.shape, matrix.inputs)
         assert first % OUTPUTS == 0
-        assert count % OUTPUTS == 0
-        assert 0 <= count < matrix.outputs - first + OUTPUTS, (first, count)
-        self._functions.localllm_unpack_bf16(self._pool, matrix, first, count, out.data_ptr())
+        assert 0 <= first // OUTPUTS + len(out) <= -(-matrix.outputs // OUTPUTS), (first, len(out))
+        self._functions.localllm_unpack_bf16(self._pool, matrix, first, len(out) * OUTPUTS, out.data_ptr())
 
 
 class Library:
