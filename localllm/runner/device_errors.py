@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import torch
 
 from localllm.engine.step import StepPlan
-from localllm.errors import DeviceLost, StepFailed
+from localllm.errors import DeviceLost, DoesNotFit, StepFailed
+from localllm.units import format_bytes
 
 
 @contextmanager
@@ -35,6 +36,28 @@ def translated(plan: StepPlan | None = None) -> Iterator[None]:
                 "Start again with localllm up; localllm doctor checks the driver.",
             ) from error
         raise StepFailed("The step failed on the device.", f"{_size(plan)}{first_line(error)}") from error
+
+
+@contextmanager
+def loading_weights(num_bytes: int, device: str) -> Iterator[None]:
+    """Raise `DoesNotFit` in place of an allocation's error. num_bytes: planned for the weights on the device."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DoesNotFit(
+            "The memory ran out while the weights were loaded.",
+            f"{format_bytes(num_bytes)} were planned for them on {device}. {first_line(error)}",
+            "Another program took memory meanwhile: end it and start again, or see localllm fit for smaller models.",
+        ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the error is a failed allocation, on a GPU or in this machine's memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def is_device_loss(error: BaseException) -> bool:

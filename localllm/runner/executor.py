@@ -30,6 +30,7 @@ from localllm.models.spec.shard import Shard
 from localllm.models.weights.lora import LoraFile, put_lora
 from localllm.models.weights.parameters import held_bytes, replace_tensors
 from localllm.models.weights.weights import Progress
+from localllm.runner.device_errors import loading_weights
 from localllm.runner.device_memory import make_current
 from localllm.runner.host_steps import ReopenableModel
 from localllm.runner.opening import ReportDetail, open_runner
@@ -118,15 +119,17 @@ class LocalExecutor:
         cls, path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, progress: Progress,
         shard: Shard | None = None, group: Group | None = None,
     ) -> Self:  # fmt: skip
-        """Load the checkpoint, or one shard of it, onto the plan's device. Raises what `load_model` raises."""
+        """Load the checkpoint, or one shard of it, onto the plan's device. Raises what `load_model` raises, and
+        `DoesNotFit`."""
         device = torch.device(plan.device)
         make_current(device)  # the transformers backend runs the model while it loads
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        model = load_model(
-            path, spec, device, getattr(torch, plan.dtype), progress,
-            max_model_len=plan.max_model_len, quantization=config.quantization, verify=config.verify,
-            lora=lora_limits(config), cpu_weights=config.cpu_weights, shard=shard, group=group,
-        )  # fmt: skip
+        with loading_weights(plan.weights_bytes, plan.device):
+            model = load_model(
+                path, spec, device, getattr(torch, plan.dtype), progress,
+                max_model_len=plan.max_model_len, quantization=config.quantization, verify=config.verify,
+                lora=lora_limits(config), cpu_weights=config.cpu_weights, shard=shard, group=group,
+            )  # fmt: skip
         return cls(cast("ReopenableModel", model), spec, device, before)
 
     @property

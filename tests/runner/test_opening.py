@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.runner import opening
+from localllm.runner import executor, opening
+from localllm.runner.executor import LocalExecutor
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.opening import largest_steps, open_runner, replan
 from localllm.runner.runner import TorchRunner
@@ -106,3 +108,34 @@ def test_memory_taken_meanwhile_shrinks_the_plan_and_is_told(spec: ModelSpec, mo
     assert shrunk.free_bytes == 12 * GIB
     assert shrunk.num_blocks < plan.num_blocks
     assert "Another program took 10" in shrunk.notes[-1]
+
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+    MemoryError("Unable to allocate 3.00 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] data. DefaultCPUAllocator: can't allocate memory"),
+])  # fmt: skip
+def test_memory_that_runs_out_while_weights_are_loaded(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A rank answers with this error like with any other refusal, and its peers end."""
+
+    def full(*given: Any, **named: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(executor, "load_model", full)
+    plan = replace(small_plan(spec, max_model_len=128), weights_bytes=3 * GIB)
+    with pytest.raises(DoesNotFit) as caught:
+        LocalExecutor.load(Path(), spec, EngineConfig(), plan, lambda loaded, total: None)
+    assert "3.0 GiB were planned for them on cpu" in caught.value.why
+    assert str(error) in caught.value.why
+    assert caught.value.__cause__ is error
+
+
+def test_other_errors_of_a_load_stay_what_they_are(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any, **named: Any) -> None:
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(executor, "load_model", broken)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        LocalExecutor.load(Path(), spec, EngineConfig(), small_plan(spec), lambda loaded, total: None)
