@@ -1,10 +1,11 @@
 # shellcheck shell=bash
 # Make .venv in the checkout and install localllm into it. Sourced by scripts/up and scripts/check.
-# It only needs Python 3.11 or newer with the venv module. A repeated run takes a fraction of a second: a checksum of
-# pyproject.toml records what was installed.
+# It only needs Python 3.11 or newer with the venv module. A repeated run takes a fraction of a second: checksums of
+# pyproject.toml and of the native library's sources record what was installed.
 #
-#   PYTHON=...          the interpreter to make the environment with
-#   LOCALLLM_TORCH=...  the exact torch requirement to install, e.g. 'torch==2.9.1+cpu'
+#   PYTHON=...            the interpreter to make the environment with
+#   LOCALLLM_TORCH=...    the exact torch requirement to install, e.g. 'torch==2.9.1+cpu'
+#   LOCALLLM_NATIVE=none  install without the native library; `require` fails where it cannot be compiled
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
@@ -77,11 +78,29 @@ install_torch() {
   fi
 }
 
+# Change with the native library's sources, with what compiles them, and with the user's choice.
+native_stamp() {
+  { echo "${LOCALLLM_NATIVE:-}"; cat "$root/build_native.py" "$root"/localllm/kernels/cpu/native/*.[ch]; } | cksum
+}
+
+# Compile the native library anew. Where no compiler works, pip brings one for the build.
+update_native() {
+  local stamp
+  stamp=$(native_stamp)
+  [ "$(cat "$venv/.installed-native" 2>/dev/null)" != "$stamp" ] || return 0
+  echo "Compiling the native library: its sources have changed"
+  "$venv/bin/python" "$root/build_native.py" >/dev/null 2>&1 || pip_install --quiet --no-deps --editable "$root" ||
+    fail "localllm's native library could not be updated; see pip's message above." \
+      "Try: LOCALLLM_NATIVE=none $0   (localllm runs on torch alone)"
+  echo "$stamp" >"$venv/.installed-native"
+}
+
 # install_localllm [EXTRA]: install localllm (editable) and the packages of the extra into .venv.
 install_localllm() {
   local extra=${1:-} stamp
   stamp="$root $(cksum <"$root/pyproject.toml")"
   if [ "$(cat "$venv/.installed-${extra:-base}" 2>/dev/null)" = "$stamp" ] && [ -x "$venv/bin/localllm" ]; then
+    update_native
     return
   fi
   make_venv
@@ -90,6 +109,7 @@ install_localllm() {
   echo "Installing localllm${extra:+ with its $extra extra}"
   pip_install --editable "$root${extra:+[$extra]}" ||
     fail "localllm could not be installed; see pip's message above."
+  native_stamp >"$venv/.installed-native"
   echo "$stamp" >"$venv/.installed-base"
   [ -z "$extra" ] || echo "$stamp" >"$venv/.installed-$extra"
 }

@@ -20,7 +20,7 @@ ORDER = (
     "errors", "units", "version", "files", "config", "machine", "logs",
     "kernels",
     "models/inputs", "models/prompt_embeds", "models/spec", "models/formats", "models/layers", "models/weights",
-    "models/architectures", "models/pooling", "models/loader", "models/fit", "models/library",
+    "models/architectures", "models/lone_step", "models/pooling", "models/loader", "models/fit", "models/library",
     "text",
     "engine",
     "runner",

@@ -9,6 +9,7 @@ import sys
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -335,8 +336,20 @@ def test_doctor_tells_what_keeps_a_gpu_from_being_used(
 def test_doctor_finds_nothing_in_the_way_here(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", "--json"])
     findings = {finding["subject"]: finding for finding in json.loads(capsys.readouterr().out)}
-    assert {"python", "torch", "cpu", "memory", "disk", "settings", "port"} <= set(findings)
+    assert {"python", "torch", "cpu", "cpu library", "memory", "disk", "settings", "port"} <= set(findings)
     assert code == int(any(finding["verdict"] == "problem" for finding in findings.values()))
+
+
+def test_doctor_shows_the_native_library_or_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.kernels.cpu.native import library
+
+    monkeypatch.setattr(library, "native", lambda: SimpleNamespace(instruction_set="avx2"))
+    assert [(each.verdict, each.text) for each in doctor.check_native()] == [("ok", "native, compiled for avx2")]
+    monkeypatch.setattr(library, "native", lambda: None)
+    monkeypatch.setattr(library, "why_none", lambda: "LOCALLLM_CPU_SET=none is set.")
+    [finding] = doctor.check_native()
+    assert finding.verdict == "note"
+    assert finding.text.endswith("LOCALLLM_CPU_SET=none is set.")
 
 
 def test_a_check_that_breaks_is_a_finding_and_the_others_still_run(

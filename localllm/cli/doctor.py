@@ -149,6 +149,17 @@ def _link(link: Link) -> str:
     return f"{link.kind} ({peers})"
 
 
+def check_native() -> Iterator[Finding]:
+    """Report the native library that decodes on a CPU, or why there is none."""
+    from localllm.kernels.cpu.native.library import native, why_none
+
+    library = native()
+    if library is not None:
+        yield Finding("cpu library", "ok", f"native, compiled for {library.instruction_set}")
+    else:
+        yield Finding("cpu library", "note", f"none; models on the CPU run through torch alone. {why_none()}")
+
+
 def check_gpu_use() -> Iterator[Finding]:
     """Check that the GPU can be used: its age, the driver's, torch's build, a folder for compiled kernels."""
     import torch
@@ -230,6 +241,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_python,
     check_packages,
     check_hardware,
+    check_native,
     check_gpu_use,
     check_settings,
     check_models,

@@ -100,7 +100,7 @@ class EngineConfig:
         allowed_text="int4, int8 or fp8", note="a quantised checkpoint is detected")
     cpu_weights: str = setting(
         "fast", MODEL, "how a CPU runs quantised weights", choices=("fast", "small", "exact"),
-        allowed_text="fast, small (less memory, slower in batches) or exact (as stored, slow)")
+        allowed_text="fast, small (the same as fast) or exact (as stored, slow)")
     task: str = setting(
         "auto", MODEL, "task of the model", choices=("auto", *TASKS), is_of_one_model=True,
         allowed_text="generate, embed, score or auto (from the checkpoint's files)")
@@ -189,7 +189,7 @@ class EngineConfig:
         None, SCHEDULING, "most tokens in one step", unit="tokens", low=1, unset="2048 on a GPU, 1024 on CPU")
     long_prefill_token_threshold: int | None = setting(
         None, SCHEDULING, "longest prefill chunk, in tokens, while other requests decode", unit="tokens", low=1,
-        unset="a quarter of max_num_batched_tokens")
+        unset="a quarter of max_num_batched_tokens; on a CPU as many as a step of 0.2 s allows")
     max_num_queued_reqs: int = setting(
         1024, SCHEDULING, "most waiting requests", unit="requests", low=1,
         note="further ones are refused with status 503")
@@ -214,6 +214,11 @@ class EngineConfig:
     @property
     def takes_adapters(self) -> bool:
         return self.enable_lora or bool(self.lora_modules)
+
+    @property
+    def keeps_half_weights(self) -> bool:
+        """Return whether 16-bit matrices stay so on a CPU that computes in float32; --dtype float32 widens them."""
+        return self.dtype == "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import BlockPool
+from localllm.engine.fixed_chunks import num_sharable_tokens
 from localllm.engine.output_reserve import OutputReserve
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.recorder import StatsRecorder, now_s
@@ -149,13 +150,24 @@ class RequestTable:
         In each layer, a step writes the K and V of all its rows before any row attends. A block can therefore be shared
         already in the step that fills it.
         """
-        full = min(end, len(request.token_ids)) // self.config.block_size
+        full = min(end, self._num_sharable_tokens(request)) // self.config.block_size
         if full <= request.num_registered_blocks or not self.config.enable_prefix_caching:
             return
-        self.hasher.extend(request.block_hashes, request.hash_root, request.token_ids)
+        self.hash_blocks(request)
         for index in range(request.num_registered_blocks, full):
             self.pool.register(request.block_table[index], request.block_hashes[index])
         request.num_registered_blocks = full
+
+    def hash_blocks(self, request: Request) -> None:
+        """Compute the missing names of the request's full blocks that may be shared."""
+        ids = request.token_ids
+        if self.config.fixed_chunk:
+            ids = ids[: self._num_sharable_tokens(request)]
+        self.hasher.extend(request.block_hashes, request.hash_root, ids)
+
+    def _num_sharable_tokens(self, request: Request) -> int:
+        chunk = self.config.fixed_chunk
+        return num_sharable_tokens(request.prompt_len, chunk) if chunk else request.num_tokens
 
     def forget_cached_blocks(self) -> None:
         """Drop all prefix-cache names after a row produced NaN. Its KV blocks, and any computed from them, may contain

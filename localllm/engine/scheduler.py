@@ -21,8 +21,10 @@ from typing import NamedTuple
 
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import BlockPool
+from localllm.engine.fixed_chunks import chunk_length, whole_chunks
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.prefill_shares import prefill_shares
+from localllm.engine.prompt_pace import PromptPace
 from localllm.engine.recorder import StatsRecorder, now_s
 from localllm.engine.request import Request, State
 from localllm.engine.request_table import RequestTable
@@ -43,6 +45,12 @@ class _Prefill(NamedTuple):
     wanted: int
     enters: bool
 
+    @property
+    def start(self) -> int:
+        """Position of the first token to compute."""
+        request = self.request
+        return request.num_tokens + len(request.draft_token_ids) + request.num_output_placeholders - self.wanted
+
 
 @dataclass(slots=True)
 class _Draft:
@@ -62,6 +70,9 @@ class Scheduler:
     def __init__(
         self, config: SchedulerConfig, pool: BlockPool, hasher: BlockHasher, recorder: StatsRecorder | None = None
     ) -> None:
+        most_decodes = min(config.max_num_seqs, config.max_num_batched_tokens)
+        assert config.fixed_chunk + most_decodes <= config.max_num_batched_tokens or not config.fixed_chunk, "no room"
+        assert config.fixed_chunk % config.block_size == 0, (config.fixed_chunk, config.block_size)
         self.config, self.pool, self.hasher = config, pool, hasher
         self.recorder = recorder or StatsRecorder()
         self.table = RequestTable(config, pool, hasher, self.recorder)
@@ -69,8 +80,10 @@ class Scheduler:
         self.launched: deque[LaunchedStep] = deque()  # plans not settled yet
         self._outputs: list[EngineOutput] = []  # outputs of requests that ended outside `update`
         self._num_cohorts = config.num_cohorts
+        self._blocks_of_hits = max(1, config.fixed_chunk // config.block_size)  # hits are multiples of it
         self._watermark_blocks = max(1, int(config.watermark * pool.capacity))
         self._reserve = self.table.reserve
+        self._pace = PromptPace(config.target_step_s)
         self._step_id = 0
 
     # Requests come and go -------------------------------------------------------------------------------------
@@ -171,9 +184,7 @@ class Scheduler:
         if self.table.free_slots and not draft.preempted:
             prefills += self._admissible(prefills, draft)
         prefills.sort(key=lambda each: (each.request.priority, each.request.sequence))
-        shares = prefill_shares(
-            [each.wanted for each in prefills], [each.request.priority for each in prefills], draft.prefill_budget
-        )
+        shares = self._shares(prefills, draft.prefill_budget)
         for each, share in zip(prefills, shares, strict=True):
             if share and not each.enters and each.request.state is State.RUNNING:
                 self._schedule_one(each.request, share, draft)
@@ -187,13 +198,24 @@ class Scheduler:
             if share and each.enters:
                 spare += share - self._enter(each.request, share + spare, draft)
 
+    def _shares(self, prefills: Sequence[_Prefill], budget: int) -> list[int]:
+        """Return the tokens of each prompt, which are in order of urgency and arrival."""
+        if self.config.fixed_chunk:
+            return whole_chunks([self._chunk_length(each.request, each.start) for each in prefills], budget)
+        return prefill_shares([each.wanted for each in prefills], [each.request.priority for each in prefills], budget)
+
+    def _chunk_length(self, request: Request, start: int) -> int:
+        return chunk_length(start, request.prompt_len, self.config.fixed_chunk)
+
     def _prefill_budget(self, draft: _Draft) -> int:
-        """Return the step's prefill budget: limited while requests decode, so that their next token is not delayed."""
-        cap = self.config.long_prefill_token_threshold
-        if not cap:
-            return draft.budget
+        """Return the step's prefill budget: limited while requests decode, so that their next token is not delayed.
+        With a target for the step's time, by what prompt tokens were measured to take (prompt_pace.py)."""
+        config = self.config
+        cap = config.long_prefill_token_threshold or draft.budget
+        if config.target_step_s:
+            cap = min(cap, self._pace.num_tokens())
         any_decodes = draft.rows or any(map(self._is_held_back, self.running))
-        return min(draft.budget, cap) if any_decodes else draft.budget
+        return min(draft.budget, max(cap, config.fixed_chunk)) if any_decodes else draft.budget
 
     def _is_held_back(self, request: Request) -> bool:
         """Return whether a request that has tokens left to generate waits for those in flight."""
@@ -337,14 +359,18 @@ class Scheduler:
         """Return the cached blocks to start from. At least one token is computed, since logits are not cached."""
         if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
             return []
-        self.hasher.extend(request.block_hashes, request.hash_root, request.token_ids)
-        return self.pool.lookup(request.block_hashes[: (request.num_tokens - 1) // self.config.block_size])
+        self.table.hash_blocks(request)
+        hits = self.pool.lookup(request.block_hashes[: (request.num_tokens - 1) // self.config.block_size])
+        return hits[: len(hits) - len(hits) % self._blocks_of_hits]
 
     def _enter(self, request: Request, limit: int, draft: _Draft) -> int:
         """Admit a waiting request with at most `limit` tokens, and return how many it took. Return 0 if a request
-        admitted just before is computing their common prefix."""
-        hits = self._prefix_hits(request)  # requests admitted in this step may have added blocks
-        if self._is_being_computed(request, hits):
+        admitted just before is computing their common prefix, or if a fixed chunk does not fit any more."""
+        hits = self._prefix_hits(request)  # requests admitted in this step may have added blocks, or evicted some
+        count = min(request.num_tokens - len(hits) * self.config.block_size, limit)
+        if self.config.fixed_chunk:
+            count = self._chunk_length(request, len(hits) * self.config.block_size)
+        if count > limit or self._is_being_computed(request, hits):
             return 0
         self.table.admit(request, hits)
         draft.new_slots.append(
@@ -362,7 +388,6 @@ class Scheduler:
                 prompt_embeds=request.prompt_embeds,
             )
         )
-        count = min(request.num_wanted_tokens, limit)
         entered = self._schedule_one(request, count, draft)
         assert entered, "admission promised these blocks"
         end = request.num_computed_tokens + count
@@ -425,8 +450,10 @@ class Scheduler:
 
     def update(self, result: StepResult) -> list[EngineOutput]:
         """Settle the oldest launched step (settle.py)."""
-        outputs = settle_step(self.table, self.launched[0], result)
+        step = self.launched[0]
+        outputs = settle_step(self.table, step, result)
         self.launched.popleft()  # not sooner: until here a failure concerns all requests of this step
+        self._pace.observe(_num_prompt_tokens(step.plan), result.timings.forward_s + result.timings.sample_s)
         return outputs
 
     def fail(self, request: Request, error: LocalLLMError) -> None:
@@ -478,3 +505,8 @@ class Scheduler:
         Ignored unless the request has nothing in flight, since guesses extend known tokens."""
         if request.state is State.RUNNING and not request.num_output_placeholders:
             request.draft_token_ids = tuple(draft_token_ids)
+
+
+def _num_prompt_tokens(plan: StepPlan) -> int:
+    """Return the tokens of rows with more than one."""
+    return sum(row.num_scheduled_tokens for row in plan.rows if row.num_scheduled_tokens > 1)

@@ -50,6 +50,7 @@ def load_model(
     verify: bool | None = None,
     lora: LoraLimits | None = None,
     cpu_weights: str = "fast",
+    half_weights: bool = False,
     shard: Shard | None = None,
     group: Group | None = None,
 ) -> DecoderModel | TransformersModel:
@@ -60,6 +61,7 @@ def load_model(
     them.
     verify: compare with transformers on a short prompt; None: only if transformers' code computes the model. lora:
     adapter sizes; None: no adapters. cpu_weights: the layout of quantised matrices on a CPU (kernels/cpu/pack.py).
+    half_weights: whether matrices stored in 16 bits stay so on a CPU that computes in float32.
     shard: the part of the model to load; None: all of it. group: the shards of its layers; None: there is one. The
     caller gives `unused_tensors` of all shards to `check_all_used`; of a whole model this is done here.
     Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
@@ -73,9 +75,13 @@ def load_model(
         length = max_model_len or spec.max_position
         return load_through_transformers(path, spec, device, dtype, length, verify=verify is not False)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
-        weights = _weights(Weights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights, progress)
+        weights = _weights(
+            Weights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights, half_weights, progress
+        )
         if shard is not None:
-            weights.total_bytes = _bytes_to_read(checkpoint, spec, device, dtype, quantize, cpu_weights, shard)
+            weights.total_bytes = _bytes_to_read(
+                checkpoint, spec, device, dtype, quantize, cpu_weights, half_weights, shard
+            )
         builder = DecoderBuilder(spec, weights, device, dtype, shard, group)
         model = builder.build(max_model_len or spec.max_position)
         model.lora, model.unused_tensors = bank, weights.unused()
@@ -99,6 +105,7 @@ def resident_bytes(
     quantization: str | None = None,
     lora: LoraLimits | None = None,
     cpu_weights: str = "fast",
+    half_weights: bool = False,
     shard: Shard | None = None,
 ) -> int:
     """Return the exact bytes of `load_model`'s result from the headers, with rotary tables and adapter buffers."""
@@ -110,18 +117,18 @@ def resident_bytes(
 
         return bytes_through_transformers(path, spec, device, dtype)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
-        weights = _weights(MetaWeights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights)
+        weights = _weights(MetaWeights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights, half_weights)
         builder = DecoderBuilder(spec, weights, device, dtype, shard)
         return held_bytes(builder.build(max_model_len or spec.max_position))
 
 
 def _bytes_to_read(
     checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, dtype: torch.dtype, quantize: AtLoad | None,
-    cpu_weights: str, shard: Shard,
+    cpu_weights: str, half_weights: bool, shard: Shard,
 ) -> int:  # fmt: skip
     """Return the bytes of the tensors that a shard reads, whole or in part, from the headers."""
     with torch.device("meta"):
-        weights = _weights(MetaWeights, checkpoint, spec, device, dtype, quantize, None, cpu_weights)
+        weights = _weights(MetaWeights, checkpoint, spec, device, dtype, quantize, None, cpu_weights, half_weights)
         DecoderBuilder(spec, weights, device, dtype, shard).build(1)
     return weights.done_bytes
 
@@ -169,6 +176,7 @@ def _weights(
     quantize: AtLoad | None,
     bank: LoraBank | None,
     cpu_weights: str,
+    half_weights: bool,
     progress: Progress | None = None,
 ) -> Weights:
     """Return the source of the builder's tensors from this checkpoint: real ones, or sizes only."""
@@ -176,6 +184,7 @@ def _weights(
     return kind(
         checkpoint, spec, storage, format, device, dtype, progress,
         quantize=quantize, lora=bank, lora_storage=_lora_storage(spec, storage), cpu_weights=cpu_weights,
+        half_weights=half_weights,
     )  # fmt: skip
 
 

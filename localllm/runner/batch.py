@@ -11,7 +11,7 @@ Does not know: layers, sampling parameters, why rows were scheduled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from localllm.engine.step import NewSlot, Row, StepPlan
 from localllm.models.inputs import ForwardInputs, GivenEmbeds
+from localllm.models.lone_step import DecodeRows
 from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.runner.upload import all_to_device, to_device
 
@@ -63,6 +64,13 @@ class StepRows(NamedTuple):
         """[S] index of the last token of each sampling row."""
         return self.starts[1:][self.samples] - 1
 
+    def part(self, rows: slice) -> StepRows:
+        starts = self.starts[rows.start : rows.stop + 1]
+        return StepRows(
+            self.slots[rows], self.computed[rows], self.scheduled[rows], starts - starts[0], self.samples[rows],
+            self.adapters[rows],
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
@@ -80,6 +88,21 @@ class StepBatch:
     def sample_index(self) -> Ints | None:
         """[S] rows of `wanted` to sample from; None: all."""
         return np.searchsorted(self.wanted, self.rows.ends) if self.prompt_spans else None
+
+    def part(self, rows: slice) -> StepBatch:
+        """Return the batch of consecutive requests."""
+        first, last = (int(self.rows.starts[place]) for place in (rows.start, rows.stop))
+        wanted = slice(*np.searchsorted(self.wanted, (first, last)).tolist())
+        sampling = slice(*(int(self.rows.samples[:place].sum()) for place in (rows.start, rows.stop)))
+        spans = tuple(
+            replace(span, start=span.start - wanted.start)
+            for span in self.prompt_spans
+            if wanted.start <= span.start < wanted.stop
+        )
+        return StepBatch(
+            self.rows.part(rows), self.wanted[wanted] - first, self.plan_rows[sampling], self.slots[sampling],
+            self.lengths[sampling], spans, _embeds_between(self.embeds, first, last),
+        )  # fmt: skip
 
 
 class InputMaker(Protocol):
@@ -259,7 +282,8 @@ class HostInputs:
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.block_size, self._device = block_size, device
-        self.token_ids = to_device(np.zeros((max_num_seqs, max_model_len + 1), np.int32), device)
+        self._host_token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)  # those of `token_ids` on a CPU
+        self.token_ids = to_device(self._host_token_ids, device)
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
 
     def enter(self, slot: int, token_ids: Ints) -> None:
@@ -295,6 +319,17 @@ class HostInputs:
             embeds=embeds_on(batch, self._device),
         )
 
+    def decode_rows(self, rows: StepRows) -> DecodeRows:
+        """Return the inputs of a step whose rows have one token each. The tables stay where they are."""
+        slots, positions, table = rows.slots, rows.computed, self._block_table
+        blocks = table[slots, positions // self.block_size].astype(np.int64)
+        return DecodeRows(
+            self._host_token_ids[slots, positions].astype(np.int64),
+            positions,
+            blocks * self.block_size + positions % self.block_size,
+            table.ctypes.data + slots * table.strides[0],
+        )
+
     def _adapters(self, rows: StepRows) -> Tensor | None:
         if (rows.adapters < 0).all():
             return None
@@ -317,6 +352,14 @@ def embeds_on(batch: StepBatch, device: torch.device) -> GivenEmbeds | None:
     if batch.embeds is None or device.type == "cpu":
         return batch.embeds
     return GivenEmbeds(*(part.pin_memory().to(device, non_blocking=True) for part in batch.embeds))
+
+
+def _embeds_between(embeds: GivenEmbeds | None, first: int, last: int) -> GivenEmbeds | None:
+    """Return the embeddings of the step's tokens first .. last - 1, with places counted from the first one."""
+    if embeds is None:
+        return None
+    inside = (embeds.places >= first) & (embeds.places < last)
+    return GivenEmbeds(embeds.places[inside] - first, embeds.values[inside]) if inside.any() else None
 
 
 def _column(rows: tuple[Row, ...], index: int) -> Ints:

@@ -128,7 +128,8 @@ class LocalExecutor:
             model = load_model(
                 path, spec, device, getattr(torch, plan.dtype), progress,
                 max_model_len=plan.max_model_len, quantization=config.quantization, verify=config.verify,
-                lora=lora_limits(config), cpu_weights=config.cpu_weights, shard=shard, group=group,
+                lora=lora_limits(config), cpu_weights=config.cpu_weights,
+                half_weights=config.keeps_half_weights, shard=shard, group=group,
             )  # fmt: skip
         return cls(cast("ReopenableModel", model), spec, device, before)
 

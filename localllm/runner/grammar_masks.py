@@ -21,6 +21,11 @@ class RowMasks(NamedTuple):
     rows: Ints  # [M] int64 sampling rows of a batch
     bits: Ints  # [M, ceil(V / 32)] int32: bit id % 32 of word id // 32 is 1 if the token is allowed
 
+    def part(self, rows: slice) -> RowMasks | None:
+        """Return the masks of consecutive sampling rows, counted from the first one; None if there is none."""
+        inside = (self.rows >= rows.start) & (self.rows < rows.stop)
+        return RowMasks(self.rows[inside] - rows.start, self.bits[inside]) if inside.any() else None
+
     def for_rows(self, places: Ints, num_rows: int) -> Ints:
         """Return [num_rows, ceil(V / 32)] int32 for the rows as laid out; sampling row i is at places[i].
         Rows without a mask allow every token."""

@@ -1,7 +1,14 @@
-"""Steps on a CPU: all work is done when a call returns, and only what is needed is computed."""
+"""Steps on a CPU: all work is done when a call returns, and only what is needed is computed.
+
+A few requests with one token each are one call of the native library (models/lone_step.py), if the model has such a
+step. Everything else runs through torch. Both read and write the same KV cache. step_parts.py decides which requests
+are computed together.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -12,12 +19,16 @@ from localllm.engine.step import RunnerStats
 from localllm.kernels.huge_pages import collapse_huge_pages
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import CausalModel
-from localllm.runner.batch import InputMaker, StepBatch
+from localllm.models.lone_step import MAX_ROWS, LoneStep, NoLoneStep, open_lone_step
+from localllm.runner.batch import HostInputs, Ints, StepBatch
 from localllm.runner.grammar_masks import RowMasks
-from localllm.runner.logprobs import LogprobTensors
+from localllm.runner.logprobs import LogprobTensors, joined
 from localllm.runner.sampler import sample
 from localllm.runner.sampling import SamplingState
+from localllm.runner.step_parts import in_order, lone_parts, parts_of
 from localllm.runner.upload import to_device, to_host
+
+log = logging.getLogger(__name__)
 
 IDLE_S = 0.004  # seconds of idle-time work that an arriving request may have to wait for
 
@@ -38,6 +49,10 @@ class Forward:
     logits: Tensor | None  # [S, V] float32, or [R, V] for the R rows of a padded device step
     # None: no row samples, or another shard draws
     hidden: Tensor | None  # [L, hidden] at the batch's `wanted` positions, for prompt logprobs
+
+    def kept(self) -> Forward:
+        """Return results that outlive the next call of the native step."""
+        return self if self.logits is None else Forward(self.logits.clone(), self.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +78,36 @@ class HostSteps:
         self,
         model: CausalModel,
         layers: list[LayerKV],
-        inputs: InputMaker,
+        inputs: HostInputs,
         sampling: SamplingState,
         device: torch.device,
+        *,
+        deterministic: bool = False,
     ) -> None:
+        """deterministic: compute and sample each request so that no bit depends on the others."""
         self._model, self._layers, self._inputs, self._sampling, self._device = model, layers, inputs, sampling, device
-        self._num_launched = 0
+        self._lone = _lone_step(model, layers)
+        self._deterministic, self._num_launched = deterministic, 0
 
     def forward(self, batch: StepBatch) -> Forward:
         self._num_launched += 1
+        parts = self._parts(batch)
+        if len(parts) == 1:
+            return self._forward(batch)
+        batches = [batch.part(rows) for rows in parts]
+        done = [self._forward(part).kept() for part in batches]
+        order = in_order(parts)
+        return _joined([done[place] for place in order], [len(batches[place].wanted) for place in order])
+
+    def _parts(self, batch: StepBatch) -> list[slice]:
+        native_rows = 0 if self._lone is None or batch.embeds is not None else MAX_ROWS
+        if self._deterministic:
+            return lone_parts(batch.rows, native_rows=native_rows)
+        return parts_of(batch.rows, native_rows=native_rows, splits=self._lone is not None and self._lone.rounds)
+
+    def _forward(self, batch: StepBatch) -> Forward:
+        if self._lone is not None and is_lone(batch):
+            return self._run_lone(self._lone, batch)
         inputs = self._inputs.make(batch)
         hidden = self._model.forward(inputs, self._layers)
         wanted = hidden.index_select(0, inputs.logits_indices)
@@ -82,10 +118,26 @@ class HostSteps:
             logits = self._model.compute_logits(chosen)
         return Forward(logits, wanted if batch.prompt_spans else None)
 
+    def _run_lone(self, lone: LoneStep, batch: StepBatch) -> Forward:
+        """Run the batch natively. Rows that do not sample are computed with the others."""
+        rows = batch.rows
+        logits = lone.forward(self._inputs.decode_rows(rows), samples=bool(len(batch.slots)))
+        if not len(batch.slots):
+            return Forward(None, None)
+        return Forward(logits if rows.samples.all() else logits[torch.from_numpy(rows.samples)], None)
+
     def sample(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None = None) -> Drawn:
-        asked = self._sampling.batch(batch.slots, batch.lengths)
+        if not self._deterministic:
+            return self._sample(batch.slots, batch.lengths, logits, masks)
+        rows = [slice(row, row + 1) for row in range(len(batch.slots))]
+        return _joined_draws(
+            [self._sample(batch.slots[row], batch.lengths[row], logits[row], masks and masks.part(row)) for row in rows]
+        )
+
+    def _sample(self, slots: Ints, lengths: Ints, logits: Tensor, masks: RowMasks | None) -> Drawn:
+        asked = self._sampling.batch(slots, lengths)
         out = sample(logits, asked, self._inputs.token_ids, masks)
-        self._inputs.record_sampled(batch.slots, batch.lengths, out.token_ids)
+        self._inputs.record_sampled(slots, lengths, out.token_ids)
         rows = tuple((row, place, k) for place, (row, k) in enumerate(asked.logprob_counts))
         return Drawn(out.token_ids, out.best, None, out.logprobs, rows)
 
@@ -98,3 +150,43 @@ class HostSteps:
 
     def stats(self) -> RunnerStats:
         return RunnerStats(launched_steps=self._num_launched)
+
+
+def is_lone(batch: StepBatch) -> bool:
+    """Return whether a native step can run the batch: a few rows of one token each, with nothing but their logits
+    wanted."""
+    rows = batch.rows
+    few = len(rows.slots) <= MAX_ROWS and rows.starts[-1] == len(rows.slots)
+    return bool(few) and not batch.prompt_spans and batch.embeds is None
+
+
+def _joined(parts: Sequence[Forward], counts: Sequence[int]) -> Forward:
+    """Return the results of consecutive parts of a batch as those of the batch. counts: wanted positions of each part.
+    The hidden states of parts that nobody scores are 0."""
+    logits = [part.logits for part in parts if part.logits is not None]
+    like = next((part.hidden for part in parts if part.hidden is not None), None)
+    if like is None:
+        return Forward(torch.cat(logits) if logits else None, None)
+    hidden = [
+        like.new_zeros(count, like.shape[1]) if part.hidden is None else part.hidden
+        for part, count in zip(parts, counts, strict=True)
+    ]
+    return Forward(torch.cat(logits) if logits else None, torch.cat(hidden))
+
+
+def _joined_draws(rows: Sequence[Drawn]) -> Drawn:
+    """Return the draws of one row each as those of the batch."""
+    token_ids, best = torch.cat([row.token_ids for row in rows]), torch.cat([row.best for row in rows])
+    asking = [(i, row.logprobs, row.logprob_rows[0][2]) for i, row in enumerate(rows) if row.logprobs is not None]
+    counts = tuple((row, place, k) for place, (row, _, k) in enumerate(asking))
+    return Drawn(token_ids, best, None, joined([tensors for _, tensors, _ in asking]) if asking else None, counts)
+
+
+def _lone_step(model: CausalModel, layers: list[LayerKV]) -> LoneStep | None:
+    try:
+        lone = open_lone_step(model, layers)
+    except NoLoneStep as reason:
+        log.info("decode steps run through torch: %s", reason)
+        return None
+    log.info("decode steps of up to %d requests run natively", MAX_ROWS)
+    return lone

@@ -8,9 +8,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.engine.params import MAX_LOGPROBS
@@ -39,6 +41,18 @@ class LogprobTensors:
         """Start the copy to the host; it is complete when the device's stream has reached this point."""
         long = {row: LongRow(*map(to_host, each)) for row, each in self.long.items()}
         return LogprobTensors(to_host(self.token_ids), to_host(self.logprobs), to_host(self.ranks), long)
+
+
+def joined(parts: Sequence[LogprobTensors]) -> LogprobTensors:
+    """Return the positions of all parts, one after the other. A row is as wide as the widest; what it lacks is 0."""
+    width = max(part.token_ids.shape[1] for part in parts)
+    firsts = accumulate((len(part.ranks) for part in parts), initial=0)
+    long = {first + row: each for first, part in zip(firsts, parts, strict=False) for row, each in part.long.items()}
+    ids, logprobs = (
+        torch.cat([F.pad(each, (0, width - each.shape[1])) for each in column])
+        for column in zip(*((part.token_ids, part.logprobs) for part in parts), strict=True)
+    )
+    return LogprobTensors(ids, logprobs, torch.cat([part.ranks for part in parts]), long)
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> LogprobTensors:

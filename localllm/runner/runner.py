@@ -83,10 +83,11 @@ class TorchRunner:
             )  # fmt: skip
             inputs = staging
         else:
-            inputs = HostInputs(
+            inputs = host = HostInputs(
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device
             )
-            self._steps = HostSteps(model, kv.layers, inputs, self._sampling, device)
+            is_lone = launch_options.deterministic and device.type == "cpu"  # a GPU's kernels see to it themselves
+            self._steps = HostSteps(model, kv.layers, host, self._sampling, device, deterministic=is_lone)
         self._inputs, self._exchange = inputs, exchange_of(group, device)
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,

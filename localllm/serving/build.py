@@ -178,7 +178,7 @@ def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: H
     """Return the settings with a tuned profile's values wherever the user set nothing, if the profile fits."""
     from localllm.models.architectures.read_spec import weights_bytes
     from localllm.models.fit import plan_memory
-    from localllm.models.fit.checkpoint import count_resident, lora_limits
+    from localllm.models.fit.checkpoint import count_resident_for
     from localllm.models.fit.devices import choose_gpu
     from localllm.serving.profiles import choose, key_of, read_profiles, settings_that_fit
 
@@ -191,7 +191,7 @@ def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: H
     choice = choose(config.profile, key_of(found.path, config, hardware, device), profiles)
     if choice is None:
         return settings
-    resident = count_resident(found.path, spec, config.cpu_weights, lora_limits(config))
+    resident = count_resident_for(config, found.path, spec)
 
     def context_of(settings: Settings) -> int:
         stored = weights_bytes(found.path)
@@ -207,10 +207,10 @@ def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: H
 def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> MemoryPlan:
     from localllm.models.architectures.read_spec import weights_bytes
     from localllm.models.fit import plan_memory
-    from localllm.models.fit.checkpoint import count_resident, lora_limits
+    from localllm.models.fit.checkpoint import count_resident_for
 
     with report_phase("fit", on_phase) as report:
-        resident = count_resident(path, spec, config.cpu_weights, lora_limits(config))
+        resident = count_resident_for(config, path, spec)
         plan = plan_memory(config, spec, weights_bytes(path), hardware, resident_bytes=resident)
         for note in plan.notes:
             log.info("plan note=%r", note)
@@ -361,6 +361,8 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
             max_model_len=plan.max_model_len,
             block_size=plan.block_size,
             long_prefill_token_threshold=plan.long_prefill_token_threshold,
+            target_step_s=plan.target_step_s,
+            fixed_chunk=plan.fixed_chunk,
             policy=config.scheduling_policy,
             max_num_queued_reqs=config.max_num_queued_reqs,
             enable_prefix_caching=config.enable_prefix_caching,

@@ -122,6 +122,7 @@ def make_engine(
     drafter: Drafter | None = None,
     vocab_size: int = 32,
     fail_when: object = None,
+    runner_type: type[FakeRunner] = FakeRunner,
     **config: object,
 ) -> SmallEngine:
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 200, "block_size": BLOCK_SIZE}
@@ -130,7 +131,7 @@ def make_engine(
         BlockPool(num_blocks),
         BlockHasher(b"a model", BLOCK_SIZE),
     )
-    runner = FakeRunner(
+    runner = runner_type(
         num_blocks,
         BLOCK_SIZE,
         vocab_size=vocab_size,

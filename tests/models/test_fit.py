@@ -44,7 +44,7 @@ def plan(spec: ModelSpec, hardware: Hardware, **asked: Any) -> MemoryPlan:
 def test_cpu_defaults() -> None:
     made = plan(QWEN_05B, NO_GPU)
     assert (made.device, made.dtype, made.async_depth) == ("cpu", "float32", 1)
-    assert (made.max_num_batched_tokens, made.long_prefill_token_threshold) == (1024, 256)
+    assert (made.max_num_batched_tokens, made.long_prefill_token_threshold) == (1024, 1024)
     assert made.max_model_len == 32_768
     assert made.weights_bytes == 2 * WEIGHTS[QWEN_05B.architecture]
     assert made.num_kv_tokens == 16 * 4096  # a bounded cache, not half of the machine
@@ -104,14 +104,29 @@ def test_a_context_beyond_the_cache_that_was_asked_for_is_told_so() -> None:
     assert enough.max_model_len == 32_768
 
 
-def test_determinism_is_refused_where_it_cannot_be_had() -> None:
-    with pytest.raises(UnsupportedOption, match="needs a GPU"):
-        plan(QWEN_05B, NO_GPU, deterministic=True)
-    for cpu_weights, hint in (("fast", "--cpu-weights exact"), ("exact", "Leave the flag out")):
-        with pytest.raises(UnsupportedOption) as refused:
-            plan(QWEN_05B, NO_GPU, deterministic=True, quantization="int8", cpu_weights=cpu_weights)
-        assert hint in refused.value.hint
-    assert plan(LLAMA_8B, gpu_machine(23), deterministic=True).device == "cuda:0"
+def test_deterministic_mode_on_a_cpu_reads_prompts_in_fixed_chunks() -> None:
+    for asked in ({}, {"quantization": "int8"}, {"quantization": "int4", "cpu_weights": "exact"}):
+        assert plan(QWEN_05B, NO_GPU, deterministic=True, **asked).fixed_chunk == 128
+    assert plan(QWEN_05B, NO_GPU).fixed_chunk == 0
+    made = plan(LLAMA_8B, gpu_machine(23), deterministic=True)
+    assert (made.device, made.fixed_chunk) == ("cuda:0", 0)
+
+
+def test_a_fixed_chunk_needs_room_beside_every_request() -> None:
+    assert plan(QWEN_05B, NO_GPU, deterministic=True, max_num_batched_tokens=144, max_num_seqs=16).fixed_chunk == 128
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens 143 is too small") as refused:
+        plan(QWEN_05B, NO_GPU, deterministic=True, max_num_batched_tokens=143, max_num_seqs=16)
+    assert "--max-num-batched-tokens 144" in refused.value.hint
+
+
+def test_a_cpu_limits_prompts_beside_decodes_by_time_unless_tokens_are_asked_for() -> None:
+    made = plan(QWEN_05B, NO_GPU)
+    assert (made.target_step_s, made.long_prefill_token_threshold) == (0.2, made.max_num_batched_tokens)
+    made = plan(QWEN_05B, NO_GPU, long_prefill_token_threshold=100)
+    assert (made.target_step_s, made.long_prefill_token_threshold) == (0.0, 100)
+    assert plan(LLAMA_8B, gpu_machine(23)).target_step_s == 0.0
+    made = plan(QWEN_05B, NO_GPU, tensor_parallel_size=2)
+    assert (made.target_step_s, made.long_prefill_token_threshold) == (0.0, made.max_num_batched_tokens // 4)
 
 
 def test_a_gpu_reads_larger_blocks() -> None:

@@ -1,11 +1,11 @@
 """Chooses the layout of a quantised weight on a CPU, and computes its size.
 
-    mode     4 bits, evenly spaced, groups of 32 or more    everything else
-    fast     int4 for a few rows, int8 for more             int8
-    small    int4                                           int8
-    exact    as stored, widened to fp32 in every step       likewise
+    mode           4 bits, evenly spaced, groups that 32 divides    everything else
+    fast, small    q4, as stored                                    int8
+    exact          as stored, widened to fp32 in every step         likewise
 
-Weights that do not fit a layout (by shape, an old torch, a processor without the instructions) run as stored.
+`small` is an older name for what is now also the fastest. q4 needs the native library; without it these weights become
+int8 too. Weights that do not fit a layout (by shape, an old torch, a processor without the instructions) run as stored.
 The caller passes the mode, the `cpu_weights` of the model's settings: two models of one process may differ in it.
 Does not know: layers, devices other than the CPU.
 """
@@ -17,8 +17,9 @@ from typing import Literal
 from torch import Tensor
 
 from localllm.kernels.cpu.blocks import BLOCK
-from localllm.kernels.cpu.int4 import fits_int4, has_int4, int4_nbytes, pack_int4_for_cpu
 from localllm.kernels.cpu.int8 import has_int8, int8_codes, int8_nbytes, pack_int8
+from localllm.kernels.cpu.native.library import native
+from localllm.kernels.cpu.q4 import fits_q4, pack_q4, q4_nbytes
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.launch import INTERPRETED
@@ -26,7 +27,7 @@ from localllm.kernels.planar.linear import PlanarWeight
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
 
-Layout = Literal["int4", "int4 and int8", "int8"]
+Layout = Literal["q4", "int8"]
 PACK_MIN_ELEMENTS = 1 << 16  # smaller weights stay exact, since a step's fixed costs dominate
 
 
@@ -46,7 +47,7 @@ def pack_for_cpu(weight: QuantizedWeight, mode: str) -> QuantizedWeight:
     if layout == "int8":
         return pack_int8(*int8_codes(weight))
     assert isinstance(weight, PlanarWeight)
-    return pack_int4_for_cpu(weight, twice=layout == "int4 and int8")
+    return pack_q4(weight)
 
 
 def packed_nbytes(weight: QuantizedWeight, mode: str) -> int:
@@ -57,7 +58,7 @@ def packed_nbytes(weight: QuantizedWeight, mode: str) -> int:
     if layout == "int8":
         return int8_nbytes(*weight.shape)
     assert isinstance(weight, PlanarWeight)
-    return int4_nbytes(weight, twice=layout == "int4 and int8")
+    return q4_nbytes(weight)
 
 
 def cpu_layout(weight: QuantizedWeight, mode: str) -> Layout | None:
@@ -67,11 +68,8 @@ def cpu_layout(weight: QuantizedWeight, mode: str) -> Layout | None:
     rows, columns = weight.shape
     if mode == "exact" or INTERPRETED or rows * columns < PACK_MIN_ELEMENTS or not _is_known(weight):
         return None
-    if isinstance(weight, PlanarWeight) and fits_int4(weight) and has_int4():
-        if mode == "small":
-            return "int4"
-        if has_int8():
-            return "int4 and int8"
+    if isinstance(weight, PlanarWeight) and fits_q4(weight) and native() is not None:
+        return "q4"
     return "int8" if has_int8() else None
 
 
@@ -90,7 +88,10 @@ def describe_layout(mode: str) -> str:
     """Describe how quantised weights run on this CPU in that mode, for users."""
     if mode == "exact":
         return "weights as stored, widened to float32 in every step: exact and slow"
-    if not has_int8():
-        return "weights as stored, widened to float32 in every step: this processor has no fast int8 product"
-    four = "as 4 bits for one or two rows, as 8 bits for more" if mode == "fast" else "as 4 bits"
-    return f"4-bit weights {four if has_int4() else 'as 8 bits'}, others as 8 bits with one scale an output"
+    four = "4-bit weights as stored" if native() is not None else None
+    others = "others" if four else "weights"
+    if has_int8():
+        eight = f"{others} as 8 bits with one scale an output"
+    else:
+        eight = f"{others} as stored, widened to float32 in every step: this processor has no fast int8 product"
+    return eight if four is None else f"{four}, {eight}"

@@ -49,7 +49,7 @@ class DecoderModel:
         group: the shards of its layers. vocab: rows of the head on each; None: all are here."""
         self.spec, self.device, self.dtype = spec, device, dtype
         self.embedding, self.layers, self.norm, self.lm_head = embedding, layers, norm, lm_head
-        self._group, self._vocab = Alone() if group is None else group, vocab
+        self.group, self._vocab = Alone() if group is None else group, vocab
         self._rope_tables = tables
         self._kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
         self.max_model_len = max_model_len  # the rotary tables end here
@@ -105,10 +105,11 @@ class DecoderModel:
         if self.lm_head is None:
             return None
         own = self.lm_head(hidden)
-        logits = own if self._vocab is None else self._group.gather_to_first(own, self._vocab)
-        return None if logits is None else self._finished(logits.float())
+        logits = own if self._vocab is None else self.group.gather_to_first(own, self._vocab)
+        return None if logits is None else self.finish_logits(logits.float())
 
-    def _finished(self, logits: Tensor) -> Tensor:
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """Scale and cap the head's outputs [L, vocab] fp32 as the family does, in place where possible."""
         if self.spec.logits_multiplier is not None:
             logits.mul_(self.spec.logits_multiplier)
         cap = self.spec.final_softcap
@@ -139,9 +140,14 @@ class DecoderModel:
         return factors[:, None, None].to(self.dtype)
 
     def _rotation(self, kind: LayerKind, inputs: ForwardInputs) -> Rotation | None:
+        table = self.rope_table(kind)
+        return None if table is None else plan_rotation(table, inputs.positions)
+
+    def rope_table(self, kind: LayerKind) -> Tensor | None:
+        """Return the cosines and sines [max_model_len, rotary_dim] fp32 of such layers; None: they do not rotate."""
         if not kind.has_rope:
             return None
         full, local = self._rope_tables
         table = local if kind.windowed and local is not None else full
         assert table is not None, "layers that rotate have a table"
-        return plan_rotation(table, inputs.positions)
+        return table

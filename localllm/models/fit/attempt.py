@@ -46,7 +46,10 @@ from localllm.units import format_bytes, format_count
 
 KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}  # flag value -> torch's name
 BLOCK_SIZE_CPU, BLOCK_SIZE_GPU = 16, 64  # a GPU reads a block of 64 tokens as one tile
+TARGET_STEP_S = 0.2  # on a CPU: a step with prompts and decodes; a stream that decodes waits for it
+FIXED_CHUNK = 128  # tokens of a prompt's chunks in deterministic mode on a CPU; any block size divides it
 MIN_CONTEXT = 256  # the smallest context worth starting with
+WORTH_BFLOAT16 = 0.8  # computing in bfloat16 must leave at most this share of the weights in float32
 SPLIT_CONTEXT = 16_384  # the context of one request for which shares are balanced, unless the user names one
 CPU_CONTEXTS, CPU_CONTEXT_LEN = 16, 4096  # the default KV cache on CPU holds this many contexts of this length
 CPU_KV_SHARE = 0.5  # and takes at most this share of the memory after weights and activations
@@ -128,6 +131,8 @@ class PlanAttempt:
                 self.spec.quantization, self.config.quantization, ranks[0].device, self.config.cpu_weights
             ),
             comm_bytes=sum(rank.comm for rank in ranks),
+            target_step_s=TARGET_STEP_S if self._is_paced() else 0.0,
+            fixed_chunk=FIXED_CHUNK if self.gpu is None and self.config.deterministic else 0,
             ranks=self._rank_plans(max_model_len, num_blocks),
         )
 
@@ -225,10 +230,11 @@ class PlanAttempt:
             )
 
     def _cpu_dtype(self) -> str:
-        """Choose float32, which is faster on most CPUs, or bfloat16, which halves the memory of unquantised weights."""
+        """Choose float32, or bfloat16 where it halves the weights: without the native library, which keeps 16-bit
+        weights 16 bits wide whatever the type of the activations."""
         count, quantization = self.resident_bytes, self.config.quantization
         as_float32, as_bfloat16 = (count("cpu", dtype, MIN_CONTEXT, quantization) for dtype in ("float32", "bfloat16"))
-        if 2 * as_float32 <= self.budgets[0] or as_bfloat16 == as_float32:
+        if 2 * as_float32 <= self.budgets[0] or as_bfloat16 > WORTH_BFLOAT16 * as_float32:
             return "float32"
         self.notes.append(
             f"bfloat16 instead of float32: in float32 the weights would take {format_bytes(as_float32)}, more than "
@@ -401,8 +407,12 @@ class PlanAttempt:
     def _long_prefill_threshold(self) -> int:
         asked = self.config.long_prefill_token_threshold
         if asked is None:
-            return max(1, self.inputs.batched_tokens // 4)
+            return self.inputs.batched_tokens if self._is_paced() else max(1, self.inputs.batched_tokens // 4)
         return min(asked, self.inputs.batched_tokens)
+
+    def _is_paced(self) -> bool:
+        """Return whether times of steps limit prompts beside decodes. Not with ranks: a pipeline's steps overlap."""
+        return self.gpu is None and not self.shards and self.config.long_prefill_token_threshold is None
 
     def _async_depth(self) -> int:
         asked = self.config.async_scheduling

@@ -29,8 +29,18 @@ def lora_limits(config: EngineConfig) -> LoraLimits | None:
     return LoraLimits(config.max_loras, config.max_lora_rank) if config.takes_adapters else None
 
 
+def count_resident_for(config: EngineConfig, path: Path, spec: ModelSpec) -> ResidentBytes:
+    """Return `count_resident` of the checkpoint as this configuration loads it."""
+    return count_resident(path, spec, config.cpu_weights, lora_limits(config), half_weights=config.keeps_half_weights)
+
+
 def count_resident(
-    path: Path, spec: ModelSpec, cpu_weights: str = "fast", lora: LoraLimits | None = None
+    path: Path,
+    spec: ModelSpec,
+    cpu_weights: str = "fast",
+    lora: LoraLimits | None = None,
+    *,
+    half_weights: bool = False,
 ) -> ResidentBytes:
     """Return a cached function that counts the bytes the loader would hold, by building the model without data."""
     import torch
@@ -43,7 +53,7 @@ def count_resident(
         return resident_bytes(
             path, spec, where, kind,
             max_model_len=max_model_len, quantization=quantization, lora=lora, cpu_weights=cpu_weights,
-            shard=shard,
+            half_weights=half_weights, shard=shard,
         )  # fmt: skip
 
     return count
@@ -57,7 +67,7 @@ def estimate_checkpoint(path: Path, config: EngineConfig, hardware: Hardware) ->
     spec = spec_of_any(path, task=config.task, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
     if spec.task != "generate":
         return spec, [_estimate_pooling(path, spec, config, hardware)]
-    resident = count_resident(path, spec, config.cpu_weights, lora_limits(config))
+    resident = count_resident_for(config, path, spec)
     return spec, estimate(config, spec, weights_bytes(path), hardware, resident)
 
 

@@ -39,6 +39,8 @@ class MemoryPlan:
     quantization: str = ""  # how matrices are stored and run, for display; empty: not quantised
     notes: tuple[str, ...] = ()  # decisions to show to the user, one sentence each
     comm_bytes: int = 0  # of the exchange between ranks
+    target_step_s: float = 0.0  # longest step with prompts while requests decode; 0: tokens alone limit it
+    fixed_chunk: int = 0  # tokens of each chunk of a prompt in deterministic mode on a CPU; 0: chunks of any length
     ranks: tuple[RankPlan, ...] = ()  # stage after stage; empty: one device, in this process
 
     @property

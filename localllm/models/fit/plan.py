@@ -58,15 +58,26 @@ def make_plan(
     return planner.for_ranks(ranks) if ranks else planner.choose()
 
 
-def _deterministic_on_cpu(config: EngineConfig, spec: ModelSpec) -> UnsupportedOption:
-    why = "On a CPU the summation order of the matrix libraries depends on the batch size."
-    hint = "Leave the flag out: in float32, the default on a CPU, only the last bits differ."
-    if config.cpu_weights != "exact" and (spec.quantization is not None or config.quantization is not None):
-        why += (
-            f" --cpu-weights {config.cpu_weights} also rounds depending on the batch: logprobs differ by 0.01 to 0.1."
+def _check_deterministic(plan: MemoryPlan) -> MemoryPlan:
+    """Refuse sizes without room for a prompt's fixed chunk beside a token of every request."""
+    chunk, rows = plan.fixed_chunk, plan.max_num_seqs
+    if chunk and chunk + rows > plan.max_num_batched_tokens:
+        raise ConfigError(
+            f"--max-num-batched-tokens {plan.max_num_batched_tokens} is too small for --deterministic on a CPU.",
+            f"A prompt is computed in chunks of {chunk} tokens, beside up to {rows} requests that decode.",
+            f"--max-num-batched-tokens {chunk + rows}, or fewer --max-num-seqs.",
+            param="max_num_batched_tokens",
         )
-        hint = "Use --cpu-weights exact instead: it is slower, and only the last bits of float32 differ."
-    return UnsupportedOption("--deterministic needs a GPU.", why, hint, param="deterministic")
+    return plan
+
+
+def _deterministic_ranks() -> UnsupportedOption:
+    return UnsupportedOption(
+        "--deterministic on a CPU cannot be combined with several ranks.",
+        "Each request is computed by itself there, and ranks have not been tested with it.",
+        "Leave out --tensor-parallel-size and --pipeline-parallel-size, or --deterministic.",
+        param="deterministic",
+    )
 
 
 # ---- checks of the settings ------------------------------------------------------------------------------------------
@@ -114,14 +125,12 @@ class _Planner:
 
     def _one(self) -> MemoryPlan:
         gpu = choose_gpu(self.config, self.hardware)
-        if gpu is None and self.config.deterministic:
-            raise _deterministic_on_cpu(self.config, self.spec)
-        return self._attempt([gpu]).plan()
+        return _check_deterministic(self._attempt([gpu]).plan())
 
     def _several(self, division: Division, gpus: Sequence[Gpu] = (), note: str = "") -> MemoryPlan:
         chosen = gpus or choose_gpus(self.config, self.hardware, division.num_ranks)
         if not chosen and self.config.deterministic:
-            raise _deterministic_on_cpu(self.config, self.spec)
+            raise _deterministic_ranks()
         if chosen:
             require_shared_memory(self.hardware, division.num_ranks)
         places: list[Gpu | None] = [*chosen] if chosen else [None] * division.num_ranks

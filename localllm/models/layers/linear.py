@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.pack import cpu_layout, is_on_cpu, pack_for_cpu, packed_nbytes
 from localllm.kernels.linear import linear, pack_weight
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable, QuantizedWeight
@@ -53,6 +56,11 @@ def device_layout_bytes(weight: QuantizedWeight, device: torch.device, cpu_weigh
         else device_layout_bytes(part, device, cpu_weights)
         for part in weight.parts
     )
+
+
+def as_head(weight: Weight) -> Weight:
+    """Return the weight as a head, whose logits need more digits than torch's products of 16-bit weights have."""
+    return replace(weight, is_head=True) if isinstance(weight, CpuHalfWeight) else weight
 
 
 def tied_head(table: QuantizedTable, device: torch.device, cpu_weights: str) -> QuantizedWeight:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.kernels.cpu.half import fits_half, pack_half
 from localllm.kernels.linear import should_pack
 from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable
@@ -25,7 +26,7 @@ from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint
 from localllm.models.formats.linear_format import LinearFormat, StoredPart, TableFormat
-from localllm.models.layers.linear import Linear, Weight, device_layout_bytes
+from localllm.models.layers.linear import Linear, Weight, as_head, device_layout_bytes
 from localllm.models.layers.lora import LoraBank, LoraPart
 from localllm.models.layers.moe import join_experts
 from localllm.models.spec.family import Storage
@@ -47,6 +48,10 @@ class TensorSource(Protocol):
     @property
     def cpu_weights(self) -> str:
         """The layout of this model's quantised matrices on a CPU: the setting of that name."""
+        ...
+
+    def keeps_half(self, dtype: torch.dtype, shape: tuple[int, int]) -> bool:
+        """Return whether a matrix stored in `dtype` stays 16 bits wide, though the model computes in float32."""
         ...
 
     def has(self, name: str) -> bool: ...
@@ -150,15 +155,18 @@ class Weights:
         lora: LoraBank | None = None,
         lora_storage: Storage | None = None,
         cpu_weights: str = "fast",
+        half_weights: bool = False,
     ) -> None:
         """quantize: how to quantise plain matrices right after reading. lora: makes the layers that take adapters.
 
         lora_storage: the names and row order that adapters use; None: the checkpoint's own. cpu_weights: the layout of
-        quantised matrices on a CPU: fast, small or exact.
+        quantised matrices on a CPU: fast, small or exact. half_weights: keep large 16-bit matrices 16 bits wide on a
+        CPU, if the model's type is float32; False: widen them.
         """
         self._target = device
         self.device = self._load_device(device)
         self._quantize, self.cpu_weights = quantize, cpu_weights
+        self._half_weights = half_weights and device.type == "cpu" and dtype == torch.float32
         self._lora, self._lora_storage = lora, lora_storage
         self._checkpoint, self._spec, self._storage, self._format = checkpoint, spec, storage, format
         self._dtype, self._progress = dtype, progress
@@ -173,6 +181,9 @@ class Weights:
 
     def has(self, name: str) -> bool:
         return self._name(name) in self._checkpoint.tensors
+
+    def keeps_half(self, dtype: torch.dtype, shape: tuple[int, int]) -> bool:
+        return self._half_weights and fits_half(dtype, *shape)
 
     def take(
         self,
@@ -223,7 +234,9 @@ class Weights:
         quantize = self._quantize if self._quantize is not None and self._quantize.takes(stems) else None
         weight = self._weight(parts, own, quantize)
         biases = self._plain([StoredPart(f"{p.stem}.bias", p.order) for p in parts], own[:1]) if bias else None
-        if self._lora is None or stems[0] == LM_HEAD.removesuffix(".weight"):
+        if stems[0] == LM_HEAD.removesuffix(".weight"):
+            return Linear(as_head(weight), biases, cpu_weights=self.cpu_weights)
+        if self._lora is None:
             return Linear(weight, biases, cpu_weights=self.cpu_weights)
         lora_parts = self._lora_parts(stems, parts, order, shape[1])
         return self._lora.linear(weight, biases, lora_parts, self._dtype, self.device, cpu_weights=self.cpu_weights)
@@ -363,7 +376,10 @@ class Weights:
             each = zip(views, orders, strict=True)
             parts = [view[expert] if order is None else view[expert][order] for view, order in each]
             matrix = torch.cat(parts) if len(parts) > 1 else parts[0]
-            yield self._finished(matrix.to(self.device, self._dtype, copy=True).contiguous(), self._quantize)
+            if self._quantize is None and self.keeps_half(matrix.dtype, (matrix.shape[0], matrix.shape[1])):
+                yield pack_half(matrix)
+            else:
+                yield self._finished(matrix.to(self.device, self._dtype, copy=True).contiguous(), self._quantize)
         self._count(stacked)
 
     def _expert_views(self, stacked: Sequence[str], shape: tuple[int, int, int]) -> Sequence[Tensor]:
@@ -493,11 +509,20 @@ class Weights:
             # Packing copies the weight, so a single matrix may be read from the mapped file.
             rows = self._rows_of(parts[0].stem) if parts[0].order is None else len(parts[0].order)
             may_view = len(parts) == 1 and should_pack(rows * layer[1], self.device, self._dtype)
-            return self._plain(named, None, keep_narrow, columns=layer[1], may_view=may_view)
+            is_half = not keep_narrow and self._is_half(parts, layer[1])
+            matrix = self._plain(named, None, keep_narrow or is_half, columns=layer[1], may_view=may_view)
+            return pack_half(matrix) if is_half else matrix
         assert self._format is not None
         weight = self._read(self._format, parts)
         self._count([name for part in parts for name in self._format.tensors(self._checkpoint, part.stem)])
         return weight
+
+    def _is_half(self, parts: Sequence[StoredPart], columns: int) -> bool:
+        """Return whether the layer's unquantised parts, together, stay 16 bits wide."""
+        types = {matrices.TYPES.get(matrices.info(self._checkpoint, f"{part.stem}.weight").dtype) for part in parts}
+        rows = sum(self._rows_of(part.stem) if part.order is None else len(part.order) for part in parts)
+        dtype = types.pop()
+        return not types and dtype is not None and self.keeps_half(dtype, (rows, columns))
 
     def _read(self, format: LinearFormat, parts: list[StoredPart]) -> Weight:
         return format.read(self._checkpoint, parts, self.device, self._dtype)
@@ -623,10 +648,11 @@ class MetaWeights(Weights):
         self, stacked: Sequence[str], stored_order: Tensor | None, shape: tuple[int, int, int], cut: ExpertCut
     ) -> Iterator[Weight]:
         """Yield empty matrices: choosing rows on `meta` imports torch's compiler, for seconds."""
-        self._expert_views(stacked, shape)
+        stored, own = self._expert_views(stacked, shape)[0].dtype, cut.shape(*shape[1:])
+        is_half = self._quantize is None and self.keeps_half(stored, own)
         for _ in cut.own:
-            empty = torch.empty(cut.shape(*shape[1:]), dtype=self._dtype, device="meta")
-            yield self._finished(empty, self._quantize)
+            empty = torch.empty(own, dtype=stored if is_half else self._dtype, device="meta")
+            yield pack_half(empty) if is_half else self._finished(empty, self._quantize)
         self._count(stacked)
 
     def _finished(self, weight: Weight, quantize: AtLoad | None) -> Weight:

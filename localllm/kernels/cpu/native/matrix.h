@@ -18,11 +18,15 @@
 // 16 + 4 j + i in its high nibble.
 //
 // N is padded to a multiple of 64 in the weights, scales, sums and bias. Odd K of the 16-bit kinds is padded with a zero
-// weight. K of the other kinds is a multiple of 4 (KIND_I8) or 32.
+// weight. K of the other kinds is a multiple of 4 (KIND_I8, at most MAX_INT8_INPUTS) or 32.
 #pragma once
 #include <stdint.h>
 
-enum { OUTPUTS = 64 };  // in a block
+enum {
+  OUTPUTS = 64,             // in a block
+  GROUP = 32,               // inputs with one scale
+  MAX_INT8_INPUTS = 65536,  // whose products of bytes 32 bits can sum
+};
 
 enum Kind { KIND_F32, KIND_BF16, KIND_F16, KIND_I8, KIND_Q8, KIND_Q4, KIND_Q4_MIN };
 
@@ -32,7 +36,6 @@ typedef struct {
   int64_t inputs;              // K
   const void* weights;         // at a multiple of 64 bytes
   const float* scales;         // [padded N] KIND_I8
-  const int32_t* sums;         // [padded N] KIND_I8: minus the sum of each output's codes
   const float* bias;           // [padded N]; NULL: none
   const int32_t* input_order;  // [K]: column k multiplies x[input_order[k]]; NULL: x[k]
 } Matrix;

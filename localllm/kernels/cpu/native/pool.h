@@ -2,10 +2,33 @@
 // has put aside delays nobody unless it has a piece.
 #pragma once
 #include <stdint.h>
-#include "products.h"
 
 typedef struct Pool Pool;
 
-// threads: the caller's included.
+// Operations that run one after the other, each in pieces that run at the same time.
+typedef struct {
+  void* context;
+  int64_t operations;
+  int64_t (*count_pieces)(void* context, int64_t operation);
+  void (*run_piece)(void* context, int64_t operation, int64_t piece, int64_t thread);  // thread: 0 .. threads - 1
+} Job;
+
+// Open a pool of `threads`, the calling one included; NULL without memory. Where the system refuses threads, the pool
+// has fewer.
 Pool* localllm_open_pool(int64_t threads);
+
+// End the threads, and free the pool. Waits for a job that is running.
 void localllm_close_pool(Pool*);
+
+int64_t pool_threads(const Pool*);
+
+// Hold the pool for one caller. Others wait.
+void lock_pool(Pool*);
+void unlock_pool(Pool*);
+
+// Run a job to its end, with the calling thread as thread 0. The caller holds the pool.
+void run_job(Pool*, const Job*);
+
+// A pointer that jobs share from call to call. `free_shared` frees it when the pool is closed.
+void* pool_shared(const Pool*);
+void set_pool_shared(Pool*, void* shared, void (*free_shared)(void*));

@@ -2,33 +2,47 @@
 #pragma once
 #include "matrix.h"
 
-enum { MAX_ROWS = 8 };  // rows that one pass over the weights multiplies
+enum {
+  MAX_ROWS = 8,              // rows that one pass over the weights multiplies
+  MAX_LINES = 2 * MAX_ROWS,  // lines of bytes that encode them
+};
 
-// Rows of activations [rows, K], encoded for one kind of weights.
+// Rows of activations [rows, K], encoded for one matrix.
 //
-// Products of codes are integers. A row has 15-bit codes, value = code * step, stored as code = 256 * high + low. Rows of
-// a long batch may have 8-bit codes instead (is_fine = 0): then low is unused, and value = high * step.
+// For 16 and 32 bit weights they are fp32 values. For the other kinds a row is one or two lines of bytes from -127 to
+// 127, whose products with the weights are integers:
+//
+//   x = high * steps[0] + low * steps[1]    15 bits: high * 256 + low, up to 32512 steps in the row's largest magnitude
+//   x = high * steps[0]                     8 bits: 127 steps
 typedef struct {
-  int64_t rows, inputs;
-  int64_t is_fine;
-  const float* x;              // [rows, K] fp32, in the order of the matrix's columns
-  const int8_t *high, *low;    // [rows, K]; for KIND_I8 with X_IS_UNSIGNED, both around 128
-  const int32_t* group_sums;   // [rows, K/32] sums of the codes
-  const float* steps;          // [rows]
+  int64_t rows;
+  const float* x;             // [rows, K] fp32, in the order of the matrix's columns
+  int64_t x_stride;           // floats from a row of x to the next
+  int64_t lines;
+  const int8_t* codes;        // [lines, padded K], the lines of a row one after the other
+  int64_t padded_inputs;      // a multiple of GROUP
+  const int32_t* group_sums;  // [lines, padded K / GROUP] sums of the codes
+  const float* steps;         // [lines]; NaN: the row has NaN or infinity
+  const int64_t* first_line;  // [rows + 1]
 } Rows;
 
-// Memory for encoding up to MAX_ROWS rows of up to `inputs` values.
+// Memory for encoding up to MAX_ROWS rows of up to `inputs` values. new_scratch returns NULL if there is none.
 typedef struct Scratch Scratch;
 Scratch* new_scratch(int64_t inputs);
 void free_scratch(Scratch*);
 
-// Encode rows x [rows, K] (row r at x + r * stride) for the kind of `matrix`. The result is valid until the next call
-// with the same scratch. A row with NaN or infinity has products that are not finite.
+// Encode `rows` rows, at most MAX_ROWS, of x [rows, K] (row r at x + r * stride) for `matrix`. is_fine: 15 bits for every
+// row; otherwise 8 bits, and 15 for rows whose largest magnitude is more than 12 times their root mean square. How a row
+// is encoded does not depend on the others. The result is valid until the next call with the same scratch, and as long
+// as x. A row with NaN or infinity has products that are not finite.
 Rows encode_rows(const Matrix* matrix, const float* x, int64_t stride, int64_t rows, int is_fine, Scratch* scratch);
 
 // Compute y[r, 0..63] = (x W^T + bias) for the outputs of `block`, with row r at y + r * stride. Every (row, output) is
 // summed in the same order whatever the number of rows, so that a row's result does not depend on its neighbours.
 void multiply_block(const Matrix* matrix, const Rows* rows, int64_t block, float* y, int64_t stride);
 
-// Write the values of the outputs of `block` as fp32 [64, K].
+// Write the values of the outputs of `block` as fp32 [64, K], in the order of the matrix's columns.
 void unpack_block(const Matrix* matrix, int64_t block, float* out);
+
+// Write them as bf16 [K, 64], rounded to nearest, with the outputs of input k at out + k * stride.
+void unpack_block_bf16(const Matrix* matrix, int64_t block, uint16_t* out, int64_t stride);

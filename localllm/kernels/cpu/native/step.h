@@ -1,17 +1,24 @@
 // A decode step as a list of operations on a few rows, each row the next token of another request.
 //
 // The list is written once for a model. A call runs it for 1 to MAX_ROWS rows. Activations are fp32. Each buffer has
-// space for MAX_ROWS rows; a row starts `stride` floats after the row before it.
+// space for MAX_ROWS rows; a row starts `stride` floats after the row before it. A row's results do not depend on the
+// other rows, nor on the number of threads.
 #pragma once
 #include "pool.h"
+#include "products.h"
 
 enum Op {
   OP_LINEAR,  // y = activation(norm(x) W^T + bias) * factor, or added to y
-  OP_GATED,   // y = activation(gate) * up, where W has the gate's N/2 outputs first, padded to 64, then up's
+  OP_GATED,   // y = activation(gate) * up, where W has the gate's N/2 outputs first, then up's
   OP_ATTEND,  // y = attention(q, k, v) of x = [q, k, v]; writes k and v into the cache
   OP_ADD,     // y += norm(x) * factor
-  OP_ROUTE,   // choose experts from logits x
+  OP_ROUTE,   // choose experts by the router's logits x
+  OP_GATE,    // y = activation(x[0..N)) * x[N..2N)
+  OP_SCALE,   // y *= activation(x[0])
+  OP_EXPERTS_GATED,  // y[c] = activation(gate) * up of norm(x) for each choice c; y [rows, top_k * N]
+  OP_EXPERTS_DOWN,   // y = sum over choices c of weights[c] * (x[c] W^T + bias), times factor, or added to y
 };
+// Operations without weights of their own have N, the values of a row of y (of a choice), as their matrix's outputs.
 
 enum NormKind { NORM_NONE, NORM_RMS, NORM_LAYER };
 
@@ -22,7 +29,17 @@ typedef struct {
   double eps;
 } Norm;
 
-enum Activation { ACT_NONE, ACT_SILU, ACT_GELU, ACT_GELU_TANH, ACT_RELU, ACT_RELU2, ACT_QUICK_GELU };
+enum Activation {
+  ACT_NONE,
+  ACT_SILU,
+  ACT_GELU,
+  ACT_GELU_TANH,
+  ACT_RELU,
+  ACT_RELU2,
+  ACT_QUICK_GELU,
+  ACT_SIGMOID,
+  ACT_SWIGLU_CLAMPED  // of gate and up (gpt-oss): g = min(gate, 7), u = clamp(up, -7, 7): (u + 1) * g * sigmoid(1.702 g)
+};
 
 enum CacheType { CACHE_F32, CACHE_BF16, CACHE_F16, CACHE_I8 };
 
@@ -46,6 +63,19 @@ typedef struct {
   int64_t growth_period;
 } Attention;
 
+// A mixture of experts. Experts are chosen as kernels/moe/route.py defines.
+typedef struct {
+  int64_t count, top_k;
+  const Matrix *gate_up, *down;  // [count]; gate_up as in OP_GATED
+  const float* correction;       // [count], added to the scores for the choice only; NULL
+  int64_t is_sigmoid;            // scores are the sigmoid of the logits, else their softmax
+  int64_t renormalizes;          // the weights of the chosen are scaled to a sum of 1
+  int64_t num_groups, top_groups;
+  double scale;                  // of the weights
+  int32_t* ids;                  // [MAX_ROWS, top_k], written by OP_ROUTE, best first
+  float* weights;                // [MAX_ROWS, top_k], likewise
+} Experts;
+
 typedef struct {
   int64_t op;
   Matrix matrix;
@@ -58,6 +88,7 @@ typedef struct {
   int64_t activation;
   double factor;       // of the result; 1: none
   const Attention* attention;  // OP_ATTEND
+  const Experts* experts;      // OP_ROUTE, OP_EXPERTS_GATED, OP_EXPERTS_DOWN
 } Operation;
 
 typedef struct {
@@ -77,5 +108,14 @@ void localllm_linear(
 // Write the values of `count` outputs from output `first` on, a multiple of 64, as fp32 [count, K].
 void localllm_unpack(Pool*, const Matrix* matrix, int64_t first, int64_t count, float* out);
 
+// Write them as bf16 [K, count], transposed: an operand of torch's product for many rows. count: a multiple of 64.
+void localllm_unpack_bf16(Pool*, const Matrix* matrix, int64_t first, int64_t count, uint16_t* out);
+
 // Name of the instruction set that the library was compiled for: avx512vnni, avx2, dotprod.
 const char* localllm_instruction_set(void);
+
+// Hash of the sources that the library was compiled from; "" where the compile was not told.
+const char* localllm_source_hash(void);
+
+// Bytes of a structure as the library knows it: 0 Matrix, 1 Attention, 2 Experts, 3 Operation, 4 StepRow.
+int64_t localllm_size_of(int64_t structure);

@@ -31,6 +31,10 @@ class Op(IntEnum):
     ATTEND = 2
     ADD = 3
     ROUTE = 4
+    GATE = 5
+    SCALE = 6
+    EXPERTS_GATED = 7
+    EXPERTS_DOWN = 8
 
 
 class NormKind(IntEnum):
@@ -47,6 +51,8 @@ class Activation(IntEnum):
     RELU = 4
     RELU2 = 5
     QUICK_GELU = 6
+    SIGMOID = 7
+    SWIGLU_CLAMPED = 8
 
 
 class CacheType(IntEnum):
@@ -72,7 +78,6 @@ class NativeMatrix(ctypes.Structure):
         ("inputs", c_int64),
         ("weights", c_void_p),
         ("scales", c_void_p),
-        ("sums", c_void_p),
         ("bias", c_void_p),
         ("input_order", c_void_p),
     )
@@ -110,6 +115,23 @@ class NativeAttention(ctypes.Structure):
     )
 
 
+class NativeExperts(ctypes.Structure):
+    _fields_ = (
+        ("count", c_int64),
+        ("top_k", c_int64),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("correction", c_void_p),
+        ("is_sigmoid", c_int64),
+        ("renormalizes", c_int64),
+        ("num_groups", c_int64),
+        ("top_groups", c_int64),
+        ("scale", c_double),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+    )
+
+
 class NativeOperation(ctypes.Structure):
     _fields_ = (
         ("op", c_int64),
@@ -123,6 +145,7 @@ class NativeOperation(ctypes.Structure):
         ("activation", c_int64),
         ("factor", c_double),
         ("attention", c_void_p),
+        ("experts", c_void_p),
     )
 
 

@@ -1,0 +1,150 @@
+"""16-bit weights on a CPU that computes in fp32: they stay 16 bits wide in memory.
+
+    CpuHalfWeight    W as KIND_BF16 or KIND_F16 of native/matrix.h
+    pack_half        from a tensor in bf16 or fp16
+
+Up to MAX_ROWS rows are multiplied by the native library, with x and sums in fp32. More rows:
+
+    bf16, on a processor with a product of bf16 (AMX, AVX512-BF16): torch's, for which x is rounded to bf16
+    otherwise: W is widened to fp32, some outputs at a time, for torch's product
+
+torch's product rounds its results to bf16. A head's logits need more digits: `is_head` adds what rounding took away,
+computed by a second product.
+
+bf16 in one layout serves both: oneDNN's for one row is that of KIND_BF16, and as fast for many rows as its others.
+Needs the native library. Does not know: which weights take this layout (models/weights/weights.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.kernels.cpu.blocks import memory_of
+from localllm.kernels.cpu.native.library import native
+from localllm.kernels.cpu.native.structures import MAX_ROWS, OUTPUTS, Kind, NativeMatrix
+from localllm.kernels.cpu.native_product import native_linear, native_unpack, unpacked_parts
+from localllm.kernels.huge_pages import register_huge_pages
+from localllm.kernels.quantized_weight import MetaWeight
+
+HALVES = (torch.bfloat16, torch.float16)
+HALF_MIN_ELEMENTS = 1 << 18  # smaller weights are widened, as in kernels/linear.py, since calls have fixed costs
+HALF_INPUTS = 32  # K is a multiple, so that oneDNN pads nothing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuHalfWeight:
+    """A 16-bit `QuantizedTable` for a CPU with the native library."""
+
+    packed: Tensor  # [N, K] bf16, opaque to torch, or [padded N / 64, K / 2, 64, 2] bf16 or fp16; the bytes are alike
+    outputs: int
+    is_head: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.outputs, self.packed.shape[1] * (1 if self.packed.is_mkldnn else 2)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.numel() * self.packed.dtype.itemsize
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
+        if len(x) <= MAX_ROWS:
+            y = native_linear(self.matrix(), x.float().contiguous(), is_fine=True)
+        else:
+            y = self._in_bf16(x.to(torch.bfloat16)) if self.packed.is_mkldnn else self._widened(x.float())
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return [N, K]."""
+        return native_unpack(self.matrix(), dtype)
+
+    def dequantize_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return [T, K], the given rows [T] int64 of `dequantize`."""
+        pairs = self._pairs()[rows // OUTPUTS, :, rows % OUTPUTS]  # [T, K / 2] int32
+        return pairs.view(self.packed.dtype).to(dtype)
+
+    def matrix(self) -> NativeMatrix:
+        """Return the matrix for the native library. Valid as long as this weight."""
+        kind = Kind.BF16 if self.packed.dtype == torch.bfloat16 else Kind.F16
+        return NativeMatrix(kind=kind, outputs=self.outputs, inputs=self.shape[1], weights=_address(self.packed))
+
+    def _pairs(self) -> Tensor:
+        """Return a view [padded N / 64, K / 2, 64] int32 of pairs of weights."""
+        flat = memory_of(self.packed) if self.packed.is_mkldnn else self.packed.view(-1)
+        return flat.view(torch.int32).view(-1, self.shape[1] // 2, OUTPUTS)
+
+    def _in_bf16(self, x: Tensor) -> Tensor:
+        """x [T, K] bf16 -> [T, N] fp32"""
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        if not self.is_head:
+            return y.float()
+        rest: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, y.neg(), self.packed, None, "add")
+        return y.float().add_(rest)
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """x [T, K] fp32 -> [T, N] fp32"""
+        y = x.new_empty((len(x), self.outputs))
+        for start, part in unpacked_parts(self.matrix()):
+            y[:, start : start + len(part)] = F.linear(x, part)
+        return y
+
+
+def fits_half(weight_dtype: torch.dtype, rows: int, columns: int) -> bool:
+    """Return whether 16-bit matrices of this shape stay so. Never without the native library."""
+    is_large = rows * columns >= HALF_MIN_ELEMENTS and columns % HALF_INPUTS == 0
+    return weight_dtype in HALVES and is_large and native() is not None
+
+
+def pack_half(weight: Tensor, *, is_head: bool = False) -> CpuHalfWeight | MetaWeight:
+    """Pack weight [N, K] bf16 or fp16, for which `fits_half` is True; on `meta` return its size only."""
+    if weight.is_meta:
+        return MetaWeight((weight.shape[0], weight.shape[1]), half_nbytes(*weight.shape, weight.dtype))
+    packed = _for_onednn(weight) if weight.dtype == torch.bfloat16 and has_fast_bf16() else _blocked(weight)
+    register_huge_pages(_address(packed), half_nbytes(*weight.shape, packed.dtype))
+    return CpuHalfWeight(packed, weight.shape[0], is_head)
+
+
+def half_nbytes(rows: int, columns: int, dtype: torch.dtype) -> int:
+    is_opaque = dtype == torch.bfloat16 and has_fast_bf16()
+    return (rows if is_opaque else -(-rows // OUTPUTS) * OUTPUTS) * columns * 2
+
+
+@cache
+def has_fast_bf16() -> bool:
+    """Return whether torch multiplies bf16 on this processor by its own instructions, in the layout of KIND_BF16."""
+    try:
+        names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+        if not any(getattr(torch.cpu, name)() for name in names):
+            return False
+        sample = torch.arange(4 * OUTPUTS * HALF_INPUTS, device="cpu").remainder_(251).to(torch.bfloat16)
+        sample = sample.view(2 * OUTPUTS, 2 * HALF_INPUTS)
+        laid_out = memory_of(_for_onednn(sample)).view(torch.bfloat16)
+        return torch.equal(laid_out, _blocked(sample).view(-1))
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def _for_onednn(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+    return packed
+
+
+def _blocked(weight: Tensor) -> Tensor:
+    """Return [padded N / 64, K / 2, 64, 2]."""
+    rows, columns = weight.shape
+    blocks = torch.zeros((-(-rows // OUTPUTS), columns // 2, OUTPUTS, 2), dtype=weight.dtype, device="cpu")
+    whole = rows // OUTPUTS
+    blocks[:whole] = weight[: whole * OUTPUTS].view(whole, OUTPUTS, -1, 2).transpose(1, 2)
+    if whole < len(blocks):
+        blocks[whole, :, : rows % OUTPUTS] = weight[whole * OUTPUTS :].view(rows % OUTPUTS, -1, 2).transpose(0, 1)
+    return blocks
+
+
+def _address(packed: Tensor) -> int:
+    return int(torch.ops.mkldnn.data_ptr(packed)) if packed.is_mkldnn else packed.data_ptr()

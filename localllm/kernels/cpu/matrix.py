@@ -1,0 +1,119 @@
+"""The weights of layers as matrices for the native library.
+
+    matrix_of      one weight and its bias; None: another layout
+    matrices_of    likewise, a `StackedWeight` as several matrices
+
+A matrix points into the memory of the weight that torch's products read, so nothing is copied except biases and small
+plain weights. oneDNN does not promise its layouts: a few columns of each matrix are compared with their products.
+Does not know: layers, what is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.kernels.cpu.blocks import memory_of
+from localllm.kernels.cpu.half import CpuHalfWeight
+from localllm.kernels.cpu.int8 import CpuInt8Weight, int8_columns
+from localllm.kernels.cpu.native.structures import OUTPUTS, Kind, NativeMatrix
+from localllm.kernels.cpu.q4 import CpuQ4Weight
+from localllm.kernels.linear import PACK_MIN_ELEMENTS, linear
+from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.kernels.stacked_weight import StackedWeight
+
+_CODES = 4  # int8 inputs in a lane
+_MAX_INT8_INPUTS = 65536  # MAX_INT8_INPUTS of matrix.h
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldMatrix:
+    """A matrix together with the owners of its memory."""
+
+    matrix: NativeMatrix
+    owners: tuple[object, ...]
+
+
+def matrix_of(weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> HeldMatrix | None:
+    """Return the matrix of a weight on the CPU, with its bias [N]; None: its layout is not one of matrix.h."""
+    if isinstance(weight, CpuQ4Weight | CpuHalfWeight):
+        return _held(weight.matrix(), bias, weight)
+    if isinstance(weight, CpuInt8Weight):
+        return _int8(weight, bias)
+    if isinstance(weight, Tensor) and weight.is_mkldnn:
+        return _packed_fp32(weight, bias)
+    return _copied(weight, bias)
+
+
+def matrices_of(weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> list[HeldMatrix] | None:
+    """Return the matrices whose outputs follow one another in the weight's; None if one has another layout."""
+    parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
+    heights = [part.shape[0] for part in parts]
+    biases = [None] * len(parts) if bias is None else bias.split(heights)
+    matrices = [matrix_of(part, own) for part, own in zip(parts, biases, strict=True)]
+    found = [matrix for matrix in matrices if matrix is not None]
+    return found if len(found) == len(parts) else None
+
+
+def _held(matrix: NativeMatrix, bias: Tensor | None, *owners: object) -> HeldMatrix:
+    if bias is None:
+        return HeldMatrix(matrix, owners)
+    padded = _padded(bias.float())
+    matrix.bias = padded.data_ptr()
+    return HeldMatrix(matrix, (*owners, padded))
+
+
+def _padded(per_output: Tensor) -> Tensor:
+    """Return a copy [N rounded up to 64] filled with zeros."""
+    return F.pad(per_output, (0, -len(per_output) % OUTPUTS)).clone()
+
+
+def _int8(weight: CpuInt8Weight, bias: Tensor | None) -> HeldMatrix | None:
+    outputs, inputs = weight.shape
+    memory, padded = memory_of(weight.packed), -(-outputs // OUTPUTS) * OUTPUTS
+    if inputs % _CODES or inputs > _MAX_INT8_INPUTS or memory.numel() != padded * (inputs + 4):
+        return None
+    codes = memory[: padded * inputs].view(torch.int8).view(-1, inputs // _CODES, OUTPUTS, _CODES)
+    columns = _columns(inputs)
+    stored = torch.stack([codes[:, k // _CODES, :, k % _CODES].reshape(-1)[:outputs] for k in columns])
+    if not torch.equal(stored.float(), int8_columns(weight, columns)):
+        return None
+    scales = _padded(weight.scales)
+    matrix = NativeMatrix(
+        kind=Kind.I8, outputs=outputs, inputs=inputs, weights=memory.data_ptr(), scales=scales.data_ptr(),
+    )  # fmt: skip
+    return _held(matrix, bias, weight, scales)
+
+
+def _packed_fp32(weight: Tensor, bias: Tensor | None) -> HeldMatrix | None:
+    outputs, inputs = weight.shape
+    memory, padded = memory_of(weight), -(-outputs // OUTPUTS) * OUTPUTS
+    if weight.dtype != torch.float32 or memory.numel() != padded * inputs * 4:
+        return None
+    values, columns = memory.view(torch.float32).view(-1, inputs, OUTPUTS), _columns(inputs)
+    unit = torch.zeros((len(columns), inputs))
+    unit[range(len(columns)), columns] = 1.0
+    stored = torch.stack([values[:, k].reshape(-1)[:outputs] for k in columns])
+    if not torch.equal(linear(unit, weight), stored):
+        return None
+    matrix = NativeMatrix(kind=Kind.F32, outputs=outputs, inputs=inputs, weights=memory.data_ptr())
+    return _held(matrix, bias, weight)
+
+
+def _copied(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> HeldMatrix | None:
+    """Return a copy in fp32 of a weight that is too small to be packed."""
+    outputs, inputs = weight.shape
+    if isinstance(weight, StackedWeight) or outputs * inputs >= PACK_MIN_ELEMENTS:
+        return None
+    wide = weight.float() if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
+    blocks = F.pad(wide, (0, 0, 0, -outputs % OUTPUTS)).view(-1, OUTPUTS, inputs).transpose(1, 2).contiguous()
+    matrix = NativeMatrix(kind=Kind.F32, outputs=outputs, inputs=inputs, weights=blocks.data_ptr())
+    return _held(matrix, bias, blocks)
+
+
+def _columns(inputs: int) -> list[int]:
+    """Return the columns to compare: neighbours, and the last."""
+    return sorted({0, min(1, inputs - 1), inputs // 2, inputs - 1})

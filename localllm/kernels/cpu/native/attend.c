@@ -1,0 +1,397 @@
+// Attention of one token over its request's paged cache, in fp32 whatever the type of the cache.
+//
+// The positions that a query sees are cut into pieces at multiples of PIECE, so that the order of all sums depends on
+// the position alone. The result of a piece is, for each query head: the largest score, the sum of exp(score - largest),
+// and the values weighted by these.
+#include "attend.h"
+#include "functions.h"
+
+enum {
+  PIECE = 512,  // positions
+  TILE = 16,    // positions that are scored together
+  WIDTH = 16    // floats of a vector
+};
+
+static int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t group_of(const Attention* a) { return a->heads / a->kv_heads; }
+
+static int64_t first_visible(const Attention* a, int64_t position) {
+  return a->window ? larger(0, position + 1 - a->window) : 0;
+}
+
+int64_t attention_pieces(const Attention* a, int64_t position) {
+  return position / PIECE - first_visible(a, position) / PIECE + 1;
+}
+
+// Queries, sums of values, scores of a piece, a tile of the cache, a head of k or v.
+int64_t attention_floats(const Attention* a) {
+  int64_t width = padded(a->head_dim);
+  return group_of(a) * (width + PIECE) + TILE * width + width;
+}
+
+int64_t attention_result_floats(const Attention* a) { return group_of(a) * (2 + padded(a->head_dim)); }
+
+// A head of q or k ----------------------------------------------------------------------------------------------------
+
+static float head_sum(const Attention* a, const float* x) {
+  float sum = 0;
+  for (int64_t i = 0; i < a->head_dim; i++) sum += x[i];
+  return sum;
+}
+
+// Sum of squares over `heads` heads, after the limit on each value.
+static float squares(const Attention* a, const float* x, int64_t heads) {
+  const int64_t n = heads * a->head_dim;
+  if (!a->clip) return dot_rows(x, x, n);
+  float sum = 0, limit = (float)a->clip;
+  for (int64_t i = 0; i < n; i++) {
+    float value = x[i] > limit ? limit : x[i] < -limit ? -limit : x[i];
+    sum += value * value;
+  }
+  return sum;
+}
+
+static void clip_head(const Attention* a, const float* x, float* out) {
+  float limit = (float)a->clip;
+  for (int64_t i = 0; i < a->head_dim; i++) {
+    out[i] = !limit ? x[i] : x[i] > limit ? limit : x[i] < -limit ? -limit : x[i];
+  }
+}
+
+// Norm `out`, head number `head` of q's heads, then k's. `x` holds all of them.
+static void norm_head(const Attention* a, const float* x, int64_t head, float* out) {
+  const int64_t n = a->head_dim;
+  const float* weight = a->head_norm_weight + head * n;
+  float mean = 0, mean_square;
+  if (a->head_norm == HEAD_NORM_WHOLE) {
+    int is_k = head >= a->heads;
+    int64_t heads = is_k ? a->kv_heads : a->heads;
+    mean_square = squares(a, is_k ? x + a->heads * n : x, heads) / (float)(heads * n);
+  } else {
+    if (a->head_norm == HEAD_NORM_LAYER) mean = head_sum(a, out) / (float)n;
+    for (int64_t i = 0; i < n; i++) out[i] -= mean;
+    mean_square = dot_rows(out, out, n) / (float)n;
+  }
+  float factor = 1.0f / sqrtf(mean_square + (float)a->head_norm_eps);
+  for (int64_t i = 0; i < n; i++) out[i] = out[i] * factor * weight[i];
+}
+
+static void rotate_head(const Attention* a, int64_t position, float* x) {
+  const int64_t half = a->rotary_dim / 2;
+  const float *cosines = a->angles + position * a->rotary_dim, *sines = cosines + half;
+  for (int64_t i = 0; i < half; i++) {
+    float first = x[i], second = x[i + half];
+    x[i] = first * cosines[i] - second * sines[i];
+    x[i + half] = second * cosines[i] + first * sines[i];
+  }
+}
+
+// Write head number `head` of q's heads, then k's, as attention reads it.
+static void prepare_head(const Attention* a, const float* x, int64_t head, int64_t position, float* out) {
+  clip_head(a, x + head * a->head_dim, out);
+  if (a->head_norm != HEAD_NORM_NONE) norm_head(a, x, head, out);
+  if (a->angles) rotate_head(a, position, out);
+}
+
+static float query_growth(const Attention* a, int64_t position) {
+  if (!a->query_growth) return 1.0f;
+  return (float)(1.0 + a->query_growth * log(1.0 + (double)(position / a->growth_period)));
+}
+
+// [group, padded head_dim], with zeros as padding.
+static void prepare_queries(const Attention* a, const StepRow* row, const float* x, int64_t head, float* queries) {
+  const int64_t width = padded(a->head_dim), group = group_of(a);
+  const float growth = query_growth(a, row->position);
+  for (int64_t h = 0; h < group; h++, queries += width) {
+    prepare_head(a, x, head * group + h, row->position, queries);
+    for (int64_t i = 0; i < a->head_dim; i++) queries[i] *= growth;
+    for (int64_t i = a->head_dim; i < width; i++) queries[i] = 0;
+  }
+}
+
+// The cache -----------------------------------------------------------------------------------------------------------
+
+static uint16_t to_bf16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+static float from_bf16(uint16_t half) {
+  uint32_t bits = (uint32_t)half << 16;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// As quantize.py: the largest magnitude becomes 127. A head with NaN or infinity gets a scale that is not finite.
+static float store_codes(const float* x, int64_t n, int8_t* codes) {
+  float peak = 1e-20f, poison = 0;
+  for (int64_t i = 0; i < n; i++) {
+    peak = fabsf(x[i]) > peak ? fabsf(x[i]) : peak;
+    poison += x[i] * 0.0f;
+  }
+  float scale = peak / 127.0f;
+  for (int64_t i = 0; i < n; i++) {
+    float code = rintf(x[i] / scale);
+    codes[i] = (int8_t)(poison != 0 || code != code ? 0 : code > 127 ? 127 : code < -127 ? -127 : code);
+  }
+  return scale + poison;
+}
+
+static void store_head(const Attention* a, const float* x, void* cache, float* scales, int64_t token) {
+  const int64_t n = a->head_dim;
+  switch (a->cache_type) {
+    case CACHE_F32: memcpy((float*)cache + token * n, x, (size_t)n * sizeof(float)); break;
+    case CACHE_BF16: {
+      for (int64_t i = 0; i < n; i++) ((uint16_t*)cache)[token * n + i] = to_bf16(x[i]);
+      break;
+    }
+    case CACHE_F16: {
+      for (int64_t i = 0; i < n; i++) ((_Float16*)cache)[token * n + i] = (_Float16)x[i];
+      break;
+    }
+    case CACHE_I8: scales[token] = store_codes(x, n, (int8_t*)cache + token * n); break;
+  }
+}
+
+static void store_keys_and_values(const Attention* a, const StepRow* row, const float* x, int64_t head, float* memory) {
+  const int64_t token = head * a->num_blocks * a->block_size + row->slot;
+  prepare_head(a, x, a->heads + head, row->position, memory);
+  store_head(a, memory, a->k, a->k_scales, token);
+  clip_head(a, x + (a->heads + a->kv_heads + head) * a->head_dim, memory);
+  store_head(a, memory, a->v, a->v_scales, token);
+}
+
+static void widen(const Attention* a, const void* cache, const float* scales, int64_t token, float* out) {
+  const int64_t n = a->head_dim;
+  switch (a->cache_type) {
+    case CACHE_F32: memcpy(out, (const float*)cache + token * n, (size_t)n * sizeof(float)); break;
+    case CACHE_BF16: {
+      for (int64_t i = 0; i < n; i++) out[i] = from_bf16(((const uint16_t*)cache)[token * n + i]);
+      break;
+    }
+    case CACHE_F16: {
+      for (int64_t i = 0; i < n; i++) out[i] = (float)((const _Float16*)cache)[token * n + i];
+      break;
+    }
+    case CACHE_I8: {
+      for (int64_t i = 0; i < n; i++) out[i] = (float)((const int8_t*)cache)[token * n + i] * scales[token];
+      break;
+    }
+  }
+  for (int64_t i = n; i < padded(n); i++) out[i] = 0;
+}
+
+// Return `count` tokens as rows of padded(head_dim) floats: the cache itself where its rows are that.
+static const float* load_tile(
+    const Attention* a, const void* cache, const float* scales, int64_t token, int64_t count, float* tile) {
+  const int64_t width = padded(a->head_dim);
+  if (a->cache_type == CACHE_F32 && width == a->head_dim) return (const float*)cache + token * width;
+  for (int64_t j = 0; j < count; j++) widen(a, cache, scales, token + j, tile + j * width);
+  return tile;
+}
+
+// Scores --------------------------------------------------------------------------------------------------------------
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (v16i){__VA_ARGS__})
+#endif
+
+// Return the sums over the lanes of 16 vectors, in their order.
+ALWAYS_INLINE v16f sum_each(v16f v[16]) {
+  for (int i = 0; i < 8; i++) {
+    v[i] = SHUFFLE(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           SHUFFLE(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+  for (int i = 0; i < 4; i++) {
+    v[i] = SHUFFLE(v[i], v[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           SHUFFLE(v[i], v[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  }
+  for (int i = 0; i < 2; i++) {
+    v[i] = SHUFFLE(v[i], v[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           SHUFFLE(v[i], v[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  }
+  return SHUFFLE(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+         SHUFFLE(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
+// Return the products of one query with the TILE keys from `keys` on.
+static v16f score_tile(const float* query, const float* keys, int64_t width) {
+  v16f sums[TILE];
+  for (int j = 0; j < TILE; j++) sums[j] = load16(keys + j * width) * load16(query);
+  for (int64_t i = WIDTH; i < width; i += WIDTH) {
+    v16f q = load16(query + i);
+    for (int j = 0; j < TILE; j++) sums[j] += load16(keys + j * width + i) * q;
+  }
+  return sum_each(sums);
+}
+
+// As `score_tile` for fewer keys than TILE.
+static void score_few(const float* query, const float* keys, int64_t width, int64_t count, float* scores) {
+  for (int64_t j = 0; j < count; j++) {
+    v16f sum = all_lanes(0);
+    for (int64_t i = 0; i < width; i += WIDTH) sum += load16(query + i) * load16(keys + j * width + i);
+    scores[j] = sum_lanes(sum);
+  }
+}
+
+// scores [group, PIECE], from place `at` on.
+static void score_group(
+    const float* queries, const float* keys, int64_t width, int64_t group, int64_t at, int64_t count, float* scores) {
+  for (int64_t h = 0; h < group; h++) {
+    if (count == TILE) {
+      store16(scores + h * PIECE + at, score_tile(queries + h * width, keys, width));
+    } else {
+      score_few(queries + h * width, keys, width, count, scores + h * PIECE + at);
+    }
+  }
+}
+
+// Scale, cap and tilt the scores of query head `head` for the positions first .. first + n - 1.
+static void finish_scores(const Attention* a, int64_t head, int64_t first, int64_t n, int64_t position, float* scores) {
+  const v16f lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const float cap = (float)a->softcap, slope = a->slopes ? a->slopes[head] : 0;
+  const v16f scale = all_lanes((float)(cap ? a->scale / a->softcap : a->scale));
+  for (int64_t i = 0; i < n; i += WIDTH) {
+    v16f score = load16(scores + i) * scale;
+    if (cap) score = tanh16(score) * all_lanes(cap);
+    if (slope) score += all_lanes(slope) * (lanes + all_lanes((float)(first + i - position)));
+    store16(scores + i, score);
+  }
+}
+
+// Replace n scores by exp(score - largest), and the places up to a multiple of 16 by 0. Sets the largest, returns the sum.
+static float exponentials(float* scores, int64_t n, float* largest) {
+  v16f peak = all_lanes(-INFINITY), sum = all_lanes(0);
+  int64_t i;
+  for (i = n; i % WIDTH; i++) scores[i] = -INFINITY;
+  for (i = 0; i < n; i += WIDTH) peak = max16(peak, load16(scores + i));
+  *largest = max_lanes(peak);
+  for (i = 0; i < n; i += WIDTH) {
+    v16f score = load16(scores + i);
+    v16f e = choose(score == all_lanes(-INFINITY), all_lanes(0), exp16(score - all_lanes(*largest)));
+    store16(scores + i, e);
+    sum += e;
+  }
+  return sum_lanes(sum);
+}
+
+// Values --------------------------------------------------------------------------------------------------------------
+
+// Add `count` values, weighted, to the sums of `heads` heads, `vectors` vectors of each from column 0 on.
+ALWAYS_INLINE void add_values_of(
+    const float* weights, const float* values, int64_t width, int64_t count, float* sums, const int heads,
+    const int vectors) {
+  v16f s[4][4];
+  for (int h = 0; h < heads; h++) {
+    for (int i = 0; i < vectors; i++) s[h][i] = load16(sums + h * width + i * WIDTH);
+  }
+  for (int64_t j = 0; j < count; j++) {
+    v16f v[4];
+    for (int i = 0; i < vectors; i++) v[i] = load16(values + j * width + i * WIDTH);
+    for (int h = 0; h < heads; h++) {
+      v16f weight = all_lanes(weights[h * PIECE + j]);
+      for (int i = 0; i < vectors; i++) s[h][i] += weight * v[i];
+    }
+  }
+  for (int h = 0; h < heads; h++) {
+    for (int i = 0; i < vectors; i++) store16(sums + h * width + i * WIDTH, s[h][i]);
+  }
+}
+
+ALWAYS_INLINE void add_values_to(
+    const float* weights, const float* values, int64_t width, int64_t count, float* sums, const int heads) {
+  int64_t i = 0;
+  for (; i + 4 * WIDTH <= width; i += 4 * WIDTH) add_values_of(weights, values + i, width, count, sums + i, heads, 4);
+  for (; i < width; i += WIDTH) add_values_of(weights, values + i, width, count, sums + i, heads, 1);
+}
+
+static void add_values(
+    const float* weights, const float* values, int64_t width, int64_t count, int64_t group, float* sums) {
+  int64_t h = 0;
+  for (; h + 4 <= group; h += 4) add_values_to(weights + h * PIECE, values, width, count, sums + h * width, 4);
+  for (; h < group; h++) add_values_to(weights + h * PIECE, values, width, count, sums + h * width, 1);
+}
+
+// Pieces --------------------------------------------------------------------------------------------------------------
+
+typedef struct {
+  const Attention* a;
+  const StepRow* row;
+  int64_t head, first, end;  // positions first .. end - 1
+  float *queries, *scores, *tile;
+} Piece;
+
+// Return how many of the piece's positions from `position` on are one tile: in one block of the cache. Sets its token.
+static int64_t tile_at(const Piece* p, int64_t position, int64_t* token) {
+  const int64_t size = p->a->block_size, offset = position % size;
+  *token = (p->head * p->a->num_blocks + p->row->block_table[position / size]) * size + offset;
+  return smaller(smaller(TILE, size - offset), p->end - position);
+}
+
+static void score_piece(const Piece* p) {
+  const Attention* a = p->a;
+  const int64_t width = padded(a->head_dim), group = group_of(a);
+  int64_t token, count;
+  for (int64_t position = p->first; position < p->end; position += count) {
+    count = tile_at(p, position, &token);
+    const float* keys = load_tile(a, a->k, a->k_scales, token, count, p->tile);
+    score_group(p->queries, keys, width, group, position - p->first, count, p->scores);
+  }
+}
+
+static void weigh_values(const Piece* p, float* sums) {
+  const Attention* a = p->a;
+  const int64_t width = padded(a->head_dim), group = group_of(a);
+  int64_t token, count;
+  memset(sums, 0, (size_t)(group * width) * sizeof(float));
+  for (int64_t position = p->first; position < p->end; position += count) {
+    count = tile_at(p, position, &token);
+    const float* values = load_tile(a, a->v, a->v_scales, token, count, p->tile);
+    add_values(p->scores + position - p->first, values, width, count, group, sums);
+  }
+}
+
+// A result is [group] largest scores, [group] sums, [group, width] weighted values.
+void attend_piece(
+    const Attention* a, const StepRow* row, const float* x, int64_t head, int64_t piece, float* memory, float* result) {
+  const int64_t width = padded(a->head_dim), group = group_of(a), visible = first_visible(a, row->position);
+  const int64_t start = (visible / PIECE + piece) * PIECE;
+  Piece p = {a, row, head, larger(start, visible), smaller(start + PIECE, row->position + 1), NULL, NULL, NULL};
+  p.queries = memory;
+  p.scores = p.queries + group * width;
+  p.tile = p.scores + group * PIECE;
+  if (p.end == row->position + 1) store_keys_and_values(a, row, x, head, p.tile + TILE * width);
+  prepare_queries(a, row, x, head, p.queries);
+  score_piece(&p);
+  for (int64_t h = 0; h < group; h++) {
+    float* scores = p.scores + h * PIECE;
+    finish_scores(a, head * group + h, p.first, p.end - p.first, row->position, scores);
+    result[group + h] = exponentials(scores, p.end - p.first, result + h);
+  }
+  weigh_values(&p, result + 2 * group);
+}
+
+void join_pieces(const Attention* a, int64_t head, int64_t pieces, const float* results, float* y) {
+  const int64_t n = a->head_dim, width = padded(n), group = group_of(a), size = attention_result_floats(a);
+  for (int64_t h = 0; h < group; h++) {
+    float* out = y + (head * group + h) * n;
+    float largest = a->sinks ? a->sinks[head * group + h] : -INFINITY;
+    for (int64_t i = 0; i < pieces; i++) largest = results[i * size + h] > largest ? results[i * size + h] : largest;
+    float sum = a->sinks ? expf(a->sinks[head * group + h] - largest) : 0;
+    memset(out, 0, (size_t)n * sizeof(float));
+    for (int64_t i = 0; i < pieces; i++) {
+      const float *result = results + i * size, *values = result + 2 * group + h * width;
+      const float weight = expf(result[h] - largest);
+      sum += result[group + h] * weight;
+      for (int64_t j = 0; j < n; j++) out[j] += values[j] * weight;
+    }
+    for (int64_t j = 0; j < n; j++) out[j] /= sum;
+  }
+}

@@ -1,0 +1,20 @@
+// Attention of one token over its request's paged cache.
+#pragma once
+#include "step.h"
+
+// Return the pieces of one row and one KV head.
+int64_t attention_pieces(const Attention*, int64_t position);
+
+// Floats that a thread needs.
+int64_t attention_floats(const Attention*);
+
+// Floats that the result of one piece takes.
+int64_t attention_result_floats(const Attention*);
+
+// Attend from the query heads of KV head `head` to the positions of `piece`, from x = [q, k, v]. The last piece also
+// writes k and v to the cache. `memory`: attention_floats; `result`: attention_result_floats.
+void attend_piece(
+    const Attention*, const StepRow*, const float* x, int64_t head, int64_t piece, float* memory, float* result);
+
+// Join the results of all pieces of KV head `head` into y [heads, head_dim].
+void join_pieces(const Attention*, int64_t head, int64_t pieces, const float* results, float* y);

@@ -1,0 +1,178 @@
+// Encodes rows of activations as lines of bytes.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include "products.h"
+
+static const float FINE_STEPS = 127 * 256, COARSE_STEPS = 127;
+static const float MAX_PEAK = 12;  // largest magnitude, relative to the rms of its row, for which 8 bits suffice
+static const float TINY = 1e-30f;  // a row without larger values counts as zeros
+
+struct Scratch {
+  float* x;             // [MAX_ROWS, inputs + 1]
+  int8_t* codes;        // [MAX_LINES, padded]
+  int32_t* group_sums;  // [MAX_LINES, padded / GROUP]
+  float steps[MAX_LINES];
+  int64_t first_line[MAX_ROWS + 1];
+};
+
+static int64_t padded(int64_t inputs) { return (inputs + GROUP - 1) / GROUP * GROUP; }
+
+Scratch* new_scratch(int64_t inputs) {
+  Scratch* s = calloc(1, sizeof *s);
+  if (!s) return NULL;
+  s->x = malloc((size_t)(MAX_ROWS * (inputs + 1)) * sizeof *s->x);
+  s->codes = malloc((size_t)(MAX_LINES * padded(inputs)));
+  s->group_sums = malloc((size_t)(MAX_LINES * padded(inputs) / GROUP) * sizeof *s->group_sums);
+  if (s->x && s->codes && s->group_sums) return s;
+  free_scratch(s);
+  return NULL;
+}
+
+void free_scratch(Scratch* s) {
+  if (!s) return;
+  free(s->x);
+  free(s->codes);
+  free(s->group_sums);
+  free(s);
+}
+
+// The bits of floats without their signs are ordered as the magnitudes are, infinity and NaN last.
+static float largest_magnitude(const float* x, int64_t count) {
+  int32_t most = 0;
+  for (int64_t i = 0; i < count; i++) {
+    int32_t bits;
+    memcpy(&bits, x + i, sizeof bits);
+    bits &= 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  float peak;
+  memcpy(&peak, &most, sizeof peak);
+  return peak;
+}
+
+static int has_outliers(const float* x, int64_t count, float peak) {
+  enum { PARTS = 32 };  // sums side by side
+  float parts[PARTS] = {0}, sum = 0;
+  const float factor = 1 / peak;  // squares of the largest values may not be finite
+  int64_t i = 0;
+  for (; i + PARTS <= count; i += PARTS)
+    for (int j = 0; j < PARTS; j++) parts[j] += (x[i + j] * factor) * (x[i + j] * factor);
+  for (; i < count; i++) sum += (x[i] * factor) * (x[i] * factor);
+  for (int j = 0; j < PARTS; j++) sum += parts[j];
+  return (float)count > sum * MAX_PEAK * MAX_PEAK;
+}
+
+// x to the nearest integer, for magnitudes below 2^22: adding 1.5 * 2^23 leaves the integer in the low bits.
+static inline int32_t nearest(float x) {
+  const float middle = 12582912;
+  float moved = x + middle;
+  int32_t bits, middle_bits;
+  memcpy(&bits, &moved, sizeof bits);
+  memcpy(&middle_bits, &middle, sizeof middle_bits);
+  return bits - middle_bits;
+}
+
+static void encode_group_coarse(const float* restrict x, float factor, int8_t* restrict high, int32_t* restrict sum) {
+  int32_t total = 0;
+  for (int i = 0; i < GROUP; i++) {
+    int32_t code = nearest(x[i] * factor);
+    high[i] = (int8_t)code;
+    total += code;
+  }
+  *sum = total;
+}
+
+static void encode_group_fine(
+    const float* restrict x, float factor, int8_t* restrict high, int8_t* restrict low, int32_t* restrict high_sum,
+    int32_t* restrict low_sum) {
+  int32_t highs = 0, lows = 0;
+  for (int i = 0; i < GROUP; i++) {
+    int32_t code = nearest(x[i] * factor), h = (code + 128) >> 8, l = code - h * 256;
+    l = l < -127 ? -127 : l;  // -128 has no opposite, which a product without VNNI needs
+    high[i] = (int8_t)h;
+    low[i] = (int8_t)l;
+    highs += h;
+    lows += l;
+  }
+  *high_sum = highs;
+  *low_sum = lows;
+}
+
+typedef struct {
+  int8_t* codes;
+  int32_t* group_sums;
+  int64_t inputs;  // padded
+} Lines;
+
+static void encode_group(const float* x, float factor, int is_fine, int64_t group, const Lines* to) {
+  int8_t* codes = to->codes + group * GROUP;
+  int32_t* sums = to->group_sums + group;
+  if (is_fine)
+    encode_group_fine(x, factor, codes, codes + to->inputs, sums, sums + to->inputs / GROUP);
+  else
+    encode_group_coarse(x, factor, codes, sums);
+}
+
+static void encode_row(const float* x, int64_t inputs, float factor, int is_fine, const Lines* to) {
+  const int64_t whole = inputs / GROUP;
+  for (int64_t group = 0; group < whole; group++) encode_group(x + group * GROUP, factor, is_fine, group, to);
+  if (whole * GROUP < inputs) {
+    float rest[GROUP] = {0};
+    memcpy(rest, x + whole * GROUP, (size_t)(inputs - whole * GROUP) * sizeof *x);
+    encode_group(rest, factor, is_fine, whole, to);
+  }
+}
+
+// Return how many lines the row takes.
+static int64_t encode_lines(const float* x, int64_t inputs, int is_fine, const Lines* to, float* steps) {
+  const float peak = largest_magnitude(x, inputs);
+  const int is_finite = isfinite(peak), is_zero = peak < TINY;
+  if (!is_finite || is_zero) {
+    memset(to->codes, 0, (size_t)to->inputs);
+    memset(to->group_sums, 0, (size_t)(to->inputs / GROUP) * sizeof *to->group_sums);
+    steps[0] = is_finite ? 0 : NAN;
+    return 1;
+  }
+  is_fine = is_fine || has_outliers(x, inputs, peak);
+  const float levels = is_fine ? FINE_STEPS : COARSE_STEPS, step = peak / levels;
+  encode_row(x, inputs, levels / peak, is_fine, to);
+  steps[0] = is_fine ? step * 256 : step;
+  if (is_fine) steps[1] = step;
+  return is_fine ? 2 : 1;
+}
+
+// x in the order of the matrix's columns, padded with a zero where pairs of inputs are read.
+static void copy_row(const Matrix* matrix, const float* x, float* to) {
+  const int64_t inputs = matrix->inputs;
+  if (matrix->input_order)
+    for (int64_t k = 0; k < inputs; k++) to[k] = x[matrix->input_order[k]];
+  else
+    memcpy(to, x, (size_t)inputs * sizeof *x);
+  to[inputs] = 0;
+}
+
+Rows encode_rows(const Matrix* matrix, const float* x, int64_t stride, int64_t rows, int is_fine, Scratch* s) {
+  const int64_t inputs = matrix->inputs;
+  const int is_pair = matrix->kind == KIND_BF16 || matrix->kind == KIND_F16;
+  if (matrix->input_order || (is_pair && inputs % 2)) {
+    for (int64_t r = 0; r < rows; r++) copy_row(matrix, x + r * stride, s->x + r * (inputs + 1));
+    x = s->x;
+    stride = inputs + 1;
+  }
+  Rows out = {.rows = rows, .x = x, .x_stride = stride};
+  if (is_pair || matrix->kind == KIND_F32) return out;
+  out.padded_inputs = padded(inputs);
+  for (int64_t r = 0; r < rows; r++) {
+    Lines to = {s->codes + out.lines * out.padded_inputs, s->group_sums + out.lines * (out.padded_inputs / GROUP),
+                out.padded_inputs};
+    s->first_line[r] = out.lines;
+    out.lines += encode_lines(x + r * stride, inputs, is_fine, &to, s->steps + out.lines);
+  }
+  s->first_line[rows] = out.lines;
+  out.codes = s->codes;
+  out.group_sums = s->group_sums;
+  out.steps = s->steps;
+  out.first_line = s->first_line;
+  return out;
+}

@@ -1,0 +1,92 @@
+// Functions of 16 floats, accurate to a few units of the last place of 1, and sums over rows of floats.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
+
+typedef float v16f __attribute__((vector_size(64), aligned(4)));
+typedef int32_t v16i __attribute__((vector_size(64), aligned(4)));
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline, unused))
+
+ALWAYS_INLINE v16f all_lanes(float a) { return (v16f){a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a}; }
+ALWAYS_INLINE v16f load16(const float* p) { return *(const v16f*)p; }
+ALWAYS_INLINE void store16(float* p, v16f a) { *(v16f*)p = a; }
+ALWAYS_INLINE v16f choose(v16i condition, v16f yes, v16f no) {
+  return (v16f)((condition & (v16i)yes) | (~condition & (v16i)no));
+}
+ALWAYS_INLINE v16f max16(v16f a, v16f b) { return choose(a > b, a, b); }
+ALWAYS_INLINE v16f abs16(v16f a) { return (v16f)((v16i)a & ((v16i){0} + 0x7fffffff)); }
+
+ALWAYS_INLINE float sum_lanes(v16f a) {
+  float s[8];
+  for (int i = 0; i < 8; i++) s[i] = a[i] + a[i + 8];
+  for (int i = 0; i < 4; i++) s[i] += s[i + 4];
+  return (s[0] + s[2]) + (s[1] + s[3]);
+}
+
+ALWAYS_INLINE float max_lanes(v16f a) {
+  float m = a[0];
+  for (int i = 1; i < 16; i++) m = a[i] > m ? a[i] : m;
+  return m;
+}
+
+// e^x = 2^n * e^r with |r| <= ln(2) / 2; x is limited to the exponents of normal numbers.
+ALWAYS_INLINE v16f exp16(v16f x) {
+  const v16f round = all_lanes(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  x = choose(x < all_lanes(-87.0f), all_lanes(-87.0f), x);
+  x = choose(x > all_lanes(88.0f), all_lanes(88.0f), x);
+  v16f shifted = x * all_lanes(1.44269504f) + round;
+  v16f n = shifted - round;
+  v16f r = x - n * all_lanes(0.693359375f) + n * all_lanes(2.12194440e-4f);
+  v16f p = all_lanes(1.0f / 5040);
+  p = p * r + all_lanes(1.0f / 720);
+  p = p * r + all_lanes(1.0f / 120);
+  p = p * r + all_lanes(1.0f / 24);
+  p = p * r + all_lanes(1.0f / 6);
+  p = p * r + all_lanes(0.5f);
+  p = p * r + all_lanes(1.0f);
+  p = p * r + all_lanes(1.0f);
+  v16i exponent = ((v16i)shifted - (v16i)round + 127) << 23;
+  return p * (v16f)exponent;
+}
+
+ALWAYS_INLINE v16f sigmoid16(v16f x) { return all_lanes(1.0f) / (all_lanes(1.0f) + exp16(-x)); }
+
+ALWAYS_INLINE v16f tanh16(v16f x) { return all_lanes(2.0f) * sigmoid16(x + x) - all_lanes(1.0f); }
+
+// The normal distribution's function, (1 + erf(x / sqrt(2))) / 2, off by at most 1e-7 (Abramowitz & Stegun 7.1.26).
+ALWAYS_INLINE v16f normal16(v16f x) {
+  v16f z = abs16(x) * all_lanes(0.70710678f);
+  v16f t = all_lanes(1.0f) / (all_lanes(1.0f) + all_lanes(0.3275911f) * z);
+  v16f p = all_lanes(1.061405429f);
+  p = p * t + all_lanes(-1.453152027f);
+  p = p * t + all_lanes(1.421413741f);
+  p = p * t + all_lanes(-0.284496736f);
+  p = p * t + all_lanes(0.254829592f);
+  v16f tail = all_lanes(0.5f) * p * t * exp16(-z * z);
+  return choose(x > all_lanes(0), all_lanes(1.0f) - tail, tail);
+}
+
+ALWAYS_INLINE float dot_rows(const float* a, const float* b, int64_t n) {
+  v16f s0 = all_lanes(0), s1 = s0;
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    s0 += load16(a + i) * load16(b + i);
+    s1 += load16(a + i + 16) * load16(b + i + 16);
+  }
+  float s = sum_lanes(s0 + s1);
+  for (; i < n; i++) s += a[i] * b[i];
+  return s;
+}
+
+ALWAYS_INLINE float sum_row(const float* a, int64_t n) {
+  v16f s0 = all_lanes(0);
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) s0 += load16(a + i);
+  float s = sum_lanes(s0);
+  for (; i < n; i++) s += a[i];
+  return s;
+}

@@ -1,0 +1,148 @@
+// Vectors of 4-byte lanes, as wide as the processor's registers. This is all that differs between instruction sets.
+//
+// A dot product of bytes multiplies the four bytes of each lane of weights with the four bytes of the same lane of
+// activations and adds the products to the lane. Activations are signed, from -127 to 127. Weights are signed or
+// unsigned, as the instruction wants them (WEIGHTS_ARE_UNSIGNED), over the whole range of a byte.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__AVX512VNNI__)
+#define INSTRUCTION_SET "avx512vnni"
+enum { LANES = 16, ACCUMULATORS = 16, WEIGHTS_ARE_UNSIGNED = 1 };
+#elif defined(__AVXVNNI__)
+#define INSTRUCTION_SET "avxvnni"
+enum { LANES = 8, ACCUMULATORS = 8, WEIGHTS_ARE_UNSIGNED = 1 };
+#elif defined(__AVX2__)
+#define INSTRUCTION_SET "avx2"
+enum { LANES = 8, ACCUMULATORS = 8, WEIGHTS_ARE_UNSIGNED = 0 };
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define INSTRUCTION_SET "dotprod"
+enum { LANES = 4, ACCUMULATORS = 16, WEIGHTS_ARE_UNSIGNED = 0 };
+#else
+#define INSTRUCTION_SET "plain"  // slow for bytes
+enum { LANES = 4, ACCUMULATORS = 8, WEIGHTS_ARE_UNSIGNED = 0 };
+#endif
+// ACCUMULATORS: vectors of sums that a loop may hold beside its operands without running out of registers.
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+
+INLINE Ints load_ints(const void* p) {
+  Ints v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+INLINE Floats load_floats(const void* p) {
+  Floats v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+INLINE void store_ints(void* p, Ints v) { memcpy(p, &v, sizeof v); }
+INLINE void store_floats(void* p, Floats v) { memcpy(p, &v, sizeof v); }
+
+#if defined(__AVX512VNNI__)
+
+INLINE Ints same_ints(int32_t a) { return (Ints)_mm512_set1_epi32(a); }
+INLINE Floats same_floats(float a) { return (Floats)_mm512_set1_ps(a); }
+INLINE Floats to_floats(Ints a) { return (Floats)_mm512_cvtepi32_ps((__m512i)a); }
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) {  // a * b + c
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+INLINE Floats load_halves(const uint16_t* p) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void*)p)); }
+INLINE Floats low_halves(Ints a) { return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)a)); }
+INLINE Ints dot_bytes(Ints sum, Ints w, Ints x) {
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+}
+
+#elif defined(__AVX2__)
+
+INLINE Ints same_ints(int32_t a) { return (Ints)_mm256_set1_epi32(a); }
+INLINE Floats same_floats(float a) { return (Floats)_mm256_set1_ps(a); }
+INLINE Floats to_floats(Ints a) { return (Floats)_mm256_cvtepi32_ps((__m256i)a); }
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+INLINE Floats load_halves(const uint16_t* p) { return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const void*)p)); }
+INLINE Floats low_halves(Ints a) {
+  const __m256i lower = _mm256_setr_epi8(
+      0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
+  __m256i quarters = _mm256_permute4x64_epi64(_mm256_shuffle_epi8((__m256i)a, lower), 0x08);
+  return (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(quarters));
+}
+#if defined(__AVXVNNI__)
+INLINE Ints dot_bytes(Ints sum, Ints w, Ints x) {
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+}
+#else
+INLINE Ints dot_bytes(Ints sum, Ints w, Ints x) {
+  // |w| may be 128, which an unsigned byte holds. x is never -128, so that its sign can change and a pair of products
+  // is at most 2 * 128 * 127, which 16 bits hold.
+  __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), _mm256_sign_epi8((__m256i)x, (__m256i)w));
+  return (Ints)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#endif
+
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+INLINE Ints same_ints(int32_t a) { return (Ints)vdupq_n_s32(a); }
+INLINE Floats same_floats(float a) { return (Floats)vdupq_n_f32(a); }
+INLINE Floats to_floats(Ints a) { return (Floats)vcvtq_f32_s32((int32x4_t)a); }
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+INLINE Floats load_halves(const uint16_t* p) { return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+INLINE Floats low_halves(Ints a) { return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32((uint32x4_t)a))); }
+INLINE Ints dot_bytes(Ints sum, Ints w, Ints x) {
+  return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
+}
+
+#else
+
+INLINE Ints same_ints(int32_t a) { return (Ints){a, a, a, a}; }
+INLINE Floats same_floats(float a) { return (Floats){a, a, a, a}; }
+INLINE Floats to_floats(Ints a) { return __builtin_convertvector(a, Floats); }
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }
+INLINE Floats low_halves(Ints a) {
+  Floats out;
+  for (int i = 0; i < LANES; i++) {
+    _Float16 half;
+    memcpy(&half, (const char*)&a + 4 * i, sizeof half);
+    out[i] = (float)half;
+  }
+  return out;
+}
+INLINE Floats load_halves(const uint16_t* p) { return low_halves((Ints){p[0], p[1], p[2], p[3]}); }
+INLINE Ints dot_bytes(Ints sum, Ints w, Ints x) {
+  for (int i = 0; i < LANES; i++)
+    for (int shift = 0; shift < 32; shift += 8) sum[i] += (int8_t)(w[i] >> shift) * (int8_t)(x[i] >> shift);
+  return sum;
+}
+
+#endif
+
+// Dot products of weights from 0 to 15. At most eight may be added to sums of zeros before `nibble_sums` is called.
+#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
+INLINE Ints dot_nibbles(Ints sum, Ints w, Ints x) {  // 16-bit sums: 8 * 2 * 15 * 127 = 30,480
+  return (Ints)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+}
+INLINE Ints nibble_sums(Ints sum) { return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
+#else
+INLINE Ints dot_nibbles(Ints sum, Ints w, Ints x) { return dot_bytes(sum, w, x); }
+INLINE Ints nibble_sums(Ints sum) { return sum; }
+#endif
+
+INLINE Floats low_bf16(Ints a) { return (Floats)(a << 16); }
+INLINE Floats high_bf16(Ints a) { return (Floats)(a & same_ints((int32_t)0xffff0000)); }
+INLINE Floats high_halves(Ints a) { return low_halves((Ints)((Words)a >> 16)); }

@@ -1,0 +1,272 @@
+"""Opens the library that this processor runs best, and calls it.
+
+    library = native()                  None: everything runs through torch; why_none() says why
+    y = library.linear(matrix, x)       for any number of rows
+    library.run_step(operations, rows)  a decode step, for up to MAX_ROWS rows
+
+One file for each instruction set is in this folder. The best one that the processor has the instructions for is opened.
+It is used only if it was compiled from the sources beside it, which a wheel does not have, and if a small product of
+each kind is right.
+LOCALLLM_CPU_SET names another set, or `none`.
+Does not know: models, how weights are packed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import threading
+from collections.abc import Sequence
+from ctypes import c_char_p, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu.native.self_check import wrong_kind
+from localllm.kernels.cpu.native.sources import FOLDER, library_name, source_hash
+from localllm.kernels.cpu.native.structures import (
+    MAX_ROWS,
+    OUTPUTS,
+    NativeAttention,
+    NativeExperts,
+    NativeMatrix,
+    NativeOperation,
+    NativeRow,
+)
+
+VARIABLE = "LOCALLLM_CPU_SET"
+AGAIN = "run `pip install -e .` again"
+SETS = {"x86_64": ("avx512vnni", "avxvnni", "avx2"), "aarch64": ("dotprod",)}
+"""Instruction sets by architecture, best first."""
+X86_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"}
+X86_V4 = X86_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+NEEDED = {
+    "avx2": X86_V3,
+    "avxvnni": X86_V3 | {"avx_vnni"},
+    "avx512vnni": X86_V4 | {"avx512_vnni"},
+    "dotprod": {"asimddp", "asimdhp"},
+}
+"""What /proc/cpuinfo names for each set. Linux names only what it also saves when it switches threads."""
+
+
+class Pool:
+    """Threads that run steps and products. Calls from several threads are run one after the other."""
+
+    def __init__(self, functions: ctypes.CDLL, threads: int) -> None:
+        """Start the threads, the caller's included. Raises MemoryError if there is no memory."""
+        self._functions, self.threads = functions, threads
+        self._pool = functions.localllm_open_pool(threads)
+        if not self._pool:
+            raise MemoryError(f"No memory for a pool of {threads} threads.")
+
+    def close(self) -> None:
+        """End the threads, after the call that is running. The pool is not used any more."""
+        pool, self._pool = self._pool, None
+        if pool:
+            self._functions.localllm_close_pool(pool)
+
+    def run_step(self, operations: ctypes.Array[NativeOperation], rows: ctypes.Array[NativeRow], num_rows: int) -> None:
+        """Run all operations for the first `num_rows` rows, at most MAX_ROWS."""
+        assert 1 <= num_rows <= min(MAX_ROWS, len(rows)), num_rows
+        self._functions.localllm_run_step(self._pool, operations, len(operations), rows, num_rows)
+
+    def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor:
+        """Return x W^T + bias [T, N] fp32, in `out` if given. x [T, K] fp32.
+
+        is_fine: low-bit weights get activations of 15 bits; else of 8 bits, and of 15 in rows with outliers.
+        """
+        rows, inputs = x.shape
+        assert x.dtype == torch.float32
+        assert inputs == matrix.inputs, (inputs, matrix.inputs)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        if out is None:
+            out = torch.empty((rows, matrix.outputs), dtype=torch.float32, device="cpu")
+        assert out.shape == (rows, matrix.outputs)
+        assert out.dtype == torch.float32
+        assert out.stride(1) == 1
+        self._functions.localllm_linear(
+            self._pool, matrix, x.data_ptr(), x.stride(0), rows, is_fine, out.data_ptr(), out.stride(0)
+        )
+        return out
+
+    def unpack(self, matrix: NativeMatrix, first: int, out: Tensor) -> None:
+        """Write the matrix's rows from row `first` on, a multiple of 64, to out [n, K] fp32."""
+        assert out.dtype == torch.float32
+        assert out.is_contiguous()
+        assert out.shape[1] == matrix.inputs
+        assert first % OUTPUTS == 0
+        assert first + len(out) <= matrix.outputs, (first, len(out))
+        self._functions.localllm_unpack(self._pool, matrix, first, len(out), out.data_ptr())
+
+    def unpack_bf16(self, matrix: NativeMatrix, out: Tensor, first: int = 0) -> None:
+        """Write rows of the matrix from row `first` on, a multiple of 64, into the columns of `out` [K, count] bf16.
+
+        count is a multiple of 64. Columns for rows beyond the padded matrix's last may not be asked for.
+        """
+        inputs, count = out.shape
+        assert out.dtype == torch.bfloat16
+        assert out.is_contiguous()
+        assert inputs == matrix.inputs, (inputs, matrix.inputs)
+        assert first % OUTPUTS == 0
+        assert count % OUTPUTS == 0
+        assert 0 <= count < matrix.outputs - first + OUTPUTS, (first, count)
+        self._functions.localllm_unpack_bf16(self._pool, matrix, first, count, out.data_ptr())
+
+
+class Library:
+    """An opened library, and a pool for each number of threads that torch has been told to use."""
+
+    def __init__(self, functions: ctypes.CDLL) -> None:
+        self._functions = functions
+        self._pools: dict[int, Pool] = {}
+        self._lock = threading.Lock()
+        self.instruction_set: str = functions.localllm_instruction_set().decode()
+
+    def open_pool(self, threads: int) -> Pool:
+        """Return a new pool. The caller closes it."""
+        return Pool(self._functions, threads)
+
+    @property
+    def pool(self) -> Pool:
+        """The process's pool of as many threads as torch uses. Nobody closes it: its threads sleep when idle."""
+        threads = torch.get_num_threads()
+        if threads not in self._pools:
+            with self._lock:
+                if threads not in self._pools:
+                    self._pools[threads] = self.open_pool(threads)
+        return self._pools[threads]
+
+    def run_step(self, operations: ctypes.Array[NativeOperation], rows: ctypes.Array[NativeRow], num_rows: int) -> None:
+        """Do `Pool.run_step` in the process's pool."""
+        self.pool.run_step(operations, rows, num_rows)
+
+    def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor:
+        """Do `Pool.linear` in the process's pool."""
+        return self.pool.linear(matrix, x, out, is_fine=is_fine)
+
+    def unpack(self, matrix: NativeMatrix, first: int, out: Tensor) -> None:
+        """Do `Pool.unpack` in the process's pool."""
+        self.pool.unpack(matrix, first, out)
+
+    def unpack_bf16(self, matrix: NativeMatrix, out: Tensor, first: int = 0) -> None:
+        """Do `Pool.unpack_bf16` in the process's pool."""
+        self.pool.unpack_bf16(matrix, out, first)
+
+
+def native() -> Library | None:
+    """Return the library; None if this process runs without one."""
+    return _library_or_reason()[0]
+
+
+def why_none() -> str:
+    """Return one line that says why there is no library; empty if there is one."""
+    return _library_or_reason()[1]
+
+
+@cache
+def _library_or_reason() -> tuple[Library | None, str]:
+    name, reason = _choose(os.environ.get(VARIABLE, ""), usable_sets(), _compiled_sets())
+    return (None, reason) if reason else open_library(name)
+
+
+def open_library(name: str) -> tuple[Library | None, str]:
+    """Return (the library of an instruction set, ""), or (None, why it cannot be used)."""
+    try:
+        functions = ctypes.CDLL(str(FOLDER / library_name(name)))
+        _declare(functions)
+    except (OSError, AttributeError) as error:
+        return None, f"The library for {name} cannot be opened: {error}; {AGAIN}."
+    reason = _fault_of(functions)
+    return (None, reason) if reason else (Library(functions), "")
+
+
+def _choose(wanted: str, usable: Sequence[str], compiled: Sequence[str]) -> tuple[str, str]:
+    """Return (the set to open, ""), or ("", why there is none). The sets come best first."""
+    if wanted == "none":
+        return "", f"{VARIABLE}=none is set."
+    if not usable:
+        return "", f"This processor ({platform.machine()}) has none of the instruction sets {_known_sets()}."
+    if wanted and wanted not in usable:
+        return "", f"{VARIABLE}={wanted} is set, but this processor runs: {', '.join(usable)}, none."
+    if not compiled:
+        return "", "The package was installed without compiled libraries: a C compiler was missing; " + AGAIN + "."
+    found = [name for name in usable if name in compiled and wanted in ("", name)]
+    if not found:
+        return "", f"There is no library for {wanted or ' or '.join(usable)}, only for {', '.join(compiled)}; {AGAIN}."
+    return found[0], ""
+
+
+def _known_sets() -> str:
+    return ", ".join(name for names in SETS.values() for name in names)
+
+
+def usable_sets() -> list[str]:
+    """Return the sets whose instructions this processor and its system run, best first."""
+    machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+    candidates = SETS.get(machine, ())
+    system = platform.system()
+    if system == "Linux":
+        flags = _cpuinfo_flags(Path("/proc/cpuinfo"))
+        return [name for name in candidates if NEEDED[name] <= flags]
+    if system == "Darwin":
+        return [name for name in candidates if name == "dotprod"]  # every Apple processor since the M1
+    return [name for name in candidates if _torch_sees(name)]
+
+
+def _cpuinfo_flags(path: Path) -> set[str]:
+    """Return the instructions that all processors of /proc/cpuinfo have."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    each = [set(line.partition(":")[2].split()) for line in lines if line.startswith(("flags", "Features"))]
+    return set.intersection(*each) if each else set()
+
+
+def _torch_sees(name: str) -> bool:
+    """Return whether torch finds a set's instructions, on systems that have no /proc/cpuinfo."""
+    if name == "avx2":
+        return torch.cpu._is_avx2_supported()
+    return name == "avx512vnni" and torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()
+
+
+def _compiled_sets() -> list[str]:
+    return [name for names in SETS.values() for name in names if (FOLDER / library_name(name)).exists()]
+
+
+def _declare(functions: ctypes.CDLL) -> None:
+    """Set the types of arguments and results. Raises AttributeError if a function is missing."""
+    matrix, pool, number = ctypes.POINTER(NativeMatrix), c_void_p, c_int64
+    operations, rows = ctypes.POINTER(NativeOperation), ctypes.POINTER(NativeRow)
+    for name, result, arguments in (
+        ("localllm_open_pool", pool, [number]),
+        ("localllm_close_pool", None, [pool]),
+        ("localllm_run_step", None, [pool, operations, number, rows, number]),
+        ("localllm_linear", None, [pool, matrix, c_void_p, number, number, number, c_void_p, number]),
+        ("localllm_unpack", None, [pool, matrix, number, number, c_void_p]),
+        ("localllm_unpack_bf16", None, [pool, matrix, number, number, c_void_p]),
+        ("localllm_instruction_set", c_char_p, []),
+        ("localllm_source_hash", c_char_p, []),
+        ("localllm_size_of", number, [number]),
+    ):
+        function = getattr(functions, name)
+        function.restype, function.argtypes = result, arguments
+
+
+def _fault_of(functions: ctypes.CDLL) -> str:
+    """Return why an opened library cannot be used; empty if it can."""
+    expected = source_hash()
+    if expected and functions.localllm_source_hash().decode() != expected:
+        return f"The compiled libraries are older than their sources; {AGAIN}."
+    structures = (NativeMatrix, NativeAttention, NativeExperts, NativeOperation, NativeRow)
+    if any(functions.localllm_size_of(place) != ctypes.sizeof(kind) for place, kind in enumerate(structures)):
+        return "The structures of structures.py and step.h differ."
+    pool = Pool(functions, 1)
+    try:
+        wrong = wrong_kind(pool)
+    finally:
+        pool.close()
+    return f"A product with {wrong.name} weights gave wrong results." if wrong is not None else ""

@@ -1,0 +1,269 @@
+// Products of a few rows with a block of 64 outputs, for every layout of matrix.h.
+//
+// A block is read once, GROUP inputs at a time: these are multiplied with all rows while the first level of the cache
+// holds them. Sums stay in memory from one group of inputs to the next. Within a group `ACCUMULATORS` vectors of sums
+// are in registers: a few rows times a few of the block's vectors.
+#include "lanes.h"
+#include "products.h"
+
+enum { VECTORS = OUTPUTS / LANES, WORDS = GROUP / 4 };
+
+typedef union {
+  float floats[OUTPUTS];
+  int32_t ints[OUTPUTS];
+} Sums __attribute__((aligned(64)));
+
+// How many vectors of a block are summed together for so many rows.
+#define TOGETHER(rows) (ACCUMULATORS / (rows) < VECTORS ? ACCUMULATORS / (rows) : VECTORS)
+
+// Call f(first, count) for all rows, with counts that the compiler knows.
+#define FOR_ROWS(total, call)                    \
+  do {                                           \
+    int64_t first = 0;                           \
+    for (; first + 4 <= (total); first += 4) {   \
+      enum { COUNT = 4 };                        \
+      call;                                      \
+    }                                            \
+    for (; first + 2 <= (total); first += 2) {   \
+      enum { COUNT = 2 };                        \
+      call;                                      \
+    }                                            \
+    for (; first < (total); first++) {           \
+      enum { COUNT = 1 };                        \
+      call;                                      \
+    }                                            \
+  } while (0)
+
+// Ask for the next 256 bytes that are `ahead` bytes after w. Processors look ahead by themselves, but not far enough for
+// one thread to read as fast as memory allows: so much more work is done for a byte of 4-bit weights that these need
+// the longer distance.
+enum { AHEAD = 1024, AHEAD_4_BIT = 2048 };
+INLINE void prefetch(const void* w, int64_t ahead) {
+  for (int i = 0; i < OUTPUTS * 4; i += 64) __builtin_prefetch((const char*)w + ahead + i);
+}
+
+// ---- 16 and 32 bit weights --------------------------------------------------------------------------------------------
+
+INLINE Floats even_input(int kind, Ints w) { return kind == KIND_BF16 ? low_bf16(w) : low_halves(w); }
+INLINE Floats odd_input(int kind, Ints w) { return kind == KIND_BF16 ? high_bf16(w) : high_halves(w); }
+
+// Add the products of `inputs` inputs with `count` rows: x of the first row, sums of the first row.
+INLINE void add_floats(
+    int kind, int count, const float* w, int64_t inputs, const float* x, int64_t x_stride, Sums* sums) {
+  const int together = TOGETHER(count);
+#pragma GCC unroll 1
+  for (int v = 0; v < VECTORS; v += together) {
+    Floats sum[ACCUMULATORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < count * together; i++)
+      sum[i] = load_floats(sums[i / together].floats + (v + i % together) * LANES);
+    const float* at = w + v * LANES;
+    const int step = kind == KIND_F32 ? 1 : 2;
+#pragma GCC unroll 1
+    for (int64_t k = 0; k < inputs; k += step, at += OUTPUTS) {
+      if (v == 0) prefetch(at, AHEAD);
+#pragma GCC unroll 16
+      for (int i = 0; i < count * together; i++) {
+        const float* row = x + i / together * x_stride + k;
+        if (kind == KIND_F32) {
+          sum[i] = multiply_add(load_floats(at + i % together * LANES), same_floats(row[0]), sum[i]);
+        } else {
+          const Ints pairs = load_ints(at + i % together * LANES);
+          sum[i] = multiply_add(even_input(kind, pairs), same_floats(row[0]), sum[i]);
+          sum[i] = multiply_add(odd_input(kind, pairs), same_floats(row[1]), sum[i]);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < count * together; i++)
+      store_floats(sums[i / together].floats + (v + i % together) * LANES, sum[i]);
+  }
+}
+
+INLINE void sum_floats(int kind, const Matrix* matrix, const Rows* rows, int64_t block, Sums* sums) {
+  const int64_t inputs = kind == KIND_F32 ? matrix->inputs : (matrix->inputs + 1) / 2 * 2;
+  const int64_t words = kind == KIND_F32 ? inputs : inputs / 2;  // in a row of memory, for each output
+  const float* w = (const float*)matrix->weights + block * words * OUTPUTS;
+  for (int64_t k = 0; k < inputs; k += GROUP, w += (kind == KIND_F32 ? GROUP : GROUP / 2) * OUTPUTS) {
+    const int64_t some = inputs - k < GROUP ? inputs - k : GROUP;
+    FOR_ROWS(rows->rows, add_floats(kind, COUNT, w, some, rows->x + first * rows->x_stride + k, rows->x_stride, sums + first));
+  }
+}
+
+static void sum_f32(const Matrix* m, const Rows* rows, int64_t block, Sums* sums) {
+  sum_floats(KIND_F32, m, rows, block, sums);
+}
+static void sum_bf16(const Matrix* m, const Rows* rows, int64_t block, Sums* sums) {
+  sum_floats(KIND_BF16, m, rows, block, sums);
+}
+static void sum_f16(const Matrix* m, const Rows* rows, int64_t block, Sums* sums) {
+  sum_floats(KIND_F16, m, rows, block, sums);
+}
+
+// ---- weights of 8 bits and fewer --------------------------------------------------------------------------------------
+
+// Some lines of codes within one group of inputs.
+typedef struct {
+  const int8_t* codes;
+  int64_t stride;
+  const int32_t* sums;
+  int64_t sums_stride;
+} Lines;
+
+INLINE Lines lines_at(const Rows* rows, int64_t first, int64_t group) {
+  const int64_t groups = rows->padded_inputs / GROUP;
+  return (Lines){rows->codes + first * rows->padded_inputs + group * GROUP, rows->padded_inputs,
+                 rows->group_sums + first * groups + group, groups};
+}
+
+INLINE Ints four_codes(const Lines* lines, int line, int64_t word) {
+  int32_t v;
+  memcpy(&v, lines->codes + line * lines->stride + 4 * word, sizeof v);
+  return same_ints(v);
+}
+
+// Bytes of 8-bit weights as `dot_bytes` wants them.
+INLINE Ints load_codes(const uint8_t* p, int is_unsigned) {
+  const Ints v = load_ints(p);
+  return is_unsigned == WEIGHTS_ARE_UNSIGNED ? v : v ^ same_ints((int32_t)0x80808080);
+}
+
+// What `dot_bytes` has added too much: unsigned weights are 128 more than their values.
+INLINE Ints excess(const Lines* lines, int line) {
+  return same_ints(WEIGHTS_ARE_UNSIGNED ? 128 * lines->sums[line * lines->sums_stride] : 0);
+}
+
+INLINE void add_int8(int count, const uint8_t* w, int64_t words, const Lines* lines, Sums* sums) {
+  const int together = TOGETHER(count);
+#pragma GCC unroll 1
+  for (int v = 0; v < VECTORS; v += together) {
+    Ints sum[ACCUMULATORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < count * together; i++)
+      sum[i] = load_ints(sums[i / together].ints + (v + i % together) * LANES) - excess(lines, i / together);
+    for (int64_t j = 0; j < words; j++) {
+      if (v == 0) prefetch(w + j * OUTPUTS * 4, AHEAD);
+#pragma GCC unroll 16
+      for (int i = 0; i < count * together; i++) {
+        const Ints codes = load_codes(w + (j * OUTPUTS + (v + i % together) * LANES) * 4, 0);
+        sum[i] = dot_bytes(sum[i], codes, four_codes(lines, i / together, j));
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < count * together; i++)
+      store_ints(sums[i / together].ints + (v + i % together) * LANES, sum[i]);
+  }
+}
+
+static void sum_int8(const Matrix* matrix, const Rows* rows, int64_t block, Sums* sums) {
+  const int64_t words = matrix->inputs / 4;
+  const uint8_t* w = (const uint8_t*)matrix->weights + block * words * OUTPUTS * 4;
+  for (int64_t j = 0; j < words; j += WORDS, w += WORDS * OUTPUTS * 4) {
+    const int64_t some = words - j < WORDS ? words - j : WORDS;
+    FOR_ROWS(rows->lines, Lines lines = lines_at(rows, first, j / WORDS);
+             add_int8(COUNT, w, some, &lines, sums + first));
+  }
+  for (int64_t line = 0; line < rows->lines; line++)
+    for (int v = 0; v < OUTPUTS; v += LANES)
+      store_floats(sums[line].floats + v, to_floats(load_ints(sums[line].ints + v)) *
+                                              load_floats(matrix->scales + block * OUTPUTS + v));
+}
+
+INLINE void dot_q8(int count, int together, int v, const uint8_t* w, const Lines* lines, Ints* sum) {
+#pragma GCC unroll 16
+  for (int i = 0; i < count * together; i++) sum[i] = -excess(lines, i / together);
+  for (int j = 0; j < WORDS; j++) {
+    if (v == 0) prefetch(w + j * OUTPUTS * 4, AHEAD);
+#pragma GCC unroll 16
+    for (int i = 0; i < count * together; i++) {
+      const Ints codes = load_codes(w + (j * OUTPUTS + (v + i % together) * LANES) * 4, 1);
+      sum[i] = dot_bytes(sum[i], codes, four_codes(lines, i / together, j));
+    }
+  }
+}
+
+INLINE void dot_q4(int count, int together, int v, const uint8_t* w, const Lines* lines, Ints* sum) {
+  const Ints nibble = same_ints(0x0f0f0f0f);
+#pragma GCC unroll 16
+  for (int i = 0; i < count * together; i++) sum[i] = same_ints(0);
+  for (int j = 0; j < WORDS / 2; j++) {
+    if (v == 0) prefetch(w + j * OUTPUTS * 4, AHEAD_4_BIT);
+#pragma GCC unroll 16
+    for (int i = 0; i < count * together; i++) {
+      const Ints both = load_ints(w + (j * OUTPUTS + (v + i % together) * LANES) * 4);
+      sum[i] = dot_nibbles(sum[i], both & nibble, four_codes(lines, i / together, j));
+      sum[i] = dot_nibbles(sum[i], (Ints)((Words)both >> 4) & nibble, four_codes(lines, i / together, WORDS / 2 + j));
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < count * together; i++) sum[i] = nibble_sums(sum[i]);
+}
+
+INLINE int64_t code_bytes(int kind) { return kind == KIND_Q8 ? GROUP * OUTPUTS : GROUP * OUTPUTS / 2; }
+INLINE int64_t group_bytes(int kind) { return code_bytes(kind) + OUTPUTS * 2 * (kind == KIND_Q4_MIN ? 2 : 1); }
+
+// Add a group's products, with its scales, for `count` lines.
+INLINE void add_group(int kind, int count, const uint8_t* w, const Lines* lines, Sums* sums) {
+  const int together = TOGETHER(count);
+  const uint16_t *scales = (const uint16_t*)(w + code_bytes(kind)), *minima = scales + OUTPUTS;
+#pragma GCC unroll 1
+  for (int v = 0; v < VECTORS; v += together) {
+    Ints sum[ACCUMULATORS];
+    if (kind == KIND_Q8)
+      dot_q8(count, together, v, w, lines, sum);
+    else
+      dot_q4(count, together, v, w, lines, sum);
+#pragma GCC unroll 16
+    for (int i = 0; i < count * together; i++) {
+      const int at = (v + i % together) * LANES, line_sum = lines->sums[i / together * lines->sums_stride];
+      float* to = sums[i / together].floats + at;
+      if (kind == KIND_Q4) sum[i] -= same_ints(8 * line_sum);
+      Floats total = multiply_add(to_floats(sum[i]), load_halves(scales + at), load_floats(to));
+      if (kind == KIND_Q4_MIN) total = multiply_add(same_floats((float)-line_sum), load_halves(minima + at), total);
+      store_floats(to, total);
+    }
+  }
+}
+
+INLINE void sum_groups(int kind, const Matrix* matrix, const Rows* rows, int64_t block, Sums* sums) {
+  const int64_t groups = matrix->inputs / GROUP;
+  const uint8_t* w = (const uint8_t*)matrix->weights + block * groups * group_bytes(kind);
+  for (int64_t group = 0; group < groups; group++, w += group_bytes(kind))
+    FOR_ROWS(rows->lines, Lines lines = lines_at(rows, first, group);
+             add_group(kind, COUNT, w, &lines, sums + first));
+}
+
+static void sum_q8(const Matrix* m, const Rows* rows, int64_t block, Sums* sums) {
+  sum_groups(KIND_Q8, m, rows, block, sums);
+}
+static void sum_q4(const Matrix* m, const Rows* rows, int64_t block, Sums* sums) {
+  sum_groups(KIND_Q4, m, rows, block, sums);
+}
+static void sum_q4_min(const Matrix* m, const Rows* rows, int64_t block, Sums* sums) {
+  sum_groups(KIND_Q4_MIN, m, rows, block, sums);
+}
+
+// ---- all kinds --------------------------------------------------------------------------------------------------------
+
+static Floats row_result(const Rows* rows, const Sums* sums, int64_t row, int at, Floats bias) {
+  if (!rows->lines) return load_floats(sums[row].floats + at) + bias;
+  Floats y = same_floats(0);
+  for (int64_t line = rows->first_line[row]; line < rows->first_line[row + 1]; line++)
+    y = multiply_add(load_floats(sums[line].floats + at), same_floats(rows->steps[line]), y);
+  return y + bias;
+}
+
+void multiply_block(const Matrix* matrix, const Rows* rows, int64_t block, float* y, int64_t stride) {
+  static void (*const sum[])(const Matrix*, const Rows*, int64_t, Sums*) = {
+      [KIND_F32] = sum_f32, [KIND_BF16] = sum_bf16, [KIND_F16] = sum_f16,       [KIND_I8] = sum_int8,
+      [KIND_Q8] = sum_q8,   [KIND_Q4] = sum_q4,     [KIND_Q4_MIN] = sum_q4_min,
+  };
+  Sums sums[MAX_LINES];
+  memset(sums, 0, (size_t)(rows->lines ? rows->lines : rows->rows) * sizeof *sums);
+  sum[matrix->kind](matrix, rows, block, sums);
+  for (int64_t row = 0; row < rows->rows; row++)
+    for (int at = 0; at < OUTPUTS; at += LANES) {
+      const Floats bias = matrix->bias ? load_floats(matrix->bias + block * OUTPUTS + at) : same_floats(0);
+      store_floats(y + row * stride + at, row_result(rows, sums, row, at, bias));
+    }
+}

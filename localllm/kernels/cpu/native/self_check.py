@@ -1,0 +1,94 @@
+"""A small product of each kind of weights, held against its definition in matrix.h. Takes less than a millisecond.
+
+Does not know: the library (it gets something that multiplies).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from localllm.kernels.cpu.native.structures import OUTPUTS, Kind, NativeMatrix
+
+INPUTS = 64
+ROWS = 3
+TOLERANCE = 1e-3  # of the largest result; codes of 15 bits make errors of 1e-4
+
+Bytes = NDArray[np.uint8]
+Values = NDArray[np.float32]
+
+
+class Multiplies(Protocol):
+    def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor: ...
+
+
+def wrong_kind(pool: Multiplies) -> Kind | None:
+    """Return the first kind whose product is wrong; None if all are right."""
+    random = np.random.default_rng(7)
+    x = random.standard_normal((ROWS, INPUTS), dtype=np.float32)
+    for kind in Kind:
+        if not _is_right(pool, kind, x, random):
+            return kind
+    return None
+
+
+def _is_right(pool: Multiplies, kind: Kind, x: Values, random: np.random.Generator) -> bool:
+    data, values = _weights(kind, random)
+    aligned = np.empty(data.nbytes + 64, np.uint8)
+    start = -aligned.ctypes.data % 64
+    weights = aligned[start : start + data.nbytes]
+    weights[:] = np.frombuffer(data.tobytes(), np.uint8)
+    scales = random.random(OUTPUTS, dtype=np.float32) + np.float32(0.5)
+    matrix = NativeMatrix(kind, OUTPUTS, INPUTS, weights.ctypes.data)
+    if kind is Kind.I8:
+        matrix.scales, values = scales.ctypes.data, values * scales[:, None]
+    expected = x.astype(np.float64) @ values.T.astype(np.float64)
+    error = np.abs(pool.linear(matrix, torch.from_numpy(x)).numpy() - expected).max()
+    return bool(error <= TOLERANCE * np.abs(expected).max())
+
+
+def _weights(kind: Kind, random: np.random.Generator) -> tuple[Bytes | Values, Values]:
+    """Return (bytes in the layout of the kind, the values [OUTPUTS, INPUTS] that they stand for)."""
+    if kind in (Kind.F32, Kind.BF16, Kind.F16):
+        return _floats(kind, random.standard_normal((OUTPUTS, INPUTS), dtype=np.float32))
+    if kind is Kind.I8:
+        codes = random.integers(-127, 128, (OUTPUTS, INPUTS), np.int8)
+        return _lanes(codes, 4).view(np.uint8), codes.astype(np.float32)
+    return _blocks(kind, random)
+
+
+def _lanes(values: NDArray[np.generic], together: int) -> NDArray[np.generic]:
+    """Return values [OUTPUTS, K] as [K / together, OUTPUTS, together]."""
+    return np.ascontiguousarray(values.reshape(OUTPUTS, -1, together).transpose(1, 0, 2))
+
+
+def _floats(kind: Kind, values: Values) -> tuple[Bytes, Values]:
+    if kind is Kind.F32:
+        return _lanes(values, 1).view(np.uint8), values
+    if kind is Kind.F16:
+        halves = values.astype(np.float16)
+        return _lanes(halves, 2).view(np.uint8), halves.astype(np.float32)
+    bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+    return _lanes(bits, 2).view(np.uint8), (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _blocks(kind: Kind, random: np.random.Generator) -> tuple[Bytes, Values]:
+    """Do `_weights` for kinds with blocks of 32 inputs."""
+    blocks = INPUTS // 32
+    parts: list[Bytes] = []
+    values = np.empty((OUTPUTS, blocks, 32), np.float32)
+    for block in range(blocks):
+        codes = random.integers(0, 256 if kind is Kind.Q8 else 16, (OUTPUTS, 32), np.uint8)
+        scales, minima = (random.random((2, OUTPUTS)) + 0.5).astype(np.float16)
+        packed = codes if kind is Kind.Q8 else codes[:, :16] | codes[:, 16:] << 4
+        parts += [_lanes(packed, 4).view(np.uint8).ravel(), scales.view(np.uint8)]
+        offset = {Kind.Q8: 128, Kind.Q4: 8}.get(kind, 0)
+        values[:, block] = (codes.astype(np.float32) - offset) * scales[:, None].astype(np.float32)
+        if kind is Kind.Q4_MIN:
+            parts.append(minima.view(np.uint8))
+            values[:, block] -= minima[:, None].astype(np.float32)
+    return np.concatenate(parts), values.reshape(OUTPUTS, INPUTS)

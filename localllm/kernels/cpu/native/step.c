@@ -1,0 +1,692 @@
+// Operations of a decode step, and products on their own, as jobs of a pool.
+#include "step.h"
+#include <float.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include "attend.h"
+#include "functions.h"
+#include "lanes.h"
+
+enum {
+  PIECE_BYTES = 1 << 17,  // of weights that a thread takes at a time
+  PIECES_PER_THREAD = 4,  // at least, where the matrix has so many blocks: the last pieces end at about the same time
+  MAX_CHOICES = 1 << 12,  // experts of a row
+  GROUPS = 64             // of MAX_ROWS rows that a product of many rows encodes before it multiplies
+};
+
+// Memory ---------------------------------------------------------------------------------------------------------------
+
+// What one thread needs. It grows between jobs.
+typedef struct {
+  Scratch* scratch;
+  float* normed;  // [MAX_ROWS, inputs]
+  float* attention;
+  Rows rows;         // the input `prepared`, normed and encoded
+  int64_t prepared;  // key; -1: none
+} Local;
+
+typedef struct {
+  int64_t threads, inputs, attention_floats, result_floats, joins;
+  Local* locals;         // [threads]
+  float* results;        // of the pieces of an attention
+  _Atomic int64_t* left;  // [joins] pieces of a row's KV head that are done; zeros between operations
+  Scratch* groups[GROUPS];
+  int64_t group_inputs, num_groups;
+} Memory;
+
+static void free_memory(void* shared) {
+  Memory* memory = shared;
+  for (int64_t i = 0; i < memory->threads; i++) {
+    Local* local = &memory->locals[i];
+    if (local->scratch) free_scratch(local->scratch);
+    free(local->normed);
+    free(local->attention);
+  }
+  for (int64_t i = 0; i < memory->num_groups; i++) free_scratch(memory->groups[i]);
+  free(memory->locals);
+  free(memory->results);
+  free((void*)memory->left);
+  free(memory);
+}
+
+static Memory* memory_of(Pool* pool) {
+  Memory* memory = pool_shared(pool);
+  if (memory) return memory;
+  memory = calloc(1, sizeof *memory);
+  memory->threads = pool_threads(pool);
+  memory->locals = calloc((size_t)memory->threads, sizeof(Local));
+  set_pool_shared(pool, memory, free_memory);
+  return memory;
+}
+
+static void replace(float** buffer, int64_t floats) {
+  free(*buffer);
+  *buffer = malloc((size_t)floats * sizeof(float));
+}
+
+static void want_inputs(Memory* memory, int64_t inputs) {
+  if (inputs <= memory->inputs) return;
+  for (int64_t i = 0; i < memory->threads; i++) {
+    Local* local = &memory->locals[i];
+    if (local->scratch) free_scratch(local->scratch);
+    local->scratch = new_scratch(inputs);
+    replace(&local->normed, MAX_ROWS * inputs);
+  }
+  memory->inputs = inputs;
+}
+
+static void want_attention(Memory* memory, const Attention* attention, int64_t pieces, int64_t rows) {
+  const int64_t floats = attention_floats(attention), results = pieces * attention_result_floats(attention);
+  const int64_t joins = rows * attention->kv_heads;
+  if (floats > memory->attention_floats) {
+    for (int64_t i = 0; i < memory->threads; i++) replace(&memory->locals[i].attention, floats);
+    memory->attention_floats = floats;
+  }
+  if (results > memory->result_floats) {
+    memory->result_floats = results + results / 2;
+    replace(&memory->results, memory->result_floats);
+  }
+  if (joins > memory->joins) {
+    free((void*)memory->left);
+    memory->left = calloc((size_t)joins, sizeof *memory->left);
+    memory->joins = joins;
+  }
+}
+
+// Norms and activations ------------------------------------------------------------------------------------------------
+
+static void rms_norm(const Norm* norm, const float* x, int64_t n, float* y) {
+  const float factor = 1.0f / sqrtf(dot_rows(x, x, n) / (float)n + (float)norm->eps);
+  for (int64_t i = 0; i < n; i++) y[i] = x[i] * factor * norm->weight[i];
+}
+
+static void layer_norm(const Norm* norm, const float* x, int64_t n, float* y) {
+  const float mean = sum_row(x, n) / (float)n;
+  for (int64_t i = 0; i < n; i++) y[i] = x[i] - mean;
+  const float factor = 1.0f / sqrtf(dot_rows(y, y, n) / (float)n + (float)norm->eps);
+  if (norm->bias) {
+    for (int64_t i = 0; i < n; i++) y[i] = y[i] * factor * norm->weight[i] + norm->bias[i];
+  } else {
+    for (int64_t i = 0; i < n; i++) y[i] = y[i] * factor * norm->weight[i];
+  }
+}
+
+static void norm_row(const Norm* norm, const float* x, int64_t n, float* y) {
+  if (norm->kind == NORM_RMS) {
+    rms_norm(norm, x, n, y);
+  } else {
+    layer_norm(norm, x, n, y);
+  }
+}
+
+ALWAYS_INLINE v16f activate16(int64_t activation, v16f x) {
+  const v16f zero = all_lanes(0);
+  switch (activation) {
+    case ACT_SILU: return x * sigmoid16(x);
+    case ACT_GELU: return x * normal16(x);
+    case ACT_GELU_TANH: {  // (1 + tanh(u)) / 2 = sigmoid(2 u)
+      v16f u = x * (all_lanes(1.0f) + all_lanes(0.044715f) * x * x);
+      return x * sigmoid16(u * all_lanes(1.59576912f));
+    }
+    case ACT_RELU: return choose(x < zero, zero, x);
+    case ACT_RELU2: return choose(x < zero, zero, x * x);
+    case ACT_QUICK_GELU: return x * sigmoid16(x * all_lanes(1.702f));
+    case ACT_SIGMOID: return sigmoid16(x);
+    default: return x;
+  }
+}
+
+ALWAYS_INLINE v16f limit16(v16f x, float low, float high) {
+  x = choose(x < all_lanes(low), all_lanes(low), x);
+  return choose(x > all_lanes(high), all_lanes(high), x);
+}
+
+// Return activation(gate) * up.
+ALWAYS_INLINE v16f gate16(int64_t activation, v16f gate, v16f up) {
+  if (activation != ACT_SWIGLU_CLAMPED) return activate16(activation, gate) * up;
+  gate = limit16(gate, -INFINITY, 7.0f);
+  return (limit16(up, -7.0f, 7.0f) + all_lanes(1.0f)) * gate * sigmoid16(gate * all_lanes(1.702f));
+}
+
+// Products -------------------------------------------------------------------------------------------------------------
+
+static int64_t blocks_of(int64_t outputs) { return (outputs + OUTPUTS - 1) / OUTPUTS; }
+
+static int64_t block_bytes(const Matrix* matrix) {
+  const int64_t inputs = matrix->inputs;
+  switch (matrix->kind) {
+    case KIND_F32: return inputs * OUTPUTS * 4;
+    case KIND_BF16:
+    case KIND_F16: return (inputs + 1) / 2 * OUTPUTS * 4;
+    case KIND_I8: return inputs * OUTPUTS;
+    case KIND_Q8: return inputs / 32 * (2048 + 128);
+    case KIND_Q4: return inputs / 32 * (1024 + 128);
+    default: return inputs / 32 * (1024 + 256);
+  }
+}
+
+// Blocks of outputs of an operation: of y, that is, half of a gated matrix.
+static int64_t operation_outputs(const Operation* o) {
+  return o->op == OP_GATED ? o->matrix.outputs / 2 : o->matrix.outputs;
+}
+
+static int64_t clamp(int64_t value, int64_t low, int64_t high) {
+  return value < low ? low : value > high ? high : value;
+}
+
+// Return how many blocks of outputs one piece has.
+static int64_t blocks_per_piece(int64_t blocks, int64_t bytes, int64_t threads) {
+  const int64_t most = clamp(blocks / (threads * PIECES_PER_THREAD), 1, blocks);
+  return clamp(PIECE_BYTES / bytes, 1, most);
+}
+
+static int64_t pieces_of(int64_t blocks, int64_t per_piece) { return (blocks + per_piece - 1) / per_piece; }
+
+typedef struct {
+  Memory* memory;
+  const Operation* operations;
+  const StepRow* rows;
+  int64_t num_rows;
+} Step;
+
+// Every thread norms and encodes the input for itself: that takes less time than waiting for the one that does. `key`
+// names the input within the step, so that a thread does it once.
+static const Rows* prepare(
+    Step* step, int64_t key, const Matrix* matrix, const Norm* norm, const float* x, int64_t stride, int64_t rows,
+    int64_t thread) {
+  Local* local = &step->memory->locals[thread];
+  if (local->prepared == key) return &local->rows;
+  const int64_t inputs = matrix->inputs;
+  if (norm->kind != NORM_NONE) {
+    for (int64_t r = 0; r < rows; r++) norm_row(norm, x + r * stride, inputs, local->normed + r * inputs);
+    x = local->normed;
+    stride = inputs;
+  }
+  local->rows = encode_rows(matrix, x, stride, rows, 1, local->scratch);
+  local->prepared = key;
+  return &local->rows;
+}
+
+static int64_t key_of(int64_t operation, int64_t row, int64_t choice) {
+  return (operation * MAX_ROWS + row) * MAX_CHOICES + choice;
+}
+
+// Write or add 64 or fewer results of each row to y.
+static void finish_block(const Operation* o, const float* results, int64_t rows, int64_t first, int64_t count) {
+  const v16f factor = all_lanes((float)o->factor);
+  for (int64_t r = 0; r < rows; r++) {
+    float y[OUTPUTS], *out = o->y + r * o->y_stride + first;
+    for (int64_t i = 0; i < OUTPUTS; i += 16) store16(y + i, load16(results + r * OUTPUTS + i) * factor);
+    if (o->adds) {
+      for (int64_t i = 0; i < count; i++) out[i] += y[i];
+    } else {
+      memcpy(out, y, (size_t)count * sizeof(float));
+    }
+  }
+}
+
+static void run_linear_block(const Operation* o, const Rows* rows, int64_t block) {
+  float y[MAX_ROWS * OUTPUTS];
+  multiply_block(&o->matrix, rows, block, y, OUTPUTS);
+  if (o->activation != ACT_NONE) {
+    for (int64_t i = 0; i < rows->rows * OUTPUTS; i += 16) store16(y + i, activate16(o->activation, load16(y + i)));
+  }
+  finish_block(o, y, rows->rows, block * OUTPUTS, clamp(o->matrix.outputs - block * OUTPUTS, 0, OUTPUTS));
+}
+
+// gated [rows, 64]
+static void multiply_gated(const Matrix* matrix, int64_t activation, const Rows* rows, int64_t block, float* gated) {
+  const int64_t outputs = matrix->outputs / 2, first = block * OUTPUTS, count = clamp(outputs - first, 0, OUTPUTS);
+  const int64_t up_block = (outputs + first) / OUTPUTS, offset = (outputs + first) % OUTPUTS;
+  float up[MAX_ROWS * 2 * OUTPUTS];
+  multiply_block(matrix, rows, block, gated, OUTPUTS);
+  multiply_block(matrix, rows, up_block, up, 2 * OUTPUTS);
+  if (offset + count > OUTPUTS) multiply_block(matrix, rows, up_block + 1, up + OUTPUTS, 2 * OUTPUTS);
+  for (int64_t r = 0; r < rows->rows; r++) {
+    float *g = gated + r * OUTPUTS, *u = up + r * 2 * OUTPUTS;
+    if (offset) memmove(u, u + offset, (size_t)count * sizeof(float));
+    for (int64_t i = 0; i < OUTPUTS; i += 16) store16(g + i, gate16(activation, load16(g + i), load16(u + i)));
+  }
+}
+
+static void run_gated_block(const Operation* o, const Rows* rows, int64_t block) {
+  float y[MAX_ROWS * OUTPUTS];
+  multiply_gated(&o->matrix, o->activation, rows, block, y);
+  finish_block(o, y, rows->rows, block * OUTPUTS, clamp(o->matrix.outputs / 2 - block * OUTPUTS, 0, OUTPUTS));
+}
+
+static int64_t product_blocks_per_piece(const Step* step, const Operation* o) {
+  const int64_t bytes = block_bytes(&o->matrix) * (o->op == OP_GATED ? 2 : 1);
+  return blocks_per_piece(blocks_of(operation_outputs(o)), bytes, step->memory->threads);
+}
+
+static void run_product(Step* step, int64_t operation, int64_t piece, int64_t thread) {
+  const Operation* o = &step->operations[operation];
+  const Rows* rows = prepare(
+      step, key_of(operation, 0, 0), &o->matrix, &o->norm, o->x, o->x_stride, step->num_rows, thread);
+  const int64_t blocks = blocks_of(operation_outputs(o)), per_piece = product_blocks_per_piece(step, o);
+  const int64_t end = clamp((piece + 1) * per_piece, 0, blocks);
+  for (int64_t block = piece * per_piece; block < end; block++) {
+    if (o->op == OP_GATED) {
+      run_gated_block(o, rows, block);
+    } else {
+      run_linear_block(o, rows, block);
+    }
+  }
+}
+
+// Attention ------------------------------------------------------------------------------------------------------------
+
+static int64_t count_attention_pieces(const Step* step, const Attention* attention) {
+  int64_t pieces = 0;
+  for (int64_t r = 0; r < step->num_rows; r++) {
+    pieces += attention->kv_heads * attention_pieces(attention, step->rows[r].position);
+  }
+  return pieces;
+}
+
+// The pieces of an operation are those of the first row's first KV head, then of its second, ..., then of the next row.
+static void run_attention(Step* step, int64_t operation, int64_t piece, int64_t thread) {
+  const Operation* o = &step->operations[operation];
+  const Attention* attention = o->attention;
+  const int64_t size = attention_result_floats(attention);
+  int64_t row = 0, start = 0, pieces = attention_pieces(attention, step->rows[0].position);
+  while (piece >= start + attention->kv_heads * pieces) {
+    start += attention->kv_heads * pieces;
+    pieces = attention_pieces(attention, step->rows[++row].position);
+  }
+  const int64_t head = (piece - start) / pieces, part = (piece - start) % pieces;
+  Memory* memory = step->memory;
+  attend_piece(attention, &step->rows[row], o->x + row * o->x_stride, head, part, memory->locals[thread].attention,
+               memory->results + piece * size);
+  _Atomic int64_t* left = &memory->left[row * attention->kv_heads + head];
+  if (atomic_fetch_add_explicit(left, 1, memory_order_acq_rel) + 1 < pieces) return;
+  atomic_store_explicit(left, 0, memory_order_relaxed);
+  join_pieces(attention, head, pieces, memory->results + (start + head * pieces) * size, o->y + row * o->y_stride);
+}
+
+// A mixture of experts --------------------------------------------------------------------------------------------------
+
+static void softmax(float* x, int64_t n) {
+  float largest = -INFINITY, sum = 0;
+  for (int64_t i = 0; i < n; i++) largest = x[i] > largest ? x[i] : largest;
+  for (int64_t i = 0; i < n; i++) sum += x[i] = expf(x[i] - largest);
+  for (int64_t i = 0; i < n; i++) x[i] /= sum;
+}
+
+// Return the place of the largest value, the first one where several are equal.
+static int64_t place_of_largest(const float* x, int64_t n) {
+  int64_t place = 0;
+  for (int64_t i = 1; i < n; i++) place = x[i] > x[place] ? i : place;
+  return place;
+}
+
+// What a group counts for: its largest value, or with a correction the sum of its two largest.
+static float group_value(const Experts* e, const float* choice, int64_t size) {
+  const int64_t best = place_of_largest(choice, size);
+  if (!e->correction || size < 2) return choice[best];
+  float second = -INFINITY;
+  for (int64_t i = 0; i < size; i++) second = i != best && choice[i] > second ? choice[i] : second;
+  return choice[best] + second;
+}
+
+// Set `choice` to -infinity outside the best groups. `values` has space for one of each group.
+static void leave_groups_out(const Experts* e, float* choice, float* values) {
+  const int64_t size = e->count / e->num_groups;
+  for (int64_t g = 0; g < e->num_groups; g++) values[g] = group_value(e, choice + g * size, size);
+  for (int64_t left_out = e->num_groups - e->top_groups; left_out > 0; left_out--) {
+    int64_t worst = 0;  // the last one where several are equal
+    for (int64_t g = 1; g < e->num_groups; g++) worst = values[g] <= values[worst] ? g : worst;
+    values[worst] = INFINITY;
+    for (int64_t i = 0; i < size; i++) choice[worst * size + i] = -INFINITY;
+  }
+}
+
+// As kernels/moe/route.py. `memory`: 3 * count floats.
+static void route(const Experts* e, const float* logits, int32_t* ids, float* weights, float* memory) {
+  float *scores = memory, *choice = memory + e->count, sum = 0;
+  memcpy(scores, logits, (size_t)e->count * sizeof(float));
+  if (e->is_sigmoid) {
+    for (int64_t i = 0; i < e->count; i++) scores[i] = 1.0f / (1.0f + expf(-scores[i]));
+  } else {
+    softmax(scores, e->count);
+  }
+  for (int64_t i = 0; i < e->count; i++) {
+    float value = e->correction ? scores[i] + e->correction[i] : logits[i];
+    choice[i] = value >= -FLT_MAX ? value : -FLT_MAX;  // NaN: lowest, but above a group that is left out
+  }
+  if (e->num_groups > 1) leave_groups_out(e, choice, choice + e->count);
+  for (int64_t k = 0; k < e->top_k; k++) {
+    ids[k] = (int32_t)place_of_largest(choice, e->count);
+    weights[k] = scores[ids[k]];
+    sum += weights[k];
+    choice[ids[k]] = -INFINITY;
+  }
+  float factor = (float)e->scale;
+  if (e->renormalizes) factor /= sum < 1e-20f ? 1e-20f : sum;
+  for (int64_t k = 0; k < e->top_k; k++) weights[k] *= factor;
+}
+
+static void run_route(const Operation* o, int64_t row, float* memory) {
+  const Experts* e = o->experts;
+  route(e, o->x + row * o->x_stride, e->ids + row * e->top_k, e->weights + row * e->top_k, memory);
+}
+
+static int64_t expert_blocks_per_piece(const Step* step, const Operation* o) {
+  const int64_t blocks = blocks_of(o->matrix.outputs);
+  return blocks_per_piece(blocks, 1, step->memory->threads);  // limited by the number of pieces only
+}
+
+// Pieces of one row and one choice; of one row for the second matrices, whose results are added up.
+static int64_t count_expert_pieces(const Step* step, const Operation* o) {
+  const int64_t each = pieces_of(blocks_of(o->matrix.outputs), expert_blocks_per_piece(step, o));
+  return step->num_rows * (o->op == OP_EXPERTS_GATED ? o->experts->top_k : 1) * each;
+}
+
+typedef struct {
+  int64_t item, first, end;  // which row, or row and choice; its blocks
+} Blocks;
+
+static Blocks expert_blocks(const Step* step, const Operation* o, int64_t piece) {
+  const int64_t blocks = blocks_of(o->matrix.outputs), per_piece = expert_blocks_per_piece(step, o);
+  const int64_t pieces = pieces_of(blocks, per_piece), first = piece % pieces * per_piece;
+  return (Blocks){piece / pieces, first, clamp(first + per_piece, 0, blocks)};
+}
+
+static void run_expert_gates(Step* step, int64_t operation, int64_t piece, int64_t thread) {
+  const Operation* o = &step->operations[operation];
+  const Experts* e = o->experts;
+  const Blocks p = expert_blocks(step, o, piece);
+  const int64_t row = p.item / e->top_k, choice = p.item % e->top_k, outputs = o->matrix.outputs;
+  const Matrix* matrix = &e->gate_up[e->ids[p.item]];
+  const Rows* rows = prepare(
+      step, key_of(operation, row, choice), matrix, &o->norm, o->x + row * o->x_stride, o->x_stride, 1, thread);
+  float y[MAX_ROWS * OUTPUTS], *out = o->y + row * o->y_stride + choice * outputs;
+  for (int64_t block = p.first; block < p.end; block++) {
+    multiply_gated(matrix, o->activation, rows, block, y);
+    memcpy(out + block * OUTPUTS, y, (size_t)clamp(outputs - block * OUTPUTS, 0, OUTPUTS) * sizeof(float));
+  }
+}
+
+static void add_weighted(const float* x, float weight, float* y) {
+  for (int64_t i = 0; i < OUTPUTS; i += 16) store16(y + i, load16(y + i) + load16(x + i) * all_lanes(weight));
+}
+
+// One block of outputs of one row at a time, because the choices are added up in their order.
+static void run_expert_downs(Step* step, int64_t operation, int64_t piece, int64_t thread) {
+  const Operation* o = &step->operations[operation];
+  const Experts* e = o->experts;
+  const Blocks p = expert_blocks(step, o, piece);
+  Local* local = &step->memory->locals[thread];
+  const int64_t row = p.item, size = (p.end - p.first) * OUTPUTS;
+  float y[MAX_ROWS * OUTPUTS], *sums = local->normed;  // these operations have no norm
+  memset(sums, 0, (size_t)size * sizeof(float));
+  for (int64_t choice = 0; choice < e->top_k; choice++) {
+    const Matrix* matrix = &e->down[e->ids[row * e->top_k + choice]];
+    const float* x = o->x + row * o->x_stride + choice * matrix->inputs;
+    const Rows* rows = prepare(
+        step, key_of(operation, row, choice), matrix, &(Norm){0}, x, o->x_stride, 1, thread);
+    for (int64_t block = p.first; block < p.end; block++) {
+      multiply_block(matrix, rows, block, y, OUTPUTS);
+      add_weighted(y, e->weights[row * e->top_k + choice], sums + (block - p.first) * OUTPUTS);
+    }
+  }
+  for (int64_t block = p.first; block < p.end; block++) {
+    Operation of_row = *o;
+    of_row.y = o->y + row * o->y_stride;
+    const int64_t first = block * OUTPUTS, count = clamp(o->matrix.outputs - first, 0, OUTPUTS);
+    finish_block(&of_row, sums + (block - p.first) * OUTPUTS, 1, first, count);
+  }
+}
+
+// Operations without weights ---------------------------------------------------------------------------------------------
+
+static void run_add(const Operation* o, int64_t row, float* normed) {
+  const int64_t n = o->matrix.outputs;
+  const float *x = o->x + row * o->x_stride, factor = (float)o->factor;
+  float* y = o->y + row * o->y_stride;
+  if (o->norm.kind != NORM_NONE) {
+    norm_row(&o->norm, x, n, normed);
+    x = normed;
+  }
+  for (int64_t i = 0; i < n; i++) y[i] += x[i] * factor;
+}
+
+static void run_gate(const Operation* o, int64_t row) {
+  const int64_t n = o->matrix.outputs;
+  const float* x = o->x + row * o->x_stride;
+  float* y = o->y + row * o->y_stride;
+  for (int64_t i = 0; i < n; i += 16) {
+    const size_t size = (size_t)clamp(n - i, 0, 16) * sizeof(float);
+    v16f gate = all_lanes(0), up = gate;
+    memcpy(&gate, x + i, size);
+    memcpy(&up, x + n + i, size);
+    v16f result = gate16(o->activation, gate, up);
+    memcpy(y + i, &result, size);
+  }
+}
+
+static void run_scale(const Operation* o, int64_t row) {
+  const float factor = activate16(o->activation, all_lanes(o->x[row * o->x_stride]))[0];
+  float* y = o->y + row * o->y_stride;
+  for (int64_t i = 0; i < o->matrix.outputs; i++) y[i] *= factor;
+}
+
+// Steps ----------------------------------------------------------------------------------------------------------------
+
+static int64_t count_step_pieces(void* context, int64_t operation) {
+  Step* step = context;
+  const Operation* o = &step->operations[operation];
+  switch (o->op) {
+    case OP_LINEAR:
+    case OP_GATED: return pieces_of(blocks_of(operation_outputs(o)), product_blocks_per_piece(step, o));
+    case OP_ATTEND: return count_attention_pieces(step, o->attention);
+    case OP_EXPERTS_GATED:
+    case OP_EXPERTS_DOWN: return count_expert_pieces(step, o);
+    default: return step->num_rows;
+  }
+}
+
+static void run_step_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {
+  Step* step = context;
+  const Operation* o = &step->operations[operation];
+  Local* local = &step->memory->locals[thread];
+  switch (o->op) {
+    case OP_LINEAR:
+    case OP_GATED: run_product(step, operation, piece, thread); break;
+    case OP_ATTEND: run_attention(step, operation, piece, thread); break;
+    case OP_ADD: run_add(o, piece, local->normed); break;
+    case OP_ROUTE: run_route(o, piece, local->normed); break;
+    case OP_GATE: run_gate(o, piece); break;
+    case OP_SCALE: run_scale(o, piece); break;
+    case OP_EXPERTS_GATED: run_expert_gates(step, operation, piece, thread); break;
+    case OP_EXPERTS_DOWN: run_expert_downs(step, operation, piece, thread); break;
+  }
+}
+
+// The largest row that a thread norms or encodes.
+static int64_t widest_row(const Operation* o) {
+  switch (o->op) {
+    case OP_ROUTE: return o->experts->count;
+    case OP_EXPERTS_GATED: return o->experts->gate_up[0].inputs;
+    case OP_EXPERTS_DOWN: {
+      const int64_t inputs = o->experts->down[0].inputs, outputs = blocks_of(o->matrix.outputs) * OUTPUTS;
+      return inputs > outputs ? inputs : outputs;
+    }
+    case OP_ADD: return o->matrix.outputs;
+    default: return o->matrix.inputs;
+  }
+}
+
+static void want_memory(const Step* step, int64_t count) {
+  for (int64_t i = 0; i < count; i++) {
+    const Operation* o = &step->operations[i];
+    if (o->op == OP_ATTEND) {
+      want_attention(step->memory, o->attention, count_attention_pieces(step, o->attention), step->num_rows);
+    } else {
+      want_inputs(step->memory, widest_row(o));
+    }
+  }
+  for (int64_t i = 0; i < step->memory->threads; i++) step->memory->locals[i].prepared = -1;
+}
+
+void localllm_run_step(
+    Pool* pool, const Operation* operations, int64_t count, const StepRow* rows, int64_t num_rows) {
+  lock_pool(pool);
+  Step step = {memory_of(pool), operations, rows, num_rows};
+  want_memory(&step, count);
+  run_job(pool, &(Job){&step, count, count_step_pieces, run_step_piece});
+  unlock_pool(pool);
+}
+
+// Products of any number of rows -----------------------------------------------------------------------------------------
+
+typedef struct {
+  Memory* memory;
+  const Matrix* matrix;
+  const float* x;
+  float* y;
+  int64_t x_stride, y_stride, rows, is_fine;
+  Rows encoded[GROUPS];  // of MAX_ROWS rows each
+} Product;
+
+static int64_t groups_of(int64_t rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
+
+static int64_t count_product_pieces(void* context, int64_t operation) {
+  Product* p = context;
+  if (operation == 0) return groups_of(p->rows);
+  const int64_t blocks = blocks_of(p->matrix->outputs);
+  return pieces_of(blocks, blocks_per_piece(blocks, block_bytes(p->matrix), p->memory->threads));
+}
+
+static void encode_group(Product* p, int64_t group) {
+  const int64_t first = group * MAX_ROWS, count = clamp(p->rows - first, 0, MAX_ROWS);
+  p->encoded[group] = encode_rows(
+      p->matrix, p->x + first * p->x_stride, p->x_stride, count, (int)p->is_fine, p->memory->groups[group]);
+}
+
+static void multiply_group(const Product* p, int64_t group, int64_t block) {
+  const int64_t first = block * OUTPUTS, count = p->matrix->outputs - first;
+  float *y = p->y + group * MAX_ROWS * p->y_stride + first, part[MAX_ROWS * OUTPUTS];
+  if (count >= OUTPUTS) {
+    multiply_block(p->matrix, &p->encoded[group], block, y, p->y_stride);
+    return;
+  }
+  multiply_block(p->matrix, &p->encoded[group], block, part, OUTPUTS);
+  for (int64_t r = 0; r < p->encoded[group].rows; r++) {
+    memcpy(y + r * p->y_stride, part + r * OUTPUTS, (size_t)count * sizeof(float));
+  }
+}
+
+static void run_product_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {
+  Product* p = context;
+  (void)thread;
+  if (operation == 0) {
+    encode_group(p, piece);
+    return;
+  }
+  const int64_t blocks = blocks_of(p->matrix->outputs);
+  const int64_t per_piece = blocks_per_piece(blocks, block_bytes(p->matrix), p->memory->threads);
+  const int64_t end = clamp((piece + 1) * per_piece, 0, blocks);
+  for (int64_t block = piece * per_piece; block < end; block++) {
+    for (int64_t group = 0; group < groups_of(p->rows); group++) multiply_group(p, group, block);
+  }
+}
+
+static void want_groups(Memory* memory, int64_t groups, int64_t inputs) {
+  if (inputs > memory->group_inputs) {
+    for (int64_t i = 0; i < memory->num_groups; i++) free_scratch(memory->groups[i]);
+    memory->num_groups = 0;
+    memory->group_inputs = inputs;
+  }
+  for (; memory->num_groups < groups; memory->num_groups++) {
+    memory->groups[memory->num_groups] = new_scratch(memory->group_inputs);
+  }
+}
+
+void localllm_linear(Pool* pool, const Matrix* matrix, const float* x, int64_t x_stride, int64_t rows, int64_t is_fine,
+                     float* y, int64_t y_stride) {
+  lock_pool(pool);
+  Product p = {.memory = memory_of(pool), .matrix = matrix, .x_stride = x_stride, .y_stride = y_stride};
+  p.is_fine = is_fine;
+  for (int64_t first = 0; first < rows; first += GROUPS * MAX_ROWS) {
+    p.x = x + first * x_stride;
+    p.y = y + first * y_stride;
+    p.rows = clamp(rows - first, 0, GROUPS * MAX_ROWS);
+    want_groups(p.memory, groups_of(p.rows), matrix->inputs);
+    run_job(pool, &(Job){&p, 2, count_product_pieces, run_product_piece});
+  }
+  unlock_pool(pool);
+}
+
+typedef struct {
+  const Matrix* matrix;
+  int64_t first, count;
+  float* out;
+} Unpacking;
+
+static int64_t count_unpacked_blocks(void* context, int64_t operation) {
+  (void)operation;
+  return blocks_of(((Unpacking*)context)->count);
+}
+
+static void unpack_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {
+  const Unpacking* u = context;
+  const int64_t inputs = u->matrix->inputs, count = clamp(u->count - piece * OUTPUTS, 0, OUTPUTS);
+  float* out = u->out + piece * OUTPUTS * inputs;
+  (void)operation, (void)thread;
+  if (count == OUTPUTS) {
+    unpack_block(u->matrix, u->first / OUTPUTS + piece, out);
+    return;
+  }
+  float* part = malloc((size_t)(OUTPUTS * inputs) * sizeof(float));
+  unpack_block(u->matrix, u->first / OUTPUTS + piece, part);
+  memcpy(out, part, (size_t)(count * inputs) * sizeof(float));
+  free(part);
+}
+
+void localllm_unpack(Pool* pool, const Matrix* matrix, int64_t first, int64_t count, float* out) {
+  Unpacking unpacking = {matrix, first, count, out};
+  lock_pool(pool);
+  run_job(pool, &(Job){&unpacking, 1, count_unpacked_blocks, unpack_piece});
+  unlock_pool(pool);
+}
+
+typedef struct {
+  const Matrix* matrix;
+  int64_t first, count;
+  uint16_t* out;
+} UnpackingBf16;
+
+static int64_t count_bf16_blocks(void* context, int64_t operation) {
+  (void)operation;
+  return blocks_of(((UnpackingBf16*)context)->count);
+}
+
+static void unpack_bf16_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {
+  const UnpackingBf16* u = context;
+  (void)operation, (void)thread;
+  unpack_block_bf16(u->matrix, u->first / OUTPUTS + piece, u->out + piece * OUTPUTS, u->count);
+}
+
+void localllm_unpack_bf16(Pool* pool, const Matrix* matrix, int64_t first, int64_t count, uint16_t* out) {
+  UnpackingBf16 unpacking = {matrix, first, count, out};
+  lock_pool(pool);
+  run_job(pool, &(Job){&unpacking, 1, count_bf16_blocks, unpack_bf16_piece});
+  unlock_pool(pool);
+}
+
+// What the library was compiled as ---------------------------------------------------------------------------------------
+
+#ifndef LOCALLLM_SOURCE_HASH
+#define LOCALLLM_SOURCE_HASH ""
+#endif
+
+const char* localllm_instruction_set(void) { return INSTRUCTION_SET; }
+
+const char* localllm_source_hash(void) { return LOCALLLM_SOURCE_HASH; }
+
+int64_t localllm_size_of(int64_t structure) {
+  const int64_t sizes[] = {sizeof(Matrix), sizeof(Attention), sizeof(Experts), sizeof(Operation), sizeof(StepRow)};
+  return sizes[structure];
+}

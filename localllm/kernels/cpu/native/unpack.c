@@ -1,0 +1,95 @@
+// Values of packed weights, GROUP inputs of a block at a time.
+#include "lanes.h"
+#include "products.h"
+
+typedef float Tile[GROUP][OUTPUTS];
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
+
+static void unpack_f32(const Matrix* m, int64_t block, int64_t first, int64_t count, Tile to) {
+  const float* w = (const float*)m->weights + (block * m->inputs + first) * OUTPUTS;
+  memcpy(to, w, (size_t)(count * OUTPUTS) * sizeof *w);
+}
+
+static void unpack_pairs(const Matrix* m, int64_t block, int64_t first, int64_t count, Tile to) {
+  const int64_t pairs = (m->inputs + 1) / 2;
+  const float* w = (const float*)m->weights + (block * pairs + first / 2) * OUTPUTS;
+  for (int64_t pair = 0; pair < (count + 1) / 2; pair++, w += OUTPUTS)
+    for (int v = 0; v < OUTPUTS; v += LANES) {
+      const Ints both = load_ints(w + v);
+      const int is_bf16 = m->kind == KIND_BF16;
+      store_floats(to[2 * pair] + v, is_bf16 ? low_bf16(both) : low_halves(both));
+      store_floats(to[2 * pair + 1] + v, is_bf16 ? high_bf16(both) : high_halves(both));
+    }
+}
+
+static void unpack_int8(const Matrix* m, int64_t block, int64_t first, int64_t count, Tile to) {
+  const int8_t* w = (const int8_t*)m->weights + (block * m->inputs + first) * OUTPUTS;
+  const float* scales = m->scales + block * OUTPUTS;
+  for (int64_t k = 0; k < count; k++)
+    for (int v = 0; v < OUTPUTS; v += LANES) {
+      const Ints four = load_ints(w + (k / 4 * OUTPUTS + v) * 4);
+      const Ints code = (Ints)((Words)four << (24 - 8 * (k % 4))) >> 24;
+      store_floats(to[k] + v, to_floats(code) * load_floats(scales + v));
+    }
+}
+
+static void unpack_group(const Matrix* m, int64_t block, int64_t first, int64_t count, Tile to) {
+  const int is_q8 = m->kind == KIND_Q8, half = GROUP / 2, bytes = (is_q8 ? GROUP : half) * OUTPUTS;
+  const int64_t group_bytes = bytes + OUTPUTS * 2 * (m->kind == KIND_Q4_MIN ? 2 : 1);
+  const uint8_t* group = (const uint8_t*)m->weights + (block * (m->inputs / GROUP) + first / GROUP) * group_bytes;
+  const uint16_t *scales = (const uint16_t*)(group + bytes), *minima = scales + OUTPUTS;
+  const Ints zero = same_ints(is_q8 ? 128 : m->kind == KIND_Q4 ? 8 : 0);
+  for (int k = 0; k < count; k++) {
+    const int within = is_q8 ? k : k % half, shift = 8 * (within % 4) + (within < k ? 4 : 0);
+    for (int v = 0; v < OUTPUTS; v += LANES) {
+      const Words codes = (Words)load_ints(group + (within / 4 * OUTPUTS + v) * 4) >> shift;
+      const Floats code = to_floats(((Ints)codes & same_ints(is_q8 ? 255 : 15)) - zero);
+      const Floats minimum = m->kind == KIND_Q4_MIN ? load_halves(minima + v) : same_floats(0);
+      store_floats(to[k] + v, multiply_add(code, load_halves(scales + v), -minimum));
+    }
+  }
+}
+
+// Write the values of `count` inputs from `first`, a multiple of GROUP, on.
+static void unpack_tile(const Matrix* m, int64_t block, int64_t first, int64_t count, Tile to) {
+  switch (m->kind) {
+    case KIND_F32: unpack_f32(m, block, first, count, to); break;
+    case KIND_BF16:
+    case KIND_F16: unpack_pairs(m, block, first, count, to); break;
+    case KIND_I8: unpack_int8(m, block, first, count, to); break;
+    default: unpack_group(m, block, first, count, to);
+  }
+}
+
+static int64_t tile_inputs(const Matrix* m, int64_t first) {
+  return m->inputs - first < GROUP ? m->inputs - first : GROUP;
+}
+
+void unpack_block(const Matrix* m, int64_t block, float* out) {
+  Tile tile;
+  for (int64_t first = 0; first < m->inputs; first += GROUP) {
+    const int64_t count = tile_inputs(m, first);
+    unpack_tile(m, block, first, count, tile);
+    for (int output = 0; output < OUTPUTS; output++)
+      for (int64_t k = 0; k < count; k++) out[output * m->inputs + first + k] = tile[k][output];
+  }
+}
+
+// To the nearest bf16, ties to even.
+static Shorts to_bf16(Floats value) {
+  const Words bits = (Words)value;
+  return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Shorts);
+}
+
+void unpack_block_bf16(const Matrix* m, int64_t block, uint16_t* out, int64_t stride) {
+  Tile tile;
+  for (int64_t first = 0; first < m->inputs; first += GROUP) {
+    const int64_t count = tile_inputs(m, first);
+    unpack_tile(m, block, first, count, tile);
+    for (int64_t k = 0; k < count; k++)
+      for (int v = 0; v < OUTPUTS; v += LANES) {
+        const Shorts values = to_bf16(load_floats(tile[k] + v));
+        memcpy(out + (first + k) * stride + v, &values, sizeof values);
+      }
+  }
+}

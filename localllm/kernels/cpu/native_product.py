@@ -1,0 +1,51 @@
+"""Products of torch tensors with a `NativeMatrix`, by the native library.
+
+    native_linear    x W^T
+    native_unpack    W
+
+Does not know: where a matrix's memory comes from, models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu.native.library import Library, native
+from localllm.kernels.cpu.native.structures import OUTPUTS, NativeMatrix
+
+UNPACKED_AT_A_TIME = 1 << 20  # weights that are fp32 at a time
+
+
+def native_linear(matrix: NativeMatrix, x: Tensor, *, is_fine: bool) -> Tensor:
+    """Return x W^T [T, N] fp32, with the matrix's bias if it has one. x [T, K] fp32.
+
+    is_fine: encode x in 15 bits for matrices of 8 bits and less, else in 8 bits except for rows with outliers.
+    """
+    return _library().linear(matrix, x, is_fine=is_fine) if len(x) else x.new_empty((0, matrix.outputs))
+
+
+def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:
+    """Return the values [N, K] in the order of x."""
+    out = torch.empty((matrix.outputs, matrix.inputs), dtype=dtype, device="cpu")
+    for start, part in unpacked_parts(matrix):
+        out[start : start + len(part)] = part
+    return out
+
+
+def unpacked_parts(matrix: NativeMatrix) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first output, values [n, K] fp32) in order. A part is valid until the next one."""
+    step = max(OUTPUTS, UNPACKED_AT_A_TIME // matrix.inputs // OUTPUTS * OUTPUTS)
+    buffer = torch.empty((min(step, matrix.outputs), matrix.inputs), device="cpu")
+    for start in range(0, matrix.outputs, step):
+        part = buffer[: matrix.outputs - start]
+        _library().unpack(matrix, start, part)
+        yield start, part
+
+
+def _library() -> Library:
+    library = native()
+    assert library is not None, "the layouts of native/matrix.h need the native library"
+    return library

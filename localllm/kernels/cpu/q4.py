@@ -1,0 +1,174 @@
+"""4-bit weights on a CPU in blocks of 64 outputs and 32 inputs, in one layout for one row and for many.
+
+    CpuQ4Weight    W as KIND_Q4 or KIND_Q4_MIN of native/matrix.h
+    pack_q4        from a planar weight in groups of a multiple of 32
+
+    KIND_Q4        w = (code - 8) * scale            0.56 bytes a weight: GGUF's Q4_0, GPTQ and AWQ without zero points
+    KIND_Q4_MIN    w = code * scale - minimum        0.63 bytes a weight: Q4_1, Q4_K, zero points, --quantization int4
+
+Codes are the checkpoint's. Scales and minima are fp16: a checkpoint's fp16 scales are unchanged, groups of 64 and more
+repeat theirs, and products (Q4_K's scales of scales, a zero point times its scale) are rounded once, by 2^-12 at most.
+Needs the native library. Does not know: which weights take this layout (pack.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.kernels.cpu.native.structures import MAX_ROWS, OUTPUTS, Kind, NativeMatrix
+from localllm.kernels.cpu.native_product import native_linear, native_unpack
+from localllm.kernels.huge_pages import register_huge_pages
+from localllm.kernels.int4_linear import Int4Weight
+from localllm.kernels.planar.layout import unpack_words
+from localllm.kernels.planar.linear import SUPER_GROUP, PlanarWeight
+
+GROUP = 32  # inputs that share a scale
+CODE_BYTES = OUTPUTS * GROUP // 2
+PACKED_AT_A_TIME = 1 << 20  # weights, so that intermediate tensors stay in the cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuQ4Weight:
+    """A 4-bit `QuantizedTable` for a CPU with the native library."""
+
+    blocks: Tensor  # [padded N / 64, K / 32, 1152, or 1280 with minima] uint8
+    outputs: int
+    input_order: Tensor | None = None  # [K] int32: column k multiplies x[:, input_order[k]] (GPTQ)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.outputs, self.blocks.shape[1] * GROUP
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes + (0 if self.input_order is None else self.input_order.nbytes)
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.Q4 if self.blocks.shape[2] == _block_bytes(Kind.Q4) else Kind.Q4_MIN
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
+        wide = x.float()
+        y = native_linear(self.matrix(), wide.contiguous(), is_fine=len(wide) <= MAX_ROWS)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return [N, K] in the original order of the inputs."""
+        return native_unpack(self.matrix(), dtype)
+
+    def dequantize_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return [T, K], the given rows [T] int64 of `dequantize`."""
+        block, lane = rows // OUTPUTS, rows % OUTPUTS
+        codes = self._codes()[block, :, :, lane].flatten(2)  # [T, K / 32, 16]
+        values = torch.cat((codes & 15, codes >> 4), dim=2).float()
+        scales, minima = self._per_group()
+        scale = scales[block, :, lane].float()[:, :, None]
+        if minima is None:
+            values = (values - 8) * scale
+        else:
+            values = values * scale - minima[block, :, lane].float()[:, :, None]
+        wide = values.flatten(1).to(dtype)
+        return (
+            wide if self.input_order is None else torch.empty_like(wide).index_copy_(1, self.input_order.long(), wide)
+        )
+
+    def matrix(self) -> NativeMatrix:
+        """Return the matrix for the native library. Valid as long as this weight."""
+        return NativeMatrix(
+            kind=self.kind, outputs=self.outputs, inputs=self.shape[1], weights=self.blocks.data_ptr(),
+            input_order=None if self.input_order is None else self.input_order.data_ptr(),
+        )  # fmt: skip
+
+    def _codes(self) -> Tensor:
+        """Return a view [blocks, K / 32, 4, 64, 4] uint8 of the pairs of codes."""
+        return self.blocks[:, :, :CODE_BYTES].unflatten(2, (-1, OUTPUTS, 4))
+
+    def _per_group(self) -> tuple[Tensor, Tensor | None]:
+        """Return views [blocks, K / 32, 64] fp16 of the scales and minima."""
+        halves = self.blocks.view(torch.float16)[:, :, CODE_BYTES // 2 :]
+        return halves[:, :, :OUTPUTS], halves[:, :, OUTPUTS:] if self.kind == Kind.Q4_MIN else None
+
+
+def fits_q4(weight: PlanarWeight) -> bool:
+    """Return whether the layout holds the weight: 16 evenly spaced codes, groups that 32 divides. Reads only shapes."""
+    size = min(weight.group, weight.columns)
+    return weight.bits == 4 and weight.table is None and size % GROUP == 0 and weight.columns % GROUP == 0
+
+
+def pack_q4(weight: PlanarWeight) -> CpuQ4Weight:
+    """Pack a weight for which `fits_q4` is True."""
+    packed = _empty(weight)
+    for start, part in PlanarWeight.parts(weight, PACKED_AT_A_TIME):
+        _write(packed.blocks[start // OUTPUTS :][: -(-part.shape[0] // OUTPUTS)], part)
+    register_huge_pages(packed.blocks.data_ptr(), packed.blocks.nbytes)
+    return packed
+
+
+def q4_nbytes(weight: PlanarWeight) -> int:
+    """Return the bytes of the result of `pack_q4`; the weight may be on `meta`."""
+    rows, columns = weight.shape
+    padded = -(-rows // OUTPUTS) * OUTPUTS
+    order = 0 if _order(weight) is None else columns * 4
+    return padded // OUTPUTS * (columns // GROUP) * _block_bytes(_kind(weight)) + order
+
+
+def _write(blocks: Tensor, part: PlanarWeight) -> None:
+    """Write whole blocks [b, K / 32, bytes] of up to 64 b outputs."""
+    rows, columns = part.shape
+    padding = blocks.shape[0] * OUTPUTS - rows
+    codes = F.pad(unpack_words(part.words, 4, part.lanes)[:, :columns], (0, 0, 0, padding))
+    low, high = codes.view(-1, OUTPUTS, columns // GROUP, 2, 4, 4).unbind(3)  # [b, 64, K / 32, 4, 4]
+    into = blocks[:, :, :CODE_BYTES].unflatten(2, (4, OUTPUTS, 4))
+    into.copy_((low | high << 4).permute(0, 2, 3, 1, 4))
+    halves = blocks.view(torch.float16)[:, :, CODE_BYTES // 2 :].unflatten(2, (-1, OUTPUTS))
+    for index, values in enumerate(_scales_and_minima(part)):
+        per_block = F.pad(values, (0, padding)).unflatten(1, (-1, OUTPUTS)).transpose(0, 1)  # [b, G, 64]
+        halves[:, :, index] = per_block.repeat_interleave(_repeats(part), dim=1)[:, : columns // GROUP]
+
+
+def _scales_and_minima(weight: PlanarWeight) -> list[Tensor]:
+    """Return the scales [G, N] and, for KIND_Q4_MIN, the minima. Products are computed in fp32 and rounded to fp16."""
+    size = min(weight.group, weight.columns)
+    scales = _in_fp32(weight.scales, weight.super_scales, size)
+    if _kind(weight) == Kind.Q4:
+        return [scales]
+    zeros = float(weight.zero) if weight.zeros is None else weight.zeros.float()
+    minima = scales * zeros
+    return [scales, minima if weight.mins is None else minima - _in_fp32(weight.mins, weight.super_mins, size)]
+
+
+def _in_fp32(scales: Tensor, super_scales: Tensor | None, group: int) -> Tensor:
+    """Return stored scales or minima as fp32 [G, N]."""
+    if super_scales is None:
+        return scales.float()
+    return scales.float() * super_scales.float().repeat_interleave(SUPER_GROUP // group, dim=0)[: scales.shape[0]]
+
+
+def _empty(weight: PlanarWeight) -> CpuQ4Weight:
+    rows, columns = weight.shape
+    blocks = torch.empty((-(-rows // OUTPUTS), columns // GROUP, _block_bytes(_kind(weight))), dtype=torch.uint8)
+    order = _order(weight)
+    return CpuQ4Weight(blocks, rows, None if order is None else order.int())
+
+
+def _kind(weight: PlanarWeight) -> Kind:
+    is_plain = weight.zeros is None and weight.zero == 8 and weight.mins is None
+    return Kind.Q4 if is_plain else Kind.Q4_MIN
+
+
+def _block_bytes(kind: Kind) -> int:
+    """Return the bytes of 64 outputs and 32 inputs."""
+    return CODE_BYTES + OUTPUTS * (2 if kind == Kind.Q4 else 4)
+
+
+def _repeats(weight: PlanarWeight) -> int:
+    return min(weight.group, weight.columns) // GROUP
+
+
+def _order(weight: PlanarWeight) -> Tensor | None:
+    return weight.input_order if isinstance(weight, Int4Weight) else None

@@ -1,0 +1,472 @@
+"""Decode steps of a few rows through the native library: a decoder as a list of operations.
+
+The list is written once, from the objects that `DecoderModel.forward` runs, and reads the same weights and the same KV
+cache: a request may change between both from token to token. Every layer needs a handful of operations:
+
+    LINEAR     norm, then q, k and v
+    ATTEND     norms of q and k, rotation, the new key and value, attention
+    LINEAR     the output of attention, added to the residual stream
+    GATED      norm, then gate and up (LINEAR without a gate; LINEAR and GATE if they are stored in different ways)
+    LINEAR     down, added to the residual stream
+
+A norm after a part (sandwich, post_norm) adds an operation of its own. `_LAYERS` names the function for each kind of
+layer. What has no operation is refused with a reason, and such models run through torch.
+Does not know: requests, schedules, sampling; how an operation is computed (kernels/cpu/native).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu.matrix import HeldMatrix, matrices_of
+from localllm.kernels.cpu.native.library import Library, native, why_none
+from localllm.kernels.cpu.native.structures import (
+    MAX_ROWS,
+    OUTPUTS,
+    Activation,
+    CacheType,
+    HeadNorm,
+    Kind,
+    NativeAttention,
+    NativeExperts,
+    NativeMatrix,
+    NativeNorm,
+    NativeOperation,
+    NativeRow,
+    NormKind,
+    Op,
+)
+from localllm.kernels.layer_kv import LayerKV
+from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.architectures.layer import (
+    LayerKind,
+    ParallelLayer,
+    PostNormLayer,
+    PreNormLayer,
+    SandwichLayer,
+    Scaled,
+)
+from localllm.models.layers.attention import Attention
+from localllm.models.layers.group import Alone
+from localllm.models.layers.latent_attention import LatentAttention
+from localllm.models.layers.linear import Linear
+from localllm.models.layers.lora import LoraLinear
+from localllm.models.layers.mlp import MLP, GatedMLP
+from localllm.models.layers.moe import MoE
+from localllm.models.layers.norm import LayerNorm, RMSNorm
+from localllm.models.layers.qkv import Clip, HeadLayerNorm, WholeNorm
+
+__all__ = ["MAX_ROWS", "DecodeRows", "LoneStep", "NoLoneStep", "open_lone_step"]
+
+_CACHE_TYPES = {
+    torch.float32: CacheType.F32,
+    torch.bfloat16: CacheType.BF16,
+    torch.float16: CacheType.F16,
+    torch.int8: CacheType.I8,
+}
+
+
+class NoLoneStep(Exception):
+    """The model has no list of operations. The message is the reason, a part of a sentence."""
+
+
+class DecodeRows(NamedTuple):
+    """The inputs of a step of R rows, each the next token of another request."""
+
+    token_ids: npt.NDArray[np.int64]  # [R]
+    positions: npt.NDArray[np.int64]  # [R] of each token within its request
+    slots: npt.NDArray[np.int64]  # [R] where its K and V go: block_id * block_size + offset
+    tables: npt.NDArray[np.int64]  # [R] addresses of the requests' blocks, int32 each
+
+
+class LoneStep:
+    """The list of one model and one KV cache. Keeps the memory alive that its operations point to.
+
+    The model's tensors must not be replaced while the list is in use: it would go on reading the old ones.
+    Not thread-safe: its buffers hold one step.
+    """
+
+    def __init__(self, model: DecoderModel, kv_cache: list[LayerKV]) -> None:
+        """Raises `NoLoneStep` with the reason if the model or this machine has none."""
+        self._library, self._model = _library(), model
+        writer = _Writer(model, kv_cache)
+        writer.write()
+        self._operations, self._kept = writer.lowered(), writer.kept
+        self._without_head = (NativeOperation * (len(self._operations) - 1))(*self._operations[:-1])
+        self._stream, self._logits = writer.stream.values, writer.logits.values
+        self.rounds = any(operation.matrix.kind != Kind.F32 for operation in self._operations)
+        self._rows = (NativeRow * MAX_ROWS)()
+        self._columns = np.frombuffer(self._rows, np.int64).reshape(MAX_ROWS, -1)
+
+    def forward(self, rows: DecodeRows, *, samples: bool = True) -> Tensor:
+        """Run one step of 1 to MAX_ROWS rows: write their K and V, and return logits [R, vocab] fp32, valid until the
+        next step. samples: False if no row's logits are needed; then they are undefined."""
+        count = len(rows.token_ids)
+        assert 1 <= count <= MAX_ROWS, count
+        model, ids = self._model, torch.from_numpy(rows.token_ids)
+        assert model.embedding is not None
+        self._stream[:count, : model.spec.hidden_size] = model.embedding(ids, torch.from_numpy(rows.positions))
+        self._columns[:count] = np.stack((rows.tables, rows.positions, rows.slots), axis=1)
+        self._library.run_step(self._operations if samples else self._without_head, self._rows, count)
+        logits = self._logits[:count, : model.spec.vocab_size]
+        return model.finish_logits(logits.contiguous()) if samples else logits
+
+
+def open_lone_step(model: object, kv_cache: list[LayerKV]) -> LoneStep:
+    """Return the list of a model as a runner holds it. Raises `NoLoneStep`."""
+    if not isinstance(model, DecoderModel):
+        raise NoLoneStep(f"{type(model).__name__} is not computed by localllm's own layers alone")
+    return LoneStep(model, kv_cache)
+
+
+def _library() -> Library:
+    library = native()
+    if library is None:
+        raise NoLoneStep(why_none())
+    return library
+
+
+# ---- a list before its buffers exist ---------------------------------------------------------------------------------
+
+
+class _Buffer:
+    """Activations of up to MAX_ROWS rows. As wide as the widest operation that uses it."""
+
+    __slots__ = ("values", "width")
+
+    def __init__(self) -> None:
+        self.width, self.values = 0, torch.empty(0)
+
+    def widen(self, width: int) -> None:
+        self.width = max(self.width, -(-width // OUTPUTS) * OUTPUTS)
+
+    def allocate(self) -> None:
+        self.values = torch.zeros(MAX_ROWS, self.width)
+
+
+class _Planned(NamedTuple):
+    op: Op
+    source: _Buffer
+    target: _Buffer
+    offset: int  # floats from the start of a row of `target`
+    fields: dict[str, Any]  # further fields of the operation
+
+
+class _Writer:
+    """Writes the operations of a model one by one."""
+
+    def __init__(self, model: DecoderModel, kv_cache: list[LayerKV]) -> None:
+        _refuse(model)
+        self.model, self.kv_cache = model, kv_cache
+        self.stream, self.qkv, self.attended, self.part, self.logits = (_Buffer() for _ in range(5))
+        self.gate_up, self.features, self.router, self.expert_features, self.shared_gate = (_Buffer() for _ in range(5))
+        self.planned: list[_Planned] = []
+        self._chosen = 0  # address of the layer's experts
+        self.kept: list[object] = [kv_cache]  # owners of the memory that the operations point to
+
+    def write(self) -> None:
+        for layer, kv in zip(self.model.layers, self.kv_cache, strict=True):
+            write = _LAYERS.get(type(layer))
+            if write is None:
+                raise NoLoneStep(f"a layer of kind {type(layer).__name__}")
+            write(self, layer, kv)
+        assert self.model.lm_head is not None
+        self.linear(self.model.lm_head, self.stream, self.logits, norm=self.model.norm)
+
+    def lowered(self) -> Any:
+        """Return the operations for the library, with memory for their buffers."""
+        for buffer in {id(each): each for plan in self.planned for each in (plan.source, plan.target)}.values():
+            buffer.allocate()
+            self.kept.append(buffer.values)
+        return (NativeOperation * len(self.planned))(*(_lowered(plan) for plan in self.planned))
+
+    # -- parts of a layer
+
+    def attend(self, part: Any, kind: LayerKind, kv: LayerKV, norm: Any) -> None:
+        """Attention of the stream up to the last projection."""
+        attention, _ = _unscaled(part)
+        if isinstance(attention, LatentAttention):
+            raise NoLoneStep("latent attention")
+        assert isinstance(attention, Attention), type(attention)
+        self.linear(attention.qkv, self.stream, self.qkv, norm=norm)
+        description = self._attention(attention, kind, kv)
+        self.kept.append(description)
+        self.attended.widen(description.heads * description.head_dim)
+        self._plan(Op.ATTEND, self.qkv, self.attended, attention=ctypes.addressof(description))
+
+    def project(self, part: Any, target: _Buffer) -> None:
+        """The last projection of attention: added to the stream, or written to another buffer."""
+        attention, factor = _unscaled(part)
+        self.linear(attention.out, self.attended, target, factor=factor)
+
+    def feed(self, part: Any, norm: Any) -> None:
+        """The feed-forward part of the stream up to its last matrix."""
+        mlp, _ = _unscaled(part)
+        activation = _ACTIVATIONS[self.model.spec.hidden_act]
+        if isinstance(mlp, MLP):
+            self.linear(mlp.up, self.stream, self.features, norm=norm, activation=activation)
+        elif isinstance(mlp, GatedMLP):
+            self._gated(mlp.gate_up, norm, activation)
+        else:
+            assert isinstance(mlp, MoE), type(mlp)
+            self._choose_experts(mlp, norm)
+            if mlp.shared is not None:
+                self._feed_shared(mlp, mlp.shared, norm, activation)
+
+    def shrink(self, part: Any, target: _Buffer) -> None:
+        """The last matrix of the feed-forward part: added to the stream, or written to another buffer."""
+        mlp, factor = _unscaled(part)
+        if not isinstance(mlp, MoE):
+            self.linear(mlp.down, self.features, target, factor=factor)
+            return
+        self._plan(
+            Op.EXPERTS_DOWN, self.expert_features, target, experts=self._chosen, adds=target is self.stream,
+            factor=factor, matrix=_sizes(self.model.spec.hidden_size),
+        )  # fmt: skip
+        if mlp.shared is not None:
+            self.linear(mlp.shared.down, self.features, target, factor=factor, adds=True)
+
+    # -- a mixture of experts
+
+    def _choose_experts(self, mixture: MoE, norm: Any) -> None:
+        """Route, and run the first matrices of the chosen experts."""
+        self.linear(mixture.router, self.stream, self.router, norm=norm)
+        self._chosen = ctypes.addressof(self._experts(mixture))
+        self._plan(Op.ROUTE, self.router, self.router, experts=self._chosen)
+        width = mixture.experts.gate_up[0].shape[0] // 2
+        self.expert_features.widen(mixture.routing.top_k * width)
+        name = self.model.spec.mixture.activation if self.model.spec.mixture is not None else None
+        self._plan(
+            Op.EXPERTS_GATED, self.stream, self.expert_features, experts=self._chosen,
+            norm=self._norm(norm), matrix=_sizes(width), activation=_ACTIVATIONS[name or self.model.spec.hidden_act],
+        )  # fmt: skip
+
+    def _feed_shared(self, mixture: MoE, shared: GatedMLP, norm: Any, activation: Activation) -> None:
+        """The shared expert up to its last matrix, scaled by its gate if it has one."""
+        self._gated(shared.gate_up, norm, activation)
+        if mixture.shared_gate is not None:
+            self.linear(mixture.shared_gate, self.stream, self.shared_gate, norm=norm)
+            width = _sizes(shared.gate_up.weight.shape[0] // 2)
+            self._plan(Op.SCALE, self.shared_gate, self.features, matrix=width, activation=Activation.SIGMOID)
+
+    def _experts(self, mixture: MoE) -> NativeExperts:
+        routing, experts = mixture.routing, mixture.experts
+        ids = torch.zeros((MAX_ROWS, routing.top_k), dtype=torch.int32)
+        weights = torch.zeros((MAX_ROWS, routing.top_k))
+        self.kept += [ids, weights]
+        described = NativeExperts(
+            count=len(experts.gate_up), top_k=routing.top_k,
+            gate_up=self._each_expert(experts.gate_up, experts.gate_up_bias),
+            down=self._each_expert(experts.down, experts.down_bias),
+            correction=self._address(mixture.correction_bias), is_sigmoid=routing.scoring == "sigmoid",
+            renormalizes=routing.renormalize, num_groups=routing.num_groups, top_groups=routing.top_groups,
+            scale=routing.scale, ids=ids.data_ptr(), weights=weights.data_ptr(),
+        )  # fmt: skip
+        self.kept.append(described)
+        return described
+
+    def _each_expert(self, weights: Any, biases: Tensor | None) -> int:
+        """Return the address of the matrices of all experts."""
+        count = len(weights)
+        each = [None] * count if biases is None else list(biases)
+        held = [self._held(matrices_of(weights[i], each[i]), weights[i]) for i in range(count)]
+        if any(len(parts) > 1 for parts in held):
+            raise NoLoneStep("experts of parts that are stored in different ways")
+        matrices = (NativeMatrix * count)(*(parts[0] for parts in held))
+        self.kept.append(matrices)
+        return ctypes.addressof(matrices)
+
+    def add_part(self, norm: Any) -> None:
+        """Add what the last part has written, normed, to the stream."""
+        self._plan(Op.ADD, self.part, self.stream, norm=self._norm(norm), matrix=_sizes(self.model.spec.hidden_size))
+
+    # -- operations
+
+    def linear(
+        self, linear: Any, source: _Buffer, target: _Buffer, *, norm: Any = None,
+        activation: Activation = Activation.NONE, factor: float = 1.0, adds: bool = False,
+    ) -> None:  # fmt: skip
+        """Write y = activation(norm(x) W^T + bias) * factor; added if asked, or if `target` is the stream."""
+        source.widen(linear.weight.shape[1])
+        target.widen(linear.weight.shape[0])
+        offset, adds = 0, adds or target is self.stream
+        for matrix in self._matrices(linear):
+            self._plan(
+                Op.LINEAR, source, target, offset, matrix=matrix, norm=self._norm(norm), adds=adds,
+                activation=activation, factor=factor,
+            )  # fmt: skip
+            offset += matrix.outputs
+
+    def _gated(self, gate_up: Linear, norm: Any, activation: Activation) -> None:
+        matrices, width = self._matrices(gate_up), gate_up.weight.shape[0] // 2
+        self.features.widen(width)
+        if len(matrices) == 1:
+            self.stream.widen(gate_up.weight.shape[1])
+            norms = self._norm(norm)
+            self._plan(Op.GATED, self.stream, self.features, matrix=matrices[0], norm=norms, activation=activation)
+            return
+        self.linear(gate_up, self.stream, self.gate_up, norm=norm)
+        self._plan(Op.GATE, self.gate_up, self.features, matrix=_sizes(width), activation=activation)
+
+    def _plan(self, op: Op, source: _Buffer, target: _Buffer, offset: int = 0, **fields: Any) -> None:
+        self.planned.append(_Planned(op, source, target, offset, {"factor": 1.0, **fields}))
+
+    def _matrices(self, linear: Any) -> list[NativeMatrix]:
+        """Return the matrices of a layer, one above the other; several if its parts are stored in different ways."""
+        if isinstance(linear, LoraLinear):
+            raise NoLoneStep("adapters are enabled")
+        assert type(linear) is Linear, type(linear)
+        return self._held(matrices_of(linear.weight, linear.bias), linear.weight)
+
+    def _held(self, matrices: list[HeldMatrix] | None, weight: Any) -> list[NativeMatrix]:
+        if matrices is None:
+            kind = str(weight.dtype) if isinstance(weight, Tensor) else type(weight).__name__
+            raise NoLoneStep(f"a weight of {weight.shape[0]} x {weight.shape[1]} in a layout without products ({kind})")
+        self.kept.append(matrices)
+        return [held.matrix for held in matrices]
+
+    def _norm(self, norm: RMSNorm | LayerNorm | None) -> NativeNorm:
+        if norm is None:
+            return NativeNorm(NormKind.NONE)
+        bias = norm.bias if isinstance(norm, LayerNorm) else None
+        kind = NormKind.LAYER if isinstance(norm, LayerNorm) else NormKind.RMS
+        return NativeNorm(kind, self._address(norm.weight), self._address(bias), norm.eps)
+
+    def _address(self, values: Tensor | None) -> int | None:
+        """Return the address of fp32 values, which are kept; None if there are none."""
+        if values is None:
+            return None
+        held = values.float().contiguous()
+        self.kept.append(held)
+        return held.data_ptr()
+
+    def _attention(self, attention: Attention, kind: LayerKind, kv: LayerKV) -> NativeAttention:
+        spec, (kv_heads, num_blocks, block_size, head_dim) = self.model.spec, kv.k.shape
+        if kv.k.dtype not in _CACHE_TYPES:
+            raise NoLoneStep(f"a KV cache in {str(kv.k.dtype).removeprefix('torch.')}")
+        table = self.model.rope_table(kind)
+        window = spec.sliding_window if kind.windowed else None
+        return NativeAttention(
+            k=kv.k.data_ptr(), v=kv.v.data_ptr(),
+            k_scales=None if kv.k_scale is None else kv.k_scale.data_ptr(),
+            v_scales=None if kv.v_scale is None else kv.v_scale.data_ptr(),
+            cache_type=_CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks, block_size=block_size,
+            heads=attention.qkv.weight.shape[0] // head_dim - 2 * kv_heads, kv_heads=kv_heads, head_dim=head_dim,
+            angles=self._address(table), rotary_dim=0 if table is None else table.shape[1],
+            window=window or 0, scale=attention.scale, softcap=attention.softcap or 0.0,
+            sinks=self._address(attention.sinks), slopes=self._address(attention.alibi_slopes),
+            **self._changes(attention),
+            query_growth=spec.query_scaling or 0.0,
+            growth_period=spec.rope.parameters["original_max_position_embeddings"] if spec.query_scaling else 1,
+        )  # fmt: skip
+
+    def _changes(self, attention: Attention) -> dict[str, Any]:
+        """Return the fields of what happens to q, k and v before the rotation."""
+        fields: dict[str, Any] = {}
+        changes = [*attention.before_rotation, *([] if attention.qk_norm is None else [attention.qk_norm])]
+        for change in changes:
+            if isinstance(change, Clip):
+                fields["clip"] = change.limit
+                continue
+            kind, weight, eps = _head_norm(change)
+            fields |= {"head_norm": kind, "head_norm_weight": self._address(weight), "head_norm_eps": eps}
+        return fields
+
+
+# ---- kinds of layers -------------------------------------------------------------------------------------------------
+
+
+def _pre_norm(writer: _Writer, layer: PreNormLayer, kv: LayerKV) -> None:
+    writer.attend(layer.attention, layer.kind, kv, layer.input_norm)
+    writer.project(layer.attention, writer.stream)
+    writer.feed(layer.mlp, layer.mlp_norm)
+    writer.shrink(layer.mlp, writer.stream)
+
+
+def _sandwich(writer: _Writer, layer: SandwichLayer, kv: LayerKV) -> None:
+    writer.attend(layer.attention, layer.kind, kv, layer.input_norm)
+    writer.project(layer.attention, writer.part)
+    writer.add_part(layer.attention_post_norm)
+    writer.feed(layer.mlp, layer.mlp_norm)
+    writer.shrink(layer.mlp, writer.part)
+    writer.add_part(layer.mlp_post_norm)
+
+
+def _post_norm(writer: _Writer, layer: PostNormLayer, kv: LayerKV) -> None:
+    writer.attend(layer.attention, layer.kind, kv, None)
+    writer.project(layer.attention, writer.part)
+    writer.add_part(layer.attention_post_norm)
+    writer.feed(layer.mlp, None)
+    writer.shrink(layer.mlp, writer.part)
+    writer.add_part(layer.mlp_post_norm)
+
+
+def _parallel(writer: _Writer, layer: ParallelLayer, kv: LayerKV) -> None:
+    """Both parts read the stream before either is added."""
+    writer.attend(layer.attention, layer.kind, kv, layer.input_norm)
+    writer.feed(layer.mlp, layer.input_norm if layer.mlp_norm is None else layer.mlp_norm)
+    writer.project(layer.attention, writer.stream)
+    writer.shrink(layer.mlp, writer.stream)
+
+
+_LAYERS: dict[type, Callable[[_Writer, Any, LayerKV], None]] = {
+    PreNormLayer: _pre_norm,
+    SandwichLayer: _sandwich,
+    PostNormLayer: _post_norm,
+    ParallelLayer: _parallel,
+}
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+    "relu2": Activation.RELU2,
+    "quick_gelu": Activation.QUICK_GELU,
+    "swiglu_clamped": Activation.SWIGLU_CLAMPED,
+}
+
+
+def _refuse(model: DecoderModel) -> None:
+    """Raise `NoLoneStep` for models whose layers are elsewhere, too."""
+    if model.device.type != "cpu":
+        raise NoLoneStep(f"the model is on {model.device}")
+    if model.lora is not None:
+        raise NoLoneStep("adapters are enabled")
+    if model.embedding is None or model.lm_head is None or not isinstance(model.group, Alone):
+        raise NoLoneStep("the model is split over several ranks")
+
+
+def _lowered(plan: _Planned) -> NativeOperation:
+    source, target = plan.source.values, plan.target.values
+    return NativeOperation(
+        op=plan.op, x=source.data_ptr(), x_stride=source.stride(0), y=target.data_ptr() + 4 * plan.offset,
+        y_stride=target.stride(0), **plan.fields,
+    )  # fmt: skip
+
+
+def _unscaled(part: Any) -> tuple[Any, float]:
+    """Return the part of a layer, and the factor of its output."""
+    return (part.part, part.factor) if isinstance(part, Scaled) else (part, 1.0)
+
+
+def _sizes(width: int) -> NativeMatrix:
+    """Return a matrix without weights, for operations that need only its size."""
+    return NativeMatrix(outputs=width, inputs=width)
+
+
+def _head_norm(norm: object) -> tuple[HeadNorm, Tensor, float]:
+    """Return the kind, weight [heads + kv_heads, head_dim] and epsilon of a norm of q and k."""
+    if isinstance(norm, RMSNorm):
+        return HeadNorm.RMS, norm.weight, norm.eps
+    if isinstance(norm, HeadLayerNorm):
+        return HeadNorm.LAYER, norm.weight, norm.eps
+    if isinstance(norm, WholeNorm):
+        return HeadNorm.WHOLE, torch.cat((norm.q.weight, norm.k.weight)), norm.q.eps
+    raise NoLoneStep(f"a change of q and k of kind {type(norm).__name__}")

@@ -1,0 +1,46 @@
+"""Which requests of a step are computed together on a CPU: the rule about what a row's arithmetic depends on.
+
+    a native step     up to 8 requests with one token each; a row's bits do not depend on the others
+    prompts           and whatever a native step does not take, together: through torch, whose bits depend on all rows
+
+If weights have fewer than 32 bits, products of many rows also round activations to fewer bits than a native step does.
+A step with both kinds of rows is therefore computed in two parts, and what a stream receives stays the same while a
+neighbour's prompt is read. That reads the weights twice, so float32 weights, where only last bits differ, do not do it.
+In deterministic mode every prompt's chunk is a part of its own, and so is every request that a native step does not
+take. Chunks come first, since a later row may use the blocks that they fill.
+Does not know: how a part is computed, why the scheduler chose the rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from localllm.runner.batch import StepRows
+
+
+def parts_of(rows: StepRows, *, native_rows: int, splits: bool) -> list[slice]:
+    """Return the parts of a step in the order in which they are computed.
+
+    native_rows: most rows of a native step; 0: the model has none. splits: whether its bits differ from torch's by more
+    than the last ones.
+    """
+    count, num_decodes = len(rows.slots), rows.num_decodes
+    mixed = 0 < num_decodes < count
+    if not (splits and mixed and num_decodes <= native_rows and rows.samples[:num_decodes].all()):
+        return [slice(0, count)]
+    return [slice(num_decodes, count), slice(0, num_decodes)]
+
+
+def lone_parts(rows: StepRows, *, native_rows: int) -> list[slice]:
+    """Return the parts of a step in deterministic mode, in the order in which they are computed.
+
+    native_rows: most rows that may be one part because their bits do not depend on each other.
+    """
+    count, num_decodes, size = len(rows.slots), rows.num_decodes, max(1, native_rows)
+    chunks = [slice(row, row + 1) for row in range(num_decodes, count)]
+    return chunks + [slice(first, min(first + size, num_decodes)) for first in range(0, num_decodes, size)]
+
+
+def in_order(parts: list[slice]) -> list[int]:
+    """Return the places of the parts in the order of their rows."""
+    return np.argsort([part.start for part in parts]).tolist()

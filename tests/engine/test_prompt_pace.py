@@ -1,0 +1,131 @@
+"""Prompts beside streams: by measured times, how long a step may take, and that a prompt is read nevertheless."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.engine.prompt_pace import FIRST, LEAST, PromptPace
+from localllm.engine.step import StepPlan, StepTimings, TokenMasks
+from tests.engine.harness import SmallEngine, make_engine
+from tests.fake_runner import FakeRunner, _Ready
+
+TARGET_S = 0.1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step costs: a sum of seconds for the step, for each stream, and for each prompt token."""
+
+    step_s: float
+    stream_s: float
+    token_s: float
+
+    def seconds(self, plan: StepPlan) -> float:
+        lengths = [row.num_scheduled_tokens for row in plan.rows]
+        tokens = sum(length for length in lengths if length > 1)
+        return self.step_s + self.stream_s * (len(lengths) - bool(tokens)) + self.token_s * tokens
+
+
+class Timed(FakeRunner):
+    machine = Machine(0, 0, 0)
+
+    def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> _Ready:
+        return _Ready(replace(super().sample(plan, masks).step, timings=StepTimings(self.machine.seconds(plan), 0.0)))
+
+
+def make(machine: Machine, **config: Any) -> SmallEngine:
+    given = {"max_num_batched_tokens": 512, "max_model_len": 4000, "num_blocks": 1500, "target_step_s": TARGET_S}
+    engine = make_engine(runner_type=type("OnMachine", (Timed,), {"machine": machine}), **given, **config)  # type: ignore[arg-type]
+    return engine
+
+
+def run_streams_and_prompt(engine: SmallEngine, num_streams: int, prompt_len: int) -> list[StepPlan]:
+    """Let streams run alone, then read one prompt beside them; the steps with its tokens."""
+    for index in range(num_streams):
+        engine.add(f"stream {index}", [index] * 20, max_tokens=400)
+    for _ in range(12):
+        engine.loop.step()
+    engine.add("prompt", [1 + i % 7 for i in range(prompt_len)], max_tokens=1)
+    while "prompt" not in engine.endings:
+        engine.loop.step()
+    return [plan for plan in engine.plans if any(row.request_id == "prompt" for row in plan.rows)]
+
+
+machines = st.builds(Machine, st.floats(0.001, 0.2), st.floats(0.0001, 0.02), st.floats(0.00005, 0.02))
+
+
+@settings(max_examples=40, deadline=None)
+@given(machine=machines, num_streams=st.integers(1, 6), prompt_len=st.sampled_from([90, 400, 900]))
+def test_steps_stay_within_their_time_and_the_prompt_gets_its_half(
+    machine: Machine, num_streams: int, prompt_len: int
+) -> None:
+    engine = make(machine)
+    steps = run_streams_and_prompt(engine, num_streams, prompt_len)
+    alone_s = machine.step_s + machine.stream_s * num_streams
+    longest_s = max(TARGET_S, 2 * alone_s)
+    for plan in steps[2:]:  # the first ones may have learned from one large chunk
+        seconds, tokens = (
+            machine.seconds(plan),
+            sum(r.num_scheduled_tokens for r in plan.rows if r.request_id == "prompt"),
+        )
+        assert seconds <= 1.3 * longest_s + machine.stream_s or tokens <= LEAST
+    reading_s = machine.token_s * prompt_len
+    assert sum(map(machine.seconds, steps)) <= 3.5 * reading_s + 5 * longest_s  # the first steps learn
+
+
+def test_a_prompt_alone_uses_whole_steps() -> None:
+    machine = Machine(0.01, 0.001, 0.01)
+    engine = make(machine)
+    engine.add("prompt", [1] * 1500, max_tokens=2)
+    engine.run()
+    assert [plan.num_tokens for plan in engine.plans[:3]] == [512, 512, 476]
+
+
+def test_beside_streams_it_takes_what_the_target_leaves() -> None:
+    """10 ms for a step with four streams leave 90 ms, which are 90 tokens of a millisecond each."""
+    machine = Machine(0.006, 0.001, 0.001)
+    steps = run_streams_and_prompt(make(machine), 4, 1500)
+    middle = [plan.num_tokens - 4 for plan in steps[5:-1]]
+    assert all(80 <= tokens <= 96 for tokens in middle), middle
+
+
+def test_a_slow_machine_doubles_its_steps_and_no_more() -> None:
+    machine = Machine(1.0, 0.0, 0.01)
+    steps = run_streams_and_prompt(make(machine), 2, 600)
+    assert 80 <= steps[4].num_tokens <= 104
+    assert machine.seconds(steps[4]) <= 2.05
+
+
+def test_a_fixed_chunk_is_read_however_long_it_takes() -> None:
+    engine = make(Machine(0.01, 0.001, 0.1), fixed_chunk=32)
+    steps = run_streams_and_prompt(engine, 2, 100)
+    assert [plan.num_tokens - 2 for plan in steps] == [32, 32, 32, 4]
+
+
+def test_an_asked_limit_of_tokens_holds_beside_the_target() -> None:
+    steps = run_streams_and_prompt(make(Machine(0.001, 0.0, 1e-6), long_prefill_token_threshold=40), 2, 200)
+    assert max(plan.num_tokens for plan in steps) == 42
+
+
+def test_one_delayed_step_changes_nothing() -> None:
+    pace = PromptPace(TARGET_S)
+    for _ in range(5):
+        pace.observe(0, 0.02)
+        pace.observe(100, 0.12)
+    before = pace.num_tokens()
+    pace.observe(0, 3.0)
+    pace.observe(100, 3.0)
+    assert pace.num_tokens() == before == 80
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_what_was_not_measured_teaches_nothing(seconds: float) -> None:
+    pace = PromptPace(TARGET_S)
+    pace.observe(100, seconds)
+    pace.observe(0, seconds)
+    assert (pace.num_tokens(), pace.decode_s) == (FIRST, 0.0)

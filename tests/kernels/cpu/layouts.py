@@ -1,0 +1,117 @@
+"""Weights in the layouts of matrix.h, written the slow and obvious way, with the values that they stand for.
+
+Does not know: the library, how the package packs weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu.native.structures import OUTPUTS, Kind, NativeMatrix
+
+GROUP = 32
+SMALLEST_K = {Kind.F32: 1, Kind.BF16: 1, Kind.F16: 1, Kind.I8: 4, Kind.Q8: GROUP, Kind.Q4: GROUP, Kind.Q4_MIN: GROUP}
+"""K is a multiple of this."""
+CODES = {Kind.I8: (-128, 127), Kind.Q8: (0, 255), Kind.Q4: (0, 15), Kind.Q4_MIN: (0, 15)}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight [N, K] in one layout. Keeps the memory alive that `native` points to."""
+
+    native: NativeMatrix
+    values: Tensor  # [N, K] float64, column k for x[k]
+    memory: tuple[Tensor, ...]
+
+
+def draw(kind: Kind, outputs: int, inputs: int, *, bias: bool = False, order: bool = False, extreme: bool = False,
+         seed: int = 0) -> Packed:  # fmt: skip
+    """Return a random weight. extreme: every code is the least or the greatest that the layout can hold."""
+    rng = torch.Generator().manual_seed(seed)
+    padded = -(-outputs // OUTPUTS) * OUTPUTS
+    scales = None
+    if kind in (Kind.F32, Kind.BF16, Kind.F16):
+        weights, values = _floats(kind, torch.randn(padded, inputs, generator=rng))
+    else:
+        codes = _codes(kind, (padded, inputs), extreme, rng)
+        if kind == Kind.I8:
+            scales = torch.rand(padded, generator=rng) + 0.1
+            weights, values = _fours(codes.to(torch.int8)), codes.double() * scales.double()[:, None]
+        else:
+            weights, values = _groups(kind, codes, rng)
+    biases = torch.randn(padded, generator=rng) if bias else None
+    permutation = torch.randperm(inputs, generator=rng) if order else None
+    if permutation is not None:
+        values = torch.empty_like(values).index_copy_(1, permutation, values)
+    return _packed(kind, outputs, values, weights, scales, biases, permutation)
+
+
+def _packed(kind: Kind, outputs: int, values: Tensor, weights: Tensor, scales: Tensor | None, bias: Tensor | None,
+            order: Tensor | None) -> Packed:  # fmt: skip
+    space = torch.empty(weights.nbytes + 64, dtype=torch.uint8)
+    start = -space.data_ptr() % 64
+    space[start : start + weights.nbytes] = weights.reshape(-1).view(torch.uint8)
+    order = None if order is None else order.to(torch.int32)
+    native = NativeMatrix(
+        kind=kind,
+        outputs=outputs,
+        inputs=values.shape[1],
+        weights=space.data_ptr() + start,
+        scales=None if scales is None else scales.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        input_order=None if order is None else order.data_ptr(),
+    )
+    memory = tuple(tensor for tensor in (space, scales, bias, order) if tensor is not None)
+    return Packed(native, values[:outputs], memory)
+
+
+def bias_of(packed: Packed) -> Tensor:
+    """Return [N] float64, zeros without a bias."""
+    if not packed.native.bias:
+        return torch.zeros(packed.native.outputs, dtype=torch.float64)
+    bias = next(tensor for tensor in packed.memory if tensor.data_ptr() == packed.native.bias)
+    return bias[: packed.native.outputs].double()
+
+
+def _floats(kind: Kind, w: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = w.shape
+    if kind == Kind.F32:
+        return w.view(-1, OUTPUTS, columns).transpose(1, 2).contiguous(), w.double()
+    w = w.to(torch.bfloat16 if kind == Kind.BF16 else torch.float16)
+    even = torch.nn.functional.pad(w, (0, columns % 2))
+    return even.view(rows // OUTPUTS, OUTPUTS, -1, 2).transpose(1, 2).contiguous(), w.double()
+
+
+def _codes(kind: Kind, shape: tuple[int, int], extreme: bool, rng: torch.Generator) -> Tensor:
+    least, greatest = CODES[kind]
+    if extreme:
+        return torch.where(torch.rand(shape, generator=rng) < 0.5, least, greatest)
+    return torch.randint(least, greatest + 1, shape, generator=rng)
+
+
+def _fours(codes: Tensor) -> Tensor:
+    """[N, K] bytes -> [N / 64, K / 4, 64, 4]"""
+    return codes.view(-1, OUTPUTS, codes.shape[1] // 4, 4).transpose(1, 2).contiguous()
+
+
+def _groups(kind: Kind, codes: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    rows, columns = codes.shape
+    grouped = codes.view(rows, -1, GROUP)
+    scales = (torch.rand(grouped.shape[:2], generator=rng) + 0.1).half()
+    minima = torch.rand(grouped.shape[:2], generator=rng).half()
+    if kind == Kind.Q8:
+        values, size = (grouped - 128) * scales.double()[..., None], GROUP
+        body = codes.to(torch.uint8)
+    else:
+        values, size = grouped * scales.double()[..., None] - minima.double()[..., None], GROUP // 2
+        if kind == Kind.Q4:
+            values = (grouped - 8) * scales.double()[..., None]
+        body = (grouped[..., :16] | grouped[..., 16:] << 4).to(torch.uint8)
+    blocks = body.reshape(rows // OUTPUTS, OUTPUTS, -1, size // 4, 4).permute(0, 2, 3, 1, 4)
+    parts = [blocks.reshape(rows // OUTPUTS, columns // GROUP, -1)]
+    tails = [scales, minima] if kind == Kind.Q4_MIN else [scales]
+    parts += [tail.view(-1, OUTPUTS, tail.shape[1]).transpose(1, 2).contiguous().view(torch.uint8) for tail in tails]
+    return torch.cat(parts, dim=2), values.reshape(rows, columns)

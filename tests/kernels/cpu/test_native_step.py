@@ -1,0 +1,529 @@
+"""Each operation of the native step against the torch twin that batches use, in every library that this processor
+runs."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.kernels.cpu.native.library import Library, Pool, open_library, usable_sets, why_none
+from localllm.kernels.cpu.native.structures import (
+    MAX_ROWS,
+    Activation,
+    HeadNorm,
+    NativeExperts,
+    NativeMatrix,
+    NativeOperation,
+    NormKind,
+    Op,
+)
+from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_norm import layer_norm_reference
+from localllm.kernels.moe.grouped_gemm import act_reference
+from localllm.kernels.moe.route import route
+from localllm.kernels.paged_attention import paged_attention, plan_attention
+from localllm.kernels.rms_norm import rms_norm_reference
+from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
+from localllm.models.layers.mlp import GATED, UNGATED
+from localllm.models.layers.qkv import Clip, HeadLayerNorm
+from tests.kernels.cpu.native_steps import Builder, listed, no_rows
+
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+    "relu2": Activation.RELU2,
+    "quick_gelu": Activation.QUICK_GELU,
+}
+
+
+def compiled() -> list[str]:
+    """Return the sets that are compiled and that this processor runs."""
+    return [name for name in usable_sets() if open_library(name)[0] is not None]
+
+
+@pytest.fixture(scope="module", params=compiled() or [None])
+def library(request: pytest.FixtureRequest) -> Library:
+    if request.param is None:
+        pytest.skip(f"there is no native library: {why_none()}")
+    opened, reason = open_library(request.param)
+    assert opened is not None, reason
+    return opened
+
+
+@pytest.fixture
+def pool(library: Library) -> Iterator[Pool]:
+    pool = library.open_pool(2)
+    yield pool
+    pool.close()
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+# Products with what belongs to them.
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (200, 96), (896, 130)])
+@pytest.mark.parametrize("rows", [1, 3, MAX_ROWS])
+@pytest.mark.parametrize("norm", NormKind)
+def test_linear(pool: Pool, shape: tuple[int, int], rows: int, norm: NormKind) -> None:
+    torch.manual_seed(0)
+    outputs, inputs = shape
+    build, x, y = Builder(), torch.randn(MAX_ROWS, inputs) + 0.3, torch.randn(MAX_ROWS, outputs + 5)
+    weight, bias, norm_weight, norm_bias = (
+        torch.randn(outputs, inputs) / math.sqrt(inputs), torch.randn(outputs), torch.rand(inputs), torch.randn(inputs)
+    )  # fmt: skip
+    normed = {
+        NormKind.NONE: x,
+        NormKind.RMS: rms_norm_reference(x, norm_weight, 1e-5),
+        NormKind.LAYER: layer_norm_reference(x, norm_weight, norm_bias, 1e-5),
+    }[norm]
+    before = y.clone()
+    expected = before.clone()
+    expected[:rows, :outputs] += 0.5 * F.linear(normed[:rows], weight, bias)
+    operation = build.operation(
+        Op.LINEAR, x, y, matrix=build.matrix(weight, bias), norm=build.norm(norm, norm_weight, norm_bias),
+        adds=1, factor=0.5,
+    )  # fmt: skip
+    pool.run_step(listed(operation), no_rows(), rows)
+    close(y, expected)
+    assert torch.equal(y[rows:], before[rows:])
+    assert torch.equal(y[:, outputs:], before[:, outputs:]), "wrote beyond the outputs"
+
+
+@pytest.mark.parametrize("name", UNGATED)
+def test_ungated_activation(pool: Pool, name: str) -> None:
+    torch.manual_seed(1)
+    build, x, y = Builder(), torch.randn(MAX_ROWS, 40) * 3, torch.zeros(MAX_ROWS, 72)
+    weight, bias = torch.randn(72, 40) / 2, torch.randn(72)
+    operation = build.operation(
+        Op.LINEAR, x, y, matrix=build.matrix(weight, bias), activation=ACTIVATIONS[name]
+    )  # fmt: skip
+    pool.run_step(listed(operation), no_rows(), 5)
+    close(y[:5], UNGATED[name](F.linear(x[:5], weight, bias)))
+
+
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("width", [64, 192, 40, 100, 130])
+def test_gated(pool: Pool, name: str, width: int) -> None:
+    torch.manual_seed(2)
+    build, x, y = Builder(), torch.randn(MAX_ROWS, 48) * 3, torch.zeros(MAX_ROWS, width + 3)
+    weight, bias, norm_weight = torch.randn(2 * width, 48) / 2, torch.randn(2 * width), torch.rand(48)
+    operation = build.operation(
+        Op.GATED, x, y, matrix=build.matrix(weight, bias), norm=build.norm(NormKind.RMS, norm_weight),
+        activation=ACTIVATIONS[name],
+    )  # fmt: skip
+    pool.run_step(listed(operation), no_rows(), 3)
+    close(y[:3, :width], GATED[name](F.linear(rms_norm_reference(x[:3], norm_weight, 1e-5), weight, bias)))
+    assert not y[3:].any()
+    assert not y[:, width:].any()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_over_their_whole_range(pool: Pool, activation: str) -> None:
+    """The weight is a unit matrix, so that the results are the activation of chosen numbers."""
+    values = torch.cat([torch.linspace(-110, 110, 4000), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4])])
+    build, count = Builder(), len(values)
+    x, y = torch.ones(MAX_ROWS, 1), torch.zeros(MAX_ROWS, count)
+    operation = build.operation(
+        Op.LINEAR, x, y, matrix=build.matrix(values[:, None].clone()), activation=ACTIVATIONS[activation]
+    )  # fmt: skip
+    pool.run_step(listed(operation), no_rows(), 1)
+    expected = UNGATED[activation](values.double())
+    size = torch.maximum(values.abs(), expected.abs()).clamp(min=1)
+    assert ((y[0] - expected).abs() <= 4e-7 * size).all()
+
+
+def test_a_row_with_nan_leaves_the_others_alone(pool: Pool) -> None:
+    torch.manual_seed(3)
+    build, x, y = Builder(), torch.randn(MAX_ROWS, 64), torch.zeros(MAX_ROWS, 64)
+    weight, norm_weight = torch.randn(128, 64) / 8, torch.rand(64)
+    operation = build.operation(
+        Op.GATED, x, y, matrix=build.matrix(weight), norm=build.norm(NormKind.RMS, norm_weight),
+        activation=Activation.SILU,
+    )  # fmt: skip
+    pool.run_step(listed(operation), no_rows(), MAX_ROWS)
+    clean = y.clone()
+    x[3, 5] = math.nan
+    pool.run_step(listed(operation), no_rows(), MAX_ROWS)
+    assert y[3].isnan().all()
+    assert torch.equal(torch.cat([y[:3], y[4:]]), torch.cat([clean[:3], clean[4:]]))
+
+
+@pytest.mark.parametrize("norm", NormKind)
+def test_add(pool: Pool, norm: NormKind) -> None:
+    torch.manual_seed(4)
+    build, x, y = Builder(), torch.randn(MAX_ROWS, 70), torch.randn(MAX_ROWS, 70)
+    weight = torch.rand(70)
+    normed = {
+        NormKind.NONE: x,
+        NormKind.RMS: rms_norm_reference(x, weight, 1e-5),
+        NormKind.LAYER: layer_norm_reference(x, weight, None, 1e-5),
+    }[norm]
+    expected = torch.cat([y[:2] + 0.25 * normed[:2], y[2:]])
+    operation = build.operation(
+        Op.ADD, x, y, matrix=NativeMatrix(outputs=70), norm=build.norm(norm, weight), factor=0.25
+    )
+    pool.run_step(listed(operation), no_rows(), 2)
+    close(y, expected)
+
+
+# Attention.
+
+
+class Case:
+    """One attention, through the native step and through the twins."""
+
+    def __init__(
+        self, positions: list[int], *, heads: int = 6, kv_heads: int = 2, head_dim: int = 64, block_size: int = 16,
+        rotary_dim: int | None = None, dtype: torch.dtype = torch.float32, **fields: Any,
+    ) -> None:  # fmt: skip
+        torch.manual_seed(sum(positions) + head_dim)
+        self.positions, self.heads, self.fields = positions, heads, fields
+        self.block_size, self.rotary_dim = block_size, head_dim if rotary_dim is None else rotary_dim
+        width = (heads + 2 * kv_heads) * head_dim
+        self.x, self.y = torch.randn(MAX_ROWS, width), torch.zeros(MAX_ROWS, heads * head_dim)
+        blocks_each = max(positions) // block_size + 1
+        num_blocks = blocks_each * len(positions) + 3
+        order = torch.randperm(num_blocks)[: blocks_each * len(positions)]
+        self.tables = order.view(len(positions), blocks_each).int()
+        shape = (kv_heads, num_blocks, block_size, head_dim)
+        self.kv = LayerKV(self._filled(shape, dtype), self._filled(shape, dtype))
+        if dtype == torch.int8:
+            scales = [torch.rand(shape[:3]) / 50 for _ in range(2)]
+            self.kv = LayerKV(self.kv.k, self.kv.v, scales[0], scales[1])
+        self.table = torch.rand(max(positions) + 1, self.rotary_dim) * 2 - 1
+
+    @staticmethod
+    def _filled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if dtype == torch.int8:
+            return torch.randint(-127, 128, shape, dtype=dtype)
+        return torch.randn(shape).to(dtype)
+
+    @property
+    def slots(self) -> list[int]:
+        size = self.block_size
+        return [int(self.tables[i, p // size]) * size + p % size for i, p in enumerate(self.positions)]
+
+    def native(self, pool: Pool, **fields: Any) -> Tensor:
+        """Return the result [rows, heads * head_dim]; writes the cache."""
+        build = Builder()
+        angles = {"angles": self.table, "rotary_dim": self.rotary_dim} if self.rotary_dim else {}
+        attention = build.attention(self.kv, self.heads, **{"scale": 0.2, **angles, **self.fields, **fields})
+        operation = build.operation(Op.ATTEND, self.x, self.y, attention=attention)
+        rows = build.rows(self.tables, self.positions, self.block_size)
+        pool.run_step(listed(operation), rows, len(self.positions))
+        return self.y[: len(self.positions)]
+
+    def twin(
+        self, *, qk_norm: Tensor | None = None, before: Any = None, query_scale: Tensor | None = None, **scoring: Any
+    ) -> Tensor:
+        """Return the same through the twins, in fp32; writes the cache."""
+        rows = len(self.positions)
+        qkv, positions = self.x[:rows].clone(), torch.tensor(self.positions)
+        if before is not None:
+            qkv = before(qkv)
+        rotation = plan_rotation(self.table, positions) if self.rotary_dim else None
+        q = rotary_store_kv(qkv, self.kv, torch.tensor(self.slots), rotation, qk_norm, 1e-6)
+        if query_scale is not None:
+            q = q * query_scale
+        window = scoring.pop("window", None)
+        lengths = [position + 1 for position in self.positions]
+        plan = plan_attention(
+            self.tables, torch.tensor(lengths), torch.arange(rows + 1), num_decodes=rows, query_lens=[1] * rows,
+            context_lens_host=lengths, num_heads=self.heads, cache_shape=self.kv.k.shape, cache_dtype=self.kv.k.dtype,
+            window=window,
+        )  # fmt: skip
+        k, v = self.kv.k, self.kv.v
+        if k.dtype in (torch.bfloat16, torch.float16):  # the twin would round queries and weights as well
+            k, v = k.float(), v.float()
+        return paged_attention(
+            q, k, v, plan, **{"scale": 0.2, **scoring}, k_scale=self.kv.k_scale, v_scale=self.kv.v_scale
+        )  # fmt: skip
+
+    def compare(self, pool: Pool, native_fields: dict[str, Any], twin_fields: dict[str, Any]) -> None:
+        """Compare results and caches: bit by bit where a cache has more than 8 bits, and rounds alike."""
+        before = [tensor.clone() for tensor in self.kv.tensors()]
+        actual = self.native(pool, **native_fields).clone()
+        written = [tensor.clone() for tensor in self.kv.tensors()]
+        for tensor, old in zip(self.kv.tensors(), before, strict=True):
+            tensor.copy_(old)
+        expected = self.twin(**twin_fields)
+        close(actual, expected, 5e-5)
+        for new, twins in zip(written, self.kv.tensors(), strict=True):
+            self._compare_cache(new, twins)
+
+    @staticmethod
+    def _compare_cache(new: Tensor, twins: Tensor) -> None:
+        step = {torch.int8: 1.0, torch.bfloat16: 0.04, torch.float16: 0.004}.get(new.dtype, 2e-5)
+        difference = (new.float() - twins.float()).abs()
+        assert difference.max() <= step
+        if new.dtype in (torch.int8, torch.bfloat16, torch.float16):  # a rounding may tip over where the twins' sums do
+            assert (difference > 0).float().mean() < 1e-3
+
+
+CONTEXTS = [[0], [15, 16, 17], [511, 512, 513], [1500, 3, 700]]
+
+
+@pytest.mark.parametrize("positions", CONTEXTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+def test_attend(pool: Pool, positions: list[int], dtype: torch.dtype) -> None:
+    Case(positions, dtype=dtype).compare(pool, {}, {})
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (7, 1), (14, 2), (9, 3)])
+@pytest.mark.parametrize("head_dim", [2, 18, 80, 128])
+def test_attend_shapes(pool: Pool, heads: int, kv_heads: int, head_dim: int) -> None:
+    Case([70, 5], heads=heads, kv_heads=kv_heads, head_dim=head_dim).compare(pool, {}, {})
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 32, 24])
+def test_attend_block_sizes(pool: Pool, block_size: int) -> None:
+    Case([530, 5], block_size=block_size).compare(pool, {}, {})
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 16, 32])
+def test_partial_rotation_and_none(pool: Pool, rotary_dim: int) -> None:
+    Case([33, 12], rotary_dim=rotary_dim).compare(pool, {}, {})
+
+
+@pytest.mark.parametrize("window", [1, 7, 100, 512, 600, 5000])
+def test_window(pool: Pool, window: int) -> None:
+    Case([1100, 3, 40]).compare(pool, {"window": window}, {"window": window})
+
+
+def test_blocks_before_the_window_are_not_read(pool: Pool) -> None:
+    case = Case([1100])
+    expected = case.native(pool, window=100).clone()
+    case.tables[0, : (1100 - 99) // 16] = 1 << 30  # their addresses are not mapped
+    assert torch.equal(case.native(pool, window=100), expected)
+
+
+def test_softcap_sinks_and_slopes(pool: Pool) -> None:
+    sinks, slopes = torch.randn(6), torch.rand(6) / 100
+    Case([600, 20]).compare(pool, {"softcap": 3.0}, {"softcap": 3.0})
+    Case([600, 20]).compare(pool, {"sinks": sinks}, {"sinks": sinks})
+    Case([600, 20], rotary_dim=0).compare(pool, {"slopes": slopes}, {"alibi_slopes": slopes})
+    Case([600, 20]).compare(
+        pool, {"softcap": 3.0, "sinks": sinks, "window": 99}, {"softcap": 3.0, "sinks": sinks, "window": 99}
+    )
+
+
+def test_head_norms(pool: Pool) -> None:
+    weight = torch.rand(8, 64) + 0.5
+    native = {"head_norm_weight": weight, "head_norm_eps": 1e-6}
+    Case([40, 3]).compare(pool, {**native, "head_norm": HeadNorm.RMS}, {"qk_norm": weight})
+    Case([40, 3]).compare(pool, {**native, "head_norm": HeadNorm.LAYER}, {"before": HeadLayerNorm(weight, 1e-6)})
+
+    def whole(qkv: Tensor) -> Tensor:
+        q, k = weight[:6].flatten(), weight[6:].flatten()
+        qkv[:, : 6 * 64] = rms_norm_reference(qkv[:, : 6 * 64], q, 1e-6)
+        qkv[:, 6 * 64 : 8 * 64] = rms_norm_reference(qkv[:, 6 * 64 : 8 * 64], k, 1e-6)
+        return qkv
+
+    Case([40, 3]).compare(pool, {**native, "head_norm": HeadNorm.WHOLE}, {"before": whole})
+    Case([40, 3]).compare(
+        pool, {**native, "head_norm": HeadNorm.WHOLE, "clip": 0.7}, {"before": lambda qkv: whole(Clip(0.7)(qkv))}
+    )
+
+
+def test_clip_and_growth_of_queries(pool: Pool) -> None:
+    Case([40, 3]).compare(pool, {"clip": 0.8}, {"before": Clip(0.8)})
+    scale = (torch.tensor([600, 20]) // 100).add(1).log().mul(0.3).add(1)[:, None, None]
+    Case([600, 20]).compare(pool, {"query_growth": 0.3, "growth_period": 100}, {"query_scale": scale})
+
+
+def test_values_that_are_not_finite_in_an_int8_cache(pool: Pool) -> None:
+    case = Case([10, 11], dtype=torch.int8)
+    case.x[0, -3] = math.inf
+    result = case.native(pool)
+    assert not result[0].isfinite().all()
+    assert result[1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_row_alone_and_among_others_is_equal_bit_by_bit(pool: Pool, dtype: torch.dtype) -> None:
+    positions = [700, 3, 512, 511, 40, 1023, 90, 17]
+    together = Case(positions, dtype=dtype)
+    caches = [tensor.clone() for tensor in together.kv.tensors()]
+    expected = together.native(pool).clone()
+    for row, position in enumerate(positions):
+        alone = Case(positions, dtype=dtype)
+        for tensor, cache in zip(alone.kv.tensors(), caches, strict=True):
+            tensor.copy_(cache)
+        alone.x[0], alone.table = together.x[row], together.table
+        alone.positions, alone.tables = [position], together.tables[row : row + 1]
+        assert torch.equal(alone.native(pool)[0], expected[row])
+
+
+# Products of many rows.
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 40, 600])
+def test_product_of_many_rows(pool: Pool, rows: int) -> None:
+    torch.manual_seed(5)
+    build, x = Builder(), torch.randn(rows, 150)[:, :100]
+    weight, bias = torch.randn(200, 100) / 10, torch.randn(200)
+    matrix = build.matrix(weight, bias)
+    actual = pool.linear(matrix, x)
+    close(actual, F.linear(x, weight, bias))
+    assert torch.equal(pool.linear(matrix, x[-1:])[0], actual[-1])
+
+
+def test_unpack(pool: Pool) -> None:
+    weight, build = torch.randn(200, 36), Builder()
+    matrix, out = build.matrix(weight), torch.zeros(201, 36)
+    pool.unpack(matrix, 0, out[:200])
+    assert torch.equal(out[:200], weight)
+    assert not out[200:].any()
+    pool.unpack(matrix, 64, out[:70])
+    assert torch.equal(out[:70], weight[64:134])
+    assert torch.equal(out[70:200], weight[70:])
+
+
+# Operations without weights, and mixtures of experts.
+
+
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("width", [64, 37])
+def test_gate(pool: Pool, name: str, width: int) -> None:
+    torch.manual_seed(6)
+    build, x, y = Builder(), torch.randn(MAX_ROWS, 2 * width), torch.zeros(MAX_ROWS, width)
+    operation = build.operation(Op.GATE, x, y, matrix=NativeMatrix(outputs=width), activation=ACTIVATIONS[name])
+    pool.run_step(listed(operation), no_rows(), 6)
+    close(y[:6], GATED[name](x[:6]))
+    assert not y[6:].any()
+
+
+def test_scale(pool: Pool) -> None:
+    torch.manual_seed(7)
+    build, x, y = Builder(), torch.randn(MAX_ROWS, 1), torch.randn(MAX_ROWS, 50)
+    expected = torch.cat([y[:4] * torch.sigmoid(x[:4]), y[4:]])
+    operation = build.operation(
+        Op.SCALE, x, y, matrix=NativeMatrix(outputs=50), activation=Activation.SIGMOID
+    )  # fmt: skip
+    pool.run_step(listed(operation), no_rows(), 4)
+    close(y, expected)
+
+
+ROUTINGS = [
+    {"top_k": 2},
+    {"top_k": 4, "renormalize": False, "scale": 2.5},
+    {"top_k": 3, "scoring": "sigmoid", "corrects": True, "num_groups": 4, "top_groups": 2},
+    {"top_k": 3, "num_groups": 4, "top_groups": 1, "renormalize": False},
+    {"top_k": 12, "scoring": "sigmoid"},
+]
+
+
+class Mixture:
+    """Twelve experts of 96 features, and a router's logits, with several that are equal."""
+
+    count, hidden, features = 12, 80, 96
+
+    def __init__(self, top_k: int, corrects: bool = False, **routing: Any) -> None:
+        torch.manual_seed(8)
+        self.build, self.top_k, self.routing = Builder(), top_k, routing
+        self.logits = (torch.randn(MAX_ROWS, self.count) * 2).round() / 2
+        self.correction = torch.rand(self.count) if corrects else None
+        self.gate_up = torch.randn(self.count, 2 * self.features, self.hidden) / 9
+        self.down = torch.randn(self.count, self.hidden, self.features) / 9
+        self.gate_bias, self.down_bias = torch.randn(self.count, 2 * self.features), torch.randn(self.count, 80)
+        self.ids = torch.full((MAX_ROWS, top_k), -1, dtype=torch.int32)
+        self.weights = torch.zeros(MAX_ROWS, top_k)
+        self.x, self.y = torch.randn(MAX_ROWS, self.hidden), torch.randn(MAX_ROWS, self.hidden)
+        self.gated = torch.zeros(MAX_ROWS, top_k * self.features)
+        self.norm = torch.rand(self.hidden)
+
+    def experts(self) -> NativeExperts:
+        options = {"scoring": "softmax", "renormalize": True, "num_groups": 1, "top_groups": 1, "scale": 1.0}
+        options |= self.routing
+        return NativeExperts(
+            count=self.count, top_k=self.top_k, gate_up=self._matrices(self.gate_up, self.gate_bias),
+            down=self._matrices(self.down, self.down_bias), correction=self.build.address(self.correction),
+            is_sigmoid=options["scoring"] == "sigmoid", renormalizes=options["renormalize"],
+            num_groups=options["num_groups"], top_groups=options["top_groups"], scale=options["scale"],
+            ids=self.build.address(self.ids), weights=self.build.address(self.weights),
+        )  # fmt: skip
+
+    def _matrices(self, weights: Tensor, biases: Tensor) -> int:
+        matrices = [self.build.matrix(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        array = (NativeMatrix * len(matrices))(*matrices)
+        self.build.kept.append(array)
+        return ctypes.addressof(array)
+
+    def operations(self, activation: Activation) -> ctypes.Array[NativeOperation]:
+        experts = self.experts()
+        self.build.kept.append(experts)
+        at, build = ctypes.addressof(experts), self.build
+        return listed(
+            build.operation(Op.ROUTE, self.logits, self.logits, experts=at),
+            build.operation(
+                Op.EXPERTS_GATED, self.x, self.gated, experts=at, activation=activation,
+                matrix=NativeMatrix(outputs=self.features), norm=build.norm(NormKind.RMS, self.norm),
+            ),
+            build.operation(
+                Op.EXPERTS_DOWN, self.gated, self.y, experts=at, matrix=NativeMatrix(outputs=self.hidden), adds=1,
+                factor=0.5,
+            ),
+        )  # fmt: skip
+
+    def expected(self, activate: Callable[[Tensor], Tensor], rows: int) -> Tensor:
+        x = rms_norm_reference(self.x, self.norm, 1e-5)
+        out = self.y.clone()
+        for row in range(rows):
+            for place, expert in enumerate(self.ids[row].tolist()):
+                gated = activate(F.linear(x[row : row + 1], self.gate_up[expert], self.gate_bias[expert]))
+                down = F.linear(gated, self.down[expert], self.down_bias[expert])[0]
+                out[row] += 0.5 * self.weights[row, place] * down
+        return out
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_mixture_of_experts(pool: Pool, routing: dict[str, Any], rows: int) -> None:
+    case = Mixture(**routing)
+    before = case.y.clone()
+    pool.run_step(case.operations(Activation.SILU), no_rows(), rows)
+    ids, weights = route(case.logits[:rows], case.top_k, bias=case.correction, **case.routing)
+    assert torch.equal(case.ids[:rows], ids)
+    close(case.weights[:rows], weights)
+    result, case.y = case.y, before
+    close(result, case.expected(GATED["silu"], rows))
+
+
+def test_clamped_swiglu(pool: Pool) -> None:
+    case = Mixture(2)
+    case.gate_up *= 20
+    before = case.y.clone()
+    pool.run_step(case.operations(Activation.SWIGLU_CLAMPED), no_rows(), 3)
+    result, case.y = case.y, before
+    close(result, case.expected(lambda gate_up: act_reference(gate_up, "swiglu_clamped"), 3), 2e-4)
+
+
+def test_experts_of_a_row_do_not_depend_on_the_others(pool: Pool) -> None:
+    together = Mixture(4)
+    alone = Mixture(4)
+    pool.run_step(together.operations(Activation.SILU), no_rows(), MAX_ROWS)
+    for tensor in (alone.logits, alone.x, alone.y):
+        tensor[0] = tensor[6].clone()
+    pool.run_step(alone.operations(Activation.SILU), no_rows(), 1)
+    assert torch.equal(alone.y[0], together.y[6])
+
+
+def test_a_router_with_nan_chooses_experts_that_exist(pool: Pool) -> None:
+    case = Mixture(3)
+    case.logits[1] = math.nan
+    pool.run_step(case.operations(Activation.SILU), no_rows(), 3)
+    assert 0 <= case.ids[:3].min() <= case.ids[:3].max() < case.count
+    assert case.y[1].isnan().all()
+    assert case.y[[0, 2]].isfinite().all()

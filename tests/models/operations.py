@@ -1,0 +1,232 @@
+"""The definition of the native library's operations, in numpy and float64: runs a list as the library would.
+
+Reads weights only in the layout `KIND_F32`, and caches in fp32.
+Does not know: models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localllm.kernels.cpu.native.structures import (
+    OUTPUTS,
+    Activation,
+    HeadNorm,
+    Kind,
+    NativeAttention,
+    NativeExperts,
+    NativeMatrix,
+    NativeNorm,
+    NativeOperation,
+    NativeRow,
+    NormKind,
+    Op,
+)
+
+Array = npt.NDArray[Any]
+
+
+class DefinedLibrary:
+    """Takes the place of kernels/cpu/native/library.Library."""
+
+    def run_step(self, operations: Any, rows: Any, num_rows: int) -> None:
+        for operation in operations:
+            for row in range(num_rows):
+                _RUN[Op(operation.op)](operation, row, rows[row])
+
+
+def _floats(address: int | None, count: int, kind: Any = np.float32) -> Array:
+    """Return memory as an array that can be written."""
+    assert address, "a null pointer is read"
+    size = count * np.dtype(kind).itemsize
+    return np.frombuffer((ctypes.c_char * size).from_address(address), kind)
+
+
+def _row(operation: NativeOperation, row: int, count: int) -> Array:
+    return _floats(operation.x + 4 * row * operation.x_stride, count).astype(np.float64)
+
+
+def _put(operation: NativeOperation, row: int, values: Array) -> None:
+    y = _floats(operation.y + 4 * row * operation.y_stride, len(values))
+    y[:] = y + values if operation.adds else values
+
+
+def _weights(matrix: NativeMatrix) -> Array:
+    assert matrix.kind == Kind.F32
+    blocks = -(-matrix.outputs // OUTPUTS)
+    values = _floats(matrix.weights, blocks * OUTPUTS * matrix.inputs).reshape(blocks, matrix.inputs, OUTPUTS)
+    return values.transpose(0, 2, 1).reshape(-1, matrix.inputs)
+
+
+def _product(matrix: NativeMatrix, x: Array) -> Array:
+    weights = _weights(matrix)
+    y = weights @ x
+    return (y + _floats(matrix.bias, len(weights)) if matrix.bias else y)[: matrix.outputs]
+
+
+def _normed(norm: NativeNorm, x: Array) -> Array:
+    if norm.kind == NormKind.NONE:
+        return x
+    centred = x - x.mean() if norm.kind == NormKind.LAYER else x
+    y = centred / np.sqrt((centred * centred).mean() + norm.eps) * _floats(norm.weight, len(x))
+    return y + _floats(norm.bias, len(x)) if norm.bias else y
+
+
+_ACTIVATE: dict[Activation, Callable[[Array], Array]] = {
+    Activation.NONE: lambda x: x,
+    Activation.SILU: lambda x: x / (1 + np.exp(-x)),
+    Activation.GELU: lambda x: x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
+    Activation.GELU_TANH: lambda x: x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    Activation.RELU: lambda x: np.maximum(x, 0),
+    Activation.RELU2: lambda x: np.maximum(x, 0) ** 2,
+    Activation.QUICK_GELU: lambda x: x / (1 + np.exp(-1.702 * x)),
+    Activation.SIGMOID: lambda x: 1 / (1 + np.exp(-x)),
+}
+
+
+def _gate_times_up(activation: int, gate_up: Array) -> Array:
+    gate, up = np.split(gate_up, 2)
+    if activation == Activation.SWIGLU_CLAMPED:
+        gate, up = np.minimum(gate, 7), up.clip(-7, 7)
+        return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+    return _ACTIVATE[Activation(activation)](gate) * up
+
+
+def _linear(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    x = _normed(operation.norm, _row(operation, row, operation.matrix.inputs))
+    y = _ACTIVATE[operation.activation](_product(operation.matrix, x))
+    _put(operation, row, y * operation.factor)
+
+
+def _gated(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    x = _normed(operation.norm, _row(operation, row, operation.matrix.inputs))
+    _put(operation, row, _gate_times_up(operation.activation, _product(operation.matrix, x)))
+
+
+def _gate(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    _put(operation, row, _gate_times_up(operation.activation, _row(operation, row, 2 * operation.matrix.outputs)))
+
+
+def _scale(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    y = _floats(operation.y + 4 * row * operation.y_stride, operation.matrix.outputs)
+    y *= _ACTIVATE[operation.activation](_row(operation, row, 1))
+
+
+def _add(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    y = _floats(operation.y + 4 * row * operation.y_stride, operation.matrix.outputs)
+    y += _normed(operation.norm, _row(operation, row, len(y))) * operation.factor
+
+
+def _attend(operation: NativeOperation, row: int, at: NativeRow) -> None:
+    a = ctypes.cast(operation.attention, ctypes.POINTER(NativeAttention)).contents
+    x = _row(operation, row, (a.heads + 2 * a.kv_heads) * a.head_dim).reshape(-1, a.head_dim)
+    x = x.clip(-a.clip, a.clip) if a.clip else x
+    turning, v = x[: -a.kv_heads], x[-a.kv_heads :]
+    turning = _rotated(a, _head_normed(a, turning), at.position)
+    caches = [_floats(c, a.kv_heads * a.num_blocks * a.block_size * a.head_dim) for c in (a.k, a.v)]
+    keys, values = (cache.reshape(a.kv_heads, -1, a.head_dim) for cache in caches)
+    keys[:, at.slot], values[:, at.slot] = turning[a.heads :], v
+    positions = np.arange(max(0, at.position + 1 - a.window) if a.window else 0, at.position + 1)
+    table = _floats(at.block_table, at.position // a.block_size + 1, np.int32)
+    seen = table[positions // a.block_size] * a.block_size + positions % a.block_size
+    growth = 1 + a.query_growth * math.log(1 + at.position // a.growth_period) if a.query_growth else 1
+    out = [_head(a, h, turning[h] * growth, keys[:, seen], values[:, seen], positions) for h in range(a.heads)]
+    _put(operation, row, np.concatenate(out))
+
+
+def _head(a: NativeAttention, head: int, q: Array, keys: Array, values: Array, positions: Array) -> Array:
+    group = head // (a.heads // a.kv_heads)
+    scores = keys[group].astype(np.float64) @ q * a.scale
+    scores = np.tanh(scores / a.softcap) * a.softcap if a.softcap else scores
+    if a.slopes:
+        scores += _floats(a.slopes, a.heads)[head] * (positions - positions[-1])
+    peak = max(scores.max(), _floats(a.sinks, a.heads)[head]) if a.sinks else scores.max()
+    weights = np.exp(scores - peak)
+    total = weights.sum() + (np.exp(_floats(a.sinks, a.heads)[head] - peak) if a.sinks else 0)
+    mixed: Array = weights / total @ values[group]
+    return mixed
+
+
+def _head_normed(a: NativeAttention, heads: Array) -> Array:
+    if a.head_norm == HeadNorm.NONE:
+        return heads
+    weight = _floats(a.head_norm_weight, heads.size).reshape(heads.shape)
+    if a.head_norm == HeadNorm.WHOLE:
+        parts = (heads[: a.heads], heads[a.heads :])
+        return np.concatenate([p / np.sqrt((p * p).mean() + a.head_norm_eps) for p in parts]) * weight
+    centred = heads - heads.mean(1, keepdims=True) if a.head_norm == HeadNorm.LAYER else heads
+    scaled: Array = centred / np.sqrt((centred * centred).mean(1, keepdims=True) + a.head_norm_eps) * weight
+    return scaled
+
+
+def _rotated(a: NativeAttention, heads: Array, position: int) -> Array:
+    if not a.angles:
+        return heads
+    cos, sin = _floats(a.angles + 4 * position * a.rotary_dim, a.rotary_dim).reshape(2, -1)
+    first, second, rest = np.split(heads, [a.rotary_dim // 2, a.rotary_dim], axis=1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=1)
+
+
+# ---- a mixture of experts --------------------------------------------------------------------------------------------
+
+
+def _described(operation: NativeOperation) -> NativeExperts:
+    return ctypes.cast(operation.experts, ctypes.POINTER(NativeExperts)).contents
+
+
+def _choices(e: NativeExperts, row: int) -> tuple[Array, Array]:
+    """Return a row's expert ids and weights, which can be written."""
+    offset = 4 * row * e.top_k
+    return _floats(e.ids + offset, e.top_k, np.int32), _floats(e.weights + offset, e.top_k)
+
+
+def _route(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    e = _described(operation)
+    logits = _row(operation, row, e.count)
+    scores = np.exp(logits - logits.max())
+    scores = 1 / (1 + np.exp(-logits)) if e.is_sigmoid else scores / scores.sum()
+    choice = scores + _floats(e.correction, e.count) if e.correction else logits.copy()
+    groups = choice.reshape(e.num_groups, -1)
+    best = np.sort(groups, 1)[:, -2 if e.correction else -1 :].sum(1)
+    groups[np.argsort(-best, kind="stable")[e.top_groups :]] = -np.inf
+    chosen = np.argsort(-choice, kind="stable")[: e.top_k]
+    ids, weights = _choices(e, row)
+    total = scores[chosen].sum() if e.renormalizes else 1.0
+    ids[:], weights[:] = chosen, scores[chosen] / total * e.scale
+
+
+def _experts_gated(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    e = _described(operation)
+    matrices = ctypes.cast(e.gate_up, ctypes.POINTER(NativeMatrix))
+    ids = _choices(e, row)[0]
+    x = _normed(operation.norm, _row(operation, row, matrices[0].inputs))
+    _put(operation, row, np.concatenate(
+        [_gate_times_up(operation.activation, _product(matrices[int(i)], x)) for i in ids]
+    ))  # fmt: skip
+
+
+def _experts_down(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    e = _described(operation)
+    matrices = ctypes.cast(e.down, ctypes.POINTER(NativeMatrix))
+    x = _row(operation, row, e.top_k * matrices[0].inputs).reshape(e.top_k, -1)
+    outs = [w * _product(matrices[int(i)], x[c]) for c, (i, w) in enumerate(zip(*_choices(e, row), strict=True))]
+    _put(operation, row, np.sum(outs, 0) * operation.factor)
+
+
+_RUN = {
+    Op.LINEAR: _linear,
+    Op.GATED: _gated,
+    Op.GATE: _gate,
+    Op.SCALE: _scale,
+    Op.ADD: _add,
+    Op.ATTEND: _attend,
+    Op.ROUTE: _route,
+    Op.EXPERTS_GATED: _experts_gated,
+    Op.EXPERTS_DOWN: _experts_down,
+}

@@ -1,0 +1,190 @@
+"""Whole models through the list of native operations, beside the same models through torch.
+
+Without a native library on the testing machine, the operations' definitions (operations.py) run the lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu.native.library import native
+from localllm.kernels.cpu.native.structures import MAX_ROWS
+from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.paged_attention import kv_cache_shape
+from localllm.models import lone_step
+from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.architectures.read_spec import read_spec
+from localllm.models.layers.lora import LoraLimits
+from localllm.models.loader import load_model
+from localllm.models.lone_step import DecodeRows, NoLoneStep, open_lone_step
+from tests.models.harness import BLOCK_SIZE, CPU, ModelHarness
+from tests.models.harness import Sequence as Request
+from tests.models.operations import DefinedLibrary
+from tests.tiny import FAMILIES, VOCAB_SIZE
+
+PathOf = Callable[[str], Path]
+REFUSED = {"deepseek_v2": "latent attention", "deepseek_v3": "latent attention"}
+LONG, STEPS = 22, 12  # the tokens of a prompt, and steps after it: windows of 20 and 24 tokens hide keys
+needs_library = pytest.mark.skipif(native() is None, reason="this machine has no native library")
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lists' operations as they are defined, where this machine has no native library."""
+    if native() is None:
+        monkeypatch.setattr(lone_step, "native", DefinedLibrary)
+
+
+def load(path: Path, **options: Any) -> DecoderModel:
+    model = load_model(path, read_spec(path), CPU, torch.float32, **options)
+    assert isinstance(model, DecoderModel)
+    return model
+
+
+class LoneHarness(ModelHarness):
+    """A cache of a model that both its native step and its forward pass use."""
+
+    def __init__(self, model: DecoderModel, *, kv_dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        super().__init__(model, kv_dtype=torch.float32 if kv_dtype == torch.int8 else kv_dtype, seed=seed)
+        if kv_dtype == torch.int8:
+            shape = kv_cache_shape(128, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
+            self.kv_cache = [_int8_cache(shape) for _ in range(self.spec.num_layers)]
+        self.lone = open_lone_step(model, self.kv_cache)
+
+    @torch.inference_mode()
+    def natively(self, requests: Sequence[Request]) -> Tensor:
+        """Run the next token of each request in one native step; logits [R, vocab]."""
+        inputs = self._inputs([(request, 1) for request in requests], all_logits=False)
+        table = inputs.block_table.numpy()
+        addresses = table.ctypes.data + np.arange(len(requests)) * table.strides[0]
+        rows = DecodeRows(*(t.numpy() for t in (inputs.token_ids, inputs.positions, inputs.slot_mapping)), addresses)
+        logits = self.lone.forward(rows).clone()
+        for request in requests:
+            request.computed += 1
+        return logits
+
+
+def _int8_cache(shape: tuple[int, int, int, int]) -> LayerKV:
+    k, v = (torch.zeros(shape, dtype=torch.int8) for _ in range(2))
+    return LayerKV(k, v, torch.full(shape[:3], torch.nan), torch.full(shape[:3], torch.nan))
+
+
+def token(place: int, seed: int = 0) -> int:
+    return (17 * place + 29 * seed + 3) % VOCAB_SIZE
+
+
+def largest_error(
+    model: DecoderModel, reference: DecoderModel, *, steps: int = STEPS, kv_dtype: torch.dtype = torch.float32
+) -> float:
+    """The largest difference of a logit between native steps of `model` and torch's steps of `reference`, over the
+    standard deviation of the logits."""
+    ours, theirs = LoneHarness(model, kv_dtype=kv_dtype, seed=1), LoneHarness(reference, kv_dtype=kv_dtype)
+    prompt = [token(place) for place in range(LONG)]
+    (mine, _), (other, _) = ours.prefill(prompt), theirs.prefill(prompt)
+    worst = 0.0
+    for place in range(LONG, LONG + steps):
+        mine.token_ids.append(token(place))
+        other.token_ids.append(token(place))
+        wanted = theirs.step([(other, 1)])[0]
+        worst = max(worst, float((ours.natively([mine]) - wanted).abs().max() / wanted.std()))
+    return worst
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("library")
+def test_every_family_has_a_list_with_torchs_logits_or_a_reason(family: str, tiny_model_path: PathOf) -> None:
+    model = load(tiny_model_path(family))
+    if family in REFUSED:
+        with pytest.raises(NoLoneStep, match=REFUSED[family]):
+            LoneHarness(model)
+    else:
+        assert largest_error(model, model) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "gpt_oss", "glm4_moe"])
+def test_the_definitions_of_the_operations_give_torchs_logits(
+    family: str, tiny_model_path: PathOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lone_step, "native", DefinedLibrary)
+    model = load(tiny_model_path(family))
+    assert largest_error(model, model, steps=4) < 2e-5
+
+
+@needs_library
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "olmo2", "bloom", "qwen3_moe"])
+def test_rows_together_have_the_bits_of_each_alone(family: str, tiny_model_path: PathOf) -> None:
+    model = load(tiny_model_path(family))
+    alone, together = [], LoneHarness(model)
+    lengths = [1, 3, 9, 30, 17, 8, 2, 25]
+    requests = [_grown(together, length, seed) for seed, length in enumerate(lengths)]
+    for seed, length in enumerate(lengths):
+        harness = LoneHarness(model, seed=seed)
+        request = _grown(harness, length, seed)
+        alone.append([_next(harness, [request], [seed])[0] for _ in range(3)])
+    for step, count in enumerate([MAX_ROWS, 5, 2]):
+        chosen = list(range(MAX_ROWS))[:count]
+        logits = _next(together, [requests[row] for row in chosen], chosen)
+        for row in chosen:
+            assert torch.equal(logits[row], alone[row][step]), (row, count)
+
+
+def _grown(harness: LoneHarness, length: int, seed: int) -> Request:
+    return harness.prefill([token(place, seed) for place in range(length)])[0]
+
+
+def _next(harness: LoneHarness, requests: list[Request], seeds: Sequence[int]) -> Tensor:
+    for request, seed in zip(requests, seeds, strict=True):
+        request.token_ids.append(token(len(request.token_ids), seed))
+    return harness.natively(requests)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_request_may_change_between_native_steps_and_torch(family: str, tiny_model_path: PathOf) -> None:
+    """Native alone, then beside a prompt through torch, native again: as if torch had computed all."""
+    model = load(tiny_model_path(family))
+    mixed, torchs = LoneHarness(model, seed=3), LoneHarness(model)
+    (mine, _), (other, _) = (harness.prefill([5, 6, 7]) for harness in (mixed, torchs))
+    for place in range(3, 40):
+        for request in (mine, other):
+            request.token_ids.append(token(place))
+        wanted = torchs.step([(other, 1)])[0]
+        if place % 5 == 4:
+            beside = Request([token(i, place) for i in range(6)])
+            got = mixed.step([(mine, 1), (beside, 6)])[0]
+        else:
+            got = mixed.natively([mine])
+        assert float((got - wanted).abs().max() / wanted.std()) < 2e-5, place
+
+
+@pytest.mark.usefixtures("library")
+@needs_library
+@pytest.mark.parametrize(("kv_dtype", "limit"), [(torch.bfloat16, 0.02), (torch.float16, 0.003), (torch.int8, 0.02)])
+def test_narrow_caches(kv_dtype: torch.dtype, limit: float, tiny_model_path: PathOf) -> None:
+    """A value near the middle of two neighbours may be rounded either way, which then shows in the logits."""
+    model = load(tiny_model_path("qwen3"))
+    assert largest_error(model, model, kv_dtype=kv_dtype) < limit
+
+
+@pytest.mark.usefixtures("library")
+def test_adapters_and_other_caches_are_refused(tiny_llama_path: Path) -> None:
+    with pytest.raises(NoLoneStep, match="adapters"):
+        LoneHarness(load(tiny_llama_path, lora=LoraLimits(1, 8)))
+    with pytest.raises(NoLoneStep, match="float8"):
+        LoneHarness(load(tiny_llama_path), kv_dtype=torch.float8_e4m3fn)
+    with pytest.raises(NoLoneStep, match="object"):
+        open_lone_step(object(), [])
+
+
+def test_without_a_library_the_reason_is_the_librarys(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lone_step, "native", lambda: None)
+    monkeypatch.setattr(lone_step, "why_none", lambda: "set to none")
+    with pytest.raises(NoLoneStep, match="set to none"):
+        LoneHarness(load(tiny_llama_path))
