@@ -124,8 +124,8 @@ def has_fast_bf16() -> bool:
             return False
         sample = torch.arange(4 * OUTPUTS * HALF_INPUTS, device="cpu").remainder_(251).to(torch.bfloat16)
         sample = sample.view(2 * OUTPUTS, 2 * HALF_INPUTS)
-        laid_out = memory_of(_for_onednn(sample)).view(torch.bfloat16)
-        return torch.equal(laid_out, _blocked(sample).view(-1))
+        packed = _for_onednn(sample)  # owns the memory that is compared
+        return torch.equal(memory_of(packed).view(torch.bfloat16), _blocked(sample).view(-1))
     except (AttributeError, RuntimeError):
         return False
 
