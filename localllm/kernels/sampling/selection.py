@@ -8,12 +8,16 @@ Does not know: sampling parameters, randomness.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 GROUP = 64
 SLICE_SIZE = 1 << 19
+FEW_ROWS = 8
+"""Rows whose heads numpy computes on a CPU, in one thread. torch wakes its threads for them, which takes longer, and
+these then spin beside the threads of the next native step."""
 
 
 def row_slices(values: Tensor) -> list[slice]:
@@ -36,7 +40,10 @@ def grouped(values: Tensor, fill: float) -> Tensor:
 
 def group_heads(values: Tensor) -> Tensor:
     """Return [S, G] the largest value of each group; NaN if the group contains one."""
-    return grouped(values, -torch.inf).amax(-1)
+    groups = grouped(values, -torch.inf)
+    if groups.device.type == "cpu" and groups.dtype == torch.float32 and len(groups) <= FEW_ROWS:
+        return torch.from_numpy(np.max(groups.numpy(force=True), axis=-1))
+    return groups.amax(-1)
 
 
 def argmax(values: Tensor, heads: Tensor) -> Tensor:
