@@ -101,7 +101,7 @@ class LoneStep:
         self._without_head = (NativeOperation * (len(self._operations) - 1))(*self._operations[:-1])
         self._stream, self._logits = writer.stream.values, writer.logits.values
         self._rows = (NativeRow * MAX_ROWS)()
-        self._columns = np.frombuffer(self._rows, np.int64).reshape(MAX_ROWS, -1)
+        self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(MAX_ROWS, -1)
 
     def forward(self, rows: DecodeRows, *, samples: bool = True) -> Tensor:
         """Run one step of 1 to MAX_ROWS rows: write their K and V, and return logits [R, vocab] fp32, valid until the
