@@ -196,10 +196,10 @@ def usable_sets() -> list[str]:
     """Return the sets whose instructions this processor and its system run, best first."""
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     candidates = SETS.get(machine, ())
-    if sys.platform.startswith("linux"):
+    if platform.system() == "Linux":
         flags = _cpuinfo_flags(Path("/proc/cpuinfo"))
         return [name for name in candidates if NEEDED[name] <= flags]
-    if sys.platform == "darwin":
+    if platform.system() == "Darwin":
         return [name for name in candidates if name == "dotprod"]  # every Apple processor since the M1
     return [name for name in candidates if _torch_sees(name)]
 
