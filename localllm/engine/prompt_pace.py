@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may have beside requests that decode, from the measured times of steps.
+"""Limit the prompt tokens that a step may have beside requests that decode, from the measured times of steps.
 
 Whoever decodes waits for the whole step. It therefore takes at most `target_s`, or twice as long as a step without
 prompts if that is more, so that a prompt always gets half of the time. What a token costs is the median of the last

@@ -1,4 +1,4 @@
-"""Which requests of a step are computed together on a CPU: the rule about what a row's arithmetic depends on.
+"""Divide a step on a CPU into requests that are computed together: the rule about what a row's arithmetic depends on.
 
     a native step     up to 8 requests with one token each; a row's bits do not depend on the others
     prompts           and whatever a native step does not take, together: through torch, whose bits depend on all rows
@@ -12,8 +12,6 @@ Does not know: how a part is computed, why the scheduler chose the rows.
 """
 
 from __future__ import annotations
-
-import numpy as np
 
 from localllm.runner.batch import StepRows
 
@@ -43,4 +41,4 @@ def lone_parts(rows: StepRows, *, native_rows: int) -> list[slice]:
 
 def in_order(parts: list[slice]) -> list[int]:
     """Return the places of the parts in the order of their rows."""
-    return np.argsort([part.start for part in parts]).tolist()
+    return sorted(range(len(parts)), key=lambda place: parts[place].start)

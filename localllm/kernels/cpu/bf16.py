@@ -59,9 +59,11 @@ def blocked(weight: Tensor) -> Tensor:
     rows, columns = weight.shape
     blocks = torch.zeros((-(-rows // OUTPUTS), columns // 2, OUTPUTS, 2), dtype=weight.dtype, device="cpu")
     whole = rows // OUTPUTS
-    blocks[:whole] = weight[: whole * OUTPUTS].view(whole, OUTPUTS, -1, 2).transpose(1, 2)
+    blocks[:whole] = weight[: whole * OUTPUTS].view(whole, OUTPUTS, columns // 2, 2).transpose(1, 2)
     if whole < len(blocks):
-        blocks[whole, :, : rows % OUTPUTS] = weight[whole * OUTPUTS :].view(rows % OUTPUTS, -1, 2).transpose(0, 1)
+        blocks[whole, :, : rows % OUTPUTS] = (
+            weight[whole * OUTPUTS :].view(rows % OUTPUTS, columns // 2, 2).transpose(0, 1)
+        )
     return blocks
 
 

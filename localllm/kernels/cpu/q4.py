@@ -99,7 +99,8 @@ class CpuQ4Weight:
 
     def _codes(self) -> Tensor:
         """Return a view [blocks, K / 32, 4, 64, 4] uint8 of the pairs of codes."""
-        return self.blocks[:, :, :CODE_BYTES].unflatten(2, (-1, OUTPUTS, 4))
+        codes: Tensor = self.blocks[:, :, :CODE_BYTES].unflatten(2, (-1, OUTPUTS, 4))
+        return codes
 
     def _per_group(self) -> tuple[Tensor, Tensor | None]:
         """Return views [blocks, K / 32, 64] fp16 of the scales and minima."""

@@ -21,7 +21,8 @@ TYPES = [torch.bfloat16, torch.float16]
 def _product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param and not bf16.has_fast_bf16():
         pytest.skip("this processor has no fast product of bf16")
-    monkeypatch.setattr(half, "has_fast_bf16", lambda: request.param)
+    for module in (half, bf16):
+        monkeypatch.setattr(module, "has_fast_bf16", lambda: request.param)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -46,7 +47,7 @@ def test_values_stay_what_they_are(outputs: int, inputs: int, dtype: torch.dtype
     values = normal(outputs, inputs).to(dtype)
     weight, rows = packed(values), torch.tensor([outputs - 1, 0, 63, 0])
     assert weight.shape == (outputs, inputs)
-    assert weight.nbytes == half_nbytes(outputs, inputs, dtype) == held_bytes(weight)
+    assert weight.nbytes == half_nbytes(outputs, inputs) == held_bytes(weight)
     assert torch.equal(weight.dequantize(dtype), values)
     assert torch.equal(weight.dequantize_rows(rows, torch.float32), values[rows].float())
 

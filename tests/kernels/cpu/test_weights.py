@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels.cpu import half, pack
+from localllm.kernels.cpu import bf16, half, pack
+from localllm.kernels.cpu.bf16 import has_fast_bf16
 from localllm.kernels.cpu.half import HALVES, CpuHalfWeight, fits_half, half_nbytes, pack_half
 from localllm.kernels.cpu.int8 import pack_int8, round_rows
 from localllm.kernels.cpu.matrix import matrices_of, matrix_of
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import Kind
-from localllm.kernels.cpu.native_product import has_fast_bf16_instructions, native_linear, native_unpack
+from localllm.kernels.cpu.native_product import native_linear, native_unpack
 from localllm.kernels.cpu.q4 import CpuQ4Weight, fits_q4, pack_q4, q4_nbytes
 from localllm.kernels.int4_linear import pack_int4, quantize_int4
 from localllm.kernels.launch import INTERPRETED
@@ -100,9 +101,10 @@ def test_codes_of_a_table_and_short_groups_do_not_fit(weight: PlanarWeight) -> N
 def test_halves_against_float64(
     dtype: torch.dtype, is_fast: bool, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if is_fast and not has_fast_bf16_instructions():
+    if is_fast and not has_fast_bf16():
         pytest.skip("this processor has no product of bf16")
-    monkeypatch.setattr(half, "has_fast_bf16_instructions", lambda: is_fast)
+    for module in (half, bf16):
+        monkeypatch.setattr(module, "has_fast_bf16", lambda: is_fast)
     w, bias = normal(outputs, inputs).to(dtype), normal(outputs, seed=1)
     weight = pack_half(w)
     assert isinstance(weight, CpuHalfWeight)
@@ -119,9 +121,7 @@ def test_halves_against_float64(
         assert error(weight.linear(x, bias), wanted) < allowed
 
 
-@pytest.mark.skipif(
-    native() is None or not has_fast_bf16_instructions(), reason="there is no fast product of bf16 here"
-)
+@pytest.mark.skipif(native() is None or not has_fast_bf16(), reason="there is no fast product of bf16 here")
 def test_a_heads_logits_are_not_rounded_to_eight_bits() -> None:
     """With values that bf16 holds only the result is rounded; a constant offset makes that as coarse as can be."""
     w = torch.cat((normal(64, 256), torch.ones(64, 64)), dim=1).bfloat16()
