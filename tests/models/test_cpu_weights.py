@@ -3,13 +3,16 @@ weights as stored, and their layouts while another model's bytes are counted."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from localllm.kernels.cpu import int8, pack
+from localllm.kernels.cpu import half, int8, pack
+from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.int8 import CpuInt8Weight
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.q4 import CpuQ4Weight
@@ -70,3 +73,29 @@ def test_counting_bytes_on_another_thread_leaves_a_load_alone(
     assert counted[loads] == {held_bytes(model)}
     assert len(counted[counts]) == 1
     assert counted[counts] != counted[loads]
+
+
+@pytest.mark.skipif(native() is None, reason="there is no native library here")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_checkpoint_stays_16_bits_wide(
+    dtype: torch.dtype, tiny_llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding and a tied head are one copy, and the count from headers is the load's."""
+    monkeypatch.setattr(half, "HALF_MIN_ELEMENTS", 0)
+    shutil.copytree(tiny_llama_path, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+    spec = read_spec(tmp_path)
+    logits, held = {}, {}
+    for keeps in (True, False):
+        model = load_model(tmp_path, spec, CPU, torch.float32, half_weights=keeps)
+        count = count_resident(tmp_path, spec, half_weights=keeps)
+        held[keeps] = held_bytes(model)
+        assert count("cpu", "float32", model.max_model_len, None) == held[keeps]
+        assert isinstance(model.layers[0].attention.qkv.weight, CpuHalfWeight) == keeps
+        if spec.tie_word_embeddings and keeps:
+            assert model.embedding.weight is model.lm_head.weight
+        logits[keeps] = [ModelHarness(model).prefill([5, 7, 11, 13, 17] * 5, chunk)[1] for chunk in (None, 1)]
+    assert held[True] < 0.8 * held[False]
+    for got, wanted, allowed in zip(logits[True], logits[False], (0.03, 1e-5), strict=True):
+        assert float((got - wanted).norm() / wanted.norm()) < allowed

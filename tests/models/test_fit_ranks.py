@@ -275,7 +275,10 @@ TWO = machine(RTX_3090, RTX_3060)
             replace(LLAMA_8B, implementation="transformers"), TWO, {"tensor_parallel_size": 2}, UnsupportedOption,
             "transformers' code", "Leave out",
         ),
-        (LLAMA_8B, NO_GPU, {"tensor_parallel_size": 2, "deterministic": True}, UnsupportedOption, "several ranks", "or --det"),
+        (
+            LLAMA_8B, NO_GPU, {"tensor_parallel_size": 2, "deterministic": True}, UnsupportedOption,
+            "several ranks", "or --det",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_not_possible_is_refused_with_its_numbers(

@@ -6,7 +6,7 @@
 Up to MAX_ROWS rows are multiplied by the native library, with x and sums in fp32. More rows:
 
     bf16, on a processor with a product of bf16 (AMX, AVX512-BF16): torch's, for which x is rounded to bf16
-    otherwise: W is widened to fp32, some outputs at a time, for torch's product
+    otherwise: by the native library too, and above TILED_ROWS with W widened to fp32, some outputs at a time
 
 torch's product rounds its results to bf16. A head's logits need more digits: `is_head` adds what rounding took away,
 computed by a second product.
@@ -18,13 +18,20 @@ Needs the native library. Does not know: which weights take this layout (models/
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.cpu.blocks import memory_of
+from localllm.kernels.cpu.bf16 import (
+    INPUTS_MULTIPLE,
+    blocked,
+    blocks_in,
+    has_fast_bf16,
+    multiply_bf16,
+    pack_bf16,
+    unpacked_linear,
+)
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.native_product import native_linear, native_unpack, unpacked_parts
@@ -33,7 +40,7 @@ from localllm.kernels.quantized_weight import MetaWeight
 
 HALVES = (torch.bfloat16, torch.float16)
 HALF_MIN_ELEMENTS = 1 << 18  # smaller weights are widened, as in kernels/linear.py, since calls have fixed costs
-HALF_INPUTS = 32  # K is a multiple, so that oneDNN pads nothing
+TILED_ROWS = 64  # for more, widening to fp32 for torch's product is faster
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +64,7 @@ class CpuHalfWeight:
         if len(x) <= MAX_ROWS:
             y = native_linear(self.matrix(), x.float().contiguous(), is_fine=True)
         else:
-            y = self._in_bf16(x.to(torch.bfloat16)) if self.packed.is_mkldnn else self._widened(x.float())
+            y = self._many_rows(x)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -76,12 +83,24 @@ class CpuHalfWeight:
 
     def _pairs(self) -> Tensor:
         """Return a view [padded N / 64, K / 2, 64] int32 of pairs of weights."""
-        flat = memory_of(self.packed) if self.packed.is_mkldnn else self.packed.view(-1)
-        return flat.view(torch.int32).view(-1, self.shape[1] // 2, OUTPUTS)
+        blocks = blocks_in(self.packed) if self.packed.is_mkldnn else self.packed
+        return blocks.view(torch.int32).squeeze(-1)
+
+    def _many_rows(self, x: Tensor) -> Tensor:
+        """x [T, K] -> [T, N] fp32"""
+        if self.packed.is_mkldnn:
+            return self._in_bf16(x.to(torch.bfloat16))
+        if self.packed.dtype == torch.bfloat16 and has_fast_bf16() and not self.is_head:
+            y = unpacked_linear(self.matrix(), x.to(torch.bfloat16))
+            if y is not None:
+                return y
+        if len(x) <= TILED_ROWS:
+            return native_linear(self.matrix(), x.float(), is_fine=True)
+        return self._widened(x.float())
 
     def _in_bf16(self, x: Tensor) -> Tensor:
         """x [T, K] bf16 -> [T, N] fp32"""
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        y = multiply_bf16(x, self.packed)
         if not self.is_head:
             return y.float()
         rest: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, y.neg(), self.packed, None, "add")
@@ -97,53 +116,23 @@ class CpuHalfWeight:
 
 def fits_half(weight_dtype: torch.dtype, rows: int, columns: int) -> bool:
     """Return whether 16-bit matrices of this shape stay so. Never without the native library."""
-    is_large = rows * columns >= HALF_MIN_ELEMENTS and columns % HALF_INPUTS == 0
+    is_large = rows * columns >= HALF_MIN_ELEMENTS and columns % INPUTS_MULTIPLE == 0
     return weight_dtype in HALVES and is_large and native() is not None
 
 
 def pack_half(weight: Tensor, *, is_head: bool = False) -> CpuHalfWeight | MetaWeight:
     """Pack weight [N, K] bf16 or fp16, for which `fits_half` is True; on `meta` return its size only."""
     if weight.is_meta:
-        return MetaWeight((weight.shape[0], weight.shape[1]), half_nbytes(*weight.shape, weight.dtype))
-    packed = _for_onednn(weight) if weight.dtype == torch.bfloat16 and has_fast_bf16() else _blocked(weight)
-    register_huge_pages(_address(packed), half_nbytes(*weight.shape, packed.dtype))
+        return MetaWeight((weight.shape[0], weight.shape[1]), half_nbytes(*weight.shape))
+    packed = pack_bf16(weight)
+    packed = blocked(weight) if packed is None else packed
+    register_huge_pages(_address(packed), half_nbytes(*weight.shape))
     return CpuHalfWeight(packed, weight.shape[0], is_head)
 
 
-def half_nbytes(rows: int, columns: int, dtype: torch.dtype) -> int:
-    is_opaque = dtype == torch.bfloat16 and has_fast_bf16()
-    return (rows if is_opaque else -(-rows // OUTPUTS) * OUTPUTS) * columns * 2
-
-
-@cache
-def has_fast_bf16() -> bool:
-    """Return whether torch multiplies bf16 on this processor by its own instructions, in the layout of KIND_BF16."""
-    try:
-        names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-        if not any(getattr(torch.cpu, name)() for name in names):
-            return False
-        sample = torch.arange(4 * OUTPUTS * HALF_INPUTS, device="cpu").remainder_(251).to(torch.bfloat16)
-        sample = sample.view(2 * OUTPUTS, 2 * HALF_INPUTS)
-        packed = _for_onednn(sample)  # owns the memory that is compared
-        return torch.equal(memory_of(packed).view(torch.bfloat16), _blocked(sample).view(-1))
-    except (AttributeError, RuntimeError):
-        return False
-
-
-def _for_onednn(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
-    return packed
-
-
-def _blocked(weight: Tensor) -> Tensor:
-    """Return [padded N / 64, K / 2, 64, 2]."""
-    rows, columns = weight.shape
-    blocks = torch.zeros((-(-rows // OUTPUTS), columns // 2, OUTPUTS, 2), dtype=weight.dtype, device="cpu")
-    whole = rows // OUTPUTS
-    blocks[:whole] = weight[: whole * OUTPUTS].view(whole, OUTPUTS, -1, 2).transpose(1, 2)
-    if whole < len(blocks):
-        blocks[whole, :, : rows % OUTPUTS] = weight[whole * OUTPUTS :].view(rows % OUTPUTS, -1, 2).transpose(0, 1)
-    return blocks
+def half_nbytes(rows: int, columns: int) -> int:
+    """Return the bytes of the result of `pack_half`."""
+    return -(-rows // OUTPUTS) * OUTPUTS * columns * 2
 
 
 def _address(packed: Tensor) -> int:

@@ -1,7 +1,8 @@
 """Products of torch tensors with a `NativeMatrix`, by the native library.
 
-    native_linear    x W^T
-    native_unpack    W
+    native_linear         x W^T
+    native_unpack         W
+    native_unpack_bf16    W in the layout of KIND_BF16
 
 Does not know: where a matrix's memory comes from, models.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 from localllm.kernels.cpu.native.library import Library, native
 from localllm.kernels.cpu.native.structures import OUTPUTS, NativeMatrix
 
-UNPACKED_AT_A_TIME = 1 << 20  # weights that are fp32 at a time
+UNPACKED_AT_A_TIME = 1 << 20  # weights, so that they stay in the cache
 
 
 def native_linear(matrix: NativeMatrix, x: Tensor, *, is_fine: bool) -> Tensor:
@@ -24,25 +25,37 @@ def native_linear(matrix: NativeMatrix, x: Tensor, *, is_fine: bool) -> Tensor:
 
     is_fine: encode x in 15 bits for matrices of 8 bits and less, else in 8 bits except for rows with outliers.
     """
-    return _library().linear(matrix, x, is_fine=is_fine) if len(x) else x.new_empty((0, matrix.outputs))
+    y = x.new_empty((len(x), matrix.outputs))
+    if len(x):
+        _library().linear(matrix, x if x.stride(1) == 1 else x.contiguous(), y, is_fine=is_fine)
+    return y
 
 
 def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:
-    """Return the values [N, K] in the order of x."""
+    """Return the values [N, K] in the order of the matrix's columns."""
     out = torch.empty((matrix.outputs, matrix.inputs), dtype=dtype, device="cpu")
     for start, part in unpacked_parts(matrix):
         out[start : start + len(part)] = part
     return out
 
 
+def native_unpack_bf16(matrix: NativeMatrix, out: Tensor, first: int) -> None:
+    """Write the blocks from output `first` on, a multiple of 64, into out [b, K / 2, 64, 2] bf16."""
+    _library().unpack_bf16(matrix, out, first)
+
+
 def unpacked_parts(matrix: NativeMatrix) -> Iterator[tuple[int, Tensor]]:
     """Yield (first output, values [n, K] fp32) in order. A part is valid until the next one."""
-    step = max(OUTPUTS, UNPACKED_AT_A_TIME // matrix.inputs // OUTPUTS * OUTPUTS)
+    step = _outputs_at_a_time(matrix.inputs)
     buffer = torch.empty((min(step, matrix.outputs), matrix.inputs), device="cpu")
     for start in range(0, matrix.outputs, step):
         part = buffer[: matrix.outputs - start]
         _library().unpack(matrix, start, part)
         yield start, part
+
+
+def _outputs_at_a_time(inputs: int) -> int:
+    return max(OUTPUTS, UNPACKED_AT_A_TIME // inputs // OUTPUTS * OUTPUTS)
 
 
 def _library() -> Library:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.cpu.bf16 import has_fast_bf16, unpacked_linear
 from localllm.kernels.cpu.native.structures import MAX_ROWS, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.native_product import native_linear, native_unpack
 from localllm.kernels.huge_pages import register_huge_pages
@@ -28,6 +29,7 @@ from localllm.kernels.planar.linear import SUPER_GROUP, PlanarWeight
 
 GROUP = 32  # inputs that share a scale
 CODE_BYTES = OUTPUTS * GROUP // 2
+UNPACK_ROWS = 192  # from here on torch saves more than unpacking to bf16 costs
 PACKED_AT_A_TIME = 1 << 20  # weights, so that intermediate tensors stay in the cache
 
 
@@ -53,13 +55,21 @@ class CpuQ4Weight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-        wide = x.float()
-        y = native_linear(self.matrix(), wide.contiguous(), is_fine=len(wide) <= MAX_ROWS)
+        y = self._unpacked(x) if len(x) >= UNPACK_ROWS and has_fast_bf16() else None
+        if y is None:
+            y = native_linear(self.matrix(), x.float(), is_fine=len(x) <= MAX_ROWS)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    def _unpacked(self, x: Tensor) -> Tensor | None:
+        """x [T, K] -> [T, N] fp32 through bf16, which rounds x less than the codes of 8 bits do"""
+        narrow = x.to(torch.bfloat16)
+        return unpacked_linear(
+            self.matrix(), narrow if self.input_order is None else narrow.index_select(1, self.input_order)
+        )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [N, K] in the original order of the inputs."""
-        return native_unpack(self.matrix(), dtype)
+        return self._in_order(native_unpack(self.matrix(), dtype))
 
     def dequantize_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return [T, K], the given rows [T] int64 of `dequantize`."""
@@ -72,7 +82,10 @@ class CpuQ4Weight:
             values = (values - 8) * scale
         else:
             values = values * scale - minima[block, :, lane].float()[:, :, None]
-        wide = values.flatten(1).to(dtype)
+        return self._in_order(values.flatten(1).to(dtype))
+
+    def _in_order(self, wide: Tensor) -> Tensor:
+        """Return [n, K] in the original order of the inputs."""
         return (
             wide if self.input_order is None else torch.empty_like(wide).index_copy_(1, self.input_order.long(), wide)
         )

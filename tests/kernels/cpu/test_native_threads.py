@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -122,7 +123,8 @@ def test_many_steps(library: Library, threads: int) -> None:
 
 
 def test_two_callers_are_served_one_after_the_other(pool: Pool, expected: list[Tensor]) -> None:
-    layers, results = [Layers(), Layers()], [[], []]
+    layers = [Layers(), Layers()]
+    results: list[list[Tensor]] = [[], []]
 
     def call(place: int) -> None:
         results[place] = run(pool, 100, layers[place])
@@ -137,6 +139,32 @@ def test_two_callers_are_served_one_after_the_other(pool: Pool, expected: list[T
         assert all(torch.equal(a, b) for a, b in zip(each, expected, strict=False))
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_borrowed_threads(library: Library, expected: list[Tensor], threads: int) -> None:
+    pool = library.open_pool(threads, borrows=True)
+    before = _num_threads()
+    results = run(pool, 50)
+    assert _num_threads() <= before + threads - 1
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=False))
+    pool.close()
+
+
+def test_products_of_the_process(library: Library) -> None:
+    """`Library.linear` follows torch's number of threads, and may be mixed with torch's operations."""
+    weight, x, build = torch.randn(300, 200), torch.randn(40, 200), Builder()
+    matrix, threads = build.matrix(weight), torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            for _ in range(5):
+                y = library.linear(matrix, x)
+                torch.testing.assert_close(y, torch.nn.functional.linear(x, weight), rtol=1e-4, atol=1e-4)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
 @pytest.mark.parametrize("idle_s", [0.0, ASLEEP_S])
 def test_closing_ends_the_threads(library: Library, idle_s: float) -> None:
     before = _num_threads()

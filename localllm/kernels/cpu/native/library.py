@@ -55,10 +55,13 @@ NEEDED = {
 class Pool:
     """Threads that run steps and products. Calls from several threads are run one after the other."""
 
-    def __init__(self, functions: ctypes.CDLL, threads: int) -> None:
-        """Start the threads, the caller's included. Raises MemoryError if there is no memory."""
+    def __init__(self, functions: ctypes.CDLL, threads: int, parallel: int | None = None) -> None:
+        """Start the threads, the caller's included. Raises MemoryError if there is no memory.
+
+        parallel: address of libgomp's GOMP_parallel, to borrow its threads instead of starting any.
+        """
         self._functions, self.threads = functions, threads
-        self._pool = functions.localllm_open_pool(threads)
+        self._pool = functions.localllm_open_pool(threads, parallel)
         if not self._pool:
             raise MemoryError(f"No memory for a pool of {threads} threads.")
 
@@ -102,58 +105,59 @@ class Pool:
         self._functions.localllm_unpack(self._pool, matrix, first, len(out), out.data_ptr())
 
     def unpack_bf16(self, matrix: NativeMatrix, out: Tensor, first: int = 0) -> None:
-        """Write rows of the matrix from row `first` on, a multiple of 64, into the columns of `out` [K, count] bf16.
+        """Write blocks of the matrix from row `first` on, a multiple of 64, as Kind.BF16 into `out`.
 
-        count is a multiple of 64. Columns for rows beyond the padded matrix's last may not be asked for.
+        out: [b, padded K / 2, 64, 2] bf16. All b blocks must be the matrix's.
         """
-        inputs, count = out.shape
         assert out.dtype == torch.bfloat16
         assert out.is_contiguous()
-        assert inputs == matrix.inputs, (inputs, matrix.inputs)
+        assert out.shape[1:] == ((matrix.inputs + 1) // 2, OUTPUTS, 2), (out.shape, matrix.inputs)
         assert first % OUTPUTS == 0
-        assert count % OUTPUTS == 0
-        assert 0 <= count < matrix.outputs - first + OUTPUTS, (first, count)
-        self._functions.localllm_unpack_bf16(self._pool, matrix, first, count, out.data_ptr())
+        assert 0 <= first // OUTPUTS + len(out) <= -(-matrix.outputs // OUTPUTS), (first, len(out))
+        self._functions.localllm_unpack_bf16(self._pool, matrix, first, len(out) * OUTPUTS, out.data_ptr())
 
 
 class Library:
-    """An opened library, and a pool for each number of threads that torch has been told to use."""
+    """An opened library, with pools of as many threads as torch uses.
+
+    Steps run in threads of their own, which delay nobody while the system has put them aside. Products between torch's
+    operations borrow torch's threads: two pools would spin on each other's processors, which costs 0.1 ms a product.
+    """
 
     def __init__(self, functions: ctypes.CDLL) -> None:
         self._functions = functions
-        self._pools: dict[int, Pool] = {}
+        self._pools: dict[tuple[int, bool], Pool] = {}
         self._lock = threading.Lock()
         self.instruction_set: str = functions.localllm_instruction_set().decode()
 
-    def open_pool(self, threads: int) -> Pool:
-        """Return a new pool. The caller closes it."""
-        return Pool(self._functions, threads)
+    def open_pool(self, threads: int, *, borrows: bool = False) -> Pool:
+        """Return a new pool, with torch's threads if it `borrows` them. The caller closes it."""
+        return Pool(self._functions, threads, _gomp_parallel() if borrows else None)
 
-    @property
-    def pool(self) -> Pool:
-        """The process's pool of as many threads as torch uses. Nobody closes it: its threads sleep when idle."""
-        threads = torch.get_num_threads()
-        if threads not in self._pools:
+    def _pool(self, *, borrows: bool) -> Pool:
+        """Return the process's pool. Nobody closes it: its threads sleep when idle."""
+        key = torch.get_num_threads(), borrows
+        if key not in self._pools:
             with self._lock:
-                if threads not in self._pools:
-                    self._pools[threads] = self.open_pool(threads)
-        return self._pools[threads]
+                if key not in self._pools:
+                    self._pools[key] = self.open_pool(key[0], borrows=borrows)
+        return self._pools[key]
 
     def run_step(self, operations: ctypes.Array[NativeOperation], rows: ctypes.Array[NativeRow], num_rows: int) -> None:
-        """Do `Pool.run_step` in the process's pool."""
-        self.pool.run_step(operations, rows, num_rows)
+        """Do `Pool.run_step` in the process's threads for steps."""
+        self._pool(borrows=False).run_step(operations, rows, num_rows)
 
     def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor:
-        """Do `Pool.linear` in the process's pool."""
-        return self.pool.linear(matrix, x, out, is_fine=is_fine)
+        """Do `Pool.linear` in torch's threads."""
+        return self._pool(borrows=True).linear(matrix, x, out, is_fine=is_fine)
 
     def unpack(self, matrix: NativeMatrix, first: int, out: Tensor) -> None:
-        """Do `Pool.unpack` in the process's pool."""
-        self.pool.unpack(matrix, first, out)
+        """Do `Pool.unpack` in torch's threads."""
+        self._pool(borrows=True).unpack(matrix, first, out)
 
     def unpack_bf16(self, matrix: NativeMatrix, out: Tensor, first: int = 0) -> None:
-        """Do `Pool.unpack_bf16` in the process's pool."""
-        self.pool.unpack_bf16(matrix, out, first)
+        """Do `Pool.unpack_bf16` in torch's threads."""
+        self._pool(borrows=True).unpack_bf16(matrix, out, first)
 
 
 def native() -> Library | None:
@@ -237,12 +241,20 @@ def _compiled_sets() -> list[str]:
     return [name for names in SETS.values() for name in names if (FOLDER / library_name(name)).exists()]
 
 
+def _gomp_parallel() -> int | None:
+    """Return the address of the function that starts threads of torch's OpenMP; None if it is not libgomp."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
 def _declare(functions: ctypes.CDLL) -> None:
     """Set the types of arguments and results. Raises AttributeError if a function is missing."""
     matrix, pool, number = ctypes.POINTER(NativeMatrix), c_void_p, c_int64
     operations, rows = ctypes.POINTER(NativeOperation), ctypes.POINTER(NativeRow)
     for name, result, arguments in (
-        ("localllm_open_pool", pool, [number]),
+        ("localllm_open_pool", pool, [number, c_void_p]),
         ("localllm_close_pool", None, [pool]),
         ("localllm_run_step", None, [pool, operations, number, rows, number]),
         ("localllm_linear", None, [pool, matrix, c_void_p, number, number, number, c_void_p, number]),

@@ -44,6 +44,8 @@ struct Pool {
   pthread_mutex_t caller, sleep;
   pthread_cond_t wake;
   int64_t threads;
+  Parallel parallel;  // NULL: the pool has threads of its own
+  _Atomic int64_t members;  // borrowed threads that have joined the job
   pid_t process;
   void* shared;
   void (*free_shared)(void*);
@@ -141,6 +143,20 @@ static int run_pieces(Pool* pool, int64_t thread) {
   return ran;
 }
 
+// Run pieces until the job is over.
+static void take_part(Pool* pool, int64_t thread) {
+  Wait wait = {0};
+  while (atomic_load_explicit(&pool->running, memory_order_acquire)) {
+    if (run_pieces(pool, thread)) {
+      wait = (Wait){0};
+    } else {
+      wait_more(&wait);
+    }
+  }
+}
+
+static void join_job(void* pool) { take_part(pool, atomic_fetch_add(&((Pool*)pool)->members, 1)); }
+
 static int is_forked(const Pool* pool) { return getpid() != pool->process; }
 
 // A forked child has the pool, but not its threads: those that seem to sleep would never answer.
@@ -159,13 +175,11 @@ void run_job(Pool* pool, const Job* job) {
   pool->job = job;
   atomic_store_explicit(&pool->running, 1, memory_order_relaxed);
   open_operation(pool, 0);
-  Wait wait = {0};
-  while (atomic_load_explicit(&pool->running, memory_order_acquire)) {
-    if (run_pieces(pool, 0)) {
-      wait = (Wait){0};
-    } else {
-      wait_more(&wait);
-    }
+  if (pool->parallel) {
+    atomic_store(&pool->members, 0);
+    pool->parallel(join_job, pool, (unsigned)pool->threads, 0);
+  } else {
+    take_part(pool, 0);
   }
 }
 
@@ -194,16 +208,17 @@ static void* run_thread(void* argument) {
   return 0;
 }
 
-Pool* localllm_open_pool(int64_t threads) {
+Pool* localllm_open_pool(int64_t threads, Parallel parallel) {
   if (threads < 1) threads = 1;
   Pool* pool = calloc(1, sizeof(Pool) + (size_t)(threads - 1) * sizeof(Thread));
   if (!pool) return NULL;
-  pool->threads = 1;
+  pool->threads = parallel ? threads : 1;
+  pool->parallel = parallel;
   pool->process = getpid();
   pthread_mutex_init(&pool->caller, NULL);
   pthread_mutex_init(&pool->sleep, NULL);
   pthread_cond_init(&pool->wake, NULL);
-  for (; pool->threads < threads; pool->threads++) {
+  for (; pool->threads < threads; pool->threads++) {  // none if they are borrowed
     Thread* thread = &pool->workers[pool->threads - 1];
     *thread = (Thread){.pool = pool, .index = pool->threads};
     if (pthread_create(&thread->id, NULL, run_thread, thread)) break;
@@ -216,7 +231,7 @@ static void end_threads(Pool* pool) {
   atomic_store(&pool->stopping, 1);
   pthread_cond_broadcast(&pool->wake);
   pthread_mutex_unlock(&pool->sleep);
-  for (int64_t i = 0; i < pool->threads - 1; i++) pthread_join(pool->workers[i].id, NULL);
+  for (int64_t i = 0; i < pool->threads - 1 && !pool->parallel; i++) pthread_join(pool->workers[i].id, NULL);
 }
 
 void localllm_close_pool(Pool* pool) {

@@ -13,9 +13,14 @@ typedef struct {
   void (*run_piece)(void* context, int64_t operation, int64_t piece, int64_t thread);  // thread: 0 .. threads - 1
 } Job;
 
+// GOMP_parallel of libgomp: runs body(data) in `threads` threads, the calling one included, and waits for all of them.
+typedef void (*Parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+
 // Open a pool of `threads`, the calling one included; NULL without memory. Where the system refuses threads, the pool
-// has fewer.
-Pool* localllm_open_pool(int64_t threads);
+// has fewer. With `parallel` the pool starts none and borrows OpenMP's: beside operations that use OpenMP, threads of the
+// pool would wait for processors on which OpenMP's threads spin. Without it (NULL) it has its own, which take part in a
+// job as soon as the system runs them.
+Pool* localllm_open_pool(int64_t threads, Parallel parallel);
 
 // End the threads, and free the pool. Waits for a job that is running.
 void localllm_close_pool(Pool*);

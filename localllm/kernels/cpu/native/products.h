@@ -44,5 +44,5 @@ void multiply_block(const Matrix* matrix, const Rows* rows, int64_t block, float
 // Write the values of the outputs of `block` as fp32 [64, K], in the order of the matrix's columns.
 void unpack_block(const Matrix* matrix, int64_t block, float* out);
 
-// Write them as bf16 [K, 64], rounded to nearest, with the outputs of input k at out + k * stride.
-void unpack_block_bf16(const Matrix* matrix, int64_t block, uint16_t* out, int64_t stride);
+// Write them as a block of KIND_BF16, rounded to nearest: [padded K / 2, 64] pairs.
+void unpack_block_bf16(const Matrix* matrix, int64_t block, uint32_t* out);

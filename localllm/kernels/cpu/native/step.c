@@ -655,7 +655,7 @@ void localllm_unpack(Pool* pool, const Matrix* matrix, int64_t first, int64_t co
 typedef struct {
   const Matrix* matrix;
   int64_t first, count;
-  uint16_t* out;
+  uint32_t* out;
 } UnpackingBf16;
 
 static int64_t count_bf16_blocks(void* context, int64_t operation) {
@@ -666,10 +666,11 @@ static int64_t count_bf16_blocks(void* context, int64_t operation) {
 static void unpack_bf16_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {
   const UnpackingBf16* u = context;
   (void)operation, (void)thread;
-  unpack_block_bf16(u->matrix, u->first / OUTPUTS + piece, u->out + piece * OUTPUTS, u->count);
+  uint32_t* out = u->out + piece * OUTPUTS * ((u->matrix->inputs + 1) / 2);
+  unpack_block_bf16(u->matrix, u->first / OUTPUTS + piece, out);
 }
 
-void localllm_unpack_bf16(Pool* pool, const Matrix* matrix, int64_t first, int64_t count, uint16_t* out) {
+void localllm_unpack_bf16(Pool* pool, const Matrix* matrix, int64_t first, int64_t count, uint32_t* out) {
   UnpackingBf16 unpacking = {matrix, first, count, out};
   lock_pool(pool);
   run_job(pool, &(Job){&unpacking, 1, count_bf16_blocks, unpack_bf16_piece});

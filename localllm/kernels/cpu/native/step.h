@@ -108,8 +108,8 @@ void localllm_linear(
 // Write the values of `count` outputs from output `first` on, a multiple of 64, as fp32 [count, K].
 void localllm_unpack(Pool*, const Matrix* matrix, int64_t first, int64_t count, float* out);
 
-// Write them as bf16 [K, count], transposed: an operand of torch's product for many rows. count: a multiple of 64.
-void localllm_unpack_bf16(Pool*, const Matrix* matrix, int64_t first, int64_t count, uint16_t* out);
+// Write them as KIND_BF16, in whole blocks: an operand of torch's product for many rows.
+void localllm_unpack_bf16(Pool*, const Matrix* matrix, int64_t first, int64_t count, uint32_t* out);
 
 // Name of the instruction set that the library was compiled for: avx512vnni, avx2, dotprod.
 const char* localllm_instruction_set(void);

@@ -3,7 +3,6 @@
 #include "products.h"
 
 typedef float Tile[GROUP][OUTPUTS];
-typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
 
 static void unpack_f32(const Matrix* m, int64_t block, int64_t first, int64_t count, Tile to) {
   const float* w = (const float*)m->weights + (block * m->inputs + first) * OUTPUTS;
@@ -75,21 +74,23 @@ void unpack_block(const Matrix* m, int64_t block, float* out) {
   }
 }
 
-// To the nearest bf16, ties to even.
-static Shorts to_bf16(Floats value) {
+// The bits of the nearest bf16, ties to even, in the upper half.
+static Words bf16_bits(Floats value) {
   const Words bits = (Words)value;
-  return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Shorts);
+  return (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
 }
 
-void unpack_block_bf16(const Matrix* m, int64_t block, uint16_t* out, int64_t stride) {
+void unpack_block_bf16(const Matrix* m, int64_t block, uint32_t* out) {
   Tile tile;
   for (int64_t first = 0; first < m->inputs; first += GROUP) {
     const int64_t count = tile_inputs(m, first);
     unpack_tile(m, block, first, count, tile);
-    for (int64_t k = 0; k < count; k++)
+    if (count % 2) memset(tile[count], 0, sizeof tile[count]);
+    for (int64_t k = 0; k < count; k += 2, out += OUTPUTS)
       for (int v = 0; v < OUTPUTS; v += LANES) {
-        const Shorts values = to_bf16(load_floats(tile[k] + v));
-        memcpy(out + (first + k) * stride + v, &values, sizeof values);
+        const Words low = bf16_bits(load_floats(tile[k] + v)), high = bf16_bits(load_floats(tile[k + 1] + v));
+        const Words pair = low >> 16 | high;
+        memcpy(out + v, &pair, sizeof pair);
       }
   }
 }

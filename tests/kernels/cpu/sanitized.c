@@ -1,0 +1,97 @@
+// Runs steps and products from two threads at once, in a pool that falls asleep in between. Compiled with sanitizers by
+// test_native_sanitized.py. Exits with 1 if results differ from those of one thread.
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include "step.h"
+
+enum { HIDDEN = 128, HEADS = 4, KV_HEADS = 2, SIZE = 32, QKV = (HEADS + 2 * KV_HEADS) * SIZE, FEATURES = 200, BLOCKS = 64 };
+enum { STEPS = 150, OPERATIONS = 7, LONG = 40 };
+
+typedef struct {
+  Pool* pool;
+  Operation operations[OPERATIONS];
+  Attention attention;
+  float *stream, *qkv, *attended, *gated, *x, *y;
+  double sum;
+} Caller;
+
+static float* numbers(int64_t count, unsigned seed) {
+  float* values = aligned_alloc(64, (size_t)(count * 4 + 63) / 64 * 64);
+  for (int64_t i = 0; i < count; i++) {
+    seed = seed * 1664525 + 1013904223;
+    values[i] = ((float)(seed >> 8) / (1 << 24) - 0.5f) / 4;
+  }
+  return values;
+}
+
+static Matrix matrix(int64_t outputs, int64_t inputs, unsigned seed) {
+  const int64_t padded = (outputs + OUTPUTS - 1) / OUTPUTS * OUTPUTS;
+  return (Matrix){.kind = KIND_F32, .outputs = outputs, .inputs = inputs, .weights = numbers(padded * inputs, seed)};
+}
+
+static Operation operation(int64_t op, Matrix m, const float* x, int64_t x_stride, float* y, int64_t y_stride) {
+  return (Operation){.op = op, .matrix = m, .x = x, .x_stride = x_stride, .y = y, .y_stride = y_stride, .factor = 1};
+}
+
+static void describe(Caller* c, Pool* pool) {
+  *c = (Caller){.pool = pool};
+  c->stream = numbers(MAX_ROWS * HIDDEN, 1);
+  c->qkv = numbers(MAX_ROWS * QKV, 2);
+  c->attended = numbers(MAX_ROWS * HIDDEN, 3);
+  c->gated = numbers(MAX_ROWS * FEATURES, 4);
+  c->x = numbers(LONG * HIDDEN, 5);
+  c->y = numbers(LONG * QKV, 6);
+  const int64_t cache = KV_HEADS * BLOCKS * 16 * SIZE;
+  c->attention = (Attention){.k = numbers(cache, 7), .v = numbers(cache, 8), .num_blocks = BLOCKS, .block_size = 16,
+                             .heads = HEADS, .kv_heads = KV_HEADS, .head_dim = SIZE, .scale = 0.2};
+  Operation* o = c->operations;
+  o[0] = operation(OP_LINEAR, matrix(QKV, HIDDEN, 9), c->stream, HIDDEN, c->qkv, QKV);
+  o[0].norm = (Norm){.kind = NORM_RMS, .weight = numbers(HIDDEN, 10), .eps = 1e-5};
+  o[1] = operation(OP_ATTEND, (Matrix){0}, c->qkv, QKV, c->attended, HIDDEN);
+  o[1].attention = &c->attention;
+  o[2] = operation(OP_LINEAR, matrix(HIDDEN, HIDDEN, 11), c->attended, HIDDEN, c->stream, HIDDEN);
+  o[2].adds = 1;
+  o[3] = operation(OP_GATED, matrix(2 * FEATURES, HIDDEN, 12), c->stream, HIDDEN, c->gated, FEATURES);
+  o[3].norm = o[0].norm;
+  o[3].activation = ACT_SILU;
+  o[4] = operation(OP_LINEAR, matrix(HIDDEN, FEATURES, 13), c->gated, FEATURES, c->stream, HIDDEN);
+  o[4].adds = 1;
+  o[5] = operation(OP_ADD, (Matrix){.outputs = HIDDEN}, c->attended, HIDDEN, c->stream, HIDDEN);
+  o[6] = operation(OP_SCALE, (Matrix){.outputs = HIDDEN}, c->gated, FEATURES, c->stream, HIDDEN);
+  o[6].activation = ACT_SIGMOID;
+}
+
+static void* call(void* argument) {
+  Caller* c = argument;
+  int32_t table[BLOCKS];
+  for (int i = 0; i < BLOCKS; i++) table[i] = (i * 7 + 3) % BLOCKS;
+  for (int step = 0; step < STEPS; step++) {
+    const int64_t position = step * 6;
+    StepRow row = {table, position, table[position / 16] * 16 + position % 16};
+    float* stream = numbers(MAX_ROWS * HIDDEN, (unsigned)step);
+    memcpy(c->stream, stream, MAX_ROWS * HIDDEN * sizeof(float));
+    free(stream);
+    localllm_run_step(c->pool, c->operations, OPERATIONS, &row, 1);
+    localllm_linear(c->pool, &c->operations[0].matrix, c->x, HIDDEN, step % LONG + 1, 1, c->y, QKV);
+    for (int i = 0; i < HIDDEN; i++) c->sum += c->stream[i] + c->y[i];
+    if (step % 10 == 0) nanosleep(&(struct timespec){0, 3000000}, NULL);
+  }
+  return NULL;
+}
+
+int main(void) {
+  static Caller callers[3];
+  Pool *one = localllm_open_pool(1, NULL), *many = localllm_open_pool(4, NULL);
+  for (int i = 0; i < 3; i++) describe(&callers[i], i ? many : one);
+  call(&callers[0]);
+  pthread_t threads[2];
+  for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, call, &callers[i + 1]);
+  for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
+  localllm_close_pool(one);
+  localllm_close_pool(many);
+  printf("%.9g %.9g %.9g\n", callers[0].sum, callers[1].sum, callers[2].sum);
+  return !(callers[0].sum == callers[1].sum && callers[0].sum == callers[2].sum);
+}

@@ -1,0 +1,94 @@
+"""16-bit weights that stay 16 bits wide, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu import bf16, half
+from localllm.kernels.cpu.half import CpuHalfWeight, fits_half, half_nbytes, pack_half
+from localllm.kernels.cpu.native.library import native
+from localllm.kernels.quantized_weight import MetaWeight
+from localllm.models.layers.linear import as_head
+from localllm.models.weights.parameters import held_bytes
+
+needs_library = pytest.mark.skipif(native() is None, reason="this layout needs the native library")
+TYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=[True, False], ids=["bf16 product", "widened"])
+def _product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param and not bf16.has_fast_bf16():
+        pytest.skip("this processor has no fast product of bf16")
+    monkeypatch.setattr(half, "has_fast_bf16", lambda: request.param)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(weight: Tensor, *, is_head: bool = False) -> CpuHalfWeight:
+    found = pack_half(weight, is_head=is_head)
+    assert isinstance(found, CpuHalfWeight)
+    return found
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@needs_library
+@pytest.mark.usefixtures("_product")
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (100, 96), (320, 128)])
+def test_values_stay_what_they_are(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    values = normal(outputs, inputs).to(dtype)
+    weight, rows = packed(values), torch.tensor([outputs - 1, 0, 63, 0])
+    assert weight.shape == (outputs, inputs)
+    assert weight.nbytes == half_nbytes(outputs, inputs, dtype) == held_bytes(weight)
+    assert torch.equal(weight.dequantize(dtype), values)
+    assert torch.equal(weight.dequantize_rows(rows, torch.float32), values[rows].float())
+
+
+@needs_library
+@pytest.mark.usefixtures("_product")
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rows", [0, 1, 8, 9, 70])
+def test_products(rows: int, dtype: torch.dtype) -> None:
+    values, x, bias = normal(100, 96).to(dtype), normal(rows, 96, seed=1), normal(100, seed=2)
+    y = packed(values).linear(x, bias)
+    assert y.shape == (rows, 100)
+    assert y.dtype == torch.float32
+    if rows:
+        exact = x.double() @ values.double().t() + bias
+        assert error(y, exact) < (1e-6 if rows <= 8 or dtype == torch.float16 else 0.01)
+
+
+@needs_library
+@pytest.mark.usefixtures("_product")
+def test_a_heads_logits_are_not_rounded_to_bf16() -> None:
+    """x of bf16 values, so that only the rounding of results is left: 2^-9 in a layer."""
+    values, x = normal(320, 96).bfloat16(), normal(40, 96, seed=1).bfloat16().float()
+    head = as_head(packed(values))
+    assert isinstance(head, CpuHalfWeight)
+    assert head.is_head
+    assert error(head.linear(x), x.double() @ values.double().t()) < 2**-13
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", TYPES)
+def test_bytes_are_known_before(dtype: torch.dtype) -> None:
+    size = pack_half(torch.empty((100, 96), dtype=dtype, device="meta"))
+    assert isinstance(size, MetaWeight)
+    assert size.nbytes == packed(normal(100, 96).to(dtype)).nbytes
+
+
+def test_which_stay_16_bits_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_library = native() is not None
+    assert fits_half(torch.bfloat16, 512, 512) == fits_half(torch.float16, 512, 512) == has_library
+    assert not fits_half(torch.float32, 512, 512)
+    assert not fits_half(torch.bfloat16, 512, 511)  # oneDNN would pad
+    assert not fits_half(torch.bfloat16, 64, 64)  # too small to matter
+    monkeypatch.setattr(half, "native", lambda: None)
+    assert not fits_half(torch.bfloat16, 512, 512)
