@@ -103,7 +103,7 @@ class LoneStep:
         self._stream, self._logits = writer.stream.values, writer.logits.values
         self.rounds = any(operation.matrix.kind != Kind.F32 for operation in self._operations)
         self._rows = (NativeRow * MAX_ROWS)()
-        self._columns = np.frombuffer(self._rows, np.int64).reshape(MAX_ROWS, -1)
+        self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(MAX_ROWS, -1)
 
     def forward(self, rows: DecodeRows, *, samples: bool = True) -> Tensor:
         """Run one step of 1 to MAX_ROWS rows: write their K and V, and return logits [R, vocab] fp32, valid until the

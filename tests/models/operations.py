@@ -74,7 +74,7 @@ def _normed(norm: NativeNorm, x: Array) -> Array:
     if norm.kind == NormKind.NONE:
         return x
     centred = x - x.mean() if norm.kind == NormKind.LAYER else x
-    y = centred / np.sqrt((centred * centred).mean() + norm.eps) * _floats(norm.weight, len(x))
+    y: Array = centred / np.sqrt((centred * centred).mean() + norm.eps) * _floats(norm.weight, len(x))
     return y + _floats(norm.bias, len(x)) if norm.bias else y
 
 
@@ -93,9 +93,11 @@ _ACTIVATE: dict[Activation, Callable[[Array], Array]] = {
 def _gate_times_up(activation: int, gate_up: Array) -> Array:
     gate, up = np.split(gate_up, 2)
     if activation == Activation.SWIGLU_CLAMPED:
-        gate, up = np.minimum(gate, 7), up.clip(-7, 7)
-        return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
-    return _ACTIVATE[Activation(activation)](gate) * up
+        low, bound = np.minimum(gate, 7), up.clip(-7, 7)
+        clamped: Array = (bound + 1) * low / (1 + np.exp(-1.702 * low))
+        return clamped
+    product: Array = _ACTIVATE[Activation(activation)](gate) * up
+    return product
 
 
 def _linear(operation: NativeOperation, row: int, _: NativeRow) -> None:

@@ -25,6 +25,7 @@ from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models import lone_step
 from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.architectures.layer import DecoderLayer, PreNormLayer
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraLimits
@@ -72,7 +73,8 @@ class LoneHarness(ModelHarness):
         inputs = self._inputs([(request, 1) for request in requests], all_logits=False)
         table = inputs.block_table.numpy()
         addresses = table.ctypes.data + np.arange(len(requests)) * table.strides[0]
-        rows = DecodeRows(*(t.numpy() for t in (inputs.token_ids, inputs.positions, inputs.slot_mapping)), addresses)
+        token_ids, positions, slots = (t.numpy() for t in (inputs.token_ids, inputs.positions, inputs.slot_mapping))
+        rows = DecodeRows(token_ids, positions, slots, addresses)
         logits = self.lone.forward(rows).clone()
         for request in requests:
             request.computed += 1
@@ -204,7 +206,8 @@ def test_16_bit_weights_lose_nothing() -> None:
     """The bundled model is stored in bf16: its own bytes beside the same weights widened to fp32."""
     path = resolve_model("demo").path
     half, wide = load(path, half_weights=True), load(path)
-    assert type(half.layers[0].mlp.gate_up.weight) is not type(wide.layers[0].mlp.gate_up.weight)
+    kinds = [type(_parts(model)[1].gate_up.weight) for model in (half, wide)]
+    assert kinds[0] is not kinds[1]
     assert largest_error(half, _with_plain_weights(half), steps=40) < 1e-5
     assert largest_error(wide, wide, steps=40) < 1e-5
 
@@ -214,21 +217,29 @@ def test_16_bit_weights_lose_nothing() -> None:
 def test_low_bit_weights_are_their_dequantized_values(weights: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 0)
     model = random_model(shape_spec("tiny"), CPU, torch.float32, max_model_len=128, weights=weights)
-    if not isinstance(model.layers[0].attention.qkv.weight, CpuInt8Weight | CpuQ4Weight):
+    if not isinstance(_parts(model)[0].qkv.weight, CpuInt8Weight | CpuQ4Weight):
         pytest.skip("this processor keeps such weights as stored")
     assert largest_error(model, _with_plain_weights(model), steps=40) < 1e-3
 
 
 def _with_plain_weights(model: DecoderModel) -> DecoderModel:
     """The same model with each matrix in fp32."""
-    plain, changed = copy.copy(model), []
+    plain, changed = copy.copy(model), list[DecoderLayer]()
     for layer in model.layers:
-        attention, mlp = copy.copy(layer.attention), copy.copy(layer.mlp)
+        assert isinstance(layer, PreNormLayer)
+        attention: Any = copy.copy(layer.attention)
+        mlp: Any = copy.copy(layer.mlp)
         attention.qkv, attention.out = _plain(attention.qkv), _plain(attention.out)
         mlp.gate_up, mlp.down = _plain(mlp.gate_up), _plain(mlp.down)
         changed.append(replace(layer, attention=attention, mlp=mlp))
     plain.layers, plain.lm_head = changed, _plain(model.lm_head)
     return plain
+
+
+def _parts(model: DecoderModel) -> tuple[Any, Any]:
+    """Attention and feed-forward of the first layer."""
+    layer: Any = model.layers[0]
+    return layer.attention, layer.mlp
 
 
 def _plain(linear: Any) -> Linear:

@@ -53,6 +53,10 @@ def counts(monkeypatch: pytest.MonkeyPatch, library: None) -> list[int]:
     return rows
 
 
+def _no_library() -> None:
+    """Take the place of `native` where there is no library."""
+
+
 def open_runner(model: Any, spec: ModelSpec, *, max_num_seqs: int = 12) -> TorchRunner:
     cache = KVCache(spec, 100, 8, CPU, torch.float32)
     return TorchRunner(
@@ -124,9 +128,8 @@ def test_the_bundled_model_answers_as_through_torch(monkeypatch: pytest.MonkeyPa
     params = SamplingParams(temperature=0.0, max_tokens=40)
     asked = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "What is localllm?")]
     answers = []
-    for library in (native(), None):
-        monkeypatch.setattr(lone_step, "native", lambda library=library: library)
-        monkeypatch.setattr(lone_step, "why_none", lambda: "for this test")
+    for found in (native, _no_library):
+        monkeypatch.setattr(lone_step, "native", found)
         with LLM("demo", max_model_len=256, kv_cache_memory_bytes=8 << 20) as llm:
             answers.append([output.outputs[0].text for output in llm.chat(asked, params, use_tqdm=False)])
     assert answers[0] == answers[1]
@@ -141,7 +144,7 @@ def test_a_closed_runner_lets_go_of_its_list_and_cache(model: Any, spec: ModelSp
     steps = runner._steps
     assert isinstance(steps, HostSteps)
     assert steps._lone is not None
-    held = [weakref.ref(steps._lone), weakref.ref(steps._layers[0].k)]
+    held: list[weakref.ReferenceType[Any]] = [weakref.ref(steps._lone), weakref.ref(steps._layers[0].k)]
     desk = Desk(runner)
     desk.generate(desk.enter("a", 0, [3, 4, 5], GREEDY), 3)
     runner.close()
@@ -156,7 +159,8 @@ def test_a_list_keeps_what_it_points_to(model: Any, spec: ModelSpec, library: No
     again = open_engine(bare, settings_for(tiny_llama_path, max_model_len=120).engine)
     first = answer(again, 30)
     assert bare.plan(settings_for(tiny_llama_path).engine, read_hardware()).max_model_len != 120
-    again.executor.model.serve_context(60)  # another table; the open runner's list has the old one
+    executor: Any = again.executor
+    executor.model.serve_context(60)  # another table; the open runner's list has the old one
     gc.collect()
     held = [torch.full((120 * 16,), torch.nan) for _ in range(50)]  # written over memory that was freed
     assert answer(again, 30) == first

@@ -366,6 +366,19 @@ def test_a_row_alone_and_among_others_is_equal_bit_by_bit(pool: Pool, dtype: tor
         assert torch.equal(alone.native(pool)[0], expected[row])
 
 
+def test_pieces_of_later_steps_wait_for_each_other(pool: Pool) -> None:
+    """The results of a step are joined when its own last piece is done, not that of an earlier step."""
+    case = Case([1500, 3, 700])
+    first = case.native(pool).clone()
+    case.x.mul_(-0.5)
+    second = case.native(pool).clone()
+    for _ in range(20):
+        case.x.mul_(-2.0)
+        assert torch.equal(case.native(pool), first)
+        case.x.mul_(-0.5)
+        assert torch.equal(case.native(pool), second)
+
+
 # Products of many rows.
 
 
