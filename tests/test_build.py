@@ -164,7 +164,7 @@ def test_a_gpu_is_readied_before_weights_are_read(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(executor, "make_current", done.append)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(executor, "load_model", load)
-    plan: Any = SimpleNamespace(device="cuda:1", dtype="float16", max_model_len=64, ranks=())
+    plan: Any = SimpleNamespace(device="cuda:1", dtype="float16", max_model_len=64, weights_bytes=0, ranks=())
     spec: Any = None
     config = settings_for(tmp_path).engine
     with pytest.raises(CorruptModel):

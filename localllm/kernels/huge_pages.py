@@ -41,8 +41,9 @@ def collapse_huge_pages(seconds: float = float("inf")) -> bool:
     while _registered:
         start, length = _registered.popleft()
         span = ctypes.c_void_p(start), ctypes.c_size_t(min(length, PIECE))
-        if libc.madvise(*span, MADV_HUGEPAGE) == 0 and libc.madvise(*span, MADV_COLLAPSE) == 0 and length > PIECE:
+        if libc.madvise(*span, MADV_HUGEPAGE) == 0 and length > PIECE:  # otherwise the memory is gone
             _registered.appendleft((start + PIECE, length - PIECE))
+        libc.madvise(*span, MADV_COLLAPSE)  # fails where no huge page is free just now; the next piece may have one
         if time.perf_counter() >= until_s:
             break
     return bool(_registered)
