@@ -84,7 +84,10 @@ def test_some_outputs_at_a_time(outputs: int, at_a_time: int, monkeypatch: pytes
     monkeypatch.setattr(bf16, "UNPACKED_AT_A_TIME", at_a_time)
     weight, x = pack_q4(quantize_int4(normal(outputs, 96), 32)), normal(5, 96)
     exact = x.double() @ weight.dequantize(torch.float32).double().t()
-    assert error(bf16.unpacked_linear(weight.matrix(), x.bfloat16()), exact) < 0.01
+    y = bf16.unpacked_linear(weight.matrix(), x.bfloat16())
+    if y is None:
+        pytest.skip("oneDNN packs bf16 in another layout here")
+    assert error(y, exact) < 0.01
 
 
 def test_what_does_not_fit() -> None:
