@@ -30,7 +30,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     return answer
 
 
-@pytest.fixture(params=[["-tp", "2"], ["-tp", "3"], ["-pp", "2"], ["-tp", "2", "-pp", "2"]], ids=" ".join)
+@pytest.fixture(params=[["-tp", "2"], ["-pp", "2"], ["-tp", "2", "-pp", "2"]], ids=" ".join)
 def ranked(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ChildServer]:
     with ChildServer(tmp_path, "--device", "cpu", *request.param, with_bystander=False) as server:
         yield server
