@@ -41,23 +41,22 @@ static float head_sum(const Attention* a, const float* x) {
   return sum;
 }
 
+static float clipped(const Attention* a, float x) {
+  const float limit = (float)a->clip;
+  return !limit ? x : x > limit ? limit : x < -limit ? -limit : x;
+}
+
 // Sum of squares over `heads` heads, after the limit on each value.
 static float squares(const Attention* a, const float* x, int64_t heads) {
   const int64_t n = heads * a->head_dim;
   if (!a->clip) return dot_rows(x, x, n);
-  float sum = 0, limit = (float)a->clip;
-  for (int64_t i = 0; i < n; i++) {
-    float value = x[i] > limit ? limit : x[i] < -limit ? -limit : x[i];
-    sum += value * value;
-  }
+  float sum = 0;
+  for (int64_t i = 0; i < n; i++) sum += clipped(a, x[i]) * clipped(a, x[i]);
   return sum;
 }
 
 static void clip_head(const Attention* a, const float* x, float* out) {
-  float limit = (float)a->clip;
-  for (int64_t i = 0; i < a->head_dim; i++) {
-    out[i] = !limit ? x[i] : x[i] > limit ? limit : x[i] < -limit ? -limit : x[i];
-  }
+  for (int64_t i = 0; i < a->head_dim; i++) out[i] = clipped(a, x[i]);
 }
 
 // Norm `out`, head number `head` of q's heads, then k's. `x` holds all of them.

@@ -17,7 +17,7 @@
 // In the 4-bit kinds byte [j][n][i] holds input 4 j + i of output n's block of 32 in its low nibble, and input
 // 16 + 4 j + i in its high nibble.
 //
-// N is padded to a multiple of 64 in the weights, scales, sums and bias. Odd K of the 16-bit kinds is padded with a zero
+// N is padded to a multiple of 64 in the weights, scales and bias. Odd K of the 16-bit kinds is padded with a zero
 // weight. K of the other kinds is a multiple of 4 (KIND_I8, at most MAX_INT8_INPUTS) or 32.
 #pragma once
 #include <stdint.h>
@@ -39,3 +39,23 @@ typedef struct {
   const float* bias;           // [padded N]; NULL: none
   const int32_t* input_order;  // [K]: column k multiplies x[input_order[k]]; NULL: x[k]
 } Matrix;
+
+// Bytes of the codes of a group of inputs of a block, for kinds that have scales in between.
+static inline int64_t code_bytes(int64_t kind) { return GROUP * OUTPUTS / (kind == KIND_Q8 ? 1 : 2); }
+
+// Bytes of a group of inputs of a block: codes, scales and minima of 16 bits.
+static inline int64_t group_bytes(int64_t kind) {
+  return code_bytes(kind) + OUTPUTS * 2 * (kind == KIND_Q4_MIN ? 2 : 1);
+}
+
+// Bytes of a block.
+static inline int64_t block_bytes(const Matrix* matrix) {
+  const int64_t inputs = matrix->inputs;
+  switch (matrix->kind) {
+    case KIND_F32: return inputs * OUTPUTS * 4;
+    case KIND_BF16:
+    case KIND_F16: return (inputs + 1) / 2 * OUTPUTS * 4;
+    case KIND_I8: return inputs * OUTPUTS;
+    default: return inputs / GROUP * group_bytes(matrix->kind);
+  }
+}

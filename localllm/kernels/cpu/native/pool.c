@@ -1,9 +1,9 @@
 // Threads that take pieces of a job.
 //
 // One word says all that a thread needs to know before it has a piece: in its upper half the generation, a number that
-// grows with each operation, and in its lower half the pieces that nobody has taken yet. A thread takes a piece by
+// grows with each operation, and in its lower half the pieces that are not taken yet. A thread takes a piece by
 // lowering the word with a compare-and-swap, which fails where the operation has changed meanwhile. Only a thread that
-// holds a piece reads the job, and an operation with a piece outstanding cannot end. So nobody has to wait for a thread
+// holds a piece reads the job, and an operation with a piece outstanding cannot end. So no thread has to wait for one
 // that was put aside without a piece, not even to free the job's memory.
 //
 // The thread that finishes an operation's last piece opens the next one.
@@ -32,7 +32,7 @@ typedef struct {
 } Thread;
 
 struct Pool {
-  _Atomic uint64_t next;  // generation << 32 | pieces that nobody has taken
+  _Atomic uint64_t next;  // generation << 32 | pieces that are not taken yet
   char line_1[LINE];      // so that threads that write one of these do not delay those that read the others
   _Atomic int64_t done;   // pieces of the operation
   char line_2[LINE];

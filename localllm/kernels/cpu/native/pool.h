@@ -1,5 +1,5 @@
 // A pool of threads that take pieces of work. An operation is over when its pieces are done: a thread that the system
-// has put aside delays nobody unless it has a piece.
+// has put aside delays no other thread unless it has a piece.
 #pragma once
 #include <stdint.h>
 

@@ -199,9 +199,6 @@ INLINE void dot_q4(int count, int together, int v, const uint8_t* w, const Lines
   for (int i = 0; i < count * together; i++) sum[i] = nibble_sums(sum[i]);
 }
 
-INLINE int64_t code_bytes(int kind) { return kind == KIND_Q8 ? GROUP * OUTPUTS : GROUP * OUTPUTS / 2; }
-INLINE int64_t group_bytes(int kind) { return code_bytes(kind) + OUTPUTS * 2 * (kind == KIND_Q4_MIN ? 2 : 1); }
-
 // Add a group's products, with its scales, for `count` lines.
 INLINE void add_group(int kind, int count, const uint8_t* w, const Lines* lines, Sums* sums) {
   const int together = TOGETHER(count);

@@ -152,19 +152,6 @@ ALWAYS_INLINE v16f gate16(int64_t activation, v16f gate, v16f up) {
 
 static int64_t blocks_of(int64_t outputs) { return (outputs + OUTPUTS - 1) / OUTPUTS; }
 
-static int64_t block_bytes(const Matrix* matrix) {
-  const int64_t inputs = matrix->inputs;
-  switch (matrix->kind) {
-    case KIND_F32: return inputs * OUTPUTS * 4;
-    case KIND_BF16:
-    case KIND_F16: return (inputs + 1) / 2 * OUTPUTS * 4;
-    case KIND_I8: return inputs * OUTPUTS;
-    case KIND_Q8: return inputs / 32 * (2048 + 128);
-    case KIND_Q4: return inputs / 32 * (1024 + 128);
-    default: return inputs / 32 * (1024 + 256);
-  }
-}
-
 // Blocks of outputs of an operation: of y, that is, half of a gated matrix.
 static int64_t operation_outputs(const Operation* o) {
   return o->op == OP_GATED ? o->matrix.outputs / 2 : o->matrix.outputs;
@@ -431,9 +418,9 @@ static void run_expert_downs(Step* step, int64_t operation, int64_t piece, int64
       add_weighted(y, e->weights[row * e->top_k + choice], sums + (block - p.first) * OUTPUTS);
     }
   }
+  Operation of_row = *o;
+  of_row.y = o->y + row * o->y_stride;
   for (int64_t block = p.first; block < p.end; block++) {
-    Operation of_row = *o;
-    of_row.y = o->y + row * o->y_stride;
     const int64_t first = block * OUTPUTS, count = clamp(o->matrix.outputs - first, 0, OUTPUTS);
     finish_block(&of_row, sums + (block - p.first) * OUTPUTS, 1, first, count);
   }
@@ -622,7 +609,7 @@ void localllm_linear(Pool* pool, const Matrix* matrix, const float* x, int64_t x
 typedef struct {
   const Matrix* matrix;
   int64_t first, count;
-  float* out;
+  void* out;
 } Unpacking;
 
 static int64_t count_unpacked_blocks(void* context, int64_t operation) {
@@ -633,7 +620,7 @@ static int64_t count_unpacked_blocks(void* context, int64_t operation) {
 static void unpack_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {
   const Unpacking* u = context;
   const int64_t inputs = u->matrix->inputs, count = clamp(u->count - piece * OUTPUTS, 0, OUTPUTS);
-  float* out = u->out + piece * OUTPUTS * inputs;
+  float* out = (float*)u->out + piece * OUTPUTS * inputs;
   (void)operation, (void)thread;
   if (count == OUTPUTS) {
     unpack_block(u->matrix, u->first / OUTPUTS + piece, out);
@@ -645,36 +632,25 @@ static void unpack_piece(void* context, int64_t operation, int64_t piece, int64_
   free(part);
 }
 
-void localllm_unpack(Pool* pool, const Matrix* matrix, int64_t first, int64_t count, float* out) {
-  Unpacking unpacking = {matrix, first, count, out};
-  lock_pool(pool);
-  run_job(pool, &(Job){&unpacking, 1, count_unpacked_blocks, unpack_piece});
-  unlock_pool(pool);
-}
-
-typedef struct {
-  const Matrix* matrix;
-  int64_t first, count;
-  uint32_t* out;
-} UnpackingBf16;
-
-static int64_t count_bf16_blocks(void* context, int64_t operation) {
-  (void)operation;
-  return blocks_of(((UnpackingBf16*)context)->count);
-}
-
 static void unpack_bf16_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {
-  const UnpackingBf16* u = context;
+  const Unpacking* u = context;
   (void)operation, (void)thread;
-  uint32_t* out = u->out + piece * OUTPUTS * ((u->matrix->inputs + 1) / 2);
+  uint32_t* out = (uint32_t*)u->out + piece * OUTPUTS * ((u->matrix->inputs + 1) / 2);
   unpack_block_bf16(u->matrix, u->first / OUTPUTS + piece, out);
 }
 
-void localllm_unpack_bf16(Pool* pool, const Matrix* matrix, int64_t first, int64_t count, uint32_t* out) {
-  UnpackingBf16 unpacking = {matrix, first, count, out};
+static void run_unpacking(Pool* pool, Unpacking unpacking, void (*run_piece)(void*, int64_t, int64_t, int64_t)) {
   lock_pool(pool);
-  run_job(pool, &(Job){&unpacking, 1, count_bf16_blocks, unpack_bf16_piece});
+  run_job(pool, &(Job){&unpacking, 1, count_unpacked_blocks, run_piece});
   unlock_pool(pool);
+}
+
+void localllm_unpack(Pool* pool, const Matrix* matrix, int64_t first, int64_t count, float* out) {
+  run_unpacking(pool, (Unpacking){matrix, first, count, out}, unpack_piece);
+}
+
+void localllm_unpack_bf16(Pool* pool, const Matrix* matrix, int64_t first, int64_t count, uint32_t* out) {
+  run_unpacking(pool, (Unpacking){matrix, first, count, out}, unpack_bf16_piece);
 }
 
 // What the library was compiled as ---------------------------------------------------------------------------------------

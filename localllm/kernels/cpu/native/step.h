@@ -111,7 +111,7 @@ void localllm_unpack(Pool*, const Matrix* matrix, int64_t first, int64_t count, 
 // Write them as KIND_BF16, in whole blocks: an operand of torch's product for many rows.
 void localllm_unpack_bf16(Pool*, const Matrix* matrix, int64_t first, int64_t count, uint32_t* out);
 
-// Name of the instruction set that the library was compiled for: avx512vnni, avx2, dotprod.
+// Name of the instruction set that the library was compiled for: avx512vnni, avxvnni, avx2, dotprod.
 const char* localllm_instruction_set(void);
 
 // Hash of the sources that the library was compiled from; "" where the compile was not told.

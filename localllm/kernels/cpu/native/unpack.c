@@ -33,10 +33,10 @@ static void unpack_int8(const Matrix* m, int64_t block, int64_t first, int64_t c
 }
 
 static void unpack_group(const Matrix* m, int64_t block, int64_t first, int64_t count, Tile to) {
-  const int is_q8 = m->kind == KIND_Q8, half = GROUP / 2, bytes = (is_q8 ? GROUP : half) * OUTPUTS;
-  const int64_t group_bytes = bytes + OUTPUTS * 2 * (m->kind == KIND_Q4_MIN ? 2 : 1);
-  const uint8_t* group = (const uint8_t*)m->weights + (block * (m->inputs / GROUP) + first / GROUP) * group_bytes;
-  const uint16_t *scales = (const uint16_t*)(group + bytes), *minima = scales + OUTPUTS;
+  const int is_q8 = m->kind == KIND_Q8, half = GROUP / 2;
+  const int64_t place = block * (m->inputs / GROUP) + first / GROUP;
+  const uint8_t* group = (const uint8_t*)m->weights + place * group_bytes(m->kind);
+  const uint16_t *scales = (const uint16_t*)(group + code_bytes(m->kind)), *minima = scales + OUTPUTS;
   const Ints zero = same_ints(is_q8 ? 128 : m->kind == KIND_Q4 ? 8 : 0);
   for (int k = 0; k < count; k++) {
     const int within = is_q8 ? k : k % half, shift = 8 * (within % 4) + (within < k ? 4 : 0);
