@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, rule
 
 from localllm.engine.fixed_chunks import chunk_length, num_sharable_tokens, whole_chunks
 from localllm.engine.step import Row
-from tests.engine.harness import BLOCK_SIZE, SmallEngine, check_invariants, make_engine
+from tests.engine.harness import BLOCK_SIZE, SmallEngine, make_engine
+from tests.engine.walk import EngineMachine
 from tests.fake_runner import FakeRunner, _Slot, expected_output
 
 CHUNK = 2 * BLOCK_SIZE
@@ -54,7 +55,7 @@ def prompt_of(stem: int, length: int) -> list[int]:
     return [(stem * 7 + i) % 4 for i in range(length)]
 
 
-class Walk(RuleBasedStateMachine):
+class Walk(EngineMachine):
     """Requests come, run, are preempted and aborted in any order."""
 
     @initialize(
@@ -71,8 +72,6 @@ class Walk(RuleBasedStateMachine):
             depth=depth, num_blocks=num_blocks, max_num_batched_tokens=budget, long_prefill_token_threshold=cap,
             policy=policy, enable_prefix_caching=caching, output_reserve=reserve,
         )  # fmt: skip
-        self.asked: dict[str, tuple[list[int], int]] = {}
-        self.aborted: set[str] = set()
 
     @rule(
         stem=st.integers(0, 1),
@@ -94,18 +93,6 @@ class Walk(RuleBasedStateMachine):
     def step(self, count):
         for _ in range(count):
             self.engine.loop.step()
-
-    @precondition(lambda self: self.asked)
-    @rule(which=st.integers(0, 30))
-    def abort(self, which):
-        name = sorted(self.asked)[which % len(self.asked)]
-        self.aborted.add(name)
-        self.engine.loop.cancel(name)
-
-    @invariant()
-    def the_ledger_holds(self):
-        if hasattr(self, "engine"):
-            check_invariants(self.engine)
 
     def teardown(self):
         if not hasattr(self, "engine"):

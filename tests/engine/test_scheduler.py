@@ -11,13 +11,14 @@ from typing import NamedTuple
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, rule
 
 from localllm.engine.request import State
 from localllm.engine.scheduler import _Draft
 from localllm.engine.step import RowResult
 from localllm.errors import KVCacheExhausted, QueueFull, RequestError, StepFailed
 from tests.engine.harness import BLOCK_SIZE, EveryOther, check_invariants, make_engine, make_request
+from tests.engine.walk import EngineMachine
 from tests.fake_runner import expected_output
 
 PROMPTS = [list(range(start, start + length)) for start in (1, 1, 7) for length in (1, 3, 4, 5, 8, 13, 24)]
@@ -32,7 +33,7 @@ def last_tokens_again(request):
     return ()
 
 
-class EngineWalk(RuleBasedStateMachine):
+class EngineWalk(EngineMachine):
     """Requests come, run, are preempted and aborted in any order; every step is checked, every output compared."""
 
     @initialize(
@@ -61,8 +62,6 @@ class EngineWalk(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             output_reserve=reserve,
         )
-        self.asked = {}
-        self.aborted = set()
 
     @rule(
         prompt=st.sampled_from(PROMPTS),
@@ -85,18 +84,6 @@ class EngineWalk(RuleBasedStateMachine):
     @rule()
     def step(self):
         self.engine.loop.step()
-
-    @precondition(lambda self: self.asked)
-    @rule(which=st.integers(0, 30))
-    def abort(self, which):
-        name = sorted(self.asked)[which % len(self.asked)]
-        self.aborted.add(name)
-        self.engine.loop.cancel(name)
-
-    @invariant()
-    def the_ledger_holds(self):
-        if hasattr(self, "engine"):
-            check_invariants(self.engine)
 
     def teardown(self):
         if not hasattr(self, "engine"):
