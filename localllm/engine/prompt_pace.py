@@ -1,6 +1,6 @@
 """Limit the prompt tokens that a step may have beside requests that decode, from the measured times of steps.
 
-Whoever decodes waits for the whole step. It therefore takes at most `target_s`, or twice as long as a step without
+Requests that decode wait for the whole step. It therefore takes at most `target_s`, or twice as long as a step without
 prompts if that is more, so that a prompt always gets half of the time. What a token costs is the median of the last
 steps with prompts, and what the others cost that of the last steps without: one step that the system delayed changes
 neither.

@@ -453,7 +453,8 @@ class Scheduler:
         step = self.launched[0]
         outputs = settle_step(self.table, step, result)
         self.launched.popleft()  # not sooner: until here a failure concerns all requests of this step
-        self._pace.observe(_num_prompt_tokens(step.plan), result.timings.forward_s + result.timings.sample_s)
+        if self.config.target_step_s:
+            self._pace.observe(_num_prompt_tokens(step.plan), result.timings.forward_s + result.timings.sample_s)
         return outputs
 
     def fail(self, request: Request, error: LocalLLMError) -> None:

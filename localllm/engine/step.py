@@ -151,9 +151,7 @@ class RankStats:
     memory: RankMemory = RankMemory()
     device_bytes: int = 0  # memory of the whole device; 0: unknown
     step_s: float = 0.0  # mean duration of the recent steps, waits for other ranks included
-    busy_ratio: float | None = (
-        None  # share of the recent time with steps in flight that the rank computed; on a GPU None
-    )
+    busy_ratio: float | None = None  # share of the recent time in steps that the rank computed; on a GPU None
     lag_steps: int = 0  # launched steps behind the rank that has launched the most
     restarts: int = 0  # processes of this rank that were started after the first one
     last_words: str = ""  # why the last lost process of this rank was lost; empty: none was lost

@@ -294,14 +294,18 @@ class _Writer:
         activation: Activation = Activation.NONE, factor: float = 1.0, adds: bool = False,
     ) -> None:  # fmt: skip
         """Write y = activation(norm(x) W^T + bias) * factor; added if asked, or if `target` is the stream."""
-        source.widen(linear.weight.shape[1])
-        target.widen(linear.weight.shape[0])
-        offset, adds = 0, adds or target is self.stream
-        for matrix in self._matrices(linear):
-            self._plan(
-                Op.LINEAR, source, target, offset, matrix=matrix, norm=self._norm(norm), adds=adds,
-                activation=activation, factor=factor,
-            )  # fmt: skip
+        adds = adds or target is self.stream
+        self._products(self._matrices(linear), source, target, norm, adds=adds, activation=activation, factor=factor)
+
+    def _products(
+        self, matrices: list[NativeMatrix], source: _Buffer, target: _Buffer, norm: Any, **fields: Any
+    ) -> None:
+        """Write the outputs of all matrices one after the other."""
+        source.widen(matrices[0].inputs)
+        target.widen(sum(matrix.outputs for matrix in matrices))
+        offset = 0
+        for matrix in matrices:
+            self._plan(Op.LINEAR, source, target, offset, matrix=matrix, norm=self._norm(norm), **fields)
             offset += matrix.outputs
 
     def _gated(self, gate_up: Linear, norm: Any, activation: Activation) -> None:
@@ -312,7 +316,7 @@ class _Writer:
             norms = self._norm(norm)
             self._plan(Op.GATED, self.stream, self.features, matrix=matrices[0], norm=norms, activation=activation)
             return
-        self.linear(gate_up, self.stream, self.gate_up, norm=norm)
+        self._products(matrices, self.stream, self.gate_up, norm)
         self._plan(Op.GATE, self.gate_up, self.features, matrix=_sizes(width), activation=activation)
 
     def _plan(self, op: Op, source: _Buffer, target: _Buffer, offset: int = 0, **fields: Any) -> None:

@@ -39,7 +39,7 @@ def pack_bf16(weight: Tensor) -> Tensor | None:
     if weight.dtype != torch.bfloat16 or rows % OUTPUTS or columns % INPUTS_MULTIPLE or not has_fast_bf16():
         return None
     try:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+        packed = _reordered(weight)
         blocks = blocks_in(packed)
     except (AttributeError, RuntimeError):
         return None
@@ -81,7 +81,7 @@ def unpacked_linear(matrix: NativeMatrix, x: Tensor) -> Tensor | None:
     step = -(-count // parts)  # blocks
     if not _packs(step * OUTPUTS, matrix.inputs, torch.get_num_threads()):
         return None
-    buffer: Tensor = torch.ops.mkldnn._reorder_linear_weight(_zeros(step * OUTPUTS, matrix.inputs), 1)
+    buffer = _reordered(torch.zeros((step * OUTPUTS, matrix.inputs), dtype=torch.bfloat16, device="cpu"))
     blocks = blocks_in(buffer)
     y = torch.empty((len(x), matrix.outputs), dtype=torch.float32, device="cpu")
     for first in range(0, count, step):
@@ -98,5 +98,7 @@ def _packs(rows: int, columns: int, threads: int) -> bool:
     return pack_bf16(numbers.to(torch.bfloat16).view(rows, columns)) is not None
 
 
-def _zeros(rows: int, columns: int) -> Tensor:
-    return torch.zeros((rows, columns), dtype=torch.bfloat16, device="cpu")
+def _reordered(weight: Tensor) -> Tensor:
+    """Return weight [N, K] as oneDNN packs it for a product with one row."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+    return packed

@@ -36,10 +36,11 @@ from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.native_product import native_linear, native_unpack, unpacked_parts
 from localllm.kernels.huge_pages import register_huge_pages
+from localllm.kernels.linear import PACK_MIN_ELEMENTS
 from localllm.kernels.quantized_weight import MetaWeight
 
 HALVES = (torch.bfloat16, torch.float16)
-HALF_MIN_ELEMENTS = 1 << 18  # smaller weights are widened, as in kernels/linear.py, since calls have fixed costs
+HALF_MIN_ELEMENTS = PACK_MIN_ELEMENTS  # smaller weights are widened
 TILED_ROWS = 64  # for more, widening to fp32 for torch's product is faster
 
 
@@ -62,7 +63,7 @@ class CpuHalfWeight:
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
         if len(x) <= MAX_ROWS:
-            y = native_linear(self.matrix(), x.float().contiguous(), is_fine=True)
+            y = native_linear(self.matrix(), x.float(), is_fine=True)
         else:
             y = self._many_rows(x)
         return (y if bias is None else y.add_(bias)).to(x.dtype)

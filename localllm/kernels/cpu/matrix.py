@@ -19,14 +19,13 @@ from torch import Tensor
 from localllm.kernels.cpu.blocks import memory_of
 from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.int8 import CpuInt8Weight, int8_columns
-from localllm.kernels.cpu.native.structures import OUTPUTS, Kind, NativeMatrix
+from localllm.kernels.cpu.native.structures import MAX_INT8_INPUTS, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.q4 import CpuQ4Weight
 from localllm.kernels.linear import PACK_MIN_ELEMENTS, linear
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
 
 _CODES = 4  # int8 inputs in a lane
-_MAX_INT8_INPUTS = 65536  # MAX_INT8_INPUTS of matrix.h
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +73,7 @@ def _padded(per_output: Tensor) -> Tensor:
 def _int8(weight: CpuInt8Weight, bias: Tensor | None) -> HeldMatrix | None:
     outputs, inputs = weight.shape
     memory, padded = memory_of(weight.packed), -(-outputs // OUTPUTS) * OUTPUTS
-    if inputs % _CODES or inputs > _MAX_INT8_INPUTS or memory.numel() != padded * (inputs + 4):
+    if inputs % _CODES or inputs > MAX_INT8_INPUTS or memory.numel() != padded * (inputs + 4):
         return None
     codes = memory[: padded * inputs].view(torch.int8).view(-1, inputs // _CODES, OUTPUTS, _CODES)
     columns = _columns(inputs)

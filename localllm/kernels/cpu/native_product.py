@@ -25,10 +25,7 @@ def native_linear(matrix: NativeMatrix, x: Tensor, *, is_fine: bool) -> Tensor:
 
     is_fine: encode x in 15 bits for matrices of 8 bits and less, else in 8 bits except for rows with outliers.
     """
-    y = x.new_empty((len(x), matrix.outputs))
-    if len(x):
-        _library().linear(matrix, x if x.stride(1) == 1 else x.contiguous(), y, is_fine=is_fine)
-    return y
+    return _library().linear(matrix, x, is_fine=is_fine)
 
 
 def native_unpack(matrix: NativeMatrix, dtype: torch.dtype) -> Tensor:

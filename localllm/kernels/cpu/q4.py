@@ -20,14 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.cpu.bf16 import has_fast_bf16, unpacked_linear
-from localllm.kernels.cpu.native.structures import MAX_ROWS, OUTPUTS, Kind, NativeMatrix
+from localllm.kernels.cpu.native.structures import GROUP, MAX_ROWS, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.native_product import native_linear, native_unpack
 from localllm.kernels.huge_pages import register_huge_pages
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.planar.layout import unpack_words
 from localllm.kernels.planar.linear import SUPER_GROUP, PlanarWeight
 
-GROUP = 32  # inputs that share a scale
 CODE_BYTES = OUTPUTS * GROUP // 2
 UNPACK_ROWS = 192  # from here on torch saves more than unpacking to bf16 costs
 PACKED_AT_A_TIME = 1 << 20  # weights, so that intermediate tensors stay in the cache

@@ -49,7 +49,7 @@ NEEDED = {
     "avx512vnni": X86_V4 | {"avx512_vnni"},
     "dotprod": {"asimddp", "asimdhp"},
 }
-"""What /proc/cpuinfo names for each set. Linux names only what it also saves when it switches threads."""
+"""The flags of /proc/cpuinfo that each set needs. Linux names only what it also saves when it switches threads."""
 
 
 class Pool:
@@ -120,8 +120,9 @@ class Pool:
 class Library:
     """An opened library, with pools of as many threads as torch uses.
 
-    Steps run in threads of their own, which delay nobody while the system has put them aside. Products between torch's
-    operations borrow torch's threads: two pools would spin on each other's processors, which costs 0.1 ms a product.
+    Steps run in threads of their own, which delay no other thread while the system has put them aside. Products between
+    torch's operations borrow torch's threads: two pools would spin on each other's processors, which costs 0.1 ms a
+    product.
     """
 
     def __init__(self, functions: ctypes.CDLL) -> None:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from localllm.kernels.cpu.native.structures import OUTPUTS, Kind, NativeMatrix
+from localllm.kernels.cpu.native.structures import GROUP, OUTPUTS, Kind, NativeMatrix
 
 INPUTS = 64
 ROWS = 3
@@ -78,11 +78,11 @@ def _floats(kind: Kind, values: Values) -> tuple[Bytes, Values]:
 
 def _blocks(kind: Kind, random: np.random.Generator) -> tuple[Bytes, Values]:
     """Do `_weights` for kinds with blocks of 32 inputs."""
-    blocks = INPUTS // 32
+    blocks = INPUTS // GROUP
     parts: list[Bytes] = []
-    values = np.empty((OUTPUTS, blocks, 32), np.float32)
+    values = np.empty((OUTPUTS, blocks, GROUP), np.float32)
     for block in range(blocks):
-        codes = random.integers(0, 256 if kind is Kind.Q8 else 16, (OUTPUTS, 32), np.uint8)
+        codes = random.integers(0, 256 if kind is Kind.Q8 else 16, (OUTPUTS, GROUP), np.uint8)
         scales, minima = (random.random((2, OUTPUTS)) + 0.5).astype(np.float16)
         packed = codes if kind is Kind.Q8 else codes[:, :16] | codes[:, 16:] << 4
         parts += [_lanes(packed, 4).view(np.uint8).ravel(), scales.view(np.uint8)]

@@ -1,4 +1,4 @@
-"""The structures of matrix.h and step.h for ctypes, field by field in the same order.
+"""The constants and structures of matrix.h and step.h for ctypes, field by field in the same order.
 
 Does not know: the library, weights, models.
 """
@@ -11,6 +11,8 @@ from enum import IntEnum
 
 MAX_ROWS = 8  # rows of one step
 OUTPUTS = 64  # in a block of weights
+GROUP = 32  # inputs with one scale
+MAX_INT8_INPUTS = 65536  # of a matrix of Kind.I8
 
 
 class Kind(IntEnum):
