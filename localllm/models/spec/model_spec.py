@@ -13,6 +13,7 @@ from localllm.config.settings import Task
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.norms import NormSpec
+from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
 from localllm.models.spec.rope import RopeSpec
 
 __all__ = ["ModelSpec", "RopeSpec"]
@@ -61,6 +62,8 @@ class ModelSpec:
     attention_softcap: float | None = None  # Gemma 2
     attention_sinks: bool = False  # each head has an extra score without a value (gpt-oss)
     latent: LatentSpec | None = None  # attention over one short vector per token (DeepSeek)
+    recurrent: RecurrentSpec | None = None  # a part that keeps a state of fixed size, in attention's place
+    layer_kinds: tuple[LayerPart, ...] = ()  # per layer what is in attention's place; empty: attention
     mixture: MixtureSpec | None = None  # experts instead of the feed-forward part
     final_softcap: float | None = None
     embedding_scale: float | None = None  # Gemma: sqrt(hidden_size)
@@ -75,7 +78,21 @@ class ModelSpec:
     quantization: Mapping[str, Any] | None = None  # quantization_config, unchanged; None: plain matrices
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, ... of generation_config
 
+    def layer_kind(self, layer: int) -> LayerPart:
+        """Return what is in attention's place in a layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else "attention"
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Return the layers that have attention, and so K and V."""
+        return tuple(layer for layer in range(self.num_layers) if self.layer_kind(layer) in ("attention", "both"))
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Return the layers that keep a recurrent state."""
+        return tuple(layer for layer in range(self.num_layers) if self.layer_kind(layer) in ("recurrent", "both"))
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of K and V of one token position over all layers."""
         kept = 1 if self.latent is not None else 2  # a latent is both key and value
-        return kept * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        return kept * len(self.attention_layers) * self.num_kv_heads * self.head_dim * dtype_bytes
