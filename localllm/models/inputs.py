@@ -30,6 +30,21 @@ class GroupInputs(NamedTuple):
     slot_mapping: Tensor  # [T] int64      where K and V go: block_id * block_size + offset; -1: nowhere
 
 
+class StateInputs(NamedTuple):
+    """The places of recurrent states that the requests of this step read and write, for all layers that keep them.
+
+    A request reads -1 to begin from zeros; it writes its state after the step's last token to `write`, and also to
+    `save`; 0: nowhere.
+    """
+
+    read: Tensor  # [B] int32
+    write: Tensor  # [B] int32
+    save: Tensor  # [B] int32
+    read_host: tuple[int, ...]  # [B] the same on the host, as the other host fields of ForwardInputs
+    write_host: tuple[int, ...]
+    save_host: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
     token_ids: Tensor  # [T] int64
@@ -45,6 +60,7 @@ class ForwardInputs:
     adapters: Tensor | None = None  # [T] int32    each token's adapter, -1: none; None: no adapter in this step
     adapters_host: tuple[int, ...] = ()  # [B] each request's adapter, on the host; empty if `adapters` is None
     embeds: GivenEmbeds | None = None
+    state: StateInputs | None = None  # None: the model keeps no recurrent states
 
 
 class CausalModel(Protocol):
