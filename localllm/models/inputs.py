@@ -31,17 +31,14 @@ class GroupInputs(NamedTuple):
 
 
 class StateInputs(NamedTuple):
-    """The places of recurrent states that the requests of this step read and write, for all layers that keep them.
+    """The places of recurrent states that each row reads and writes (engine/step.py, StateUse).
+    A padding row reads -1 and writes 0."""
 
-    A request reads -1 to begin from zeros; it writes its state after the step's last token to `write`, and also to
-    `save`; 0: nowhere.
-    """
-
-    read: Tensor  # [B] int32
-    write: Tensor  # [B] int32
-    save: Tensor  # [B] int32
-    read_host: tuple[int, ...]  # [B] the same on the host, as the other host fields of ForwardInputs
-    write_host: tuple[int, ...]
+    read: Tensor  # [B] int32    -1: begin from zeros
+    write: Tensor  # [B] int32    0: nowhere
+    save: Tensor  # [B] int32    0: nowhere
+    read_host: tuple[int, ...]  # [B] the same on the host, for a CPU,
+    write_host: tuple[int, ...]  # not for kernels on a device: a replayed graph keeps the recorded values
     save_host: tuple[int, ...]
 
 
@@ -60,7 +57,7 @@ class ForwardInputs:
     adapters: Tensor | None = None  # [T] int32    each token's adapter, -1: none; None: no adapter in this step
     adapters_host: tuple[int, ...] = ()  # [B] each request's adapter, on the host; empty if `adapters` is None
     embeds: GivenEmbeds | None = None
-    state: StateInputs | None = None  # None: the model keeps no recurrent states
+    state: StateInputs | None = None  # None: a model without recurrent states
 
 
 class CausalModel(Protocol):
