@@ -54,14 +54,14 @@ LayerStep = AttentionStep | RecurrentStep
 class MixerPart(Protocol):
     """Attention, or what is in its place: the part of a layer that mixes a request's tokens."""
 
-    def __call__(self, x: Tensor, cache: Any, step: Any) -> Tensor:
+    def __call__(self, x: Tensor, cache: Any, step: Any, /) -> Tensor:
         """Map x [T, hidden] to a fresh tensor [T, hidden]; writes the step's keys and values, or states, into the
         cache. cache and step are of the part's kind."""
         ...
 
 
 class Recurrence(Protocol):
-    def __call__(self, x: Tensor, state: LayerState, step: StateStep) -> Tensor:
+    def __call__(self, x: Tensor, state: LayerState, step: StateStep, /) -> Tensor:
         """Map x [T, hidden] to a fresh tensor [T, hidden]; writes the states of the step's rows."""
         ...
 
