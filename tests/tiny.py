@@ -57,6 +57,16 @@ _LATENT = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
 }
+_DELTA_NET = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "smollm": (
@@ -283,6 +293,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "conv_L_cache": 4,
             "conv_bias": True,
         },
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", _DELTA_NET),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 56}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 56, "mlp_only_layers": [1]},
     ),
 }
 

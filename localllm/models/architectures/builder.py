@@ -218,7 +218,8 @@ class DecoderBuilder:
         if spec.latent is not None:
             return build_latent_attention(spec, spec.latent, self.share, prefix)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        stems, shape = [f"{prefix}{name}_proj" for name in "qkv"], (q_size + 2 * kv_size, spec.hidden_size)
+        rows = (2 if spec.attention_gate else 1) * q_size + 2 * kv_size
+        stems, shape = [f"{prefix}{name}_proj" for name in "qkv"], (rows, spec.hidden_size)
         qkv = self.weights.linear(stems, shape, bias=spec.attention_bias, order=self._qkv_order())
         out = self.share.row_parallel(
             f"{prefix}o_proj",
@@ -236,25 +237,30 @@ class DecoderBuilder:
             softcap=spec.attention_softcap,
             sinks=self._sinks(prefix),
             alibi_slopes=self._alibi_slopes(),
+            gate_size=len(self.shard.heads) * dim if spec.attention_gate else 0,
         )
 
     def _qkv_order(self) -> Tensor | None:
-        """Return the rows of q, k and v of the shard's heads; None: all, as they are.
+        """Return the rows of q, k and v of the shard's heads, with gates first; None: all, as they are.
 
         Dimensions that rotate together are neighbours in some checkpoints; here they are half the rotated dimensions
         apart. Rows may be reordered as long as q and k agree.
         """
         spec, shard = self.spec, self.shard
-        is_turned = spec.rope_interleaved and spec.positions == "rope"
-        if shard.is_whole and not is_turned:
+        is_turned, is_gated = spec.rope_interleaved and spec.positions == "rope", spec.attention_gate is not None
+        if shard.is_whole and not is_turned and not is_gated:
             return None
-        turning = spec.num_heads + spec.num_kv_heads
-        rows = torch.arange((turning + spec.num_kv_heads) * spec.head_dim, device="cpu").view(-1, spec.head_dim)
+        step = 2 if is_gated else 1  # a head's gate follows the head
+        first_key = step * spec.num_heads
+        first_value = first_key + spec.num_kv_heads
+        rows = torch.arange((first_value + spec.num_kv_heads) * spec.head_dim, device="cpu").view(-1, spec.head_dim)
+        queries = [step * head for head in shard.heads]
+        keys = [first_key + head for head in shard.kv_heads]
         if is_turned:
             head = half_split_order(spec.rope.rotary_dim, spec.head_dim)
-            rows = torch.cat((rows[:turning, head], rows[turning:]))
-        keys = [spec.num_heads + head for head in shard.kv_heads]
-        return rows[[*shard.heads, *keys, *(spec.num_kv_heads + key for key in keys)]].flatten()
+            rows[queries + keys] = rows[queries + keys][:, head]
+        gates = [query + 1 for query in queries] if is_gated else []
+        return rows[[*gates, *queries, *keys, *(first_value + head for head in shard.kv_heads)]].flatten()
 
     def _qk_transforms(self, prefix: str) -> Iterable[Callable[[Tensor], Tensor]]:
         spec = self.spec

@@ -33,6 +33,7 @@ from localllm.models.architectures import (
     qwen,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen_moe,
     smollm3,
     stablelm,
@@ -95,5 +96,10 @@ FAMILIES = (
     deepseek.V3,
     lfm2.DENSE,
     lfm2.MOE,
+    qwen3_5.DENSE,
+    qwen3_5.DENSE_VISION,
+    qwen3_5.MOE,
+    qwen3_5.MOE_VISION,
+    qwen3_5.NEXT,
 )
 FAMILY_OF: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

@@ -47,7 +47,7 @@ def plan_step(inputs: ForwardInputs, k_cache: Tensor, num_heads: int, window: in
 
 
 class Attention:
-    __slots__ = ("alibi_slopes", "before_rotation", "out", "qk_norm", "qkv", "scale", "sinks", "softcap")
+    __slots__ = ("alibi_slopes", "before_rotation", "gate_size", "out", "qk_norm", "qkv", "scale", "sinks", "softcap")
 
     def __init__(
         self,
@@ -60,8 +60,10 @@ class Attention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        gate_size: int = 0,
     ) -> None:
         self.qkv, self.out = qkv, out
+        self.gate_size = gate_size  # first outputs of qkv: the gate on what attention returns, before its sigmoid
         self.before_rotation = tuple(before_rotation)  # applied to the projection's output (layers/qkv.py)
         self.qk_norm = qk_norm  # weight [num_heads + num_kv_heads, head_dim]: q's for each head, then k's
         self.scale, self.softcap = scale, softcap
@@ -70,7 +72,8 @@ class Attention:
 
     def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the step's K and V into the cache."""
-        qkv = self.qkv(x)
+        projected = self.qkv(x)
+        gate, qkv = projected[:, : self.gate_size], projected[:, self.gate_size :]
         for change in self.before_rotation:
             qkv = change(qkv)
         norm, eps = (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
@@ -89,4 +92,4 @@ class Attention:
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
         )
-        return self.out(attended)
+        return self.out(attended.mul_(gate.sigmoid()) if self.gate_size else attended)

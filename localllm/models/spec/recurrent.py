@@ -42,6 +42,14 @@ class RecurrentSpec:
     share a key head."""
     projection_bias: bool = False  # on the matrices before and after the recurrence
 
+    def __post_init__(self) -> None:
+        """Raise `CorruptModel` for heads that cannot share groups."""
+        if self.num_groups and self.num_heads % self.num_groups:
+            raise CorruptModel(
+                f"config.json's {self.num_heads} recurrent heads cannot share {self.num_groups} groups.",
+                "The first must be a multiple of the second.",
+            )
+
     @property
     def inner_size(self) -> int:
         """Return the width of the recurrence's output."""
