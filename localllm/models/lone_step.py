@@ -254,12 +254,15 @@ class _Writer:
             norm=self._norm(norm), matrix=_sizes(width), activation=_ACTIVATIONS[name or self.model.spec.hidden_act],
         )  # fmt: skip
 
-    def _feed_shared(self, mixture: MoE, shared: GatedMLP, norm: Any, activation: Activation) -> None:
+    def _feed_shared(self, mixture: MoE, shared: GatedMLP | MLP, norm: Any, activation: Activation) -> None:
         """The shared expert up to its last matrix, scaled by its gate if it has one."""
+        if isinstance(shared, MLP):
+            raise NoLoneStep("experts without a gate")
         self._gated(shared.gate_up, norm, activation)
         if mixture.shared_gate is not None:
             self.linear(mixture.shared_gate, self.stream, self.shared_gate, norm=norm)
-            width = _sizes(shared.gate_up.weight.shape[0] // 2)
+            assert self.model.spec.mixture is not None
+            width = _sizes(self.model.spec.mixture.shared_size)
             self._plan(Op.SCALE, self.shared_gate, self.features, matrix=width, activation=Activation.SIGMOID)
 
     def _experts(self, mixture: MoE) -> NativeExperts:
@@ -314,7 +317,9 @@ class _Writer:
             self._plan(Op.LINEAR, source, target, offset, matrix=matrix, norm=self._norm(norm), **fields)
             offset += matrix.outputs
 
-    def _gated(self, gate_up: Linear, norm: Any, activation: Activation) -> None:
+    def _gated(self, gate_up: object, norm: Any, activation: Activation) -> None:
+        if not isinstance(gate_up, Linear):
+            raise NoLoneStep("a gate with factors")
         matrices, width = self._matrices(gate_up), gate_up.weight.shape[0] // 2
         self.features.widen(width)
         if len(matrices) == 1:

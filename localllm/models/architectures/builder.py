@@ -40,7 +40,7 @@ from localllm.models.layers.alibi import alibi_slopes
 from localllm.models.layers.attention import Attention
 from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
 from localllm.models.layers.group import Alone, Group
-from localllm.models.layers.linear import Linear, tied_head
+from localllm.models.layers.linear import Linear, ScaledOutputs, tied_head
 from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.layers.qkv import Clip, HeadLayerNorm, SplitWholeNorm, WholeNorm
@@ -204,7 +204,11 @@ class DecoderBuilder:
     def _mixer(self, index: int, prefix: str) -> MixerPart:
         """Build attention, a recurrent part, or both, by the layer's kind."""
         kind, recurrent = self.spec.layer_kind(index), self.spec.recurrent
-        attention = self._attention(index, f"{prefix}self_attn.") if self.spec.has_attention(index) else None
+        attention: MixerPart | None = None
+        if self.spec.has_attention(index):
+            attention = self._attention(index, f"{prefix}self_attn.")
+            factor = self.spec.attention_factor
+            attention = attention if factor == 1.0 else Scaled(attention, factor)
         if kind == "attention" or recurrent is None:
             assert attention is not None, kind
             return attention
@@ -351,4 +355,10 @@ class DecoderBuilder:
         down = self.share.row_parallel(
             f"{prefix}down_proj", (spec.hidden_size, width), own, self.shard.counts.features, bias=bias
         )
-        return (GatedMLP if spec.mlp_gated else MLP)(up, down, spec.hidden_act)
+        if not spec.mlp_gated:
+            return MLP(up, down, spec.hidden_act)
+        if not spec.mlp_factors:
+            return GatedMLP(up, down, spec.hidden_act)
+        on_gate, on_output = spec.mlp_factors
+        factors = torch.cat((torch.full((len(own),), on_gate), torch.ones(len(own)))).to(self.weights.device)
+        return Scaled(GatedMLP(ScaledOutputs(up, factors), down, spec.hidden_act), on_output)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from localllm.kernels.moe.experts import experts
 from localllm.kernels.moe.route import route
 from localllm.kernels.moe.weights import ExpertWeights, pack_experts, stack_experts
 from localllm.models.layers.linear import Linear, Weight, to_device_layout
-from localllm.models.layers.mlp import GatedMLP
+from localllm.models.layers.mlp import MLP, GatedMLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Experts:
         self.down = pack_experts(down) if isinstance(down, Tensor) else down  # [E, H, I]
         self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
         self.padding = padding  # inputs of `down` before and after those that gate_up makes: zeros
-        self.activation = activation  # silu, gelu, gelu_tanh, swiglu_clamped
+        self.activation = activation  # silu, gelu, gelu_tanh, swiglu_clamped; relu2: gate_up [E, I, H] has no gate
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Run each token's experts: x [T, H], ids and weights [T, top_k] -> [T, H]."""
@@ -80,10 +81,17 @@ class Experts:
         )
 
 
+class LatentExperts(NamedTuple):
+    """Matrices around experts that work in a narrower space (Nemotron 3)."""
+
+    down: Linear
+    up: Linear
+
+
 class MoE:
     """Router, experts, and an optional shared expert; replaces a GatedMLP."""
 
-    __slots__ = ("correction_bias", "experts", "own", "router", "routing", "shared", "shared_gate")
+    __slots__ = ("correction_bias", "experts", "latent", "own", "router", "routing", "shared", "shared_gate")
 
     def __init__(
         self,
@@ -91,10 +99,11 @@ class MoE:
         experts: Experts,
         routing: Routing,
         correction_bias: Tensor | None = None,
-        shared: GatedMLP | None = None,
+        shared: GatedMLP | MLP | None = None,
         shared_gate: Linear | None = None,
         *,
         own: range | None = None,
+        latent: LatentExperts | None = None,
     ) -> None:
         self.router = router  # [E, H], in the model's type, or in fp32 for families that compute logits in fp32
         self.experts = experts
@@ -102,6 +111,7 @@ class MoE:
         self.correction_bias = correction_bias  # [E] fp32
         self.shared = shared
         self.shared_gate = shared_gate  # [1, H]: its sigmoid scales the shared expert's output
+        self.latent = latent
         self.own = own  # the experts that this shard holds; None: all
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
@@ -118,7 +128,10 @@ class MoE:
             slot_mapping=slot_mapping,
         )
         ids = ids if self.own is None else renumbered(ids, self.own)
-        out = self.experts(x, ids, weights)
+        if self.latent is None:
+            out = self.experts(x, ids, weights)
+        else:
+            out = self.latent.up(self.experts(self.latent.down(x), ids, weights))
         if self.shared is None:
             return out
         extra = self.shared(x)

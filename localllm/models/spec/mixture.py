@@ -32,6 +32,7 @@ class MixtureSpec:
     shared_size: int = 0  # intermediate size of the shared expert; 0: there is none
     shared_gate: bool = False
     activation: str | None = None  # None: the model's hidden_act
+    latent_size: int = 0  # width that experts read and write, between two more matrices; 0: the model's (Nemotron 3)
 
     def is_in(self, layer: int) -> bool:
         """Return whether this layer is a mixture."""
