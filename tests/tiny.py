@@ -57,6 +57,7 @@ _LATENT = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
 }
+_INDEXER = {"q_lora_rank": 24, "index_topk": 96, "index_head_dim": 32, "index_n_heads": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "smollm": (
@@ -268,6 +269,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "DeepseekV3Config",
         {**_GROUPS, **_LATENT, "q_lora_rank": 24, "n_shared_experts": 1, "first_k_dense_replace": 0},
+    ),
+    "deepseek_v32": ("DeepseekV32Config", {**_GROUPS, **_LATENT, **_INDEXER, "mlp_layer_types": ["sparse", "dense"]}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**_GROUPS, **_LATENT, "q_lora_rank": 24, "n_shared_experts": 1}),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        {**_GROUPS, **_LATENT, **_INDEXER, "first_k_dense_replace": 1, "indexer_types": ["full", "shared"]},
     ),
 }
 

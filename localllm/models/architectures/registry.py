@@ -92,5 +92,8 @@ FAMILIES = (
     gpt_oss.FAMILY,
     deepseek.V2,
     deepseek.V3,
+    deepseek.V32,
+    deepseek.GLM_LITE,
+    deepseek.GLM5,
 )
 FAMILY_OF: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

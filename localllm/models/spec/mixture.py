@@ -83,6 +83,20 @@ def layers_after(config: Mapping[str, Any], first: int) -> tuple[bool, ...]:
     return tuple(layer >= first for layer in range(_count(config, "num_hidden_layers")))
 
 
+def typed_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return which layers `mlp_layer_types` names sparse; empty if config.json does not have that list.
+
+    Raises `UnsupportedModel` for other kinds of layers.
+    """
+    kinds = config.get("mlp_layer_types") or ()
+    unknown = sorted({str(kind) for kind in kinds} - {"dense", "sparse"})
+    if unknown:
+        raise UnsupportedModel(
+            f"Feed-forward layers of type {', '.join(unknown)} are not supported.", "Supported: dense, sparse."
+        )
+    return tuple(kind == "sparse" for kind in kinds)
+
+
 def by_method(config: Mapping[str, Any], known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the entry of `known` for the config's topk_method. Raises `UnsupportedModel`."""
     method = str(config.get("topk_method"))

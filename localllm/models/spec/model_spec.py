@@ -30,11 +30,12 @@ class ModelSpec:
     num_kv_heads: int  # 1 with latent attention: all heads read the latent
     head_dim: int  # the cached size with latent attention
     vocab_size: int
-    max_position: int  # context the checkpoint was trained (or scaled) for
+    max_position: int  # context the checkpoint was trained (or scaled) for, or up to which it is supported
     hidden_act: str  # silu, gelu_tanh, gelu; relu, relu2, quick_gelu where the feed-forward is not gated
     tie_word_embeddings: bool
     dtype: str  # type of the stored weights: float32, bfloat16, float16
     rope: RopeSpec
+    context_limit: str = ""  # a sentence: why max_position is below the trained context; empty: it is not
     norm: NormSpec = field(default_factory=NormSpec)
     topology: str = "pre_norm"  # sandwich, post_norm, parallel, parallel_one_norm: see architectures/layer.py
     attention_bias: bool = False  # on q, k, v
