@@ -3,10 +3,10 @@
     rotation = plan_rotation(table, positions)                          once per step and rope
     q = rotary_store_kv(qkv, kv, slot_mapping, rotation, ...)           once per layer
 
-RMSNorm over each head of q and k if the model has one (Qwen3, Gemma 3), rotary embedding with the angles from an fp32
-table (half-split or interleaved; all dimensions of a head, some or none), then conversion to the cache's type: 16 or 32
-bits, fp8 with a scale per head, int8 with a scale per head and token. All computation between load and store is in
-fp32.
+RMSNorm over each head of q and k if the model has one (Qwen3, Gemma 3; Hunyuan after the rotation), rotary embedding
+with the angles from an fp32 table (half-split or interleaved; all dimensions of a head, some or none), then conversion
+to the cache's type: 16 or 32 bits, fp8 with a scale per head, int8 with a scale per head and token. All computation
+between load and store is in fp32.
 
 A step of few tokens costs one launch and little more, which is why this is one kernel; a step of many tokens is limited
 by memory bandwidth. A head is held as head_dim / 2 pairs (a, b). A pair is two dimensions that rotate together, so
@@ -52,19 +52,20 @@ def rotary_store_kv(
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
     *,
+    norm_last: bool = False,
     all_valid: bool = False,
 ) -> Tensor:
     """Return q [T, num_heads, head_dim] in qkv's dtype; write k and v.
 
     qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], q's heads first, without v if the cache's values are its keys;
     slot_mapping [T] int64, -1: not written; rotation None: no positions (NoPE); norm_weight [num_heads + num_kv_heads,
-    head_dim] fp32, q's heads first.
+    head_dim] fp32, q's heads first; norm_last: norm after the rotation instead of before.
     `all_valid` promises that no slot is -1, which saves the twin a check.
     """
     if not runs_triton(qkv):
         return rotary_store_kv_reference(
-            qkv, kv, slot_mapping, rotation, norm_weight, norm_eps, all_valid=all_valid
-        )  # fmt: skip
+            qkv, kv, slot_mapping, rotation, norm_weight, norm_eps, norm_last=norm_last, all_valid=all_valid
+        )
     num_kv_heads, num_blocks, block_size, head_dim = kv.k.shape
     kinds = 1 if kv.values_are_keys else 2
     num_heads = qkv.shape[1] // head_dim - kinds * num_kv_heads
@@ -86,7 +87,7 @@ def rotary_store_kv(
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         ROTARY_DIM=0 if rotation is None else rotation.table.shape[1],
         INTERLEAVED=rotation is not None and rotation.interleaved,
-        TO=to, NATIVE_FP8=bool(to) and native_fp8(qkv.device),
+        NORM_LAST=norm_last, TO=to, NATIVE_FP8=bool(to) and native_fp8(qkv.device),
         BLOCK_HEADS=block_heads, BLOCK_PAIRS=block_pairs, num_warps=num_warps, **early_launch(qkv.device),
     )  # fmt: skip
     return q
@@ -100,18 +101,21 @@ def rotary_store_kv_reference(
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
     *,
+    norm_last: bool = False,
     all_valid: bool = False,
 ) -> Tensor:
     """The plain-torch twin: q and k are normed and rotated together, each in one call."""
     num_kv_heads, head_dim = kv.k.shape[0], kv.k.shape[3]
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
     qk, v = (heads, None) if kv.values_are_keys else (heads[:, :-num_kv_heads], heads[:, -num_kv_heads:])
-    if norm_weight is not None:
+    if norm_weight is not None and not norm_last:
         qk = rms_norm_reference(qk, norm_weight, norm_eps)
     if rotation is not None:
         table, positions, interleaved, angles = rotation
         cos, sin = angles or rotary_angles(table, positions, interleaved=interleaved)
         qk = rotary(qk, cos, sin, interleaved=interleaved)
+    if norm_weight is not None and norm_last:
+        qk = rms_norm_reference(qk, norm_weight, norm_eps)
     q, k = qk[:, :-num_kv_heads], qk[:, -num_kv_heads:]
     store_kv(k, v, kv.k, kv.v, slot_mapping, kv.k_scale, kv.v_scale, all_valid=all_valid)
     return q
@@ -135,7 +139,7 @@ def _rotary_store_kv_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, table_ptr, positions_ptr, norm_ptr, eps,
     qkv_stride, num_slots,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM_LAST: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_HEADS heads of a token, all of q, all of k or all of v. Pointers to an unused rotation or
@@ -152,10 +156,12 @@ def _rotary_store_kv_kernel(
         head += part * BLOCK_HEADS
         keep = head < NUM_HEADS
         a, b = _load_pairs(row_ptr, head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
-        if norm_ptr is not None:
+        if norm_ptr is not None and not NORM_LAST:
             a, b = _norm(a, b, norm_ptr, head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         if ROTARY_DIM > 0:
             a, b = _rotate(a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM)
+        if norm_ptr is not None and NORM_LAST:
+            a, b = _norm(a, b, norm_ptr, head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         base = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM
         type: tl.constexpr = q_ptr.dtype.element_ty
         _store_pairs(base, a.to(type), b.to(type), keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
@@ -163,10 +169,12 @@ def _rotary_store_kv_kernel(
         head += (part - Q_PARTS) * BLOCK_HEADS
         keep = head < NUM_KV_HEADS
         a, b = _load_pairs(row_ptr, NUM_HEADS + head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
-        if norm_ptr is not None:
+        if norm_ptr is not None and not NORM_LAST:
             a, b = _norm(a, b, norm_ptr, NUM_HEADS + head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         if ROTARY_DIM > 0:
             a, b = _rotate(a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM)
+        if norm_ptr is not None and NORM_LAST:
+            a, b = _norm(a, b, norm_ptr, NUM_HEADS + head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         _store_in_cache(
             a, b, k_ptr, k_scale_ptr, tl.load(slots_ptr + token).to(tl.int64), num_slots, head,
             NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, TO, NATIVE_FP8, BLOCK_PAIRS,

@@ -57,6 +57,7 @@ class Case:
     rotary_dim: int = 16  # 0: none
     interleaved: bool = False
     has_norm: bool = False
+    norm_last: bool = False
     block_size: int = 8
 
     def __post_init__(self) -> None:
@@ -89,16 +90,19 @@ class Case:
             None if table is None else plan_rotation(table, positions, interleaved=self.interleaved),
             self.norm_weight,
             1e-6,
+            norm_last=self.norm_last,
         )
 
     def wanted(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], float64"""
         heads = self.qkv.unflatten(1, (-1, self.head_dim))
         qk, v = heads[:, : -self.num_kv_heads].double(), heads[:, -self.num_kv_heads :].double()
-        if self.norm_weight is not None:
+        if self.norm_weight is not None and not self.norm_last:
             qk = norm_by_hand(qk, self.norm_weight, 1e-6)
         if self.table is not None:
             qk = rotate_by_hand(qk, self.table, self.positions, self.interleaved)
+        if self.norm_weight is not None and self.norm_last:
+            qk = norm_by_hand(qk, self.norm_weight, 1e-6)
         return qk[:, : self.num_heads], qk[:, self.num_heads :], v
 
 
@@ -145,23 +149,32 @@ def check_cache(case: Case, cache: Tensor, wanted: Tensor, slots: Tensor, tolera
     turning=st.integers(0, 20),
     interleaved=st.booleans(),
     has_norm=st.booleans(),
+    norm_last=st.booleans(),
     block_size=st.sampled_from([1, 3, 16]),
     dtype=st.sampled_from(DTYPES),
     eight_bits=st.sampled_from([None, *EIGHT_BITS]),
 )
 def test_matches_float64(
-    sizes: tuple[int, int, int], pairs: int, turning: int, interleaved: bool, has_norm: bool, block_size: int,
-    dtype: torch.dtype, eight_bits: torch.dtype | None, device: torch.device,
+    sizes: tuple[int, int, int], pairs: int, turning: int, interleaved: bool, has_norm: bool, norm_last: bool,
+    block_size: int, dtype: torch.dtype, eight_bits: torch.dtype | None, device: torch.device,
 ) -> None:  # fmt: skip
     tokens, kv_heads, group = sizes
     check(Case(device, dtype, eight_bits or dtype, tokens, kv_heads * group, kv_heads, 2 * pairs,
-               2 * min(turning, pairs), interleaved, has_norm, block_size))  # fmt: skip
+               2 * min(turning, pairs), interleaved, has_norm, norm_last, block_size))  # fmt: skip
 
 
 SERVED = {
     "llama": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "rotary_dim": 128},
     "qwen2.5": {"num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "rotary_dim": 64},
     "gemma": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 256, "rotary_dim": 256, "has_norm": True},
+    "hunyuan": {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "rotary_dim": 128,
+        "has_norm": True,
+        "norm_last": True,
+    },
     "phi": {"num_heads": 6, "num_kv_heads": 2, "head_dim": 96, "rotary_dim": 72},
     "nope": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64, "rotary_dim": 0},
 }

@@ -148,7 +148,7 @@ class DecoderBuilder:
         prefix = f"model.layers.{index}."
         kind, topology, norm = self._kind(index), self.spec.topology, self._norm
         attention = self._part(self._attention(index, f"{prefix}self_attn."))
-        mlp = self._part(self._mlp(index, f"{prefix}mlp."))
+        mlp = self._part(self._mlp(index, f"{prefix}mlp."), self._mlp_factor(index))
         if topology == "post_norm":
             after_attention, after_mlp = (
                 norm(f"{prefix}post_{part}_layernorm") for part in ("attention", "feedforward")
@@ -171,10 +171,10 @@ class DecoderBuilder:
         has_rope = spec.positions == "rope" and (not spec.layer_has_rope or spec.layer_has_rope[index])
         return LayerKind(windowed, has_rope)
 
-    def _part(self, part: Any) -> Any:
+    def _part(self, part: Any, own_factor: float = 1.0) -> Any:
         """Return attention or feed-forward as the layer calls it: scaled, and added up over the shards."""
-        factor = self.spec.residual_multiplier
-        scaled = part if factor is None else Scaled(part, factor)
+        factor = own_factor * (1.0 if self.spec.residual_multiplier is None else self.spec.residual_multiplier)
+        scaled = part if factor == 1.0 else Scaled(part, factor)
         adds_later = self.shard.is_whole or self.spec.topology.startswith("parallel")
         return scaled if adds_later else Summed(scaled, self.group)
 
@@ -215,6 +215,7 @@ class DecoderBuilder:
             spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
             before_rotation=list(self._qk_transforms(prefix)),
             qk_norm=self._qk_norm(prefix),
+            norm_last=spec.qk_norm_last,
             softcap=spec.attention_softcap,
             sinks=self._sinks(prefix),
             alibi_slopes=self._alibi_slopes(),
@@ -311,6 +312,10 @@ class DecoderBuilder:
         return slopes.mul_(spec.alibi_scale)
 
     # -- feed-forward
+
+    def _mlp_factor(self, index: int) -> float:
+        mixture = self.spec.mixture
+        return mixture.output_scale if mixture is not None and mixture.is_in(index) else 1.0
 
     def _mlp(self, index: int, prefix: str) -> FeedForward:
         spec, own = self.spec, self.shard.features

@@ -2,9 +2,9 @@
 cached key and value for all heads, and many small experts beside shared ones; the first layers are dense
 (arXiv:2405.04434). V3 scores experts by sigmoids with a correction for the choice, in groups (arXiv:2412.19437).
 
-DeepSeek-V3.2 and GLM-5 add an indexer that chooses the index_topk earlier tokens to attend to (DeepSeek-V3.2-Exp, 2025).
-Up to index_topk tokens it chooses all of them, and attention is V3's. The indexer is not implemented, so their context
-ends there.
+DeepSeek-V3.2 and GLM-5 add an indexer that chooses the index_topk earlier tokens to attend to (arXiv:2512.02556). Up to
+index_topk tokens it chooses all of them, and attention is V3's. The indexer is not implemented, so their context ends
+there.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def plan_step(inputs: ForwardInputs, k_cache: Tensor, num_heads: int, window: in
 
 
 class Attention:
-    __slots__ = ("alibi_slopes", "before_rotation", "out", "qk_norm", "qkv", "scale", "sinks", "softcap")
+    __slots__ = ("alibi_slopes", "before_rotation", "norm_last", "out", "qk_norm", "qkv", "scale", "sinks", "softcap")
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class Attention:
         *,
         before_rotation: Sequence[Callable[[Tensor], Tensor]] = (),
         qk_norm: RMSNorm | None = None,
+        norm_last: bool = False,
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
@@ -64,6 +65,7 @@ class Attention:
         self.qkv, self.out = qkv, out
         self.before_rotation = tuple(before_rotation)  # applied to the projection's output (layers/qkv.py)
         self.qk_norm = qk_norm  # weight [num_heads + num_kv_heads, head_dim]: q's for each head, then k's
+        self.norm_last = norm_last  # qk_norm comes after the rotation
         self.scale, self.softcap = scale, softcap
         self.sinks = sinks  # [num_heads] fp32: per head an extra score in the softmax, without a value
         self.alibi_slopes = alibi_slopes  # [num_heads] fp32: penalty of a score per position
@@ -74,7 +76,10 @@ class Attention:
         for change in self.before_rotation:
             qkv = change(qkv)
         norm, eps = (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
-        q = rotary_store_kv(qkv, kv, step.slot_mapping, step.rotation, norm, eps, all_valid=step.all_slots_valid)
+        q = rotary_store_kv(
+            qkv, kv, step.slot_mapping, step.rotation, norm, eps,
+            norm_last=self.norm_last, all_valid=step.all_slots_valid,
+        )  # fmt: skip
         if step.query_scale is not None:
             q.mul_(step.query_scale)
         attended = paged_attention(

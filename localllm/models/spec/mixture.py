@@ -32,6 +32,7 @@ class MixtureSpec:
     shared_size: int = 0  # intermediate size of the shared expert; 0: there is none
     shared_gate: bool = False
     activation: str | None = None  # None: the model's hidden_act
+    output_scale: float = 1.0  # on the sum of the routed and the shared experts (Cohere averages the two)
 
     def is_in(self, layer: int) -> bool:
         """Return whether this layer is a mixture."""
@@ -65,6 +66,11 @@ def mixture(config: Mapping[str, Any], *, size: str = "moe_intermediate_size", *
     if spec.layers and len(spec.layers) != config["num_hidden_layers"]:
         raise CorruptModel(f"config.json lists {len(spec.layers)} layers with or without experts.")
     return spec
+
+
+def sigmoid_mixture(config: Mapping[str, Any], *, size: str = "moe_intermediate_size", **fields: Any) -> MixtureSpec:
+    """Parse a mixture that routes as DeepSeek-V3's: sigmoid scores, corrected for the choice only, computed in fp32."""
+    return mixture(config, size=size, scoring="sigmoid", correction_bias=True, router_in_fp32=True, **fields)
 
 
 def grouping(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class ModelSpec:
     qk_norm: str | None = None
     """head: RMSNorm over each head of q and k, one weight for all (Qwen3, Gemma 3). each_head: LayerNorm, a weight for
     each (Cohere). whole: RMSNorm over all heads together (OLMo 2)."""
+    qk_norm_last: bool = False  # the norm of each head comes after the rotation (Hunyuan)
     clip_qkv: float | None = None  # OLMo 1
     positions: str = "rope"  # alibi (Bloom), learned (GPT-2)
     learned_positions: int = 0  # rows of the table of learned positions, without the offset

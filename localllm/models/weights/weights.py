@@ -544,6 +544,8 @@ class Weights:
         may_view: the result may be a view of the mapped file, which the caller does not keep.
         """
         tensors = [self._stored(part) for part in parts]
+        if shape is not None and len(shape) == 1:  # ERNIE's correction of router scores is a matrix of one row
+            tensors = [tensor[0] if tensor.ndim == 2 and len(tensor) == 1 else tensor for tensor in tensors]
         width = shape[1:] if shape is not None else (columns,)
         for part, tensor in zip(parts, tensors, strict=True):
             if tuple(tensor.shape[1:]) != width:
