@@ -28,7 +28,6 @@ from localllm.kernels.rms_norm import rms_norm_reference
 from localllm.kernels.rotary import rotary, rotary_angles
 from localllm.kernels.store_kv import store_kv
 
-
 Heads = Literal["qkv", "qk", "q"]
 """The heads that a projection makes. qk: a value head is its key head before norm and rotation (Gemma 4's full layers).
 q: another layer writes the cache."""

@@ -32,6 +32,9 @@ class MixtureSpec:
     shared_size: int = 0  # intermediate size of the shared expert; 0: there is none
     shared_gate: bool = False
     activation: str | None = None  # None: the model's hidden_act
+    beside_mlp: bool = False
+    """The layer has a dense feed-forward part too; router and experts norm the stream for themselves (Gemma 4)."""
+    expert_scale: bool = False  # a stored factor for each expert multiplies its weight (Gemma 4)
 
     def is_in(self, layer: int) -> bool:
         """Return whether this layer is a mixture."""

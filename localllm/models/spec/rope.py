@@ -90,7 +90,9 @@ def _read_rope(config: Mapping[str, Any], given: Mapping[str, Any], head_dim: in
         )
     _check(variant, parameters)
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
-    if variant == "proportional":  # a share of the frequencies turns; the pairs of dimensions are those of a full rotation
+    if (
+        variant == "proportional"
+    ):  # a share of the frequencies turns; the pairs of dimensions are those of a full rotation
         parameters["turning_dim"], partial = 2 * int(head_dim * partial // 2), 1.0
     rotary_dim = config.get("rotary_dim") or int(head_dim * partial)
     if rotary_dim <= 0 or rotary_dim % 2 or rotary_dim > head_dim:
