@@ -58,6 +58,14 @@ _LATENT = {
     "v_head_dim": 20,
 }
 _INDEXER = {"q_lora_rank": 24, "index_topk": 96, "index_head_dim": 32, "index_n_heads": 2}
+_GEMMA4 = {
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 20,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+    "final_logit_softcapping": 8.0,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "smollm": (
@@ -95,6 +103,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 20,
             "query_pre_attn_scalar": 32,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma4": (  # as E2B and E4B
+        "Gemma4TextConfig",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4_moe": (  # as 26B-A4B, and 31B with experts
+        "Gemma4TextConfig",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": _GEMMA4["layer_types"][:3],
+            "hidden_size_per_layer_input": 0,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
         },
     ),
     "phi3": (
@@ -376,7 +409,7 @@ def make_tiny_model(
                 if parameter.ndim == 1 or name.endswith("norm.weight"):
                     parameter.add_(torch.randn_like(parameter) * 0.2)
             for name, value in [*model.named_buffers(), *model.named_parameters()]:
-                if name.endswith("correction_bias"):
+                if name.endswith(("correction_bias", "layer_scalar")):
                     value.add_(torch.randn_like(value) * 0.3)
     model.generation_config.temperature = 0.7
     model.generation_config.top_p = 0.9

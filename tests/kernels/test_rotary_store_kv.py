@@ -59,10 +59,14 @@ class Case:
     has_norm: bool = False
     norm_last: bool = False
     block_size: int = 8
+    made: str = "qkv"  # the heads that the projection makes
+    norms_values: bool = False
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        device, heads, total = self.device, self.num_heads + self.num_kv_heads, self.num_heads + 2 * self.num_kv_heads
+        device = self.device
+        total = self.num_heads + {"qkv": 2, "qk": 1, "q": 0}[self.made] * self.num_kv_heads
+        heads = self.num_heads + (0 if self.made == "q" else 1 + self.norms_values) * self.num_kv_heads
         wide = torch.randn(self.tokens, total * self.head_dim + 8, device=device)
         self.qkv = wide.to(self.dtype)[:, : total * self.head_dim]  # rows of a wider tensor
         self.table = rope_table(self.rotary_dim, device) if self.rotary_dim else None
@@ -91,18 +95,23 @@ class Case:
             self.norm_weight,
             1e-6,
             norm_last=self.norm_last,
+            made=self.made,
         )
 
     def wanted(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], float64"""
         heads = self.qkv.unflatten(1, (-1, self.head_dim))
-        qk, v = heads[:, : -self.num_kv_heads].double(), heads[:, -self.num_kv_heads :].double()
+        qk = (heads[:, : -self.num_kv_heads] if self.made == "qkv" else heads).double()
+        v = heads[:, -self.num_kv_heads :].double()
+        turning = qk.shape[1]
+        if self.norm_weight is not None and self.norms_values:
+            v = norm_by_hand(v, self.norm_weight[turning:], 1e-6)
         if self.norm_weight is not None and not self.norm_last:
-            qk = norm_by_hand(qk, self.norm_weight, 1e-6)
+            qk = norm_by_hand(qk, self.norm_weight[:turning], 1e-6)
         if self.table is not None:
             qk = rotate_by_hand(qk, self.table, self.positions, self.interleaved)
         if self.norm_weight is not None and self.norm_last:
-            qk = norm_by_hand(qk, self.norm_weight, 1e-6)
+            qk = norm_by_hand(qk, self.norm_weight[:turning], 1e-6)
         return qk[:, : self.num_heads], qk[:, self.num_heads :], v
 
 
@@ -242,6 +251,26 @@ def test_rotary_keeps_the_type_and_computes_in_fp32() -> None:
     assert out.dtype == torch.bfloat16
     wanted = rotate_by_hand(x, table, torch.zeros(3, dtype=torch.int64)).bfloat16()
     torch.testing.assert_close(out, wanted, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, *EIGHT_BITS])
+@pytest.mark.parametrize(("made", "norms_values"), [("qkv", True), ("qk", True), ("qk", False)])
+def test_values_are_normed_and_made_from_keys(
+    made: str, norms_values: bool, cache_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Gemma 4: v is normed without being rotated, and in some layers it is k before norm and rotation."""
+    check(Case(device, torch.float16, cache_dtype or torch.float16, has_norm=True, made=made, norms_values=norms_values,
+               head_dim=32, rotary_dim=32))  # fmt: skip
+
+
+def test_queries_alone_write_nothing(device: torch.device) -> None:
+    case = Case(device, has_norm=True, made="q")
+    before = [tensor.clone() for tensor in case.kv.tensors()]
+    wanted = norm_by_hand(case.qkv.unflatten(1, (-1, case.head_dim)), case.norm_weight, 1e-6)
+    wanted = rotate_by_hand(wanted, case.table, case.positions)
+    torch.testing.assert_close(case.run().double(), wanted, rtol=1e-5, atol=1e-5)
+    for now, then in zip(case.kv.tensors(), before, strict=True):
+        assert torch.equal(now.view(torch.uint8), then.view(torch.uint8))
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, *EIGHT_BITS])

@@ -33,6 +33,9 @@ class MixtureSpec:
     shared_gate: bool = False
     activation: str | None = None  # None: the model's hidden_act
     output_scale: float = 1.0  # on the sum of the routed and the shared experts (Cohere averages the two)
+    beside_mlp: bool = False
+    """The layer has a dense feed-forward part too; router and experts norm the stream for themselves (Gemma 4)."""
+    expert_scale: bool = False  # a stored factor for each expert multiplies its weight (Gemma 4)
 
     def is_in(self, layer: int) -> bool:
         """Return whether this layer is a mixture."""

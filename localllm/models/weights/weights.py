@@ -30,11 +30,13 @@ from localllm.models.layers.linear import Linear, Weight, as_head, device_layout
 from localllm.models.layers.lora import LoraBank, LoraPart
 from localllm.models.layers.moe import join_experts
 from localllm.models.spec.family import Storage
+from localllm.models.spec.kv_groups import keeps_kv
 from localllm.models.spec.model_spec import ModelSpec
 
 Progress = Callable[[int, int], None]
 NORMS = "norm.weight"
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 
 
 class TensorSource(Protocol):
@@ -172,6 +174,7 @@ class Weights:
         self._dtype, self._progress = dtype, progress
         self._stems = {name.rpartition(".")[0] for name in checkpoint.tensors}
         self._used: set[str] = set()
+        self._unread = self._stems_of_unread_kv()
         self.done_bytes = 0  # of the stored tensors that were read, whole or in part
         self.total_bytes = sum(info.num_bytes for n, info in checkpoint.tensors.items() if not self._is_ignored(n))
 
@@ -608,8 +611,16 @@ class Weights:
             or (self._spec.tie_word_embeddings and stored == head)
             or any(re.fullmatch(pattern, stored) for pattern in self._storage.ignored)
             or (self._format is not None and self._format.ignores(stored))
+            or stored.rpartition(".")[0] in self._unread
             or (self._storage.more_layers and _layer_of(stored) >= self._spec.num_layers)
         )
+
+    def _stems_of_unread_kv(self) -> frozenset[str]:
+        """Return the stems of what makes K and V in layers that read those of another: checkpoints may hold both."""
+        readers = [layer for layer in range(self._spec.num_layers) if not keeps_kv(self._spec, layer)]
+        parts = ("k_proj", "v_proj", "k_norm", "v_norm")
+        names = (f"model.layers.{layer}.self_attn.{part}.weight" for layer in readers for part in parts)
+        return frozenset(self._name(name).removesuffix(".weight") for name in names)
 
     def _count(self, names: Iterable[str]) -> None:
         new = [name for name in dict.fromkeys(names) if name not in self._used]
