@@ -58,13 +58,23 @@ _LATENT = {
     "v_head_dim": 20,
 }
 _INDEXER = {"q_lora_rank": 24, "index_topk": 96, "index_head_dim": 32, "index_n_heads": 2}
-_GEMMA4 = {
+_GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 6,
     "head_dim": 16,
     "global_head_dim": 32,
     "sliding_window": 20,
     "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
     "final_logit_softcapping": 8.0,
+}
+_DELTA_NET = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -378,6 +388,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GlmMoeDsaConfig",
         {**_GROUPS, **_LATENT, **_INDEXER, "first_k_dense_replace": 1, "indexer_types": ["full", "shared"]},
     ),
+    "lfm2": (
+        "Lfm2Config",
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 24},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "conv_L_cache": 4,
+            "conv_bias": True,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", _DELTA_NET),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 56}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 56, "mlp_only_layers": [1]},
+    ),
 }
 
 
@@ -406,10 +437,12 @@ def make_tiny_model(
         model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if parameter.ndim == 1 or name.endswith("norm.weight"):
+                if name.endswith(("A_log", "dt_bias")):  # states that decay by factors from 0.01 to 0.999 per token
+                    parameter.copy_(torch.empty_like(parameter).uniform_(*((-3, 1) if "A_log" in name else (-4, 1))))
+                elif parameter.ndim == 1 or name.endswith("norm.weight"):
                     parameter.add_(torch.randn_like(parameter) * 0.2)
             for name, value in [*model.named_buffers(), *model.named_parameters()]:
-                if name.endswith(("correction_bias", "layer_scalar")):
+                if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):
                     value.add_(torch.randn_like(value) * 0.3)
     model.generation_config.temperature = 0.7
     model.generation_config.top_p = 0.9

@@ -50,8 +50,10 @@ from localllm.models.architectures.layer import (
     ParallelLayer,
     PostNormLayer,
     PreNormLayer,
+    RecurrentPart,
     SandwichLayer,
     Scaled,
+    SideBySide,
 )
 from localllm.models.layers.attention import Attention
 from localllm.models.layers.group import Alone
@@ -194,7 +196,11 @@ class _Writer:
         attention, _ = _unscaled(part)
         if isinstance(attention, LatentAttention):
             raise NoLoneStep("latent attention")
+        if isinstance(attention, RecurrentPart | SideBySide):
+            raise NoLoneStep("recurrent layers")
         assert isinstance(attention, Attention), type(attention)
+        if attention.gate_size:
+            raise NoLoneStep("gated attention")
         self.linear(attention.qkv, self.stream, self.qkv, norm=norm)
         description = self._attention(attention, kind, kv)
         self.kept.append(description)

@@ -20,20 +20,24 @@ from localllm.kernels.rotary_store_kv import Heads
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.latent import build_latent_attention
 from localllm.models.architectures.layer import (
-    AttentionPart,
     DecoderLayer,
     FeedForward,
     Gemma4Layer,
     LayerKind,
+    MixerPart,
     Norm,
     ParallelLayer,
     PostNormLayer,
     PreNormLayer,
+    RecurrentPart,
     SandwichLayer,
     Scaled,
+    SideBySide,
+    SingleLayer,
     SummedLayer,
 )
 from localllm.models.architectures.mixture import build_mixture
+from localllm.models.architectures.recurrent import build_recurrence
 from localllm.models.architectures.shard_weights import ShardWeights, stacked_rows
 from localllm.models.layers.alibi import alibi_slopes
 from localllm.models.layers.attention import Attention
@@ -167,7 +171,11 @@ class DecoderBuilder:
     def _layer(self, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}."
         kind, topology, norm = self._kind(index), self.spec.topology, self._norm
-        attention = self._part(self._attention(index, f"{prefix}self_attn."))
+        if topology == "single":
+            is_mixer = kind.part not in ("mlp", "moe")
+            part = self._mixer(index, prefix) if is_mixer else self._mlp(index, f"{prefix}mlp.")
+            return SingleLayer(kind, norm(f"{prefix}input_layernorm"), self._part(part))
+        attention = self._part(self._mixer(index, prefix))
         mlp = self._part(self._mlp(index, f"{prefix}mlp."), self._mlp_factor(index))
         if topology == "post_norm":
             after_attention, after_mlp = (
@@ -192,7 +200,7 @@ class DecoderBuilder:
         index: int,
         prefix: str,
         input_norm: Norm,
-        attention: AttentionPart,
+        attention: MixerPart,
         after_attention: Norm,
         mlp: FeedForward,
     ) -> Gemma4Layer:
@@ -231,7 +239,7 @@ class DecoderBuilder:
         spec = self.spec
         windowed = bool(spec.layer_is_windowed) and spec.layer_is_windowed[index]
         has_rope = spec.positions == "rope" and (not spec.layer_has_rope or spec.layer_has_rope[index])
-        return LayerKind(windowed, has_rope)
+        return LayerKind(windowed, has_rope, spec.layer_kind(index))
 
     def _part(self, part: Any, own_factor: float = 1.0) -> Any:
         """Return attention or feed-forward as the layer calls it: scaled, and added up over the shards."""
@@ -258,15 +266,25 @@ class DecoderBuilder:
         bias = self.weights.take([f"{stem}.bias"], shape) if spec.bias else None
         return LayerNorm(weight, bias, spec.eps)
 
+    def _mixer(self, index: int, prefix: str) -> MixerPart:
+        """Build attention, a recurrent part, or both, by the layer's kind."""
+        kind, recurrent = self.spec.layer_kind(index), self.spec.recurrent
+        attention = self._attention(index, f"{prefix}self_attn.") if self.spec.has_attention(index) else None
+        if kind == "attention" or recurrent is None:
+            assert attention is not None, kind
+            return attention
+        recurrence = build_recurrence(self.spec, recurrent, self.weights, prefix)
+        return RecurrentPart(recurrence) if attention is None else SideBySide(attention, recurrence)
+
     # -- attention
 
-    def _attention(self, index: int, prefix: str) -> AttentionPart:
+    def _attention(self, index: int, prefix: str) -> MixerPart:
         spec = self.spec
         if spec.latent is not None:
             return build_latent_attention(spec, spec.latent, self.share, prefix)
         (kv_heads, dim), made = kv_shape(spec, index), self._heads_made(index)
         q_size = spec.num_heads * dim
-        rows = q_size + (len(made) - 1) * kv_heads * dim
+        rows = (2 if spec.attention_gate else 1) * q_size + (len(made) - 1) * kv_heads * dim
         stems, shape = [f"{prefix}{name}_proj" for name in made], (rows, spec.hidden_size)
         qkv = self.weights.linear(stems, shape, bias=spec.attention_bias, order=self._qkv_order())
         out = self.share.row_parallel(
@@ -287,6 +305,7 @@ class DecoderBuilder:
             sinks=self._sinks(prefix),
             alibi_slopes=self._alibi_slopes(),
             made=made,
+            gate_size=len(self.shard.heads) * dim if spec.attention_gate else 0,
         )
 
     def _heads_made(self, index: int) -> Heads:
@@ -297,22 +316,26 @@ class DecoderBuilder:
         return "qk" if from_keys and from_keys[index] else "qkv"
 
     def _qkv_order(self) -> Tensor | None:
-        """Return the rows of q, k and v of the shard's heads; None: all, as they are.
+        """Return the rows of q, k and v of the shard's heads, with gates first; None: all, as they are.
 
         Dimensions that rotate together are neighbours in some checkpoints; here they are half the rotated dimensions
         apart. Rows may be reordered as long as q and k agree.
         """
         spec, shard = self.spec, self.shard
-        is_turned = spec.rope_interleaved and spec.positions == "rope"
-        if shard.is_whole and not is_turned:
+        is_turned, is_gated = spec.rope_interleaved and spec.positions == "rope", spec.attention_gate is not None
+        if shard.is_whole and not is_turned and not is_gated:
             return None
-        turning = spec.num_heads + spec.num_kv_heads
-        rows = torch.arange((turning + spec.num_kv_heads) * spec.head_dim, device="cpu").view(-1, spec.head_dim)
+        step = 2 if is_gated else 1  # a head's gate follows the head
+        first_key = step * spec.num_heads
+        first_value = first_key + spec.num_kv_heads
+        rows = torch.arange((first_value + spec.num_kv_heads) * spec.head_dim, device="cpu").view(-1, spec.head_dim)
+        queries = [step * head for head in shard.heads]
+        keys = [first_key + head for head in shard.kv_heads]
         if is_turned:
             head = half_split_order(spec.rope.rotary_dim, spec.head_dim)
-            rows = torch.cat((rows[:turning, head], rows[turning:]))
-        keys = [spec.num_heads + head for head in shard.kv_heads]
-        return rows[[*shard.heads, *keys, *(spec.num_kv_heads + key for key in keys)]].flatten()
+            rows[queries + keys] = rows[queries + keys][:, head]
+        gates = [query + 1 for query in queries] if is_gated else []
+        return rows[[*gates, *queries, *keys, *(first_value + head for head in shard.kv_heads)]].flatten()
 
     def _qk_transforms(self, prefix: str) -> Iterable[Callable[[Tensor], Tensor]]:
         spec = self.spec

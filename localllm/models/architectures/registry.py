@@ -22,6 +22,7 @@ from localllm.models.architectures import (
     granite,
     hunyuan,
     internlm2,
+    lfm2,
     llama,
     minicpm,
     minimax_m2,
@@ -37,6 +38,7 @@ from localllm.models.architectures import (
     qwen,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen_moe,
     smollm3,
     stablelm,
@@ -114,5 +116,12 @@ FAMILIES = (
     cohere.COHERE2_MOE,
     olmo.FLEX_OLMO,
     exaone.EXAONE_MOE,
+    lfm2.DENSE,
+    lfm2.MOE,
+    qwen3_5.DENSE,
+    qwen3_5.DENSE_VISION,
+    qwen3_5.MOE,
+    qwen3_5.MOE_VISION,
+    qwen3_5.NEXT,
 )
 FAMILY_OF: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

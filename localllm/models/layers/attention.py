@@ -49,7 +49,8 @@ def plan_step(inputs: ForwardInputs, k_cache: Tensor, num_heads: int, window: in
 
 class Attention:
     __slots__ = (
-        "alibi_slopes", "before_rotation", "made", "norm_last", "out", "qk_norm", "qkv", "scale", "sinks", "softcap",
+        "alibi_slopes", "before_rotation", "gate_size", "made", "norm_last", "out", "qk_norm", "qkv", "scale",
+        "sinks", "softcap",
     )  # fmt: skip
 
     def __init__(
@@ -65,9 +66,11 @@ class Attention:
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         made: Heads = "qkv",
+        gate_size: int = 0,
     ) -> None:
         self.qkv, self.out = qkv, out
         self.made: Heads = made  # the heads that qkv makes; q: the layer reads the cache of another one
+        self.gate_size = gate_size  # first outputs of qkv: the gate on what attention returns, before its sigmoid
         self.before_rotation = tuple(before_rotation)  # applied to the projection's output (layers/qkv.py)
         self.qk_norm = qk_norm  # weight [heads, head_dim]: q's for each head, then k's, then v's if v is normed
         self.norm_last = norm_last  # q and k are normed after the rotation
@@ -77,7 +80,8 @@ class Attention:
 
     def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the step's K and V into the cache."""
-        qkv = self.qkv(x)
+        projected = self.qkv(x)
+        gate, qkv = projected[:, : self.gate_size], projected[:, self.gate_size :]
         for change in self.before_rotation:
             qkv = change(qkv)
         norm, eps = (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
@@ -99,4 +103,4 @@ class Attention:
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
         )
-        return self.out(attended)
+        return self.out(attended.mul_(gate.sigmoid()) if self.gate_size else attended)

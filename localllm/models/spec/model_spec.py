@@ -15,6 +15,7 @@ from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.norms import NormSpec
 from localllm.models.spec.per_layer_input import PerLayerInputSpec
+from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
 from localllm.models.spec.rope import RopeSpec
 
 __all__ = ["ModelSpec", "RopeSpec"]
@@ -57,6 +58,9 @@ class ModelSpec:
     v_norm: bool = False  # RMSNorm without a weight over each head of v (Gemma 4)
     layer_values_from_keys: tuple[bool, ...] = ()
     """Per layer whether its values are its keys before norm and rotation, with one matrix for both; empty: none."""
+    attention_gate: str | None = None
+    """interleaved: each head's output is multiplied by the sigmoid of a gate, whose rows follow the head's own in
+    q_proj (Qwen3-Next)."""
     clip_qkv: float | None = None  # OLMo 1
     positions: str = "rope"  # alibi (Bloom), learned (GPT-2)
     learned_positions: int = 0  # rows of the table of learned positions, without the offset
@@ -76,6 +80,8 @@ class ModelSpec:
     attention_softcap: float | None = None  # Gemma 2
     attention_sinks: bool = False  # each head has an extra score without a value (gpt-oss)
     latent: LatentSpec | None = None  # attention over one short vector per token (DeepSeek)
+    recurrent: RecurrentSpec | None = None  # a part that keeps a state of fixed size, in attention's place
+    layer_kinds: tuple[LayerPart, ...] = ()  # per layer what is in attention's place; empty: attention
     mixture: MixtureSpec | None = None  # experts instead of the feed-forward part
     final_softcap: float | None = None
     embedding_scale: float | None = None  # Gemma: sqrt(hidden_size)
@@ -89,6 +95,19 @@ class ModelSpec:
     implementation: str = "localllm"  # whose code computes it: localllm, transformers, or remote (the checkpoint's)
     quantization: Mapping[str, Any] | None = None  # quantization_config, unchanged; None: plain matrices
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, ... of generation_config
+
+    def layer_kind(self, layer: int) -> LayerPart:
+        """Return what is in attention's place in a layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else "attention"
+
+    def has_attention(self, layer: int) -> bool:
+        """Return whether a layer attends to keys and values."""
+        return self.layer_kind(layer) in ("attention", "both")
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Return the layers that keep a recurrent state."""
+        return tuple(layer for layer in range(self.num_layers) if self.layer_kind(layer) in ("recurrent", "both"))
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of K and V of one token position over all layers that keep them."""
