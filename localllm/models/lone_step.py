@@ -391,6 +391,8 @@ class _Writer:
                 fields["clip"] = change.limit
                 continue
             kind, weight, eps = _head_norm(change)
+            if attention.norm_last:
+                kind = HeadNorm.RMS_LAST
             fields |= {"head_norm": kind, "head_norm_weight": self._address(weight), "head_norm_eps": eps}
         return fields
 

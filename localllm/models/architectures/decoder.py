@@ -7,6 +7,7 @@ Does not know: requests, schedules, sampling; where the checkpoint's tensors com
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.group import Alone, Group
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraBank
+from localllm.models.layers.per_layer_input import PerLayerInputs
 from localllm.models.layers.rotary import rope_tables
 from localllm.models.spec.latent import heads_at_once
 from localllm.models.spec.model_spec import ModelSpec
@@ -45,12 +47,14 @@ class DecoderModel:
         *,
         group: Group | None = None,
         vocab: tuple[int, ...] | None = None,
+        layer_inputs: PerLayerInputs | None = None,
     ) -> None:
         """spec: with the sizes that this shard holds. embedding: a first pipeline stage's; norm, lm_head: a last one's.
         group: the shards of its layers. vocab: rows of the head on each; None: all are here."""
         self.spec, self.device, self.dtype = spec, device, dtype
         self.embedding, self.layers, self.norm, self.lm_head = embedding, layers, norm, lm_head
         self.group, self._vocab = Alone() if group is None else group, vocab
+        self.layer_inputs = layer_inputs  # per-layer embeddings
         self._rope_tables = tables
         self._kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
         self.max_model_len = max_model_len  # the rotary tables end here
@@ -94,6 +98,12 @@ class DecoderModel:
             residual = stream
         else:
             residual = self.embedding(inputs.token_ids, inputs.positions, inputs.embeds)
+        if self.layer_inputs is not None:
+            given = self.layer_inputs(inputs.token_ids, inputs.positions, residual)
+            steps = {
+                kind: replace(step, layer_inputs=given) if isinstance(step, AttentionStep) else step
+                for kind, step in steps.items()
+            }
         delta: Tensor | None = None
         for layer, kept in zip(self.layers, cache, strict=True):
             delta = layer(residual, delta, kept, steps[layer.kind])

@@ -1,7 +1,8 @@
 """Granite 3 and its successors: Llama with four multipliers, on embeddings, attention scores, the parts' outputs, and
 (as a divisor) the logits. They are fields of config.json, and are not rounded (arXiv:2405.04324; muP,
 arXiv:2203.03466).
-Granite-MoE also has a mixture in every layer, with its experts stored as one tensor.
+Granite-MoE also has a mixture in every layer, with its experts stored as one tensor, and some checkpoints a shared
+expert.
 Granite 4 H has Mamba-2 in attention's place in most layers, usually no positions, and a feed-forward part beside the
 experts, or alone.
 """
@@ -32,7 +33,8 @@ def _differences(config: Config) -> dict[str, Any]:
 
 
 def _moe(config: Config) -> dict[str, Any]:
-    return {**_differences(config), "mixture": mixture(config, size="intermediate_size")}
+    shared = config.get("shared_intermediate_size") or 0
+    return {**_differences(config), "mixture": mixture(config, size="intermediate_size", shared_size=shared)}
 
 
 _KINDS: dict[str, LayerPart] = {
@@ -63,29 +65,28 @@ def _hybrid(config: Config) -> dict[str, Any]:
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 _DEFAULTS = dict.fromkeys(_MULTIPLIERS, 1.0)
 FAMILY = Family("Granite", ("GraniteForCausalLM",), _differences, _DEFAULTS)
-_EXPERTS = (
-    (r"\.mlp\.gate\.", ".block_sparse_moe.router.layer."),
-    (r"\.mlp\.experts\.gate_up_proj\.", ".block_sparse_moe.input_linear."),
-    (r"\.mlp\.experts\.down_proj\.", ".block_sparse_moe.output_linear."),
+_STORAGE = Storage(
+    renames=(
+        (r"\.mlp\.gate\.", ".block_sparse_moe.router.layer."),
+        (r"\.mlp\.experts\.gate_up_proj\.", ".block_sparse_moe.input_linear."),
+        (r"\.mlp\.experts\.down_proj\.", ".block_sparse_moe.output_linear."),
+        (r"\.mlp\.(shared_expert\.)?gate_up_proj\.", ".shared_mlp.input_linear."),
+        (r"\.mlp\.(shared_expert\.)?down_proj\.", ".shared_mlp.output_linear."),
+    ),
+    fused_gate_up="gate_up_proj",
 )
+_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 MOE = Family(
     "Granite-MoE",
-    ("GraniteMoeForCausalLM",),
+    ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     _moe,
-    {**_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
-    storage=Storage(renames=_EXPERTS),
+    {**_DEFAULTS, **_EXPERTS},
+    storage=_STORAGE,
 )
 HYBRID = Family(
     "Granite 4 H",
     ("GraniteMoeHybridForCausalLM",),
     _hybrid,
-    {**_DEFAULTS, **MAMBA_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
-    storage=Storage(
-        renames=(
-            *_EXPERTS,
-            (r"\.mlp\.(shared_expert\.)?gate_up_proj\.", ".shared_mlp.input_linear."),
-            (r"\.mlp\.(shared_expert\.)?down_proj\.", ".shared_mlp.output_linear."),
-        ),
-        fused_gate_up="gate_up_proj",
-    ),
+    {**_DEFAULTS, **_EXPERTS, **MAMBA_DEFAULTS, "shared_intermediate_size": 1024},
+    storage=_STORAGE,
 )

@@ -1,8 +1,8 @@
 """Build the feed-forward part of a family with experts from a spec and a source of tensors.
 
 Canonical names: `mlp.gate` the router, `mlp.experts.E.gate_proj` and so on, or for all experts at once
-`mlp.experts.gate_proj` or `mlp.experts.gate_up_proj`; `mlp.shared_expert`, `mlp.shared_expert_gate`;
-`mlp.latent_down_proj`, `mlp.latent_up_proj`.
+`mlp.experts.gate_proj` or `mlp.experts.gate_up_proj`; `mlp.gate.expert_scale`, `mlp.shared_expert`,
+`mlp.shared_expert_gate`, `mlp.latent_down_proj`, `mlp.latent_up_proj`.
 Does not know: files, formats, other parts of a layer.
 """
 
@@ -27,6 +27,9 @@ def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, pr
     if mixture.correction_bias:
         name = f"{prefix}gate.e_score_correction_bias"
         correction = weights.take([name], (mixture.num_experts,), dtype=torch.float32)
+    expert_scale = None
+    if mixture.expert_scale:
+        expert_scale = weights.take([f"{prefix}gate.expert_scale"], (mixture.num_experts,), dtype=torch.float32)
     shared_gate = None
     if mixture.shared_gate:
         shared_gate = weights.linear([f"{prefix}shared_expert_gate"], (1, spec.hidden_size))
@@ -46,6 +49,7 @@ def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, pr
         correction,
         _shared(spec, mixture, share, prefix),
         shared_gate,
+        expert_scale=expert_scale,
         own=None if len(own) == mixture.num_experts else own,
         latent=_latent(spec, mixture, weights, prefix),
     )

@@ -28,10 +28,13 @@ FILE_TYPES = {
 ENDS = frozenset((
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>", "<EOT>", "_<EOT>", "</s>", "<eos>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
-    "<|END_OF_TURN_TOKEN|>",
+    "<|END_OF_TURN_TOKEN|>", "<turn|>", "<|tool_response>",
 ))  # fmt: skip
-"""Control tokens that always end an answer: metadata names one, but chat models have two or three."""
-_CONTROL = 3  # tokenizer.ggml.token_type
+"""Tokens that always end an answer: metadata names one, but chat models have two or three."""
+_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+_VISIBLE_ENDS = frozenset(
+    ("<|tool_response>",)
+)  # Gemma 4's, stored as user-defined tokens; the others are control tokens
 
 
 class GGUFTensors(Protocol):
@@ -55,6 +58,7 @@ def config_of_header(header: Header, checkpoint: GGUFTensors) -> Config:
             "Use the model's safetensors repository: more architectures are supported there.",
         )
     architecture = _ARCHITECTURES[metadata.architecture]
+    metadata.varying = architecture.varying
     config = _common(metadata, checkpoint)
     config |= {name: metadata.get(key) for name, key in architecture.fields.items() if metadata.get(key) is not None}
     config |= architecture.always
@@ -71,6 +75,7 @@ class _Metadata:
     def __init__(self, header: Header) -> None:
         self.file, self.values = header.file, header.metadata
         self.architecture = str(header.metadata["general.architecture"])
+        self.varying: tuple[str, ...] = ()  # keys whose values may differ between layers
 
     def get(self, key: str) -> Value | None:
         return self.values.get(f"{self.architecture}.{key}")
@@ -82,10 +87,11 @@ class _Metadata:
         return value
 
     def optional_count(self, key: str) -> int | None:
-        """Return a whole number; for a list with one value per layer, the value that all layers share."""
+        """Return a whole number; for a list with one value per layer, the value that all layers share, or the first
+        one of a key in `varying`."""
         value = self.get(key)
         if isinstance(value, list) and value and all(type(each) is int for each in value):
-            if len(set(value)) > 1:
+            if len(set(value)) > 1 and key not in self.varying:
                 raise UnsupportedModel(
                     f"{self.file.name} has layers that differ in {self.architecture}.{key}: {sorted(set(value))}.",
                     "Supported: the same value in every layer.",
@@ -94,6 +100,14 @@ class _Metadata:
         if value is not None and type(value) is not int:
             self.fail(key, f"It is {value!r}, not a whole number.")
         return value
+
+    def counts(self, key: str, layers: int) -> list[int]:
+        """Return a whole number above 0 for each layer, stored as a list or once for all."""
+        value = self.get(key)
+        each = value if isinstance(value, list) else [value] * layers
+        if len(each) != layers or not all(type(count) is int and count > 0 for count in each):
+            self.fail(key, f"It is {value!r}, not a whole number above 0 for each of {layers} layers.")
+        return [int(count) for count in each]
 
     def number(self, key: str) -> float | None:
         value = self.get(key)
@@ -150,13 +164,14 @@ def _vocab_size(metadata: _Metadata, checkpoint: GGUFTensors) -> int:
 
 
 def _end_ids(metadata: _Metadata) -> list[int]:
-    """Return the end tokens that the metadata names, then control tokens that are known to end an answer."""
+    """Return the end tokens that the metadata names, then special tokens that are known to end an answer."""
     named = [metadata.token_id(name) for name in ("eos", "eot", "eom")]
     tokens, types = (metadata.values.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     found: dict[str, int] = {}
     if isinstance(tokens, Strings) and isinstance(types, list):
-        control = [index for index, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL]
-        found = {text: index for index in control if (text := tokens[index]) in ENDS}
+        ends = {_CONTROL: ENDS, _USER_DEFINED: _VISIBLE_ENDS}
+        special = [(index, ends[kind]) for index, kind in enumerate(types[: len(tokens)]) if kind in ends]
+        found = {text: index for index, known in special if (text := tokens[index]) in known}
     if "<|return|>" in found and "<|call|>" in found:
         found.pop("<|end|>", None)  # here it ends a message, not the answer
     return list(dict.fromkeys([token_id for token_id in (*named, *found.values()) if token_id is not None]))
@@ -260,6 +275,7 @@ class _Architecture:
     fields: Mapping[str, str] = field(default_factory=dict)  # config's name -> metadata's key without the architecture
     more: More = _nothing
     always: Mapping[str, Any] = field(default_factory=dict)
+    varying: tuple[str, ...] = ()  # keys whose values may differ between layers; `more` reads all of them
 
 
 def _has(checkpoint: GGUFTensors, name: str, layer: int = 0) -> bool:
@@ -335,6 +351,65 @@ def _layer_types(metadata: _Metadata) -> list[str]:
     if not isinstance(pattern, list):
         metadata.fail("attention.sliding_window_pattern", f"It is {pattern!r}, not one value for each layer.")
     return ["sliding_attention" if slides else "full_attention" for slides in pattern]
+
+
+def _gemma4(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    """Return Gemma 4's fields: sizes of heads are stated for full layers and, as *_swa, for windowed ones."""
+    layers, types = config["num_hidden_layers"], _layer_types(metadata)
+    if len(types) != layers:
+        metadata.fail("attention.sliding_window_pattern", f"It has {len(types)} values for {layers} layers.")
+    heads = metadata.counts("attention.head_count_kv", layers)
+    by_type = {kind: {count for count, other in zip(heads, types, strict=True) if other == kind} for kind in set(types)}
+    if any(len(counts) > 1 for counts in by_type.values()):
+        raise UnsupportedModel(f"{metadata.file.name} has different numbers of KV heads in layers of one kind.")
+    full = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
+    shape = {"head_dim": metadata.count("attention.key_length"), "num_key_value_heads": heads[-1]}
+    windowed_heads = next(iter(by_type.get("sliding_attention", {heads[0]})))
+    widths = metadata.counts("feed_forward_length", layers)
+    for name in ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta"):
+        config.pop(name, None)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": types,
+        "head_dim": metadata.count("attention.key_length_swa"),
+        "num_key_value_heads": windowed_heads,
+        "per_layer_config": {str(layer): shape for layer in full},
+        "rope_parameters": _gemma4_ropes(metadata, checkpoint, shape["head_dim"]),
+        "attention_k_eq_v": bool(full) and not _has(checkpoint, "attn_v.weight", full[0]),
+        "num_kv_shared_layers": metadata.optional_count("attention.shared_kv_layers") or 0,
+        "use_double_wide_mlp": len(set(widths)) > 1,
+        **_per_layer_embedding(metadata, checkpoint),
+        **({"enable_moe_block": True} if config.get("num_experts") else {}),
+    }
+
+
+def _gemma4_ropes(metadata: _Metadata, checkpoint: GGUFTensors, head_dim: int) -> Config:
+    """Return the ropes of both kinds of layers. Which frequencies turn is a tensor of divisors: 1, or 1e30 for none."""
+    divisors = checkpoint.rope_factors("rope_freqs.weight")
+    turning = head_dim // 8 if divisors is None else divisors.count(1.0)  # a quarter, as in all released models
+    if divisors is not None and (len(divisors) != head_dim // 2 or any(each < 1e20 for each in divisors[turning:])):
+        raise UnsupportedModel(f"{metadata.file.name} scales single frequencies of its rotary embedding.")
+    local_dim = metadata.count("attention.key_length_swa")
+    return {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 2 * turning / head_dim,
+            "rope_theta": metadata.number("rope.freq_base") or 1_000_000.0,
+        },
+        "sliding_attention": {
+            "rope_type": "default",
+            "partial_rotary_factor": (metadata.optional_count("rope.dimension_count_swa") or local_dim) / local_dim,
+            "rope_theta": metadata.number("rope.freq_base_swa") or 10_000.0,
+        },
+    }
+
+
+def _per_layer_embedding(metadata: _Metadata, checkpoint: GGUFTensors) -> Config:
+    table = checkpoint.tensors.get("per_layer_token_embd.weight")
+    size = metadata.optional_count("embedding_length_per_layer_input") or 0
+    if not size or table is None:
+        return {"hidden_size_per_layer_input": 0}
+    return {"hidden_size_per_layer_input": size, "vocab_size_per_layer_input": table.shape[0]}
 
 
 def _olmo2(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
@@ -484,6 +559,17 @@ _ARCHITECTURES: dict[str, _Architecture] = {
         "Gemma3ForCausalLM",
         {"rope_local_base_freq": "rope.freq_base_swa", "final_logit_softcapping": "final_logit_softcapping"},
         _gemma,
+    ),
+    "gemma4": _Architecture(
+        "Gemma4ForCausalLM",
+        {
+            "final_logit_softcapping": "final_logit_softcapping",
+            "num_experts": "expert_count",
+            "top_k_experts": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        _gemma4,
+        varying=("attention.head_count_kv", "feed_forward_length"),
     ),
     "phi2": _Architecture("PhiForCausalLM"),
     "phi3": _Architecture("Phi3ForCausalLM"),

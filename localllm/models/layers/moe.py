@@ -5,6 +5,7 @@ token through top_k of many experts; some families add a shared expert for every
     Qwen2-MoE               plain softmax, and a shared expert with its own gate
     gpt-oss                 as Mixtral, with biases and its own activation
     DeepSeek-V3, GLM        sigmoid with a correction bias, groups of experts, and a shared expert
+    Gemma 4                 as Mixtral, times a factor per expert; beside a dense part that is normed for itself
 
 Does not know: families; the order of gate and up in a checkpoint (here the gate's rows come first).
 """
@@ -22,6 +23,7 @@ from localllm.kernels.moe.route import route
 from localllm.kernels.moe.weights import ExpertWeights, pack_experts, stack_experts
 from localllm.models.layers.linear import Linear, Weight, to_device_layout
 from localllm.models.layers.mlp import MLP, GatedMLP
+from localllm.models.layers.norm import LayerNorm, RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,9 @@ class LatentExperts(NamedTuple):
 class MoE:
     """Router, experts, and an optional shared expert; replaces a GatedMLP."""
 
-    __slots__ = ("correction_bias", "experts", "latent", "own", "router", "routing", "shared", "shared_gate")
+    __slots__ = (
+        "correction_bias", "expert_scale", "experts", "latent", "own", "router", "routing", "shared", "shared_gate",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -102,6 +106,7 @@ class MoE:
         shared: GatedMLP | MLP | None = None,
         shared_gate: Linear | None = None,
         *,
+        expert_scale: Tensor | None = None,
         own: range | None = None,
         latent: LatentExperts | None = None,
     ) -> None:
@@ -112,12 +117,14 @@ class MoE:
         self.shared = shared
         self.shared_gate = shared_gate  # [1, H]: its sigmoid scales the shared expert's output
         self.latent = latent
+        self.expert_scale = expert_scale  # [E] fp32: factors on the weights
         self.own = own  # the experts that this shard holds; None: all
 
-    def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
-        """Map x [T, H] to [T, H]. With slot_mapping [T], padding rows (slot < 0) skip the routed experts."""
+    def __call__(self, x: Tensor, slot_mapping: Tensor | None = None, *, router_input: Tensor | None = None) -> Tensor:
+        """Map x [T, H] to [T, H]. With slot_mapping [T], padding rows (slot < 0) skip the routed experts. router_input
+        [T, H]: what the router reads; None: x."""
         ids, weights = route(
-            self._logits(x),
+            self._logits(x if router_input is None else router_input),
             self.routing.top_k,
             scoring=self.routing.scoring,
             renormalize=self.routing.renormalize,
@@ -127,6 +134,8 @@ class MoE:
             scale=self.routing.scale,
             slot_mapping=slot_mapping,
         )
+        if self.expert_scale is not None:
+            weights = weights.mul_(self.expert_scale[ids.clamp_min(0)])
         ids = ids if self.own is None else renumbered(ids, self.own)
         if self.latent is None:
             out = self.experts(x, ids, weights)
@@ -142,6 +151,23 @@ class MoE:
     def _logits(self, x: Tensor) -> Tensor:
         weight = self.router.weight
         return self.router(x.to(weight.dtype) if isinstance(weight, Tensor) else x)
+
+
+class ExpertsOfStream:
+    """A mixture that reads the residual stream and norms it for itself, once for the router and once for the experts
+    (Gemma 4)."""
+
+    __slots__ = ("mixture", "norm", "post_norm", "router_norm")
+
+    def __init__(
+        self, mixture: MoE, router_norm: RMSNorm, norm: RMSNorm | LayerNorm, post_norm: RMSNorm | LayerNorm
+    ) -> None:
+        self.mixture, self.router_norm, self.norm, self.post_norm = mixture, router_norm, norm, post_norm
+
+    def __call__(self, residual: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
+        """Map the stream [T, H] to a fresh tensor [T, H]; the stream is not changed."""
+        out = self.mixture(self.norm(residual), slot_mapping, router_input=self.router_norm(residual))
+        return self.post_norm(out)
 
 
 def renumbered(ids: Tensor, own: range) -> Tensor:
