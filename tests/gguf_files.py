@@ -23,6 +23,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests import gguf_mixtures
 from tests.tiny import CHATML, SPECIAL_TOKENS
 
 ARCHITECTURES = {
@@ -37,6 +38,7 @@ ARCHITECTURES = {
     "gemma4_text": "gemma4",
     "phi3": "phi3",
     "stablelm": "stablelm",
+    **gguf_mixtures.ARCHITECTURES,
 }
 """model_type in config.json -> general.architecture."""
 FP16_AT = {
@@ -53,7 +55,7 @@ FP16_AT = {
     "TQ2_0": (64,),
 }
 """Where a block's fp16 numbers are, if not at 0: random bytes there would make NaN and infinities of them."""
-_PERMUTED = ("llama", "smollm3")
+_PERMUTED = ("llama", "smollm3", "granitemoe")
 _TINY = 0.1  # how large weights are
 
 
@@ -74,6 +76,7 @@ def write_gguf(
     tensors: the same of tensors, in their own type.
     """
     config = json.loads((source / "config.json").read_text())
+    config.setdefault("intermediate_size", config.get("moe_intermediate_size"))
     architecture = ARCHITECTURES[config["model_type"]]
     split = {"split_max_tensors": -(-_count(source) // parts)} if parts > 1 else {}
     writer = gguf.GGUFWriter(path, architecture, **split)
@@ -167,12 +170,20 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], architectu
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    experts = config.get("num_local_experts") or config.get("num_experts")
+    experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if experts:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.get("num_experts_per_tok") or config["top_k_experts"])
+        used = _first(config, "num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+        writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
     if config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    keys = gguf_mixtures.KEYS.get(architecture)
+    for key, value in ({} if keys is None else keys(config)).items():
+        _add(writer, f"{architecture}.{key}", value)
+
+
+def _first(config: Mapping[str, Any], *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name)), None)
 
 
 def _write_gemma4(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
@@ -257,13 +268,16 @@ def _write_tensors(
     replaced: set[str],
 ) -> dict[str, Tensor]:
     state = load_file(source / "model.safetensors")
-    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf_mixtures.NAMED_AS.get(architecture, architecture)
+    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == table)
+    is_mixture = architecture in gguf_mixtures.KEYS
+    converted = gguf_mixtures.converted(state, config) if is_mixture else state
     name_of = partial(
         gguf.get_tensor_name_map(kind, config["num_hidden_layers"]).get_name, try_suffixes=(".weight", ".bias")
     )
     meant = {}
     is_gemma4 = architecture == "gemma4"
-    for name, weight in (_gemma4_tensors if is_gemma4 else _stacked)(state, config).items():
+    for name, weight in (_gemma4_tensors if is_gemma4 else _stacked)(converted, config).items():
         stored_name = (_gemma4_name(name) if is_gemma4 else None) or name_of(name)
         assert stored_name is not None, name
         order = _order(name, weight, config) if architecture in _PERMUTED else None
@@ -271,14 +285,16 @@ def _write_tensors(
         if architecture.startswith("gemma") and not is_gemma4 and name.endswith("norm.weight"):
             moved = moved + 1
         own = next((t for pattern, t in others.items() if re.search(pattern, stored_name)), block_type)
-        own = own if weight.ndim > 1 and "ffn_gate_inp" not in stored_name and weight.shape[-1] > 1 else "F32"
+        small = weight.ndim == 1 or weight.shape[-1] == 1 or re.search("ffn_gate_inp|exp_probs_b", stored_name)
+        own = "F32" if small else own
         stored, means = blocks_of(moved, own)
         if stored_name in replaced:
             continue
         writer.add_tensor(stored_name, stored, raw_dtype=GGMLQuantizationType[own])
         if weight.ndim > 1:
             meant[name] = means if order is None else torch.empty_like(means).index_copy_(0, order, means)
-    return _unstacked(meant, state)
+    whole = gguf_mixtures.restored(meant, config, state) if is_mixture else {}
+    return {**_unstacked(meant, state), **whole}
 
 
 def _order(name: str, weight: Tensor, config: Mapping[str, Any]) -> Tensor | None:
@@ -302,7 +318,9 @@ def _stacked(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str
         elif (found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)) is None:
             stacked[name] = tensor
         elif found[2] == "0":
-            count = config.get("num_local_experts") or config["num_experts"]
+            count = sum(
+                re.fullmatch(rf"{re.escape(found[1])}\.\d+\.{found[3]}\.weight", each) is not None for each in state
+            )
             each = [state[f"{found[1]}.{expert}.{found[3]}.weight"] for expert in range(count)]
             stacked[f"{found[1]}.{found[3]}.weight"] = torch.stack(each)
     return stacked

@@ -6,7 +6,7 @@ from typing import Any
 
 from localllm.models.architectures.deepseek import STORAGE
 from localllm.models.spec.family import Config, Family, windowed_layers
-from localllm.models.spec.mixture import grouping, layers_after, sigmoid_mixture
+from localllm.models.spec.mixture import grouping, layers_after, sigmoid_mixture, typed_layers
 
 
 def _differences(config: Config) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def _differences(config: Config) -> dict[str, Any]:
         "layer_is_windowed": windowed,
         "mixture": sigmoid_mixture(
             config,
-            layers=layers_after(config, config["first_k_dense_replace"]),
+            layers=typed_layers(config) or layers_after(config, config["first_k_dense_replace"]),
             renormalize=bool(config["norm_topk_prob"]),
             scale=float(config["routed_scaling_factor"]),
             shared_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),

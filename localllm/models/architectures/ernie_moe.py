@@ -12,7 +12,7 @@ from typing import Any
 from localllm.errors import UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import renamed
-from localllm.models.spec.mixture import mixture
+from localllm.models.spec.mixture import mixture, typed_layers
 
 _NAMES = {
     "moe_num_experts": "num_experts",
@@ -34,7 +34,7 @@ def _differences(config: Config) -> dict[str, Any]:
         "rope_interleaved": True,
         "mixture": mixture(
             config,
-            layers=_layers(config),
+            layers=typed_layers(config) or _layers(config),
             correction_bias=True,
             router_in_fp32=True,
             shared_size=config["moe_intermediate_size"] * (config.get("num_shared_experts") or 0),

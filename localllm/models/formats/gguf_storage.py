@@ -42,10 +42,12 @@ _LATENT = (
 _EXPERTS = (
     (r"\.mlp\.gate\.e_score_correction_bias$", ".exp_probs_b.bias"),
     (r"\.mlp\.gate\.", ".ffn_gate_inp."),
-    (r"\.mlp\.experts\.(gate|up|down)_proj\.", r".ffn_\1_exps."),
+    (r"\.mlp\.experts\.(gate|up|down|gate_up)_proj\.", r".ffn_\1_exps."),
     (r"\.mlp\.shared_expert_gate\.", ".ffn_gate_inp_shexp."),
     (r"\.mlp\.shared_expert\.(gate|up|down)_proj\.", r".ffn_\1_shexp."),
 )
+_WITHOUT_SUFFIX = ((r"\.exp_probs_b\.bias$", ".exp_probs_b"),)  # as Hy3's files have it
+_INDEXER = (r"blk\.\d+\.indexer\..*",)  # which chooses tokens in longer contexts than are supported
 _PRE_NORMS = (
     (r"\.input_layernorm\.", ".attn_norm."),
     (r"\.post_attention_layernorm\.", ".ffn_norm."),
@@ -144,5 +146,6 @@ def storage_of(header: Header, tensors: Mapping[str, TensorInfo], ignored: tuple
         fused_gate_up=naming.fused_gate_up,
         rows=naming.rows,
         added=naming.added,
-        ignored=ignored,
+        ignored=(*ignored, *_INDEXER),
+        alternatives=_WITHOUT_SUFFIX,
     )
