@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from localllm.engine.cached_prefix import NO_STATE, CachedPrefix
 from localllm.engine.fixed_chunks import num_sharable_tokens
+from localllm.engine.ledger import NO_STATE, Hit, Ledger
 from localllm.engine.request import NEVER, HeldState, Request
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.state_pool import NULL_PLACE, StatePool
@@ -42,18 +42,20 @@ class Checkpoints:
     """The states of running requests and the checkpoints.
 
     names_to: returns the names of a request's blocks before a position, all of whose tokens are known, and registers
-    those that the request still holds. has_kv: whether a block with this name can be found.
+    those that the request still holds.
     """
 
     def __init__(
         self,
         pool: StatePool,
         config: SchedulerConfig,
+        ledger: Ledger,
         names_to: Callable[[Request, int], Sequence[bytes]],
-        has_kv: Callable[[bytes], bool],
     ) -> None:
-        self.pool, self._config = pool, config
-        self._names_to, self._has_kv = names_to, has_kv
+        self.pool, self._config, self._ledger, self._names_to = pool, config, ledger, names_to
+        self._full = [pool for pool, window in zip(ledger.pools, ledger.windows, strict=True) if window is None]
+        for full in self._full:
+            full.on_dropped = pool.drop_block
         self._unit = config.fixed_chunk or config.block_size  # checkpoints are at multiples of it
         self._interval = max(self._unit, config.state_interval)
         self._planned: dict[str, _Save] = {}  # of the step under construction, by request
@@ -62,27 +64,34 @@ class Checkpoints:
 
     # ---- a request comes and goes ------------------------------------------------------------------------------------
 
-    def find(self, request: Request, blocks: Sequence[int]) -> CachedPrefix:
-        """Return the part of a known prefix that ends at a checkpoint, the deepest one. blocks: those of the prefix."""
-        size = self._config.block_size
-        num_kv_tokens = len(blocks) * size
-        found = self.pool.lookup(request.block_hashes, len(blocks))
-        if found is None:
-            return CachedPrefix(num_kv_tokens=num_kv_tokens)
-        return CachedPrefix(blocks[: found.num_blocks], found.num_blocks * size, num_kv_tokens, found.place)
+    def find(self, names: Sequence[bytes], hit: Hit) -> Hit:
+        """Return the part of a hit that ends at the deepest checkpoint. names: of the blocks that were looked up.
+
+        A shorter prefix needs other blocks of a windowed group, and not all of them may still be there.
+        """
+        num_kv_places = hit.num_places
+        while hit.num_places:
+            found = self.pool.lookup(names, hit.num_places)
+            depth = 0 if found is None else found.num_blocks
+            if depth != hit.num_places:
+                hit = self._ledger.lookup(names[:depth])
+            if found is not None and depth == hit.num_places:
+                return Hit(depth, hit.blocks, found.place, num_kv_places)
+        return hit._replace(num_kv_places=num_kv_places)
 
     def can_enter(self, num_entering: int) -> bool:
         """Return whether there is a place for one more request beside so many that enter with it."""
         return self.pool.num_available > num_entering
 
-    def enter(self, request: Request, cached: CachedPrefix) -> bool:
+    def enter(self, request: Request, hit: Hit) -> bool:
         """Give a waiting request a place and the state that it begins from. False, without a change: none is left."""
-        place = self._place_beside(cached.place)
+        place = self._place_beside(hit.state)
         if place is None:
             return False
-        if cached.place not in (NO_STATE, place):
-            self._read.append(cached.place)
-        request.held_state = HeldState(place, cached.place, cached.num_tokens, self._positions(request, cached))
+        if hit.state not in (NO_STATE, place):
+            self._read.append(hit.state)
+        start = hit.num_places * self._config.block_size
+        request.held_state = HeldState(place, hit.state, start, self._positions(request, hit))
         return True
 
     def _place_beside(self, read: int) -> int | None:
@@ -97,14 +106,15 @@ class Checkpoints:
             return read if self.pool.adopt(read) else None
         return place
 
-    def _positions(self, request: Request, cached: CachedPrefix) -> list[int]:
+    def _positions(self, request: Request, hit: Hit) -> list[int]:
         """Return the positions of a prompt at which its state will be kept."""
         if not self._config.enable_prefix_caching:
             return []
-        positions = {min(request.num_tokens - 1, self._num_sharable(request)) // self._unit * self._unit}
-        if cached.num_kv_tokens - cached.num_tokens >= self._interval:
-            positions.add(cached.num_kv_tokens // self._unit * self._unit)
-        return sorted(position for position in positions if position > cached.num_tokens)
+        size, unit = self._config.block_size, self._unit
+        positions = {min(request.num_tokens - 1, self._num_sharable(request)) // unit * unit}
+        if (hit.num_kv_places - hit.num_places) * size >= self._interval:
+            positions.add(hit.num_kv_places * size // unit * unit)
+        return sorted(position for position in positions if position > hit.num_places * size)
 
     def _num_sharable(self, request: Request) -> int:
         chunk = self._config.fixed_chunk
@@ -168,6 +178,10 @@ class Checkpoints:
             if held.moving:
                 self.pool.forget_spare(held.moving)
             held.moving = names[-1]
+
+    def _has_kv(self, name: bytes) -> bool:
+        """Return whether the block of that name can be found; windowed groups drop theirs as a request grows."""
+        return all(pool.find(name) is not None for pool in self._full)
 
     def end_of_row(self, request: Request, end: int) -> int:
         """Return where a row that could end at position `end` should end: at a position to save, else a chunk at a

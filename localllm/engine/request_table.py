@@ -16,10 +16,9 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
 from localllm.engine.block_hash import BlockHasher
-from localllm.engine.block_pool import BlockPool
-from localllm.engine.cached_prefix import CachedPrefix
 from localllm.engine.checkpoints import Checkpoints
 from localllm.engine.fixed_chunks import num_sharable_tokens
+from localllm.engine.ledger import Hit, Ledger
 from localllm.engine.output_reserve import OutputReserve
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.recorder import StatsRecorder, now_s
@@ -62,16 +61,14 @@ class RequestTable:
     def __init__(
         self,
         config: SchedulerConfig,
-        pool: BlockPool,
+        ledger: Ledger,
         hasher: BlockHasher,
         recorder: StatsRecorder,
         state_pool: StatePool | None = None,
     ) -> None:
         """state_pool: the places of recurrent states; None: the model has none."""
-        self.config, self.pool, self.hasher, self.recorder = config, pool, hasher, recorder
-        self.states = None if state_pool is None else Checkpoints(state_pool, config, self._names_to, pool.has)
-        if state_pool is not None:
-            pool.on_dropped = state_pool.drop_block
+        self.config, self.ledger, self.hasher, self.recorder = config, ledger, hasher, recorder
+        self.states = None if state_pool is None else Checkpoints(state_pool, config, ledger, self._names_to)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self.waiting = WaitingQueue()
@@ -90,46 +87,44 @@ class RequestTable:
         self.requests[request.request_id] = request
         self.waiting.push(request)
 
-    def find_prefix(self, request: Request) -> CachedPrefix:
+    def find_hit(self, request: Request) -> Hit:
         """Return what a waiting request may begin from. At least one token is computed, since logits are not cached."""
         if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
-            return CachedPrefix()
-        size = self.config.block_size
+            return self.ledger.lookup(())
         self.hash_blocks(request)
-        blocks = self.pool.lookup(request.block_hashes[: (request.num_tokens - 1) // size])
-        blocks = blocks[: len(blocks) - len(blocks) % self._blocks_of_hits]
-        if self.states is not None:
-            return self.states.find(request, blocks)
-        return CachedPrefix(blocks, len(blocks) * size, len(blocks) * size)
+        names = request.block_hashes[: (request.num_tokens - 1) // self.config.block_size]
+        hit = self.ledger.lookup(names, self._blocks_of_hits)
+        return hit if self.states is None else self.states.find(names, hit)
 
-    def is_being_computed(self, request: Request, prefix: CachedPrefix) -> bool:
+    def is_being_computed(self, request: Request, hit: Hit) -> bool:
         """Return whether a running request will fill the first block that this request misses in the prefix cache, or
         save a recurrent state that it could begin from."""
+        place = hit.num_places
         if self.states is not None:
-            return self.states.will_find_more(request, prefix.num_tokens, self.running)
-        place = len(prefix.blocks)
+            return self.states.will_find_more(request, place * self.config.block_size, self.running)
         return place < len(request.block_hashes) and any(
             other.num_registered_blocks <= place < len(other.block_hashes)
             and other.block_hashes[place] == request.block_hashes[place]
             for other in self.running
         )
 
-    def admit(self, request: Request, prefix: CachedPrefix) -> bool:
-        """Run a waiting request: give it a slot and what the cache holds of its start. Return False, without a change,
-        if no place is left for its recurrent state."""
-        if self.states is not None and not self.states.enter(request, prefix):
+    def admit(self, request: Request, hit: Hit) -> bool:
+        """Run a waiting request: give it a slot and what the cache holds of the start of its prompt. Return False,
+        without a change, if no place is left for its recurrent state."""
+        if self.states is not None and not self.states.enter(request, hit):
             return False
         self.waiting.remove(request)
-        self.pool.acquire(prefix.blocks)
-        request.block_table = list(prefix.blocks)
-        request.num_computed_tokens = prefix.num_tokens
+        self.ledger.enter(request, hit)
+        size = self.config.block_size
+        cached = hit.num_places * size
+        request.num_computed_tokens = cached
         if request.scheduled_s is None:  # not at a readmission, which also finds blocks of the request's own outputs
-            request.num_cached_tokens = prefix.num_tokens
-        request.num_registered_blocks = len(prefix.blocks)
+            request.num_cached_tokens = cached
+        request.num_registered_blocks = hit.num_places
         request.slot = self.free_slots.pop()
         request.state = State.RUNNING
         self.running.append(request)
-        self.recorder.on_admission(request, prefix.num_kv_tokens)
+        self.recorder.on_admission(request, hit.num_kv_places * size)
         return True
 
     def preempt(self, request: Request) -> None:
@@ -173,8 +168,7 @@ class RequestTable:
         self.running.remove(request)
         if self.states is not None:
             self.states.release(request)
-        self.pool.release(request.block_table)
-        request.block_table = []
+        self.ledger.release(request)
         self.free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot = -1
@@ -195,7 +189,7 @@ class RequestTable:
             return
         self.hash_blocks(request)
         for index in range(request.num_registered_blocks, full):
-            self.pool.register(request.block_table[index], request.block_hashes[index])
+            self.ledger.register(request, index, request.block_hashes[index])
         request.num_registered_blocks = full
 
     def _names_to(self, request: Request, end: int) -> Sequence[bytes]:
@@ -220,7 +214,7 @@ class RequestTable:
         """Drop all prefix-cache names after a row produced NaN. Its KV blocks and states, and any computed from them,
         may contain NaN for an unknown time, so no existing one, and none that a running request fills later, is
         shared."""
-        self.pool.forget_all()
+        self.ledger.forget_all()
         if self.states is not None:
             self.states.forget_all()
         for request in self.running:
@@ -228,7 +222,7 @@ class RequestTable:
 
     def restart_all(self) -> None:
         """Free all blocks and slots, and queue every request in order of arrival, with nothing computed."""
-        self.pool.clear()
+        self.ledger.clear()
         if self.states is not None:
             self.states.clear()
         self.free_slots = list(range(self._num_slots))[::-1]

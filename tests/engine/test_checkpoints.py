@@ -100,9 +100,10 @@ def random_engine(dice: random.Random) -> SmallEngine:
     seqs = dice.randint(1, 4)
     stages = dice.choice((1, 1, 1, 2))
     fails = dice.choice((0, 0, 0.03))
+    windows = dice.choice(((None,), (None,), (None, 6)))
     engine = make_engine(
         depth=dice.randint(1, 3), num_stages=stages, vocab_size=VOCAB, num_blocks=dice.choice((10, 14, 40)),
-        max_num_seqs=seqs, num_places=1 + seqs + dice.choice((0, 1, 2, 4, 12)), fixed_chunk=chunk,
+        windows=windows, max_num_seqs=seqs, num_places=1 + seqs + dice.choice((0, 1, 2, 4, 12)), fixed_chunk=chunk,
         max_num_batched_tokens=dice.choice((12, 16, 64)) if chunk else dice.choice((3, 5, 16, 64)),
         long_prefill_token_threshold=dice.choice((0, 2, 7)), policy=dice.choice(("fcfs", "priority")),
         enable_prefix_caching=dice.random() < 0.85, state_interval=dice.choice((4, 8, 8, 256)),
@@ -121,7 +122,7 @@ def walk(number: int, total: Counter[str]) -> None:
     shared = [dice.randrange(VOCAB) for _ in range(17)]
     asked: dict[str, tuple[list[int], int]] = {}
     aborted: set[str] = set()
-    room = (engine.scheduler.pool.capacity - 1) * BLOCK_SIZE
+    room = (engine.scheduler.ledger.main_pool.capacity - 1) * BLOCK_SIZE
 
     def step() -> None:
         engine.loop.step()
@@ -401,9 +402,10 @@ def test_a_hit_needs_the_kv_up_to_the_checkpoint():
     engine = hybrid()
     engine.add("a", list(range(1, 14)), max_tokens=1)
     engine.run()
-    engine.scheduler.pool.on_dropped = None
-    for name in list(engine.scheduler.pool.names())[2:]:
-        engine.scheduler.pool.forget(name)
+    (pool,) = engine.scheduler.ledger.pools
+    pool.on_dropped = None
+    for name in list(pool.names())[2:]:
+        pool.forget(name)
     again = engine.add("again", list(range(1, 14)), max_tokens=1)
     engine.loop.step()
     assert again.num_cached_tokens == 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.config.settings import Task
+from localllm.models.spec.kv_groups import KVGroup, kv_groups
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.norms import NormSpec
@@ -56,6 +57,10 @@ class ModelSpec:
     rope_interleaved: bool = False  # dimensions that rotate together are neighbours in the checkpoint (GPT-J)
     sliding_window: int | None = None  # tokens that a windowed layer sees, including the current one
     layer_is_windowed: tuple[bool, ...] = ()  # per layer; empty: none
+    layer_kv_shapes: tuple[tuple[int, int], ...] = ()
+    """Per layer the KV heads and their size; empty: num_kv_heads of head_dim in all (Gemma 4 has two shapes)."""
+    kv_source: tuple[int, ...] = ()  # per layer the layer whose K and V it reads; empty: each its own (Gemma 4 shares)
+    held_groups: tuple[KVGroup, ...] = ()  # of a rank: the whole model's groups with what the rank holds (shard.py)
     layer_has_rope: tuple[bool, ...] = ()  # per layer; empty: all (SmolLM3 omits every fourth)
     local_rope: RopeSpec | None = None  # rope of windowed layers if different (Gemma 3)
     attention_scale: float | None = None  # None: head_dim ** -0.5
@@ -93,6 +98,5 @@ class ModelSpec:
         return tuple(layer for layer in range(self.num_layers) if self.layer_kind(layer) in ("recurrent", "both"))
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes of K and V of one token position over all layers."""
-        kept = 1 if self.latent is not None else 2  # a latent is both key and value
-        return kept * len(self.attention_layers) * self.num_kv_heads * self.head_dim * dtype_bytes
+        """Return the bytes of K and V of one token position over all layers that keep them."""
+        return sum(group.bytes_per_token(dtype_bytes) for group in kv_groups(self))
