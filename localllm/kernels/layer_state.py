@@ -7,6 +7,7 @@ Does not know: requests, who owns a place.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -41,6 +42,16 @@ class HybridCache(NamedTuple):
 LayerCache = LayerKV | LayerState | HybridCache
 
 
+class HostRow(NamedTuple):
+    """One row of a `StateStep` on the host: its tokens first .. end - 1, and its places."""
+
+    first: int
+    end: int
+    read: int
+    write: int
+    save: int
+
+
 class StateStep(NamedTuple):
     """The rows of a step as the recurrent kernels read them; all layers share it. B: rows.
 
@@ -59,3 +70,9 @@ class StateStep(NamedTuple):
     write_host: tuple[int, ...]
     save_host: tuple[int, ...]
     num_decodes: int  # the first num_decodes rows have one token each; says nothing about what they read
+
+    def host_rows(self) -> Iterator[HostRow]:
+        first = 0
+        for length, *places in zip(self.query_lens, self.read_host, self.write_host, self.save_host, strict=True):
+            yield HostRow(first, first + length, *places)
+            first += length

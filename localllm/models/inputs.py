@@ -24,6 +24,13 @@ class GivenEmbeds(NamedTuple):
     values: Tensor  # [E, hidden] in the model's type
 
 
+class GroupInputs(NamedTuple):
+    """Where the layers of one KV group (spec/kv_groups.py) read and write in this step."""
+
+    block_table: Tensor  # [B, max_blocks] int32; the null block 0 beyond the context and before the window
+    slot_mapping: Tensor  # [T] int64      where K and V go: block_id * block_size + offset; -1: nowhere
+
+
 class StateInputs(NamedTuple):
     """The places of recurrent states that each row reads and writes (engine/step.py, StateUse).
     A padding row reads -1 and writes 0."""
@@ -34,13 +41,6 @@ class StateInputs(NamedTuple):
     read_host: tuple[int, ...]  # [B] the same on the host, for a CPU,
     write_host: tuple[int, ...]  # not for kernels on a device: a replayed graph keeps the recorded values
     save_host: tuple[int, ...]
-
-
-class GroupInputs(NamedTuple):
-    """Where the layers of one KV group (spec/kv_groups.py) read and write in this step."""
-
-    block_table: Tensor  # [B, max_blocks] int32; the null block 0 beyond the context and before the window
-    slot_mapping: Tensor  # [T] int64      where K and V go: block_id * block_size + offset; -1: nowhere
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,10 @@ from localllm.models.architectures.layer import (
     ParallelLayer,
     PostNormLayer,
     PreNormLayer,
+    RecurrentPart,
     SandwichLayer,
     Scaled,
+    SideBySide,
 )
 from localllm.models.layers.attention import Attention
 from localllm.models.layers.group import Alone
@@ -198,7 +200,11 @@ class _Writer:
         attention, _ = _unscaled(part)
         if isinstance(attention, LatentAttention):
             raise NoLoneStep("latent attention")
+        if isinstance(attention, RecurrentPart | SideBySide):
+            raise NoLoneStep("recurrent layers")
         assert isinstance(attention, Attention), type(attention)
+        if attention.gate_size:
+            raise NoLoneStep("gated attention")
         self.linear(attention.qkv, self.stream, self.qkv, norm=norm)
         description = self._attention(attention, kind, kv)
         self.kept.append(description)
@@ -252,12 +258,15 @@ class _Writer:
             norm=self._norm(norm), matrix=_sizes(width), activation=_ACTIVATIONS[name or self.model.spec.hidden_act],
         )  # fmt: skip
 
-    def _feed_shared(self, mixture: MoE, shared: GatedMLP, norm: Any, activation: Activation) -> None:
+    def _feed_shared(self, mixture: MoE, shared: GatedMLP | MLP, norm: Any, activation: Activation) -> None:
         """The shared expert up to its last matrix, scaled by its gate if it has one."""
+        if isinstance(shared, MLP):
+            raise NoLoneStep("experts without a gate")
         self._gated(shared.gate_up, norm, activation)
         if mixture.shared_gate is not None:
             self.linear(mixture.shared_gate, self.stream, self.shared_gate, norm=norm)
-            width = _sizes(shared.gate_up.weight.shape[0] // 2)
+            assert self.model.spec.mixture is not None
+            width = _sizes(self.model.spec.mixture.shared_size)
             self._plan(Op.SCALE, self.shared_gate, self.features, matrix=width, activation=Activation.SIGMOID)
 
     def _experts(self, mixture: MoE) -> NativeExperts:
@@ -312,7 +321,9 @@ class _Writer:
             self._plan(Op.LINEAR, source, target, offset, matrix=matrix, norm=self._norm(norm), **fields)
             offset += matrix.outputs
 
-    def _gated(self, gate_up: Linear, norm: Any, activation: Activation) -> None:
+    def _gated(self, gate_up: object, norm: Any, activation: Activation) -> None:
+        if not isinstance(gate_up, Linear):
+            raise NoLoneStep("a gate with factors")
         matrices, width = self._matrices(gate_up), gate_up.weight.shape[0] // 2
         self.features.widen(width)
         if len(matrices) == 1:
@@ -384,6 +395,8 @@ class _Writer:
                 fields["clip"] = change.limit
                 continue
             kind, weight, eps = _head_norm(change)
+            if attention.norm_last:
+                kind = HeadNorm.RMS_LAST
             fields |= {"head_norm": kind, "head_norm_weight": self._address(weight), "head_norm_eps": eps}
         return fields
 

@@ -51,6 +51,15 @@ def test_cpu_defaults() -> None:
     assert made.notes == ()
 
 
+def test_a_context_that_ends_before_the_trained_one_says_why() -> None:
+    short = replace(QWEN_05B, max_position=2048, context_limit="Beyond it the indexer chooses.")
+    made = plan(short, NO_GPU)
+    assert made.max_model_len == 2048
+    assert made.notes == ("Context 2,048 tokens: Beyond it the indexer chooses.",)
+    with pytest.raises(ConfigError, match=r"2049 is longer.*Beyond it the indexer"):
+        plan(short, NO_GPU, max_model_len=2049)
+
+
 def test_gpu_defaults() -> None:
     made = plan(LLAMA_8B, gpu_machine(23))
     assert (made.device, made.dtype, made.async_depth) == ("cuda:0", "bfloat16", 2)

@@ -93,6 +93,8 @@ class PlanAttempt:
         spec, config, notes = self.spec, self.config, list(quantization_notes(self.spec.quantization))
         if spec.architecture in FAMILY_OF and (note := FAMILY_OF[spec.architecture].note):
             notes.append(note)
+        if spec.context_limit:
+            notes.append(f"Context {format_count(spec.max_position)} tokens: {spec.context_limit}")
         if config.trust_remote_code and spec.implementation != "remote":
             notes.append("--trust-remote-code changes nothing: this model needs no code of its checkpoint.")
         if self.gpu is None and config.device == "auto":

@@ -53,7 +53,7 @@ def kv_groups(spec: ModelSpec) -> tuple[KVGroup, ...]:
 
 def keeps_kv(spec: ModelSpec, layer: int) -> bool:
     """Return whether a layer has K and V of its own."""
-    return layer in spec.attention_layers and (not spec.kv_source or spec.kv_source[layer] == layer)
+    return spec.has_attention(layer) and (not spec.kv_source or spec.kv_source[layer] == layer)
 
 
 def group_of_layers(spec: ModelSpec) -> tuple[int, ...]:

@@ -10,8 +10,11 @@ All recurrent layers of one model have the same sizes. Does not know: which laye
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from localllm.errors import CorruptModel, UnsupportedModel
 
 RecurrentKind = Literal["short_conv", "gated_delta", "mamba2"]
 LayerPart = Literal["attention", "recurrent", "both", "mlp", "moe"]
@@ -33,12 +36,21 @@ class RecurrentSpec:
     width: int = 0  # channels of short_conv: hidden_size
     norm: Literal["norm_then_gate", "gate_then_norm", "gate"] = "norm_then_gate"
     """Order of the norm and the gate on the output; gate: there is no norm."""
-    norm_groups: int = 1  # gate_then_norm: groups of channels that are normed apart; norm_then_gate norms each head
     time_step_limits: tuple[float, float] = (0.0, float("inf"))  # of mamba2's time step, after softplus
     tiled_heads: bool = False
     """gated_delta: value head j reads key head j % num_groups, as GGUF orders Qwen3.5's; False: consecutive value heads
     share a key head."""
     projection_bias: bool = False  # on the matrices before and after the recurrence
+    input_factors: tuple[float, ...] = ()  # mamba2: on z, x, B, C and dt as they are projected; empty: none (Falcon-H1)
+    output_factor: float = 1.0  # on the part's output (Falcon-H1)
+
+    def __post_init__(self) -> None:
+        """Raise `CorruptModel` for heads that cannot share groups."""
+        if self.num_groups and self.num_heads % self.num_groups:
+            raise CorruptModel(
+                f"config.json's {self.num_heads} recurrent heads cannot share {self.num_groups} groups.",
+                "The first must be a multiple of the second.",
+            )
 
     @property
     def inner_size(self) -> int:
@@ -64,3 +76,18 @@ class RecurrentSpec:
         if self.kind == "gated_delta":
             return self.num_heads, self.state_size, self.head_size
         return self.num_heads, self.head_size, self.state_size
+
+
+def kinds_of_layers(stated: object, known: Mapping[str, LayerPart]) -> tuple[LayerPart, ...]:
+    """Return what is in attention's place in each layer, from a config's list of its layers' kinds.
+
+    known: each kind's name in the config. Raises `UnsupportedModel` for another name.
+    """
+    if not isinstance(stated, list | tuple | str) or not stated:
+        raise CorruptModel(f"config.json describes its layers as {stated!r}.", "It must list the kind of every layer.")
+    for index, name in enumerate(stated):
+        if name not in known:
+            raise UnsupportedModel(
+                f"Layer {index} is of the kind {name!r}, which is not supported.", f"Supported: {', '.join(known)}."
+            )
+    return tuple(known[name] for name in stated)

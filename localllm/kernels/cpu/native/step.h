@@ -43,7 +43,7 @@ enum Activation {
 
 enum CacheType { CACHE_F32, CACHE_BF16, CACHE_F16, CACHE_I8 };
 
-enum HeadNorm { HEAD_NORM_NONE, HEAD_NORM_RMS, HEAD_NORM_LAYER, HEAD_NORM_WHOLE };
+enum HeadNorm { HEAD_NORM_NONE, HEAD_NORM_RMS, HEAD_NORM_LAYER, HEAD_NORM_WHOLE, HEAD_NORM_RMS_LAST };
 
 typedef struct {
   void *k, *v;                // [kv_heads, blocks, block_size, head_dim] of cache_type
@@ -57,7 +57,7 @@ typedef struct {
   double scale, softcap, clip;  // softcap, clip 0: none
   const float* sinks;          // [heads]; NULL
   const float* slopes;         // [heads] of ALiBi; NULL
-  int64_t head_norm;           // of q and k, before the rotation
+  int64_t head_norm;           // of q and k, before the rotation; RMS_LAST: after it
   const float* head_norm_weight;  // [heads + kv_heads, head_dim]
   double head_norm_eps;
   double query_growth;         // Ministral 3: q * (1 + growth * log(1 + position / growth_period)); 0: none

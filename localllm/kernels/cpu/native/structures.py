@@ -69,6 +69,7 @@ class HeadNorm(IntEnum):
     RMS = 1
     LAYER = 2
     WHOLE = 3
+    RMS_LAST = 4
 
 
 class NativeMatrix(ctypes.Structure):
