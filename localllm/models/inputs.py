@@ -8,6 +8,7 @@ one query token, then the others (prefill, chunks, drafts), so that each attenti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -23,12 +24,30 @@ class GivenEmbeds(NamedTuple):
     values: Tensor  # [E, hidden] in the model's type
 
 
+class GroupInputs(NamedTuple):
+    """Where the layers of one KV group (spec/kv_groups.py) read and write in this step."""
+
+    block_table: Tensor  # [B, max_blocks] int32; the null block 0 beyond the context and before the window
+    slot_mapping: Tensor  # [T] int64      where K and V go: block_id * block_size + offset; -1: nowhere
+
+
+class StateInputs(NamedTuple):
+    """The places of recurrent states that each row reads and writes (engine/step.py, StateUse).
+    A padding row reads -1 and writes 0."""
+
+    read: Tensor  # [B] int32    -1: begin from zeros
+    write: Tensor  # [B] int32    0: nowhere
+    save: Tensor  # [B] int32    0: nowhere
+    read_host: tuple[int, ...]  # [B] the same on the host, for a CPU,
+    write_host: tuple[int, ...]  # not for kernels on a device: a replayed graph keeps the recorded values
+    save_host: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64      position of each token within its request
-    slot_mapping: Tensor  # [T] int64      where K and V go: block_id * block_size + offset; -1: nowhere
-    block_table: Tensor  # [B, max_blocks] int32, padded with the null block 0
+    groups: tuple[GroupInputs, ...]  # one per KV group of the model (spec/kv_groups.py), in the same order
     context_lens: Tensor  # [B] int32      tokens that have KV once this step is done
     cu_seqlens_q: Tensor  # [B + 1] int32  prefix sums of query tokens per request
     logits_indices: Tensor  # [L] int64      rows of the flat batch that need logits
@@ -38,6 +57,7 @@ class ForwardInputs:
     adapters: Tensor | None = None  # [T] int32    each token's adapter, -1: none; None: no adapter in this step
     adapters_host: tuple[int, ...] = ()  # [B] each request's adapter, on the host; empty if `adapters` is None
     embeds: GivenEmbeds | None = None
+    state: StateInputs | None = None  # None: a model without recurrent states
 
 
 class CausalModel(Protocol):
@@ -46,5 +66,5 @@ class CausalModel(Protocol):
     Of tensor-parallel shards, all but the first return None instead of logits.
     """
 
-    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor: ...
+    def forward(self, inputs: ForwardInputs, kv_cache: Sequence[LayerKV]) -> Tensor: ...
     def compute_logits(self, hidden: Tensor) -> Tensor | None: ...

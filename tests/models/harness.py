@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.read_spec import read_spec
-from localllm.models.inputs import ForwardInputs
+from localllm.models.inputs import ForwardInputs, GroupInputs, StateInputs
 from localllm.models.loader import load_model
+from localllm.models.spec.kv_groups import keeps_kv, kv_groups, kv_shape
+from localllm.models.spec.model_spec import ModelSpec
 
 BLOCK_SIZE = 8
+PLACES = 8
 CPU = torch.device("cpu")
 
 
@@ -26,27 +30,39 @@ class Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     adapter: int = -1
+    place: int = 0  # of its recurrent states; 0: it has none yet
 
 
 class ModelHarness:
-    """One model, one cache full of NaN but for the null block, block ids handed out in random order."""
+    """One model, one cache full of NaN but for the null block, block ids and places handed out in random order."""
 
     def __init__(
         self, model: DecoderModel, *, num_blocks: int = 128, seed: int = 0, kv_dtype: torch.dtype = torch.float32
     ) -> None:
         self.model, self.spec = model, model.spec
-        shape = kv_cache_shape(num_blocks, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
 
-        def unwritten() -> Tensor:
+        def unwritten(layer: int) -> Tensor:
+            shape = kv_cache_shape(num_blocks, BLOCK_SIZE, *kv_shape(self.spec, layer))
             return torch.full(shape, torch.nan, dtype=kv_dtype, device=model.device)
 
-        def layer() -> LayerKV:
-            k = unwritten()
-            return LayerKV(k, k if self.spec.latent is not None else unwritten())
+        def cache_of(layer: int) -> LayerKV:
+            k = unwritten(layer)
+            return LayerKV(k, k if self.spec.latent is not None else unwritten(layer))
 
-        self.kv_cache = [layer() for _ in range(self.spec.num_layers)]
-        self.free = list(range(1, num_blocks))
+        layers = range(self.spec.num_layers)
+        kept = {layer: cache_of(layer) for layer in layers if keeps_kv(self.spec, layer)}
+
+        def cached(layer: int) -> LayerCache | None:
+            kv = kept.get(self.spec.kv_source[layer] if self.spec.kv_source else layer)
+            if layer not in self.spec.recurrent_layers:
+                return kv
+            state = unwritten_state(self.spec, model.dtype, model.device)
+            return state if kv is None else HybridCache(kv, state)
+
+        self.kv_cache = [cached(layer) for layer in layers]
+        self.free, self.free_places = list(range(1, num_blocks)), list(range(1, PLACES))
         random.Random(seed).shuffle(self.free)
+        random.Random(seed).shuffle(self.free_places)
 
     def step(self, rows: list[tuple[Sequence, int]], *, all_logits: bool = False) -> list[Tensor]:
         """Run n new tokens of each sequence as one batch; logits of each one's last token, or of all its n."""
@@ -85,6 +101,7 @@ class ModelHarness:
                     sequence.token_ids.append(int(logits[0].argmax()))
 
     def _inputs(self, rows: list[tuple[Sequence, int]], all_logits: bool) -> ForwardInputs:
+        state = self._state_inputs([sequence for sequence, _ in rows]) if self.spec.recurrent is not None else None
         for sequence, n in rows:
             while len(sequence.blocks) * BLOCK_SIZE < sequence.computed + n:
                 sequence.blocks.append(self.free.pop())
@@ -104,8 +121,7 @@ class ModelHarness:
         inputs = ForwardInputs(
             token_ids=torch.tensor([t for s, n in rows for t in s.token_ids[s.computed : s.computed + n]]),
             positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(slots),
-            block_table=table,
+            groups=(GroupInputs(table, torch.tensor(slots)),) * len(kv_groups(self.spec)),
             context_lens=torch.tensor(contexts, dtype=torch.int32),
             cu_seqlens_q=cumulative,
             logits_indices=torch.arange(sum(lens)) if all_logits else cumulative[1:].long() - 1,
@@ -114,9 +130,29 @@ class ModelHarness:
             context_lens_host=contexts,
             adapters=None if all(s.adapter < 0 for s, _ in rows) else ids,
             adapters_host=adapters,
+            state=state,
         )
         tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-        return replace(inputs, **{n: t.to(self.model.device) for n, t in tensors.items() if isinstance(t, Tensor)})
+        moved = {n: t.to(self.model.device) for n, t in tensors.items() if isinstance(t, Tensor)}
+        groups = tuple(GroupInputs(*(t.to(self.model.device) for t in group)) for group in inputs.groups)
+        return replace(inputs, **moved, groups=groups)
+
+    def _state_inputs(self, sequences: list[Sequence]) -> StateInputs:
+        """A sequence reads and writes its place; it begins from nothing, in a place that holds NaN or old states."""
+        read = tuple(sequence.place if sequence.computed else -1 for sequence in sequences)
+        for sequence in sequences:
+            sequence.place = sequence.place or self.free_places.pop()
+        write, save = tuple(sequence.place for sequence in sequences), (0,) * len(sequences)
+        each = (read, write, save)
+        return StateInputs(*(torch.tensor(p, dtype=torch.int32, device=self.model.device) for p in each), *each)
+
+
+def unwritten_state(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> LayerState:
+    """One layer's states, full of NaN."""
+    assert spec.recurrent is not None
+    shape = spec.recurrent.matrix_shape
+    conv = torch.full((PLACES, *spec.recurrent.conv_shape), torch.nan, dtype=dtype, device=device)
+    return LayerState(conv, None if shape is None else torch.full((PLACES, *shape), torch.nan, device=device))
 
 
 class Harness(ModelHarness):

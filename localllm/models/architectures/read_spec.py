@@ -196,7 +196,8 @@ def _build(config: dict[str, Any], family: Family, generation: Mapping[str, Any]
     config["num_key_value_heads"] = sizes["num_kv_heads"]
     rope, local_rope = read_ropes(config, sizes["head_dim"])
     differences = family.differences(config)
-    differences.setdefault("norm", NormSpec(number(config, "rms_norm_eps")))
+    if "norm" not in differences:
+        differences["norm"] = NormSpec(number(config, "rms_norm_eps"))
     common = {
         "architecture": config["architectures"][0],
         "max_position": context_length(config, rope),
@@ -269,10 +270,12 @@ def _check(spec: ModelSpec) -> None:
             f"config.json's {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads.",
             "The first must be a multiple of the second.",
         )
-    for name in ("layer_is_windowed", "layer_has_rope"):
+    for name in ("layer_is_windowed", "layer_has_rope", "layer_kinds"):
         count = len(getattr(spec, name))
         if count not in (0, spec.num_layers):
             raise CorruptModel(f"config.json describes {count} layers in one place and {spec.num_layers} in another.")
+    if not any(spec.has_attention(layer) for layer in range(spec.num_layers)):
+        raise UnsupportedModel("A model without attention is not supported.", "All of its layers are recurrent.")
     if spec.mlp_gated and spec.hidden_act not in _GATED_ACTIVATIONS:
         raise UnsupportedModel(
             f"A gate with activation {spec.hidden_act!r} is not supported.",

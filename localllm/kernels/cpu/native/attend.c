@@ -90,8 +90,10 @@ static void rotate_head(const Attention* a, int64_t position, float* x) {
 // Write head number `head` of q's heads, then k's, as attention reads it.
 static void prepare_head(const Attention* a, const float* x, int64_t head, int64_t position, float* out) {
   clip_head(a, x + head * a->head_dim, out);
-  if (a->head_norm != HEAD_NORM_NONE) norm_head(a, x, head, out);
+  const int is_last = a->head_norm == HEAD_NORM_RMS_LAST;
+  if (a->head_norm != HEAD_NORM_NONE && !is_last) norm_head(a, x, head, out);
   if (a->angles) rotate_head(a, position, out);
+  if (is_last) norm_head(a, x, head, out);
 }
 
 static float query_growth(const Attention* a, int64_t position) {
