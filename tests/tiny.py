@@ -449,7 +449,6 @@ def make_tiny_model(
 ) -> Path:
     """Build, shake and save one; returns `path`."""
     import torch
-    import transformers
 
     config = tiny_config(family, **overrides)
     config.dtype = getattr(torch, dtype)

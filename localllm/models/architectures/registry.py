@@ -44,6 +44,7 @@ from localllm.models.architectures import (
     smollm3,
     stablelm,
     starcoder2,
+    vision,
 )
 from localllm.models.spec.family import Family
 
@@ -125,5 +126,6 @@ FAMILIES = (
     qwen3_5.MOE,
     qwen3_5.MOE_VISION,
     qwen3_5.NEXT,
+    *vision.FAMILIES,
 )
 FAMILY_OF: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
