@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "deepseek_v32": "deepseek32",
+    "mistral4": "mistral4",
     "glm_moe_dsa": "glm-dsa",
     "ernie4_5_moe": "ernie4_5-moe",
     "dots1": "dots1",
@@ -38,6 +39,13 @@ NAMED_AS = {"deepseek32": "glm-dsa", "hy_v3": "exaone-moe", "cohere2moe": "dots1
 SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "moe_intermediate_size": 64},
     "glm4_moe_lite": {"qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "moe_intermediate_size": 64},
+    "mistral4": {
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+        "q_lora_rank": 32,
+        "moe_intermediate_size": 64,
+    },
     "deepseek_v32": {
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
@@ -91,6 +99,16 @@ def _latent(config: Config) -> dict[str, Any]:
         "expert_group_count": config["n_group"],
         "expert_group_used_count": config["topk_group"],
         **indexed,
+    }
+
+
+def _mistral4(config: Config) -> dict[str, Any]:
+    rope = config["rope_parameters"]
+    return {
+        **_latent(config),
+        "expert_gating_func": int(ExpertGatingFuncType.SOFTMAX),
+        "attention.temperature_scale": rope["llama_4_scaling_beta"],
+        "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
     }
 
 
@@ -172,6 +190,7 @@ KEYS: dict[str, Callable[[Config], dict[str, Any]]] = {
     "deepseek2": _latent,
     "deepseek32": _latent,
     "glm-dsa": _latent,
+    "mistral4": _mistral4,
     "ernie4_5-moe": _ernie,
     "dots1": _glm4,
     "glm4moe": _glm4,

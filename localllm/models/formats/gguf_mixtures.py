@@ -114,6 +114,17 @@ def _indexed(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Con
     return {**fields, "norm_topk_prob": bool(metadata.get("expert_weights_norm")), "architectures": [name]}
 
 
+def _mistral4(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    _scoring(metadata, _SOFTMAX)
+    rope = {"llama_4_scaling_beta": metadata.number("attention.temperature_scale"), **config.pop("rope_scaling", {})}
+    return {
+        **_deepseek2(metadata, checkpoint, config),
+        "architectures": ["Mistral4ForCausalLM"],
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm")),
+        "rope_parameters": {"rope_theta": config.get("rope_theta", 10_000.0), **rope},
+    }
+
+
 _FINE_EXPERTS = {
     "n_routed_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
@@ -134,6 +145,7 @@ MIXTURES: dict[str, Architecture] = {
     "deepseek2": Architecture("DeepseekV2ForCausalLM", _LATENT, _deepseek2),
     "deepseek32": Architecture("DeepseekV32ForCausalLM", _INDEXED, _indexed),
     "glm-dsa": Architecture("GlmMoeDsaForCausalLM", _INDEXED, _indexed),
+    "mistral4": Architecture("Mistral4ForCausalLM", _LATENT, _mistral4),
     "dots1": Architecture("Dots1ForCausalLM", {**_FINE_EXPERTS, **_ROUTING}, _sigmoid),
     "ernie4_5-moe": Architecture(
         "Ernie4_5_MoeForCausalLM",
