@@ -502,6 +502,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+HYBRIDS = (
+    "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "granite_hybrid", "granite_hybrid_moe", "nemotron_h",
+    "bamba", "falcon_h1",
+)  # fmt: skip
+"""Families with recurrent layers."""
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
