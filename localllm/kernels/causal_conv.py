@@ -16,7 +16,7 @@ from localllm.kernels.cpu.recurrent import causal_conv as native_causal_conv
 from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
 from localllm.kernels.layer_state import HostRow, StateStep
 
-TOKENS = 16  # that a program takes at a time
+TOKENS = 8  # that a program takes at a time
 
 
 def causal_conv(
