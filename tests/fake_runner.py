@@ -3,7 +3,9 @@
 Each position's token is written into its slot of a dictionary. Before a token is sampled, the whole context is read
 back through the block table, and the answer is a hash of it. One misplaced slot changes the output, so "greedy output
 does not depend on chunking, neighbours, cache, preemption, depth or drafts" is cheap to test. Each slot also stores the
-prefix it was written under: reading another prefix's value raises `CorruptKV` at once.
+prefix it was written under: reading another prefix's value raises `CorruptKV` at once. With `num_places` the model
+also has a recurrent state, a hash chain over the tokens in numbered places: a row that begins from any other state than
+that of its own prefix raises `CorruptState`.
 Does not know: torch. The scheduler's tests and scripts/bench_engine run on it.
 """
 
@@ -39,13 +41,17 @@ class CorruptKV(AssertionError):
     """The KV cache holds something other than the request's own prefix."""
 
 
+class CorruptState(AssertionError):
+    """A row read another state than that of its own prefix, or two rows of a step use one place."""
+
+
 @dataclass(slots=True)
 class _Slot:
     request_id: str
     params: SamplingParams
     prompt_len: int
     token_ids: array[int]
-    block_table: list[int]
+    block_tables: list[list[int]]  # one per KV group
     num_computed_tokens: int
     adapter: int = -1
     embeds: str = ""  # digest of the prompt embeddings
@@ -68,18 +74,24 @@ class FakeRunner:
 
     def __init__(
         self,
-        num_blocks: int,
+        num_blocks: int | tuple[int, ...],
         block_size: int,
         *,
+        windows: Sequence[int | None] = (None,),
         vocab_size: int = 32,
         check: bool = True,
         fail_when: Callable[[StepPlan], bool] | None = None,
+        num_places: int = 0,
     ) -> None:
-        self.num_blocks, self.block_size, self.num_stages = num_blocks, block_size, 1
+        self.num_blocks = num_blocks if isinstance(num_blocks, tuple) else (num_blocks,) * len(windows)
+        self.block_size, self.num_stages, self.windows = block_size, 1, tuple(windows)
         self.vocab_size = vocab_size
         self._check, self._fail_when = check, fail_when
         self._slots: dict[int, _Slot] = {}
-        self._memory: dict[int, tuple[int, int]] = {}  # cache slot -> (token id, crc of the prefix up to it)
+        self._memory: dict[tuple[int, int], tuple[int, int]] = {}
+        """(group, cache slot) -> (token id, crc of the prefix up to it)"""
+        self.num_places = num_places  # of recurrent states; 0: the model has none
+        self._states: dict[int, int] = {}  # place -> crc of the tokens before the state; missing: poison
         self.freed: list[str] = []  # request ids, in the order their slots were freed
 
     def forward(self, plan: StepPlan) -> None:
@@ -93,6 +105,7 @@ class FakeRunner:
             assert array("i", ids) == self._slots[slot_id].token_ids[-len(ids) :], "ids that were not sampled"
         for row in plan.rows:
             self._write(self._slots[row.slot], row)
+        self._advance_states(plan.rows)
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> _Ready:
         allowed = {} if masks is None else dict(zip(masks.rows, masks.bits, strict=True))
@@ -108,6 +121,7 @@ class FakeRunner:
     def reset(self) -> None:
         self._slots.clear()
         self._memory.clear()
+        self._states.clear()
 
     def close(self) -> None:
         self.reset()
@@ -119,7 +133,7 @@ class FakeRunner:
             new.params,
             new.prompt_len,
             array("i", new.token_ids),
-            list(new.block_ids),
+            [list(blocks) for blocks in new.block_ids],
             new.num_computed_tokens,
             new.adapter,
             new.prompt_embeds.digest if new.prompt_embeds is not None else "",
@@ -130,8 +144,9 @@ class FakeRunner:
 
     def _write(self, slot: _Slot, row: Row) -> None:
         assert slot.request_id == row.request_id
-        assert 0 not in row.new_block_ids, "the null block was handed out"
-        slot.block_table += row.new_block_ids
+        for table, blocks in zip(slot.block_tables, row.new_block_ids or ((),) * len(self.windows), strict=True):
+            assert 0 not in blocks, "the null block was handed out"
+            table += blocks
         slot.num_computed_tokens = row.num_computed_tokens
         known = row.num_computed_tokens + row.num_scheduled_tokens - len(row.draft_token_ids)
         assert known <= len(slot.token_ids), "a token that nobody knows was scheduled"
@@ -141,7 +156,44 @@ class FakeRunner:
         slot.token_ids.extend(row.draft_token_ids)
         self._extend_crcs(slot)
         for position in range(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens):
-            self._memory[self._cache_slot(slot, position)] = (slot.token_ids[position], slot.prefix_crcs[position])
+            for group in range(len(self.windows)):
+                value = slot.token_ids[position], slot.prefix_crcs[position]
+                self._memory[group, self._cache_slot(slot, group, position)] = value
+
+    def _advance_states(self, rows: Sequence[Row]) -> None:
+        """Read the states of all rows, then write them: a row must not need what another row of the step writes."""
+        if not self.num_places:
+            assert all(row.state is None for row in rows), "a state for a model without states"
+            return
+        written: dict[int, int] = {}
+        for row in rows:
+            assert row.state is not None, f"{row.request_id} runs without a state"
+            assert not row.draft_token_ids, "a state cannot take back a wrong guess"
+            for place in {row.state.write, row.state.save} - {0}:
+                if place in written or not 0 < place < self.num_places:
+                    raise CorruptState(f"{row.request_id} writes place {place}")
+                written[place] = self._state_after(row)
+            assert row.state.write not in (0, row.state.save), row.state
+        for row in rows:
+            assert row.state is not None
+            if row.state.read != row.state.write and row.state.read in written:
+                raise CorruptState(f"{row.request_id} reads place {row.state.read}, which another row writes")
+        self._states.update(written)
+
+    def _state_after(self, row: Row) -> int:
+        """Return the state after a row's tokens, computed from the one that the row reads."""
+        assert row.state is not None
+        slot, read = self._slots[row.slot], row.state.read
+        first = zlib.crc32(slot.embeds.encode(), 1 + slot.adapter)
+        state = first if read == -1 else self._states.get(read, -1)
+        if not self._check:
+            return state
+        expected = slot.prefix_crcs[row.num_computed_tokens - 1] if row.num_computed_tokens else first
+        if state != expected:
+            raise CorruptState(f"{row.request_id}: place {read} is not its state after {row.num_computed_tokens}")
+        for position in range(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens):
+            state = zlib.crc32(slot.token_ids[position].to_bytes(4, "little", signed=True), state)
+        return state
 
     def _answer(self, slot: _Slot, row: Row, bits: Bits | None) -> RowResult:
         prompt_logprobs = self._prompt_logprobs(slot, row)
@@ -175,18 +227,21 @@ class FakeRunner:
         )
 
     def _read_back(self, slot: _Slot, position: int) -> Sequence[int]:
-        """Return the context that attention would see at `position`:
-        every earlier slot, read through the block table."""
-        seen = array("i")
-        for earlier in range(position + 1):
-            token_id, crc = self._memory.get(self._cache_slot(slot, earlier), (-1, -1))
-            if token_id != slot.token_ids[earlier] or crc != slot.prefix_crcs[earlier]:
-                raise CorruptKV(f"{slot.request_id}: position {earlier} holds token {token_id} of another prefix")
-            seen.append(token_id)
-        return seen
+        """Return the tokens up to `position`, after reading through each group's block table what its attention would
+        see there."""
+        for group, window in enumerate(self.windows):
+            for earlier in range(0 if window is None else max(0, position - window + 1), position + 1):
+                token_id, crc = self._memory.get((group, self._cache_slot(slot, group, earlier)), (-1, -1))
+                if token_id != slot.token_ids[earlier] or crc != slot.prefix_crcs[earlier]:
+                    raise CorruptKV(
+                        f"{slot.request_id}: group {group} holds token {token_id} of another prefix at {earlier}"
+                    )
+        return slot.token_ids[: position + 1]
 
-    def _cache_slot(self, slot: _Slot, position: int) -> int:
-        block = slot.block_table[position // self.block_size]
+    def _cache_slot(self, slot: _Slot, group: int, position: int) -> int:
+        block = slot.block_tables[group][position // self.block_size]
+        if block == 0:
+            raise CorruptKV(f"{slot.request_id}: position {position} of group {group} has been given back")
         return block * self.block_size + position % self.block_size
 
     def _score(self, token: int) -> TokenLogprobs:

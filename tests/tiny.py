@@ -76,6 +76,13 @@ _DELTA_NET = {
     "linear_value_head_dim": 24,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
 }
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 16,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "smollm": (
@@ -442,6 +449,70 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3NextConfig",
         {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 56, "mlp_only_layers": [1]},
+    ),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_MAMBA,
+            "mamba_n_groups": 1,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "granite_hybrid_moe": (
+        "GraniteMoeHybridConfig",
+        {
+            **_MAMBA,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "shared_intermediate_size": 56,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **{name: value for name, value in _GROUPS.items() if name != "moe_intermediate_size"},
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            "num_hidden_layers": 5,
+            "head_dim": 24,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 24,
+            "chunk_size": 16,
+            "time_step_min": 1e-9,  # transformers clamps to it in the scan alone, not in single steps
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 56,
+        },
+    ),
+    "bamba": ("BambaConfig", {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **_MAMBA,
+            "head_dim": 16,
+            "mamba_d_ssm": 128,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "attention_in_multiplier": 0.8,
+            "attention_out_multiplier": 1.3,
+            "key_multiplier": 0.7,
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.6,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+            "mlp_multipliers": [1.4, 0.8],
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.5,
+        },
     ),
 }
 

@@ -76,6 +76,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def find(self, name: bytes) -> int | None:
+        """Return the block of that name."""
+        return self._block_of.get(name)
+
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
         """Count the blocks of `blocks` that `acquire` would take from the free list."""
         return sum(1 for block in blocks if not self.ref_count[block])
@@ -110,10 +114,6 @@ class BlockPool:
 
     def name_of(self, block: int) -> bytes | None:
         return self._hash_of[block]
-
-    def has(self, name: bytes) -> bool:
-        """Return whether a block carries the name."""
-        return name in self._block_of
 
     def forget(self, name: bytes) -> None:
         """Drop a name, if a block carries it. An unreferenced block is the next to be allocated."""

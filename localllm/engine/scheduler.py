@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from localllm.engine.block_hash import BlockHasher
-from localllm.engine.block_pool import BlockPool
 from localllm.engine.fixed_chunks import chunk_length, whole_chunks
+from localllm.engine.ledger import BlockIds, Counts, Ledger, fits, plus
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.prefill_shares import prefill_shares
 from localllm.engine.prompt_pace import PromptPace
@@ -30,6 +30,7 @@ from localllm.engine.request import Request, State
 from localllm.engine.request_table import RequestTable
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.settle import LaunchedStep, settle_step
+from localllm.engine.state_pool import StatePool
 from localllm.engine.stats import EngineStats, StepComposition
 from localllm.engine.step import NewSlot, Row, RunnerStats, StepPlan, StepResult
 from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull
@@ -68,20 +69,26 @@ class Scheduler:
     `schedule` plans a step, `update` settles the oldest open one."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, hasher: BlockHasher, recorder: StatsRecorder | None = None
+        self,
+        config: SchedulerConfig,
+        ledger: Ledger,
+        hasher: BlockHasher,
+        recorder: StatsRecorder | None = None,
+        state_pool: StatePool | None = None,
     ) -> None:
+        """state_pool: the places of recurrent states; None: the model has none."""
         most_decodes = min(config.max_num_seqs, config.max_num_batched_tokens)
         assert config.fixed_chunk + most_decodes <= config.max_num_batched_tokens or not config.fixed_chunk, "no room"
         assert config.fixed_chunk % config.block_size == 0, (config.fixed_chunk, config.block_size)
-        self.config, self.pool, self.hasher = config, pool, hasher
+        self.config, self.ledger, self.hasher = config, ledger, hasher
         self.recorder = recorder or StatsRecorder()
-        self.table = RequestTable(config, pool, hasher, self.recorder)
+        self.table = RequestTable(config, ledger, hasher, self.recorder, state_pool)
+        self.states = self.table.states
         self.requests, self.running, self.waiting = self.table.requests, self.table.running, self.table.waiting
         self.launched: deque[LaunchedStep] = deque()  # plans not settled yet
         self._outputs: list[EngineOutput] = []  # outputs of requests that ended outside `update`
         self._num_cohorts = config.num_cohorts
-        self._blocks_of_hits = max(1, config.fixed_chunk // config.block_size)  # hits are multiples of it
-        self._watermark_blocks = max(1, int(config.watermark * pool.capacity))
+        self._watermark_blocks = tuple(max(1, int(config.watermark * count)) for count in ledger.capacity)
         self._reserve = self.table.reserve
         self._pace = PromptPace(config.target_step_s)
         self._step_id = 0
@@ -129,6 +136,8 @@ class Scheduler:
         started_s = now_s()
         draft = _Draft(budget=self.config.max_num_batched_tokens)
         self._reserve.on_step()
+        if self.states is not None:
+            self.states.begin_step()
         self._free_a_slot_for_an_urgent_request(draft)
         self._schedule_decodes(draft)
         draft.prefill_budget = self._prefill_budget(draft)
@@ -148,9 +157,10 @@ class Scheduler:
         victim = self._victim()
         if head.priority >= victim.priority:
             return
-        hits = self._prefix_hits(head)
-        need = self._num_blocks(head.num_tokens) + self.pool.num_unreferenced(hits) - len(hits)
-        if need <= self._num_spare_blocks(None) + len(victim.block_table) and not self._is_being_computed(head, hits):
+        hit, ledger = self.table.find_hit(head), self.ledger
+        need = plus(ledger.needs(head.num_tokens), ledger.taken_by_hit(hit))
+        room = plus(self._spare_blocks(None), ledger.held(victim))
+        if fits(need, room) and not self.table.is_being_computed(head, hit):
             self._preempt(victim, draft)
 
     def _schedule_decodes(self, draft: _Draft) -> None:
@@ -190,10 +200,12 @@ class Scheduler:
                 self._schedule_one(each.request, share, draft)
         if draft.preempted:
             return
+        spare = 0
         for each, share in zip(prefills, shares, strict=True):
             if share and not each.enters:  # from here on no row leaves the step: its blocks may be shared
-                self.table.register_blocks(each.request, each.request.num_computed_tokens + share)
-        spare = 0
+                count = draft.rows[each.request.request_id][1].num_scheduled_tokens
+                self.table.register_blocks(each.request, each.request.num_computed_tokens + count)
+                spare += share - count
         for each, share in zip(prefills, shares, strict=True):
             if share and each.enters:
                 spare += share - self._enter(each.request, share + spare, draft)
@@ -234,27 +246,31 @@ class Scheduler:
             request.draft_token_ids = request.draft_token_ids[: room - 1]
         return request.num_wanted_tokens
 
-    def _schedule_one(self, request: Request, count: int, draft: _Draft) -> bool:
-        """Find blocks for `count` more tokens of a running request and add the request to the step."""
+    def _schedule_one(self, request: Request, count: int, draft: _Draft) -> int:
+        """Find blocks for at most `count` more tokens of a running request, add the request to the step, and return
+        how many tokens it runs; 0: none, since it was preempted or ended."""
+        if self.states is not None:
+            count = self.states.end_of_row(request, request.num_computed_tokens + count) - request.num_computed_tokens
         blocks = self._grow(request, count, draft)
         if blocks is None:
-            return False
+            return 0
         end = request.num_computed_tokens + count
         guesses = max(0, end - request.num_tokens - request.num_output_placeholders)
         drafts = request.draft_token_ids[:guesses]
         samples = end >= request.num_tokens + request.num_output_placeholders
-        row = Row(request.slot, request.request_id, request.num_computed_tokens, count, blocks, samples, drafts)
+        state = self.states.use(request, end) if self.states is not None else None
+        row = Row(request.slot, request.request_id, request.num_computed_tokens, count, blocks, samples, drafts, state)
         draft.rows[request.request_id] = (request, row)
         draft.budget -= count
-        return True
+        return count
 
-    def _grow(self, request: Request, count: int, draft: _Draft) -> tuple[int, ...] | None:
-        """Return new blocks for the request's table, preempting others if necessary.
+    def _grow(self, request: Request, count: int, draft: _Draft) -> BlockIds | None:
+        """Return new blocks for the request's tables, preempting others if necessary.
         None: it was itself preempted, or ended."""
-        need = self._num_blocks(request.num_computed_tokens + count) - len(request.block_table)
+        need = self.ledger.places(request.num_computed_tokens + count) - len(request.block_tables[0])
         if need <= 0:
             return ()
-        while (blocks := self.pool.allocate(need)) is None:
+        while (blocks := self.ledger.allocate(request, need)) is None:
             victim = self._victim()
             if victim is request and len(self.running) == 1:
                 self.fail(request, self._exhausted(request))
@@ -262,11 +278,7 @@ class Scheduler:
             self._preempt(victim, draft)
             if victim is request:
                 return None
-        request.block_table += blocks
-        return tuple(blocks)
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
+        return blocks
 
     def _victim(self) -> Request:
         """Return the request to preempt: the youngest of the least urgent ones."""
@@ -295,84 +307,75 @@ class Scheduler:
         """
         found: list[_Prefill] = []
         filled, num_beyond = sum(each.wanted for each in running), 0
-        entering = 0  # blocks of the found requests, including the reserve for their outputs
-        spare: dict[int, int] = {}  # blocks by priority: nothing here changes them
+        ledger = self.ledger
+        entering = (0,) * len(ledger.pools)  # blocks of the found requests, including the reserve for their outputs
+        spare: dict[int, Counts] = {}  # blocks by priority: nothing here changes them
         for request in tuple(self.waiting):
             num_beyond += filled >= draft.prefill_budget
             if len(found) == len(self.table.free_slots) or num_beyond > LOOKAHEAD:
                 break
             if request.num_in_flight_tokens:
                 continue
-            hits = self._prefix_hits(request)
-            if self._is_being_computed(request, hits):
+            if self.states is not None and not self.states.can_enter(len(found)):
+                break
+            hit = self.table.find_hit(request)
+            if self.table.is_being_computed(request, hit):
                 continue
-            taken = self.pool.num_unreferenced(hits) - len(hits)
-            least, most = (taken + self._num_blocks(n) for n in (request.num_tokens, self._reserve.num_tokens(request)))
-            is_alone = not (found or self.running)
-            if least > self.pool.num_free - entering and is_alone and not self.launched:
+            taken, is_alone = ledger.taken_by_hit(hit), not (found or self.running)
+            least, most = (
+                plus(taken, ledger.needs(n)) for n in (request.num_tokens, self._reserve.num_tokens(request))
+            )
+            at_once = plus(taken, ledger.needs_at_once(request.num_tokens))
+            if is_alone and not self.launched and not fits(at_once, ledger.num_free):
                 self.fail(request, self._exhausted(request))
                 continue
             if request.priority not in spare:
-                spare[request.priority] = self._num_spare_blocks(request.priority)
-            if entering + (least if is_alone else most) > spare[request.priority]:
+                spare[request.priority] = self._spare_blocks(request.priority)
+            if not fits(plus(entering, least if is_alone else most), spare[request.priority]):
                 if found or not self._enters_on_trial(request, least):
                     break
-                most = self.pool.capacity  # no other request may be admitted with it
-            wanted = request.num_tokens - len(hits) * self.config.block_size
+                most = ledger.capacity  # no other request may be admitted with it
+            wanted = request.num_tokens - hit.num_places * self.config.block_size
             found.append(_Prefill(request, wanted, enters=True))
-            entering += most
+            entering = plus(entering, most)
             filled += wanted
         return found
 
-    def _enters_on_trial(self, request: Request, num_blocks: int) -> bool:
+    def _enters_on_trial(self, request: Request, blocks: Counts) -> bool:
         """Return whether a request without room for its expected output may be admitted nevertheless."""
-        if not self._reserve.allows_trial or num_blocks > self._num_spare_blocks(None):
+        if not self._reserve.allows_trial or not fits(blocks, self._spare_blocks(None)):
             return False
         self._reserve.on_trial(request, len(self.running))
         return True
 
-    def _num_spare_blocks(self, priority: int | None) -> int:
+    def _spare_blocks(self, priority: int | None) -> Counts:
         """Return the free blocks that running requests will not need for their prompts or, as expected, their outputs.
 
         priority: outputs of less urgent requests do not count, since those requests would be preempted. None: no
         outputs count.
         """
         if not self.running:
-            return self.pool.num_free
-        promised = self._watermark_blocks
+            return self.ledger.num_free
+        ledger, promised = self.ledger, list(self._watermark_blocks)
         for request in self.running:
             counts = priority is not None and request.priority <= priority
             end = self._reserve.num_tokens(request) if counts else request.num_tokens
-            promised += max(0, self._num_blocks(end) - len(request.block_table))
-        return self.pool.num_free - promised
-
-    def _is_being_computed(self, request: Request, hits: Sequence[int]) -> bool:
-        """Return whether a running request will fill the first block that this request misses in the prefix cache."""
-        place = len(hits)
-        return place < len(request.block_hashes) and any(
-            other.num_registered_blocks <= place < len(other.block_hashes)
-            and other.block_hashes[place] == request.block_hashes[place]
-            for other in self.running
-        )
-
-    def _prefix_hits(self, request: Request) -> list[int]:
-        """Return the cached blocks to start from. At least one token is computed, since logits are not cached."""
-        if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
-            return []
-        self.table.hash_blocks(request)
-        hits = self.pool.lookup(request.block_hashes[: (request.num_tokens - 1) // self.config.block_size])
-        return hits[: len(hits) - len(hits) % self._blocks_of_hits]
+            for group, (need, held) in enumerate(zip(ledger.needs(end), ledger.held(request), strict=True)):
+                promised[group] += max(0, need - held)
+        kept = zip(ledger.num_free, promised, ledger.step_reserve, strict=True)
+        return tuple([free - blocks - reserve for free, blocks, reserve in kept])
 
     def _enter(self, request: Request, limit: int, draft: _Draft) -> int:
         """Admit a waiting request with at most `limit` tokens, and return how many it took. Return 0 if a request
-        admitted just before is computing their common prefix, or if a fixed chunk does not fit any more."""
-        hits = self._prefix_hits(request)  # requests admitted in this step may have added blocks, or evicted some
-        count = min(request.num_tokens - len(hits) * self.config.block_size, limit)
+        admitted just before is computing their common prefix, or took the last place for a recurrent state, or if a
+        fixed chunk does not fit any more."""
+        hit = self.table.find_hit(request)  # requests admitted in this step may have added blocks, or evicted some
+        start = hit.num_places * self.config.block_size
+        count = min(request.num_tokens - start, limit)
         if self.config.fixed_chunk:
-            count = self._chunk_length(request, len(hits) * self.config.block_size)
-        if count > limit or self._is_being_computed(request, hits):
+            count = self._chunk_length(request, start)
+        if count > limit or self.table.is_being_computed(request, hit) or not self.table.admit(request, hit):
             return 0
-        self.table.admit(request, hits)
         draft.new_slots.append(
             NewSlot(
                 slot=request.slot,
@@ -380,7 +383,7 @@ class Scheduler:
                 token_ids=request.token_ids[:],
                 prompt_len=request.prompt_len,
                 params=request.params,
-                block_ids=tuple(hits),
+                block_ids=hit.blocks,
                 num_computed_tokens=request.num_computed_tokens,
                 eos_token_ids=request.eos_token_ids,
                 bad_words_token_ids=request.bad_words_token_ids,
@@ -388,8 +391,8 @@ class Scheduler:
                 prompt_embeds=request.prompt_embeds,
             )
         )
-        entered = self._schedule_one(request, count, draft)
-        assert entered, "admission promised these blocks"
+        count = self._schedule_one(request, count, draft)
+        assert count, "admission promised these blocks"
         end = request.num_computed_tokens + count
         self.table.register_blocks(request, end)  # the next admitted request may share these blocks
         return count
@@ -407,6 +410,8 @@ class Scheduler:
                 request.num_output_placeholders += 1 + len(row.draft_token_ids)
             request.draft_token_ids = ()
             register_blocks(request, request.num_computed_tokens)
+        if self.states is not None:
+            self.states.commit()
         self._step_id += 1
         rows = tuple([row for _, row in draft.rows.values()])
         known = self._known_token_ids(draft) if self._num_cohorts > 1 else ()
@@ -462,7 +467,7 @@ class Scheduler:
         self._outputs.append(self.table.finish_with_error(request, error))
 
     def _exhausted(self, request: Request) -> KVCacheExhausted:
-        capacity = self.pool.capacity * self.config.block_size
+        capacity = self.ledger.main_pool.capacity * self.config.block_size
         return KVCacheExhausted(
             f"The KV cache is exhausted at {request.num_tokens} tokens.",
             f"This request runs alone, and the whole cache holds {capacity} tokens.",
@@ -491,7 +496,7 @@ class Scheduler:
 
     def stats(self, async_depth: int, runner: RunnerStats) -> EngineStats:
         return self.recorder.snapshot(
-            self.pool,
+            self.ledger.main_pool,
             self.running,
             self.waiting,
             block_size=self.config.block_size,
@@ -503,8 +508,9 @@ class Scheduler:
 
     def set_drafts(self, request: Request, draft_token_ids: Iterable[int]) -> None:
         """Set guesses for the next step.
-        Ignored unless the request has nothing in flight, since guesses extend known tokens."""
-        if request.state is State.RUNNING and not request.num_output_placeholders:
+        Ignored unless the request has nothing in flight, since guesses extend known tokens, and for models with
+        recurrent states, which cannot take back a wrong guess."""
+        if request.state is State.RUNNING and not request.num_output_placeholders and self.states is None:
             request.draft_token_ids = tuple(draft_token_ids)
 
 

@@ -11,13 +11,14 @@ import numpy.typing as npt
 
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import NULL_BLOCK, BlockPool
+from localllm.engine.ledger import Ledger
 from localllm.engine.loop import Drafter, EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
-from localllm.engine.request import Request, RequestOptions, State
-from localllm.engine.request_table import NEVER
+from localllm.engine.request import NEVER, Request, RequestOptions, State
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
+from localllm.engine.state_pool import StatePool
 from localllm.engine.step import PromptEmbeds, RunnerStats, StepPlan
 from localllm.errors import StepFailed
 from localllm.text.grammar import OutputGrammar
@@ -116,26 +117,38 @@ class EveryOther:
 
 def make_engine(
     *,
-    num_blocks: int = 64,
+    num_blocks: int | tuple[int, ...] = 64,
+    windows: tuple[int | None, ...] = (None,),
     depth: int = 1,
     num_stages: int = 1,
     drafter: Drafter | None = None,
     vocab_size: int = 32,
     fail_when: object = None,
     runner_type: type[FakeRunner] = FakeRunner,
+    num_places: int = 0,
     **config: object,
 ) -> SmallEngine:
-    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 200, "block_size": BLOCK_SIZE}
+    settings: dict[str, object] = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 200,
+        "block_size": BLOCK_SIZE,
+    }
+    settings |= {**config, "num_stages": num_stages}
+    sizes = num_blocks if isinstance(num_blocks, tuple) else (num_blocks,) * len(windows)
     scheduler = Scheduler(
-        SchedulerConfig(**{**settings, **config, "num_stages": num_stages}),  # type: ignore[arg-type]
-        BlockPool(num_blocks),
+        SchedulerConfig(**settings),  # type: ignore[arg-type]
+        Ledger(sizes, BLOCK_SIZE, windows, step_tokens=int(str(settings["max_num_batched_tokens"]))),
         BlockHasher(b"a model", BLOCK_SIZE),
+        state_pool=StatePool(num_places) if num_places else None,
     )
     runner = runner_type(
-        num_blocks,
+        sizes,
         BLOCK_SIZE,
+        windows=windows,
         vocab_size=vocab_size,
         fail_when=fail_when,  # type: ignore[arg-type]
+        num_places=num_places,
     )
     stages = FakePipeline(runner, num_stages) if num_stages > 1 else runner
     loop = EngineLoop(scheduler, stages, depth=depth, drafter=drafter)
@@ -178,7 +191,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     assert 1 <= len(plan.rows) <= config.max_num_seqs
     assert len({row.slot for row in plan.rows}) == len(plan.rows)
     assert all(row.num_scheduled_tokens >= 1 for row in plan.rows)
-    assert all(NULL_BLOCK not in row.new_block_ids for row in plan.rows)
+    assert all(NULL_BLOCK not in blocks for row in plan.rows for blocks in row.new_block_ids)
     for row in plan.rows:
         request = scheduler.requests[row.request_id]
         assert row.num_computed_tokens + row.num_scheduled_tokens == request.num_computed_tokens
@@ -187,7 +200,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 def check_pool(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:
     """Check I1 to I6: every block is free or counted, and every name belongs to one block."""
     count = Counter(block for table in tables for block in table)
-    count[NULL_BLOCK] += 1
+    count[NULL_BLOCK] = 1
     assert [count[block] for block in range(pool.num_blocks)] == list(pool.ref_count)
     free = pool.free_list()
     assert sorted(free) == [block for block in range(pool.num_blocks) if not count[block]]
@@ -203,7 +216,8 @@ def check_pool(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:
 def check_invariants(engine: SmallEngine) -> None:
     scheduler = engine.scheduler
     running = scheduler.running
-    check_pool(scheduler.pool, [request.block_table for request in scheduler.requests.values()])
+    for group, pool in enumerate(scheduler.ledger.pools):
+        check_pool(pool, [request.block_tables[group] for request in running])
     assert len(running) <= scheduler.config.max_num_seqs
     assert len({request.slot for request in running}) == len(running)
     assert len(scheduler.waiting) == len(list(scheduler.waiting))
@@ -218,14 +232,40 @@ def check_invariants(engine: SmallEngine) -> None:
         if request.state is State.RUNNING:
             assert c - f <= n
             rejected = engine.longest_draft  # positions that guesses may have used
-            assert -(-c // size) <= len(request.block_table) <= -(-(c + rejected) // size)  # I9
-            assert len(request.block_table) * size - c < size + rejected  # waste below one block
+            assert -(-c // size) <= request.num_places <= -(-(c + rejected) // size)  # I9
+            assert request.num_places * size - c < size + rejected  # waste below one block
         else:
-            assert request.block_table == []
+            assert request.block_tables == []
             assert request.slot == -1
+    check_states(scheduler)
     stats = scheduler.stats(1, RunnerStats())
     assert stats.used_blocks + stats.cached_blocks + stats.free_blocks == stats.total_blocks
     writable_twice(engine)
+
+
+def check_states(scheduler: Scheduler) -> None:
+    """Check H5 and H8: every place is held, named or free, and the KV of each checkpoint is there."""
+    states = scheduler.states
+    holders = [request for request in scheduler.requests.values() if request.held_state is not None]
+    if states is None:
+        assert not holders
+        return
+    assert holders == [request for request in scheduler.requests.values() if request.state is State.RUNNING]
+    assert not states._planned, "a save of a step that was planned"
+    own = [request.held_state.place for request in holders] + [save.place for save in states._pending]
+    assert len(set(own)) == len(own)
+    assert 0 not in own
+    pool = states.pool
+    named = pool.checkpoints()
+    assert not set(own) & set(named.values())
+    assert pool.num_held == len(set(own) | set(states._read))
+    free = pool.num_available - pool.num_checkpoints
+    assert len(set(own) | set(states._read) | set(named.values())) + free == pool.capacity
+    for name, node in pool._nodes.items():
+        assert states._has_kv(name)
+        assert node.place or node.children
+        assert named.get(name, 0) == node.place
+    assert len(states._pending) <= 2 * scheduler.config.max_num_seqs * (1 + len(scheduler.launched))
 
 
 def writable_twice(engine: SmallEngine) -> None:
@@ -234,7 +274,8 @@ def writable_twice(engine: SmallEngine) -> None:
     scheduler = engine.scheduler
     for request in scheduler.running:
         full = min(request.num_computed_tokens, request.num_tokens) // scheduler.config.block_size
-        for index, block in enumerate(request.block_table):
-            if scheduler.pool.ref_count[block] > 1:
-                assert index < full, f"block {block} of {request.request_id} is shared and not full"
-                assert scheduler.pool.is_named(block) or request.num_registered_blocks == NEVER
+        for pool, table in zip(scheduler.ledger.pools, request.block_tables, strict=True):
+            for index, block in enumerate(table):
+                if block != NULL_BLOCK and pool.ref_count[block] > 1:
+                    assert index < full, f"block {block} of {request.request_id} is shared and not full"
+                    assert pool.is_named(block) or request.num_registered_blocks == NEVER

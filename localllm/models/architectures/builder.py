@@ -43,7 +43,7 @@ from localllm.models.layers.alibi import alibi_slopes
 from localllm.models.layers.attention import Attention
 from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
 from localllm.models.layers.group import Alone, Group
-from localllm.models.layers.linear import Linear, tied_head
+from localllm.models.layers.linear import Linear, ScaledOutputs, tied_head
 from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.moe import ExpertsOfStream
 from localllm.models.layers.norm import LayerNorm, RMSNorm
@@ -269,7 +269,11 @@ class DecoderBuilder:
     def _mixer(self, index: int, prefix: str) -> MixerPart:
         """Build attention, a recurrent part, or both, by the layer's kind."""
         kind, recurrent = self.spec.layer_kind(index), self.spec.recurrent
-        attention = self._attention(index, f"{prefix}self_attn.") if self.spec.has_attention(index) else None
+        attention: MixerPart | None = None
+        if self.spec.has_attention(index):
+            attention = self._attention(index, f"{prefix}self_attn.")
+            factor = self.spec.attention_factor
+            attention = attention if factor == 1.0 else Scaled(attention, factor)
         if kind == "attention" or recurrent is None:
             assert attention is not None, kind
             return attention
@@ -422,7 +426,9 @@ class DecoderBuilder:
 
     def _mlp_factor(self, index: int) -> float:
         mixture = self.spec.mixture
-        return mixture.output_scale if mixture is not None and mixture.is_in(index) else 1.0
+        if mixture is not None and mixture.is_in(index):
+            return mixture.output_scale
+        return self.spec.mlp_factors[1] if self.spec.mlp_factors else 1.0
 
     def _mlp(self, index: int, prefix: str) -> FeedForward:
         spec, own, mixture = self.spec, self.shard.features, self.spec.mixture
@@ -441,4 +447,9 @@ class DecoderBuilder:
         down = self.share.row_parallel(
             f"{prefix}down_proj", (spec.hidden_size, width), own, self.shard.counts.features, bias=bias
         )
-        return (GatedMLP if spec.mlp_gated else MLP)(up, down, spec.hidden_act)
+        if not spec.mlp_gated:
+            return MLP(up, down, spec.hidden_act)
+        if not spec.mlp_factors:
+            return GatedMLP(up, down, spec.hidden_act)
+        factors = torch.cat((torch.full((len(own),), spec.mlp_factors[0]), torch.ones(len(own))))
+        return GatedMLP(ScaledOutputs(up, factors.to(self.weights.device)), down, spec.hidden_act)

@@ -70,7 +70,7 @@ class Recurrence(Protocol):
 
 
 class FeedForward(Protocol):
-    def __call__(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, slot_mapping: Tensor, /) -> Tensor:
         """Map x [T, hidden] to a fresh tensor [T, hidden]. Rows with a slot below 0 are padding, with any result."""
         ...
 

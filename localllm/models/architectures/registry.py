@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from localllm.models.architectures import (
     baichuan,
+    bamba,
     bloom,
     cohere,
     deepseek,
@@ -121,6 +122,10 @@ FAMILIES = (
     olmo.FLEX_OLMO,
     exaone.EXAONE_MOE,
     lfm2.DENSE,
+    granite.HYBRID,
+    nemotron.H,
+    bamba.BAMBA,
+    bamba.FALCON_H1,
     lfm2.MOE,
     qwen3_5.DENSE,
     qwen3_5.DENSE_VISION,

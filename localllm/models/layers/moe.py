@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from localllm.kernels.moe.experts import experts
 from localllm.kernels.moe.route import route
 from localllm.kernels.moe.weights import ExpertWeights, pack_experts, stack_experts
 from localllm.models.layers.linear import Linear, Weight, to_device_layout
-from localllm.models.layers.mlp import GatedMLP
+from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 
 
@@ -68,7 +69,7 @@ class Experts:
         self.down = pack_experts(down) if isinstance(down, Tensor) else down  # [E, H, I]
         self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
         self.padding = padding  # inputs of `down` before and after those that gate_up makes: zeros
-        self.activation = activation  # silu, gelu, gelu_tanh, swiglu_clamped
+        self.activation = activation  # silu, gelu, gelu_tanh, swiglu_clamped; relu2: gate_up [E, I, H] has no gate
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Run each token's experts: x [T, H], ids and weights [T, top_k] -> [T, H]."""
@@ -85,10 +86,19 @@ class Experts:
         )
 
 
+class LatentExperts(NamedTuple):
+    """Matrices around experts that work in a narrower space (Nemotron 3)."""
+
+    down: Linear
+    up: Linear
+
+
 class MoE:
     """Router, experts, and an optional shared expert; replaces a GatedMLP."""
 
-    __slots__ = ("correction_bias", "expert_scale", "experts", "own", "router", "routing", "shared", "shared_gate")
+    __slots__ = (
+        "correction_bias", "expert_scale", "experts", "latent", "own", "router", "routing", "shared", "shared_gate",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -96,11 +106,12 @@ class MoE:
         experts: Experts,
         routing: Routing,
         correction_bias: Tensor | None = None,
-        shared: GatedMLP | None = None,
+        shared: GatedMLP | MLP | None = None,
         shared_gate: Linear | None = None,
         *,
         expert_scale: Tensor | None = None,
         own: range | None = None,
+        latent: LatentExperts | None = None,
     ) -> None:
         self.router = router  # [E, H], in the model's type, or in fp32 for families that compute logits in fp32
         self.experts = experts
@@ -108,6 +119,7 @@ class MoE:
         self.correction_bias = correction_bias  # [E] fp32
         self.shared = shared
         self.shared_gate = shared_gate  # [1, H]: its sigmoid scales the shared expert's output
+        self.latent = latent
         self.expert_scale = expert_scale  # [E] fp32: factors on the weights
         self.own = own  # the experts that this shard holds; None: all
 
@@ -130,8 +142,10 @@ class MoE:
         ids = ids if self.own is None else renumbered(ids, self.own)
         if self.routing.scales_inputs:
             out = self.experts(x * weights.to(x.dtype), ids, torch.ones_like(weights))
-        else:
+        elif self.latent is None:
             out = self.experts(x, ids, weights)
+        else:
+            out = self.latent.up(self.experts(self.latent.down(x), ids, weights))
         if self.shared is None:
             return out
         extra = self.shared(x)

@@ -63,7 +63,7 @@ class ModelSpec:
     """interleaved: each head's output is multiplied by the sigmoid of a gate, whose rows follow the head's own in
     q_proj (Qwen3-Next)."""
     clip_qkv: float | None = None  # OLMo 1
-    positions: str = "rope"  # alibi (Bloom), learned (GPT-2)
+    positions: str = "rope"  # alibi (Bloom), learned (GPT-2), none (Granite 4 H)
     learned_positions: int = 0  # rows of the table of learned positions, without the offset
     position_offset: int = 0  # rows of that table before position 0 (OPT)
     alibi_scale: float = 1.0  # on the slopes
@@ -89,6 +89,8 @@ class ModelSpec:
     scales_given_embeds: bool = False  # embeddings supplied by a request are scaled too (Granite)
     embedding_norm: bool = False  # Bloom
     residual_multiplier: float | None = None  # on the outputs of attention and feed-forward (Granite)
+    attention_factor: float = 1.0  # on the output of attention (Falcon-H1)
+    mlp_factors: tuple[float, ...] = ()  # on the gate before its activation, and on the output; empty: none (Falcon-H1)
     logits_multiplier: float | None = None  # Cohere
     eos_token_ids: tuple[int, ...] = ()  # from generation_config.json, else config.json
     bos_token_id: int | None = None

@@ -41,6 +41,8 @@ class RecurrentSpec:
     """gated_delta: value head j reads key head j % num_groups, as GGUF orders Qwen3.5's; False: consecutive value heads
     share a key head."""
     projection_bias: bool = False  # on the matrices before and after the recurrence
+    input_factors: tuple[float, ...] = ()  # mamba2: on z, x, B, C and dt as they are projected; empty: none (Falcon-H1)
+    output_factor: float = 1.0  # on the part's output (Falcon-H1)
 
     def __post_init__(self) -> None:
         """Raise `CorruptModel` for heads that cannot share groups."""

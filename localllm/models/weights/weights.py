@@ -687,6 +687,11 @@ class MetaWeights(Weights):
         small = len(shape) == 1 or names[0].endswith(NORMS)
         return torch.empty(whole.shape, dtype=whole.dtype, device="cpu") if small else whole
 
+    def values(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor on the CPU, for the same reason."""
+        found = super().values(name, shape, dtype=dtype)
+        return torch.empty(shape, dtype=found.dtype, device="cpu")
+
     def _read(self, format: LinearFormat, parts: list[StoredPart]) -> Weight:
         return format.read_meta(self._checkpoint, parts, self._dtype)
 

@@ -6,6 +6,7 @@
 #include "attend.h"
 #include "functions.h"
 #include "lanes.h"
+#include "recurrent.h"
 
 enum {
   PIECE_BYTES = 1 << 17,  // of weights that a thread takes at a time
@@ -284,7 +285,7 @@ static void run_attention(Step* step, int64_t operation, int64_t piece, int64_t 
   }
   const int64_t head = (piece - start) / pieces, part = (piece - start) % pieces;
   Memory* memory = step->memory;
-  attend_piece(attention, &step->rows[row], o->x + row * o->x_stride, head, part, memory->locals[thread].attention,
+  attend_piece(attention, &step->rows[attention->group * MAX_ROWS + row], o->x + row * o->x_stride, head, part, memory->locals[thread].attention,
                memory->results + piece * size);
   _Atomic int64_t* left = &memory->left[row * attention->kv_heads + head];
   if (atomic_fetch_add_explicit(left, 1, memory_order_acq_rel) + 1 < pieces) return;
@@ -664,6 +665,8 @@ const char* localllm_instruction_set(void) { return INSTRUCTION_SET; }
 const char* localllm_source_hash(void) { return LOCALLLM_SOURCE_HASH; }
 
 int64_t localllm_size_of(int64_t structure) {
-  const int64_t sizes[] = {sizeof(Matrix), sizeof(Attention), sizeof(Experts), sizeof(Operation), sizeof(StepRow)};
+  const int64_t sizes[] = {sizeof(Matrix),      sizeof(Attention),   sizeof(Experts),       sizeof(Operation),
+                           sizeof(StepRow),     sizeof(Convolution), sizeof(GatedDelta),    sizeof(SelectiveScan),
+                           sizeof(GatedNorm),   sizeof(StateRows)};
   return sizes[structure];
 }
