@@ -44,6 +44,7 @@ REFUSED = {
     **dict.fromkeys(LATENT, "latent attention"),
     **dict.fromkeys(HYBRIDS, "recurrent layers"),
     "nemotron_h": "SingleLayer",
+    "llama4": "inputs are multiplied",
 }
 LONG, STEPS = 22, 12  # the tokens of a prompt, and steps after it: windows of 20 and 24 tokens hide keys
 needs_library = pytest.mark.skipif(native() is None, reason="this machine has no native library")

@@ -54,6 +54,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "InternVLConfig": ("InternVLForConditionalGeneration", {"model_type": "qwen3", "head_dim": 16}, _LAYERS),
     "SmolVLMConfig": ("SmolVLMForConditionalGeneration", {"model_type": "llama"}, _LAYERS),
+    "Llama4Config": (
+        "Llama4ForConditionalGeneration",
+        {"intermediate_size_mlp": 96, "head_dim": 16, "num_local_experts": 4},
+        {**_LAYERS, "pixel_shuffle_ratio": 0.5, "vision_output_dim": 32, "projector_input_dim": 32},
+    ),
     "Glm4vConfig": (
         "Glm4vForConditionalGeneration",
         {"rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},

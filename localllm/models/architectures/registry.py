@@ -25,6 +25,7 @@ from localllm.models.architectures import (
     internlm2,
     lfm2,
     llama,
+    llama4,
     minicpm,
     minimax_m2,
     mistral,
@@ -131,6 +132,8 @@ FAMILIES = (
     qwen3_5.MOE,
     qwen3_5.MOE_VISION,
     qwen3_5.NEXT,
+    llama4.TEXT,
+    llama4.VISION,
     *vision.FAMILIES,
 )
 FAMILY_OF: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

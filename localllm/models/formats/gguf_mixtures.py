@@ -125,6 +125,18 @@ def _mistral4(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Co
     }
 
 
+def _llama4(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    """Return Llama 4's fields. Files do not say whether q and k are normed: in Maverick they are not."""
+    _scoring(metadata, _SIGMOID)
+    count, kinds = metadata.count("expert_count"), _mixed_layers(checkpoint, config)["mlp_layer_types"]
+    return {
+        "use_qk_norm": count != 128,
+        "intermediate_size_mlp": config["intermediate_size"],
+        "intermediate_size": metadata.count("expert_feed_forward_length"),
+        "moe_layers": [layer for layer, kind in enumerate(kinds) if kind == "sparse"],
+    }
+
+
 _FINE_EXPERTS = {
     "n_routed_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
@@ -146,6 +158,11 @@ MIXTURES: dict[str, Architecture] = {
     "deepseek32": Architecture("DeepseekV32ForCausalLM", _INDEXED, _indexed),
     "glm-dsa": Architecture("GlmMoeDsaForCausalLM", _INDEXED, _indexed),
     "mistral4": Architecture("Mistral4ForCausalLM", _LATENT, _mistral4),
+    "llama4": Architecture(
+        "Llama4ForCausalLM",
+        {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        _llama4,
+    ),
     "dots1": Architecture("Dots1ForCausalLM", {**_FINE_EXPERTS, **_ROUTING}, _sigmoid),
     "ernie4_5-moe": Architecture(
         "Ernie4_5_MoeForCausalLM",
