@@ -83,7 +83,10 @@ class LoneHarness(ModelHarness):
             t.numpy() for t in (inputs.token_ids, inputs.positions, inputs.groups[0].slot_mapping)
         )
         each = len(inputs.groups), 1
-        rows = DecodeRows(token_ids, positions, np.tile(slots, each), np.tile(addresses, each))
+        states = None
+        if inputs.state is not None:
+            states = torch.stack(inputs.state[:3], 1).numpy()
+        rows = DecodeRows(token_ids, positions, np.tile(slots, each), np.tile(addresses, each), states)
         logits = self.lone.forward(rows).clone()
         for request in requests:
             request.computed += 1
@@ -128,7 +131,9 @@ def test_every_family_has_a_list_with_torchs_logits_or_a_reason(family: str, tin
         assert largest_error(model, model) < 2e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt_neox", "gpt_oss", "glm4_moe", "lfm2", "qwen3_5", "granite_hybrid"]
+)
 def test_the_definitions_of_the_operations_give_torchs_logits(
     family: str, tiny_model_path: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
