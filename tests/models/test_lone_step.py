@@ -40,7 +40,7 @@ from tests.tiny import FAMILIES, VOCAB_SIZE
 
 PathOf = Callable[[str], Path]
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4")
-REFUSED = {**dict.fromkeys(LATENT, "latent attention"), "llama4": "inputs are multiplied"}
+REFUSED = {**dict.fromkeys(LATENT, "latent attention"), "llama4": "inputs are multiplied", "afmoe": "gated attention"}
 LONG, STEPS = 22, 12  # the tokens of a prompt, and steps after it: windows of 20 and 24 tokens hide keys
 needs_library = pytest.mark.skipif(native() is None, reason="this machine has no native library")
 
