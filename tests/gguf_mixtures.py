@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "glm4_moe_lite": "deepseek2",
     "deepseek_v32": "deepseek32",
     "mistral4": "mistral4",
+    "afmoe": "afmoe",
     "llama4_text": "llama4",
     "glm_moe_dsa": "glm-dsa",
     "ernie4_5_moe": "ernie4_5-moe",
@@ -48,6 +49,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
     },
     "llama4": {"head_dim": 32, "intermediate_size": 64, "attention_chunk_size": 8192, "floor_scale": 8192},
+    "afmoe": {"head_dim": 32, "moe_intermediate_size": 64, "layer_types": None, "num_hidden_layers": 4},
     "deepseek_v32": {
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
@@ -112,6 +114,12 @@ def _mistral4(config: Config) -> dict[str, Any]:
         "attention.temperature_scale": rope["llama_4_scaling_beta"],
         "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
     }
+
+
+def _afmoe(config: Config) -> dict[str, Any]:
+    dense = {"leading_dense_block_count": config["num_dense_layers"]}
+    window = {"attention.sliding_window": config["sliding_window"]}
+    return {**_experts(config, "num_shared_experts", "route_scale"), **dense, **window}
 
 
 def _llama4(config: Config) -> dict[str, Any]:
@@ -201,6 +209,7 @@ KEYS: dict[str, Callable[[Config], dict[str, Any]]] = {
     "deepseek32": _latent,
     "glm-dsa": _latent,
     "mistral4": _mistral4,
+    "afmoe": _afmoe,
     "llama4": _llama4,
     "ernie4_5-moe": _ernie,
     "dots1": _glm4,

@@ -139,9 +139,6 @@ def open_lone_step(model: object, kv_cache: Sequence[LayerCache | None]) -> Lone
     """Return the list of a model as a runner holds it. Raises `NoLoneStep`."""
     if not isinstance(model, DecoderModel):
         raise NoLoneStep(f"{type(model).__name__} is not computed by localllm's own layers alone")
-    kv_cache = [kept for kept in cache if isinstance(kept, LayerKV)]
-    if len(kv_cache) < len(cache):
-        raise NoLoneStep("recurrent layers")
     return LoneStep(model, kv_cache)
 
 

@@ -125,6 +125,11 @@ def _mistral4(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Co
     }
 
 
+def _afmoe(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    """Return Trinity's fields. All released models scale their embeddings, which files do not say."""
+    return {**_sigmoid(metadata, checkpoint, config), "mup_enabled": True}
+
+
 def _llama4(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     """Return Llama 4's fields. Files do not say whether q and k are normed: in Maverick they are not."""
     _scoring(metadata, _SIGMOID)
@@ -162,6 +167,18 @@ MIXTURES: dict[str, Architecture] = {
         "Llama4ForCausalLM",
         {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
         _llama4,
+    ),
+    "afmoe": Architecture(
+        "AfmoeForCausalLM",
+        {
+            "num_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "num_shared_experts": "expert_shared_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "route_scale": "expert_weights_scale",
+            "route_norm": "expert_weights_norm",
+        },
+        _afmoe,
     ),
     "dots1": Architecture("Dots1ForCausalLM", {**_FINE_EXPERTS, **_ROUTING}, _sigmoid),
     "ernie4_5-moe": Architecture(
