@@ -269,6 +269,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         {**_GROUPS, **_LATENT, "q_lora_rank": 24, "n_shared_experts": 1, "first_k_dense_replace": 0},
     ),
+    "lfm2": (
+        "Lfm2Config",
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 24},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "conv_L_cache": 4,
+            "conv_bias": True,
+        },
+    ),
 }
 
 
@@ -297,8 +312,13 @@ def make_tiny_model(
         model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if parameter.ndim == 1 or name.endswith("norm.weight"):
+                if name.endswith(("A_log", "dt_bias")):  # states that decay by factors from 0.01 to 0.999 per token
+                    parameter.copy_(torch.empty_like(parameter).uniform_(*((-3, 1) if "A_log" in name else (-4, 1))))
+                elif parameter.ndim == 1 or name.endswith("norm.weight"):
                     parameter.add_(torch.randn_like(parameter) * 0.2)
+            for name, buffer in model.named_buffers():
+                if name.endswith(("e_score_correction_bias", "expert_bias")):
+                    buffer.add_(torch.randn_like(buffer) * 0.2)
     model.generation_config.temperature = 0.7
     model.generation_config.top_p = 0.9
     model.generation_config.do_sample = True

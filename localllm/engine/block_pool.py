@@ -8,7 +8,7 @@ Idea: PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 NULL_BLOCK = 0
 """Never allocated and never named: the padding of block tables points to it."""
@@ -26,6 +26,8 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and at least one more, not {num_blocks}")
         self.num_blocks = num_blocks
+        self.on_dropped: Callable[[bytes], None] | None = None
+        """Called with each name that is dropped alone: by an eviction or by `forget`, not by `forget_all`."""
         self.clear()
 
     def clear(self) -> None:
@@ -106,6 +108,25 @@ class BlockPool:
     def is_named(self, block: int) -> bool:
         return self._hash_of[block] is not None
 
+    def name_of(self, block: int) -> bytes | None:
+        return self._hash_of[block]
+
+    def has(self, name: bytes) -> bool:
+        """Return whether a block carries the name."""
+        return name in self._block_of
+
+    def forget(self, name: bytes) -> None:
+        """Drop a name, if a block carries it. An unreferenced block is the next to be allocated."""
+        block = self._block_of.get(name)
+        if block is None:
+            return
+        if self.ref_count[block]:
+            self._drop_name(block, name)
+        else:
+            self._unlink(block)
+            self._forget(block)
+            self._link(block)
+
     def forget_all(self) -> None:
         """Drop all names. Referenced blocks stay referenced."""
         for block in list(self._block_of.values()):
@@ -128,9 +149,14 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         name = self._hash_of[block]
         if name is not None:
-            del self._block_of[name]
-            self._hash_of[block] = None
+            self._drop_name(block, name)
             self.num_cached -= 1
+
+    def _drop_name(self, block: int, name: bytes) -> None:
+        del self._block_of[name]
+        self._hash_of[block] = None
+        if self.on_dropped is not None:
+            self.on_dropped(name)
 
     def _unlink(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]

@@ -48,6 +48,17 @@ class NewSlot:
     prompt_embeds: PromptEmbeds | None = None  # replaces the first prompt_len tokens
 
 
+class StateUse(NamedTuple):
+    """The places of recurrent states that a row reads and writes (engine/state_pool.py).
+
+    No two rows of a step write the same place, and no row reads a place that another row of the step writes.
+    """
+
+    read: int  # state before the row's first token; -1: zeros
+    write: int  # place of the state after the row's last token: the request's own
+    save: int = 0  # a second place for the same state; 0: none
+
+
 class Row(NamedTuple):
     """One request's share of one step.
     A tuple, because each step makes one per request and a dataclass costs five times as much."""
@@ -59,6 +70,7 @@ class Row(NamedTuple):
     new_block_ids: tuple[int, ...]  # appended to the slot's block table before the forward
     samples: bool  # False: a prefill chunk that stops short of the last known token
     draft_token_ids: tuple[int, ...] = ()  # the last len(draft) of the n positions hold these guesses
+    state: StateUse | None = None  # None: a model without recurrent states
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,25 @@ class GivenEmbeds(NamedTuple):
     values: Tensor  # [E, hidden] in the model's type
 
 
+class GroupInputs(NamedTuple):
+    """Where the layers of one KV group (spec/kv_groups.py) read and write in this step."""
+
+    block_table: Tensor  # [B, max_blocks] int32; the null block 0 beyond the context and before the window
+    slot_mapping: Tensor  # [T] int64      where K and V go: block_id * block_size + offset; -1: nowhere
+
+
+class StateInputs(NamedTuple):
+    """The places of recurrent states that each row reads and writes (engine/step.py, StateUse).
+    A padding row reads -1 and writes 0."""
+
+    read: Tensor  # [B] int32    -1: begin from zeros
+    write: Tensor  # [B] int32    0: nowhere
+    save: Tensor  # [B] int32    0: nowhere
+    read_host: tuple[int, ...]  # [B] the same on the host, for a CPU,
+    write_host: tuple[int, ...]  # not for kernels on a device: a replayed graph keeps the recorded values
+    save_host: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
     token_ids: Tensor  # [T] int64
@@ -38,6 +57,7 @@ class ForwardInputs:
     adapters: Tensor | None = None  # [T] int32    each token's adapter, -1: none; None: no adapter in this step
     adapters_host: tuple[int, ...] = ()  # [B] each request's adapter, on the host; empty if `adapters` is None
     embeds: GivenEmbeds | None = None
+    state: StateInputs | None = None  # None: a model without recurrent states
 
 
 class CausalModel(Protocol):

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.read_spec import read_spec
-from localllm.models.inputs import ForwardInputs
+from localllm.models.inputs import ForwardInputs, StateInputs
 from localllm.models.loader import load_model
+from localllm.models.spec.model_spec import ModelSpec
 
 BLOCK_SIZE = 8
+PLACES = 8
 CPU = torch.device("cpu")
 
 
@@ -26,10 +29,11 @@ class Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     adapter: int = -1
+    place: int = 0  # of its recurrent states; 0: it has none yet
 
 
 class ModelHarness:
-    """One model, one cache full of NaN but for the null block, block ids handed out in random order."""
+    """One model, one cache full of NaN but for the null block, block ids and places handed out in random order."""
 
     def __init__(
         self, model: DecoderModel, *, num_blocks: int = 128, seed: int = 0, kv_dtype: torch.dtype = torch.float32
@@ -40,13 +44,19 @@ class ModelHarness:
         def unwritten() -> Tensor:
             return torch.full(shape, torch.nan, dtype=kv_dtype, device=model.device)
 
-        def layer() -> LayerKV:
+        def keys_and_values() -> LayerKV:
             k = unwritten()
             return LayerKV(k, k if self.spec.latent is not None else unwritten())
 
-        self.kv_cache = [layer() for _ in range(self.spec.num_layers)]
-        self.free = list(range(1, num_blocks))
+        def layer(part: str) -> LayerCache | None:
+            kv = keys_and_values() if part in ("attention", "both") else None
+            state = unwritten_state(self.spec, model.dtype, model.device) if part in ("recurrent", "both") else None
+            return HybridCache(kv, state) if kv is not None and state is not None else kv or state
+
+        self.kv_cache = [layer(self.spec.layer_kind(index)) for index in range(self.spec.num_layers)]
+        self.free, self.free_places = list(range(1, num_blocks)), list(range(1, PLACES))
         random.Random(seed).shuffle(self.free)
+        random.Random(seed).shuffle(self.free_places)
 
     def step(self, rows: list[tuple[Sequence, int]], *, all_logits: bool = False) -> list[Tensor]:
         """Run n new tokens of each sequence as one batch; logits of each one's last token, or of all its n."""
@@ -85,6 +95,7 @@ class ModelHarness:
                     sequence.token_ids.append(int(logits[0].argmax()))
 
     def _inputs(self, rows: list[tuple[Sequence, int]], all_logits: bool) -> ForwardInputs:
+        state = self._state_inputs([sequence for sequence, _ in rows]) if self.spec.recurrent is not None else None
         for sequence, n in rows:
             while len(sequence.blocks) * BLOCK_SIZE < sequence.computed + n:
                 sequence.blocks.append(self.free.pop())
@@ -114,9 +125,27 @@ class ModelHarness:
             context_lens_host=contexts,
             adapters=None if all(s.adapter < 0 for s, _ in rows) else ids,
             adapters_host=adapters,
+            state=state,
         )
         tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         return replace(inputs, **{n: t.to(self.model.device) for n, t in tensors.items() if isinstance(t, Tensor)})
+
+    def _state_inputs(self, sequences: list[Sequence]) -> StateInputs:
+        """A sequence reads and writes its place; it begins from nothing, in a place that holds NaN or old states."""
+        read = tuple(sequence.place if sequence.computed else -1 for sequence in sequences)
+        for sequence in sequences:
+            sequence.place = sequence.place or self.free_places.pop()
+        write, save = tuple(sequence.place for sequence in sequences), (0,) * len(sequences)
+        each = (read, write, save)
+        return StateInputs(*(torch.tensor(p, dtype=torch.int32, device=self.model.device) for p in each), *each)
+
+
+def unwritten_state(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> LayerState:
+    """One layer's states, full of NaN."""
+    assert spec.recurrent is not None
+    shape = spec.recurrent.matrix_shape
+    conv = torch.full((PLACES, *spec.recurrent.conv_shape), torch.nan, dtype=dtype, device=device)
+    return LayerState(conv, None if shape is None else torch.full((PLACES, *shape), torch.nan, device=device))
 
 
 class Harness(ModelHarness):

@@ -19,18 +19,22 @@ from localllm.kernels.quantized_weight import QuantizedTable
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.latent import build_latent_attention
 from localllm.models.architectures.layer import (
-    AttentionPart,
     DecoderLayer,
     FeedForward,
     LayerKind,
+    MixerPart,
     ParallelLayer,
     PostNormLayer,
     PreNormLayer,
+    RecurrentPart,
     SandwichLayer,
     Scaled,
+    SideBySide,
+    SingleLayer,
     SummedLayer,
 )
 from localllm.models.architectures.mixture import build_mixture
+from localllm.models.architectures.recurrent import build_recurrence
 from localllm.models.architectures.shard_weights import ShardWeights, stacked_rows
 from localllm.models.layers.alibi import alibi_slopes
 from localllm.models.layers.attention import Attention
@@ -147,7 +151,11 @@ class DecoderBuilder:
     def _layer(self, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}."
         kind, topology, norm = self._kind(index), self.spec.topology, self._norm
-        attention = self._part(self._attention(index, f"{prefix}self_attn."))
+        if topology == "single":
+            is_mixer = kind.part not in ("mlp", "moe")
+            part = self._mixer(index, prefix) if is_mixer else self._mlp(index, f"{prefix}mlp.")
+            return SingleLayer(kind, norm(f"{prefix}input_layernorm"), self._part(part))
+        attention = self._part(self._mixer(index, prefix))
         mlp = self._part(self._mlp(index, f"{prefix}mlp."))
         if topology == "post_norm":
             after_attention, after_mlp = (
@@ -169,7 +177,7 @@ class DecoderBuilder:
         spec = self.spec
         windowed = bool(spec.layer_is_windowed) and spec.layer_is_windowed[index]
         has_rope = spec.positions == "rope" and (not spec.layer_has_rope or spec.layer_has_rope[index])
-        return LayerKind(windowed, has_rope)
+        return LayerKind(windowed, has_rope, spec.layer_kind(index))
 
     def _part(self, part: Any) -> Any:
         """Return attention or feed-forward as the layer calls it: scaled, and added up over the shards."""
@@ -193,9 +201,19 @@ class DecoderBuilder:
         bias = self.weights.take([f"{stem}.bias"], shape) if spec.bias else None
         return LayerNorm(weight, bias, spec.eps)
 
+    def _mixer(self, index: int, prefix: str) -> MixerPart:
+        """Build attention, a recurrent part, or both, by the layer's kind."""
+        kind, recurrent = self.spec.layer_kind(index), self.spec.recurrent
+        attention = self._attention(index, f"{prefix}self_attn.") if self.spec.has_attention(index) else None
+        if kind == "attention" or recurrent is None:
+            assert attention is not None, kind
+            return attention
+        recurrence = build_recurrence(self.spec, recurrent, self.weights, prefix)
+        return RecurrentPart(recurrence) if attention is None else SideBySide(attention, recurrence)
+
     # -- attention
 
-    def _attention(self, index: int, prefix: str) -> AttentionPart:
+    def _attention(self, index: int, prefix: str) -> MixerPart:
         spec, dim = self.spec, self.spec.head_dim
         if spec.latent is not None:
             return build_latent_attention(spec, spec.latent, self.share, prefix)

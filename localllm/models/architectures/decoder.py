@@ -6,16 +6,17 @@ Does not know: requests, schedules, sampling; where the checkpoint's tensors com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_state import HybridCache, LayerCache, StateStep
 from localllm.kernels.paged_attention import AttentionPlan
 from localllm.kernels.rotary_store_kv import Rotation, plan_rotation
 from localllm.kernels.store_kv import has_no_skipped_slot
-from localllm.models.architectures.layer import DecoderLayer, LayerKind, Norm
+from localllm.models.architectures.layer import DecoderLayer, LayerKind, LayerStep, Norm, RecurrentStep
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.attention import AttentionStep, plan_step
 from localllm.models.layers.embedding import EmbeddingTable
@@ -68,30 +69,34 @@ class DecoderModel:
             self.max_model_len = max_model_len
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV], stream: Tensor | None = None) -> Tensor:
-        """Return hidden states [T, hidden] after the final norm; writes the step's K and V.
+    def forward(
+        self, inputs: ForwardInputs, cache: Sequence[LayerCache | None], stream: Tensor | None = None
+    ) -> Tensor:
+        """Return hidden states [T, hidden] after the final norm; writes the step's K and V, and recurrent states.
+
+        cache: one entry per layer, None for a layer that keeps nothing.
 
         A pipeline stage that is not the first starts from `stream`, what the stage before it returned, and may change
         it; a stage that is not the last returns the stream before the norm.
         """
         if self.lora is None:
-            return self._forward(inputs, kv_cache, stream)
+            return self._forward(inputs, cache, stream)
         self.lora.begin(inputs)
         try:
-            return self._forward(inputs, kv_cache, stream)
+            return self._forward(inputs, cache, stream)
         finally:
             self.lora.end()
 
-    def _forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV], stream: Tensor | None) -> Tensor:
-        steps = self._prepare(inputs, kv_cache[0].k)
+    def _forward(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None], stream: Tensor | None) -> Tensor:
+        steps = self._prepare(inputs, _some_keys(cache))
         if self.embedding is None:
             assert stream is not None, "a later stage starts from the stream of the stage before it"
             residual = stream
         else:
             residual = self.embedding(inputs.token_ids, inputs.positions, inputs.embeds)
         delta: Tensor | None = None
-        for layer, kv in zip(self.layers, kv_cache, strict=True):
-            delta = layer(residual, delta, kv, steps[layer.kind])
+        for layer, kept in zip(self.layers, cache, strict=True):
+            delta = layer(residual, delta, kept, steps[layer.kind])
         assert delta is not None, "a spec has at least one layer"
         return residual.add_(delta) if self.norm is None else self.norm.add(delta, residual)
 
@@ -115,13 +120,26 @@ class DecoderModel:
         cap = self.spec.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def _prepare(self, inputs: ForwardInputs, k_cache: Tensor) -> dict[LayerKind, AttentionStep]:
-        """Return the attention inputs that layers share, computed once per step instead of once per layer."""
+    def _prepare(self, inputs: ForwardInputs, k_cache: Tensor | None) -> dict[LayerKind, LayerStep]:
+        """Return the inputs that layers of a kind share, computed once per step instead of once per layer."""
+        attention = self._attention_steps(inputs, k_cache)
+        state = _state_step(inputs)
+        return {
+            kind: attention[kind]
+            if kind.part == "attention"
+            else RecurrentStep(inputs.slot_mapping, state, attention.get(kind))
+            for kind in self._kinds
+        }
+
+    def _attention_steps(self, inputs: ForwardInputs, k_cache: Tensor | None) -> dict[LayerKind, AttentionStep]:
         valid = has_no_skipped_slot(inputs.slot_mapping)
         query_scale = self._query_scale(inputs.positions)
         plans: dict[int | None, AttentionPlan] = {}
         steps: dict[LayerKind, AttentionStep] = {}
         for kind in self._kinds:
+            if kind.part not in ("attention", "both"):
+                continue
+            assert k_cache is not None, "layers with attention have keys"
             window = self.spec.sliding_window if kind.windowed else None
             if window not in plans:
                 heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
@@ -151,3 +169,19 @@ class DecoderModel:
         table = local if kind.windowed and local is not None else full
         assert table is not None, "layers that rotate have a table"
         return table
+
+
+def _some_keys(cache: Iterable[LayerCache | None]) -> Tensor | None:
+    """Return the keys of one layer with attention; None: no layer has any."""
+    for kept in cache:
+        kv = kept.kv if isinstance(kept, HybridCache) else kept
+        if isinstance(kv, LayerKV):
+            return kv.k
+    return None
+
+
+def _state_step(inputs: ForwardInputs) -> StateStep | None:
+    """Return the step's rows as recurrent layers read them; None: the model keeps no states."""
+    if inputs.state is None:
+        return None
+    return StateStep(inputs.cu_seqlens_q, *inputs.state[:3], inputs.query_lens, *inputs.state[3:], inputs.num_decodes)

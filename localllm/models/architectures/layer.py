@@ -1,11 +1,15 @@
-"""The ways in which a layer's two parts, attention and feed-forward, are connected to the residual stream.
+"""The ways in which a layer's two parts, attention and feed-forward, are connected to the residual stream. A recurrent
+part may be in attention's place, or beside attention.
 
     PreNormLayer    Llama's: each part reads the normed stream and is added to it
     SandwichLayer   Gemma's: each part's output is also normed before it is added
     PostNormLayer   OLMo 2's: only the outputs are normed
     ParallelLayer   GPT-J's: both parts read the same stream, and are added together
     SummedLayer     a ParallelLayer of a tensor-parallel shard
+    SingleLayer     Nemotron-H's: a norm and one part of any kind
     Scaled          a part whose output is multiplied before it is added (Granite)
+    RecurrentPart   a recurrent part in attention's place (Qwen3.5)
+    SideBySide      attention and a recurrent part that read the same stream, added together (Falcon-H1)
 
 Between layers the stream is two tensors: `residual`, and `delta`, the previous layer's output that is still to be
 added.
@@ -21,9 +25,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState, StateStep
 from localllm.models.layers.attention import AttentionStep
 from localllm.models.layers.group import Group
+from localllm.models.spec.recurrent import LayerPart
 
 
 class Norm(Protocol):
@@ -34,9 +39,30 @@ class Norm(Protocol):
         ...
 
 
-class AttentionPart(Protocol):
-    def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
-        """Map x [T, hidden] to a fresh tensor [T, hidden]; writes the step's keys and values into the cache."""
+@dataclass(frozen=True, slots=True)
+class RecurrentStep:
+    """A step's inputs to layers of a kind that is not attention alone."""
+
+    slot_mapping: Tensor  # [T] int64, below 0 in padding rows
+    state: StateStep | None  # None: the layer has no recurrent part
+    attention: AttentionStep | None = None  # None: it has no attention
+
+
+LayerStep = AttentionStep | RecurrentStep
+
+
+class MixerPart(Protocol):
+    """Attention, or what is in its place: the part of a layer that mixes a request's tokens."""
+
+    def __call__(self, x: Tensor, cache: Any, step: Any, /) -> Tensor:
+        """Map x [T, hidden] to a fresh tensor [T, hidden]; writes the step's keys and values, or states, into the
+        cache. cache and step are of the part's kind."""
+        ...
+
+
+class Recurrence(Protocol):
+    def __call__(self, x: Tensor, state: LayerState, step: StateStep, /) -> Tensor:
+        """Map x [T, hidden] to a fresh tensor [T, hidden]; writes the states of the step's rows."""
         ...
 
 
@@ -52,14 +78,16 @@ class LayerKind:
 
     windowed: bool
     has_rope: bool
+    part: LayerPart = "attention"
 
 
 class DecoderLayer(Protocol):
     @property
     def kind(self) -> LayerKind: ...
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
-        """Add delta to residual [T, hidden] in place, run the layer, and return the next delta."""
+    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
+        """Add delta to residual [T, hidden] in place, run the layer, and return the next delta. cache: None for a layer
+        that keeps nothing."""
         ...
 
 
@@ -67,12 +95,12 @@ class DecoderLayer(Protocol):
 class PreNormLayer:
     kind: LayerKind
     input_norm: Norm
-    attention: AttentionPart
+    attention: MixerPart
     mlp_norm: Norm
     mlp: FeedForward
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
-        x = self.attention(_enter(self.input_norm, residual, delta), kv, step)
+    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
+        x = self.attention(_enter(self.input_norm, residual, delta), cache, step)
         return self.mlp(self.mlp_norm.add(x, residual), step.slot_mapping)
 
 
@@ -80,28 +108,28 @@ class PreNormLayer:
 class SandwichLayer:
     kind: LayerKind
     input_norm: Norm
-    attention: AttentionPart
+    attention: MixerPart
     attention_post_norm: Norm
     mlp_norm: Norm
     mlp: FeedForward
     mlp_post_norm: Norm
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
-        x = self.attention_post_norm(self.attention(_enter(self.input_norm, residual, delta), kv, step))
+    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
+        x = self.attention_post_norm(self.attention(_enter(self.input_norm, residual, delta), cache, step))
         return self.mlp_post_norm(self.mlp(self.mlp_norm.add(x, residual), step.slot_mapping))
 
 
 @dataclass(frozen=True, slots=True)
 class PostNormLayer:
     kind: LayerKind
-    attention: AttentionPart
+    attention: MixerPart
     attention_post_norm: Norm
     mlp: FeedForward
     mlp_post_norm: Norm
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
+    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
         x = residual if delta is None else residual.add_(delta)
-        residual.add_(self.attention_post_norm(self.attention(x, kv, step)))
+        residual.add_(self.attention_post_norm(self.attention(x, cache, step)))
         return self.mlp_post_norm(self.mlp(residual, step.slot_mapping))
 
 
@@ -109,14 +137,14 @@ class PostNormLayer:
 class ParallelLayer:
     kind: LayerKind
     input_norm: Norm
-    attention: AttentionPart
+    attention: MixerPart
     mlp_norm: Norm | None  # None: the feed-forward reads what attention reads
     mlp: FeedForward
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
+    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
         x = _enter(self.input_norm, residual, delta)
         y = x if self.mlp_norm is None else self.mlp_norm(residual)
-        return self.attention(x, kv, step).add_(self.mlp(y, step.slot_mapping))
+        return self.attention(x, cache, step).add_(self.mlp(y, step.slot_mapping))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +158,47 @@ class SummedLayer:
     def kind(self) -> LayerKind:
         return self.layer.kind
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
-        return self.group.sum_(self.layer(residual, delta, kv, step))
+    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
+        return self.group.sum_(self.layer(residual, delta, cache, step))
+
+
+@dataclass(frozen=True, slots=True)
+class SingleLayer:
+    kind: LayerKind
+    norm: Norm
+    part: MixerPart | FeedForward
+
+    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
+        x = _enter(self.norm, residual, delta)
+        part: Any = self.part
+        result: Tensor = part(x, step.slot_mapping) if self.kind.part in ("mlp", "moe") else part(x, cache, step)
+        return result
+
+
+class RecurrentPart:
+    """A recurrent part in attention's place."""
+
+    __slots__ = ("recurrence",)
+
+    def __init__(self, recurrence: Recurrence) -> None:
+        self.recurrence = recurrence
+
+    def __call__(self, x: Tensor, cache: LayerState, step: RecurrentStep) -> Tensor:
+        assert step.state is not None, "a model with recurrent layers is given the places of their states"
+        return self.recurrence(x, cache, step.state)
+
+
+class SideBySide:
+    """Attention and a recurrent part that read the same stream, each scaled, and added together."""
+
+    __slots__ = ("attention", "recurrence")
+
+    def __init__(self, attention: MixerPart, recurrence: Recurrence) -> None:
+        self.attention, self.recurrence = attention, recurrence
+
+    def __call__(self, x: Tensor, cache: HybridCache, step: RecurrentStep) -> Tensor:
+        assert step.state is not None, "a model with recurrent layers is given the places of their states"
+        return self.recurrence(x, cache.state, step.state).add_(self.attention(x, cache.kv, step.attention))
 
 
 class Scaled:

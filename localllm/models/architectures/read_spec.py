@@ -269,10 +269,12 @@ def _check(spec: ModelSpec) -> None:
             f"config.json's {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads.",
             "The first must be a multiple of the second.",
         )
-    for name in ("layer_is_windowed", "layer_has_rope"):
+    for name in ("layer_is_windowed", "layer_has_rope", "layer_kinds"):
         count = len(getattr(spec, name))
         if count not in (0, spec.num_layers):
             raise CorruptModel(f"config.json describes {count} layers in one place and {spec.num_layers} in another.")
+    if not any(spec.has_attention(layer) for layer in range(spec.num_layers)):
+        raise UnsupportedModel("A model without attention is not supported.", "All of its layers are recurrent.")
     if spec.mlp_gated and spec.hidden_act not in _GATED_ACTIVATIONS:
         raise UnsupportedModel(
             f"A gate with activation {spec.hidden_act!r} is not supported.",

@@ -18,6 +18,7 @@ from localllm.models.architectures import (
     gptj,
     granite,
     internlm2,
+    lfm2,
     llama,
     minicpm,
     mistral,
@@ -92,5 +93,7 @@ FAMILIES = (
     gpt_oss.FAMILY,
     deepseek.V2,
     deepseek.V3,
+    lfm2.DENSE,
+    lfm2.MOE,
 )
 FAMILY_OF: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

@@ -42,8 +42,9 @@ class AtLoad:
     _group: int = 1
 
     def takes(self, stems: Sequence[str]) -> bool:
-        """Return whether the matrices of these names (Llama's) are quantised."""
-        return stems[0].startswith("model.layers.") and stems[0].endswith("_proj")
+        """Return whether the matrices of these names (Llama's) are quantised. The small ones that give a recurrent
+        layer its rates, in_proj_a and in_proj_b, are not: their errors would add up over all tokens."""
+        return stems[0].startswith("model.layers.") and stems[0].endswith(_QUANTIZED)
 
     def widened(self, columns: range, total: int) -> range:
         """Return the columns of a plain matrix with `total` that have to be read so that those in `columns` keep their
@@ -72,6 +73,8 @@ def _meta_fp8(weight: Tensor) -> QuantizedWeight:
     return meta_fp8((weight.shape[0], weight.shape[1]), in_blocks=False, static=False)
 
 
+_QUANTIZED = ("_proj", ".in_proj_qkv", ".in_proj_z", ".in_proj_qkvz")
+"""How the stems of matrices end that are quantised at load."""
 AT_LOAD: Mapping[str, AtLoad] = {
     "int4": AtLoad(f"int4 made at load, groups of {GROUP}", "packed int4",
                    lambda weight: quantize_int4(weight, GROUP), _meta_int4, GROUP),

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from localllm.models.spec.recurrent import RecurrentSpec
 
 Config = Mapping[str, Any]
 
@@ -22,6 +24,14 @@ def same_names(config: Config) -> Config:
     return config
 
 
+class FusedRecurrent(NamedTuple):
+    """Matrices of a recurrent part that a checkpoint stores as one."""
+
+    name: str  # last word of its stem
+    parts: tuple[str, ...]  # last words of the builder's stems, in order
+    rows: Callable[[RecurrentSpec], Sequence[int]]  # stored position of each row of the parts
+
+
 @dataclass(frozen=True, slots=True)
 class Storage:
     """A family's tensor names and row orders in its checkpoints. The builder uses Llama's names."""
@@ -31,6 +41,7 @@ class Storage:
     fused_gate_up: str | None = None  # name of the fused gate and up matrix, instead of gate_proj
     qkv_rows: Callable[[int, int, int], Sequence[int]] | None = None
     """(num_heads, num_kv_heads, head_dim) -> stored rows of the fused matrix in the order q, k, v."""
+    fused_recurrent: tuple[FusedRecurrent, ...] = ()
     transposed: tuple[str, ...] = ()  # suffixes of stored names whose matrix is [inputs, outputs]
     more_layers: bool = False  # layers past num_layers may exist, for predicting further tokens; they are not run
     interleaved_experts: bool = False  # experts' gate_up_proj has rows of gate and up alternating
@@ -45,6 +56,14 @@ class Storage:
         for pattern, replacement in self.renames:
             name = re.sub(pattern, replacement, name)
         return name
+
+    def fuses(self, words: Sequence[str]) -> bool:
+        """Return whether the matrices whose stems end in these words are stored as one."""
+        if words[0] == "q_proj" and len(words) == 3:
+            return self.fused_qkv is not None
+        if words[0] == "gate_proj" and len(words) == 2:
+            return self.fused_gate_up is not None
+        return any(fused.parts[0] in words for fused in self.fused_recurrent)
 
     def spellings(self, stored: str) -> list[str]:
         return [stored, *(re.sub(pattern, replacement, stored) for pattern, replacement in self.alternatives)]

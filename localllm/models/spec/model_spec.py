@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.config.settings import Task
+from localllm.models.spec.kv_groups import KVGroup, kv_groups
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.norms import NormSpec
+from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
 from localllm.models.spec.rope import RopeSpec
 
 __all__ = ["ModelSpec", "RopeSpec"]
@@ -55,12 +57,18 @@ class ModelSpec:
     rope_interleaved: bool = False  # dimensions that rotate together are neighbours in the checkpoint (GPT-J)
     sliding_window: int | None = None  # tokens that a windowed layer sees, including the current one
     layer_is_windowed: tuple[bool, ...] = ()  # per layer; empty: none
+    layer_kv_shapes: tuple[tuple[int, int], ...] = ()
+    """Per layer the KV heads and their size; empty: num_kv_heads of head_dim in all (Gemma 4 has two shapes)."""
+    kv_source: tuple[int, ...] = ()  # per layer the layer whose K and V it reads; empty: each its own (Gemma 4 shares)
+    held_groups: tuple[KVGroup, ...] = ()  # of a rank: the whole model's groups with what the rank holds (shard.py)
     layer_has_rope: tuple[bool, ...] = ()  # per layer; empty: all (SmolLM3 omits every fourth)
     local_rope: RopeSpec | None = None  # rope of windowed layers if different (Gemma 3)
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None  # Gemma 2
     attention_sinks: bool = False  # each head has an extra score without a value (gpt-oss)
     latent: LatentSpec | None = None  # attention over one short vector per token (DeepSeek)
+    recurrent: RecurrentSpec | None = None  # a part that keeps a state of fixed size, in attention's place
+    layer_kinds: tuple[LayerPart, ...] = ()  # per layer what is in attention's place; empty: attention
     mixture: MixtureSpec | None = None  # experts instead of the feed-forward part
     final_softcap: float | None = None
     embedding_scale: float | None = None  # Gemma: sqrt(hidden_size)
@@ -75,7 +83,19 @@ class ModelSpec:
     quantization: Mapping[str, Any] | None = None  # quantization_config, unchanged; None: plain matrices
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, ... of generation_config
 
+    def layer_kind(self, layer: int) -> LayerPart:
+        """Return what is in attention's place in a layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else "attention"
+
+    def has_attention(self, layer: int) -> bool:
+        """Return whether a layer attends to keys and values."""
+        return self.layer_kind(layer) in ("attention", "both")
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Return the layers that keep a recurrent state."""
+        return tuple(layer for layer in range(self.num_layers) if self.layer_kind(layer) in ("recurrent", "both"))
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes of K and V of one token position over all layers."""
-        kept = 1 if self.latent is not None else 2  # a latent is both key and value
-        return kept * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        """Return the bytes of K and V of one token position over all layers that keep them."""
+        return sum(group.bytes_per_token(dtype_bytes) for group in kv_groups(self))

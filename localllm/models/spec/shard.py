@@ -141,6 +141,7 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         intermediate_size=len(shard.features),
         layer_is_windowed=spec.layer_is_windowed[own],
         layer_has_rope=spec.layer_has_rope[own],
+        layer_kinds=spec.layer_kinds[own],
         mixture=mixture,
     )
 

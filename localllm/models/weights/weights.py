@@ -7,6 +7,7 @@ Does not know: how the parts make a model (architectures/builder.py).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -69,6 +70,11 @@ class TensorSource(Protocol):
 
         keep_narrow: keep the stored type if it is smaller. rows: those to return; None: all.
         """
+        ...
+
+    def values(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a small tensor whose dimensions checkpoints store in several ways, as `shape`, in dtype; None: the
+        model's."""
         ...
 
     def table(
@@ -206,6 +212,12 @@ class Weights:
         own = (shape[0] if rows is None else len(rows), *shape[1:])
         return self._plain(parts, own, keep_narrow, dtype=dtype)
 
+    def values(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
+        found = matrices.info(self._checkpoint, self._name(name)).shape
+        if math.prod(found) != math.prod(shape):
+            raise _wrong_shape([self._name(name)], found, shape)
+        return self.take([name], found, dtype=dtype).view(shape)
+
     def table(
         self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False, rows: range | None = None
     ) -> Tensor | QuantizedTable:
@@ -231,8 +243,7 @@ class Weights:
     ) -> Linear:
         parts = self._parts(stems, order, shape, columns)
         own = (shape[0] if order is None else len(order), shape[1] if columns is None else len(columns))
-        quantize = self._quantize if self._quantize is not None and self._quantize.takes(stems) else None
-        weight = self._weight(parts, own, quantize)
+        weight = self._weight(parts, own, self._at_load(list(stems)))
         biases = self._plain([StoredPart(f"{p.stem}.bias", p.order) for p in parts], own[:1]) if bias else None
         if stems[0] == LM_HEAD.removesuffix(".weight"):
             return Linear(as_head(weight), biases, cpu_weights=self.cpu_weights)
@@ -240,6 +251,12 @@ class Weights:
             return Linear(weight, biases, cpu_weights=self.cpu_weights)
         lora_parts = self._lora_parts(stems, parts, order, shape[1])
         return self._lora.linear(weight, biases, lora_parts, self._dtype, self.device, cpu_weights=self.cpu_weights)
+
+    def _at_load(self, stems: list[str]) -> list[AtLoad | None]:
+        """Return how each of the layer's stored matrices is quantised after reading; None: it is kept as it is."""
+        fused, _ = self._fused(stems)
+        known = stems[:1] if len(fused) == 1 else fused
+        return [self._quantize if self._quantize is not None and self._quantize.takes([s]) else None for s in known]
 
     def widened(self, stem: str, columns: range, total: int) -> range | None:
         quantize = self._quantize if self._quantize is not None and self._quantize.takes([stem]) else None
@@ -298,7 +315,7 @@ class Weights:
             storage = self._storage
             orders: Sequence[Tensor | None] = [part.order for part in parts]
         else:
-            fuses = storage.fused_qkv if len(stems) == 3 else storage.fused_gate_up if len(stems) == 2 else None
+            fuses = storage.fuses([stem.rpartition(".")[2] for stem in stems])
             if fused != list(stems) or fuses or any(storage.rows.get(stem.rpartition(".")[2]) for stem in stems):
                 count = sum(self._rows_of(part.stem) for part in parts) if order is None else len(order)
                 return [LoraPart((), 0, count, None, (0, width))]
@@ -332,7 +349,7 @@ class Weights:
             for expert in cut.own:
                 stems = [f"{prefix}.{expert}.{name}" for name in names]
                 parts = self._parts(stems, cut.order, (rows, columns), cut.columns)
-                yield self._weight(parts, cut.shape(rows, columns), self._quantize)
+                yield self._weight(parts, cut.shape(rows, columns), [self._quantize])
         elif (format := self._format_of(stacked[0])) is None:
             yield from self._slices(stacked, stored_order, shape, cut)
         else:
@@ -413,14 +430,22 @@ class Weights:
 
     # -- matrices
 
-    def _weight(self, parts: Sequence[StoredPart], shape: tuple[int, int], quantize: AtLoad | None = None) -> Weight:
-        """Return the parts stacked by rows: one matrix, or several if they are stored differently."""
-        runs = [(kind, list(run)) for kind, run in groupby(parts, lambda part: self._kind(part.stem))]
-        weights = [self._matrix(kind, run, shape, quantize is not None) for kind, run in runs]
+    def _weight(
+        self, parts: Sequence[StoredPart], shape: tuple[int, int], quantize: Sequence[AtLoad | None] = (None,)
+    ) -> Weight:
+        """Return the parts stacked by rows: one matrix, or several if they are stored differently.
+
+        quantize: for each part how it is quantised after reading, or one entry for all parts.
+        """
+        each = list(quantize) * (len(parts) if len(quantize) == 1 else 1)
+        weights = []
+        for (kind, made), run in groupby(zip(parts, each, strict=True), lambda of: (self._kind(of[0].stem), of[1])):
+            weight = self._matrix(kind, [part for part, _ in run], shape, made is not None)
+            weights.append(made(weight) if made is not None and isinstance(weight, Tensor) else weight)
         weight = weights[0] if len(weights) == 1 else StackedWeight(weights)
         if tuple(weight.shape) != shape:
             raise _wrong_shape([part.stem for part in parts], weight.shape, shape)
-        return self._finished(weight, quantize)
+        return self._finished(weight, None)
 
     def _finished(self, weight: Weight, quantize: AtLoad | None) -> Weight:
         """Return the weight as the layer gets it, quantised if requested."""
@@ -431,7 +456,7 @@ class Weights:
     ) -> list[StoredPart]:
         """Return the stored matrices that fill `shape` with the rows of `stems`, and what to take of each."""
         stems = list(stems)
-        fused, stored_order = self._fused(stems)
+        fused, own = self._fused(stems)
         stored = [self._name(f"{stem}.weight").removesuffix(".weight") for stem in fused]
         transposed = [self._is_transposed(f"{stem}.weight") for stem in stored]
         rows = [self._rows_of(stem) for stem in stored]
@@ -440,9 +465,6 @@ class Weights:
         for stem in stored if columns is not None else ():
             if (width := self._columns_of(stem)) != shape[1]:
                 raise _wrong_shape([stem], (self._rows_of(stem), width), shape)
-        own = [self._stored_rows(stem) for stem in fused]
-        if stored_order is not None:
-            own = [stored_order]
         orders = self._orders_of(order, rows, own)
         return [StoredPart(*part, columns) for part in zip(stored, orders, transposed, strict=True)]
 
@@ -463,18 +485,27 @@ class Weights:
             return None
         return torch.tensor(rows(spec.num_heads, spec.num_kv_heads, spec.head_dim), device="cpu")
 
-    def _fused(self, stems: list[str]) -> tuple[list[str], Tensor | None]:
-        """Return the stems under which a fusing checkpoint stores these, and the order of their rows."""
+    def _fused(self, stems: list[str]) -> tuple[list[str], list[Tensor | None]]:
+        """Return the stems under which a fusing checkpoint stores these, and the order of the rows of each."""
         storage, spec = self._storage, self._spec
-        prefix, _, first = stems[0].rpartition(".")
-        if storage.fused_qkv and first == "q_proj" and len(stems) == 3:
+        prefix, words = stems[0].rpartition(".")[0], [stem.rpartition(".")[2] for stem in stems]
+        if storage.fused_qkv and words[0] == "q_proj" and len(stems) == 3:
             rows = storage.qkv_rows
             sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
             order = None if rows is None else torch.tensor(rows(*sizes), device="cpu")
-            return [f"{prefix}.{storage.fused_qkv}"], order
-        if storage.fused_gate_up and first == "gate_proj" and len(stems) == 2:
-            return [f"{prefix}.{storage.fused_gate_up}"], None
-        return stems, None
+            fused = f"{prefix}.{storage.fused_qkv}"
+            return [fused], [self._stored_rows(fused) if order is None else order]
+        if storage.fused_gate_up and words[0] == "gate_proj" and len(stems) == 2:
+            fused = f"{prefix}.{storage.fused_gate_up}"
+            return [fused], [self._stored_rows(fused)]
+        names, orders = list(stems), [self._stored_rows(stem) for stem in stems]
+        for matrix in storage.fused_recurrent:
+            if matrix.parts[0] in words and spec.recurrent is not None:
+                first = words.index(matrix.parts[0])
+                replaced = slice(first, first + len(matrix.parts))
+                words[replaced], names[replaced] = [matrix.name], [f"{prefix}.{matrix.name}"]
+                orders[replaced] = [torch.tensor(matrix.rows(spec.recurrent), device="cpu")]
+        return names, orders
 
     def _kind(self, stem: str) -> object:
         """Return how the checkpoint's format stores this matrix; None: unquantised."""

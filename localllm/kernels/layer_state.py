@@ -1,0 +1,78 @@
+"""What a layer keeps between steps, and which of its states each row of a step reads and writes.
+
+A recurrent layer keeps a state of fixed size per request where attention keeps keys and values per token. States are in
+numbered places of tensors that all requests share. Place 0 is never read nor written.
+Does not know: requests, who owns a place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from localllm.kernels.layer_kv import LayerKV
+
+
+class LayerState(NamedTuple):
+    """The states of one recurrent layer; None for a tensor that its kind does not have.
+
+    Both are contiguous: kernels address a place by its number.
+    """
+
+    conv: Tensor | None
+    """[places, channels, K - 1] in the model's type: the last inputs of a causal convolution of K taps, oldest
+    first."""
+    matrix: Tensor | None
+    """[places, heads, rows, columns] fp32: dk x dv for the gated delta rule, head size x state size for Mamba-2."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return the existing tensors."""
+        return [tensor for tensor in self if tensor is not None]
+
+
+class HybridCache(NamedTuple):
+    """What a layer keeps that has attention and a recurrent part side by side."""
+
+    kv: LayerKV
+    state: LayerState
+
+
+LayerCache = LayerKV | LayerState | HybridCache
+
+
+class HostRow(NamedTuple):
+    """One row of a `StateStep` on the host: its tokens first .. end - 1, and its places."""
+
+    first: int
+    end: int
+    read: int
+    write: int
+    save: int
+
+
+class StateStep(NamedTuple):
+    """The rows of a step as the recurrent kernels read them; all layers share it. B: rows.
+
+    Row i has the tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1. Its state before the first of them is the one at place
+    read[i], or zeros for -1. Its state after the last is written to the places write[i] and save[i]; 0: nowhere. A row
+    without tokens writes what it has read. No place is written by two rows, and no row reads a place that another row
+    writes. A row may write the place that it reads. A padding row of a recorded step reads -1 and writes 0.
+    """
+
+    cu_seqlens: Tensor  # [B + 1] int32
+    read: Tensor  # [B] int32
+    write: Tensor  # [B] int32
+    save: Tensor  # [B] int32
+    query_lens: tuple[int, ...]  # [B] the same on the host, for a CPU: kernels on a device read the tensors alone,
+    read_host: tuple[int, ...]  # so that a recorded step is valid for other rows
+    write_host: tuple[int, ...]
+    save_host: tuple[int, ...]
+    num_decodes: int  # the first num_decodes rows have one token each; says nothing about what they read
+
+    def host_rows(self) -> Iterator[HostRow]:
+        first = 0
+        for length, *places in zip(self.query_lens, self.read_host, self.write_host, self.save_host, strict=True):
+            yield HostRow(first, first + length, *places)
+            first += length
