@@ -39,13 +39,25 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("n_group", "num_expert_group"), 2),
     "topk_group": 1,
     "zero_expert_num": 4,
-    **{"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "qk_head_dim": 40},
-    **{"v_head_dim": 20, "o_lora_rank": 16, "o_groups": 2},
-    **{"index_head_dim": 32, "index_n_heads": 4, "index_topk": 16},
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 40,
+    "v_head_dim": 20,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "index_head_dim": 32,
+    "index_n_heads": 4,
+    "index_topk": 16,
     **dict.fromkeys(("sliding_window", "window_size", "sliding_window_size", "attention_chunk_size"), WINDOW),
     **dict.fromkeys(("attention_window_size", "local_attention", "local_attention_window_len"), WINDOW),
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 20},
-    **{"linear_head_dim": 16, "linear_num_heads": 4},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 16),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
@@ -53,30 +65,60 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
     **dict.fromkeys(("mamba_dt_rank", "time_step_rank"), 8),
     "mamba_d_ssm": 128,
-    **{"hidden_size_per_layer_input": 16, "altup_num_inputs": 4, "laurel_rank": 8},
-    **{"image_size": 32, "patch_size": 16, "num_position_embeddings": 16, "position_embedding_size": 64, "depth": 1},
-    **{"num_filters": 4, "base_channels": 8, "codebook_size": 32, "num_global_layers": 1, "conf_num_hidden_layers": 1},
-    **{"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64, "num_blocks": 2},
+    "hidden_size_per_layer_input": 16,
+    "altup_num_inputs": 4,
+    "laurel_rank": 8,
+    "image_size": 32,
+    "patch_size": 16,
+    "num_position_embeddings": 16,
+    "position_embedding_size": 64,
+    "depth": 1,
+    "num_filters": 4,
+    "base_channels": 8,
+    "codebook_size": 32,
+    "num_global_layers": 1,
+    "conf_num_hidden_layers": 1,
+    "vision_output_dim": 64,
+    "projector_input_dim": 64,
+    "projector_output_dim": 64,
+    "num_blocks": 2,
     **dict.fromkeys(("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"), 2),
     **dict.fromkeys(("initializer_range", "init_std"), 0.2),
-    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    "is_decoder": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
 }
 """Small sizes by the names that configs have. A window is shorter than the prompts."""
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
     "blt": {"encoder_hash_byte_group_vocab": 64},
-    "dbrx": {"attn_config": {"rope_theta": 10_000.0}},
+    "cohere_compass_text": {"layer_types": _ALTERNATING, "num_hidden_layers": 4},
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 1.5}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy", "first_k_dense_replace": 1},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
-    "gemma3n_text": {"num_hidden_layers": 4, "layer_types": _ALTERNATING, "num_kv_shared_layers": 2},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": _ALTERNATING,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": 96,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    },
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gemma4_text": {"global_head_dim": 32},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
-    "mamba2": {"num_heads": 8},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": [1, 3]},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 16},
 }
 """What a model type needs beyond `SIZES`. A nested mapping is for a part of the config."""
 NO_TIME_STEP_MIN = ("nemotron_h", "zamba2")
@@ -119,7 +161,11 @@ def make_class_model(path: Path, model_type: str, *, seed: int = 0) -> None:
 
 def _shrunk(kind: Any, special: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of a config class that make it small."""
-    plain = vars(kind(**{name: value for name, value in special.items() if not isinstance(value, Mapping)}))
+    own = {name: value for name, value in special.items() if not isinstance(value, Mapping)}
+    try:
+        plain = vars(kind())
+    except ValueError:  # some classes cannot be built with their defaults
+        plain = vars(kind(**own))
     depth = next((plain[name] for name in DEPTHS if isinstance(plain.get(name), int)), 0)
     kept = _kept_layers(plain, depth)
     small: dict[str, Any] = {}
@@ -136,7 +182,7 @@ def _shrunk(kind: Any, special: Mapping[str, Any]) -> dict[str, Any]:
             small[name] = [value[i] for i in kept]
     if "kv_lora_rank" in small and "num_key_value_heads" in small:
         small["num_key_value_heads"] = small["num_attention_heads"]
-    return {**small, **{name: value for name, value in special.items() if not isinstance(value, Mapping)}}
+    return {**small, **own}
 
 
 def _kept_layers(plain: Mapping[str, Any], depth: int) -> list[int]:
@@ -149,5 +195,3 @@ def _kept_layers(plain: Mapping[str, Any], depth: int) -> list[int]:
     while len(kept) < min(2, depth, LAYERS):
         kept.add(next(first))
     return sorted(kept)
-
-

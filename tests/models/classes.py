@@ -81,6 +81,8 @@ def _import_first() -> None:
     from tests.models import harness  # noqa: F401
 
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    list(transformers.AutoModelForCausalLM._model_mapping.keys())  # imports the configs of all types, once
     torch.set_num_threads(1)
 
 
