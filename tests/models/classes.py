@@ -49,7 +49,7 @@ def outcome_of(model_type: str, *, limit_s: int = LIMIT_S) -> Outcome:
         os.close(read)
         signal.alarm(limit_s)
         with os.fdopen(write, "w") as pipe:
-            pipe.write(json.dumps(_try_class(model_type)))
+            pipe.write(json.dumps(try_class(model_type)))
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
@@ -86,7 +86,8 @@ def _import_first() -> None:
     torch.set_num_threads(1)
 
 
-def _try_class(model_type: str) -> Outcome:
+def try_class(model_type: str, model_impl: str = "auto") -> Outcome:
+    """Return what becomes of a small model of the type, tried in this process. model_impl: as `read_spec` takes it."""
     random.seed(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -97,24 +98,24 @@ def _try_class(model_type: str) -> Outcome:
         except Exception as error:
             return Outcome("not buildable", _place(error))
         try:
-            return _through_localllm(path, prompts, reference)
+            return _through_localllm(path, model_impl, prompts, reference)
         except Exception as error:
             return Outcome("bare exception", _place(error))
 
 
-def _through_localllm(path: Path, prompts: list[list[int]], reference: list[Tensor]) -> Outcome:
+def _through_localllm(path: Path, model_impl: str, prompts: list[list[int]], reference: list[Tensor]) -> Outcome:
     from localllm.errors import CorruptModel, ModelError
     from localllm.models.architectures.read_spec import read_spec
     from localllm.models.loader import load_model
     from tests.models.harness import CPU, ModelHarness
 
     try:
-        spec = read_spec(path)
+        spec = read_spec(path, model_impl=model_impl)
         model = load_model(path, spec, CPU, torch.float32)
     except CorruptModel as error:
-        return Outcome("called corrupt", f"{error} {error.why}")
+        return Outcome("called corrupt", str(error))
     except ModelError as error:
-        return Outcome("refused", f"{error} {error.why}")
+        return Outcome("refused", str(error))
     with torch.inference_mode():
         error = largest_difference(ModelHarness(model), prompts, reference)
     if not error <= TOLERANCE:
@@ -162,8 +163,8 @@ def _place(error: BaseException) -> str:
     return f"{type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})"
 
 
-def main() -> None:
-    """Print the outcome of every class, or of the types named as arguments, and the counts."""
+def main() -> int:
+    """Print the outcome of every class, or of the types named as arguments, and the counts. Return 1 if one failed."""
     classes = class_names()
 
     def show(model_type: str, outcome: Outcome) -> None:
@@ -174,7 +175,8 @@ def main() -> None:
     print(", ".join(f"{kind}: {count}" for kind, count in sorted(counts.items())))
     runs = counts["own"] + counts["transformers"]
     print(f"{runs} of {len(found) - counts['not buildable']} that can be built run and agree.")
+    return int(any(outcome.kind not in GOOD for outcome in found.values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,8 +19,14 @@ STORAGE = Storage(
 
 
 def text_config(config: Config) -> dict[str, Any]:
-    """Return the fields of the text part, completed by those of the whole model."""
+    """Return the fields of the text part, completed by those of the whole model.
+
+    The two may contradict each other about a tied head: transformers 5 writes the text part's default beside what is
+    meant. It is tied here if one of them says so, and the loader finds out whether the checkpoint stores a head.
+    """
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise CorruptModel(f"config.json has text_config = {text!r}.", "It must be an object.")
-    return {**config, **text, "architectures": config["architectures"]}
+    tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    said = {"tie_word_embeddings": tied} if "tie_word_embeddings" in {**config, **text} else {}
+    return {**config, **text, **said, "architectures": config["architectures"]}

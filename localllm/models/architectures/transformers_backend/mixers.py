@@ -165,7 +165,8 @@ def run_by_rows(mixer: Mixer, step: Step) -> None:
 def _run(mixer: Mixer, step: Step, call: Callable[[slice, int, RowStates], Tensor]) -> list[Tensor]:
     """Call the module for each row, or each batch of rows that continue with one token; return the outputs in order."""
     inputs = step.inputs
-    assert inputs is not None and inputs.state is not None, "recurrent modules run inside a step"
+    assert inputs is not None, "recurrent modules run inside a step"
+    assert inputs.state is not None, "a model with recurrent layers has places"
     cache = step.caches[mixer.layer]
     state = cache.state if isinstance(cache, HybridCache) else cache
     assert isinstance(state, LayerState), "a recurrent layer has states"

@@ -1,4 +1,4 @@
-"""Modules of `transformers`: load them from a folder, build them from shapes alone, put their matrices into our layouts.
+"""Modules of `transformers`: load them, build them from shapes alone, put their matrices into our layouts.
 
 Does not know: attention, caches, steps.
 """
