@@ -23,6 +23,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests import gguf_mixtures
 from tests.tiny import CHATML, SPECIAL_TOKENS
 
 ARCHITECTURES = {
@@ -34,8 +35,10 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "phi3": "phi3",
     "stablelm": "stablelm",
+    **gguf_mixtures.ARCHITECTURES,
 }
 """model_type in config.json -> general.architecture."""
 FP16_AT = {
@@ -52,7 +55,7 @@ FP16_AT = {
     "TQ2_0": (64,),
 }
 """Where a block's fp16 numbers are, if not at 0: random bytes there would make NaN and infinities of them."""
-_PERMUTED = ("llama", "smollm3")
+_PERMUTED = ("llama", "smollm3", "granitemoe")
 _TINY = 0.1  # how large weights are
 
 
@@ -73,6 +76,7 @@ def write_gguf(
     tensors: the same of tensors, in their own type.
     """
     config = json.loads((source / "config.json").read_text())
+    config.setdefault("intermediate_size", config.get("moe_intermediate_size"))
     architecture = ARCHITECTURES[config["model_type"]]
     split = {"split_max_tensors": -(-_count(source) // parts)} if parts > 1 else {}
     writer = gguf.GGUFWriter(path, architecture, **split)
@@ -160,16 +164,70 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], architectu
         writer.add_sliding_window(config["sliding_window"])
     if architecture == "gemma3":
         writer.add_sliding_window_pattern(3)
+    if architecture == "gemma4":
+        _write_gemma4(writer, config)
     if config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    experts = config.get("num_local_experts") or config.get("num_experts")
+    experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if experts:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        used = _first(config, "num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+        writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
     if config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    keys = gguf_mixtures.KEYS.get(architecture)
+    for key, value in ({} if keys is None else keys(config)).items():
+        _add(writer, f"{architecture}.{key}", value)
+
+
+def _first(config: Mapping[str, Any], *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name)), None)
+
+
+def _write_gemma4(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """What differs between layers; the general keys are those of the full layers."""
+    types, shared = config["layer_types"], config["num_kv_shared_layers"]
+    full = config["per_layer_config"][str(types.index("full_attention"))]
+    width, first = config["intermediate_size"], len(types) - shared
+    keys = {
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"] or 0,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in types],
+        "attention.key_length": full["head_dim"],
+        "attention.value_length": full["head_dim"],
+        "attention.key_length_swa": config["head_dim"],
+        "attention.value_length_swa": config["head_dim"],
+        "rope.dimension_count": full["head_dim"],
+        "rope.dimension_count_swa": config["head_dim"],
+    }
+    if config["use_double_wide_mlp"]:
+        keys["feed_forward_length"] = [width * (1 + (layer >= first)) for layer in range(len(types))]
+    if "num_key_value_heads" in full:
+        counts = {"full_attention": full["num_key_value_heads"], "sliding_attention": config["num_key_value_heads"]}
+        keys["attention.head_count_kv"] = [counts[kind] for kind in types]
+    for key, value in keys.items():
+        _add(writer, f"gemma4.{key}", value)
+
+
+def _gemma4_tensors(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Names as the converter changes them, gate and up of experts together, and the divisors of the frequencies."""
+    out = {}
+    for name, tensor in state.items():
+        out[f"{name}.weight" if name.endswith(("layer_scalar", "gate_up_proj", "experts.down_proj")) else name] = tensor
+    full = config["per_layer_config"][str(config["layer_types"].index("full_attention"))]["head_dim"]
+    turning = int(full * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+    return {**out, "rope_freqs.weight": torch.tensor([1.0] * turning + [1e30] * (full // 2 - turning))}
+
+
+def _gemma4_name(name: str) -> str | None:
+    """Names that are not in the package's table."""
+    if name == "rope_freqs.weight":
+        return name
+    layer = re.search(r"layers\.(\d+)\.router\.(scale|per_expert_scale)$", name)
+    kinds = {"scale": "ffn_gate_inp", "per_expert_scale": "ffn_down_exps"}
+    return None if layer is None else f"blk.{layer[1]}.{kinds[layer[2]]}.scale"
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter, source: Path, config: Mapping[str, Any]) -> None:
@@ -210,27 +268,33 @@ def _write_tensors(
     replaced: set[str],
 ) -> dict[str, Tensor]:
     state = load_file(source / "model.safetensors")
-    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf_mixtures.NAMED_AS.get(architecture, architecture)
+    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == table)
+    is_mixture = architecture in gguf_mixtures.KEYS
+    converted = gguf_mixtures.converted(state, config) if is_mixture else state
     name_of = partial(
         gguf.get_tensor_name_map(kind, config["num_hidden_layers"]).get_name, try_suffixes=(".weight", ".bias")
     )
     meant = {}
-    for name, weight in _stacked(state, config).items():
-        stored_name = name_of(name)
+    is_gemma4 = architecture == "gemma4"
+    for name, weight in (_gemma4_tensors if is_gemma4 else _stacked)(converted, config).items():
+        stored_name = (_gemma4_name(name) if is_gemma4 else None) or name_of(name)
         assert stored_name is not None, name
         order = _order(name, weight, config) if architecture in _PERMUTED else None
         moved = weight.float() if order is None else weight.float()[order]
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        if architecture.startswith("gemma") and not is_gemma4 and name.endswith("norm.weight"):
             moved = moved + 1
         own = next((t for pattern, t in others.items() if re.search(pattern, stored_name)), block_type)
-        own = own if weight.ndim > 1 and "ffn_gate_inp" not in stored_name and weight.shape[-1] > 1 else "F32"
+        small = weight.ndim == 1 or weight.shape[-1] == 1 or re.search("ffn_gate_inp|exp_probs_b", stored_name)
+        own = "F32" if small else own
         stored, means = blocks_of(moved, own)
         if stored_name in replaced:
             continue
         writer.add_tensor(stored_name, stored, raw_dtype=GGMLQuantizationType[own])
         if weight.ndim > 1:
             meant[name] = means if order is None else torch.empty_like(means).index_copy_(0, order, means)
-    return _unstacked(meant, state)
+    whole = gguf_mixtures.restored(meant, config, state) if is_mixture else {}
+    return {**_unstacked(meant, state), **whole}
 
 
 def _order(name: str, weight: Tensor, config: Mapping[str, Any]) -> Tensor | None:
@@ -254,7 +318,9 @@ def _stacked(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str
         elif (found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)) is None:
             stacked[name] = tensor
         elif found[2] == "0":
-            count = config.get("num_local_experts") or config["num_experts"]
+            count = sum(
+                re.fullmatch(rf"{re.escape(found[1])}\.\d+\.{found[3]}\.weight", each) is not None for each in state
+            )
             each = [state[f"{found[1]}.{expert}.{found[3]}.weight"] for expert in range(count)]
             stacked[f"{found[1]}.{found[3]}.weight"] = torch.stack(each)
     return stacked
@@ -262,9 +328,12 @@ def _stacked(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str
 
 def _unstacked(meant: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Back to the names of the checkpoint."""
+    meant = {**meant, **{name.removesuffix(".weight"): tensor for name, tensor in meant.items() if "gate_up" in name}}
     out = {name: tensor for name, tensor in meant.items() if ".experts." not in name}
     for name in state:
-        if name.endswith("experts.gate_up_proj"):
+        if name in meant:
+            out[name] = meant[name]
+        elif name.endswith("experts.gate_up_proj"):
             halves = [meant[name.replace("gate_up_proj", f"{half}_proj.weight")] for half in ("gate", "up")]
             out[name] = torch.cat(halves, dim=1)
         elif name.endswith("experts.down_proj"):

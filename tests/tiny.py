@@ -57,6 +57,32 @@ _LATENT = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
 }
+_INDEXER = {"q_lora_rank": 24, "index_topk": 96, "index_head_dim": 32, "index_n_heads": 2}
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 20,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+    "final_logit_softcapping": 8.0,
+}
+_DELTA_NET = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 16,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "smollm": (
@@ -94,6 +120,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 20,
             "query_pre_attn_scalar": 32,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma4": (  # as E2B and E4B
+        "Gemma4TextConfig",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4_moe": (  # as 26B-A4B, and 31B with experts
+        "Gemma4TextConfig",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": _GEMMA4["layer_types"][:3],
+            "hidden_size_per_layer_input": 0,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
         },
     ),
     "phi3": (
@@ -269,6 +320,81 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         {**_GROUPS, **_LATENT, "q_lora_rank": 24, "n_shared_experts": 1, "first_k_dense_replace": 0},
     ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            "num_hidden_layers": 3,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 40,
+            "moe_num_shared_experts": 2,
+            "moe_layer_interval": 2,
+        },
+    ),
+    "dots1": (
+        "Dots1Config",
+        {
+            **_GROUPS,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "sliding_window": 20,
+            "max_window_layers": 1,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16},
+    ),
+    "solar_open": ("SolarOpenConfig", {**_GROUPS, "n_shared_experts": 1, "head_dim": 24}),
+    "hunyuan_dense": (
+        "HunYuanDenseV1Config",
+        {"head_dim": 24, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
+    ),
+    "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 24, "num_experts": 6, "moe_topk": [3, 3]}),
+    "hy_v3": (
+        "HYV3Config",
+        {**_EXPERTS, "head_dim": 24, "num_shared_experts": 2, "mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "cohere2_moe": (
+        "Cohere2MoeConfig",
+        {
+            "head_dim": 24,
+            "num_hidden_layers": 4,
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "prefix_dense_intermediate_size": 72,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "expert_selection_fn": "sigmoid",
+            "logit_scale": 0.5,
+        },
+    ),
+    "granite_moe_shared": (
+        "GraniteMoeSharedConfig",
+        {"num_local_experts": 4, "shared_intermediate_size": 56, "attention_multiplier": 0.3, "logits_scaling": 2.0},
+    ),
+    "flex_olmo": ("FlexOlmoConfig", {"num_experts": 5, "num_experts_per_tok": 3}),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 3,
+            "num_shared_experts": 1,
+            "n_group": 3,
+            "topk_group": 2,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "deepseek_v32": ("DeepseekV32Config", {**_GROUPS, **_LATENT, **_INDEXER, "mlp_layer_types": ["sparse", "dense"]}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**_GROUPS, **_LATENT, "q_lora_rank": 24, "n_shared_experts": 1}),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        {**_GROUPS, **_LATENT, **_INDEXER, "first_k_dense_replace": 1, "indexer_types": ["full", "shared"]},
+    ),
     "lfm2": (
         "Lfm2Config",
         {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 24},
@@ -282,6 +408,76 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_dense_layers": 1,
             "conv_L_cache": 4,
             "conv_bias": True,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", _DELTA_NET),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 56}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 56, "mlp_only_layers": [1]},
+    ),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_MAMBA,
+            "mamba_n_groups": 1,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "granite_hybrid_moe": (
+        "GraniteMoeHybridConfig",
+        {
+            **_MAMBA,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "shared_intermediate_size": 56,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **{name: value for name, value in _GROUPS.items() if name != "moe_intermediate_size"},
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            "num_hidden_layers": 5,
+            "head_dim": 24,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 24,
+            "chunk_size": 16,
+            "time_step_min": 1e-9,  # transformers clamps to it in the scan alone, not in single steps
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 56,
+        },
+    ),
+    "bamba": ("BambaConfig", {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **_MAMBA,
+            "head_dim": 16,
+            "mamba_d_ssm": 128,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "attention_in_multiplier": 0.8,
+            "attention_out_multiplier": 1.3,
+            "key_multiplier": 0.7,
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.6,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+            "mlp_multipliers": [1.4, 0.8],
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.5,
         },
     ),
 }
@@ -316,9 +512,9 @@ def make_tiny_model(
                     parameter.copy_(torch.empty_like(parameter).uniform_(*((-3, 1) if "A_log" in name else (-4, 1))))
                 elif parameter.ndim == 1 or name.endswith("norm.weight"):
                     parameter.add_(torch.randn_like(parameter) * 0.2)
-            for name, buffer in model.named_buffers():
-                if name.endswith(("e_score_correction_bias", "expert_bias")):
-                    buffer.add_(torch.randn_like(buffer) * 0.2)
+            for name, value in [*model.named_buffers(), *model.named_parameters()]:
+                if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):
+                    value.add_(torch.randn_like(value) * 0.3)
     model.generation_config.temperature = 0.7
     model.generation_config.top_p = 0.9
     model.generation_config.do_sample = True

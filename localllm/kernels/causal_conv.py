@@ -99,23 +99,22 @@ def _causal_conv_kernel(
             y = y / (1.0 + tl.exp(-y))
         place = out_ptr + (first + token)[:, None] * channels + channel[None, :]
         tl.store(place, y.to(out_ptr.dtype.element_ty), mask=(token < count)[:, None] & inside[None, :])
-    _keep(x_ptr, before, state_ptr, write_ptr, save_ptr, row, count, read, x_stride, channels, channel, inside, TAPS)
+    _keep(x_ptr, before, state_ptr, write_ptr, save_ptr, row, count, read, x_stride, channels, channel, TAPS)
 
 
 @triton.jit
 def _inputs(x_ptr, before, position, count, read, x_stride, channel, inside, TAPS: tl.constexpr):
     """Return the row's inputs at the positions [n], from the state where a position is negative."""
-    mask = (position < count)[:, None] & inside[None, :]
-    old_mask = mask & ((position < 0) & (read >= 0))[:, None]
+    old_mask = (position < tl.where(read > 0, 0, -TAPS))[:, None] & inside[None, :]
     old = tl.load(before[None, :] + (TAPS - 1 + position)[:, None], mask=old_mask, other=0.0)
-    new_mask = mask & (position >= 0)[:, None]
+    new_mask = ((position >= 0) & (position < count))[:, None] & inside[None, :]
     new = tl.load(x_ptr + position[:, None] * x_stride + channel[None, :], mask=new_mask, other=0.0)
     return tl.where((position < 0)[:, None], old.to(tl.float32), new.to(tl.float32))
 
 
 @triton.jit
 def _keep(
-    x_ptr, before, state_ptr, write_ptr, save_ptr, row, count, read, x_stride, channels, channel, inside,
+    x_ptr, before, state_ptr, write_ptr, save_ptr, row, count, read, x_stride, channels, channel,
     TAPS: tl.constexpr,
 ):  # fmt: skip
     """Write the row's last TAPS - 1 inputs, oldest first. A row may write the place that it has read: each round reads
@@ -124,11 +123,14 @@ def _keep(
     save = tl.load(save_ptr + row).to(tl.int64)
     for kept in tl.static_range(TAPS - 1):
         position = count - (TAPS - 1) + kept
-        old_mask = inside & (position < 0) & (read >= 0)
-        old = tl.load(before + TAPS - 1 + position, mask=old_mask, other=0.0)
-        new = tl.load(x_ptr + position * x_stride + channel, mask=inside & (position >= 0), other=0.0)
+        old_end = tl.where((position < 0) & (read > 0), channels, 0)
+        old = tl.load(before + TAPS - 1 + position, mask=channel < old_end, other=0.0)
+        new_end = tl.where(position < 0, 0, channels)
+        new = tl.load(x_ptr + position * x_stride + channel, mask=channel < new_end, other=0.0)
         value = tl.where(position < 0, old.to(tl.float32), new.to(tl.float32)).to(state_ptr.dtype.element_ty)
         tl.debug_barrier()
         place = channel * (TAPS - 1) + kept
-        tl.store(state_ptr + write * channels * (TAPS - 1) + place, value, mask=inside & (write > 0))
-        tl.store(state_ptr + save * channels * (TAPS - 1) + place, value, mask=inside & (save > 0))
+        end = tl.where(write > 0, channels, 0)
+        tl.store(state_ptr + write * channels * (TAPS - 1) + place, value, mask=channel < end)
+        end = tl.where(save > 0, channels, 0)
+        tl.store(state_ptr + save * channels * (TAPS - 1) + place, value, mask=channel < end)

@@ -112,8 +112,8 @@ def _gated_delta_kernel(
     end = tl.load(cu_seqlens_ptr + row + 1).to(tl.int64)
     read = tl.load(read_ptr + row).to(tl.int64)
     tile = head * (DK * DV) + i[:, None] * DV + column[None, :]
-    inside = (i < DK)[:, None] & (column < DV)[None, :]
-    state = tl.load(state_ptr + read * (HEADS * DK * DV) + tile, mask=inside & (read >= 0), other=0.0)
+    inside = (i < tl.where(read > 0, DK, 0))[:, None] & (column < DV)[None, :]
+    state = tl.load(state_ptr + read * (HEADS * DK * DV) + tile, mask=inside, other=0.0)
     rate, dt_bias = tl.load(rate_ptr + head), tl.load(dt_bias_ptr + head)
     for t in range(first, end):
         k = _unit_row(k_ptr + t * k_stride + key_head * DK, i, DK, EPS)
@@ -127,8 +127,10 @@ def _gated_delta_kernel(
         o = tl.sum(state * q[:, None], axis=0)
         tl.store(out_ptr + t * (HEADS * DV) + head * DV + column, o.to(out_ptr.dtype.element_ty), mask=column < DV)
     write, save = tl.load(write_ptr + row).to(tl.int64), tl.load(save_ptr + row).to(tl.int64)
-    tl.store(state_ptr + write * (HEADS * DK * DV) + tile, state, mask=inside & (write > 0))
-    tl.store(state_ptr + save * (HEADS * DK * DV) + tile, state, mask=inside & (save > 0))
+    inside = (i < tl.where(write > 0, DK, 0))[:, None] & (column < DV)[None, :]
+    tl.store(state_ptr + write * (HEADS * DK * DV) + tile, state, mask=inside)
+    inside = (i < tl.where(save > 0, DK, 0))[:, None] & (column < DV)[None, :]
+    tl.store(state_ptr + save * (HEADS * DK * DV) + tile, state, mask=inside)
 
 
 @triton.jit

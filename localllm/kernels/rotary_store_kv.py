@@ -3,10 +3,11 @@
     rotation = plan_rotation(table, positions)                          once per step and rope
     q = rotary_store_kv(qkv, kv, slot_mapping, rotation, ...)           once per layer
 
-RMSNorm over each head of q and k if the model has one (Qwen3, Gemma 3), rotary embedding with the angles from an fp32
-table (half-split or interleaved; all dimensions of a head, some or none), then conversion to the cache's type: 16 or 32
-bits, fp8 with a scale per head, int8 with a scale per head and token. All computation between load and store is in
-fp32.
+RMSNorm over each head of q and k if the model has one (Qwen3, Gemma 3; Hunyuan after the rotation), and of v (Gemma 4),
+rotary embedding of q and k
+with the angles from an fp32 table (half-split or interleaved; all dimensions of a head, some or none), then conversion
+to the cache's type: 16 or 32 bits, fp8 with a scale per head, int8 with a scale per head and token. All computation
+between load and store is in fp32.
 
 A step of few tokens costs one launch and little more, which is why this is one kernel; a step of many tokens is limited
 by memory bandwidth. A head is held as head_dim / 2 pairs (a, b). A pair is two dimensions that rotate together, so
@@ -16,7 +17,7 @@ which is slower for long prompts, but rare. Each head of each token is computed 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ from localllm.kernels.quantize import as_bytes, encode, encoding, inverse_of, ma
 from localllm.kernels.rms_norm import rms_norm_reference
 from localllm.kernels.rotary import rotary, rotary_angles
 from localllm.kernels.store_kv import store_kv
+
+Heads = Literal["qkv", "qk", "q"]
+"""The heads that a projection makes. qk: a value head is its key head before norm and rotation (Gemma 4's full layers).
+q: another layer writes the cache."""
 
 
 class Rotation(NamedTuple):
@@ -52,22 +57,26 @@ def rotary_store_kv(
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
     *,
+    norm_last: bool = False,
+    made: Heads = "qkv",
     all_valid: bool = False,
 ) -> Tensor:
     """Return q [T, num_heads, head_dim] in qkv's dtype; write k and v.
 
-    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], q's heads first, without v if the cache's values are its keys;
-    slot_mapping [T] int64, -1: not written; rotation None: no positions (NoPE); norm_weight [num_heads + num_kv_heads,
-    head_dim] fp32, q's heads first.
+    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], q's heads first, without v if the cache's values are its keys,
+    and without the heads that `made` leaves out; slot_mapping [T] int64, -1: not written; rotation None: no positions
+    (NoPE); norm_weight [num_heads + num_kv_heads, head_dim] fp32, q's heads first; with num_kv_heads more rows v is
+    normed too; with made "q" only [num_heads, head_dim]; norm_last: q and k are normed after the rotation instead of
+    before.
     `all_valid` promises that no slot is -1, which saves the twin a check.
     """
     if not runs_triton(qkv):
         return rotary_store_kv_reference(
-            qkv, kv, slot_mapping, rotation, norm_weight, norm_eps, all_valid=all_valid
-        )  # fmt: skip
+            qkv, kv, slot_mapping, rotation, norm_weight, norm_eps, norm_last=norm_last, made=made, all_valid=all_valid
+        )
     num_kv_heads, num_blocks, block_size, head_dim = kv.k.shape
-    kinds = 1 if kv.values_are_keys else 2
-    num_heads = qkv.shape[1] // head_dim - kinds * num_kv_heads
+    num_heads = count_query_heads(qkv.shape[1] // head_dim, kv, made)
+    stored = 0 if made == "q" else 1 if kv.values_are_keys else 2
     num_tokens, num_slots = qkv.shape[0], num_blocks * block_size
     assert qkv.stride(1) == 1
     assert kv.k.is_contiguous()
@@ -79,14 +88,16 @@ def rotary_store_kv(
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     block_heads, block_pairs, num_warps = rotary_launch(num_heads, head_dim)
     q_parts, kv_parts = cdiv(num_heads, block_heads), cdiv(num_kv_heads, block_heads)
-    _rotary_store_kv_kernel[(num_tokens * (q_parts + kinds * kv_parts),)](
-        qkv, q, k, None if kv.values_are_keys else v, kv.k_scale, kv.v_scale, slot_mapping,
+    _rotary_store_kv_kernel[(num_tokens * (q_parts + stored * kv_parts),)](
+        qkv, q, k if stored else None, v if stored == 2 else None, kv.k_scale, kv.v_scale, slot_mapping,
         None if rotation is None else rotation.table, None if rotation is None else rotation.positions,
         norm_weight, norm_eps, qkv.stride(0), num_slots,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         ROTARY_DIM=0 if rotation is None else rotation.table.shape[1],
         INTERLEAVED=rotation is not None and rotation.interleaved,
-        TO=to, NATIVE_FP8=bool(to) and native_fp8(qkv.device),
+        FIRST_VALUE=num_heads + (num_kv_heads if made == "qkv" else 0),
+        NORMS_VALUES=norm_weight is not None and norm_weight.shape[0] > num_heads + num_kv_heads,
+        NORM_LAST=norm_last, TO=to, NATIVE_FP8=bool(to) and native_fp8(qkv.device),
         BLOCK_HEADS=block_heads, BLOCK_PAIRS=block_pairs, num_warps=num_warps, **early_launch(qkv.device),
     )  # fmt: skip
     return q
@@ -100,21 +111,37 @@ def rotary_store_kv_reference(
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
     *,
+    norm_last: bool = False,
+    made: Heads = "qkv",
     all_valid: bool = False,
 ) -> Tensor:
     """The plain-torch twin: q and k are normed and rotated together, each in one call."""
     num_kv_heads, head_dim = kv.k.shape[0], kv.k.shape[3]
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
-    qk, v = (heads, None) if kv.values_are_keys else (heads[:, :-num_kv_heads], heads[:, -num_kv_heads:])
-    if norm_weight is not None:
-        qk = rms_norm_reference(qk, norm_weight, norm_eps)
+    qk = heads[:, :-num_kv_heads] if made == "qkv" and not kv.values_are_keys else heads
+    v = None if made == "q" or kv.values_are_keys else heads[:, -num_kv_heads:]
+    turning = qk.shape[1]
+    if v is not None and norm_weight is not None and norm_weight.shape[0] > turning:
+        v = rms_norm_reference(v, norm_weight[turning:], norm_eps)
+    if norm_weight is not None and not norm_last:
+        qk = rms_norm_reference(qk, norm_weight[:turning], norm_eps)
     if rotation is not None:
         table, positions, interleaved, angles = rotation
         cos, sin = angles or rotary_angles(table, positions, interleaved=interleaved)
         qk = rotary(qk, cos, sin, interleaved=interleaved)
+    if norm_weight is not None and norm_last:
+        qk = rms_norm_reference(qk, norm_weight[:turning], norm_eps)
+    if made == "q":
+        return qk
     q, k = qk[:, :-num_kv_heads], qk[:, -num_kv_heads:]
     store_kv(k, v, kv.k, kv.v, slot_mapping, kv.k_scale, kv.v_scale, all_valid=all_valid)
     return q
+
+
+def count_query_heads(total: int, kv: LayerKV, made: Heads) -> int:
+    """Return how many of the `total` heads of a projection are queries."""
+    kinds = {"qkv": 1 if kv.values_are_keys else 2, "qk": 1, "q": 0}[made]
+    return total - kinds * kv.k.shape[0]
 
 
 class RotaryLaunch(NamedTuple):
@@ -135,14 +162,16 @@ def _rotary_store_kv_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, table_ptr, positions_ptr, norm_ptr, eps,
     qkv_stride, num_slots,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FIRST_VALUE: tl.constexpr, NORMS_VALUES: tl.constexpr, NORM_LAST: tl.constexpr,
+    TO: tl.constexpr, NATIVE_FP8: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_HEADS heads of a token, all of q, all of k or all of v. Pointers to an unused rotation or
-    norm table are None, and so is v_ptr if there are no values."""
+    norm table are None, and so are v_ptr if no values are stored, and k_ptr if no keys are. FIRST_VALUE: the head of
+    the projection that becomes the first value."""
     Q_PARTS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     KV_PARTS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    PARTS: tl.constexpr = Q_PARTS + (1 if v_ptr is None else 2) * KV_PARTS
+    PARTS: tl.constexpr = Q_PARTS + (0 if k_ptr is None else 1 if v_ptr is None else 2) * KV_PARTS
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     row_ptr = qkv_ptr + token * qkv_stride
@@ -152,32 +181,39 @@ def _rotary_store_kv_kernel(
         head += part * BLOCK_HEADS
         keep = head < NUM_HEADS
         a, b = _load_pairs(row_ptr, head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
-        if norm_ptr is not None:
+        if norm_ptr is not None and not NORM_LAST:
             a, b = _norm(a, b, norm_ptr, head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         if ROTARY_DIM > 0:
             a, b = _rotate(a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM)
+        if norm_ptr is not None and NORM_LAST:
+            a, b = _norm(a, b, norm_ptr, head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         base = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM
         type: tl.constexpr = q_ptr.dtype.element_ty
         _store_pairs(base, a.to(type), b.to(type), keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
     elif part < Q_PARTS + KV_PARTS:
-        head += (part - Q_PARTS) * BLOCK_HEADS
-        keep = head < NUM_KV_HEADS
-        a, b = _load_pairs(row_ptr, NUM_HEADS + head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
-        if norm_ptr is not None:
-            a, b = _norm(a, b, norm_ptr, NUM_HEADS + head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
-        if ROTARY_DIM > 0:
-            a, b = _rotate(a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM)
-        _store_in_cache(
-            a, b, k_ptr, k_scale_ptr, tl.load(slots_ptr + token).to(tl.int64), num_slots, head,
-            NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, TO, NATIVE_FP8, BLOCK_PAIRS,
-        )  # fmt: skip
+        if k_ptr is not None:
+            head += (part - Q_PARTS) * BLOCK_HEADS
+            keep = head < NUM_KV_HEADS
+            a, b = _load_pairs(row_ptr, NUM_HEADS + head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+            row = NUM_HEADS + head
+            if norm_ptr is not None and not NORM_LAST:
+                a, b = _norm(a, b, norm_ptr, row, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+            if ROTARY_DIM > 0:
+                a, b = _rotate(a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM)
+            if norm_ptr is not None and NORM_LAST:
+                a, b = _norm(a, b, norm_ptr, row, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+            _store_in_cache(
+                a, b, k_ptr, k_scale_ptr, tl.load(slots_ptr + token).to(tl.int64), num_slots, head,
+                NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, TO, NATIVE_FP8, BLOCK_PAIRS,
+            )  # fmt: skip
     else:
         if v_ptr is not None:
             head += (part - Q_PARTS - KV_PARTS) * BLOCK_HEADS
             keep = head < NUM_KV_HEADS
-            a, b = _load_pairs(
-                row_ptr, NUM_HEADS + NUM_KV_HEADS + head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS
-            )  # fmt: skip
+            a, b = _load_pairs(row_ptr, FIRST_VALUE + head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+            if NORMS_VALUES:
+                row = NUM_HEADS + NUM_KV_HEADS + head
+                a, b = _norm(a, b, norm_ptr, row, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
             _store_in_cache(
                 a, b, v_ptr, v_scale_ptr, tl.load(slots_ptr + token).to(tl.int64), num_slots, head,
                 NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, TO, NATIVE_FP8, BLOCK_PAIRS,

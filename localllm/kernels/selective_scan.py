@@ -93,8 +93,8 @@ def _selective_scan_kernel(
     end = tl.load(cu_seqlens_ptr + row + 1).to(tl.int64)
     read = tl.load(read_ptr + row).to(tl.int64)
     tile = head * (SIZE * WIDTH) + i[:, None] * WIDTH + column[None, :]
-    inside = (i < SIZE)[:, None] & (column < WIDTH)[None, :]
-    state = tl.load(state_ptr + read * (HEADS * SIZE * WIDTH) + tile, mask=inside & (read >= 0), other=0.0)
+    inside = (i < tl.where(read > 0, SIZE, 0))[:, None] & (column < WIDTH)[None, :]
+    state = tl.load(state_ptr + read * (HEADS * SIZE * WIDTH) + tile, mask=inside, other=0.0)
     rate, dt_bias, skip = tl.load(rate_ptr + head), tl.load(dt_bias_ptr + head), tl.load(skip_ptr + head)
     for t in range(first, end):
         x = tl.load(x_ptr + t * x_stride + head * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
@@ -107,5 +107,7 @@ def _selective_scan_kernel(
         y = tl.sum(state * c[None, :], axis=1) + skip * x
         tl.store(out_ptr + t * (HEADS * SIZE) + head * SIZE + i, y.to(out_ptr.dtype.element_ty), mask=i < SIZE)
     write, save = tl.load(write_ptr + row).to(tl.int64), tl.load(save_ptr + row).to(tl.int64)
-    tl.store(state_ptr + write * (HEADS * SIZE * WIDTH) + tile, state, mask=inside & (write > 0))
-    tl.store(state_ptr + save * (HEADS * SIZE * WIDTH) + tile, state, mask=inside & (save > 0))
+    inside = (i < tl.where(write > 0, SIZE, 0))[:, None] & (column < WIDTH)[None, :]
+    tl.store(state_ptr + write * (HEADS * SIZE * WIDTH) + tile, state, mask=inside)
+    inside = (i < tl.where(save > 0, SIZE, 0))[:, None] & (column < WIDTH)[None, :]
+    tl.store(state_ptr + save * (HEADS * SIZE * WIDTH) + tile, state, mask=inside)

@@ -57,11 +57,16 @@ class Case:
     rotary_dim: int = 16  # 0: none
     interleaved: bool = False
     has_norm: bool = False
+    norm_last: bool = False
     block_size: int = 8
+    made: str = "qkv"  # the heads that the projection makes
+    norms_values: bool = False
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        device, heads, total = self.device, self.num_heads + self.num_kv_heads, self.num_heads + 2 * self.num_kv_heads
+        device = self.device
+        total = self.num_heads + {"qkv": 2, "qk": 1, "q": 0}[self.made] * self.num_kv_heads
+        heads = self.num_heads + (0 if self.made == "q" else 1 + self.norms_values) * self.num_kv_heads
         wide = torch.randn(self.tokens, total * self.head_dim + 8, device=device)
         self.qkv = wide.to(self.dtype)[:, : total * self.head_dim]  # rows of a wider tensor
         self.table = rope_table(self.rotary_dim, device) if self.rotary_dim else None
@@ -89,16 +94,24 @@ class Case:
             None if table is None else plan_rotation(table, positions, interleaved=self.interleaved),
             self.norm_weight,
             1e-6,
+            norm_last=self.norm_last,
+            made=self.made,
         )
 
     def wanted(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], float64"""
         heads = self.qkv.unflatten(1, (-1, self.head_dim))
-        qk, v = heads[:, : -self.num_kv_heads].double(), heads[:, -self.num_kv_heads :].double()
-        if self.norm_weight is not None:
-            qk = norm_by_hand(qk, self.norm_weight, 1e-6)
+        qk = (heads[:, : -self.num_kv_heads] if self.made == "qkv" else heads).double()
+        v = heads[:, -self.num_kv_heads :].double()
+        turning = qk.shape[1]
+        if self.norm_weight is not None and self.norms_values:
+            v = norm_by_hand(v, self.norm_weight[turning:], 1e-6)
+        if self.norm_weight is not None and not self.norm_last:
+            qk = norm_by_hand(qk, self.norm_weight[:turning], 1e-6)
         if self.table is not None:
             qk = rotate_by_hand(qk, self.table, self.positions, self.interleaved)
+        if self.norm_weight is not None and self.norm_last:
+            qk = norm_by_hand(qk, self.norm_weight[:turning], 1e-6)
         return qk[:, : self.num_heads], qk[:, self.num_heads :], v
 
 
@@ -145,23 +158,32 @@ def check_cache(case: Case, cache: Tensor, wanted: Tensor, slots: Tensor, tolera
     turning=st.integers(0, 20),
     interleaved=st.booleans(),
     has_norm=st.booleans(),
+    norm_last=st.booleans(),
     block_size=st.sampled_from([1, 3, 16]),
     dtype=st.sampled_from(DTYPES),
     eight_bits=st.sampled_from([None, *EIGHT_BITS]),
 )
 def test_matches_float64(
-    sizes: tuple[int, int, int], pairs: int, turning: int, interleaved: bool, has_norm: bool, block_size: int,
-    dtype: torch.dtype, eight_bits: torch.dtype | None, device: torch.device,
+    sizes: tuple[int, int, int], pairs: int, turning: int, interleaved: bool, has_norm: bool, norm_last: bool,
+    block_size: int, dtype: torch.dtype, eight_bits: torch.dtype | None, device: torch.device,
 ) -> None:  # fmt: skip
     tokens, kv_heads, group = sizes
     check(Case(device, dtype, eight_bits or dtype, tokens, kv_heads * group, kv_heads, 2 * pairs,
-               2 * min(turning, pairs), interleaved, has_norm, block_size))  # fmt: skip
+               2 * min(turning, pairs), interleaved, has_norm, norm_last, block_size))  # fmt: skip
 
 
 SERVED = {
     "llama": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "rotary_dim": 128},
     "qwen2.5": {"num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "rotary_dim": 64},
     "gemma": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 256, "rotary_dim": 256, "has_norm": True},
+    "hunyuan": {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "rotary_dim": 128,
+        "has_norm": True,
+        "norm_last": True,
+    },
     "phi": {"num_heads": 6, "num_kv_heads": 2, "head_dim": 96, "rotary_dim": 72},
     "nope": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64, "rotary_dim": 0},
 }
@@ -229,6 +251,26 @@ def test_rotary_keeps_the_type_and_computes_in_fp32() -> None:
     assert out.dtype == torch.bfloat16
     wanted = rotate_by_hand(x, table, torch.zeros(3, dtype=torch.int64)).bfloat16()
     torch.testing.assert_close(out, wanted, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, *EIGHT_BITS])
+@pytest.mark.parametrize(("made", "norms_values"), [("qkv", True), ("qk", True), ("qk", False)])
+def test_values_are_normed_and_made_from_keys(
+    made: str, norms_values: bool, cache_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Gemma 4: v is normed without being rotated, and in some layers it is k before norm and rotation."""
+    check(Case(device, torch.float16, cache_dtype or torch.float16, has_norm=True, made=made, norms_values=norms_values,
+               head_dim=32, rotary_dim=32))  # fmt: skip
+
+
+def test_queries_alone_write_nothing(device: torch.device) -> None:
+    case = Case(device, has_norm=True, made="q")
+    before = [tensor.clone() for tensor in case.kv.tensors()]
+    wanted = norm_by_hand(case.qkv.unflatten(1, (-1, case.head_dim)), case.norm_weight, 1e-6)
+    wanted = rotate_by_hand(wanted, case.table, case.positions)
+    torch.testing.assert_close(case.run().double(), wanted, rtol=1e-5, atol=1e-5)
+    for now, then in zip(case.kv.tensors(), before, strict=True):
+        assert torch.equal(now.view(torch.uint8), then.view(torch.uint8))
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, *EIGHT_BITS])

@@ -93,6 +93,19 @@ SIZES: Mapping[str, Any] = {
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_QWEN4 = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 32,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "ngram_vocab_size_base": 64,
+    "split_ngram_parts": 2,
+    "make_ngram_vocab_size_divisible_by": 2,
+    "heads_per_ngram": 2,
+    "ple_embed_dim": 64,
+    "hc_lowrank": 16,
+}
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
     "blt": {"encoder_hash_byte_group_vocab": 64},
@@ -117,13 +130,17 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": [1, 3]},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
-    "mamba2": {"num_heads": 8},
+    "mamba2": {"num_heads": 8, "n_groups": 1},
     "ministral": {"head_dim": 16},
+    "nemotron": {"head_dim": 16},
+    "nemotron_h": {"time_step_min": 1e-12},  # its scan clamps the time step there, and its single step does not
+    "qwen4_exp": _QWEN4,
+    "qwen4_exp_text": _QWEN4,
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"time_step_min": 1e-12},
+    "zaya": {"num_experts_per_tok": 1},
 }
 """What a model type needs beyond `SIZES`. A nested mapping is for a part of the config."""
-NO_TIME_STEP_MIN = ("nemotron_h", "zamba2")
-"""Their scan clamps the time step at time_step_min and their single step does not, so their own logits differ by 2e-2
-between the two."""
 
 
 def class_names() -> dict[str, str]:
@@ -154,8 +171,6 @@ def make_class_model(path: Path, model_type: str, *, seed: int = 0) -> None:
         for parameter in model.parameters():
             if parameter.ndim <= 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    if model_type in NO_TIME_STEP_MIN:
-        model.config.time_step_min = 0.0
     model.save_pretrained(path)
 
 

@@ -14,8 +14,9 @@ from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.read_spec import read_spec
-from localllm.models.inputs import ForwardInputs, StateInputs
+from localllm.models.inputs import ForwardInputs, GroupInputs, StateInputs
 from localllm.models.loader import load_model
+from localllm.models.spec.kv_groups import keeps_kv, kv_groups, kv_shape
 from localllm.models.spec.model_spec import ModelSpec
 
 BLOCK_SIZE = 8
@@ -39,21 +40,26 @@ class ModelHarness:
         self, model: DecoderModel, *, num_blocks: int = 128, seed: int = 0, kv_dtype: torch.dtype = torch.float32
     ) -> None:
         self.model, self.spec = model, model.spec
-        shape = kv_cache_shape(num_blocks, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
 
-        def unwritten() -> Tensor:
+        def unwritten(layer: int) -> Tensor:
+            shape = kv_cache_shape(num_blocks, BLOCK_SIZE, *kv_shape(self.spec, layer))
             return torch.full(shape, torch.nan, dtype=kv_dtype, device=model.device)
 
-        def keys_and_values() -> LayerKV:
-            k = unwritten()
-            return LayerKV(k, k if self.spec.latent is not None else unwritten())
+        def cache_of(layer: int) -> LayerKV:
+            k = unwritten(layer)
+            return LayerKV(k, k if self.spec.latent is not None else unwritten(layer))
 
-        def layer(part: str) -> LayerCache | None:
-            kv = keys_and_values() if part in ("attention", "both") else None
-            state = unwritten_state(self.spec, model.dtype, model.device) if part in ("recurrent", "both") else None
-            return HybridCache(kv, state) if kv is not None and state is not None else kv or state
+        layers = range(self.spec.num_layers)
+        kept = {layer: cache_of(layer) for layer in layers if keeps_kv(self.spec, layer)}
 
-        self.kv_cache = [layer(self.spec.layer_kind(index)) for index in range(self.spec.num_layers)]
+        def cached(layer: int) -> LayerCache | None:
+            kv = kept.get(self.spec.kv_source[layer] if self.spec.kv_source else layer)
+            if layer not in self.spec.recurrent_layers:
+                return kv
+            state = unwritten_state(self.spec, model.dtype, model.device)
+            return state if kv is None else HybridCache(kv, state)
+
+        self.kv_cache = [cached(layer) for layer in layers]
         self.free, self.free_places = list(range(1, num_blocks)), list(range(1, PLACES))
         random.Random(seed).shuffle(self.free)
         random.Random(seed).shuffle(self.free_places)
@@ -115,8 +121,7 @@ class ModelHarness:
         inputs = ForwardInputs(
             token_ids=torch.tensor([t for s, n in rows for t in s.token_ids[s.computed : s.computed + n]]),
             positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(slots),
-            block_table=table,
+            groups=(GroupInputs(table, torch.tensor(slots)),) * len(kv_groups(self.spec)),
             context_lens=torch.tensor(contexts, dtype=torch.int32),
             cu_seqlens_q=cumulative,
             logits_indices=torch.arange(sum(lens)) if all_logits else cumulative[1:].long() - 1,
@@ -128,7 +133,9 @@ class ModelHarness:
             state=state,
         )
         tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-        return replace(inputs, **{n: t.to(self.model.device) for n, t in tensors.items() if isinstance(t, Tensor)})
+        moved = {n: t.to(self.model.device) for n, t in tensors.items() if isinstance(t, Tensor)}
+        groups = tuple(GroupInputs(*(t.to(self.model.device) for t in group)) for group in inputs.groups)
+        return replace(inputs, **moved, groups=groups)
 
     def _state_inputs(self, sequences: list[Sequence]) -> StateInputs:
         """A sequence reads and writes its place; it begins from nothing, in a place that holds NaN or old states."""

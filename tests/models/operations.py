@@ -130,7 +130,10 @@ def _attend(operation: NativeOperation, row: int, at: NativeRow) -> None:
     x = _row(operation, row, (a.heads + 2 * a.kv_heads) * a.head_dim).reshape(-1, a.head_dim)
     x = x.clip(-a.clip, a.clip) if a.clip else x
     turning, v = x[: -a.kv_heads], x[-a.kv_heads :]
-    turning = _rotated(a, _head_normed(a, turning), at.position)
+    if a.head_norm == HeadNorm.RMS_LAST:
+        turning = _head_normed(a, _rotated(a, turning, at.position))
+    else:
+        turning = _rotated(a, _head_normed(a, turning), at.position)
     caches = [_floats(c, a.kv_heads * a.num_blocks * a.block_size * a.head_dim) for c in (a.k, a.v)]
     keys, values = (cache.reshape(a.kv_heads, -1, a.head_dim) for cache in caches)
     keys[:, at.slot], values[:, at.slot] = turning[a.heads :], v

@@ -61,6 +61,8 @@ FAMILIES = (
     "cohere",  # rows of q and k in another order here than stored
     "deepseek_v3",  # latent attention, a shared expert
     "qwen2_moe",  # a gate on the shared expert
+    "granite_moe_shared",  # the shared expert's gate and up fused
+    "hunyuan_moe",  # under names of its own
 )
 
 

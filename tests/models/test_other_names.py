@@ -297,6 +297,12 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("gptj", {"rotary_dim": 17}, CorruptModel, "rotates 17 of the 16"),
     ("gpt2", {"n_inner": -1}, CorruptModel, "intermediate_size = -1"),
     ("llama", {"hidden_act": "relu2"}, UnsupportedModel, "gate.*relu2"),
+    ("ernie4_5_moe", {"use_bias": True}, UnsupportedModel, "use_bias"),
+    ("minimax_m2", {"scoring_func": "softmax"}, UnsupportedModel, "scoring_func = 'softmax'"),
+    ("hy_v3", {"route_norm": False}, UnsupportedModel, "route_norm"),
+    ("cohere2_moe", {"expert_selection_fn": "sinkhorn"}, UnsupportedModel, "'sinkhorn'"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense", "hashed"]}, UnsupportedModel, "type hashed"),
+    ("deepseek_v32", {"index_topk": 0}, CorruptModel, "index_topk = 0"),
 ]
 
 

@@ -61,13 +61,47 @@ def test_every_family_is_read_as_transformers_reads_it(family: str, tiny_model_p
         assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert spec.tie_word_embeddings == config.tie_word_embeddings
     epsilons = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-    assert spec.norm.eps == next((getattr(config, name) for name in epsilons if hasattr(config, name)), 1e-5)
+    assert spec.norm.eps == next((getattr(config, name) for name in epsilons if getattr(config, name, None)), 1e-5)
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
         assert (spec.layer_is_windowed or (False,) * spec.num_layers) == tuple(
             kind == "sliding_attention" for kind in layer_types
         )
     assert weights_bytes(tiny_model_path(family)) > 0
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_an_indexed_context_ends_where_the_indexer_begins_to_choose(
+    family: str, tiny_model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = tiny_model_path(family)
+    spec, config = read_spec(path), json.loads((path / "config.json").read_text())
+    assert spec.max_position == 96 < config["max_position_embeddings"]
+    assert "Beyond 96 tokens" in spec.context_limit
+    short = spec_of(tmp_path, {**config, "max_position_embeddings": 64})
+    assert (short.max_position, short.context_limit) == (64, "")
+
+
+HUNYUAN = {
+    "architectures": ["HunYuanMoEV1ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "num_experts": 8,
+    "moe_topk": [3, 3], "moe_intermediate_size": [40, 40], "num_shared_expert": [1, 1], "moe_layer_num_skipped": 0,
+    "max_position_embeddings": 32768, "rope_theta": 10_000.0, "use_qk_norm": True, "use_cla": False,
+    "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_hunyuan_as_published(tmp_path: Path) -> None:
+    """Lists with one value per layer, and a rotary base that `alpha` scales, for every length alike."""
+    spec = spec_of(tmp_path, HUNYUAN)
+    assert spec.mixture is not None
+    assert (spec.mixture.num_experts, spec.mixture.top_k) == (8, 3)
+    assert (spec.mixture.intermediate_size, spec.mixture.shared_size) == (40, 96)
+    assert (spec.rope.variant, spec.max_position) == ("default", 32768)
+    assert spec.rope.theta == pytest.approx(10_000 * 1000 ** (16 / 14))
+    for changes, message in (({"use_cla": True}, "use_cla"), ({"moe_topk": [3, 4]}, "differ in moe_topk")):
+        with pytest.raises(UnsupportedModel, match=message):
+            spec_of(tmp_path, {**HUNYUAN, **changes})
 
 
 def test_gemma3_old_style(tmp_path: Path) -> None:

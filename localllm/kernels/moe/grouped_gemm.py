@@ -164,7 +164,9 @@ def scaled_block_rows(weight: ScaledExperts) -> int:
 
 
 def act_reference(gate_up: Tensor, activation: str) -> Tensor:
-    """gate_up [T, 2 * I], gate first -> [T, I]"""
+    """gate_up [T, 2 * I], gate first -> [T, I]; relu2: [T, I] without a gate -> [T, I]"""
+    if activation == "relu2":
+        return gate_up.relu().square()
     if activation == "silu":
         return silu_mul_reference(gate_up)
     if activation == "swiglu_clamped":

@@ -16,13 +16,16 @@ from torch.nn import functional
 from localllm.kernels.cpu.half import pack_half
 from localllm.kernels.linear import should_pack
 from localllm.kernels.quantized_weight import QuantizedTable
+from localllm.kernels.rotary_store_kv import Heads
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.latent import build_latent_attention
 from localllm.models.architectures.layer import (
     DecoderLayer,
     FeedForward,
+    Gemma4Layer,
     LayerKind,
     MixerPart,
+    Norm,
     ParallelLayer,
     PostNormLayer,
     PreNormLayer,
@@ -40,15 +43,18 @@ from localllm.models.layers.alibi import alibi_slopes
 from localllm.models.layers.attention import Attention
 from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
 from localllm.models.layers.group import Alone, Group
-from localllm.models.layers.linear import Linear, tied_head
+from localllm.models.layers.linear import Linear, ScaledOutputs, tied_head
 from localllm.models.layers.mlp import MLP, GatedMLP
+from localllm.models.layers.moe import ExpertsOfStream
 from localllm.models.layers.norm import LayerNorm, RMSNorm
+from localllm.models.layers.per_layer_input import PerLayerGate, PerLayerInputs
 from localllm.models.layers.qkv import Clip, HeadLayerNorm, SplitWholeNorm, WholeNorm
 from localllm.models.layers.rotary import half_split_order, rope_tables
 from localllm.models.layers.split import Summed
+from localllm.models.spec.kv_groups import keeps_kv, kv_shape
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard, local_spec, whole_shard
-from localllm.models.weights.weights import EMBEDDING, TensorSource
+from localllm.models.weights.weights import EMBEDDING, PER_LAYER_EMBEDDING, TensorSource
 
 
 class DecoderBuilder:
@@ -78,7 +84,7 @@ class DecoderBuilder:
         tables = rope_tables(spec, max_model_len, self.weights.device)
         return DecoderModel(
             local_spec(spec, shard), embedding, layers, norm, lm_head, tables, max_model_len, self.device, self.dtype,
-            group=self.group, vocab=None if shard.is_whole else shard.counts.vocab,
+            group=self.group, vocab=None if shard.is_whole else shard.counts.vocab, layer_inputs=self._layer_inputs(),
         )  # fmt: skip
 
     # -- embedding and head
@@ -146,6 +152,20 @@ class DecoderBuilder:
             return EmbeddingTable(rows, self.dtype, **kept)
         return SplitEmbeddingTable(rows, self.dtype, self.shard.vocab, self.group, **kept)
 
+    def _layer_inputs(self) -> PerLayerInputs | None:
+        """Build the model's part of per-layer embeddings. Their table keeps its stored type: only rows are read."""
+        spec, sizes = self.spec, self.spec.per_layer_input
+        if sizes is None:
+            return None
+        width = spec.num_layers * sizes.size
+        rows = self.weights.table(PER_LAYER_EMBEDDING, (sizes.vocab_size, width), keep_narrow=True)
+        table = EmbeddingTable(rows, self.dtype, sizes.size**0.5)
+        # Its norm divides out the factor hidden_size ** -0.5 on the projection's output, except from epsilon.
+        weight = self.weights.take(["model.per_layer_projection_norm.weight"], (sizes.size,))
+        norm = RMSNorm(weight, spec.norm.eps * spec.hidden_size)
+        projection = self.weights.linear(["model.per_layer_model_projection"], (width, spec.hidden_size))
+        return PerLayerInputs(table, projection, norm, sizes)
+
     # -- a layer
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -156,7 +176,7 @@ class DecoderBuilder:
             part = self._mixer(index, prefix) if is_mixer else self._mlp(index, f"{prefix}mlp.")
             return SingleLayer(kind, norm(f"{prefix}input_layernorm"), self._part(part))
         attention = self._part(self._mixer(index, prefix))
-        mlp = self._part(self._mlp(index, f"{prefix}mlp."))
+        mlp = self._part(self._mlp(index, f"{prefix}mlp."), self._mlp_factor(index))
         if topology == "post_norm":
             after_attention, after_mlp = (
                 norm(f"{prefix}post_{part}_layernorm") for part in ("attention", "feedforward")
@@ -171,7 +191,49 @@ class DecoderBuilder:
         if topology == "sandwich":
             before, after = (norm(f"{prefix}{side}_feedforward_layernorm") for side in ("pre", "post"))
             return SandwichLayer(kind, input_norm, attention, after_attention, before, mlp, after)
+        if topology == "gemma4":
+            return self._gemma4_layer(index, prefix, input_norm, attention, after_attention, mlp)
         return PreNormLayer(kind, input_norm, attention, after_attention, mlp)
+
+    def _gemma4_layer(
+        self,
+        index: int,
+        prefix: str,
+        input_norm: Norm,
+        attention: MixerPart,
+        after_attention: Norm,
+        mlp: FeedForward,
+    ) -> Gemma4Layer:
+        norm = self._norm
+        scalar = float(self.weights.take([f"{prefix}layer_scalar"], (1,)))
+        gate = self._per_layer_gate(prefix, scalar)
+        experts = self._experts_of_stream(prefix)
+        return Gemma4Layer(
+            self._kind(index), input_norm, attention, after_attention,
+            norm(f"{prefix}pre_feedforward_layernorm"), mlp,
+            norm(f"{prefix}post_feedforward_layernorm", scalar if gate is None else 1.0),
+            experts, None if experts is None else norm(f"{prefix}post_feedforward_layernorm_1"),
+            gate, index, scalar,
+        )  # fmt: skip
+
+    def _per_layer_gate(self, prefix: str, scalar: float) -> PerLayerGate | None:
+        spec, sizes = self.spec, self.spec.per_layer_input
+        if sizes is None:
+            return None
+        gate = self.weights.linear([f"{prefix}per_layer_input_gate"], (sizes.size, spec.hidden_size))
+        up = self.weights.linear([f"{prefix}per_layer_projection"], (spec.hidden_size, sizes.size))
+        return PerLayerGate(gate, up, self._norm(f"{prefix}post_per_layer_input_norm", scalar), spec.hidden_act)
+
+    def _experts_of_stream(self, prefix: str) -> ExpertsOfStream | None:
+        """Build the experts beside the feed-forward part, and their norms; the router's has its own weight."""
+        spec = self.spec
+        if spec.mixture is None:
+            return None
+        weight = self.weights.take([f"{prefix}mlp.gate.scale"], (spec.hidden_size,))
+        router_norm = RMSNorm(weight.float() * spec.hidden_size**-0.5, spec.norm.eps)
+        mixture = build_mixture(spec, spec.mixture, self.share, f"{prefix}mlp.")
+        before, after = (self._norm(f"{prefix}{side}_feedforward_layernorm_2") for side in ("pre", "post"))
+        return ExpertsOfStream(mixture, router_norm, before, after)
 
     def _kind(self, index: int) -> LayerKind:
         spec = self.spec
@@ -179,32 +241,39 @@ class DecoderBuilder:
         has_rope = spec.positions == "rope" and (not spec.layer_has_rope or spec.layer_has_rope[index])
         return LayerKind(windowed, has_rope, spec.layer_kind(index))
 
-    def _part(self, part: Any) -> Any:
+    def _part(self, part: Any, own_factor: float = 1.0) -> Any:
         """Return attention or feed-forward as the layer calls it: scaled, and added up over the shards."""
-        factor = self.spec.residual_multiplier
-        scaled = part if factor is None else Scaled(part, factor)
+        factor = own_factor * (1.0 if self.spec.residual_multiplier is None else self.spec.residual_multiplier)
+        scaled = part if factor == 1.0 else Scaled(part, factor)
         adds_later = self.shard.is_whole or self.spec.topology.startswith("parallel")
         return scaled if adds_later else Summed(scaled, self.group)
 
     def _parallel(self, layer: ParallelLayer) -> DecoderLayer:
         return layer if self.shard.is_whole else SummedLayer(layer, self.group)
 
-    def _norm(self, stem: str) -> RMSNorm | LayerNorm:
+    def _norm(self, stem: str, factor: float = 1.0) -> RMSNorm | LayerNorm:
+        """Return a norm of the stream. factor: on its output."""
         spec, shape = self.spec.norm, (self.spec.hidden_size,)
         if spec.weight:
             weight = self.weights.take([f"{stem}.weight"], shape)
         else:
             weight = torch.ones(shape, device=self.weights.device)
         weight = weight.float() + 1.0 if spec.plus_one else weight
+        weight = weight if factor == 1.0 else weight.float() * factor
         if spec.kind == "rms":
             return RMSNorm(weight, spec.eps)
+        assert factor == 1.0, "a bias would need the factor too"
         bias = self.weights.take([f"{stem}.bias"], shape) if spec.bias else None
         return LayerNorm(weight, bias, spec.eps)
 
     def _mixer(self, index: int, prefix: str) -> MixerPart:
         """Build attention, a recurrent part, or both, by the layer's kind."""
         kind, recurrent = self.spec.layer_kind(index), self.spec.recurrent
-        attention = self._attention(index, f"{prefix}self_attn.") if self.spec.has_attention(index) else None
+        attention: MixerPart | None = None
+        if self.spec.has_attention(index):
+            attention = self._attention(index, f"{prefix}self_attn.")
+            factor = self.spec.attention_factor
+            attention = attention if factor == 1.0 else Scaled(attention, factor)
         if kind == "attention" or recurrent is None:
             assert attention is not None, kind
             return attention
@@ -214,11 +283,13 @@ class DecoderBuilder:
     # -- attention
 
     def _attention(self, index: int, prefix: str) -> MixerPart:
-        spec, dim = self.spec, self.spec.head_dim
+        spec = self.spec
         if spec.latent is not None:
             return build_latent_attention(spec, spec.latent, self.share, prefix)
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        stems, shape = [f"{prefix}{name}_proj" for name in "qkv"], (q_size + 2 * kv_size, spec.hidden_size)
+        (kv_heads, dim), made = kv_shape(spec, index), self._heads_made(index)
+        q_size = spec.num_heads * dim
+        rows = (2 if spec.attention_gate else 1) * q_size + (len(made) - 1) * kv_heads * dim
+        stems, shape = [f"{prefix}{name}_proj" for name in made], (rows, spec.hidden_size)
         qkv = self.weights.linear(stems, shape, bias=spec.attention_bias, order=self._qkv_order())
         out = self.share.row_parallel(
             f"{prefix}o_proj",
@@ -230,31 +301,45 @@ class DecoderBuilder:
         return Attention(
             qkv,
             out,
-            spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
             before_rotation=list(self._qk_transforms(prefix)),
-            qk_norm=self._qk_norm(prefix),
+            qk_norm=self._head_norm(index, prefix),
+            norm_last=spec.qk_norm_last,
             softcap=spec.attention_softcap,
             sinks=self._sinks(prefix),
             alibi_slopes=self._alibi_slopes(),
+            made=made,
+            gate_size=len(self.shard.heads) * dim if spec.attention_gate else 0,
         )
 
+    def _heads_made(self, index: int) -> Heads:
+        """Return which heads the layer's projection makes."""
+        if not keeps_kv(self.spec, index):
+            return "q"
+        from_keys = self.spec.layer_values_from_keys
+        return "qk" if from_keys and from_keys[index] else "qkv"
+
     def _qkv_order(self) -> Tensor | None:
-        """Return the rows of q, k and v of the shard's heads; None: all, as they are.
+        """Return the rows of q, k and v of the shard's heads, with gates first; None: all, as they are.
 
         Dimensions that rotate together are neighbours in some checkpoints; here they are half the rotated dimensions
         apart. Rows may be reordered as long as q and k agree.
         """
         spec, shard = self.spec, self.shard
-        is_turned = spec.rope_interleaved and spec.positions == "rope"
-        if shard.is_whole and not is_turned:
+        is_turned, is_gated = spec.rope_interleaved and spec.positions == "rope", spec.attention_gate is not None
+        if shard.is_whole and not is_turned and not is_gated:
             return None
-        turning = spec.num_heads + spec.num_kv_heads
-        rows = torch.arange((turning + spec.num_kv_heads) * spec.head_dim, device="cpu").view(-1, spec.head_dim)
+        step = 2 if is_gated else 1  # a head's gate follows the head
+        first_key = step * spec.num_heads
+        first_value = first_key + spec.num_kv_heads
+        rows = torch.arange((first_value + spec.num_kv_heads) * spec.head_dim, device="cpu").view(-1, spec.head_dim)
+        queries = [step * head for head in shard.heads]
+        keys = [first_key + head for head in shard.kv_heads]
         if is_turned:
             head = half_split_order(spec.rope.rotary_dim, spec.head_dim)
-            rows = torch.cat((rows[:turning, head], rows[turning:]))
-        keys = [spec.num_heads + head for head in shard.kv_heads]
-        return rows[[*shard.heads, *keys, *(spec.num_kv_heads + key for key in keys)]].flatten()
+            rows[queries + keys] = rows[queries + keys][:, head]
+        gates = [query + 1 for query in queries] if is_gated else []
+        return rows[[*gates, *queries, *keys, *(first_value + head for head in shard.kv_heads)]].flatten()
 
     def _qk_transforms(self, prefix: str) -> Iterable[Callable[[Tensor], Tensor]]:
         spec = self.spec
@@ -305,14 +390,20 @@ class DecoderBuilder:
         order = half_split_order(self.spec.rope.rotary_dim, self.spec.head_dim)
         return weights[..., order.to(weights.device)]
 
-    def _qk_norm(self, prefix: str) -> RMSNorm | None:
-        """Return the norm of q and k for one call: the weights are repeated for each head, q's first."""
+    def _head_norm(self, index: int, prefix: str) -> RMSNorm | None:
+        """Return the norm of q and k, and of v without a weight, for one call: rows for each head, q's first."""
         spec, shard = self.spec, self.shard
         if spec.qk_norm != "head":
             return None
-        q, k = (self.weights.take([f"{prefix}{name}_norm.weight"], (spec.head_dim,)) for name in "qk")
-        weight = self._in_order_of_rows(torch.cat((q.expand(len(shard.heads), -1), k.expand(len(shard.kv_heads), -1))))
-        return RMSNorm(weight.float() + 1.0 if spec.norm.plus_one else weight, spec.norm.eps)
+        (kv_heads, dim), keeps = kv_shape(spec, index), keeps_kv(spec, index)
+        own = {"q": len(shard.heads), "k": kv_heads if shard.is_whole else len(shard.kv_heads)}
+        stored = [(name, count) for name, count in own.items() if name == "q" or keeps]
+        each = [self.weights.take([f"{prefix}{n}_norm.weight"], (dim,)).expand(count, -1) for n, count in stored]
+        weight = self._in_order_of_rows(torch.cat(each))
+        weight = weight.float() + 1.0 if spec.norm.plus_one else weight
+        if spec.v_norm and keeps:
+            weight = torch.cat((weight, weight.new_ones(own["k"], dim)))
+        return RMSNorm(weight, spec.norm.eps)
 
     def _sinks(self, prefix: str) -> Tensor | None:
         if not self.spec.attention_sinks:
@@ -330,11 +421,19 @@ class DecoderBuilder:
 
     # -- feed-forward
 
+    def _mlp_factor(self, index: int) -> float:
+        mixture = self.spec.mixture
+        if mixture is not None and mixture.is_in(index):
+            return mixture.output_scale
+        return self.spec.mlp_factors[1] if self.spec.mlp_factors else 1.0
+
     def _mlp(self, index: int, prefix: str) -> FeedForward:
-        spec, own = self.spec, self.shard.features
-        if spec.mixture is not None and spec.mixture.is_in(index):
-            return build_mixture(spec, spec.mixture, self.share, prefix)
+        spec, own, mixture = self.spec, self.shard.features, self.spec.mixture
+        if mixture is not None and mixture.is_in(index) and not mixture.beside_mlp:
+            return build_mixture(spec, mixture, self.share, prefix)
         width, bias = spec.intermediate_size, spec.mlp_bias
+        if spec.layer_widths:  # such models are not divided by features
+            width, own = spec.layer_widths[index], range(spec.layer_widths[index])
         names = ["gate_proj", "up_proj"] if spec.mlp_gated else ["up_proj"]
         up = self.weights.linear(
             [f"{prefix}{name}" for name in names],
@@ -345,4 +444,9 @@ class DecoderBuilder:
         down = self.share.row_parallel(
             f"{prefix}down_proj", (spec.hidden_size, width), own, self.shard.counts.features, bias=bias
         )
-        return (GatedMLP if spec.mlp_gated else MLP)(up, down, spec.hidden_act)
+        if not spec.mlp_gated:
+            return MLP(up, down, spec.hidden_act)
+        if not spec.mlp_factors:
+            return GatedMLP(up, down, spec.hidden_act)
+        factors = torch.cat((torch.full((len(own),), spec.mlp_factors[0]), torch.ones(len(own))))
+        return GatedMLP(ScaledOutputs(up, factors.to(self.weights.device)), down, spec.hidden_act)

@@ -6,7 +6,8 @@ Does not know: requests, schedules, sampling; where the checkpoint's tensors com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,9 +24,14 @@ from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.group import Alone, Group
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraBank
+from localllm.models.layers.per_layer_input import PerLayerInputs
 from localllm.models.layers.rotary import rope_tables
+from localllm.models.spec.kv_groups import group_of_layers, kv_groups
 from localllm.models.spec.latent import heads_at_once
 from localllm.models.spec.model_spec import ModelSpec
+
+_StepKey = tuple[LayerKind, int | None]
+"""The kind and the KV group of a layer."""
 
 
 class DecoderModel:
@@ -45,14 +51,18 @@ class DecoderModel:
         *,
         group: Group | None = None,
         vocab: tuple[int, ...] | None = None,
+        layer_inputs: PerLayerInputs | None = None,
     ) -> None:
         """spec: with the sizes that this shard holds. embedding: a first pipeline stage's; norm, lm_head: a last one's.
         group: the shards of its layers. vocab: rows of the head on each; None: all are here."""
         self.spec, self.device, self.dtype = spec, device, dtype
         self.embedding, self.layers, self.norm, self.lm_head = embedding, layers, norm, lm_head
         self.group, self._vocab = Alone() if group is None else group, vocab
+        self.layer_inputs = layer_inputs  # per-layer embeddings
         self._rope_tables = tables
-        self._kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
+        self.layer_groups = group_of_layers(self.spec)  # the KV group of each layer
+        self._windows = tuple(own.window for own in kv_groups(self.spec))
+        self._steps = tuple(zip((layer.kind for layer in layers), self.layer_groups, strict=True))  # of each layer
         self.max_model_len = max_model_len  # the rotary tables end here
         self.lora: LoraBank | None = None  # the adapters' buffers; None: adapters are not enabled
         self.unused_tensors: frozenset[str] = frozenset()  # a shard's; of no use if no other shard uses them either
@@ -88,15 +98,21 @@ class DecoderModel:
             self.lora.end()
 
     def _forward(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None], stream: Tensor | None) -> Tensor:
-        steps = self._prepare(inputs, _some_keys(cache))
+        steps = self._prepare(inputs, cache)
         if self.embedding is None:
             assert stream is not None, "a later stage starts from the stream of the stage before it"
             residual = stream
         else:
             residual = self.embedding(inputs.token_ids, inputs.positions, inputs.embeds)
+        if self.layer_inputs is not None:
+            given = self.layer_inputs(inputs.token_ids, inputs.positions, residual)
+            steps = {
+                kind: replace(step, layer_inputs=given) if isinstance(step, AttentionStep) else step
+                for kind, step in steps.items()
+            }
         delta: Tensor | None = None
-        for layer, kept in zip(self.layers, cache, strict=True):
-            delta = layer(residual, delta, kept, steps[layer.kind])
+        for layer, kept, key in zip(self.layers, cache, self._steps, strict=True):
+            delta = layer(residual, delta, kept, steps[key])
         assert delta is not None, "a spec has at least one layer"
         return residual.add_(delta) if self.norm is None else self.norm.add(delta, residual)
 
@@ -120,32 +136,34 @@ class DecoderModel:
         cap = self.spec.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def _prepare(self, inputs: ForwardInputs, k_cache: Tensor | None) -> dict[LayerKind, LayerStep]:
-        """Return the inputs that layers of a kind share, computed once per step instead of once per layer."""
-        attention = self._attention_steps(inputs, k_cache)
-        state = _state_step(inputs)
-        return {
-            kind: attention[kind]
-            if kind.part == "attention"
-            else RecurrentStep(inputs.slot_mapping, state, attention.get(kind))
-            for kind in self._kinds
-        }
+    def _prepare(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None]) -> dict[_StepKey, LayerStep]:
+        """Return the inputs that layers of one kind and KV group share, computed once per step."""
+        steps: dict[_StepKey, LayerStep] = dict(self._attention_steps(inputs, cache))
+        if self.spec.layer_kinds:
+            padding, state = inputs.groups[0].slot_mapping, _state_step(inputs)
+            for key in self._steps:
+                attention = steps.get(key)
+                if key[0].part != "attention" and not isinstance(attention, RecurrentStep):
+                    steps[key] = RecurrentStep(padding, state, attention)
+        return steps
 
-    def _attention_steps(self, inputs: ForwardInputs, k_cache: Tensor | None) -> dict[LayerKind, AttentionStep]:
-        valid = has_no_skipped_slot(inputs.slot_mapping)
+    def _attention_steps(
+        self, inputs: ForwardInputs, cache: Sequence[LayerCache | None]
+    ) -> dict[_StepKey, AttentionStep]:
+        valid = has_no_skipped_slot(inputs.groups[0].slot_mapping)
         query_scale = self._query_scale(inputs.positions)
-        plans: dict[int | None, AttentionPlan] = {}
-        steps: dict[LayerKind, AttentionStep] = {}
-        for kind in self._kinds:
-            if kind.part not in ("attention", "both"):
+        heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
+        plans: dict[int, AttentionPlan] = {}
+        steps: dict[_StepKey, AttentionStep] = {}
+        for key, kept in zip(self._steps, cache, strict=True):
+            kind, group = key
+            if key in steps or group is None:
                 continue
-            assert k_cache is not None, "layers with attention have keys"
-            window = self.spec.sliding_window if kind.windowed else None
-            if window not in plans:
-                heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
-                plans[window] = plan_step(inputs, k_cache, heads, window)
-            rotation = self._rotation(kind, inputs)
-            steps[kind] = AttentionStep(plans[window], rotation, inputs.slot_mapping, valid, query_scale)
+            own, kv = inputs.groups[group], kept.kv if isinstance(kept, HybridCache) else kept
+            assert isinstance(kv, LayerKV), "a layer in a KV group has keys and values"
+            if group not in plans:
+                plans[group] = plan_step(inputs, own, kv.k, heads, self._windows[group])
+            steps[key] = AttentionStep(plans[group], self._rotation(kind, inputs), own.slot_mapping, valid, query_scale)
         return steps
 
     def _query_scale(self, positions: Tensor) -> Tensor | None:
@@ -169,15 +187,6 @@ class DecoderModel:
         table = local if kind.windowed and local is not None else full
         assert table is not None, "layers that rotate have a table"
         return table
-
-
-def _some_keys(cache: Iterable[LayerCache | None]) -> Tensor | None:
-    """Return the keys of one layer with attention; None: no layer has any."""
-    for kept in cache:
-        kv = kept.kv if isinstance(kept, HybridCache) else kept
-        if isinstance(kv, LayerKV):
-            return kv.k
-    return None
 
 
 def _state_step(inputs: ForwardInputs) -> StateStep | None:

@@ -1,20 +1,28 @@
-"""DeepSeek-V2 and V2-Lite, V3, and models trained with V3's code (Moonlight): latent attention, with one cached key and
-value for all heads, and many small experts beside shared ones; the first layers are dense (arXiv:2405.04434).
-V3 scores experts by sigmoids with a correction for the choice, in groups (arXiv:2412.19437).
+"""DeepSeek-V2 and V2-Lite, V3, and models trained with V3's code (Moonlight, GLM-4.7-Flash): latent attention, with one
+cached key and value for all heads, and many small experts beside shared ones; the first layers are dense
+(arXiv:2405.04434). V3 scores experts by sigmoids with a correction for the choice, in groups (arXiv:2412.19437).
+
+DeepSeek-V3.2 and GLM-5 add an indexer that chooses the index_topk earlier tokens to attend to (arXiv:2512.02556). Up to
+index_topk tokens it chooses all of them, and attention is V3's. The indexer is not implemented, so their context ends
+there.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage
+from localllm.models.spec.fields import size
 from localllm.models.spec.latent import latent
-from localllm.models.spec.mixture import by_method, grouping, layers_after, mixture
-from localllm.models.spec.rope import RopeSpec, read_ropes
+from localllm.models.spec.mixture import by_method, grouping, layers_after, mixture, typed_layers
+from localllm.models.spec.rope import RopeSpec, context_length, read_ropes
+from localllm.units import format_count
 
 STORAGE = Storage(renames=((r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),), more_layers=True)
+INDEXED = replace(STORAGE, ignored=(r"model\.layers\.\d+\.self_attn\.indexer\..*",))
 
 
 def _v2(config: Config) -> dict[str, Any]:
@@ -32,6 +40,19 @@ def _v3(config: Config) -> dict[str, Any]:
     }
 
 
+def _indexed(config: Config) -> dict[str, Any]:
+    """Return V3's fields, with the context up to which the indexer chooses all tokens."""
+    differences, most = _v3({**config, "rope_interleave": True}), size(config, "index_topk")
+    trained = context_length(config, differences["rope"])
+    if trained <= most:
+        return differences
+    limit = (
+        f"Beyond {format_count(most)} tokens this model attends only to those that its indexer chooses, and the "
+        "indexer is not supported."
+    )
+    return {**differences, "max_position": most, "context_limit": limit}
+
+
 def _mixture(config: Config, **routing: Any) -> Any:
     if (config.get("moe_layer_freq") or 1) != 1:
         raise UnsupportedModel(
@@ -39,7 +60,7 @@ def _mixture(config: Config, **routing: Any) -> Any:
         )
     return mixture(
         config,
-        layers=layers_after(config, config["first_k_dense_replace"]),
+        layers=typed_layers(config) or layers_after(config, config["first_k_dense_replace"]),
         scale=float(config["routed_scaling_factor"]),
         router_in_fp32=True,
         shared_size=config["moe_intermediate_size"] * (config["n_shared_experts"] or 0),
@@ -76,20 +97,47 @@ V2 = Family(
     {**_DEFAULTS, "topk_method": "greedy"},
     storage=STORAGE,
 )
-V3 = Family(
-    "DeepSeek-V3",
-    ("DeepseekV3ForCausalLM",),
+_V3_DEFAULTS = {
+    **_DEFAULTS,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+    "n_group": 8,
+    "topk_group": 4,
+}
+_NO_PREDICTION = "multi-token prediction layers are not run"
+V3 = Family("DeepSeek-V3", ("DeepseekV3ForCausalLM",), _v3, _V3_DEFAULTS, storage=STORAGE, note=_NO_PREDICTION)
+GLM_LITE = Family(
+    "GLM-4.7-Flash",
+    ("Glm4MoeLiteForCausalLM",),
     _v3,
     {
-        **_DEFAULTS,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 3,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-        "rope_interleave": True,
-        "n_group": 8,
-        "topk_group": 4,
+        **_V3_DEFAULTS,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.8,
+        "n_group": 1,
+        "topk_group": 1,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 768,
     },
     storage=STORAGE,
-    note="multi-token prediction layers are not run",
+    note=_NO_PREDICTION,
+)
+V32 = Family(
+    "DeepSeek-V3.2",
+    ("DeepseekV32ForCausalLM",),
+    _indexed,
+    {**_V3_DEFAULTS, "index_topk": 2048},
+    storage=INDEXED,
+    note=_NO_PREDICTION,
+)
+GLM5 = Family(
+    "GLM-5",
+    ("GlmMoeDsaForCausalLM",),
+    _indexed,
+    {**_V3_DEFAULTS, "index_topk": 2048, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
+    storage=INDEXED,
+    note=_NO_PREDICTION,
 )

@@ -1,5 +1,6 @@
 """GLM-4.5 and its successors: many small experts beside a shared one, scored by sigmoids with a correction for the
-choice, the first layers dense; half of each head rotates (arXiv:2508.06471).
+choice, the first layers dense; half of each head rotates (arXiv:2508.06471). Solar Open has the same mixture in every
+layer, and Llama's attention.
 """
 
 from __future__ import annotations
@@ -7,19 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.models.spec.family import Config, Family, Storage
-from localllm.models.spec.mixture import grouping, layers_after, mixture
+from localllm.models.spec.mixture import grouping, layers_after, sigmoid_mixture
 
 
 def _differences(config: Config) -> dict[str, Any]:
     return {
         "attention_bias": bool(config.get("attention_bias")),
         "qk_norm": "head" if config["use_qk_norm"] else None,
-        "mixture": mixture(
+        "mixture": sigmoid_mixture(
             config,
             layers=layers_after(config, config["first_k_dense_replace"]),
-            scoring="sigmoid",
-            correction_bias=True,
-            router_in_fp32=True,
             renormalize=bool(config["norm_topk_prob"]),
             scale=float(config["routed_scaling_factor"]),
             shared_size=config["moe_intermediate_size"] * (config["n_shared_experts"] or 0),
@@ -28,22 +26,40 @@ def _differences(config: Config) -> dict[str, Any]:
     }
 
 
+def _solar_names(config: Config) -> Config:
+    """Return the config with the size of a dense layer, which may be missing: Solar Open has none."""
+    return {"intermediate_size": config.get("moe_intermediate_size"), **config}
+
+
+_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+    "use_qk_norm": False,
+}
+_STORAGE = Storage(renames=((r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),), more_layers=True)
 FAMILY = Family(
     "GLM-4.5 (MoE)",
     ("Glm4MoeForCausalLM",),
     _differences,
-    {
-        "rms_norm_eps": 1e-5,
-        "num_key_value_heads": 8,
-        "partial_rotary_factor": 0.5,
-        "use_qk_norm": False,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 1408,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-    },
-    storage=Storage(renames=((r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),), more_layers=True),
+    {**_DEFAULTS, "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408, "first_k_dense_replace": 1},
+    storage=_STORAGE,
     note="multi-token prediction layers are not run",
+)
+SOLAR = Family(
+    "Solar Open",
+    ("SolarOpenForCausalLM",),
+    _differences,
+    {
+        **_DEFAULTS,
+        "head_dim": 128,
+        "rope_theta": 1_000_000.0,
+        "moe_intermediate_size": 1280,
+        "first_k_dense_replace": 0,
+    },
+    storage=_STORAGE,
+    common_names=_solar_names,
 )

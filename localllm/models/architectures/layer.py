@@ -3,6 +3,7 @@ part may be in attention's place, or beside attention.
 
     PreNormLayer    Llama's: each part reads the normed stream and is added to it
     SandwichLayer   Gemma's: each part's output is also normed before it is added
+    Gemma4Layer     a SandwichLayer with experts beside the feed-forward part, a per-layer embedding, and a factor
     PostNormLayer   OLMo 2's: only the outputs are normed
     ParallelLayer   GPT-J's: both parts read the same stream, and are added together
     SummedLayer     a ParallelLayer of a tensor-parallel shard
@@ -28,6 +29,8 @@ from torch import Tensor
 from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState, StateStep
 from localllm.models.layers.attention import AttentionStep
 from localllm.models.layers.group import Group
+from localllm.models.layers.moe import ExpertsOfStream
+from localllm.models.layers.per_layer_input import PerLayerGate
 from localllm.models.spec.recurrent import LayerPart
 
 
@@ -67,7 +70,7 @@ class Recurrence(Protocol):
 
 
 class FeedForward(Protocol):
-    def __call__(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, slot_mapping: Tensor, /) -> Tensor:
         """Map x [T, hidden] to a fresh tensor [T, hidden]. Rows with a slot below 0 are padding, with any result."""
         ...
 
@@ -117,6 +120,43 @@ class SandwichLayer:
     def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
         x = self.attention_post_norm(self.attention(_enter(self.input_norm, residual, delta), cache, step))
         return self.mlp_post_norm(self.mlp(self.mlp_norm.add(x, residual), step.slot_mapping))
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4Layer:
+    """stream += post_norm(attention(norm(stream)))
+    stream += post_norm(dense_post_norm(mlp(norm(stream))) + experts(stream))      without experts: post_norm(mlp(...))
+    stream += per_layer(stream, the layer's embedding)                             if the model has them
+    stream *= scalar
+
+    The last part is returned and not yet added, so its norm's weight already contains the scalar.
+    """
+
+    kind: LayerKind
+    input_norm: Norm
+    attention: MixerPart
+    attention_post_norm: Norm
+    mlp_norm: Norm
+    mlp: FeedForward
+    mlp_post_norm: Norm
+    experts: ExpertsOfStream | None
+    dense_post_norm: Norm | None  # only with experts
+    per_layer: PerLayerGate | None
+    index: int  # of the layer's embedding
+    scalar: float
+
+    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
+        x = self.attention_post_norm(self.attention(_enter(self.input_norm, residual, delta), cache, step))
+        x = self.mlp(self.mlp_norm.add(x, residual), step.slot_mapping)
+        if self.experts is not None and self.dense_post_norm is not None:
+            x = self.dense_post_norm(x).add_(self.experts(residual, step.slot_mapping))
+        x = self.mlp_post_norm(x)
+        if self.per_layer is not None:
+            assert isinstance(step, AttentionStep), "each layer of such a model attends"
+            assert step.layer_inputs is not None, "the model computes per-layer embeddings"
+            x = self.per_layer(residual.add_(x), step.layer_inputs[:, self.index])
+        residual.mul_(self.scalar)
+        return x
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,16 @@ def _differences(config: Config) -> dict[str, Any]:
     }
 
 
+STORAGE = Storage(
+    renames=(
+        (r"\.mlp\.gate\.e_score", ".block_sparse_moe.e_score"),
+        (r"\.mlp\.(gate|experts)\.", r".block_sparse_moe.\1."),
+        (r"(\.experts\.\d+)\.gate_proj\.", r"\1.w1."),
+        (r"(\.experts\.\d+)\.up_proj\.", r"\1.w3."),
+        (r"(\.experts\.\d+)\.down_proj\.", r"\1.w2."),
+    ),
+    alternatives=((r"\.block_sparse_moe\.", ".mlp."),),
+)
 FAMILY = Family(
     "Mixtral",
     ("MixtralForCausalLM",),
@@ -29,13 +39,5 @@ FAMILY = Family(
         "rope_theta": 1_000_000.0,
         "num_experts_per_tok": 2,
     },
-    storage=Storage(
-        renames=(
-            (r"\.mlp\.(gate|experts)\.", r".block_sparse_moe.\1."),
-            (r"(\.experts\.\d+)\.gate_proj\.", r"\1.w1."),
-            (r"(\.experts\.\d+)\.up_proj\.", r"\1.w3."),
-            (r"(\.experts\.\d+)\.down_proj\.", r"\1.w2."),
-        ),
-        alternatives=((r"\.block_sparse_moe\.", ".mlp."),),
-    ),
+    storage=STORAGE,
 )

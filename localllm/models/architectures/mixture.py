@@ -1,7 +1,8 @@
 """Build the feed-forward part of a family with experts from a spec and a source of tensors.
 
 Canonical names: `mlp.gate` the router, `mlp.experts.E.gate_proj` and so on, or for all experts at once
-`mlp.experts.gate_proj` or `mlp.experts.gate_up_proj`; `mlp.shared_expert`, `mlp.shared_expert_gate`.
+`mlp.experts.gate_proj` or `mlp.experts.gate_up_proj`; `mlp.gate.expert_scale`, `mlp.shared_expert`,
+`mlp.shared_expert_gate`, `mlp.latent_down_proj`, `mlp.latent_up_proj`.
 Does not know: files, formats, other parts of a layer.
 """
 
@@ -12,8 +13,8 @@ import torch
 from localllm.errors import UnsupportedOption
 from localllm.models.architectures.shard_weights import ShardWeights, stacked_rows
 from localllm.models.layers.linear import Linear
-from localllm.models.layers.mlp import GatedMLP
-from localllm.models.layers.moe import Experts, MoE, Routing
+from localllm.models.layers.mlp import MLP, GatedMLP
+from localllm.models.layers.moe import Experts, LatentExperts, MoE, Routing
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.weights import TensorSource
@@ -26,6 +27,9 @@ def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, pr
     if mixture.correction_bias:
         name = f"{prefix}gate.e_score_correction_bias"
         correction = weights.take([name], (mixture.num_experts,), dtype=torch.float32)
+    expert_scale = None
+    if mixture.expert_scale:
+        expert_scale = weights.take([f"{prefix}gate.expert_scale"], (mixture.num_experts,), dtype=torch.float32)
     shared_gate = None
     if mixture.shared_gate:
         shared_gate = weights.linear([f"{prefix}shared_expert_gate"], (1, spec.hidden_size))
@@ -45,7 +49,9 @@ def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, pr
         correction,
         _shared(spec, mixture, share, prefix),
         shared_gate,
+        expert_scale=expert_scale,
         own=None if len(own) == mixture.num_experts else own,
+        latent=_latent(spec, mixture, weights, prefix),
     )
 
 
@@ -60,14 +66,15 @@ def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix:
     """Build the shard's experts, or its features of all experts."""
     count, width, hidden, bias = mixture.num_experts, mixture.intermediate_size, spec.hidden_size, mixture.expert_bias
     weights, own, features, stem = share.source, share.shard.experts, share.shard.expert_features, f"{prefix}experts"
-    held = _held_features(share, stem, width)
+    held, names = _held_features(share, stem, width), _first_names(spec)
+    hidden = mixture.latent_size or hidden
     gate_up, gate_up_bias = weights.experts(
         stem,
-        ["gate_proj", "up_proj"],
-        (count, 2 * width, hidden),
+        names,
+        (count, len(names) * width, hidden),
         bias=bias,
         own=own,
-        order=stacked_rows(features, width, 2),
+        order=stacked_rows(features, width, len(names)),
     )
     down, down_bias = weights.experts(
         stem, ["down_proj"], (count, hidden, width), bias=bias and features.start == 0, own=own, columns=held
@@ -75,6 +82,22 @@ def _experts(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix:
     padding = (0, 0) if held is None else (features.start - held.start, held.stop - features.stop)
     activation = mixture.activation or spec.hidden_act
     return Experts(gate_up, down, activation, gate_up_bias, down_bias, padding=padding)
+
+
+def _first_names(spec: ModelSpec) -> list[str]:
+    """Return the names of an expert's first matrices, which read its input."""
+    return ["gate_proj", "up_proj"] if spec.mlp_gated else ["up_proj"]
+
+
+def _latent(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, prefix: str) -> LatentExperts | None:
+    """Return the matrices before and after experts that work in a narrower space."""
+    narrow, wide = mixture.latent_size, spec.hidden_size
+    if not narrow:
+        return None
+    return LatentExperts(
+        weights.linear([f"{prefix}latent_down_proj"], (narrow, wide)),
+        weights.linear([f"{prefix}latent_up_proj"], (wide, narrow)),
+    )
 
 
 def _held_features(share: ShardWeights, stem: str, width: int) -> range | None:
@@ -93,13 +116,13 @@ def _held_features(share: ShardWeights, stem: str, width: int) -> range | None:
     return held
 
 
-def _shared(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> GatedMLP | None:
+def _shared(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> GatedMLP | MLP | None:
     width, hidden, features = mixture.shared_size, spec.hidden_size, share.shard.shared_features
     if not width:
         return None
-    stems = [f"{prefix}shared_expert.{name}_proj" for name in ("gate", "up")]
-    gate_up = share.source.linear(stems, (2 * width, hidden), order=stacked_rows(features, width, 2))
+    stems = [f"{prefix}shared_expert.{name}" for name in _first_names(spec)]
+    first = share.source.linear(stems, (len(stems) * width, hidden), order=stacked_rows(features, width, len(stems)))
     down = share.row_parallel(
         f"{prefix}shared_expert.down_proj", (hidden, width), features, share.shard.counts.shared_features
     )
-    return GatedMLP(gate_up, down, spec.hidden_act)
+    return (GatedMLP if spec.mlp_gated else MLP)(first, down, spec.hidden_act)

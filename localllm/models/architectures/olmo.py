@@ -3,7 +3,7 @@
 OLMo 1: LayerNorm without learned weights, q, k and v clipped in the 7B (arXiv:2402.00838). OLMo 2: a norm after each
 part instead of before it, and q and k normed over all their heads at once (arXiv:2501.00656). OLMo 3: OLMo 2 with
 windows in three of four layers, which rotate without scaling even if the other layers' rope is scaled
-(arXiv:2512.13961).
+(arXiv:2512.13961). FlexOlmo: OLMo 2 with a mixture in every layer (arXiv:2507.07024).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from localllm.models.spec.family import Config, Family, windowed_layers
 from localllm.models.spec.fields import optional_number
+from localllm.models.spec.mixture import mixture
 from localllm.models.spec.norms import NormSpec
 from localllm.models.spec.rope import plain_rope
 
@@ -41,6 +42,17 @@ def _olmo3(config: Config) -> dict[str, Any]:
     }
 
 
+def _flex_olmo(config: Config) -> dict[str, Any]:
+    experts = mixture(config, size="intermediate_size", renormalize=bool(config.get("norm_topk_prob")))
+    return {**_olmo2(config), "mixture": experts}
+
+
 OLMO = Family("OLMo", ("OlmoForCausalLM",), _olmo1)
 OLMO2 = Family("OLMo 2", ("Olmo2ForCausalLM",), _olmo2, {"rms_norm_eps": 1e-5})
 OLMO3 = Family("OLMo 3", ("Olmo3ForCausalLM",), _olmo3, {"rms_norm_eps": 1e-5, "sliding_window": 4096})
+FLEX_OLMO = Family(
+    "FlexOlmo",
+    ("FlexOlmoForCausalLM",),
+    _flex_olmo,
+    {"rope_theta": 500_000.0, "num_experts": 7, "num_experts_per_tok": 5},
+)

@@ -196,7 +196,8 @@ def _build(config: dict[str, Any], family: Family, generation: Mapping[str, Any]
     config["num_key_value_heads"] = sizes["num_kv_heads"]
     rope, local_rope = read_ropes(config, sizes["head_dim"])
     differences = family.differences(config)
-    differences.setdefault("norm", NormSpec(number(config, "rms_norm_eps")))
+    if "norm" not in differences:
+        differences["norm"] = NormSpec(number(config, "rms_norm_eps"))
     common = {
         "architecture": config["architectures"][0],
         "max_position": context_length(config, rope),

@@ -15,10 +15,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.models.architectures.layer import Recurrence
+from localllm.models.architectures.layer import Recurrence, Scaled
 from localllm.models.layers.gated_delta_net import DeltaHeads, GatedDeltaNet
+from localllm.models.layers.linear import Linear, ScaledOutputs
 from localllm.models.layers.mamba2 import Mamba2, ScanHeads
 from localllm.models.layers.short_conv import ShortConv
+from localllm.models.layers.split import Projection
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.recurrent import RecurrentSpec
 from localllm.models.weights.weights import TensorSource
@@ -27,7 +29,8 @@ from localllm.models.weights.weights import TensorSource
 def build_recurrence(spec: ModelSpec, recurrent: RecurrentSpec, weights: TensorSource, prefix: str) -> Recurrence:
     """Build the recurrent part of a layer. prefix: model.layers.N."""
     build = {"short_conv": _short_conv, "gated_delta": _gated_delta, "mamba2": _mamba2}[recurrent.kind]
-    return build(spec, recurrent, weights, prefix)
+    part, factor = build(spec, recurrent, weights, prefix), recurrent.output_factor
+    return part if factor == 1.0 else Scaled(part, factor)
 
 
 def _short_conv(spec: ModelSpec, recurrent: RecurrentSpec, weights: TensorSource, prefix: str) -> Recurrence:
@@ -63,18 +66,33 @@ def _gated_delta(spec: ModelSpec, recurrent: RecurrentSpec, weights: TensorSourc
 def _mamba2(spec: ModelSpec, recurrent: RecurrentSpec, weights: TensorSource, prefix: str) -> Recurrence:
     prefix, hidden, bias = f"{prefix}mamba.", spec.hidden_size, recurrent.projection_bias
     heads = ScanHeads(recurrent.num_heads, recurrent.head_size, recurrent.num_groups, recurrent.state_size)
+    in_proj = weights.linear([f"{prefix}in_proj"], (sum(heads.parts), hidden), bias=bias)
+    norm = None
+    if recurrent.norm != "gate":
+        norm = weights.values(f"{prefix}norm.weight", (heads.width,), dtype=torch.float32)
     return Mamba2(
-        weights.linear([f"{prefix}in_proj"], (sum(heads.parts), hidden), bias=bias),
+        _scaled(in_proj, recurrent, heads, weights.device),
         *_convolution(recurrent, weights, f"{prefix}conv1d"),
         _rate(recurrent, weights, prefix),
         weights.take([f"{prefix}dt_bias"], (heads.heads,), dtype=torch.float32),
         weights.values(f"{prefix}D", (heads.heads,), dtype=torch.float32),
-        weights.values(f"{prefix}norm.weight", (heads.width,), dtype=torch.float32),
+        norm,
         spec.norm.eps,
         weights.linear([f"{prefix}out_proj"], (hidden, heads.width), bias=bias),
         heads,
         limits=recurrent.time_step_limits,
+        gate_first=recurrent.norm == "gate_then_norm",
     )
+
+
+def _scaled(in_proj: Linear, recurrent: RecurrentSpec, heads: ScanHeads, device: torch.device) -> Projection:
+    """Return the projection with factors on z, x, B, C and dt, if the spec has any."""
+    if all(factor == 1.0 for factor in recurrent.input_factors):
+        return in_proj
+    columns = heads.groups * heads.state_size
+    sizes = (heads.width, heads.width, columns, columns, heads.heads)
+    each = [torch.full((size,), factor) for size, factor in zip(sizes, recurrent.input_factors, strict=True)]
+    return ScaledOutputs(in_proj, torch.cat(each).to(device))
 
 
 def _convolution(recurrent: RecurrentSpec, weights: TensorSource, stem: str) -> tuple[Tensor, Tensor | None]:

@@ -87,7 +87,7 @@ def _check_position_limit(config: EngineConfig, spec: ModelSpec) -> None:
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is longer than this model's context.",
-            f"It was trained for {format_count(spec.max_position)} positions.",
+            spec.context_limit or f"It was trained for {format_count(spec.max_position)} positions.",
             f"--max-model-len {spec.max_position}, or leave it out: auto takes the largest that fits.",
             param="max_model_len",
         )

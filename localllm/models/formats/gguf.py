@@ -11,6 +11,7 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -99,7 +100,7 @@ class GGUFCheckpoint:
         factors = struct.unpack_from(f"<{info.shape[0]}f", self._map(file), stored.start)
         if not any(factors):
             return None
-        if not all(0 < factor < 1e30 for factor in factors):
+        if not all(factor > 0 and isfinite(factor) for factor in factors):
             raise CorruptModel(
                 f"{name} in {info.file} contains RoPE factors that are not positive.", "All factors must be above 0."
             )

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.models.formats.checkpoint import FLOATS, TensorInfo
-from localllm.models.formats.gguf_header import Header, Strings, Value
-
-Config = dict[str, Any]
+from localllm.models.formats.checkpoint import FLOATS
+from localllm.models.formats.gguf_header import Header, Strings
+from localllm.models.formats.gguf_metadata import Architecture, Config, GGUFTensors, Metadata, has, layer_types
+from localllm.models.formats.gguf_mixtures import MIXTURES
 
 FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
@@ -28,26 +25,17 @@ FILE_TYPES = {
 ENDS = frozenset((
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>", "<EOT>", "_<EOT>", "</s>", "<eos>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
-    "<|END_OF_TURN_TOKEN|>",
+    "<|END_OF_TURN_TOKEN|>", "<turn|>", "<|tool_response>",
 ))  # fmt: skip
-"""Control tokens that always end an answer: metadata names one, but chat models have two or three."""
-_CONTROL = 3  # tokenizer.ggml.token_type
-
-
-class GGUFTensors(Protocol):
-    """The tensors of a GGUF file, as far as a config depends on them."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    def rope_factors(self, name: str) -> list[float] | None:
-        """Return the values of a list that is stored as a tensor; None: missing."""
-        ...
+"""Tokens that always end an answer: metadata names one, but chat models have two or three."""
+_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+_VISIBLE_ENDS = frozenset(("<|tool_response>",))
+"""Gemma 4's, stored as user-defined tokens; the others are control tokens."""
 
 
 def config_of_header(header: Header, checkpoint: GGUFTensors) -> Config:
     """Return the config. header: of the first part. Raises `UnsupportedModel`, `CorruptModel`."""
-    metadata = _Metadata(header)
+    metadata = Metadata(header)
     if metadata.architecture not in _ARCHITECTURES:
         raise UnsupportedModel(
             f"{header.file.name} is a GGUF file of {metadata.architecture!r}, which is not supported.",
@@ -55,6 +43,7 @@ def config_of_header(header: Header, checkpoint: GGUFTensors) -> Config:
             "Use the model's safetensors repository: more architectures are supported there.",
         )
     architecture = _ARCHITECTURES[metadata.architecture]
+    metadata.varying = architecture.varying
     config = _common(metadata, checkpoint)
     config |= {name: metadata.get(key) for name, key in architecture.fields.items() if metadata.get(key) is not None}
     config |= architecture.always
@@ -65,51 +54,7 @@ def config_of_header(header: Header, checkpoint: GGUFTensors) -> Config:
     return config
 
 
-class _Metadata:
-    """Metadata by key without the architecture's prefix, with type checks."""
-
-    def __init__(self, header: Header) -> None:
-        self.file, self.values = header.file, header.metadata
-        self.architecture = str(header.metadata["general.architecture"])
-
-    def get(self, key: str) -> Value | None:
-        return self.values.get(f"{self.architecture}.{key}")
-
-    def count(self, key: str) -> int:
-        value = self.optional_count(key)
-        if value is None or value < 1:
-            self.fail(key, "It is missing." if value is None else f"It is {value}.")
-        return value
-
-    def optional_count(self, key: str) -> int | None:
-        """Return a whole number; for a list with one value per layer, the value that all layers share."""
-        value = self.get(key)
-        if isinstance(value, list) and value and all(type(each) is int for each in value):
-            if len(set(value)) > 1:
-                raise UnsupportedModel(
-                    f"{self.file.name} has layers that differ in {self.architecture}.{key}: {sorted(set(value))}.",
-                    "Supported: the same value in every layer.",
-                )
-            value = value[0]
-        if value is not None and type(value) is not int:
-            self.fail(key, f"It is {value!r}, not a whole number.")
-        return value
-
-    def number(self, key: str) -> float | None:
-        value = self.get(key)
-        if value is not None and type(value) not in (int, float):
-            self.fail(key, f"It is {value!r}, not a number.")
-        return value  # type: ignore[return-value]
-
-    def token_id(self, name: str) -> int | None:
-        value = self.values.get(f"tokenizer.ggml.{name}_token_id")
-        return value if type(value) is int else None
-
-    def fail(self, key: str, why: str) -> NoReturn:
-        raise CorruptModel(f"{self.file.name} has an invalid metadata value: {self.architecture}.{key}.", why)
-
-
-def _common(metadata: _Metadata, checkpoint: GGUFTensors) -> Config:
+def _common(metadata: Metadata, checkpoint: GGUFTensors) -> Config:
     hidden, heads = metadata.count("embedding_length"), metadata.count("attention.head_count")
     config: Config = {
         "vocab_size": _vocab_size(metadata, checkpoint),
@@ -142,21 +87,22 @@ def _common(metadata: _Metadata, checkpoint: GGUFTensors) -> Config:
     return config | _rope(metadata, checkpoint, config)
 
 
-def _vocab_size(metadata: _Metadata, checkpoint: GGUFTensors) -> int:
+def _vocab_size(metadata: Metadata, checkpoint: GGUFTensors) -> int:
     table = checkpoint.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise CorruptModel(f"{metadata.file.name} has no matrix token_embd.weight.")
     return table.shape[0]
 
 
-def _end_ids(metadata: _Metadata) -> list[int]:
-    """Return the end tokens that the metadata names, then control tokens that are known to end an answer."""
+def _end_ids(metadata: Metadata) -> list[int]:
+    """Return the end tokens that the metadata names, then special tokens that are known to end an answer."""
     named = [metadata.token_id(name) for name in ("eos", "eot", "eom")]
     tokens, types = (metadata.values.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     found: dict[str, int] = {}
     if isinstance(tokens, Strings) and isinstance(types, list):
-        control = [index for index, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL]
-        found = {text: index for index in control if (text := tokens[index]) in ENDS}
+        ends = {_CONTROL: ENDS, _USER_DEFINED: _VISIBLE_ENDS}
+        special = [(index, ends[int(kind)]) for index, kind in enumerate(types[: len(tokens)]) if kind in ends]
+        found = {text: index for index, known in special if (text := tokens[index]) in known}
     if "<|return|>" in found and "<|call|>" in found:
         found.pop("<|end|>", None)  # here it ends a message, not the answer
     return list(dict.fromkeys([token_id for token_id in (*named, *found.values()) if token_id is not None]))
@@ -165,14 +111,14 @@ def _end_ids(metadata: _Metadata) -> list[int]:
 # -- rotary embedding
 
 
-def _rope(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+def _rope(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     head_dim, rotary = config.get("head_dim"), metadata.optional_count("rope.dimension_count")
     rope: Config = {"partial_rotary_factor": rotary / head_dim} if head_dim and rotary else {}
     scaling = _scaling(metadata, checkpoint, config)
     return rope | ({"rope_scaling": scaling} if scaling else {})
 
 
-def _scaling(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config | None:
+def _scaling(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config | None:
     kind, factor = metadata.get("rope.scaling.type"), metadata.number("rope.scaling.factor")
     original = metadata.optional_count("rope.scaling.original_context_length")
     short, long = (checkpoint.rope_factors(f"rope_factors_{length}.weight") for length in ("short", "long"))
@@ -201,7 +147,7 @@ def _scaling(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Co
     return None
 
 
-def _yarn(metadata: _Metadata, factor: float | None, original: int | None) -> Config:
+def _yarn(metadata: Metadata, factor: float | None, original: int | None) -> Config:
     scaling: Config = {"rope_type": "yarn"}
     named = {
         "factor": factor,
@@ -221,7 +167,7 @@ def _yarn(metadata: _Metadata, factor: float | None, original: int | None) -> Co
 # -- quantisation
 
 
-def _quantization(metadata: _Metadata, checkpoint: GGUFTensors) -> Config | None:
+def _quantization(metadata: Metadata, checkpoint: GGUFTensors) -> Config | None:
     """Return the quantization_config; None if every matrix is unquantised."""
     types = Counter(info.dtype for info in checkpoint.tensors.values() if len(info.shape) > 1)
     if not types.keys() - FLOATS.keys():
@@ -229,7 +175,7 @@ def _quantization(metadata: _Metadata, checkpoint: GGUFTensors) -> Config | None
     return {"quant_method": "gguf", "label": _label(metadata, types), "types": dict(types.most_common())}
 
 
-def _label(metadata: _Metadata, types: Counter[str]) -> str:
+def _label(metadata: Metadata, types: Counter[str]) -> str:
     stated = metadata.values.get("general.file_type")
     name = FILE_TYPES.get(stated) if type(stated) is int else None
     return name or types.most_common(1)[0][0]
@@ -247,49 +193,27 @@ def _dtype(config: Config, checkpoint: GGUFTensors) -> str:
 # -- architectures
 
 
-def _nothing(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
-    return {}
-
-
-More = Callable[[_Metadata, GGUFTensors, Config], Config]
-
-
-@dataclass(frozen=True, slots=True)
-class _Architecture:
-    name: str  # class name in config.json
-    fields: Mapping[str, str] = field(default_factory=dict)  # config's name -> metadata's key without the architecture
-    more: More = _nothing
-    always: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _has(checkpoint: GGUFTensors, name: str, layer: int = 0) -> bool:
-    return f"blk.{layer}.{name}" in checkpoint.tensors
-
-
-def _llama(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+def _llama(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     """Return the fields of Llama, Mistral, Mixtral and models that compute alike: files do not distinguish them."""
-    bias, out_bias = _has(checkpoint, "attn_q.bias"), _has(checkpoint, "attn_output.bias")
+    bias, out_bias = has(checkpoint, "attn_q.bias"), has(checkpoint, "attn_output.bias")
     if bias != out_bias:
         raise UnsupportedModel(f"{metadata.file.name} has biases on some of q, k, v and output only.")
     if metadata.optional_count("expert_count"):
         return {"architectures": ["MixtralForCausalLM"]}
-    return {"attention_bias": bias, "mlp_bias": _has(checkpoint, "ffn_up.bias")}
+    return {"attention_bias": bias, "mlp_bias": has(checkpoint, "ffn_up.bias")}
 
 
-def _granite_moe(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
-    if _has(checkpoint, "ffn_gate_shexp.weight"):
-        raise UnsupportedModel(
-            f"{metadata.file.name} has shared experts.", "Granite with shared experts is not supported."
-        )
-    return {}
+def _granite_moe(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    shared = checkpoint.tensors.get("blk.0.ffn_gate_shexp.weight")
+    return {} if shared is None else {"shared_intermediate_size": shared.shape[0]}
 
 
-def _baichuan(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+def _baichuan(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     """Return the 13B models' fields: they have ALiBi, which a missing field of their config.json implies."""
     return {"model_max_length": config.pop("max_position_embeddings")} if config["num_hidden_layers"] == 40 else {}
 
 
-def _minicpm(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+def _minicpm(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     """Return MiniCPM's fields as Granite's, which computes alike; the first files omit the multipliers of its 2B."""
     scales = {
         "embedding_multiplier": metadata.number("embedding_scale") or 12.0,
@@ -299,17 +223,17 @@ def _minicpm(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Co
     return {**_llama(metadata, checkpoint, config), **scales, "attention_multiplier": config["head_dim"] ** -0.5}
 
 
-def _mistral3(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+def _mistral3(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     scaling = {"llama_4_scaling_beta": metadata.number("attention.temperature_scale"), **config.pop("rope_scaling", {})}
     return {"sliding_window": None, "rope_parameters": {"rope_theta": config.get("rope_theta", 10_000.0), **scaling}}
 
 
-def _qwen1(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+def _qwen1(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     """Return Qwen 1's fields as Qwen2's, which computes alike; Qwen 1 counts gate and up together."""
     return {"intermediate_size": config["intermediate_size"] // 2}
 
 
-def _mpt(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+def _mpt(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     clip, most = metadata.number("attention.clamp_kqv"), metadata.number("attention.max_alibi_bias")
     return {
         "attn_config": {"clip_qkv": clip or None, "alibi": bool(most), "alibi_bias_max": most},
@@ -318,11 +242,11 @@ def _mpt(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config
     }
 
 
-def _ernie(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
-    return {"use_bias": _has(checkpoint, "attn_q.bias")}
+def _ernie(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    return {"use_bias": has(checkpoint, "attn_q.bias")}
 
 
-def _gemma(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+def _gemma(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     """Return query_pre_attn_scalar, which files omit: head_dim, or hidden_size / heads for two models."""
     is_27b = (metadata.architecture, config["num_hidden_layers"]) in {("gemma2", 46), ("gemma3", 62)}
     head_dim = config.setdefault("head_dim", 256)
@@ -330,64 +254,116 @@ def _gemma(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Conf
     return {"query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh"}
 
 
-def _layer_types(metadata: _Metadata) -> list[str]:
-    pattern = metadata.get("attention.sliding_window_pattern")
-    if not isinstance(pattern, list):
-        metadata.fail("attention.sliding_window_pattern", f"It is {pattern!r}, not one value for each layer.")
-    return ["sliding_attention" if slides else "full_attention" for slides in pattern]
-
-
-def _olmo2(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
-    if config.get("sliding_window") is None:
-        return {}
-    return {"architectures": ["Olmo3ForCausalLM"], "layer_types": _layer_types(metadata)}
-
-
-def _exaone4(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
-    if config.get("sliding_window") is None:
-        return {"sliding_window": None}
-    return {"layer_types": _layer_types(metadata)}
-
-
-def _stablelm(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+def _gemma4(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    """Return Gemma 4's fields: sizes of heads are stated for full layers and, as *_swa, for windowed ones."""
+    layers, types = config["num_hidden_layers"], layer_types(metadata)
+    if len(types) != layers:
+        metadata.fail("attention.sliding_window_pattern", f"It has {len(types)} values for {layers} layers.")
+    heads = metadata.counts("attention.head_count_kv", layers)
+    by_type = {kind: {count for count, other in zip(heads, types, strict=True) if other == kind} for kind in set(types)}
+    if any(len(counts) > 1 for counts in by_type.values()):
+        raise UnsupportedModel(f"{metadata.file.name} has different numbers of KV heads in layers of one kind.")
+    full = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
+    shape = {"head_dim": metadata.count("attention.key_length"), "num_key_value_heads": heads[-1]}
+    windowed_heads = next(iter(by_type.get("sliding_attention", {heads[0]})))
+    widths = metadata.counts("feed_forward_length", layers)
+    for name in ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta"):
+        config.pop(name, None)
     return {
-        "use_qkv_bias": _has(checkpoint, "attn_q.bias"),
-        "qk_layernorm": _has(checkpoint, "attn_q_norm.weight"),
-        "use_parallel_residual": not _has(checkpoint, "ffn_norm.weight"),  # the key for it is set in all files
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": types,
+        "head_dim": metadata.count("attention.key_length_swa"),
+        "num_key_value_heads": windowed_heads,
+        "per_layer_config": {str(layer): shape for layer in full},
+        "rope_parameters": _gemma4_ropes(metadata, checkpoint, shape["head_dim"]),
+        "attention_k_eq_v": bool(full) and not has(checkpoint, "attn_v.weight", full[0]),
+        "num_kv_shared_layers": metadata.optional_count("attention.shared_kv_layers") or 0,
+        "use_double_wide_mlp": len(set(widths)) > 1,
+        **_per_layer_embedding(metadata, checkpoint),
+        **({"enable_moe_block": True} if config.get("num_experts") else {}),
     }
 
 
-def _falcon(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
-    two_norms = _has(checkpoint, "attn_norm_2.weight")
+def _gemma4_ropes(metadata: Metadata, checkpoint: GGUFTensors, head_dim: int) -> Config:
+    """Return the ropes of both kinds of layers. Which frequencies turn is a tensor of divisors: 1, or 1e30 for none."""
+    divisors = checkpoint.rope_factors("rope_freqs.weight")
+    turning = head_dim // 8 if divisors is None else divisors.count(1.0)  # a quarter, as in all released models
+    if divisors is not None and (len(divisors) != head_dim // 2 or any(each < 1e20 for each in divisors[turning:])):
+        raise UnsupportedModel(f"{metadata.file.name} scales single frequencies of its rotary embedding.")
+    local_dim = metadata.count("attention.key_length_swa")
+    return {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 2 * turning / head_dim,
+            "rope_theta": metadata.number("rope.freq_base") or 1_000_000.0,
+        },
+        "sliding_attention": {
+            "rope_type": "default",
+            "partial_rotary_factor": (metadata.optional_count("rope.dimension_count_swa") or local_dim) / local_dim,
+            "rope_theta": metadata.number("rope.freq_base_swa") or 10_000.0,
+        },
+    }
+
+
+def _per_layer_embedding(metadata: Metadata, checkpoint: GGUFTensors) -> Config:
+    table = checkpoint.tensors.get("per_layer_token_embd.weight")
+    size = metadata.optional_count("embedding_length_per_layer_input") or 0
+    if not size or table is None:
+        return {"hidden_size_per_layer_input": 0}
+    return {"hidden_size_per_layer_input": size, "vocab_size_per_layer_input": table.shape[0]}
+
+
+def _olmo2(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    if config.get("sliding_window") is None:
+        return {}
+    return {"architectures": ["Olmo3ForCausalLM"], "layer_types": layer_types(metadata)}
+
+
+def _exaone4(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    if config.get("sliding_window") is None:
+        return {"sliding_window": None}
+    return {"layer_types": layer_types(metadata)}
+
+
+def _stablelm(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    return {
+        "use_qkv_bias": has(checkpoint, "attn_q.bias"),
+        "qk_layernorm": has(checkpoint, "attn_q_norm.weight"),
+        "use_parallel_residual": not has(checkpoint, "ffn_norm.weight"),  # the key for it is set in all files
+    }
+
+
+def _falcon(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    two_norms = has(checkpoint, "attn_norm_2.weight")
     return {
         "new_decoder_architecture": two_norms,
         "multi_query": not two_norms,
         "num_kv_heads": config["num_key_value_heads"],
-        "bias": _has(checkpoint, "attn_qkv.bias"),
+        "bias": has(checkpoint, "attn_qkv.bias"),
     }
 
 
-def _starcoder2(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
-    return {"use_bias": _has(checkpoint, "attn_q.bias")}
+def _starcoder2(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    return {"use_bias": has(checkpoint, "attn_q.bias")}
 
 
-def _seed_oss(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+def _seed_oss(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     return {
-        "attention_bias": _has(checkpoint, "attn_q.bias"),
-        "attention_out_bias": _has(checkpoint, "attn_output.bias"),
-        "mlp_bias": _has(checkpoint, "ffn_up.bias"),
+        "attention_bias": has(checkpoint, "attn_q.bias"),
+        "attention_out_bias": has(checkpoint, "attn_output.bias"),
+        "mlp_bias": has(checkpoint, "ffn_up.bias"),
     }
 
 
-def _biases(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
-    return {"attention_bias": _has(checkpoint, "attn_q.bias") or _has(checkpoint, "attn_qkv.bias")}
+def _biases(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    return {"attention_bias": has(checkpoint, "attn_q.bias") or has(checkpoint, "attn_qkv.bias")}
 
 
-def _cohere(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
-    return {"use_qk_norm": _has(checkpoint, "attn_q_norm.weight")}
+def _cohere(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    return {"use_qk_norm": has(checkpoint, "attn_q_norm.weight")}
 
 
-def _qwen_moe(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+def _qwen_moe(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     """Return sizes that some files omit, from the shapes of the experts' tensors."""
     gate, shared = (checkpoint.tensors.get(f"blk.0.ffn_gate_{kind}.weight") for kind in ("exps", "shexp"))
     if gate is None or len(gate.shape) != 3:
@@ -400,40 +376,6 @@ def _qwen_moe(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> C
     return {"intermediate_size": config.get("intermediate_size", gate.shape[1]), **sizes}
 
 
-def _glm4_moe(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
-    return {
-        "use_qk_norm": _has(checkpoint, "attn_q_norm.weight"),
-        "attention_bias": _has(checkpoint, "attn_q.bias"),
-    }
-
-
-def _deepseek2(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
-    """Return the fields of DeepSeek-V2 and V3.
-
-    key_length is the cache's size and key_length_mla a head's; older files only have a head's, in key_length.
-    """
-    rope_size = metadata.count("rope.dimension_count")
-    head, value = (
-        metadata.optional_count(f"attention.{kind}_length_mla") or metadata.count(f"attention.{kind}_length")
-        for kind in ("key", "value")
-    )
-    is_v3 = _has(checkpoint, "exp_probs_b.bias", config["num_hidden_layers"] - 1)
-    config.pop("head_dim", None)
-    config.pop("partial_rotary_factor", None)
-    groups = metadata.optional_count("expert_group_count") or 1
-    return {
-        "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
-        "num_key_value_heads": config["num_attention_heads"],
-        "qk_rope_head_dim": rope_size,
-        "qk_nope_head_dim": head - rope_size,
-        "v_head_dim": value,
-        "n_group": groups,
-        "topk_group": metadata.optional_count("expert_group_used_count") or 1,
-        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
-        **({"norm_topk_prob": bool(metadata.get("expert_weights_norm"))} if is_v3 else {}),
-    }
-
-
 _LOCAL_EXPERTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 _MULTIPLIERS = {
     "attention_multiplier": "attention.scale",
@@ -442,37 +384,29 @@ _MULTIPLIERS = {
     "logits_scaling": "logit_scale",
 }
 _EXPERTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
-_FINE_EXPERTS = {
-    "n_routed_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "n_shared_experts": "expert_shared_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "first_k_dense_replace": "leading_dense_block_count",
-    "routed_scaling_factor": "expert_weights_scale",
-}
-_ARCHITECTURES: dict[str, _Architecture] = {
-    "llama": _Architecture(
+_ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(
         "LlamaForCausalLM",
         _LOCAL_EXPERTS,
         _llama,
     ),
-    "baichuan": _Architecture("BaichuanForCausalLM", more=_baichuan),
-    "internlm2": _Architecture("LlamaForCausalLM", more=_llama),
-    "minicpm": _Architecture("GraniteForCausalLM", more=_minicpm),
-    "arcee": _Architecture("ArceeForCausalLM", more=_llama),
-    "seed_oss": _Architecture("SeedOssForCausalLM", more=_seed_oss),
-    "mistral3": _Architecture("Ministral3ForCausalLM", more=_mistral3),
-    "qwen": _Architecture("Qwen2ForCausalLM", more=_qwen1),
-    "exaone": _Architecture("ExaoneForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_rms_epsilon"}),
-    "exaone4": _Architecture("Exaone4ForCausalLM", more=_exaone4),
-    "nemotron": _Architecture("NemotronForCausalLM", {"norm_eps": "attention.layer_norm_epsilon"}, _biases),
-    "mpt": _Architecture("MPTForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_epsilon"}, _mpt),
-    "ernie4_5": _Architecture("Ernie4_5ForCausalLM", more=_ernie),
-    "qwen2": _Architecture("Qwen2ForCausalLM"),
-    "qwen3": _Architecture("Qwen3ForCausalLM"),
-    "smollm3": _Architecture("SmolLM3ForCausalLM"),
-    "gemma": _Architecture("GemmaForCausalLM", more=_gemma),
-    "gemma2": _Architecture(
+    "baichuan": Architecture("BaichuanForCausalLM", more=_baichuan),
+    "internlm2": Architecture("LlamaForCausalLM", more=_llama),
+    "minicpm": Architecture("GraniteForCausalLM", more=_minicpm),
+    "arcee": Architecture("ArceeForCausalLM", more=_llama),
+    "seed_oss": Architecture("SeedOssForCausalLM", more=_seed_oss),
+    "mistral3": Architecture("Ministral3ForCausalLM", more=_mistral3),
+    "qwen": Architecture("Qwen2ForCausalLM", more=_qwen1),
+    "exaone": Architecture("ExaoneForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_rms_epsilon"}),
+    "exaone4": Architecture("Exaone4ForCausalLM", more=_exaone4),
+    "nemotron": Architecture("NemotronForCausalLM", {"norm_eps": "attention.layer_norm_epsilon"}, _biases),
+    "mpt": Architecture("MPTForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_epsilon"}, _mpt),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", more=_ernie),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "smollm3": Architecture("SmolLM3ForCausalLM"),
+    "gemma": Architecture("GemmaForCausalLM", more=_gemma),
+    "gemma2": Architecture(
         "Gemma2ForCausalLM",
         {
             "attn_logit_softcapping": "attn_logit_softcapping",
@@ -480,54 +414,54 @@ _ARCHITECTURES: dict[str, _Architecture] = {
         },
         _gemma,
     ),
-    "gemma3": _Architecture(
+    "gemma3": Architecture(
         "Gemma3ForCausalLM",
         {"rope_local_base_freq": "rope.freq_base_swa", "final_logit_softcapping": "final_logit_softcapping"},
         _gemma,
     ),
-    "phi2": _Architecture("PhiForCausalLM"),
-    "phi3": _Architecture("Phi3ForCausalLM"),
-    "starcoder": _Architecture(
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM",
+        {
+            "final_logit_softcapping": "final_logit_softcapping",
+            "num_experts": "expert_count",
+            "top_k_experts": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        _gemma4,
+        varying=("attention.head_count_kv", "feed_forward_length"),
+    ),
+    "phi2": Architecture("PhiForCausalLM"),
+    "phi3": Architecture("Phi3ForCausalLM"),
+    "starcoder": Architecture(
         "GPTBigCodeForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_epsilon", "n_positions": "context_length"}
     ),
-    "starcoder2": _Architecture("Starcoder2ForCausalLM", {"norm_epsilon": "attention.layer_norm_epsilon"}, _starcoder2),
-    "stablelm": _Architecture("StableLmForCausalLM", more=_stablelm),
-    "granite": _Architecture("GraniteForCausalLM", _MULTIPLIERS, _llama),
-    "granitemoe": _Architecture("GraniteMoeForCausalLM", {**_MULTIPLIERS, **_LOCAL_EXPERTS}, _granite_moe),
-    "olmo": _Architecture("OlmoForCausalLM", {"clip_qkv": "attention.clamp_kqv"}),
-    "olmo2": _Architecture("Olmo2ForCausalLM", more=_olmo2),
-    "command-r": _Architecture("CohereForCausalLM", {"logit_scale": "logit_scale"}, _cohere),
-    "cohere2": _Architecture("Cohere2ForCausalLM", {"logit_scale": "logit_scale"}),
-    "chatglm": _Architecture("GlmForCausalLM", more=_biases),
-    "glm4": _Architecture("Glm4ForCausalLM", more=_biases),
-    "gptneox": _Architecture("GPTNeoXForCausalLM", {"use_parallel_residual": "use_parallel_residual"}, _biases),
-    "gpt2": _Architecture(
+    "starcoder2": Architecture("Starcoder2ForCausalLM", {"norm_epsilon": "attention.layer_norm_epsilon"}, _starcoder2),
+    "stablelm": Architecture("StableLmForCausalLM", more=_stablelm),
+    "granite": Architecture("GraniteForCausalLM", _MULTIPLIERS, _llama),
+    "granitemoe": Architecture("GraniteMoeForCausalLM", {**_MULTIPLIERS, **_LOCAL_EXPERTS}, _granite_moe),
+    "olmo": Architecture("OlmoForCausalLM", {"clip_qkv": "attention.clamp_kqv"}),
+    "olmo2": Architecture("Olmo2ForCausalLM", more=_olmo2),
+    "command-r": Architecture("CohereForCausalLM", {"logit_scale": "logit_scale"}, _cohere),
+    "cohere2": Architecture("Cohere2ForCausalLM", {"logit_scale": "logit_scale"}),
+    "chatglm": Architecture("GlmForCausalLM", more=_biases),
+    "glm4": Architecture("Glm4ForCausalLM", more=_biases),
+    "gptneox": Architecture("GPTNeoXForCausalLM", {"use_parallel_residual": "use_parallel_residual"}, _biases),
+    "gpt2": Architecture(
         "GPT2LMHeadModel", {"layer_norm_epsilon": "attention.layer_norm_epsilon", "n_positions": "context_length"}
     ),
-    "falcon": _Architecture("FalconForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_epsilon"}, _falcon),
-    "bloom": _Architecture("BloomForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_epsilon"}),
-    "qwen2moe": _Architecture("Qwen2MoeForCausalLM", _EXPERTS, _qwen_moe),
-    "qwen3moe": _Architecture("Qwen3MoeForCausalLM", _EXPERTS, _qwen_moe, {"norm_topk_prob": True}),
-    "olmoe": _Architecture("OlmoeForCausalLM", _EXPERTS),
-    "glm4moe": _Architecture(
-        "Glm4MoeForCausalLM",
-        {
-            **_FINE_EXPERTS,
-            "norm_topk_prob": "expert_weights_norm",
-            "n_group": "expert_group_count",
-            "topk_group": "expert_group_used_count",
-        },
-        _glm4_moe,
-    ),
-    "gpt-oss": _Architecture(
+    "falcon": Architecture("FalconForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_epsilon"}, _falcon),
+    "bloom": Architecture("BloomForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_epsilon"}),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", _EXPERTS, _qwen_moe),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _EXPERTS, _qwen_moe, {"norm_topk_prob": True}),
+    "olmoe": Architecture("OlmoeForCausalLM", _EXPERTS),
+    "gpt-oss": Architecture(
         "GptOssForCausalLM",
         {**_LOCAL_EXPERTS, "intermediate_size": "expert_feed_forward_length"},
         _biases,
     ),
-    "deepseek2": _Architecture(
-        "DeepseekV2ForCausalLM",
-        {**_FINE_EXPERTS, "kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": "attention.q_lora_rank"},
-        _deepseek2,
-    ),
+    "qwen2vl": Architecture("Qwen2ForCausalLM"),  # these hold only the text part
+    "qwen3vl": Architecture("Qwen3ForCausalLM"),
+    "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", _EXPERTS, _qwen_moe, {"norm_topk_prob": True}),
+    **MIXTURES,
 }
 """By general.architecture."""

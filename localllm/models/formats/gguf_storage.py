@@ -42,10 +42,12 @@ _LATENT = (
 _EXPERTS = (
     (r"\.mlp\.gate\.e_score_correction_bias$", ".exp_probs_b.bias"),
     (r"\.mlp\.gate\.", ".ffn_gate_inp."),
-    (r"\.mlp\.experts\.(gate|up|down)_proj\.", r".ffn_\1_exps."),
+    (r"\.mlp\.experts\.(gate|up|down|gate_up)_proj\.", r".ffn_\1_exps."),
     (r"\.mlp\.shared_expert_gate\.", ".ffn_gate_inp_shexp."),
     (r"\.mlp\.shared_expert\.(gate|up|down)_proj\.", r".ffn_\1_shexp."),
 )
+_WITHOUT_SUFFIX = ((r"\.exp_probs_b\.bias$", ".exp_probs_b"),)  # as Hy3's files have it
+_INDEXER = (r"blk\.\d+\.indexer\..*",)  # which chooses tokens in longer contexts than are supported
 _PRE_NORMS = (
     (r"\.input_layernorm\.", ".attn_norm."),
     (r"\.post_attention_layernorm\.", ".ffn_norm."),
@@ -55,6 +57,20 @@ _SANDWICH_NORMS = (
     (r"\.post_attention_layernorm\.", ".post_attention_norm."),
     (r"\.pre_feedforward_layernorm\.", ".ffn_norm."),
     (r"\.post_feedforward_layernorm\.", ".post_ffw_norm."),
+)
+_GEMMA4 = (
+    *_SANDWICH_NORMS,
+    (r"\.post_feedforward_layernorm_([12])\.", r".post_ffw_norm_\1."),
+    (r"\.pre_feedforward_layernorm_2\.", ".pre_ffw_norm_2."),
+    (r"\.mlp\.gate\.expert_scale$", ".ffn_down_exps.scale"),
+    (r"\.mlp\.experts\.gate_up_proj\.", ".ffn_gate_up_exps."),
+    (r"\.layer_scalar$", ".layer_output_scale.weight"),
+    (r"^model\.embed_tokens_per_layer\.", "per_layer_token_embd."),
+    (r"^model\.per_layer_model_projection\.", "per_layer_model_proj."),
+    (r"^model\.per_layer_projection_norm\.", "per_layer_proj_norm."),
+    (r"\.post_per_layer_input_norm\.", ".post_norm."),
+    (r"\.per_layer_input_gate\.", ".inp_gate."),
+    (r"\.per_layer_projection\.", ".proj."),
 )
 _NORM_BEFORE_MLP = (  # named by place, not by the part they norm
     (r"\.input_layernorm\.", ".attn_norm."),
@@ -107,6 +123,7 @@ _NAMINGS: dict[str, _ArchitectureNames] = {
     "gemma": _ArchitectureNames(added=(("norm.weight", 1.0),)),
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "gemma4": _ArchitectureNames(_GEMMA4),
     "olmo2": _ArchitectureNames(_SANDWICH_NORMS),
     "exaone4": _ArchitectureNames(_SANDWICH_NORMS),
     "phi3": _ArchitectureNames(fused_gate_up="up_proj"),
@@ -129,5 +146,6 @@ def storage_of(header: Header, tensors: Mapping[str, TensorInfo], ignored: tuple
         fused_gate_up=naming.fused_gate_up,
         rows=naming.rows,
         added=naming.added,
-        ignored=ignored,
+        ignored=(*ignored, *_INDEXER),
+        alternatives=_WITHOUT_SUFFIX,
     )

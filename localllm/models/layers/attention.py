@@ -12,8 +12,8 @@ from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
-from localllm.kernels.rotary_store_kv import Rotation, rotary_store_kv
-from localllm.models.inputs import ForwardInputs
+from localllm.kernels.rotary_store_kv import Heads, Rotation, rotary_store_kv
+from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.norm import RMSNorm
 from localllm.models.layers.split import Projection
@@ -28,12 +28,15 @@ class AttentionStep:
     slot_mapping: Tensor  # [T] int64
     all_slots_valid: bool
     query_scale: Tensor | None = None  # [T, 1, 1] in the model's type
+    layer_inputs: Tensor | None = None  # [T, layers, size]: per-layer embeddings, for the layers that add them
 
 
-def plan_step(inputs: ForwardInputs, k_cache: Tensor, num_heads: int, window: int | None) -> AttentionPlan:
-    """Plan how this step's queries read a cache of that shape."""
+def plan_step(
+    inputs: ForwardInputs, group: GroupInputs, k_cache: Tensor, num_heads: int, window: int | None
+) -> AttentionPlan:
+    """Plan how this step's queries read a cache of that shape through the tables of a KV group."""
     return plan_attention(
-        inputs.block_table,
+        group.block_table,
         inputs.context_lens,
         inputs.cu_seqlens_q,
         num_decodes=inputs.num_decodes,
@@ -47,7 +50,10 @@ def plan_step(inputs: ForwardInputs, k_cache: Tensor, num_heads: int, window: in
 
 
 class Attention:
-    __slots__ = ("alibi_slopes", "before_rotation", "out", "qk_norm", "qkv", "scale", "sinks", "softcap")
+    __slots__ = (
+        "alibi_slopes", "before_rotation", "gate_size", "made", "norm_last", "out", "qk_norm", "qkv", "scale",
+        "sinks", "softcap",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -57,24 +63,34 @@ class Attention:
         *,
         before_rotation: Sequence[Callable[[Tensor], Tensor]] = (),
         qk_norm: RMSNorm | None = None,
+        norm_last: bool = False,
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        made: Heads = "qkv",
+        gate_size: int = 0,
     ) -> None:
         self.qkv, self.out = qkv, out
+        self.made: Heads = made  # the heads that qkv makes; q: the layer reads the cache of another one
+        self.gate_size = gate_size  # first outputs of qkv: the gate on what attention returns, before its sigmoid
         self.before_rotation = tuple(before_rotation)  # applied to the projection's output (layers/qkv.py)
-        self.qk_norm = qk_norm  # weight [num_heads + num_kv_heads, head_dim]: q's for each head, then k's
+        self.qk_norm = qk_norm  # weight [heads, head_dim]: q's for each head, then k's, then v's if v is normed
+        self.norm_last = norm_last  # q and k are normed after the rotation
         self.scale, self.softcap = scale, softcap
         self.sinks = sinks  # [num_heads] fp32: per head an extra score in the softmax, without a value
         self.alibi_slopes = alibi_slopes  # [num_heads] fp32: penalty of a score per position
 
     def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the step's K and V into the cache."""
-        qkv = self.qkv(x)
+        projected = self.qkv(x)
+        gate, qkv = projected[:, : self.gate_size], projected[:, self.gate_size :]
         for change in self.before_rotation:
             qkv = change(qkv)
         norm, eps = (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
-        q = rotary_store_kv(qkv, kv, step.slot_mapping, step.rotation, norm, eps, all_valid=step.all_slots_valid)
+        q = rotary_store_kv(
+            qkv, kv, step.slot_mapping, step.rotation, norm, eps,
+            norm_last=self.norm_last, made=self.made, all_valid=step.all_slots_valid,
+        )  # fmt: skip
         if step.query_scale is not None:
             q.mul_(step.query_scale)
         attended = paged_attention(
@@ -89,4 +105,4 @@ class Attention:
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
         )
-        return self.out(attended)
+        return self.out(attended.mul_(gate.sigmoid()) if self.gate_size else attended)

@@ -34,6 +34,19 @@ class Linear:
         return linear(x, weight, self.bias) if isinstance(weight, Tensor) else weight.linear(x, self.bias)
 
 
+class ScaledOutputs:
+    """A matrix whose outputs are multiplied, each by its own factor (Falcon-H1)."""
+
+    __slots__ = ("factors", "linear")
+
+    def __init__(self, linear: Linear, factors: Tensor) -> None:
+        """factors: [N] fp32."""
+        self.linear, self.factors = linear, factors
+
+    def __call__(self, x: Tensor, first_row: int = 0) -> Tensor:
+        return self.linear(x, first_row).mul_(self.factors)
+
+
 def to_device_layout(weight: Weight, cpu_weights: str) -> Weight:
     """Return the weight in the layout that its device reads fastest, or that `cpu_weights` names for a CPU."""
     if isinstance(weight, Tensor):

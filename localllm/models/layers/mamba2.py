@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.causal_conv import causal_conv
 from localllm.kernels.gated_norm import gated_norm
 from localllm.kernels.layer_state import LayerState, StateStep
 from localllm.kernels.selective_scan import NO_LIMITS, selective_scan
-from localllm.models.layers.linear import Linear
 from localllm.models.layers.short_conv import as_taps
 from localllm.models.layers.split import Projection
 
@@ -39,24 +39,26 @@ class ScanHeads(NamedTuple):
 class Mamba2:
     """The state has a conv tensor of the channels [x | B | C], and a matrix [heads, head_dim, state_size]."""
 
-    __slots__ = ("bias", "dt_bias", "eps", "heads", "in_proj", "limits", "norm", "out", "rate", "skip", "weight")
+    __slots__ = (
+        "bias", "dt_bias", "eps", "gate_first", "heads", "in_proj", "limits", "norm", "out", "rate", "skip", "weight",
+    )  # fmt: skip
 
     def __init__(
-        self, in_proj: Linear, weight: Tensor, bias: Tensor | None, rate: Tensor, dt_bias: Tensor, skip: Tensor,
-        norm: Tensor, eps: float, out: Projection, heads: ScanHeads, *, limits: tuple[float, float] = NO_LIMITS,
+        self, in_proj: Projection, weight: Tensor, bias: Tensor | None, rate: Tensor, dt_bias: Tensor, skip: Tensor,
+        norm: Tensor | None, eps: float, out: Projection, heads: ScanHeads, *,
+        limits: tuple[float, float] = NO_LIMITS, gate_first: bool = True,
     ) -> None:  # fmt: skip
         """in_proj: outputs [z | x | B | C | dt].
 
         weight [channels, K] or [channels, 1, K], bias [channels]: the convolution's, as stored. rate [heads]:
-        -exp(A_log) in fp32. skip [heads]: D. norm [width]: the weight of the norm after the gate. limits: of the time
-        step after its softplus, `time_step_limit`.
+        -exp(A_log) in fp32. skip [heads]: D. norm [width]: the weight of the norm; None: there is a gate only. limits:
+        of the time step after its softplus, `time_step_limit`. gate_first: the gate comes before the norm.
         """
         self.in_proj, self.out, self.heads, self.eps, self.limits = in_proj, out, heads, eps, limits
+        self.gate_first, self.norm = gate_first, None if norm is None else norm.float().contiguous()
         self.weight = as_taps(weight)
         self.bias = None if bias is None else bias.float()
-        self.rate, self.dt_bias, self.skip, self.norm = (
-            each.float().contiguous() for each in (rate, dt_bias, skip, norm)
-        )
+        self.rate, self.dt_bias, self.skip = (each.float().contiguous() for each in (rate, dt_bias, skip))
 
     def __call__(self, x: Tensor, state: LayerState, step: StateStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the rows' states."""
@@ -73,4 +75,8 @@ class Mamba2:
             self.rate, self.dt_bias, self.skip, state.matrix, step, limits=self.limits,
         )  # fmt: skip
         y, z = (each.view(tokens, heads.groups, -1) for each in (y, z))
-        return self.out(gated_norm(y, z, self.norm, self.eps, gate_first=True).view(tokens, -1))
+        if self.norm is None:
+            gated = y.mul_(F.silu(z.float()))
+        else:
+            gated = gated_norm(y, z, self.norm, self.eps, gate_first=self.gate_first)
+        return self.out(gated.view(tokens, -1))

@@ -37,7 +37,7 @@ UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
 class GatedMLP:
     __slots__ = ("activation", "down", "gate_up")
 
-    def __init__(self, gate_up: Linear, down: Projection, activation: str) -> None:
+    def __init__(self, gate_up: Projection, down: Projection, activation: str) -> None:
         self.gate_up = gate_up
         self.down = down
         self.activation = GATED[activation]

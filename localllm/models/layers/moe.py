@@ -5,6 +5,7 @@ token through top_k of many experts; some families add a shared expert for every
     Qwen2-MoE               plain softmax, and a shared expert with its own gate
     gpt-oss                 as Mixtral, with biases and its own activation
     DeepSeek-V3, GLM        sigmoid with a correction bias, groups of experts, and a shared expert
+    Gemma 4                 as Mixtral, times a factor per expert; beside a dense part that is normed for itself
 
 Does not know: families; the order of gate and up in a checkpoint (here the gate's rows come first).
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,7 +22,8 @@ from localllm.kernels.moe.experts import experts
 from localllm.kernels.moe.route import route
 from localllm.kernels.moe.weights import ExpertWeights, pack_experts, stack_experts
 from localllm.models.layers.linear import Linear, Weight, to_device_layout
-from localllm.models.layers.mlp import GatedMLP
+from localllm.models.layers.mlp import MLP, GatedMLP
+from localllm.models.layers.norm import LayerNorm, RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Experts:
         self.down = pack_experts(down) if isinstance(down, Tensor) else down  # [E, H, I]
         self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
         self.padding = padding  # inputs of `down` before and after those that gate_up makes: zeros
-        self.activation = activation  # silu, gelu, gelu_tanh, swiglu_clamped
+        self.activation = activation  # silu, gelu, gelu_tanh, swiglu_clamped; relu2: gate_up [E, I, H] has no gate
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Run each token's experts: x [T, H], ids and weights [T, top_k] -> [T, H]."""
@@ -80,10 +83,19 @@ class Experts:
         )
 
 
+class LatentExperts(NamedTuple):
+    """Matrices around experts that work in a narrower space (Nemotron 3)."""
+
+    down: Linear
+    up: Linear
+
+
 class MoE:
     """Router, experts, and an optional shared expert; replaces a GatedMLP."""
 
-    __slots__ = ("correction_bias", "experts", "own", "router", "routing", "shared", "shared_gate")
+    __slots__ = (
+        "correction_bias", "expert_scale", "experts", "latent", "own", "router", "routing", "shared", "shared_gate",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -91,10 +103,12 @@ class MoE:
         experts: Experts,
         routing: Routing,
         correction_bias: Tensor | None = None,
-        shared: GatedMLP | None = None,
+        shared: GatedMLP | MLP | None = None,
         shared_gate: Linear | None = None,
         *,
+        expert_scale: Tensor | None = None,
         own: range | None = None,
+        latent: LatentExperts | None = None,
     ) -> None:
         self.router = router  # [E, H], in the model's type, or in fp32 for families that compute logits in fp32
         self.experts = experts
@@ -102,12 +116,15 @@ class MoE:
         self.correction_bias = correction_bias  # [E] fp32
         self.shared = shared
         self.shared_gate = shared_gate  # [1, H]: its sigmoid scales the shared expert's output
+        self.latent = latent
+        self.expert_scale = expert_scale  # [E] fp32: factors on the weights
         self.own = own  # the experts that this shard holds; None: all
 
-    def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
-        """Map x [T, H] to [T, H]. With slot_mapping [T], padding rows (slot < 0) skip the routed experts."""
+    def __call__(self, x: Tensor, slot_mapping: Tensor | None = None, *, router_input: Tensor | None = None) -> Tensor:
+        """Map x [T, H] to [T, H]. With slot_mapping [T], padding rows (slot < 0) skip the routed experts. router_input
+        [T, H]: what the router reads; None: x."""
         ids, weights = route(
-            self._logits(x),
+            self._logits(x if router_input is None else router_input),
             self.routing.top_k,
             scoring=self.routing.scoring,
             renormalize=self.routing.renormalize,
@@ -117,8 +134,13 @@ class MoE:
             scale=self.routing.scale,
             slot_mapping=slot_mapping,
         )
+        if self.expert_scale is not None:
+            weights = weights.mul_(self.expert_scale[ids.clamp_min(0)])
         ids = ids if self.own is None else renumbered(ids, self.own)
-        out = self.experts(x, ids, weights)
+        if self.latent is None:
+            out = self.experts(x, ids, weights)
+        else:
+            out = self.latent.up(self.experts(self.latent.down(x), ids, weights))
         if self.shared is None:
             return out
         extra = self.shared(x)
@@ -129,6 +151,23 @@ class MoE:
     def _logits(self, x: Tensor) -> Tensor:
         weight = self.router.weight
         return self.router(x.to(weight.dtype) if isinstance(weight, Tensor) else x)
+
+
+class ExpertsOfStream:
+    """A mixture that reads the residual stream and norms it for itself, once for the router and once for the experts
+    (Gemma 4)."""
+
+    __slots__ = ("mixture", "norm", "post_norm", "router_norm")
+
+    def __init__(
+        self, mixture: MoE, router_norm: RMSNorm, norm: RMSNorm | LayerNorm, post_norm: RMSNorm | LayerNorm
+    ) -> None:
+        self.mixture, self.router_norm, self.norm, self.post_norm = mixture, router_norm, norm, post_norm
+
+    def __call__(self, residual: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
+        """Map the stream [T, H] to a fresh tensor [T, H]; the stream is not changed."""
+        out = self.mixture(self.norm(residual), slot_mapping, router_input=self.router_norm(residual))
+        return self.post_norm(out)
 
 
 def renumbered(ids: Tensor, own: range) -> Tensor:

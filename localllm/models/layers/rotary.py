@@ -59,6 +59,8 @@ def _frequencies(rope: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
         return _yarn(rope), _yarn_scale(numbers)
     if rope.variant == "longrope":
         return _longrope(rope, num_positions)
+    if rope.variant == "proportional":
+        return _proportional(rope), 1.0
     return _base_frequencies(rope), 1.0
 
 
@@ -68,6 +70,13 @@ def _exponents(rope: RopeSpec) -> Tensor:
 
 def _base_frequencies(rope: RopeSpec) -> Tensor:
     return torch.reciprocal(rope.theta ** _exponents(rope))
+
+
+def _proportional(rope: RopeSpec) -> Tensor:
+    """Gemma 4: the first frequencies of a full rotation turn, the others are zero. Pairs stay rotary_dim / 2 apart."""
+    frequencies = _base_frequencies(rope).div_(rope.parameters.get("factor", 1.0))
+    frequencies[rope.parameters["turning_dim"] // 2 :] = 0.0
+    return frequencies
 
 
 def _dynamic(rope: RopeSpec, num_positions: int) -> Tensor:

@@ -32,6 +32,11 @@ class MixtureSpec:
     shared_size: int = 0  # intermediate size of the shared expert; 0: there is none
     shared_gate: bool = False
     activation: str | None = None  # None: the model's hidden_act
+    latent_size: int = 0  # width that experts read and write, between two more matrices; 0: the model's (Nemotron 3)
+    output_scale: float = 1.0  # on the sum of the routed and the shared experts (Cohere averages the two)
+    beside_mlp: bool = False
+    """The layer has a dense feed-forward part too; router and experts norm the stream for themselves (Gemma 4)."""
+    expert_scale: bool = False  # a stored factor for each expert multiplies its weight (Gemma 4)
 
     def is_in(self, layer: int) -> bool:
         """Return whether this layer is a mixture."""
@@ -67,6 +72,11 @@ def mixture(config: Mapping[str, Any], *, size: str = "moe_intermediate_size", *
     return spec
 
 
+def sigmoid_mixture(config: Mapping[str, Any], *, size: str = "moe_intermediate_size", **fields: Any) -> MixtureSpec:
+    """Parse a mixture that routes as DeepSeek-V3's: sigmoid scores, corrected for the choice only, computed in fp32."""
+    return mixture(config, size=size, scoring="sigmoid", correction_bias=True, router_in_fp32=True, **fields)
+
+
 def grouping(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return n_group and topk_group; 1 where they are missing or null."""
     return {"num_groups": config.get("n_group") or 1, "top_groups": config.get("topk_group") or 1}
@@ -81,6 +91,20 @@ def sparse_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
 def layers_after(config: Mapping[str, Any], first: int) -> tuple[bool, ...]:
     """Return DeepSeek's choice of layers: the `first` ones are dense."""
     return tuple(layer >= first for layer in range(_count(config, "num_hidden_layers")))
+
+
+def typed_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return which layers `mlp_layer_types` names sparse; empty if config.json does not have that list.
+
+    Raises `UnsupportedModel` for other kinds of layers.
+    """
+    kinds = config.get("mlp_layer_types") or ()
+    unknown = sorted({str(kind) for kind in kinds} - {"dense", "sparse"})
+    if unknown:
+        raise UnsupportedModel(
+            f"Feed-forward layers of type {', '.join(unknown)} are not supported.", "Supported: dense, sparse."
+        )
+    return tuple(kind == "sparse" for kind in kinds)
 
 
 def by_method(config: Mapping[str, Any], known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from localllm.models.spec.kv_groups import KVGroup, kv_groups
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.norms import NormSpec
+from localllm.models.spec.per_layer_input import PerLayerInputSpec
 from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
 from localllm.models.spec.rope import RopeSpec
 
@@ -32,24 +33,36 @@ class ModelSpec:
     num_kv_heads: int  # 1 with latent attention: all heads read the latent
     head_dim: int  # the cached size with latent attention
     vocab_size: int
-    max_position: int  # context the checkpoint was trained (or scaled) for
+    max_position: int  # context the checkpoint was trained (or scaled) for, or up to which it is supported
     hidden_act: str  # silu, gelu_tanh, gelu; relu, relu2, quick_gelu where the feed-forward is not gated
     tie_word_embeddings: bool
     dtype: str  # type of the stored weights: float32, bfloat16, float16
     rope: RopeSpec
+    context_limit: str = ""  # a sentence: why max_position is below the trained context; empty: it is not
     norm: NormSpec = field(default_factory=NormSpec)
-    topology: str = "pre_norm"  # sandwich, post_norm, parallel, parallel_one_norm: see architectures/layer.py
+    topology: str = "pre_norm"
+    """sandwich, post_norm, parallel, parallel_one_norm: see architectures/layer.py; gemma4: architectures/gemma4.py."""
     attention_bias: bool = False  # on q, k, v
     attention_out_bias: bool = False  # on o
     mlp_bias: bool = False
     mlp_gated: bool = True
+    layer_widths: tuple[int, ...] = ()  # per layer the width of the feed-forward part; empty: intermediate_size in all
+    layer_scalar: bool = False  # each layer's output is multiplied by a stored number (Gemma 4)
+    per_layer_input: PerLayerInputSpec | None = None  # a further embedding of the token for each layer (Gemma 3n, 4)
     lm_head_bias: bool = False
     lm_head_normalized: bool = False  # each row is scaled to length 1 (Baichuan 2)
     qk_norm: str | None = None
     """head: RMSNorm over each head of q and k, one weight for all (Qwen3, Gemma 3). each_head: LayerNorm, a weight for
     each (Cohere). whole: RMSNorm over all heads together (OLMo 2)."""
+    qk_norm_last: bool = False  # the norm of each head comes after the rotation (Hunyuan)
+    v_norm: bool = False  # RMSNorm without a weight over each head of v (Gemma 4)
+    layer_values_from_keys: tuple[bool, ...] = ()
+    """Per layer whether its values are its keys before norm and rotation, with one matrix for both; empty: none."""
+    attention_gate: str | None = None
+    """interleaved: each head's output is multiplied by the sigmoid of a gate, whose rows follow the head's own in
+    q_proj (Qwen3-Next)."""
     clip_qkv: float | None = None  # OLMo 1
-    positions: str = "rope"  # alibi (Bloom), learned (GPT-2)
+    positions: str = "rope"  # alibi (Bloom), learned (GPT-2), none (Granite 4 H)
     learned_positions: int = 0  # rows of the table of learned positions, without the offset
     position_offset: int = 0  # rows of that table before position 0 (OPT)
     alibi_scale: float = 1.0  # on the slopes
@@ -75,6 +88,8 @@ class ModelSpec:
     scales_given_embeds: bool = False  # embeddings supplied by a request are scaled too (Granite)
     embedding_norm: bool = False  # Bloom
     residual_multiplier: float | None = None  # on the outputs of attention and feed-forward (Granite)
+    attention_factor: float = 1.0  # on the output of attention (Falcon-H1)
+    mlp_factors: tuple[float, ...] = ()  # on the gate before its activation, and on the output; empty: none (Falcon-H1)
     logits_multiplier: float | None = None  # Cohere
     eos_token_ids: tuple[int, ...] = ()  # from generation_config.json, else config.json
     bos_token_id: int | None = None

@@ -43,6 +43,16 @@ class RecurrentSpec:
     share a key head."""
     held: tuple[int, int] = (0, 0)  # module: numbers of a request's conv states and matrix states in a layer
     projection_bias: bool = False  # on the matrices before and after the recurrence
+    input_factors: tuple[float, ...] = ()  # mamba2: on z, x, B, C and dt as they are projected; empty: none (Falcon-H1)
+    output_factor: float = 1.0  # on the part's output (Falcon-H1)
+
+    def __post_init__(self) -> None:
+        """Raise `CorruptModel` for heads that cannot share groups."""
+        if self.num_groups and self.num_heads % self.num_groups:
+            raise CorruptModel(
+                f"config.json's {self.num_heads} recurrent heads cannot share {self.num_groups} groups.",
+                "The first must be a multiple of the second.",
+            )
 
     @property
     def inner_size(self) -> int:

@@ -19,6 +19,7 @@ _REQUIRED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "proportional": (),
 }
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -28,7 +29,7 @@ class RopeSpec:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its long-context variants."""
 
     theta: float = 10_000.0
-    variant: str = "default"  # default, linear, dynamic, llama3, yarn, longrope
+    variant: str = "default"  # default, linear, dynamic, llama3, yarn, longrope, proportional
     rotary_dim: int = 0  # leading dimensions of a head that rotate
     parameters: Mapping[str, Any] = field(default_factory=dict)  # the variant's own numbers, named as in config.json
 
@@ -42,7 +43,8 @@ def read_ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, Rope
     if any(kind in nested for kind in _LAYER_TYPES):
         full, local = (nested.get(kind) or {} for kind in _LAYER_TYPES)
         local = {"rope_theta": config.get("rope_local_base_freq", 10_000.0), **local}
-        return _read_rope(config, full, head_dim), _read_rope(config, local, head_dim)
+        full_dim = config.get("global_head_dim") or head_dim  # Gemma 4: heads of full layers are wider
+        return _read_rope(config, full, full_dim), _read_rope(config, local, head_dim)
     rope = _read_rope(config, given, head_dim)
     if config.get("rope_local_base_freq") is None:
         return rope, None
@@ -88,6 +90,10 @@ def _read_rope(config: Mapping[str, Any], given: Mapping[str, Any], head_dim: in
         )
     _check(variant, parameters)
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+    if (
+        variant == "proportional"
+    ):  # a share of the frequencies turns; the pairs of dimensions are those of a full rotation
+        parameters["turning_dim"], partial = 2 * int(head_dim * partial // 2), 1.0
     rotary_dim = config.get("rotary_dim") or int(head_dim * partial)
     if rotary_dim <= 0 or rotary_dim % 2 or rotary_dim > head_dim:
         raise CorruptModel(

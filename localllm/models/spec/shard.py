@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from localllm.models.spec.kv_groups import KVGroup, kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 
 VOCAB_UNIT = 64
@@ -125,6 +126,7 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     hidden_size and vocab_size stay those of the model: the stream is whole on every shard, and one of them samples.
     """
     own = slice(shard.layers.start, shard.layers.stop)
+    kv_heads = len(shard.kv_heads)
     mixture = spec.mixture
     if mixture is not None:
         mixture = replace(
@@ -137,13 +139,20 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         spec,
         num_layers=len(shard.layers),
         num_heads=len(shard.heads),
-        num_kv_heads=len(shard.kv_heads),
+        num_kv_heads=kv_heads,
         intermediate_size=len(shard.features),
         layer_is_windowed=spec.layer_is_windowed[own],
         layer_has_rope=spec.layer_has_rope[own],
         layer_kinds=spec.layer_kinds[own],
+        held_groups=tuple(_held_group(group, shard.layers, kv_heads) for group in kv_groups(spec)),
         mixture=mixture,
     )
+
+
+def _held_group(group: KVGroup, layers: range, kv_heads: int) -> KVGroup:
+    """Return what a rank with these layers and KV heads holds of a group: none or some of its layers."""
+    held = tuple(layer - layers.start for layer in group.layers if layer in layers)
+    return group._replace(layers=held, num_kv_heads=kv_heads)
 
 
 def _head_ranges(spec: ModelSpec, counts: Sequence[int]) -> tuple[list[range], list[range]]:

@@ -31,11 +31,13 @@ from localllm.models.layers.linear import Linear, Weight, as_head, device_layout
 from localllm.models.layers.lora import LoraBank, LoraPart
 from localllm.models.layers.moe import join_experts
 from localllm.models.spec.family import Storage
+from localllm.models.spec.kv_groups import keeps_kv
 from localllm.models.spec.model_spec import ModelSpec
 
 Progress = Callable[[int, int], None]
 NORMS = "norm.weight"
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 
 
 class TensorSource(Protocol):
@@ -178,6 +180,7 @@ class Weights:
         self._dtype, self._progress = dtype, progress
         self._stems = {name.rpartition(".")[0] for name in checkpoint.tensors}
         self._used: set[str] = set()
+        self._unread = self._stems_of_unread_kv()
         self.done_bytes = 0  # of the stored tensors that were read, whole or in part
         self.total_bytes = sum(info.num_bytes for n, info in checkpoint.tensors.items() if not self._is_ignored(n))
 
@@ -575,6 +578,8 @@ class Weights:
         may_view: the result may be a view of the mapped file, which the caller does not keep.
         """
         tensors = [self._stored(part) for part in parts]
+        if shape is not None and len(shape) == 1:  # ERNIE's correction of router scores is a matrix of one row
+            tensors = [tensor[0] if tensor.ndim == 2 and len(tensor) == 1 else tensor for tensor in tensors]
         width = shape[1:] if shape is not None else (columns,)
         for part, tensor in zip(parts, tensors, strict=True):
             if tuple(tensor.shape[1:]) != width:
@@ -637,8 +642,16 @@ class Weights:
             or (self._spec.tie_word_embeddings and stored == head)
             or any(re.fullmatch(pattern, stored) for pattern in self._storage.ignored)
             or (self._format is not None and self._format.ignores(stored))
+            or stored.rpartition(".")[0] in self._unread
             or (self._storage.more_layers and _layer_of(stored) >= self._spec.num_layers)
         )
+
+    def _stems_of_unread_kv(self) -> frozenset[str]:
+        """Return the stems of what makes K and V in layers that read those of another: checkpoints may hold both."""
+        readers = [layer for layer in range(self._spec.num_layers) if not keeps_kv(self._spec, layer)]
+        parts = ("k_proj", "v_proj", "k_norm", "v_norm")
+        names = (f"model.layers.{layer}.self_attn.{part}.weight" for layer in readers for part in parts)
+        return frozenset(self._name(name).removesuffix(".weight") for name in names)
 
     def _count(self, names: Iterable[str]) -> None:
         new = [name for name in dict.fromkeys(names) if name not in self._used]
@@ -671,6 +684,11 @@ class MetaWeights(Weights):
         whole = super().take(names, shape, keep_narrow=keep_narrow, dtype=dtype, rows=rows)
         small = len(shape) == 1 or names[0].endswith(NORMS)
         return torch.empty(whole.shape, dtype=whole.dtype, device="cpu") if small else whole
+
+    def values(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor on the CPU, for the same reason."""
+        found = super().values(name, shape, dtype=dtype)
+        return torch.empty(shape, dtype=found.dtype, device="cpu")
 
     def _read(self, format: LinearFormat, parts: list[StoredPart]) -> Weight:
         return format.read_meta(self._checkpoint, parts, self._dtype)

@@ -226,7 +226,13 @@ class Case:
         return self.y[: len(self.positions)]
 
     def twin(
-        self, *, qk_norm: Tensor | None = None, before: Any = None, query_scale: Tensor | None = None, **scoring: Any
+        self,
+        *,
+        qk_norm: Tensor | None = None,
+        norm_last: bool = False,
+        before: Any = None,
+        query_scale: Tensor | None = None,
+        **scoring: Any,
     ) -> Tensor:
         """Return the same through the twins, in fp32; writes the cache."""
         rows = len(self.positions)
@@ -234,7 +240,7 @@ class Case:
         if before is not None:
             qkv = before(qkv)
         rotation = plan_rotation(self.table, positions) if self.rotary_dim else None
-        q = rotary_store_kv(qkv, self.kv, torch.tensor(self.slots), rotation, qk_norm, 1e-6)
+        q = rotary_store_kv(qkv, self.kv, torch.tensor(self.slots), rotation, qk_norm, 1e-6, norm_last=norm_last)
         if query_scale is not None:
             q = q * query_scale
         window = scoring.pop("window", None)
@@ -323,6 +329,8 @@ def test_head_norms(pool: Pool) -> None:
     weight = torch.rand(8, 64) + 0.5
     native = {"head_norm_weight": weight, "head_norm_eps": 1e-6}
     Case([40, 3]).compare(pool, {**native, "head_norm": HeadNorm.RMS}, {"qk_norm": weight})
+    last = {"qk_norm": weight, "norm_last": True}
+    Case([40, 3]).compare(pool, {**native, "head_norm": HeadNorm.RMS_LAST}, last)
     Case([40, 3]).compare(pool, {**native, "head_norm": HeadNorm.LAYER}, {"before": HeadLayerNorm(weight, 1e-6)})
 
     def whole(qkv: Tensor) -> Tensor:

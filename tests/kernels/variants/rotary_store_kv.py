@@ -8,7 +8,8 @@ from tests.kernels.ahead_of_time import Variant
 
 def variant(
     name: str, heads: tuple[int, int], head_dim: int, *, rotary_dim: int | None = None, interleaved: bool = False,
-    norm: bool = False, dtype: str = "bf16", to: str = "", native: bool = False,
+    norm: bool = False, norm_last: bool = False, values: str = "own", dtype: str = "bf16", to: str = "",
+    native: bool = False,
     latents: bool = False, pdl: bool = False, hip: bool = False,
     archs: tuple[int, ...] = (80, 89, 90, 120), max_registers: int = 48,
 ) -> Variant:  # fmt: skip
@@ -17,11 +18,12 @@ def variant(
     cache = "*u8" if to else f"*{dtype}"
     scale = "*fp32" if to else None
     turns = rotary_dim != 0
+    stores_nothing = values == "none"
     pointers = {
         "qkv_ptr": f"*{dtype}",
         "q_ptr": f"*{dtype}",
-        "k_ptr": cache,
-        "v_ptr": None if latents else cache,
+        "k_ptr": None if stores_nothing else cache,
+        "v_ptr": None if latents or stores_nothing else cache,
         "k_scale_ptr": scale,
         "v_scale_ptr": scale,
         "slots_ptr": "*i64",
@@ -45,6 +47,9 @@ def variant(
             "HEAD_DIM": head_dim,
             "ROTARY_DIM": head_dim if rotary_dim is None else rotary_dim,
             "INTERLEAVED": interleaved,
+            "FIRST_VALUE": num_heads + (0 if values == "keys" else num_kv_heads),
+            "NORMS_VALUES": values == "keys",
+            "NORM_LAST": norm_last,
             "TO": to,
             "NATIVE_FP8": native,
             "BLOCK_HEADS": block_heads,
@@ -66,7 +71,10 @@ VARIANTS = [
     variant("14 + 2 heads of 64, bf16", (14, 2), 64),
     variant("14 + 2 heads of 64, fp16", (14, 2), 64, dtype="fp16", archs=(75,)),
     variant("normed, 32 + 8 heads of 128, bf16", (32, 8), 128, norm=True),
+    variant("normed last, 32 + 8 heads of 128, bf16", (32, 8), 128, norm=True, norm_last=True),
     variant("normed, 8 + 4 heads of 256, bf16", (8, 4), 256, norm=True),
+    variant("values are normed keys, 32 + 4 heads of 512, bf16", (32, 4), 512, norm=True, values="keys", hip=True),
+    variant("queries alone, 8 + 1 heads of 512, bf16", (8, 1), 512, norm=True, values="none"),
     variant("96 of 128 dimensions turn, 24 + 8 heads, bf16", (24, 8), 128, rotary_dim=96),
     variant("interleaved, 32 + 2 heads of 128, bf16", (32, 2), 128, rotary_dim=64, interleaved=True),
     variant("no positions, 16 + 4 heads of 128, bf16", (16, 4), 128, rotary_dim=0),

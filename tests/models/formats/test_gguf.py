@@ -28,6 +28,7 @@ from localllm.models.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
 from localllm.text.gguf_tokenizer import tokenizer_of_gguf
 from tests.gguf_files import write_gguf
+from tests.gguf_mixtures import SIZES
 from tests.models.formats.fuzz import damaged, survives
 from tests.models.harness import CPU, Harness
 from tests.models.test_goldens import prompt, reference_logits
@@ -48,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 24},
     "phi3": {},
     "stablelm": {},
+    **SIZES,
 }
 """Each stores something in a way of its own; what a file cannot say is set to what is assumed then."""
 

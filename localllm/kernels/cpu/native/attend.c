@@ -90,8 +90,10 @@ static void rotate_head(const Attention* a, int64_t position, float* x) {
 // Write head number `head` of q's heads, then k's, as attention reads it.
 static void prepare_head(const Attention* a, const float* x, int64_t head, int64_t position, float* out) {
   clip_head(a, x + head * a->head_dim, out);
-  if (a->head_norm != HEAD_NORM_NONE) norm_head(a, x, head, out);
+  const int is_last = a->head_norm == HEAD_NORM_RMS_LAST;
+  if (a->head_norm != HEAD_NORM_NONE && !is_last) norm_head(a, x, head, out);
   if (a->angles) rotate_head(a, position, out);
+  if (is_last) norm_head(a, x, head, out);
 }
 
 static float query_growth(const Attention* a, int64_t position) {
@@ -111,20 +113,6 @@ static void prepare_queries(const Attention* a, const StepRow* row, const float*
 }
 
 // The cache -----------------------------------------------------------------------------------------------------------
-
-static uint16_t to_bf16(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-static float from_bf16(uint16_t half) {
-  uint32_t bits = (uint32_t)half << 16;
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-}
 
 // As quantize.py: the largest magnitude becomes 127. A head with NaN or infinity gets a scale that is not finite.
 static float store_codes(const float* x, int64_t n, int8_t* codes) {
@@ -195,30 +183,6 @@ static const float* load_tile(
 }
 
 // Scores --------------------------------------------------------------------------------------------------------------
-
-#if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (v16i){__VA_ARGS__})
-#endif
-
-// Return the sums over the lanes of 16 vectors, in their order.
-ALWAYS_INLINE v16f sum_each(v16f v[16]) {
-  for (int i = 0; i < 8; i++) {
-    v[i] = SHUFFLE(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           SHUFFLE(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  }
-  for (int i = 0; i < 4; i++) {
-    v[i] = SHUFFLE(v[i], v[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-           SHUFFLE(v[i], v[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-  }
-  for (int i = 0; i < 2; i++) {
-    v[i] = SHUFFLE(v[i], v[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           SHUFFLE(v[i], v[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  }
-  return SHUFFLE(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-         SHUFFLE(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-}
 
 // Return the products of one query with the TILE keys from `keys` on.
 static v16f score_tile(const float* query, const float* keys, int64_t width) {

@@ -69,6 +69,7 @@ class HeadNorm(IntEnum):
     RMS = 1
     LAYER = 2
     WHOLE = 3
+    RMS_LAST = 4
 
 
 class NativeMatrix(ctypes.Structure):
@@ -104,6 +105,7 @@ class NativeAttention(ctypes.Structure):
         ("angles", c_void_p),
         ("rotary_dim", c_int64),
         ("window", c_int64),
+        ("group", c_int64),
         ("scale", c_double),
         ("softcap", c_double),
         ("clip", c_double),

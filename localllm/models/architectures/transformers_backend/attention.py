@@ -37,10 +37,12 @@ class Step:
     """The inputs of one step, attached to the modules that read them."""
 
     spec: ModelSpec
+    groups: tuple[int, ...]  # per layer the KV group that it reads and writes; -1: none
     inputs: ForwardInputs | None = None
     caches: Sequence[LayerCache | None] = ()  # per layer
     all_slots_valid: bool = False
-    plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
+    plans: dict[tuple[int, int, int | None], AttentionPlan] = field(default_factory=dict)
+    """By KV group, query heads, and window."""
     layer: int | None = None  # the layer of the attention that runs, where one module serves several (Zamba)
 
 
@@ -89,16 +91,18 @@ def _attend(
     kv = _kv_of(step, layer, k)
     _check_window(module, step.spec, layer, sliding_window)
     num_heads, tokens, head_dim = q.shape[1:]
-    if sliding_window not in step.plans:
-        step.plans[sliding_window] = plan_step(inputs, kv.k, num_heads, sliding_window)
+    group = step.groups[layer]
+    own, key = inputs.groups[group], (group, num_heads, sliding_window)
+    if key not in step.plans:
+        step.plans[key] = plan_step(inputs, own, kv.k, num_heads, sliding_window)
     values = F.pad(v, (0, head_dim - v.shape[-1]))
     rows = torch.cat([part[0].transpose(0, 1).reshape(tokens, -1) for part in (q, k, values)], dim=1)
-    queries = rotary_store_kv(rows, kv, inputs.slot_mapping, None, all_valid=step.all_slots_valid)
+    queries = rotary_store_kv(rows, kv, own.slot_mapping, None, all_valid=step.all_slots_valid)
     out = paged_attention(
         queries,
         kv.k,
         kv.v,
-        step.plans[sliding_window],
+        step.plans[key],
         scale=head_dim**-0.5 if scaling is None else scaling,
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.float(),

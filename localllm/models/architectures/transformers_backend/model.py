@@ -20,6 +20,7 @@ from localllm.models.architectures.transformers_backend.head import head_only
 from localllm.models.architectures.transformers_backend.mixers import find_mixers, run_by_rows
 from localllm.models.architectures.transformers_backend.module import use_device_layouts
 from localllm.models.inputs import ForwardInputs
+from localllm.models.spec.kv_groups import group_of_layers
 from localllm.models.spec.model_spec import ModelSpec
 
 
@@ -36,7 +37,7 @@ class TransformersModel:
         Raises `UnsupportedModel` if a part of it cannot be replaced.
         """
         self.spec, self.device, self.dtype, self.max_model_len = spec, device, dtype, max_model_len
-        self._step = Step(spec)
+        self._step = Step(spec, group_of_layers(spec))
         mixers = find_mixers(module, spec.architecture)
         replace_attention(module, self._step)
         for mixer in mixers:
@@ -56,7 +57,7 @@ class TransformersModel:
         """Return hidden states [T, hidden] before the head; writes the step's K and V, and its states."""
         step = self._step
         step.inputs, step.caches, step.plans = inputs, cache, {}
-        step.all_slots_valid = has_no_skipped_slot(inputs.slot_mapping)
+        step.all_slots_valid = has_no_skipped_slot(inputs.groups[0].slot_mapping)
         try:
             out = self.module.base_model(
                 **self._tokens(inputs), position_ids=inputs.positions[None], use_cache=False, return_dict=True

@@ -20,8 +20,8 @@ from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.architectures.transformers_backend.spec import first_line
-from localllm.models.inputs import CausalModel, ForwardInputs, StateInputs
-from localllm.models.spec.kv_groups import kv_shape
+from localllm.models.inputs import CausalModel, ForwardInputs, GroupInputs, StateInputs
+from localllm.models.spec.kv_groups import kv_groups, kv_shape
 from localllm.models.spec.model_spec import ModelSpec
 
 PROMPT_TOKENS, BLOCK_SIZE = 32, 16
@@ -106,7 +106,8 @@ def _steps(spec: ModelSpec, token_ids: list[int], blocks: list[int], device: tor
         stop = min(start + wanted, len(token_ids))
         if stop > start:
             state = None if spec.recurrent is None else _one_place(-1 if start == 0 else 1, device)
-            yield replace(_inputs(token_ids, start, stop, blocks, device), state=state)
+            inputs = _inputs(token_ids, start, stop, blocks, device)
+            yield replace(inputs, groups=inputs.groups * len(kv_groups(spec)), state=state)
         start = stop
 
 
@@ -126,8 +127,7 @@ def _inputs(token_ids: list[int], start: int, stop: int, blocks: list[int], devi
     return ForwardInputs(
         token_ids=on_device(token_ids[start:stop]),
         positions=on_device(positions),
-        slot_mapping=on_device(slots),
-        block_table=on_device([blocks], torch.int32),
+        groups=(GroupInputs(on_device([blocks], torch.int32), on_device(slots)),),
         context_lens=on_device([stop], torch.int32),
         cu_seqlens_q=on_device([0, stop - start], torch.int32),
         logits_indices=on_device(list(range(stop - start))),

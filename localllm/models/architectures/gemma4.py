@@ -1,0 +1,199 @@
+"""Gemma 4 (text): Gemma 3's two kinds of layers, with heads of different sizes, and more in each layer.
+
+Unlike older Gemmas, norms are stored as they are (not w - 1), and scores are not scaled. Full layers have wider and
+fewer KV heads than windowed ones, and only a quarter of their frequencies turn. v is normed too, without a weight.
+Then, by size of the model:
+
+    E2B, E4B    per-layer embeddings; the last layers read the K and V of the last layer of their kind that has some,
+                and have a feed-forward part twice as wide
+    12B, 31B    values of full layers are made from their keys' matrix
+    26B-A4B     the same, and experts beside the dense feed-forward part
+
+Does not know: how a layer computes (layer.py: Gemma4Layer).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.models.architectures import text_part
+from localllm.models.spec.family import Config, Family, Storage, windowed_layers
+from localllm.models.spec.fields import number, size
+from localllm.models.spec.mixture import MixtureSpec, mixture
+from localllm.models.spec.norms import NormSpec
+from localllm.models.spec.per_layer_input import per_layer_input
+
+_SHAPE_FIELDS = ("head_dim", "num_key_value_heads")
+_RENAMES = (
+    (r"\.mlp\.gate\.scale$", ".router.scale"),
+    (r"\.mlp\.gate\.expert_scale$", ".router.per_expert_scale"),
+    (r"\.mlp\.gate\.", ".router.proj."),
+    (r"\.mlp\.experts\.", ".experts."),
+)
+_DEFAULTS = {
+    "vocab_size": 262_144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "num_kv_shared_layers": 0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+    "final_logit_softcapping": None,
+}
+_PER_LAYER_DEFAULTS = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144}
+_UNIFIED_DEFAULTS = {"sliding_window": 1024, "max_position_embeddings": 262_144}
+
+
+def _differences(config: Config) -> dict[str, Any]:
+    if config.get("use_bidirectional_attention") == "all":
+        raise UnsupportedModel("Bidirectional attention is not supported for Gemma 4.", "Supported: causal attention.")
+    windowed = _windowed(config)
+    bias = bool(config.get("attention_bias"))
+    shapes = {
+        True: (config["num_key_value_heads"], config["head_dim"]),
+        False: (
+            config.get("num_global_key_value_heads") or config["num_key_value_heads"],
+            size(config, "global_head_dim"),
+        ),
+    }
+    sources = kv_sources(config, windowed)
+    from_keys = tuple(bool(config.get("attention_k_eq_v")) and not slides for slides in windowed)
+    return {
+        "hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh",
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "norm": NormSpec(number(config, "rms_norm_eps")),
+        "embedding_scale": config["hidden_size"] ** 0.5,
+        "attention_scale": 1.0,
+        "qk_norm": "head",
+        "v_norm": True,
+        "layer_values_from_keys": from_keys if any(from_keys) else (),
+        "sliding_window": config["sliding_window"],
+        "layer_is_windowed": windowed,
+        "layer_kv_shapes": tuple(shapes[slides] for slides in windowed),
+        "kv_source": sources,
+        "layer_widths": _widths(config, sources),
+        "layer_scalar": True,
+        "per_layer_input": per_layer_input(config),
+        "mixture": _mixture(config),
+        "final_softcap": config["final_logit_softcapping"],
+        "topology": "gemma4",
+    }
+
+
+def _windowed(config: Config) -> tuple[bool, ...]:
+    """Return which layers are windowed. The last one never is, whatever the config says."""
+    windowed = windowed_layers(config, lambda layer: (layer + 1) % 6 != 0)
+    return (*windowed[:-1], False)
+
+
+def kv_sources(config: Config, windowed: tuple[bool, ...]) -> tuple[int, ...]:
+    """Return for each layer the layer whose K and V it reads; empty: its own.
+
+    The last num_kv_shared_layers layers read those of the last layer before them that is windowed as they are.
+    """
+    shared = config.get("num_kv_shared_layers") or 0
+    if not shared:
+        return ()
+    count = len(windowed)
+    first = count - shared
+    if not 0 < first < count or set(windowed[first:]) - set(windowed[:first]):
+        raise CorruptModel(
+            f"config.json has num_kv_shared_layers = {shared!r} of {count} layers.",
+            "Each of them needs an earlier layer of its kind to read the K and V of.",
+        )
+    last_of = {slides: first - 1 - windowed[first - 1 :: -1].index(slides) for slides in set(windowed[first:])}
+    return (*range(first), *(last_of[slides] for slides in windowed[first:]))
+
+
+def _widths(config: Config, sources: tuple[int, ...]) -> tuple[int, ...]:
+    if not config.get("use_double_wide_mlp") or not sources:
+        return ()
+    width = size(config, "intermediate_size")
+    return tuple(width if source == layer else 2 * width for layer, source in enumerate(sources))
+
+
+def _mixture(config: Config) -> MixtureSpec | None:
+    if not config.get("enable_moe_block"):
+        return None
+    fields = {**config, "num_experts_per_tok": config.get("top_k_experts")}
+    return mixture(fields, beside_mlp=True, expert_scale=True)
+
+
+def _one_form(config: Config) -> dict[str, Any]:
+    """Return a config with the full layers' KV heads as global_head_dim and num_global_key_value_heads.
+
+    transformers writes them as overrides per layer since 5.23; before, num_global_key_value_heads applied only with
+    attention_k_eq_v.
+    """
+    overrides = config.get("per_layer_config")
+    if overrides is None:
+        heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+        return {**config, "num_global_key_value_heads": heads}
+    if not isinstance(overrides, dict) or not isinstance(config.get("layer_types"), list):
+        raise CorruptModel(f"config.json has per_layer_config = {overrides!r}.", "It must be an object, per layer.")
+    full = [str(index) for index, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    given = {str(index): fields for index, fields in overrides.items()}
+    shape = given.get(full[0]) if full else None
+    if not isinstance(shape, dict) or given != dict.fromkeys(full, shape) or set(shape) - set(_SHAPE_FIELDS):
+        raise UnsupportedModel(
+            "config.json has a per_layer_config that is not supported.",
+            f"Supported: the same {' and '.join(_SHAPE_FIELDS)} in all layers with full attention.",
+        )
+    head_dim = shape.get("head_dim", config.get("head_dim", _DEFAULTS["head_dim"]))
+    return {**config, "global_head_dim": head_dim, "num_global_key_value_heads": shape.get("num_key_value_heads")}
+
+
+def _text(config: Config) -> dict[str, Any]:
+    return _one_form(text_part.text_config(config))
+
+
+_STORAGE = Storage(renames=_RENAMES)
+_TEXT_STORAGE = Storage(
+    renames=_RENAMES,
+    alternatives=text_part.STORAGE.alternatives,
+    ignored=(r"(model\.)?(vision_tower|vision_embedder|audio_tower|embed_vision|embed_audio)\..*",),
+)
+NOTE = "Text only: the parts for images and sound are not loaded."
+GEMMA4 = Family(
+    "Gemma 4 (text)",
+    ("Gemma4ForCausalLM",),
+    _differences,
+    {**_DEFAULTS, **_PER_LAYER_DEFAULTS},
+    _STORAGE,
+    _one_form,
+)
+GEMMA4_VISION = Family(
+    "Gemma 4",
+    ("Gemma4ForConditionalGeneration",),
+    _differences,
+    {**_DEFAULTS, **_PER_LAYER_DEFAULTS},
+    _TEXT_STORAGE,
+    _text,
+    NOTE,
+)
+UNIFIED = Family(
+    "Gemma 4 Unified (text)",
+    ("Gemma4UnifiedForCausalLM",),
+    _differences,
+    {**_DEFAULTS, **_UNIFIED_DEFAULTS},
+    _STORAGE,
+    _one_form,
+)
+UNIFIED_VISION = Family(
+    "Gemma 4 Unified",
+    ("Gemma4UnifiedForConditionalGeneration",),
+    _differences,
+    {**_DEFAULTS, **_UNIFIED_DEFAULTS},
+    _TEXT_STORAGE,
+    _text,
+    NOTE,
+)

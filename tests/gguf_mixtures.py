@@ -1,0 +1,230 @@
+"""What converters write for models with small experts and for latent attention: keys of the metadata, and tensors.
+
+Does not know: how localllm reads any of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from gguf import ExpertGatingFuncType
+from torch import Tensor
+
+Config = Mapping[str, Any]
+State = Mapping[str, Tensor]
+
+ARCHITECTURES = {
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
+    "deepseek_v32": "deepseek32",
+    "glm_moe_dsa": "glm-dsa",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "dots1": "dots1",
+    "minimax_m2": "minimax-m2",
+    "solar_open": "glm4moe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "hy_v3": "hy_v3",
+    "cohere2_moe": "cohere2moe",
+    "exaone_moe": "exaone-moe",
+    "granitemoeshared": "granitemoe",
+}
+"""model_type in config.json -> general.architecture."""
+NAMED_AS = {"deepseek32": "glm-dsa", "hy_v3": "exaone-moe", "cohere2moe": "dots1"}
+"""Architectures that the gguf package does not have -> one whose table has the same names."""
+SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "moe_intermediate_size": 64},
+    "glm4_moe_lite": {"qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "moe_intermediate_size": 64},
+    "deepseek_v32": {
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "q_lora_rank": 32,
+        "moe_intermediate_size": 64,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "glm_moe_dsa": {"qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "moe_intermediate_size": 64},
+    "ernie4_5_moe": {"moe_intermediate_size": 64},
+    "dots1": {"moe_intermediate_size": 64, "sliding_window": None, "n_group": 1, "topk_group": 1},
+    "minimax_m2": {},
+    "solar_open": {"moe_intermediate_size": 64},
+    "hunyuan_dense": {"head_dim": 32},
+    "hunyuan_moe": {"head_dim": 32},
+    "hy_v3": {"head_dim": 32, "moe_intermediate_size": 64},
+    "cohere2_moe": {"head_dim": 32, "prefix_dense_intermediate_size": 64},
+    "exaone_moe": {"moe_intermediate_size": 64},
+    "granite_moe_shared": {"shared_intermediate_size": 64},
+}
+"""Families of tests/tiny.py with sizes of whole blocks; what a file cannot say is set to what is assumed then."""
+
+
+def _experts(config: Config, shared: str, scale: str = "routed_scaling_factor") -> dict[str, Any]:
+    return {
+        "expert_shared_count": config[shared],
+        "expert_weights_scale": float(config[scale]),
+        "expert_weights_norm": bool(config.get("norm_topk_prob", True)),
+        "expert_gating_func": int(ExpertGatingFuncType.SIGMOID),
+    }
+
+
+def _dense(config: Config) -> int:
+    return list(config["mlp_layer_types"]).count("dense")
+
+
+def _latent(config: Config) -> dict[str, Any]:
+    rope, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    dense = _dense(config) if config.get("mlp_layer_types") else config["first_k_dense_replace"]
+    indexed = {"attention.indexer.top_k": config["index_topk"]} if config.get("index_topk") else {}
+    return {
+        **_experts(config, "n_shared_experts"),
+        "leading_dense_block_count": dense,
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": latent,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.key_length": latent + rope,
+        "attention.value_length": latent,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rope,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rope,
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+        **indexed,
+    }
+
+
+def _ernie(config: Config) -> dict[str, Any]:
+    return {
+        "expert_shared_count": config["moe_num_shared_experts"],
+        "interleave_moe_layer_step": config["moe_layer_interval"],
+        "leading_dense_block_count": config["moe_layer_start_index"],
+    }
+
+
+def _glm4(config: Config) -> dict[str, Any]:
+    dense = config.get("first_k_dense_replace", 0)
+    groups = {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]}
+    return {**_experts(config, "n_shared_experts"), "leading_dense_block_count": dense, **groups}
+
+
+def _minimax(config: Config) -> dict[str, Any]:
+    return {
+        "expert_feed_forward_length": config["intermediate_size"],
+        "expert_gating_func": int(ExpertGatingFuncType.SIGMOID),
+    }
+
+
+def _hunyuan_rope(config: Config) -> dict[str, Any]:
+    rope, dim = config.get("rope_parameters") or {}, config["head_dim"]
+    base = float(rope.get("rope_theta", 10_000.0))
+    return {"rope.freq_base": base * rope["alpha"] ** (dim / (dim - 2)) if rope.get("alpha") else base}
+
+
+def _hunyuan(config: Config) -> dict[str, Any]:
+    sizes = dict.fromkeys(("expert_feed_forward_length",), config["intermediate_size"])
+    return {**_hunyuan_rope(config), **sizes, "expert_shared_count": 1}
+
+
+def _hunyuan3(config: Config) -> dict[str, Any]:
+    shared = config["moe_intermediate_size"] * config["num_shared_experts"]
+    keys = _experts(config, "num_shared_experts", "router_scaling_factor")
+    keys.pop("expert_shared_count")
+    return {**keys, "expert_shared_feed_forward_length": shared}
+
+
+def _cohere2(config: Config) -> dict[str, Any]:
+    return {
+        "feed_forward_length": config["prefix_dense_intermediate_size"],
+        "expert_feed_forward_length": config["intermediate_size"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config["layer_types"]],
+        "logit_scale": float(config["logit_scale"]),
+        "leading_dense_block_count": _dense(config),
+        "expert_shared_count": config["num_shared_experts"],
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_gating_func": int(ExpertGatingFuncType.SIGMOID),
+    }
+
+
+def _exaone(config: Config) -> dict[str, Any]:
+    return {
+        **_experts(config, "num_shared_experts"),
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config["layer_types"]],
+        "leading_dense_block_count": _dense(config),
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+    }
+
+
+def _granite(config: Config) -> dict[str, Any]:
+    return {
+        "attention.scale": float(config["attention_multiplier"]),
+        "embedding_scale": float(config["embedding_multiplier"]),
+        "residual_scale": float(config["residual_multiplier"]),
+        "logit_scale": float(config["logits_scaling"]),
+        "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+    }
+
+
+KEYS: dict[str, Callable[[Config], dict[str, Any]]] = {
+    "deepseek2": _latent,
+    "deepseek32": _latent,
+    "glm-dsa": _latent,
+    "ernie4_5-moe": _ernie,
+    "dots1": _glm4,
+    "glm4moe": _glm4,
+    "minimax-m2": _minimax,
+    "hunyuan-dense": _hunyuan_rope,
+    "hunyuan-moe": _hunyuan,
+    "hy_v3": _hunyuan3,
+    "cohere2moe": _cohere2,
+    "exaone-moe": _exaone,
+    "granitemoe": _granite,
+}
+"""general.architecture -> keys of its metadata without the prefix, beside the general ones."""
+
+
+def converted(state: State, config: Config) -> dict[str, Tensor]:
+    """The tensors under the names that the package's table knows: halves of fused matrices by themselves, and latent
+    attention's expansion as keys, transposed, and values."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        renamed = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        renamed = renamed.replace(".mlp.router.gate.", ".mlp.gate.").replace(".mlp.shared_mlp.", ".mlp.shared_experts.")
+        if name.endswith("kv_b_proj.weight"):
+            heads = tensor.unflatten(0, (config["num_attention_heads"], -1))
+            keys, values = heads.split([config["qk_nope_head_dim"], config["v_head_dim"]], 1)
+            out[name.replace("kv_b", "k_b")] = keys.transpose(1, 2).contiguous()
+            out[name.replace("kv_b", "v_b")] = values.contiguous()
+        elif "input_linear" in name:  # Granite's experts, or its shared one
+            gate, up = tensor.chunk(2, dim=-2)
+            out[_granite_half(name, "gate")], out[_granite_half(name, "up")] = gate.contiguous(), up.contiguous()
+        elif "indexer" not in name:
+            out[renamed] = tensor
+    return out
+
+
+def restored(meant: State, config: Config, state: State) -> dict[str, Tensor]:
+    """Matrices that `converted` has divided, whole, and the others under the checkpoint's names."""
+    out: dict[str, Tensor] = {}
+    for name in state:
+        if name.endswith("kv_b_proj.weight"):
+            keys, values = (meant[name.replace("kv_b", half)] for half in ("k_b", "v_b"))
+            out[name] = torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+        elif "input_linear" in name:
+            out[name] = torch.cat([meant[_granite_half(name, half)] for half in ("gate", "up")], dim=-2)
+        elif ".mlp.shared_mlp." in name or ".mlp.router.gate." in name:
+            renamed = name.replace(".mlp.router.gate.", ".mlp.gate.").replace(
+                ".mlp.shared_mlp.", ".mlp.shared_experts."
+            )
+            out[name] = meant[renamed]
+    return out
+
+
+def _granite_half(name: str, half: str) -> str:
+    layer = re.match(r"model\.layers\.\d+\.", name)
+    assert layer is not None, name
+    kind = "shared_experts" if "shared_mlp" in name else "experts"
+    return f"{layer[0]}mlp.{kind}.{half}_proj.weight"
