@@ -30,8 +30,8 @@ from localllm.models.spec.kv_groups import group_of_layers, kv_groups
 from localllm.models.spec.latent import heads_at_once
 from localllm.models.spec.model_spec import ModelSpec
 
-_StepKey = tuple[LayerKind, int | None]
-"""The kind and the KV group of a layer."""
+_StepKey = tuple[LayerKind, int]
+"""The kind and the KV group of a layer, -1 for a layer in none."""
 
 
 class DecoderModel:
@@ -157,7 +157,7 @@ class DecoderModel:
         steps: dict[_StepKey, AttentionStep] = {}
         for key, kept in zip(self._steps, cache, strict=True):
             kind, group = key
-            if key in steps or group is None:
+            if key in steps or group < 0:
                 continue
             own, kv = inputs.groups[group], kept.kv if isinstance(kept, HybridCache) else kept
             assert isinstance(kv, LayerKV), "a layer in a KV group has keys and values"
