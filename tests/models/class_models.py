@@ -106,6 +106,12 @@ _QWEN4 = {
     "ple_embed_dim": 64,
     "hc_lowrank": 16,
 }
+_ZAMBA = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "attention_hidden_size": 128,
+    "attention_head_dim": 32,
+}
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
     "blt": {"encoder_hash_byte_group_vocab": 64},
@@ -137,7 +143,8 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "qwen4_exp": _QWEN4,
     "qwen4_exp_text": _QWEN4,
     "xmod": {"default_language": "en_XX"},
-    "zamba2": {"time_step_min": 1e-12},
+    "zamba": _ZAMBA,
+    "zamba2": {**_ZAMBA, "time_step_min": 1e-12},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a model type needs beyond `SIZES`. A nested mapping is for a part of the config."""

@@ -61,7 +61,7 @@ def sizes_of(config: Any) -> dict[str, Any]:
     text = text_part(config)
     heads = _whole(text, "num_attention_heads")
     hidden = _whole(text, "hidden_size")
-    shapes = _kv_shapes(text, heads, hidden)
+    shapes = _kv_shapes(text)
     return {
         "num_layers": _whole(text, "num_hidden_layers"),
         "hidden_size": hidden,
@@ -147,7 +147,8 @@ def _layers_of(config: Any, architecture: str) -> dict[str, Any]:
 
 def _window(config: Any, architecture: str, windowed: tuple[bool, ...]) -> int:
     """Return the tokens that windowed layers see."""
-    found = [value for value, own in zip(_per_layer(config, "sliding_window"), windowed, strict=True) if own]
+    layers = zip(_layer_configs(config), windowed, strict=True)
+    found = [getattr(layer, "sliding_window", None) for layer, own in layers if own]
     window = found[0]
     if len(set(map(repr, found))) > 1:
         raise UnsupportedModel(f"{architecture} is not supported.", f"Its layers have windows of {found} tokens.")
@@ -173,26 +174,28 @@ def _recurrent(path: Path, architecture: str, *, trust_remote_code: bool) -> Rec
     return RecurrentSpec("module", held=(conv, matrix))
 
 
-def _kv_shapes(config: Any, heads: int, hidden: int) -> tuple[tuple[int, int], ...]:
+def _kv_shapes(config: Any) -> tuple[tuple[int, int], ...]:
     """Return the key heads and their size in each layer."""
-    if getattr(config, "kv_lora_rank", None) is not None:  # keys are made from a latent, for each head
-        width = _whole(config, "qk_nope_head_dim") + _whole(config, "qk_rope_head_dim")
-        return ((heads, width),)
-    kv_heads, widths = _per_layer(config, "num_key_value_heads"), _per_layer(config, "head_dim")
-    return tuple(
-        (_checked("num_key_value_heads", kv or heads), _checked("head_dim", width or hidden // heads))
-        for kv, width in zip(kv_heads, widths, strict=True)
-    )
+    return tuple(_kv_shape(layer) for layer in _layer_configs(config))
 
 
-def _per_layer(config: Any, name: str) -> list[Any]:
-    """Return a field in each layer; None where it is missing."""
-    layers = getattr(config, "per_layer_config", None) or [config] * _whole(config, "num_hidden_layers")
-    return [getattr(layer, name, None) for layer in layers]
+def _kv_shape(layer: Any) -> tuple[int, int]:
+    heads = _whole(layer, "num_attention_heads")
+    if getattr(layer, "kv_lora_rank", None) is not None:  # keys are made from a latent, for each head
+        return heads, _whole(layer, "qk_nope_head_dim") + _whole(layer, "qk_rope_head_dim")
+    width = _whole(layer, "head_dim", _whole(layer, "hidden_size") // heads)
+    return _whole(layer, "num_key_value_heads", heads), width
+
+
+def _layer_configs(config: Any) -> list[Any]:
+    """Return a config for each layer, as they may differ in any field (Gemma 4)."""
+    count = _whole(config, "num_hidden_layers")
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config] * count
 
 
 def _whole(config: Any, name: str, default: int | None = None) -> int:
-    value = next(iter(_per_layer(config, name)), None) if _differs(config, name) else getattr(config, name, None)
+    differs = name in (getattr(config, "per_layer_attributes", None) or ())
+    value = getattr(config.per_layer_config[0] if differs else config, name, None)
     if isinstance(value, list) and value:
         value = max(value)  # layers of different widths: use an upper bound
     value = default if value is None else value
@@ -202,11 +205,6 @@ def _whole(config: Any, name: str, default: int | None = None) -> int:
             f"Models of type {kind!r} are not supported.", f"Their config has no {name}, as decoders with attention do."
         )
     return _checked(name, value)
-
-
-def _differs(config: Any, name: str) -> bool:
-    """Return whether a field has a value per layer, so that the config refuses to give one for all."""
-    return name in (getattr(config, "per_layer_attributes", None) or ())
 
 
 def _checked(name: str, value: Any) -> int:
