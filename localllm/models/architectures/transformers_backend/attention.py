@@ -9,6 +9,7 @@ Does not know: requests, schedules, recurrent states.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,19 @@ def replace_attention(module: Any, step: Step) -> None:
             config._attn_implementation = NAME
     for part in attention:
         object.__setattr__(part, "localllm_step", step)
+        if "layer_idx" in inspect.signature(part.forward).parameters:
+            _note_layer(part, step)
+
+
+def _note_layer(part: Any, step: Step) -> None:
+    """Let a module that serves several layers say which one, as its calls do (Zamba)."""
+    forward, signature = part.forward, inspect.signature(part.forward)
+
+    def noted(*positional: Any, **named: Any) -> Any:
+        step.layer = signature.bind(*positional, **named).arguments["layer_idx"]
+        return forward(*positional, **named)
+
+    object.__setattr__(part, "forward", noted)
 
 
 def _attend(

@@ -26,8 +26,8 @@ from localllm.models.architectures.transformers_backend.module import code_names
 
 Key = tuple[Literal["conv", "matrix"], int]  # a state by kind and number, as transformers' caches name it
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
-_ONE_TOKEN = ("Jamba",)
-"""Prefixes of classes whose scan of several tokens begins from zeros: they continue token by token."""
+_ONE_TOKEN = ("JambaMambaMixer", "ZambaMambaMixer")
+"""Classes whose scan of several tokens begins from zeros: they continue token by token."""
 
 
 class StatePart(NamedTuple):
@@ -178,7 +178,7 @@ def _run(mixer: Mixer, step: Step, call: Callable[[slice, int, RowStates], Tenso
         if length == 1 and read >= 0:
             count = _continuing(inputs.query_lens, inputs.state.read_host, row)
         rows = slice(row, row + count)
-        steps = length if read >= 0 and type(mixer.module).__name__.startswith(_ONE_TOKEN) else 1
+        steps = length if read >= 0 and type(mixer.module).__name__ in _ONE_TOKEN else 1
         states = RowStates(_load(mixer, state, inputs.state.read_host[rows]) if read >= 0 else {})
         for _ in range(steps):
             stop = start + count * length // steps
