@@ -3,7 +3,9 @@
 Each position's token is written into its slot of a dictionary. Before a token is sampled, the whole context is read
 back through the block table, and the answer is a hash of it. One misplaced slot changes the output, so "greedy output
 does not depend on chunking, neighbours, cache, preemption, depth or drafts" is cheap to test. Each slot also stores the
-prefix it was written under: reading another prefix's value raises `CorruptKV` at once.
+prefix it was written under: reading another prefix's value raises `CorruptKV` at once. With `num_places` the model
+also has a recurrent state, a hash chain over the tokens in numbered places: a row that begins from any other state than
+that of its own prefix raises `CorruptState`.
 Does not know: torch. The scheduler's tests and scripts/bench_engine run on it.
 """
 
@@ -37,6 +39,10 @@ Bits = npt.NDArray[np.int32]
 
 class CorruptKV(AssertionError):
     """The KV cache holds something other than the request's own prefix."""
+
+
+class CorruptState(AssertionError):
+    """A row read another state than that of its own prefix, or two rows of a step use one place."""
 
 
 @dataclass(slots=True)
@@ -75,6 +81,7 @@ class FakeRunner:
         vocab_size: int = 32,
         check: bool = True,
         fail_when: Callable[[StepPlan], bool] | None = None,
+        num_places: int = 0,
     ) -> None:
         self.num_blocks = num_blocks if isinstance(num_blocks, tuple) else (num_blocks,) * len(windows)
         self.block_size, self.num_stages, self.windows = block_size, 1, tuple(windows)
@@ -83,6 +90,8 @@ class FakeRunner:
         self._slots: dict[int, _Slot] = {}
         self._memory: dict[tuple[int, int], tuple[int, int]] = {}
         """(group, cache slot) -> (token id, crc of the prefix up to it)"""
+        self.num_places = num_places  # of recurrent states; 0: the model has none
+        self._states: dict[int, int] = {}  # place -> crc of the tokens before the state; missing: poison
         self.freed: list[str] = []  # request ids, in the order their slots were freed
 
     def forward(self, plan: StepPlan) -> None:
@@ -96,6 +105,7 @@ class FakeRunner:
             assert array("i", ids) == self._slots[slot_id].token_ids[-len(ids) :], "ids that were not sampled"
         for row in plan.rows:
             self._write(self._slots[row.slot], row)
+        self._advance_states(plan.rows)
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> _Ready:
         allowed = {} if masks is None else dict(zip(masks.rows, masks.bits, strict=True))
@@ -111,6 +121,7 @@ class FakeRunner:
     def reset(self) -> None:
         self._slots.clear()
         self._memory.clear()
+        self._states.clear()
 
     def close(self) -> None:
         self.reset()
@@ -148,6 +159,41 @@ class FakeRunner:
             for group in range(len(self.windows)):
                 value = slot.token_ids[position], slot.prefix_crcs[position]
                 self._memory[group, self._cache_slot(slot, group, position)] = value
+
+    def _advance_states(self, rows: Sequence[Row]) -> None:
+        """Read the states of all rows, then write them: a row must not need what another row of the step writes."""
+        if not self.num_places:
+            assert all(row.state is None for row in rows), "a state for a model without states"
+            return
+        written: dict[int, int] = {}
+        for row in rows:
+            assert row.state is not None, f"{row.request_id} runs without a state"
+            assert not row.draft_token_ids, "a state cannot take back a wrong guess"
+            for place in {row.state.write, row.state.save} - {0}:
+                if place in written or not 0 < place < self.num_places:
+                    raise CorruptState(f"{row.request_id} writes place {place}")
+                written[place] = self._state_after(row)
+            assert row.state.write not in (0, row.state.save), row.state
+        for row in rows:
+            assert row.state is not None
+            if row.state.read != row.state.write and row.state.read in written:
+                raise CorruptState(f"{row.request_id} reads place {row.state.read}, which another row writes")
+        self._states.update(written)
+
+    def _state_after(self, row: Row) -> int:
+        """Return the state after a row's tokens, computed from the one that the row reads."""
+        assert row.state is not None
+        slot, read = self._slots[row.slot], row.state.read
+        first = zlib.crc32(slot.embeds.encode(), 1 + slot.adapter)
+        state = first if read == -1 else self._states.get(read, -1)
+        if not self._check:
+            return state
+        expected = slot.prefix_crcs[row.num_computed_tokens - 1] if row.num_computed_tokens else first
+        if state != expected:
+            raise CorruptState(f"{row.request_id}: place {read} is not its state after {row.num_computed_tokens}")
+        for position in range(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens):
+            state = zlib.crc32(slot.token_ids[position].to_bytes(4, "little", signed=True), state)
+        return state
 
     def _answer(self, slot: _Slot, row: Row, bits: Bits | None) -> RowResult:
         prompt_logprobs = self._prompt_logprobs(slot, row)

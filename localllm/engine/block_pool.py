@@ -115,10 +115,6 @@ class BlockPool:
     def name_of(self, block: int) -> bytes | None:
         return self._hash_of[block]
 
-    def has(self, name: bytes) -> bool:
-        """Return whether a block carries the name."""
-        return name in self._block_of
-
     def forget(self, name: bytes) -> None:
         """Drop a name, if a block carries it. An unreferenced block is the next to be allocated."""
         block = self._block_of.get(name)

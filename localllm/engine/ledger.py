@@ -28,11 +28,17 @@ BlockIds = tuple[tuple[int, ...], ...]
 UNBOUNDED = 2**62
 
 
+NO_STATE = -1
+"""Instead of a place to read a recurrent state from: begin from zeros."""
+
+
 class Hit(NamedTuple):
     """A prefix found in the cache: `num_places` full blocks of positions."""
 
     num_places: int
     blocks: BlockIds  # of a windowed group the null block before the window
+    state: int = NO_STATE  # place of the recurrent state at the prefix's end
+    num_kv_places: int = 0  # full blocks whose K and V are known: more than num_places for want of a state
 
 
 class Ledger:
@@ -150,7 +156,7 @@ class Ledger:
         return Hit(places, tuple(
             self._window_blocks(group, hashes, places) if blocks is None else tuple(blocks[:places])
             for group, blocks in enumerate(found)
-        ))  # fmt: skip
+        ), num_kv_places=places)  # fmt: skip
 
     def enter(self, request: Request, hit: Hit) -> None:
         """Give a request without blocks those of a hit."""

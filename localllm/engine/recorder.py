@@ -56,7 +56,7 @@ class StatsRecorder:
         self.num_steps = self.num_preemptions = self.num_failed_steps = self.degraded_steps = 0
         self.corrupted_requests = self.scheduled_requests = self.recomputed_tokens = 0
         self.prompt_tokens = self.prompt_tokens_cached = self.generation_tokens = 0
-        self.prefix_cache_queries = self.prefix_cache_hits = 0
+        self.prefix_cache_queries = self.prefix_cache_hits = self.prefix_cache_lacks_state = 0
         self.finished: Counter[str] = Counter()
         self.steps: deque[StepComposition] = deque(maxlen=RECENT_STEPS)
         self._launched: deque[StepComposition] = deque()
@@ -71,14 +71,15 @@ class StatsRecorder:
             _Counts(_LENGTHS),
         )
 
-    def on_admission(self, request: Request) -> None:
+    def on_admission(self, request: Request, num_kv_tokens: int) -> None:
         """Record an admission. Prefix statistics count once per request, at its first admission:
-        a readmission finds the request's own blocks."""
+        a readmission finds the request's own blocks. num_kv_tokens: prompt tokens whose KV was known."""
         if request.scheduled_s is None:
             request.scheduled_s = now_s()
             self._queue.observe(request.scheduled_s - request.arrived_s)
             self.prefix_cache_queries += request.prompt_len
             self.prefix_cache_hits += request.num_cached_tokens
+            self.prefix_cache_lacks_state += num_kv_tokens - request.num_cached_tokens
             self.prompt_tokens_cached += request.num_cached_tokens
 
     def on_step(self, composition: StepComposition, prompt_tokens: int, recomputed_tokens: int = 0) -> None:

@@ -39,6 +39,21 @@ class RequestOptions:
 
 NO_OPTIONS = RequestOptions()
 
+NEVER = 2**31
+"""Larger than any request's number of blocks.
+As `num_registered_blocks` it keeps further blocks from being registered."""
+
+
+@dataclass(slots=True)
+class HeldState:
+    """The recurrent state of a running request (checkpoints.py). A position counts the tokens before a state."""
+
+    place: int  # of its state; 0: released
+    read: int  # place that its next row reads; -1: that row begins from zeros
+    saved: int  # newest position of the request at which there is, or was, a checkpoint
+    save_at: list[int]  # positions of the prompt at which rows will end and save the state, ascending
+    moving: bytes = b""  # name of the checkpoint that moves along with the output; empty: none
+
 
 class State(StrEnum):
     WAITING = "waiting"
@@ -53,9 +68,9 @@ class Request:
 
     __slots__ = (
         "arrived_s", "bad_words_token_ids", "block_hashes", "block_tables", "cache_extras", "draft_token_ids",
-        "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root", "last_token_s",
-        "max_output_tokens", "most_unseen", "num_cached_tokens", "num_computed_tokens", "num_dropped_blocks",
-        "num_in_flight_tokens", "num_lost_tokens", "num_output_placeholders", "num_preemptions",
+        "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root", "held_state",
+        "last_token_s", "max_output_tokens", "most_unseen", "num_cached_tokens", "num_computed_tokens",
+        "num_dropped_blocks", "num_in_flight_tokens", "num_lost_tokens", "num_output_placeholders", "num_preemptions",
         "num_registered_blocks", "options", "params", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs",
         "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state", "stop_token_ids", "token_ids",
     )  # fmt: skip
@@ -106,6 +121,7 @@ class Request:
         self.slot = -1
         self.block_tables: list[list[int]] = []  # one per KV group, equally long; empty unless it runs (ledger.py)
         self.num_dropped_blocks: list[int] = []  # of each table the leading entries without a block
+        self.held_state: HeldState | None = None  # None: not running, or a model without recurrent states
         self.block_hashes: list[bytes] = []
         self.hash_root = b""
         self.num_registered_blocks = 0
@@ -151,7 +167,7 @@ class Request:
         """Return to waiting with nothing computed, in flight or held; tokens already sent are kept."""
         if self.state is State.RUNNING:
             self.state = State.PREEMPTED
-        self.slot, self.draft_token_ids = -1, ()
+        self.slot, self.held_state, self.draft_token_ids = -1, None, ()
         self.block_tables, self.num_dropped_blocks = [], []
         self.num_computed_tokens = self.num_in_flight_tokens = self.num_output_placeholders = 0
         self.num_registered_blocks = 0

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from localllm.engine.block_hash import BlockHasher
+from localllm.engine.checkpoints import Checkpoints
 from localllm.engine.fixed_chunks import num_sharable_tokens
 from localllm.engine.ledger import Hit, Ledger
 from localllm.engine.output_reserve import OutputReserve
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.recorder import StatsRecorder, now_s
-from localllm.engine.request import Request, State
+from localllm.engine.request import NEVER, Request, State
 from localllm.engine.scheduler_config import SchedulerConfig
+from localllm.engine.state_pool import StatePool
 from localllm.errors import LocalLLMError
 
 log = logging.getLogger(__name__)
-
-NEVER = 2**31
-"""Larger than any request's number of blocks.
-As `num_registered_blocks` it keeps further blocks from being registered."""
 
 
 class WaitingQueue:
@@ -60,8 +58,17 @@ class WaitingQueue:
 class RequestTable:
     """All unfinished requests by id, and the changes of state that a request goes through."""
 
-    def __init__(self, config: SchedulerConfig, ledger: Ledger, hasher: BlockHasher, recorder: StatsRecorder) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        ledger: Ledger,
+        hasher: BlockHasher,
+        recorder: StatsRecorder,
+        state_pool: StatePool | None = None,
+    ) -> None:
+        """state_pool: the places of recurrent states; None: the model has none."""
         self.config, self.ledger, self.hasher, self.recorder = config, ledger, hasher, recorder
+        self.states = None if state_pool is None else Checkpoints(state_pool, config, ledger, self._names_to)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self.waiting = WaitingQueue()
@@ -70,6 +77,7 @@ class RequestTable:
         self.free_slots = list(range(self._num_slots))[::-1]
         self._freed_slots: list[int] = []  # reported to the runner with the next plan
         self._arrivals = 0
+        self._blocks_of_hits = max(1, config.fixed_chunk // config.block_size)  # hits are multiples of it
 
     def add(self, request: Request) -> None:
         assert request.request_id not in self.requests, f"request id {request.request_id} is in use"
@@ -79,11 +87,36 @@ class RequestTable:
         self.requests[request.request_id] = request
         self.waiting.push(request)
 
-    def admit(self, request: Request, hit: Hit) -> None:
-        """Run a waiting request: give it a slot and the cached blocks that hold the start of its prompt."""
+    def find_hit(self, request: Request) -> Hit:
+        """Return what a waiting request may begin from. At least one token is computed, since logits are not cached."""
+        if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
+            return self.ledger.lookup(())
+        self.hash_blocks(request)
+        names = request.block_hashes[: (request.num_tokens - 1) // self.config.block_size]
+        hit = self.ledger.lookup(names, self._blocks_of_hits)
+        return hit if self.states is None else self.states.find(names, hit)
+
+    def is_being_computed(self, request: Request, hit: Hit) -> bool:
+        """Return whether a running request will fill the first block that this request misses in the prefix cache, or
+        save a recurrent state that it could begin from."""
+        place = hit.num_places
+        if self.states is not None:
+            return self.states.will_find_more(request, place * self.config.block_size, self.running)
+        return place < len(request.block_hashes) and any(
+            other.num_registered_blocks <= place < len(other.block_hashes)
+            and other.block_hashes[place] == request.block_hashes[place]
+            for other in self.running
+        )
+
+    def admit(self, request: Request, hit: Hit) -> bool:
+        """Run a waiting request: give it a slot and what the cache holds of the start of its prompt. Return False,
+        without a change, if no place is left for its recurrent state."""
+        if self.states is not None and not self.states.enter(request, hit):
+            return False
         self.waiting.remove(request)
         self.ledger.enter(request, hit)
-        cached = hit.num_places * self.config.block_size
+        size = self.config.block_size
+        cached = hit.num_places * size
         request.num_computed_tokens = cached
         if request.scheduled_s is None:  # not at a readmission, which also finds blocks of the request's own outputs
             request.num_cached_tokens = cached
@@ -91,7 +124,8 @@ class RequestTable:
         request.slot = self.free_slots.pop()
         request.state = State.RUNNING
         self.running.append(request)
-        self.recorder.on_admission(request)
+        self.recorder.on_admission(request, hit.num_kv_places * size)
+        return True
 
     def preempt(self, request: Request) -> None:
         """Make a running request wait again, to be recomputed.
@@ -130,8 +164,10 @@ class RequestTable:
         return EngineOutput(request.request_id, finish_reason="error", error=error)
 
     def _release(self, request: Request) -> None:
-        """Remove a request from the running ones and free its blocks and its slot."""
+        """Remove a request from the running ones and free its blocks, its state's place and its slot."""
         self.running.remove(request)
+        if self.states is not None:
+            self.states.release(request)
         self.ledger.release(request)
         self.free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
@@ -156,6 +192,13 @@ class RequestTable:
             self.ledger.register(request, index, request.block_hashes[index])
         request.num_registered_blocks = full
 
+    def _names_to(self, request: Request, end: int) -> Sequence[bytes]:
+        """Return the names of the blocks before position `end`, and register those that the request still holds."""
+        if request.state is State.RUNNING:
+            self.register_blocks(request, end)
+        self.hash_blocks(request)
+        return request.block_hashes[: end // self.config.block_size]
+
     def hash_blocks(self, request: Request) -> None:
         """Compute the missing names of the request's full blocks that may be shared."""
         ids = request.token_ids
@@ -168,15 +211,20 @@ class RequestTable:
         return num_sharable_tokens(request.prompt_len, chunk) if chunk else request.num_tokens
 
     def forget_cached_blocks(self) -> None:
-        """Drop all prefix-cache names after a row produced NaN. Its KV blocks, and any computed from them, may contain
-        NaN for an unknown time, so no existing block, and none that a running request fills later, is shared."""
+        """Drop all prefix-cache names after a row produced NaN. Its KV blocks and states, and any computed from them,
+        may contain NaN for an unknown time, so no existing one, and none that a running request fills later, is
+        shared."""
         self.ledger.forget_all()
+        if self.states is not None:
+            self.states.forget_all()
         for request in self.running:
             request.num_registered_blocks = NEVER
 
     def restart_all(self) -> None:
         """Free all blocks and slots, and queue every request in order of arrival, with nothing computed."""
         self.ledger.clear()
+        if self.states is not None:
+            self.states.clear()
         self.free_slots = list(range(self._num_slots))[::-1]
         self._freed_slots.clear()
         self.running.clear()

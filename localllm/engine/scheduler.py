@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.fixed_chunks import chunk_length, whole_chunks
-from localllm.engine.ledger import BlockIds, Counts, Hit, Ledger, fits, plus
+from localllm.engine.ledger import BlockIds, Counts, Ledger, fits, plus
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.prefill_shares import prefill_shares
 from localllm.engine.prompt_pace import PromptPace
@@ -30,6 +30,7 @@ from localllm.engine.request import Request, State
 from localllm.engine.request_table import RequestTable
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.settle import LaunchedStep, settle_step
+from localllm.engine.state_pool import StatePool
 from localllm.engine.stats import EngineStats, StepComposition
 from localllm.engine.step import NewSlot, Row, RunnerStats, StepPlan, StepResult
 from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull
@@ -68,19 +69,25 @@ class Scheduler:
     `schedule` plans a step, `update` settles the oldest open one."""
 
     def __init__(
-        self, config: SchedulerConfig, ledger: Ledger, hasher: BlockHasher, recorder: StatsRecorder | None = None
+        self,
+        config: SchedulerConfig,
+        ledger: Ledger,
+        hasher: BlockHasher,
+        recorder: StatsRecorder | None = None,
+        state_pool: StatePool | None = None,
     ) -> None:
+        """state_pool: the places of recurrent states; None: the model has none."""
         most_decodes = min(config.max_num_seqs, config.max_num_batched_tokens)
         assert config.fixed_chunk + most_decodes <= config.max_num_batched_tokens or not config.fixed_chunk, "no room"
         assert config.fixed_chunk % config.block_size == 0, (config.fixed_chunk, config.block_size)
         self.config, self.ledger, self.hasher = config, ledger, hasher
         self.recorder = recorder or StatsRecorder()
-        self.table = RequestTable(config, ledger, hasher, self.recorder)
+        self.table = RequestTable(config, ledger, hasher, self.recorder, state_pool)
+        self.states = self.table.states
         self.requests, self.running, self.waiting = self.table.requests, self.table.running, self.table.waiting
         self.launched: deque[LaunchedStep] = deque()  # plans not settled yet
         self._outputs: list[EngineOutput] = []  # outputs of requests that ended outside `update`
         self._num_cohorts = config.num_cohorts
-        self._blocks_of_hits = max(1, config.fixed_chunk // config.block_size)  # hits are multiples of it
         self._watermark_blocks = tuple(max(1, int(config.watermark * count)) for count in ledger.capacity)
         self._reserve = self.table.reserve
         self._pace = PromptPace(config.target_step_s)
@@ -129,6 +136,8 @@ class Scheduler:
         started_s = now_s()
         draft = _Draft(budget=self.config.max_num_batched_tokens)
         self._reserve.on_step()
+        if self.states is not None:
+            self.states.begin_step()
         self._free_a_slot_for_an_urgent_request(draft)
         self._schedule_decodes(draft)
         draft.prefill_budget = self._prefill_budget(draft)
@@ -148,10 +157,10 @@ class Scheduler:
         victim = self._victim()
         if head.priority >= victim.priority:
             return
-        hit, ledger = self._prefix_hit(head), self.ledger
+        hit, ledger = self.table.find_hit(head), self.ledger
         need = plus(ledger.needs(head.num_tokens), ledger.taken_by_hit(hit))
         room = plus(self._spare_blocks(None), ledger.held(victim))
-        if fits(need, room) and not self._is_being_computed(head, hit):
+        if fits(need, room) and not self.table.is_being_computed(head, hit):
             self._preempt(victim, draft)
 
     def _schedule_decodes(self, draft: _Draft) -> None:
@@ -191,10 +200,12 @@ class Scheduler:
                 self._schedule_one(each.request, share, draft)
         if draft.preempted:
             return
+        spare = 0
         for each, share in zip(prefills, shares, strict=True):
             if share and not each.enters:  # from here on no row leaves the step: its blocks may be shared
-                self.table.register_blocks(each.request, each.request.num_computed_tokens + share)
-        spare = 0
+                count = draft.rows[each.request.request_id][1].num_scheduled_tokens
+                self.table.register_blocks(each.request, each.request.num_computed_tokens + count)
+                spare += share - count
         for each, share in zip(prefills, shares, strict=True):
             if share and each.enters:
                 spare += share - self._enter(each.request, share + spare, draft)
@@ -235,19 +246,23 @@ class Scheduler:
             request.draft_token_ids = request.draft_token_ids[: room - 1]
         return request.num_wanted_tokens
 
-    def _schedule_one(self, request: Request, count: int, draft: _Draft) -> bool:
-        """Find blocks for `count` more tokens of a running request and add the request to the step."""
+    def _schedule_one(self, request: Request, count: int, draft: _Draft) -> int:
+        """Find blocks for at most `count` more tokens of a running request, add the request to the step, and return
+        how many tokens it runs; 0: none, since it was preempted or ended."""
+        if self.states is not None:
+            count = self.states.end_of_row(request, request.num_computed_tokens + count) - request.num_computed_tokens
         blocks = self._grow(request, count, draft)
         if blocks is None:
-            return False
+            return 0
         end = request.num_computed_tokens + count
         guesses = max(0, end - request.num_tokens - request.num_output_placeholders)
         drafts = request.draft_token_ids[:guesses]
         samples = end >= request.num_tokens + request.num_output_placeholders
-        row = Row(request.slot, request.request_id, request.num_computed_tokens, count, blocks, samples, drafts)
+        state = self.states.use(request, end) if self.states is not None else None
+        row = Row(request.slot, request.request_id, request.num_computed_tokens, count, blocks, samples, drafts, state)
         draft.rows[request.request_id] = (request, row)
         draft.budget -= count
-        return True
+        return count
 
     def _grow(self, request: Request, count: int, draft: _Draft) -> BlockIds | None:
         """Return new blocks for the request's tables, preempting others if necessary.
@@ -301,8 +316,10 @@ class Scheduler:
                 break
             if request.num_in_flight_tokens:
                 continue
-            hit = self._prefix_hit(request)
-            if self._is_being_computed(request, hit):
+            if self.states is not None and not self.states.can_enter(len(found)):
+                break
+            hit = self.table.find_hit(request)
+            if self.table.is_being_computed(request, hit):
                 continue
             taken, is_alone = ledger.taken_by_hit(hit), not (found or self.running)
             least, most = (
@@ -348,34 +365,17 @@ class Scheduler:
         kept = zip(ledger.num_free, promised, ledger.step_reserve, strict=True)
         return tuple([free - blocks - reserve for free, blocks, reserve in kept])
 
-    def _is_being_computed(self, request: Request, hit: Hit) -> bool:
-        """Return whether a running request will fill the first block that this request misses in the prefix cache."""
-        place = hit.num_places
-        return place < len(request.block_hashes) and any(
-            other.num_registered_blocks <= place < len(other.block_hashes)
-            and other.block_hashes[place] == request.block_hashes[place]
-            for other in self.running
-        )
-
-    def _prefix_hit(self, request: Request) -> Hit:
-        """Return the cached blocks to start from. At least one token is computed, since logits are not cached."""
-        if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
-            return self.ledger.lookup(())
-        self.table.hash_blocks(request)
-        names = request.block_hashes[: (request.num_tokens - 1) // self.config.block_size]
-        return self.ledger.lookup(names, self._blocks_of_hits)
-
     def _enter(self, request: Request, limit: int, draft: _Draft) -> int:
         """Admit a waiting request with at most `limit` tokens, and return how many it took. Return 0 if a request
-        admitted just before is computing their common prefix, or if a fixed chunk does not fit any more."""
-        hit = self._prefix_hit(request)  # requests admitted in this step may have added blocks, or evicted some
+        admitted just before is computing their common prefix, or took the last place for a recurrent state, or if a
+        fixed chunk does not fit any more."""
+        hit = self.table.find_hit(request)  # requests admitted in this step may have added blocks, or evicted some
         start = hit.num_places * self.config.block_size
         count = min(request.num_tokens - start, limit)
         if self.config.fixed_chunk:
             count = self._chunk_length(request, start)
-        if count > limit or self._is_being_computed(request, hit):
+        if count > limit or self.table.is_being_computed(request, hit) or not self.table.admit(request, hit):
             return 0
-        self.table.admit(request, hit)
         draft.new_slots.append(
             NewSlot(
                 slot=request.slot,
@@ -391,8 +391,8 @@ class Scheduler:
                 prompt_embeds=request.prompt_embeds,
             )
         )
-        entered = self._schedule_one(request, count, draft)
-        assert entered, "admission promised these blocks"
+        count = self._schedule_one(request, count, draft)
+        assert count, "admission promised these blocks"
         end = request.num_computed_tokens + count
         self.table.register_blocks(request, end)  # the next admitted request may share these blocks
         return count
@@ -410,6 +410,8 @@ class Scheduler:
                 request.num_output_placeholders += 1 + len(row.draft_token_ids)
             request.draft_token_ids = ()
             register_blocks(request, request.num_computed_tokens)
+        if self.states is not None:
+            self.states.commit()
         self._step_id += 1
         rows = tuple([row for _, row in draft.rows.values()])
         known = self._known_token_ids(draft) if self._num_cohorts > 1 else ()
@@ -506,8 +508,9 @@ class Scheduler:
 
     def set_drafts(self, request: Request, draft_token_ids: Iterable[int]) -> None:
         """Set guesses for the next step.
-        Ignored unless the request has nothing in flight, since guesses extend known tokens."""
-        if request.state is State.RUNNING and not request.num_output_placeholders:
+        Ignored unless the request has nothing in flight, since guesses extend known tokens, and for models with
+        recurrent states, which cannot take back a wrong guess."""
+        if request.state is State.RUNNING and not request.num_output_placeholders and self.states is None:
             request.draft_token_ids = tuple(draft_token_ids)
 
 

@@ -21,6 +21,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     watermark: float = 0.01  # share of the pool kept free at admission while something runs
     output_reserve: float = 0.65  # share of its expected output that a request needs room for at admission
+    state_interval: int = 256  # tokens of an output from one checkpoint of recurrent states to the next
     num_stages: int = 1  # pipeline stages of the runner
     num_extra_cohorts: int = 0  # cohorts beyond one per stage; one of them hides the host's work between two steps
 

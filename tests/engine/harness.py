@@ -15,10 +15,10 @@ from localllm.engine.ledger import Ledger
 from localllm.engine.loop import Drafter, EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
-from localllm.engine.request import Request, RequestOptions, State
-from localllm.engine.request_table import NEVER
+from localllm.engine.request import NEVER, Request, RequestOptions, State
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
+from localllm.engine.state_pool import StatePool
 from localllm.engine.step import PromptEmbeds, RunnerStats, StepPlan
 from localllm.errors import StepFailed
 from localllm.text.grammar import OutputGrammar
@@ -125,6 +125,7 @@ def make_engine(
     vocab_size: int = 32,
     fail_when: object = None,
     runner_type: type[FakeRunner] = FakeRunner,
+    num_places: int = 0,
     **config: object,
 ) -> SmallEngine:
     settings: dict[str, object] = {
@@ -139,6 +140,7 @@ def make_engine(
         SchedulerConfig(**settings),  # type: ignore[arg-type]
         Ledger(sizes, BLOCK_SIZE, windows, step_tokens=int(str(settings["max_num_batched_tokens"]))),
         BlockHasher(b"a model", BLOCK_SIZE),
+        state_pool=StatePool(num_places) if num_places else None,
     )
     runner = runner_type(
         sizes,
@@ -146,6 +148,7 @@ def make_engine(
         windows=windows,
         vocab_size=vocab_size,
         fail_when=fail_when,  # type: ignore[arg-type]
+        num_places=num_places,
     )
     stages = FakePipeline(runner, num_stages) if num_stages > 1 else runner
     loop = EngineLoop(scheduler, stages, depth=depth, drafter=drafter)
@@ -234,9 +237,35 @@ def check_invariants(engine: SmallEngine) -> None:
         else:
             assert request.block_tables == []
             assert request.slot == -1
+    check_states(scheduler)
     stats = scheduler.stats(1, RunnerStats())
     assert stats.used_blocks + stats.cached_blocks + stats.free_blocks == stats.total_blocks
     writable_twice(engine)
+
+
+def check_states(scheduler: Scheduler) -> None:
+    """Check H5 and H8: every place is held, named or free, and the KV of each checkpoint is there."""
+    states = scheduler.states
+    holders = [request for request in scheduler.requests.values() if request.held_state is not None]
+    if states is None:
+        assert not holders
+        return
+    assert holders == [request for request in scheduler.requests.values() if request.state is State.RUNNING]
+    assert not states._planned, "a save of a step that was planned"
+    own = [request.held_state.place for request in holders] + [save.place for save in states._pending]
+    assert len(set(own)) == len(own)
+    assert 0 not in own
+    pool = states.pool
+    named = pool.checkpoints()
+    assert not set(own) & set(named.values())
+    assert pool.num_held == len(set(own) | set(states._read))
+    free = pool.num_available - pool.num_checkpoints
+    assert len(set(own) | set(states._read) | set(named.values())) + free == pool.capacity
+    for name, node in pool._nodes.items():
+        assert states._has_kv(name)
+        assert node.place or node.children
+        assert named.get(name, 0) == node.place
+    assert len(states._pending) <= 2 * scheduler.config.max_num_seqs * (1 + len(scheduler.launched))
 
 
 def writable_twice(engine: SmallEngine) -> None:

@@ -35,12 +35,13 @@ from localllm.errors import (
     QueueFull,
     StepFailed,
 )
-from tests.engine.harness import EveryOther, check_invariants, make_engine, make_request
+from tests.engine.harness import EveryOther, check_invariants, check_states, make_engine, make_request
 from tests.fake_runner import CorruptKV, FakeRunner, expected_output
 
 VOCAB = 4
 THREADED = 20  # one of so many walks uses the engine's thread
 POISON = (-2, -2)  # a token and a crc that cannot occur otherwise
+POISONED_STATE = -2
 
 
 class ForeignError(Exception):
@@ -123,17 +124,28 @@ class FaultyRunner(FakeRunner):
                 end = row.num_computed_tokens + row.num_scheduled_tokens
                 for position in range(row.num_computed_tokens, end):
                     self._memory[0, self._cache_slot(slot, 0, position)] = POISON
+                if row.state is not None:
+                    self._states[row.state.write] = self._states[row.state.save] = POISONED_STATE
         pending = super().sample(plan, masks)
         if self.faults.fires("rows: too few"):
             return Told(StepResult(plan.step_id, pending.step.rows[1:]), self.faults)
         return Told(pending.step, self.faults)
 
+    def _state_after(self, row: Any) -> int:
+        """Return a state that stays NaN where the one that it comes from is."""
+        if row.state.read != -1 and self._states.get(row.state.read) == POISONED_STATE:
+            return POISONED_STATE
+        return super()._state_after(row)
+
     def _answer(self, slot: Any, row: Any, bits: Any) -> RowResult:
+        is_poisoned = row.state is not None and self._states[row.state.write] == POISONED_STATE
         try:
+            if is_poisoned and row.samples:
+                raise CorruptKV("the row's state is NaN")
             told = super()._answer(slot, row, bits)
         except CorruptKV:
             read = (self._memory.get((0, self._cache_slot(slot, 0, p))) for p in range(row.num_computed_tokens + 1))
-            if POISON not in read:
+            if not is_poisoned and POISON not in read:
                 raise
             slot.token_ids.append(0)  # the device continues with some token
             self._extend_crcs(slot)
@@ -178,7 +190,7 @@ class Walk:
             depth=dice.randint(1, 3), num_stages=dice.choice((1, 1, 2, 3)), num_blocks=dice.choice((9, 14, 40)),
             vocab_size=VOCAB, max_num_seqs=4, max_num_batched_tokens=dice.choice((5, 16, 64)), max_num_queued_reqs=6,
             policy=dice.choice(("fcfs", "priority")), enable_prefix_caching=dice.random() < 0.8,
-            fail_when=lambda plan: False,
+            fail_when=lambda plan: False, num_places=dice.choice((0, 5, 6, 9)), state_interval=dice.choice((4, 8)),
         )  # fmt: skip
         self.adapters = [Adapter("a", 0, "x"), Adapter("b", 1, "y")]
         self.asked: dict[str, Asked] = {}
@@ -323,6 +335,7 @@ class Walk:
         assert not loop._open
         assert not loop._pending
         assert scheduler.ledger.main_pool.num_free == scheduler.ledger.main_pool.capacity
+        check_states(scheduler)
         assert sorted(scheduler.table.free_slots) == list(range(4))
         assert [adapter.num_requests for adapter in self.adapters] == [0, 0]
 
