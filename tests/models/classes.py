@@ -117,10 +117,12 @@ def _through_localllm(path: Path, model_impl: str, prompts: list[list[int]], ref
     except ModelError as error:
         return Outcome("refused", str(error))
     with torch.inference_mode():
-        error = largest_difference(ModelHarness(model), prompts, reference)
-    if not error <= TOLERANCE:
-        return Outcome("disagrees", f"{error:.1e} of the largest logit")
-    return Outcome("own" if spec.implementation == "localllm" else "transformers", f"{error:.1e}")
+        within = [tokens[: spec.max_position] for tokens in prompts]  # some decoders of ours serve less than the class
+        known = [logits[: spec.max_position] for logits in reference]
+        difference = largest_difference(ModelHarness(model), within, known)
+    if not difference <= TOLERANCE:
+        return Outcome("disagrees", f"{difference:.1e} of the largest logit")
+    return Outcome("own" if spec.implementation == "localllm" else "transformers", f"{difference:.1e}")
 
 
 def largest_difference(harness: Any, prompts: list[list[int]], reference: list[Tensor]) -> float:

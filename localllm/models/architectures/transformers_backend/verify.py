@@ -113,8 +113,11 @@ def _steps(spec: ModelSpec, token_ids: list[int], blocks: list[int], device: tor
 
 def _one_place(read: int, device: torch.device) -> StateInputs:
     """Return the places of one row: `read` before the step, 1 after it."""
-    places = ((read,), (1,), (0,))
-    return StateInputs(*(torch.tensor(own, dtype=torch.int32, device=device) for own in places), *places)
+
+    def on_device(place: int) -> Tensor:
+        return torch.tensor([place], dtype=torch.int32, device=device)
+
+    return StateInputs(on_device(read), on_device(1), on_device(0), (read,), (1,), (0,))
 
 
 def _inputs(token_ids: list[int], start: int, stop: int, blocks: list[int], device: torch.device) -> ForwardInputs:
