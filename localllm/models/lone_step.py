@@ -44,6 +44,7 @@ from localllm.kernels.cpu.native.structures import (
     Op,
 )
 from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_state import LayerCache
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.layer import (
     LayerKind,
@@ -123,10 +124,13 @@ class LoneStep:
         return model.finish_logits(logits.contiguous()) if samples else logits
 
 
-def open_lone_step(model: object, kv_cache: Sequence[LayerKV]) -> LoneStep:
+def open_lone_step(model: object, cache: Sequence[LayerCache | None]) -> LoneStep:
     """Return the list of a model as a runner holds it. Raises `NoLoneStep`."""
     if not isinstance(model, DecoderModel):
         raise NoLoneStep(f"{type(model).__name__} is not computed by localllm's own layers alone")
+    kv_cache = [kept for kept in cache if isinstance(kept, LayerKV)]
+    if len(kv_cache) < len(cache):
+        raise NoLoneStep("recurrent layers")
     return LoneStep(model, kv_cache)
 
 
