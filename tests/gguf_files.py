@@ -293,8 +293,9 @@ def _write_tensors(
         writer.add_tensor(stored_name, stored, raw_dtype=GGMLQuantizationType[own])
         if weight.ndim > 1:
             meant[name] = means if order is None else torch.empty_like(means).index_copy_(0, order, means)
-    whole = gguf_mixtures.restored(meant, config, state) if is_mixture else {}
-    return {**_unstacked(meant, state), **whole}
+    if not is_mixture:
+        return _unstacked(meant, state)
+    return gguf_mixtures.restored({**meant, **_unstacked(meant, state)}, config, state)
 
 
 def _order(name: str, weight: Tensor, config: Mapping[str, Any]) -> Tensor | None:

@@ -239,9 +239,9 @@ def _storage(checkpoint: Checkpoint, spec: ModelSpec) -> Storage:
 
 def _with_stored_head(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
     """Return the spec of a vision-language model's text part with a head of its own if the checkpoint stores one: the
-    two parts of its config may contradict each other about that (architectures/text_part.py)."""
+    two parts of its config may contradict each other about that."""
     storage = _storage(checkpoint, spec)
-    if not spec.tie_word_embeddings or storage is not text_part.STORAGE:
+    if not spec.tie_word_embeddings or not text_part.is_text_part(storage):
         return spec
     stored = any(name in checkpoint.tensors for name in storage.spellings(storage.stored_name(LM_HEAD)))
     return replace(spec, tie_word_embeddings=False) if stored else spec

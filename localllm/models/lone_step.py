@@ -251,6 +251,8 @@ class _Writer:
 
     def _choose_experts(self, mixture: MoE, norm: Any) -> None:
         """Route, and run the first matrices of the chosen experts."""
+        if mixture.routing.scales_inputs:
+            raise NoLoneStep("experts whose inputs are multiplied")
         self.linear(mixture.router, self.stream, self.router, norm=norm)
         self._chosen = ctypes.addressof(self._experts(mixture))
         self._plan(Op.ROUTE, self.router, self.router, experts=self._chosen)

@@ -36,11 +36,16 @@ from scripts.random_weights import WeightFormat, random_model, shape_spec
 from tests.models.harness import BLOCK_SIZE, CPU, ModelHarness
 from tests.models.harness import Sequence as Request
 from tests.models.operations import DefinedLibrary
-from tests.tiny import FAMILIES, VOCAB_SIZE
+from tests.tiny import FAMILIES, HYBRIDS, VOCAB_SIZE
 
 PathOf = Callable[[str], Path]
-LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
-REFUSED = dict.fromkeys(LATENT, "latent attention")
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4")
+REFUSED = {
+    **dict.fromkeys(LATENT, "latent attention"),
+    **dict.fromkeys(HYBRIDS, "recurrent layers"),
+    "nemotron_h": "SingleLayer",
+    "llama4": "inputs are multiplied",
+}
 LONG, STEPS = 22, 12  # the tokens of a prompt, and steps after it: windows of 20 and 24 tokens hide keys
 needs_library = pytest.mark.skipif(native() is None, reason="this machine has no native library")
 

@@ -393,6 +393,9 @@ class DecoderBuilder:
     def _head_norm(self, index: int, prefix: str) -> RMSNorm | None:
         """Return the norm of q and k, and of v without a weight, for one call: rows for each head, q's first."""
         spec, shard = self.spec, self.shard
+        if spec.qk_norm == "unweighted" and self._kind(index).has_rope:
+            ones = torch.ones(len(shard.heads) + len(shard.kv_heads), spec.head_dim, device=self.weights.device)
+            return RMSNorm(ones, spec.norm.eps)
         if spec.qk_norm != "head":
             return None
         (kv_heads, dim), keeps = kv_shape(spec, index), keeps_kv(spec, index)

@@ -53,7 +53,8 @@ class ModelSpec:
     lm_head_normalized: bool = False  # each row is scaled to length 1 (Baichuan 2)
     qk_norm: str | None = None
     """head: RMSNorm over each head of q and k, one weight for all (Qwen3, Gemma 3). each_head: LayerNorm, a weight for
-    each (Cohere). whole: RMSNorm over all heads together (OLMo 2)."""
+    each (Cohere). whole: RMSNorm over all heads together (OLMo 2). unweighted: RMSNorm over each head without a
+    weight, in layers that rotate (Llama 4)."""
     qk_norm_last: bool = False  # the norm of each head comes after the rotation (Hunyuan)
     v_norm: bool = False  # RMSNorm without a weight over each head of v (Gemma 4)
     layer_values_from_keys: tuple[bool, ...] = ()

@@ -6,6 +6,7 @@
 #include "attend.h"
 #include "functions.h"
 #include "lanes.h"
+#include "recurrent.h"
 
 enum {
   PIECE_BYTES = 1 << 17,  // of weights that a thread takes at a time
@@ -664,6 +665,8 @@ const char* localllm_instruction_set(void) { return INSTRUCTION_SET; }
 const char* localllm_source_hash(void) { return LOCALLLM_SOURCE_HASH; }
 
 int64_t localllm_size_of(int64_t structure) {
-  const int64_t sizes[] = {sizeof(Matrix), sizeof(Attention), sizeof(Experts), sizeof(Operation), sizeof(StepRow)};
+  const int64_t sizes[] = {sizeof(Matrix),      sizeof(Attention),   sizeof(Experts),       sizeof(Operation),
+                           sizeof(StepRow),     sizeof(Convolution), sizeof(GatedDelta),    sizeof(SelectiveScan),
+                           sizeof(GatedNorm),   sizeof(StateRows)};
   return sizes[structure];
 }

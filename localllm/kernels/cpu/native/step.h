@@ -119,5 +119,6 @@ const char* localllm_instruction_set(void);
 // Hash of the sources that the library was compiled from; "" where the compile was not told.
 const char* localllm_source_hash(void);
 
-// Bytes of a structure as the library knows it: 0 Matrix, 1 Attention, 2 Experts, 3 Operation, 4 StepRow.
+// Bytes of a structure as the library knows it: 0 Matrix, 1 Attention, 2 Experts, 3 Operation, 4 StepRow, 5 Convolution,
+// 6 GatedDelta, 7 SelectiveScan, 8 GatedNorm, 9 StateRows.
 int64_t localllm_size_of(int64_t structure);
