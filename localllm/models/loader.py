@@ -11,12 +11,14 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from localllm.errors import CorruptModel, UnsupportedOption
+from localllm.models.architectures import text_part
 from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.read_spec import family_of
@@ -32,7 +34,7 @@ from localllm.models.spec.family import Storage
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from localllm.models.weights.parameters import held_bytes
-from localllm.models.weights.weights import MetaWeights, Progress, Weights
+from localllm.models.weights.weights import LM_HEAD, MetaWeights, Progress, Weights
 
 if TYPE_CHECKING:
     from localllm.models.architectures.transformers_backend.model import TransformersModel
@@ -75,6 +77,7 @@ def load_model(
         length = max_model_len or spec.max_position
         return load_through_transformers(path, spec, device, dtype, length, verify=verify is not False)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
+        spec = _with_stored_head(spec, checkpoint)
         weights = _weights(
             Weights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights, half_weights, progress
         )
@@ -117,6 +120,7 @@ def resident_bytes(
 
         return bytes_through_transformers(path, spec, device, dtype)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
+        spec = _with_stored_head(spec, checkpoint)
         weights = _weights(MetaWeights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights, half_weights)
         builder = DecoderBuilder(spec, weights, device, dtype, shard)
         return held_bytes(builder.build(max_model_len or spec.max_position))
@@ -231,6 +235,16 @@ def _storage(checkpoint: Checkpoint, spec: ModelSpec) -> Storage:
     """Return how tensors are named and ordered: GGUF has its own way, other formats follow the family."""
     own = getattr(checkpoint, "storage", None)
     return family_of(spec).storage if own is None else own
+
+
+def _with_stored_head(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
+    """Return the spec of a vision-language model's text part with a head of its own if the checkpoint stores one: the
+    two parts of its config may contradict each other about that."""
+    storage = _storage(checkpoint, spec)
+    if not spec.tie_word_embeddings or not text_part.is_text_part(storage):
+        return spec
+    stored = any(name in checkpoint.tensors for name in storage.spellings(storage.stored_name(LM_HEAD)))
+    return replace(spec, tie_word_embeddings=False) if stored else spec
 
 
 def trim_heap() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.architectures.read_spec import read_spec
-from localllm.models.architectures.transformers_backend import verify
+from localllm.models.architectures.transformers_backend import attention, verify
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
 from tests.models.harness import CPU, ModelHarness
@@ -48,10 +48,8 @@ def test_bytes_are_predicted(family: str, tiny_model_path: Any) -> None:
 
 def test_the_check_finds_a_wrong_computation(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention that forgets its scale, as one would with a model whose code changed."""
-    from localllm.models.architectures.transformers_backend import model
-
-    right = model.paged_attention
-    monkeypatch.setattr(model, "paged_attention", lambda *a, **k: right(*a, **{**k, "scale": 0.5}))
+    right = attention.paged_attention
+    monkeypatch.setattr(attention, "paged_attention", lambda *a, **k: right(*a, **{**k, "scale": 0.5}))
     with pytest.raises(UnsupportedModel, match=r"computes other logits here than in transformers.*logits differ by"):
         through_transformers(tiny_llama_path)
     through_transformers(tiny_llama_path, verify=False)
@@ -87,7 +85,15 @@ def changed(path: Path, tmp_path: Path, **changes: Any) -> Path:
             },
             "needs its own Python code, which is not run by default",
         ),
-        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, r"num_attention_heads|not supported|state"),
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "no num_attention_heads"),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "model_type": "qwen3",
+                "layer_types": ["full_attention", "chunked_attention"],
+            },
+            "Qwen3ForCausalLM is not supported.*layers of type chunked_attention",
+        ),
         (
             {"architectures": ["FooForCausalLM"], "quantization_config": {"quant_method": "awq"}},
             "is quantised, and localllm has no decoder for it",

@@ -32,6 +32,11 @@ def storage(text: str = "language_model", of: Storage | None = None) -> Storage:
 STORAGE = storage()
 
 
+def is_text_part(own: Storage) -> bool:
+    """Return whether the storage is that of a text part."""
+    return any(pattern == r"^" for pattern, _ in own.alternatives)
+
+
 def text_config(config: Config) -> dict[str, Any]:
     """Return the fields of the text part, completed by those of the whole model, which ties the embeddings or not.
 

@@ -1,7 +1,8 @@
 """The steps from token states to an output, read from the checkpoint's files before its weights.
 
 sentence-transformers describes it in modules.json and the folders it names. A plain checkpoint only has its class name:
-`...ForSequenceClassification` scores, an encoder or a bare `...Model` embeds. sentence_bert_config.json says whether
+`...ForSequenceClassification` scores, an encoder or a bare `...Model` embeds (not
+`...LMHeadModel`, which generates). sentence_bert_config.json says whether
 the model reads the plain text or a chat template's rendering of it as a message.
 Does not know: torch, tokens.
 """
@@ -60,7 +61,9 @@ def task_of(path: Path, asked: str = "auto") -> Task:
     name = _architecture(read_json_object(path / "config.json"))
     if name.endswith("ForSequenceClassification"):
         return "score"
-    if (path / "modules.json").is_file() or name.endswith(("Model", "ForMaskedLM")):
+    if (path / "modules.json").is_file():
+        return "embed"
+    if name.endswith(("Model", "ForMaskedLM")) and not name.endswith("LMHeadModel"):
         return "embed"
     return "generate"
 

@@ -3,6 +3,7 @@
     short_conv      LFM2: a gated convolution over the last few tokens; keeps no matrix
     gated_delta     Qwen3-Next, Qwen3.5: gated delta net (arXiv:2412.06464)
     mamba2          Granite 4 H, Nemotron-H, Bamba, Falcon-H1: state space duality (arXiv:2405.21060)
+    module          any other, computed by a class of transformers: only the sizes of its states are known
 
 All recurrent layers of one model have the same sizes. Does not know: which layers are recurrent
 (ModelSpec.layer_kinds), weights, how states are kept (engine/state_pool.py).
@@ -16,7 +17,7 @@ from typing import Literal
 
 from localllm.errors import CorruptModel, UnsupportedModel
 
-RecurrentKind = Literal["short_conv", "gated_delta", "mamba2"]
+RecurrentKind = Literal["short_conv", "gated_delta", "mamba2", "module"]
 LayerPart = Literal["attention", "recurrent", "both", "mlp", "moe"]
 """What takes attention's place in a layer: attention, a recurrent part, or both side by side (Falcon-H1). With the
 topology `single`, a layer has one part only, and may be a feed-forward part (mlp, moe) alone (Nemotron-H)."""
@@ -27,7 +28,7 @@ class RecurrentSpec:
     """Sizes of a recurrent part. Fields without a meaning for a kind keep their defaults."""
 
     kind: RecurrentKind
-    conv_kernel: int  # K: taps of the causal convolution; a state keeps the last K - 1 inputs
+    conv_kernel: int = 0  # K: taps of the causal convolution; a state keeps the last K - 1 inputs
     conv_bias: bool = False
     num_heads: int = 0  # Hv, value heads of gated_delta; H, heads of mamba2
     num_groups: int = 0  # Hk, key heads of gated_delta; G, groups of B and C of mamba2. Divides num_heads
@@ -40,6 +41,7 @@ class RecurrentSpec:
     tiled_heads: bool = False
     """gated_delta: value head j reads key head j % num_groups, as GGUF orders Qwen3.5's; False: consecutive value heads
     share a key head."""
+    held: tuple[int, int] = (0, 0)  # module: numbers of a request's conv states and matrix states in a layer
     projection_bias: bool = False  # on the matrices before and after the recurrence
     input_factors: tuple[float, ...] = ()  # mamba2: on z, x, B, C and dt as they are projected; empty: none (Falcon-H1)
     output_factor: float = 1.0  # on the part's output (Falcon-H1)
@@ -63,14 +65,18 @@ class RecurrentSpec:
         return self.width if self.kind == "short_conv" else self.inner_size + 2 * self.num_groups * self.state_size
 
     @property
-    def conv_shape(self) -> tuple[int, int]:
-        """Return the shape of a request's conv state in a layer, [channels, K - 1]."""
+    def conv_shape(self) -> tuple[int, ...]:
+        """Return the shape of a request's conv state in a layer: [channels, K - 1]; of a module [numbers]."""
+        if self.kind == "module":
+            return self.held[:1]
         return self.conv_channels, self.conv_kernel - 1
 
     @property
-    def matrix_shape(self) -> tuple[int, int, int] | None:
+    def matrix_shape(self) -> tuple[int, ...] | None:
         """Return the shape of a request's matrix state in a layer, which is fp32: [Hv, dk, dv] of gated_delta,
-        [H, P, N] of mamba2. None: there is none."""
+        [H, P, N] of mamba2; [numbers] of a module. None: there is none."""
+        if self.kind == "module":
+            return self.held[1:] if self.held[1] else None
         if self.kind == "short_conv":
             return None
         if self.kind == "gated_delta":

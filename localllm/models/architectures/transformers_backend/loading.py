@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from localllm.kernels.linear import should_pack
-from localllm.models.architectures.transformers_backend.model import TransformersModel, load_module, module_on_meta
+from localllm.models.architectures.transformers_backend.model import TransformersModel
+from localllm.models.architectures.transformers_backend.module import load_module, module_on_meta
 from localllm.models.architectures.transformers_backend.verify import (
     eager_logits,
+    guarded,
     paged_logits,
     require_equal,
     short_prompt,
@@ -32,10 +34,13 @@ def load_through_transformers(
     """Load the model and compare it with eager attention. Raises `UnsupportedModel` with the difference."""
     module = load_module(path, spec, device, dtype, trust_remote_code=spec.implementation == "remote")
     token_ids = short_prompt(spec)
-    expected = eager_logits(module, token_ids, device) if verify else None
+    name, expected = spec.architecture, None
+    if verify:
+        expected = guarded(lambda: eager_logits(module, token_ids, device), name, "by itself")
     model = TransformersModel(module, spec, device, dtype, max_model_len)
     if expected is not None:
-        error = require_equal(paged_logits(model, spec, token_ids, device, dtype), expected, dtype, spec.architecture)
+        ours = guarded(lambda: paged_logits(model, spec, token_ids, device, dtype), name, "over paged attention")
+        error = require_equal(ours, expected, dtype, name)
         log.info("verified architecture=%s logits_error=%.1e", spec.architecture, error)
     return model
 

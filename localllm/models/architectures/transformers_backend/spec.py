@@ -1,7 +1,7 @@
 """Fields of a ModelSpec from a checkpoint's config class, for models that `transformers` computes.
 
 The class fills in what config.json omits, so no family needs to be known here. Refused by name: models that are not
-causal language models, models with a state other than keys and values, models that need the checkpoint's own code.
+causal language models, layers of other kinds than attention and recurrence, models that need the checkpoint's own code.
 Does not know: weights.
 """
 
@@ -11,33 +11,75 @@ from pathlib import Path
 from typing import Any
 
 from localllm.errors import CorruptModel, ModelError, UnsupportedModel
+from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
 
-OTHER_STATE = ("linear_attention", "mamba", "recurrent", "conv", "hybrid")  # kinds of layers that are not attention
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions", "model_max_length")
+_PARTS: dict[str, LayerPart] = {
+    "full_attention": "attention",
+    "sliding_attention": "attention",
+    "attention": "attention",
+    "linear_attention": "recurrent",
+    "conv": "recurrent",
+    "mamba": "recurrent",
+    "hybrid": "both",
+    "hybrid_sliding": "both",
+    "mlp": "mlp",
+    "moe": "moe",
+}
+"""What is in attention's place in a layer, by the kinds of layers that configs name. Others are not supported."""
+_WINDOWED = ("sliding_attention", "hybrid_sliding")
 
 
 def transformers_fields(path: Path, architecture: str, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Return sizes and context length by ModelSpec's names. Raises `UnsupportedModel`, `CorruptModel`."""
+    """Return sizes, layers and context length by ModelSpec's names. Raises `UnsupportedModel`, `CorruptModel`."""
     config = load_config(path, trust_remote_code=trust_remote_code)
-    _refuse(config, architecture, trust_remote_code=trust_remote_code)
-    return sizes_of(config)
+    try:
+        _refuse(config, architecture, trust_remote_code=trust_remote_code)
+        fields = {**sizes_of(config), **_layers_of(text_part(config), architecture)}
+        if any(part in ("recurrent", "both") for part in fields.get("layer_kinds", ())):
+            fields["recurrent"] = _recurrent(path, architecture, trust_remote_code=trust_remote_code)
+        return fields
+    except ModelError:
+        raise
+    except Exception as error:  # config classes raise many kinds of errors
+        raise UnsupportedModel(
+            f"{architecture} is not supported.",
+            f"Its config cannot be read through transformers: {type(error).__name__}: {first_line(error)}",
+        ) from error
+
+
+def text_part(config: Any) -> Any:
+    """Return the config of the text part; of a model of text alone the config itself."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
-    """Return the sizes in a `PreTrainedConfig` by ModelSpec's names. Raises `CorruptModel`."""
-    heads = _whole(config, "num_attention_heads")
-    hidden = _whole(config, "hidden_size")
+    """Return the sizes in a `PreTrainedConfig` by ModelSpec's names.
+
+    Raises `CorruptModel` for sizes that are not whole numbers above 0, `UnsupportedModel` for sizes that it lacks.
+    """
+    text = text_part(config)
+    heads = _whole(text, "num_attention_heads")
+    hidden = _whole(text, "hidden_size")
+    shapes = _kv_shapes(text)
     return {
-        "num_layers": _whole(config, "num_hidden_layers"),
+        "num_layers": _whole(text, "num_hidden_layers"),
         "hidden_size": hidden,
-        "intermediate_size": _whole(config, "intermediate_size", 4 * hidden),
+        "intermediate_size": _whole(text, "intermediate_size", 4 * hidden),
         "num_heads": heads,
-        "num_kv_heads": _whole(config, "num_key_value_heads", heads),
-        "head_dim": _whole(config, "head_dim", hidden // heads),
-        "vocab_size": _whole(config, "vocab_size"),
-        "max_position": next(value for name in (*_LENGTHS, None) if (value := _length(config, name))),
+        "num_kv_heads": shapes[0][0],
+        "head_dim": shapes[0][1],
+        "layer_kv_shapes": shapes if len(set(shapes)) > 1 else (),
+        "vocab_size": _whole(text, "vocab_size"),
+        "max_position": next(value for name in (*_LENGTHS, None) if (value := _length(text, name))),
         "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
     }
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an exception's text, or its class if there is none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def load_config(path: Path, *, trust_remote_code: bool) -> Any:
@@ -51,7 +93,7 @@ def load_config(path: Path, *, trust_remote_code: bool) -> Any:
 
 
 def _translated(path: Path, error: Exception) -> ModelError:
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    text = first_line(error)
     if "trust_remote_code" in str(error) or "custom code" in str(error):
         return UnsupportedModel(
             f"{path.name} needs its own Python code, which is not run by default.",
@@ -79,20 +121,93 @@ def _refuse(config: Any, architecture: str, *, trust_remote_code: bool) -> None:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{architecture} is not supported.", "It has an encoder; only decoders are supported.")
-    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
-    other = sorted(kind for kind in kinds if any(word in kind for word in OTHER_STATE))
-    if other:
+
+
+def _layers_of(config: Any, architecture: str) -> dict[str, Any]:
+    """Return what each layer has in attention's place, and which layers are windowed."""
+    count = _whole(config, "num_hidden_layers")
+    kinds = [str(kind) for kind in getattr(config, "layer_types", None) or ["full_attention"] * count]
+    if other := sorted(set(kinds) - set(_PARTS)):
         raise UnsupportedModel(
             f"{architecture} is not supported.",
-            f"It has layers of type {', '.join(other)}, whose state is not a KV cache; only attention layers run here.",
+            f"It has layers of type {', '.join(other)}; supported: {', '.join(_PARTS)}.",
         )
+    if len(kinds) != count:
+        raise CorruptModel(f"config.json describes {len(kinds)} layers in layer_types and {count} elsewhere.")
+    parts = tuple(_PARTS[kind] for kind in kinds)
+    if not any(part in ("attention", "both") for part in parts):
+        raise UnsupportedModel(f"{architecture} is not supported.", "None of its layers has attention.")
+    windowed = tuple(kind in _WINDOWED for kind in kinds)
+    return {
+        "layer_kinds": () if set(parts) == {"attention"} else parts,
+        "layer_is_windowed": windowed if any(windowed) else (),
+        "sliding_window": _window(config, architecture, windowed) if any(windowed) else None,
+    }
+
+
+def _window(config: Any, architecture: str, windowed: tuple[bool, ...]) -> int:
+    """Return the tokens that windowed layers see."""
+    layers = zip(_layer_configs(config), windowed, strict=True)
+    found = [getattr(layer, "sliding_window", None) for layer, own in layers if own]
+    window = found[0]
+    if len(set(map(repr, found))) > 1:
+        raise UnsupportedModel(f"{architecture} is not supported.", f"Its layers have windows of {found} tokens.")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise CorruptModel(
+            f"config.json has sliding_window = {window!r}, and layers that use it.", "It must be above 0."
+        )
+    return window
+
+
+def _recurrent(path: Path, architecture: str, *, trust_remote_code: bool) -> RecurrentSpec:
+    """Return the sizes of the states that the class keeps, from a model without data."""
+    from localllm.models.architectures.transformers_backend.mixers import find_mixers
+    from localllm.models.architectures.transformers_backend.module import module_on_meta
+
+    mixers = find_mixers(module_on_meta(path, trust_remote_code=trust_remote_code), architecture)
+    if not mixers:
+        raise UnsupportedModel(
+            f"{architecture} is not supported.",
+            "It has recurrent layers, and none of its modules asks the cache of transformers for its states.",
+        )
+    conv, matrix = (max(mixer.numbers(kind) for mixer in mixers) for kind in ("conv", "matrix"))
+    return RecurrentSpec("module", held=(conv, matrix))
+
+
+def _kv_shapes(config: Any) -> tuple[tuple[int, int], ...]:
+    """Return the key heads and their size in each layer."""
+    return tuple(_kv_shape(layer) for layer in _layer_configs(config))
+
+
+def _kv_shape(layer: Any) -> tuple[int, int]:
+    heads = _whole(layer, "num_attention_heads")
+    if getattr(layer, "kv_lora_rank", None) is not None:  # keys are made from a latent, for each head
+        return heads, _whole(layer, "qk_nope_head_dim") + _whole(layer, "qk_rope_head_dim")
+    width = _whole(layer, "head_dim", _whole(layer, "hidden_size") // heads)
+    return _whole(layer, "num_key_value_heads", heads), width
+
+
+def _layer_configs(config: Any) -> list[Any]:
+    """Return a config for each layer, as they may differ in any field (Gemma 4)."""
+    count = _whole(config, "num_hidden_layers")
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config] * count
 
 
 def _whole(config: Any, name: str, default: int | None = None) -> int:
-    value = getattr(config, name, None)
+    differs = name in (getattr(config, "per_layer_attributes", None) or ())
+    value = getattr(config.per_layer_config[0] if differs else config, name, None)
     if isinstance(value, list) and value:
         value = max(value)  # layers of different widths: use an upper bound
     value = default if value is None else value
+    if value is None:
+        kind = getattr(config, "model_type", "?")
+        raise UnsupportedModel(
+            f"Models of type {kind!r} are not supported.", f"Their config has no {name}, as decoders with attention do."
+        )
+    return _checked(name, value)
+
+
+def _checked(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CorruptModel(f"config.json has {name} = {value!r}.", "It must be a whole number above 0.")
     return value

@@ -8,16 +8,20 @@ Does not know: the caller.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from localllm.errors import UnsupportedModel
+from localllm.errors import ModelError, UnsupportedModel
 from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState
 from localllm.kernels.paged_attention import kv_cache_shape
-from localllm.models.inputs import CausalModel, ForwardInputs, GroupInputs
+from localllm.models.architectures.transformers_backend.spec import first_line
+from localllm.models.inputs import CausalModel, ForwardInputs, GroupInputs, StateInputs
+from localllm.models.spec.kv_groups import kv_groups, kv_shape
 from localllm.models.spec.model_spec import ModelSpec
 
 PROMPT_TOKENS, BLOCK_SIZE = 32, 16
@@ -46,15 +50,41 @@ def paged_logits(
 ) -> Tensor:
     """Return logits [T, vocab] fp32 of the same tokens, run in chunks over shuffled blocks."""
     num_blocks = len(token_ids) // BLOCK_SIZE + 2
-    shape = kv_cache_shape(num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-
-    def empty() -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    kv = [LayerKV(empty(), empty()) for _ in range(spec.num_layers)]
+    caches = [_cache(spec, layer, num_blocks, device, dtype) for layer in range(spec.num_layers)]
     blocks = list(range(num_blocks - 1, 0, -1))
-    parts = [model.compute_logits(model.forward(inputs, kv)) for inputs in _steps(token_ids, blocks, device)]
+    parts = [model.compute_logits(model.forward(inputs, caches)) for inputs in _steps(spec, token_ids, blocks, device)]
     return torch.cat([logits for logits in parts if logits is not None])
+
+
+def _cache(spec: ModelSpec, layer: int, num_blocks: int, device: torch.device, dtype: torch.dtype) -> LayerCache | None:
+    """Return what a layer keeps: zeroed K and V, states of two places, both, or None."""
+    shape = kv_cache_shape(num_blocks, BLOCK_SIZE, *kv_shape(spec, layer))
+    part, recurrent = spec.layer_kind(layer), spec.recurrent
+    kv = state = None
+    if part in ("attention", "both"):
+        keys = torch.zeros(shape, dtype=dtype, device=device)
+        kv = LayerKV(keys, keys if spec.latent is not None else torch.zeros_like(keys))
+    if part in ("recurrent", "both"):
+        assert recurrent is not None, "recurrent layers have sizes"
+        matrix = recurrent.matrix_shape
+        state = LayerState(
+            torch.zeros(2, *recurrent.conv_shape, dtype=dtype, device=device),
+            None if matrix is None else torch.zeros(2, *matrix, device=device),
+        )
+    return HybridCache(kv, state) if kv is not None and state is not None else kv or state
+
+
+def guarded(run: Callable[[], Tensor], architecture: str, what: str) -> Tensor:
+    """Return what `run` computes. Raises `UnsupportedModel` for whatever the class of transformers raises in it."""
+    try:
+        return run()
+    except (ModelError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{architecture} is not supported.",
+            f"Its code in transformers fails {what}: {type(error).__name__}: {first_line(error)}",
+        ) from error
 
 
 def require_equal(ours: Tensor, theirs: Tensor, dtype: torch.dtype, architecture: str) -> float:
@@ -70,13 +100,24 @@ def require_equal(ours: Tensor, theirs: Tensor, dtype: torch.dtype, architecture
     return error
 
 
-def _steps(token_ids: list[int], blocks: list[int], device: torch.device) -> Iterator[ForwardInputs]:
+def _steps(spec: ModelSpec, token_ids: list[int], blocks: list[int], device: torch.device) -> Iterator[ForwardInputs]:
     start = 0
     for wanted in STEPS:
         stop = min(start + wanted, len(token_ids))
         if stop > start:
-            yield _inputs(token_ids, start, stop, blocks, device)
+            state = None if spec.recurrent is None else _one_place(-1 if start == 0 else 1, device)
+            inputs = _inputs(token_ids, start, stop, blocks, device)
+            yield replace(inputs, groups=inputs.groups * len(kv_groups(spec)), state=state)
         start = stop
+
+
+def _one_place(read: int, device: torch.device) -> StateInputs:
+    """Return the places of one row: `read` before the step, 1 after it."""
+
+    def on_device(place: int) -> Tensor:
+        return torch.tensor([place], dtype=torch.int32, device=device)
+
+    return StateInputs(on_device(read), on_device(1), on_device(0), (read,), (1,), (0,))
 
 
 def _inputs(token_ids: list[int], start: int, stop: int, blocks: list[int], device: torch.device) -> ForwardInputs:

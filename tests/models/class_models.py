@@ -1,0 +1,219 @@
+"""Tiny random models of any class of `transformers`, made by shrinking the default config of its type.
+
+Every size that a config has by a known name is replaced by a small one, in its parts too (text, vision). Of lists with
+one entry per layer, entries are kept so that each kind of layer occurs. What a class needs beyond that is in `SPECIAL`.
+Does not know: localllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+LAYERS = 4  # most layers of a tiny model, unless it has more kinds
+WINDOW = 20
+VOCAB_SIZE = 512
+SIZES: Mapping[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "embed_dim"), 64),
+    **dict.fromkeys(("embedding_size", "out_hidden_size", "word_embed_proj_dim", "attention_hidden_size"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner", "d_ff"), 96),
+    **dict.fromkeys(("ffn_hidden_size", "dff", "dim_ff", "d_inner", "mlp_dim", "intermediate_size_mlp"), 96),
+    **dict.fromkeys(("dense_intermediate_size", "feed_forward_size"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 40),
+    **dict.fromkeys(("shared_intermediate_size", "moe_shared_expert_intermediate_size"), 40),
+    "shared_experts_intermediate_size": 40,
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "attention_heads", "num_heads"), 4),
+    **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_n_heads"), 2),
+    **dict.fromkeys(("head_dim", "dim_head", "d_kv", "kv_channels", "attention_head_size", "d_head"), 16),
+    "rotary_dim": 8,
+    **dict.fromkeys(("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"), VOCAB_SIZE),
+    **dict.fromkeys(("decoder_vocab_size", "pronunciation_vocab_size", "shape_vocab_size"), VOCAB_SIZE),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"), 256),
+    **dict.fromkeys(("max_source_positions", "max_target_positions", "context_length"), 256),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
+    "moe_top_k": 2,
+    **dict.fromkeys(("n_group", "num_expert_group"), 2),
+    "topk_group": 1,
+    "zero_expert_num": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 40,
+    "v_head_dim": 20,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "index_head_dim": 32,
+    "index_n_heads": 4,
+    "index_topk": 16,
+    **dict.fromkeys(("sliding_window", "window_size", "sliding_window_size", "attention_chunk_size"), WINDOW),
+    **dict.fromkeys(("attention_window_size", "local_attention", "local_attention_window_len"), WINDOW),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 16),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), 2),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
+    **dict.fromkeys(("mamba_dt_rank", "time_step_rank"), 8),
+    "mamba_d_ssm": 128,
+    "hidden_size_per_layer_input": 16,
+    "altup_num_inputs": 4,
+    "laurel_rank": 8,
+    "image_size": 32,
+    "patch_size": 16,
+    "num_position_embeddings": 16,
+    "position_embedding_size": 64,
+    "depth": 1,
+    "num_filters": 4,
+    "base_channels": 8,
+    "codebook_size": 32,
+    "num_global_layers": 1,
+    "conf_num_hidden_layers": 1,
+    "vision_output_dim": 64,
+    "projector_input_dim": 64,
+    "projector_output_dim": 64,
+    "num_blocks": 2,
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("initializer_range", "init_std"), 0.2),
+    "is_decoder": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Small sizes by the names that configs have. A window is shorter than the prompts."""
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_QWEN4 = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 32,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "ngram_vocab_size_base": 64,
+    "split_ngram_parts": 2,
+    "make_ngram_vocab_size_divisible_by": 2,
+    "heads_per_ngram": 2,
+    "ple_embed_dim": 64,
+    "hc_lowrank": 16,
+}
+_ZAMBA = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "attention_hidden_size": 128,
+    "attention_head_dim": 32,
+}
+SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "cohere_compass_text": {"layer_types": _ALTERNATING, "num_hidden_layers": 4},
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 1.5}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy", "first_k_dense_replace": 1},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "dots3_note": {"num_key_value_heads": 4},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": _ALTERNATING,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": 96,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    },
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gemma4_text": {"global_head_dim": 32},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": [1, 3]},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "n_groups": 1},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"head_dim": 16},
+    "nemotron_h": {"time_step_min": 1e-12},  # its scan clamps the time step there, and its single step does not
+    "qwen4_exp": _QWEN4,
+    "qwen4_exp_text": _QWEN4,
+    "xmod": {"default_language": "en_XX"},
+    "zamba": _ZAMBA,
+    "zamba2": {**_ZAMBA, "time_step_min": 1e-12},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What a model type needs beyond `SIZES`. A nested mapping is for a part of the config."""
+
+
+def class_names() -> dict[str, str]:
+    """Return the causal language model of every model type, by type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(model_type: str) -> Any:
+    """Return a small config of the type. Raises what its class raises."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[model_type]
+    return kind(**_shrunk(kind, SPECIAL.get(model_type, {})))
+
+
+def make_class_model(path: Path, model_type: str, *, seed: int = 0) -> None:
+    """Build a small model of the type with random weights, and save it in folder `path`."""
+    import torch
+    import transformers
+
+    config = tiny_config(model_type)
+    config.dtype = torch.float32
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim <= 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(path)
+
+
+def _shrunk(kind: Any, special: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of a config class that make it small."""
+    own = {name: value for name, value in special.items() if not isinstance(value, Mapping)}
+    try:
+        plain = vars(kind())
+    except ValueError:  # some classes cannot be built with their defaults
+        plain = vars(kind(**own))
+    depth = next((plain[name] for name in DEPTHS if isinstance(plain.get(name), int)), 0)
+    kept = _kept_layers(plain, depth)
+    small: dict[str, Any] = {}
+    for name, value in plain.items():
+        if name in DEPTHS:
+            small[name] = len(kept)
+        elif hasattr(value, "to_dict"):
+            part = special.get(name)
+            small[name] = {**_shrunk(type(value), part if isinstance(part, Mapping) else {})}
+            small[name]["model_type"] = value.model_type
+        elif name in SIZES and value is not None and not isinstance(value, list | dict):
+            small[name] = SIZES[name]
+        elif isinstance(value, list) and len(value) == depth and depth > 1:
+            small[name] = [value[i] for i in kept]
+    if "kv_lora_rank" in small and "num_key_value_heads" in small:
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    return {**small, **own}
+
+
+def _kept_layers(plain: Mapping[str, Any], depth: int) -> list[int]:
+    """Return layers of the default config: the first ones, and one of each kind by every list of kinds."""
+    kept = {0, 1} if depth > 1 else {0}
+    for value in plain.values():
+        if isinstance(value, list) and len(value) == depth and all(isinstance(each, str) for each in value):
+            kept |= {value.index(each) for each in value}
+    first = (i for i in range(depth) if i not in kept)
+    while len(kept) < min(2, depth, LAYERS):
+        kept.add(next(first))
+    return sorted(kept)

@@ -1,0 +1,67 @@
+"""Small models of the classes of `transformers`: they run and agree, or are refused by name (classes.py)."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models.classes import try_class
+
+RUN = (
+    "afmoe",  # experts; an attention gate; windows
+    "bert",  # an encoder's class as a decoder: its head reads outputs that no layer here computes
+    "granite_swa",  # windows by layer
+    "hunyuan_v1_moe",  # a router that reads its matrix by name
+    "minicpm3",  # values narrower than keys
+)
+HYBRIDS = (
+    "falcon_h1",  # attention and Mamba-2 side by side; a head that reads an attribute of the layers
+    "jamba",  # a scan that takes no state
+    "lfm2",  # a convolution alone
+    "nemotron_h",  # layers of one part
+    "qwen3_5_text",  # gated delta net
+)
+REFUSED = {
+    "deepseek_v4": r"layers of type .*compressed",
+    "llama4_text": r"layers of type chunked_attention",
+    "mpt": r"MptForCausalLM is not supported: its attention cannot be replaced",
+    "rwkv": r"type 'rwkv' are not supported.*no num_attention_heads",
+}
+
+
+@pytest.mark.parametrize("model_type", RUN)
+def test_classes_without_a_decoder_of_ours_run(model_type: str) -> None:
+    outcome = try_class(model_type, "transformers")
+    assert outcome.kind == "transformers", outcome.detail
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_hybrids_run_through_their_classes(model_type: str) -> None:
+    """Each sequence keeps its states in mixed batches, whatever the chunks."""
+    outcome = try_class(model_type, "transformers")
+    assert outcome.kind == "transformers", outcome.detail
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_is_not_supported_is_named(model_type: str) -> None:
+    outcome = try_class(model_type, "transformers")
+    assert outcome.kind == "refused", outcome
+    assert re.search(REFUSED[model_type], outcome.detail, re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_class_runs_or_is_refused() -> None:
+    """All of them, each in its own process."""
+    root = Path(__file__).parents[2]
+    table = subprocess.run(
+        [sys.executable, "-m", "tests.models.classes"], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert table.returncode == 0, table.stdout
+    runs = re.search(r"(\d+) of \d+ that can be built run", table.stdout)
+    assert runs is not None
+    assert int(runs[1]) >= 125, table.stdout
