@@ -3,6 +3,7 @@
     PreNormLayer    Llama's: each part reads the normed stream and is added to it
     SandwichLayer   Gemma's: each part's output is also normed before it is added
     Gemma4Layer     a SandwichLayer with experts beside the feed-forward part, a per-layer embedding, and a factor
+    Gemma3nLayer    several residual streams, of which attention and feed-forward compute one (layers/altup.py)
     PostNormLayer   OLMo 2's: only the outputs are normed
     ParallelLayer   GPT-J's: both parts read the same stream, and are added together
     SummedLayer     a ParallelLayer of a tensor-parallel shard
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
+from localllm.models.layers.altup import AltUp, Laurel
 from localllm.models.layers.attention import AttentionStep
 from localllm.models.layers.group import Group
 from localllm.models.layers.moe import ExpertsOfStream
@@ -61,8 +63,8 @@ class DecoderLayer(Protocol):
     @property
     def kind(self) -> LayerKind: ...
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
-        """Add delta to residual [T, hidden] in place, run the layer, and return the next delta."""
+    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor | None:
+        """Add delta to residual [T, hidden] in place, run the layer, and return the next delta; None: all is added."""
         ...
 
 
@@ -128,6 +130,36 @@ class Gemma4Layer:
             x = self.per_layer(residual.add_(x), step.layer_inputs[:, self.index])
         residual.mul_(self.scalar)
         return x
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma3nLayer:
+    """`residual` is all streams, [T, streams, hidden]."""
+
+    kind: LayerKind
+    altup: AltUp
+    input_norm: Norm
+    laurel: Laurel
+    attention: AttentionPart
+    attention_post_norm: Norm
+    mlp_norm: Norm
+    mlp: FeedForward
+    mlp_post_norm: Norm
+    per_layer: PerLayerGate
+    index: int  # of the layer's embedding
+
+    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> None:
+        assert step.layer_inputs is not None, "the model computes per-layer embeddings"
+        predicted = self.altup.predict(residual)
+        active = predicted[:, self.altup.active]
+        x = self.input_norm(active)
+        beside = self.laurel(x)
+        x = self.attention_post_norm(self.attention(x, kv, step)).add_(active).add_(beside).mul_(2**-0.5)
+        x = x.add_(self.mlp_post_norm(self.mlp(self.mlp_norm(x), step.slot_mapping)))
+        corrected = self.altup.correct(predicted, x)
+        given = self.per_layer(self.altup.output(corrected), step.layer_inputs[:, self.index])
+        corrected[:, 1:] += given[:, None]  # all streams but the first
+        residual.copy_(corrected)
 
 
 @dataclass(frozen=True, slots=True)

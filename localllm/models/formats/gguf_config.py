@@ -32,7 +32,9 @@ ENDS = frozenset((
 ))  # fmt: skip
 """Tokens that always end an answer: metadata names one, but chat models have two or three."""
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-_VISIBLE_ENDS = frozenset(("<|tool_response>",))  # Gemma 4's, stored as user-defined tokens; the others are control tokens
+_VISIBLE_ENDS = frozenset(
+    ("<|tool_response>",)
+)  # Gemma 4's, stored as user-defined tokens; the others are control tokens
 
 
 class GGUFTensors(Protocol):
