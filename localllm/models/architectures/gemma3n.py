@@ -1,6 +1,6 @@
 """Gemma 3n (text): Gemma 4's shared K and V, norms and per-layer embeddings, with heads of one size. Also four
-residual streams, of which each layer computes one (AltUp), a low-rank matrix beside attention (LAuReL), and in the first
-layers a gate of which all but about 5 % is cut off.
+residual streams, of which each layer computes one (AltUp), a low-rank matrix beside attention (LAuReL), and in the
+first layers a gate of which all but about 5 % is cut off.
 
 Does not know: how a layer computes (layer.py: Gemma3nLayer).
 """

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any, NoReturn, Protocol
 
 from localllm.errors import CorruptModel, UnsupportedModel
@@ -105,9 +106,10 @@ class _Metadata:
         """Return a whole number above 0 for each layer, stored as a list or once for all."""
         value = self.get(key)
         each = value if isinstance(value, list) else [value] * layers
-        if len(each) != layers or not all(type(count) is int and count > 0 for count in each):
+        counts = [count for count in each if isinstance(count, int) and not isinstance(count, bool) and count > 0]
+        if len(counts) != layers or len(each) != layers:
             self.fail(key, f"It is {value!r}, not a whole number above 0 for each of {layers} layers.")
-        return [int(count) for count in each]
+        return counts
 
     def number(self, key: str) -> float | None:
         value = self.get(key)
@@ -169,7 +171,7 @@ def _end_ids(metadata: _Metadata) -> list[int]:
     tokens, types = (metadata.values.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     found: dict[str, int] = {}
     if isinstance(tokens, Strings) and isinstance(types, list):
-        ends = {_CONTROL: ENDS, _USER_DEFINED: _VISIBLE_ENDS}
+        ends: Mapping[object, frozenset[str]] = {_CONTROL: ENDS, _USER_DEFINED: _VISIBLE_ENDS}
         special = [(index, ends[kind]) for index, kind in enumerate(types[: len(tokens)]) if kind in ends]
         found = {text: index for index, known in special if (text := tokens[index]) in known}
     if "<|return|>" in found and "<|call|>" in found:
@@ -383,6 +385,29 @@ def _gemma4(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Con
     }
 
 
+def _gemma3n(metadata: _Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    """Return Gemma 3n's fields. Files state the cut-off of a sparse gate in standard deviations, not as a share."""
+    layers, cuts = config["num_hidden_layers"], metadata.get("activation_sparsity_scale")
+    if not isinstance(cuts, list) or len(cuts) != layers or not all(isinstance(cut, int | float) for cut in cuts):
+        metadata.fail("activation_sparsity_scale", f"It is {cuts!r}, not a number for each of {layers} layers.")
+    rank = checkpoint.tensors.get("blk.0.laurel_l.weight")
+    if rank is None:
+        raise CorruptModel(f"{metadata.file.name} has no blk.0.laurel_l.weight.")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": _layer_types(metadata),
+        "intermediate_size": metadata.counts("feed_forward_length", layers),
+        "activation_sparsity_pattern": [0.0 if cut < -10 else NormalDist().cdf(cut) for cut in cuts],
+        "num_kv_shared_layers": metadata.optional_count("attention.shared_kv_layers") or 0,
+        "altup_active_idx": metadata.optional_count("altup.active_idx") or 0,
+        "altup_num_inputs": metadata.count("altup.num_inputs"),
+        "altup_correct_scale": _has(checkpoint, "altup_correct_scale.weight"),
+        "laurel_rank": rank.shape[0],
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa") or 10_000.0,
+        **_per_layer_embedding(metadata, checkpoint),
+    }
+
+
 def _gemma4_ropes(metadata: _Metadata, checkpoint: GGUFTensors, head_dim: int) -> Config:
     """Return the ropes of both kinds of layers. Which frequencies turn is a tensor of divisors: 1, or 1e30 for none."""
     divisors = checkpoint.rope_factors("rope_freqs.weight")
@@ -559,6 +584,12 @@ _ARCHITECTURES: dict[str, _Architecture] = {
         "Gemma3ForCausalLM",
         {"rope_local_base_freq": "rope.freq_base_swa", "final_logit_softcapping": "final_logit_softcapping"},
         _gemma,
+    ),
+    "gemma3n": _Architecture(
+        "Gemma3nForCausalLM",
+        {"final_logit_softcapping": "final_logit_softcapping"},
+        _gemma3n,
+        varying=("feed_forward_length",),
     ),
     "gemma4": _Architecture(
         "Gemma4ForCausalLM",

@@ -1,5 +1,5 @@
-"""AltUp: several residual streams, of which a layer computes one and predicts the others (arXiv:2301.13310); and LAuReL,
-a low-rank matrix beside attention (arXiv:2411.07501). Both are Gemma 3n's.
+"""AltUp, several residual streams, of which a layer computes one and predicts the others (arXiv:2301.13310); and
+LAuReL, a low-rank matrix beside attention (arXiv:2411.07501). Both are Gemma 3n's.
 
 The streams of a step are one tensor [T, streams, hidden].
 Does not know: where tensors come from, what the computed part of a layer is.
@@ -47,7 +47,7 @@ class AltUp:
         return torch.baddbmm(streams, mixture, streams)
 
     def correct(self, predicted: Tensor, computed: Tensor) -> Tensor:
-        """Return the predicted streams, corrected in place by what `computed` [T, hidden] differs from its prediction."""
+        """Correct the predicted streams in place, by how `computed` [T, hidden] differs from its prediction."""
         factors = F.linear(self._modalities(computed), self.correction).add_(1.0)
         innovation = computed - predicted[:, self.active]
         return predicted.add_(factors[:, :, None] * innovation[:, None])
