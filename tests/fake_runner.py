@@ -45,7 +45,7 @@ class _Slot:
     params: SamplingParams
     prompt_len: int
     token_ids: array[int]
-    block_table: list[int]
+    block_tables: list[list[int]]  # one per KV group
     num_computed_tokens: int
     adapter: int = -1
     embeds: str = ""  # digest of the prompt embeddings
@@ -68,18 +68,21 @@ class FakeRunner:
 
     def __init__(
         self,
-        num_blocks: int,
+        num_blocks: int | tuple[int, ...],
         block_size: int,
         *,
+        windows: Sequence[int | None] = (None,),
         vocab_size: int = 32,
         check: bool = True,
         fail_when: Callable[[StepPlan], bool] | None = None,
     ) -> None:
-        self.num_blocks, self.block_size, self.num_stages = num_blocks, block_size, 1
+        self.num_blocks = num_blocks if isinstance(num_blocks, tuple) else (num_blocks,) * len(windows)
+        self.block_size, self.num_stages, self.windows = block_size, 1, tuple(windows)
         self.vocab_size = vocab_size
         self._check, self._fail_when = check, fail_when
         self._slots: dict[int, _Slot] = {}
-        self._memory: dict[int, tuple[int, int]] = {}  # cache slot -> (token id, crc of the prefix up to it)
+        self._memory: dict[tuple[int, int], tuple[int, int]] = {}
+        """(group, cache slot) -> (token id, crc of the prefix up to it)"""
         self.freed: list[str] = []  # request ids, in the order their slots were freed
 
     def forward(self, plan: StepPlan) -> None:
@@ -119,7 +122,7 @@ class FakeRunner:
             new.params,
             new.prompt_len,
             array("i", new.token_ids),
-            list(new.block_ids),
+            [list(blocks) for blocks in new.block_ids],
             new.num_computed_tokens,
             new.adapter,
             new.prompt_embeds.digest if new.prompt_embeds is not None else "",
@@ -130,8 +133,9 @@ class FakeRunner:
 
     def _write(self, slot: _Slot, row: Row) -> None:
         assert slot.request_id == row.request_id
-        assert 0 not in row.new_block_ids, "the null block was handed out"
-        slot.block_table += row.new_block_ids
+        for table, blocks in zip(slot.block_tables, row.new_block_ids or ((),) * len(self.windows), strict=True):
+            assert 0 not in blocks, "the null block was handed out"
+            table += blocks
         slot.num_computed_tokens = row.num_computed_tokens
         known = row.num_computed_tokens + row.num_scheduled_tokens - len(row.draft_token_ids)
         assert known <= len(slot.token_ids), "a token that nobody knows was scheduled"
@@ -141,7 +145,9 @@ class FakeRunner:
         slot.token_ids.extend(row.draft_token_ids)
         self._extend_crcs(slot)
         for position in range(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens):
-            self._memory[self._cache_slot(slot, position)] = (slot.token_ids[position], slot.prefix_crcs[position])
+            for group in range(len(self.windows)):
+                value = slot.token_ids[position], slot.prefix_crcs[position]
+                self._memory[group, self._cache_slot(slot, group, position)] = value
 
     def _answer(self, slot: _Slot, row: Row, bits: Bits | None) -> RowResult:
         prompt_logprobs = self._prompt_logprobs(slot, row)
@@ -175,18 +181,21 @@ class FakeRunner:
         )
 
     def _read_back(self, slot: _Slot, position: int) -> Sequence[int]:
-        """Return the context that attention would see at `position`:
-        every earlier slot, read through the block table."""
-        seen = array("i")
-        for earlier in range(position + 1):
-            token_id, crc = self._memory.get(self._cache_slot(slot, earlier), (-1, -1))
-            if token_id != slot.token_ids[earlier] or crc != slot.prefix_crcs[earlier]:
-                raise CorruptKV(f"{slot.request_id}: position {earlier} holds token {token_id} of another prefix")
-            seen.append(token_id)
-        return seen
+        """Return the tokens up to `position`, after reading through each group's block table what its attention would
+        see there."""
+        for group, window in enumerate(self.windows):
+            for earlier in range(0 if window is None else max(0, position - window + 1), position + 1):
+                token_id, crc = self._memory.get((group, self._cache_slot(slot, group, earlier)), (-1, -1))
+                if token_id != slot.token_ids[earlier] or crc != slot.prefix_crcs[earlier]:
+                    raise CorruptKV(
+                        f"{slot.request_id}: group {group} holds token {token_id} of another prefix at {earlier}"
+                    )
+        return slot.token_ids[: position + 1]
 
-    def _cache_slot(self, slot: _Slot, position: int) -> int:
-        block = slot.block_table[position // self.block_size]
+    def _cache_slot(self, slot: _Slot, group: int, position: int) -> int:
+        block = slot.block_tables[group][position // self.block_size]
+        if block == 0:
+            raise CorruptKV(f"{slot.request_id}: position {position} of group {group} has been given back")
         return block * self.block_size + position % self.block_size
 
     def _score(self, token: int) -> TokenLogprobs:

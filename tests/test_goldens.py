@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from localllm.engine.block_hash import BlockHasher
-from localllm.engine.block_pool import BlockPool
 from localllm.engine.loop import EngineLoop
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
@@ -21,6 +20,7 @@ from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
+from tests.kv import ledger_of, of_each
 from tests.tiny import load_reference
 
 FAMILIES = (
@@ -50,11 +50,11 @@ class Engine:
                 output_reserve=0.0,
                 **sizes,
             ),
-            BlockPool(num_blocks),
+            ledger_of(spec, num_blocks, BLOCK_SIZE),
             BlockHasher(str(path).encode(), BLOCK_SIZE),
         )
         model = load_model(path, spec, CPU, torch.float32)
-        kv = KVCache(spec, num_blocks, BLOCK_SIZE, CPU, torch.float32)
+        kv = KVCache(spec, of_each(spec, num_blocks), BLOCK_SIZE, CPU, torch.float32)
         for layer in kv.layers:
             for tensor in layer.tensors():
                 tensor.fill_(float("nan"))  # what nobody wrote must never be read

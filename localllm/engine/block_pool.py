@@ -74,6 +74,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def find(self, name: bytes) -> int | None:
+        """Return the block of that name."""
+        return self._block_of.get(name)
+
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
         """Count the blocks of `blocks` that `acquire` would take from the free list."""
         return sum(1 for block in blocks if not self.ref_count[block])

@@ -152,7 +152,7 @@ class StatsRecorder:
             used_blocks=pool.num_used,
             cached_blocks=pool.num_cached,
             free_blocks=pool.num_free - pool.num_cached,
-            wasted_token_slots=sum(len(r.block_table) * block_size - r.num_computed_tokens for r in running),
+            wasted_token_slots=sum(r.num_places * block_size - r.num_computed_tokens for r in running),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             steps=tuple(self.steps),

@@ -52,12 +52,12 @@ class Request:
     `max_output_tokens` is already limited to the context length."""
 
     __slots__ = (
-        "arrived_s", "bad_words_token_ids", "block_hashes", "block_table", "cache_extras", "draft_token_ids",
+        "arrived_s", "bad_words_token_ids", "block_hashes", "block_tables", "cache_extras", "draft_token_ids",
         "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root", "last_token_s",
-        "max_output_tokens", "most_unseen", "num_cached_tokens", "num_computed_tokens", "num_in_flight_tokens",
-        "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_registered_blocks", "options", "params",
-        "priority", "prompt_embeds", "prompt_len", "prompt_logprobs", "reports_progress", "request_id", "scheduled_s",
-        "sequence", "slot", "state", "stop_token_ids", "token_ids",
+        "max_output_tokens", "most_unseen", "num_cached_tokens", "num_computed_tokens", "num_dropped_blocks",
+        "num_in_flight_tokens", "num_lost_tokens", "num_output_placeholders", "num_preemptions",
+        "num_registered_blocks", "options", "params", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs",
+        "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state", "stop_token_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -104,7 +104,8 @@ class Request:
 
         self.state = State.WAITING
         self.slot = -1
-        self.block_table: list[int] = []
+        self.block_tables: list[list[int]] = []  # one per KV group, equally long; empty unless it runs (ledger.py)
+        self.num_dropped_blocks: list[int] = []  # of each table the leading entries without a block
         self.block_hashes: list[bytes] = []
         self.hash_root = b""
         self.num_registered_blocks = 0
@@ -128,6 +129,11 @@ class Request:
         return len(self.token_ids) - self.prompt_len
 
     @property
+    def num_places(self) -> int:
+        """Length of its block tables."""
+        return len(self.block_tables[0]) if self.block_tables else 0
+
+    @property
     def num_wanted_tokens(self) -> int:
         """N + S + P - C."""
         return len(self.token_ids) + len(self.draft_token_ids) + self.num_output_placeholders - self.num_computed_tokens
@@ -145,7 +151,8 @@ class Request:
         """Return to waiting with nothing computed, in flight or held; tokens already sent are kept."""
         if self.state is State.RUNNING:
             self.state = State.PREEMPTED
-        self.slot, self.block_table, self.draft_token_ids = -1, [], ()
+        self.slot, self.draft_token_ids = -1, ()
+        self.block_tables, self.num_dropped_blocks = [], []
         self.num_computed_tokens = self.num_in_flight_tokens = self.num_output_placeholders = 0
         self.num_registered_blocks = 0
 
@@ -156,7 +163,7 @@ class Request:
             num_prompt_tokens=self.prompt_len,
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
-            num_blocks=len(self.block_table),
+            num_blocks=self.num_places,
             num_preemptions=self.num_preemptions,
             arrived_s=self.arrived_s,
             scheduled_s=self.scheduled_s,
@@ -169,5 +176,5 @@ class Request:
         return (
             f"Request({self.request_id} {self.state} N={self.num_tokens} S={len(self.draft_token_ids)} "
             f"P={self.num_output_placeholders} C={self.num_computed_tokens} F={self.num_in_flight_tokens} "
-            f"blocks={len(self.block_table)})"
+            f"blocks={self.num_places})"
         )

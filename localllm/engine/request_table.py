@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from localllm.engine.block_hash import BlockHasher
-from localllm.engine.block_pool import BlockPool
 from localllm.engine.fixed_chunks import num_sharable_tokens
+from localllm.engine.ledger import Hit, Ledger
 from localllm.engine.output_reserve import OutputReserve
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.recorder import StatsRecorder, now_s
@@ -60,8 +60,8 @@ class WaitingQueue:
 class RequestTable:
     """All unfinished requests by id, and the changes of state that a request goes through."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, hasher: BlockHasher, recorder: StatsRecorder) -> None:
-        self.config, self.pool, self.hasher, self.recorder = config, pool, hasher, recorder
+    def __init__(self, config: SchedulerConfig, ledger: Ledger, hasher: BlockHasher, recorder: StatsRecorder) -> None:
+        self.config, self.ledger, self.hasher, self.recorder = config, ledger, hasher, recorder
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self.waiting = WaitingQueue()
@@ -79,16 +79,15 @@ class RequestTable:
         self.requests[request.request_id] = request
         self.waiting.push(request)
 
-    def admit(self, request: Request, cached_blocks: Sequence[int]) -> None:
+    def admit(self, request: Request, hit: Hit) -> None:
         """Run a waiting request: give it a slot and the cached blocks that hold the start of its prompt."""
         self.waiting.remove(request)
-        self.pool.acquire(cached_blocks)
-        cached = len(cached_blocks) * self.config.block_size
-        request.block_table = list(cached_blocks)
+        self.ledger.enter(request, hit)
+        cached = hit.num_places * self.config.block_size
         request.num_computed_tokens = cached
         if request.scheduled_s is None:  # not at a readmission, which also finds blocks of the request's own outputs
             request.num_cached_tokens = cached
-        request.num_registered_blocks = len(cached_blocks)
+        request.num_registered_blocks = hit.num_places
         request.slot = self.free_slots.pop()
         request.state = State.RUNNING
         self.running.append(request)
@@ -133,8 +132,7 @@ class RequestTable:
     def _release(self, request: Request) -> None:
         """Remove a request from the running ones and free its blocks and its slot."""
         self.running.remove(request)
-        self.pool.release(request.block_table)
-        request.block_table = []
+        self.ledger.release(request)
         self.free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot = -1
@@ -155,7 +153,7 @@ class RequestTable:
             return
         self.hash_blocks(request)
         for index in range(request.num_registered_blocks, full):
-            self.pool.register(request.block_table[index], request.block_hashes[index])
+            self.ledger.register(request, index, request.block_hashes[index])
         request.num_registered_blocks = full
 
     def hash_blocks(self, request: Request) -> None:
@@ -172,13 +170,13 @@ class RequestTable:
     def forget_cached_blocks(self) -> None:
         """Drop all prefix-cache names after a row produced NaN. Its KV blocks, and any computed from them, may contain
         NaN for an unknown time, so no existing block, and none that a running request fills later, is shared."""
-        self.pool.forget_all()
+        self.ledger.forget_all()
         for request in self.running:
             request.num_registered_blocks = NEVER
 
     def restart_all(self) -> None:
         """Free all blocks and slots, and queue every request in order of arrival, with nothing computed."""
-        self.pool.clear()
+        self.ledger.clear()
         self.free_slots = list(range(self._num_slots))[::-1]
         self._freed_slots.clear()
         self.running.clear()

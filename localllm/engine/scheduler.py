@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from localllm.engine.block_hash import BlockHasher
-from localllm.engine.block_pool import BlockPool
 from localllm.engine.fixed_chunks import chunk_length, whole_chunks
+from localllm.engine.ledger import BlockIds, Counts, Hit, Ledger, fits, plus
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.prefill_shares import prefill_shares
 from localllm.engine.prompt_pace import PromptPace
@@ -68,20 +68,20 @@ class Scheduler:
     `schedule` plans a step, `update` settles the oldest open one."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, hasher: BlockHasher, recorder: StatsRecorder | None = None
+        self, config: SchedulerConfig, ledger: Ledger, hasher: BlockHasher, recorder: StatsRecorder | None = None
     ) -> None:
         most_decodes = min(config.max_num_seqs, config.max_num_batched_tokens)
         assert config.fixed_chunk + most_decodes <= config.max_num_batched_tokens or not config.fixed_chunk, "no room"
         assert config.fixed_chunk % config.block_size == 0, (config.fixed_chunk, config.block_size)
-        self.config, self.pool, self.hasher = config, pool, hasher
+        self.config, self.ledger, self.hasher = config, ledger, hasher
         self.recorder = recorder or StatsRecorder()
-        self.table = RequestTable(config, pool, hasher, self.recorder)
+        self.table = RequestTable(config, ledger, hasher, self.recorder)
         self.requests, self.running, self.waiting = self.table.requests, self.table.running, self.table.waiting
         self.launched: deque[LaunchedStep] = deque()  # plans not settled yet
         self._outputs: list[EngineOutput] = []  # outputs of requests that ended outside `update`
         self._num_cohorts = config.num_cohorts
         self._blocks_of_hits = max(1, config.fixed_chunk // config.block_size)  # hits are multiples of it
-        self._watermark_blocks = max(1, int(config.watermark * pool.capacity))
+        self._watermark_blocks = tuple(max(1, int(config.watermark * count)) for count in ledger.capacity)
         self._reserve = self.table.reserve
         self._pace = PromptPace(config.target_step_s)
         self._step_id = 0
@@ -148,9 +148,10 @@ class Scheduler:
         victim = self._victim()
         if head.priority >= victim.priority:
             return
-        hits = self._prefix_hits(head)
-        need = self._num_blocks(head.num_tokens) + self.pool.num_unreferenced(hits) - len(hits)
-        if need <= self._num_spare_blocks(None) + len(victim.block_table) and not self._is_being_computed(head, hits):
+        hit, ledger = self._prefix_hit(head), self.ledger
+        need = plus(ledger.needs(head.num_tokens), ledger.taken_by_hit(hit))
+        room = plus(self._spare_blocks(None), ledger.held(victim))
+        if fits(need, room) and not self._is_being_computed(head, hit):
             self._preempt(victim, draft)
 
     def _schedule_decodes(self, draft: _Draft) -> None:
@@ -248,13 +249,13 @@ class Scheduler:
         draft.budget -= count
         return True
 
-    def _grow(self, request: Request, count: int, draft: _Draft) -> tuple[int, ...] | None:
-        """Return new blocks for the request's table, preempting others if necessary.
+    def _grow(self, request: Request, count: int, draft: _Draft) -> BlockIds | None:
+        """Return new blocks for the request's tables, preempting others if necessary.
         None: it was itself preempted, or ended."""
-        need = self._num_blocks(request.num_computed_tokens + count) - len(request.block_table)
+        need = self.ledger.places(request.num_computed_tokens + count) - len(request.block_tables[0])
         if need <= 0:
             return ()
-        while (blocks := self.pool.allocate(need)) is None:
+        while (blocks := self.ledger.allocate(request, need)) is None:
             victim = self._victim()
             if victim is request and len(self.running) == 1:
                 self.fail(request, self._exhausted(request))
@@ -262,11 +263,7 @@ class Scheduler:
             self._preempt(victim, draft)
             if victim is request:
                 return None
-        request.block_table += blocks
-        return tuple(blocks)
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
+        return blocks
 
     def _victim(self) -> Request:
         """Return the request to preempt: the youngest of the least urgent ones."""
@@ -295,84 +292,90 @@ class Scheduler:
         """
         found: list[_Prefill] = []
         filled, num_beyond = sum(each.wanted for each in running), 0
-        entering = 0  # blocks of the found requests, including the reserve for their outputs
-        spare: dict[int, int] = {}  # blocks by priority: nothing here changes them
+        ledger = self.ledger
+        entering = (0,) * len(ledger.pools)  # blocks of the found requests, including the reserve for their outputs
+        spare: dict[int, Counts] = {}  # blocks by priority: nothing here changes them
         for request in tuple(self.waiting):
             num_beyond += filled >= draft.prefill_budget
             if len(found) == len(self.table.free_slots) or num_beyond > LOOKAHEAD:
                 break
             if request.num_in_flight_tokens:
                 continue
-            hits = self._prefix_hits(request)
-            if self._is_being_computed(request, hits):
+            hit = self._prefix_hit(request)
+            if self._is_being_computed(request, hit):
                 continue
-            taken = self.pool.num_unreferenced(hits) - len(hits)
-            least, most = (taken + self._num_blocks(n) for n in (request.num_tokens, self._reserve.num_tokens(request)))
-            is_alone = not (found or self.running)
-            if least > self.pool.num_free - entering and is_alone and not self.launched:
+            taken, is_alone = ledger.taken_by_hit(hit), not (found or self.running)
+            least, most = (
+                plus(taken, ledger.needs(n)) for n in (request.num_tokens, self._reserve.num_tokens(request))
+            )
+            at_once = plus(taken, ledger.needs_at_once(request.num_tokens))
+            if is_alone and not self.launched and not fits(at_once, ledger.num_free):
                 self.fail(request, self._exhausted(request))
                 continue
             if request.priority not in spare:
-                spare[request.priority] = self._num_spare_blocks(request.priority)
-            if entering + (least if is_alone else most) > spare[request.priority]:
+                spare[request.priority] = self._spare_blocks(request.priority)
+            if not fits(plus(entering, least if is_alone else most), spare[request.priority]):
                 if found or not self._enters_on_trial(request, least):
                     break
-                most = self.pool.capacity  # no other request may be admitted with it
-            wanted = request.num_tokens - len(hits) * self.config.block_size
+                most = ledger.capacity  # no other request may be admitted with it
+            wanted = request.num_tokens - hit.num_places * self.config.block_size
             found.append(_Prefill(request, wanted, enters=True))
-            entering += most
+            entering = plus(entering, most)
             filled += wanted
         return found
 
-    def _enters_on_trial(self, request: Request, num_blocks: int) -> bool:
+    def _enters_on_trial(self, request: Request, blocks: Counts) -> bool:
         """Return whether a request without room for its expected output may be admitted nevertheless."""
-        if not self._reserve.allows_trial or num_blocks > self._num_spare_blocks(None):
+        if not self._reserve.allows_trial or not fits(blocks, self._spare_blocks(None)):
             return False
         self._reserve.on_trial(request, len(self.running))
         return True
 
-    def _num_spare_blocks(self, priority: int | None) -> int:
+    def _spare_blocks(self, priority: int | None) -> Counts:
         """Return the free blocks that running requests will not need for their prompts or, as expected, their outputs.
 
         priority: outputs of less urgent requests do not count, since those requests would be preempted. None: no
         outputs count.
         """
         if not self.running:
-            return self.pool.num_free
-        promised = self._watermark_blocks
+            return self.ledger.num_free
+        ledger, promised = self.ledger, list(self._watermark_blocks)
         for request in self.running:
             counts = priority is not None and request.priority <= priority
             end = self._reserve.num_tokens(request) if counts else request.num_tokens
-            promised += max(0, self._num_blocks(end) - len(request.block_table))
-        return self.pool.num_free - promised
+            for group, (need, held) in enumerate(zip(ledger.needs(end), ledger.held(request), strict=True)):
+                promised[group] += max(0, need - held)
+        kept = zip(ledger.num_free, promised, ledger.step_reserve, strict=True)
+        return tuple([free - blocks - reserve for free, blocks, reserve in kept])
 
-    def _is_being_computed(self, request: Request, hits: Sequence[int]) -> bool:
+    def _is_being_computed(self, request: Request, hit: Hit) -> bool:
         """Return whether a running request will fill the first block that this request misses in the prefix cache."""
-        place = len(hits)
+        place = hit.num_places
         return place < len(request.block_hashes) and any(
             other.num_registered_blocks <= place < len(other.block_hashes)
             and other.block_hashes[place] == request.block_hashes[place]
             for other in self.running
         )
 
-    def _prefix_hits(self, request: Request) -> list[int]:
+    def _prefix_hit(self, request: Request) -> Hit:
         """Return the cached blocks to start from. At least one token is computed, since logits are not cached."""
         if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
-            return []
+            return self.ledger.lookup(())
         self.table.hash_blocks(request)
-        hits = self.pool.lookup(request.block_hashes[: (request.num_tokens - 1) // self.config.block_size])
-        return hits[: len(hits) - len(hits) % self._blocks_of_hits]
+        names = request.block_hashes[: (request.num_tokens - 1) // self.config.block_size]
+        return self.ledger.lookup(names, self._blocks_of_hits)
 
     def _enter(self, request: Request, limit: int, draft: _Draft) -> int:
         """Admit a waiting request with at most `limit` tokens, and return how many it took. Return 0 if a request
         admitted just before is computing their common prefix, or if a fixed chunk does not fit any more."""
-        hits = self._prefix_hits(request)  # requests admitted in this step may have added blocks, or evicted some
-        count = min(request.num_tokens - len(hits) * self.config.block_size, limit)
+        hit = self._prefix_hit(request)  # requests admitted in this step may have added blocks, or evicted some
+        start = hit.num_places * self.config.block_size
+        count = min(request.num_tokens - start, limit)
         if self.config.fixed_chunk:
-            count = self._chunk_length(request, len(hits) * self.config.block_size)
-        if count > limit or self._is_being_computed(request, hits):
+            count = self._chunk_length(request, start)
+        if count > limit or self._is_being_computed(request, hit):
             return 0
-        self.table.admit(request, hits)
+        self.table.admit(request, hit)
         draft.new_slots.append(
             NewSlot(
                 slot=request.slot,
@@ -380,7 +383,7 @@ class Scheduler:
                 token_ids=request.token_ids[:],
                 prompt_len=request.prompt_len,
                 params=request.params,
-                block_ids=tuple(hits),
+                block_ids=hit.blocks,
                 num_computed_tokens=request.num_computed_tokens,
                 eos_token_ids=request.eos_token_ids,
                 bad_words_token_ids=request.bad_words_token_ids,
@@ -462,7 +465,7 @@ class Scheduler:
         self._outputs.append(self.table.finish_with_error(request, error))
 
     def _exhausted(self, request: Request) -> KVCacheExhausted:
-        capacity = self.pool.capacity * self.config.block_size
+        capacity = self.ledger.main_pool.capacity * self.config.block_size
         return KVCacheExhausted(
             f"The KV cache is exhausted at {request.num_tokens} tokens.",
             f"This request runs alone, and the whole cache holds {capacity} tokens.",
@@ -491,7 +494,7 @@ class Scheduler:
 
     def stats(self, async_depth: int, runner: RunnerStats) -> EngineStats:
         return self.recorder.snapshot(
-            self.pool,
+            self.ledger.main_pool,
             self.running,
             self.waiting,
             block_size=self.config.block_size,

@@ -40,7 +40,9 @@ class NewSlot:
     token_ids: Sequence[int]  # prompt, then the outputs so far (after a preemption); [N]
     prompt_len: int
     params: SamplingParams
-    block_ids: tuple[int, ...]  # blocks found in the prefix cache; the rest arrive in `Row.new_block_ids`
+    block_ids: tuple[tuple[int, ...], ...]
+    """Per KV group the blocks found in the prefix cache, equally many; the rest arrive in `Row.new_block_ids`. Of a
+    windowed group those before the window are the null block."""
     num_computed_tokens: int  # tokens covered by `block_ids`
     eos_token_ids: tuple[int, ...] = ()  # masked until min_tokens tokens are generated
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
@@ -56,7 +58,8 @@ class Row(NamedTuple):
     request_id: str
     num_computed_tokens: int  # C: tokens whose KV exists before this step
     num_scheduled_tokens: int  # n >= 1: positions C .. C+n-1 run now
-    new_block_ids: tuple[int, ...]  # appended to the slot's block table before the forward
+    new_block_ids: tuple[tuple[int, ...], ...]
+    """Per KV group the blocks appended to the slot's block table before the forward, equally many; empty: none."""
     samples: bool  # False: a prefill chunk that stops short of the last known token
     draft_token_ids: tuple[int, ...] = ()  # the last len(draft) of the n positions hold these guesses
 
@@ -199,7 +202,7 @@ class PendingStep(Protocol):
 class Runner(Protocol):
     """Executes steps. `forward` and `sample` are two calls, so that masks can be made while the forward runs."""
 
-    num_blocks: int  # blocks in the KV cache, the null block 0 included
+    num_blocks: tuple[int, ...]  # blocks of each KV group, the null block 0 included
     block_size: int
     vocab_size: int
     num_stages: int  # pipeline stages; each works on a step of its own

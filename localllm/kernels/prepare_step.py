@@ -4,16 +4,17 @@
     prepare_step(staged, state, inputs)     on the device: replaces the host's look-ups in a dozen tensors
     record_tokens(slots, lengths, token_ids, sampled)
 
-Token ids and block tables are stored on the device, one row per slot; the host only says which slots run and from which
-position. The host therefore never waits for a token that the device has just sampled. A captured graph can replay these
-kernels, since the number of rows is in the buffer, not in the launch.
+Token ids and block tables are stored on the device, one row per slot, tables once per KV group; the host only says
+which slots run and from which position. The host therefore never waits for a token that the device has just sampled. A
+captured graph can replay these kernels, since the number of rows is in the buffer, not in the launch.
 
 The buffer, int32:
 
-    U, T | slot x R | computed x R | scheduled x R | start x R | samples x R | adapter x R | (slot, place, block) x U
+    U, T | slot x R | computed x R | scheduled x R | start x R | samples x R | adapter x R | update x U
 
 R and the number of tokens are those of the `StepInputs` to fill, including padding. A padding row has slot -1: its
-context is 0, and its tokens have cache slot -1, which is never written. T: tokens without padding.
+context is 0, and its tokens have cache slot -1, which is never written. T: tokens without padding. An update is four
+numbers: a group, a slot, a place in its block table, and the block.
 Not limited by memory: a step of 256 rows moves about 100 KB.
 """
 
@@ -28,17 +29,18 @@ from localllm.kernels.launch import cdiv, runs_triton, tl, triton
 
 HEADER = 2
 ROW_FIELDS = 6
+UPDATE_FIELDS = 4
 CHUNK = 128  # tokens of one row that one program writes
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Inputs of a step; R rows, T tokens, at most W blocks per row. Persistent: graphs hold the addresses."""
+    """Inputs of a step; R rows, T tokens, W blocks per row, G KV groups. Persistent: graphs hold the addresses."""
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    slot_mapping: Tensor  # [T] int64       -1: not written
-    block_table: Tensor  # [R, W] int32     only a row's own blocks are written; later entries are not read
+    slot_mapping: Tensor  # [G, T] int64    -1: not written
+    block_tables: Tensor  # [G, R, W] int32 only a row's own blocks are written; later entries are not read
     context_lens: Tensor  # [R] int32
     cu_seqlens_q: Tensor  # [R + 1] int32
     last_tokens: Tensor  # [R] int64        index of each row's last token among the T
@@ -47,31 +49,32 @@ class StepInputs:
     adapters: Tensor  # [T] int32           -1: none
 
     @staticmethod
-    def empty(num_rows: int, num_tokens: int, max_blocks: int, device: torch.device) -> StepInputs:
-        def longs(n: int) -> Tensor:
-            return torch.zeros(n, dtype=torch.int64, device=device)
+    def empty(num_rows: int, num_tokens: int, max_blocks: int, device: torch.device, num_groups: int = 1) -> StepInputs:
+        def longs(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         rows, tokens = num_rows, num_tokens
         return StepInputs(
-            longs(tokens), longs(tokens), longs(tokens), ints(rows, max_blocks), ints(rows), ints(rows + 1),
-            longs(rows), longs(rows), longs(rows), ints(tokens),
+            longs(tokens), longs(tokens), longs(num_groups, tokens), ints(num_groups, rows, max_blocks), ints(rows),
+            ints(rows + 1), longs(rows), longs(rows), longs(rows), ints(tokens),
         )  # fmt: skip
 
     def part(self, num_rows: int, num_tokens: int) -> StepInputs:
         """Return views of the same memory for fewer rows and tokens: a step of another shape."""
         r, t = num_rows, num_tokens
         return StepInputs(
-            self.token_ids[:t], self.positions[:t], self.slot_mapping[:t], self.block_table[:r], self.context_lens[:r],
-            self.cu_seqlens_q[: r + 1], self.last_tokens[:r], self.slots[:r], self.lengths[:r], self.adapters[:t],
+            self.token_ids[:t], self.positions[:t], self.slot_mapping[:, :t], self.block_tables[:, :r],
+            self.context_lens[:r], self.cu_seqlens_q[: r + 1], self.last_tokens[:r], self.slots[:r], self.lengths[:r],
+            self.adapters[:t],
         )  # fmt: skip
 
 
 def staged_size(num_rows: int, num_updates: int) -> int:
     """Return the size of a step's buffer in int32 numbers."""
-    return HEADER + ROW_FIELDS * num_rows + 3 * num_updates
+    return HEADER + ROW_FIELDS * num_rows + UPDATE_FIELDS * num_updates
 
 
 def prepare_step(
@@ -80,19 +83,21 @@ def prepare_step(
     """Apply the buffer's block-table updates, then fill `inputs`.
 
     staged [>= staged_size] int32; token_ids [slots, max_model_len + 1] int32: known tokens of every slot; block_tables
-    [slots, W] int32, changed by the updates. max_query_len: upper bound of a row's tokens in this step.
+    [G, slots, W] int32, changed by the updates. max_query_len: upper bound of a row's tokens in this step.
     """
     if not runs_triton(staged):
         prepare_step_reference(staged, token_ids, block_tables, inputs, block_size)
         return
     rows, tokens = len(inputs.slots), len(inputs.token_ids)
     _update_tables_kernel[(cdiv(max(rows, 256), 256),)](
-        staged, block_tables, rows, block_tables.stride(0), HEADER=HEADER, ROW_FIELDS=ROW_FIELDS, BLOCK=256
-    )
+        staged, block_tables, rows, block_tables.stride(0), block_tables.stride(1), HEADER=HEADER,
+        ROW_FIELDS=ROW_FIELDS, UPDATE_FIELDS=UPDATE_FIELDS, BLOCK=256,
+    )  # fmt: skip
     chunks = cdiv(max(max_query_len, 1), CHUNK)
     _prepare_rows_kernel[(rows + 1, max(chunks, cdiv(tokens, CHUNK * 8)))](
         staged, token_ids, block_tables, *_outputs(inputs), rows, tokens, token_ids.stride(0), block_tables.stride(0),
-        inputs.block_table.stride(0), BLOCK_SIZE=block_size, HEADER=HEADER, CHUNK=CHUNK,
+        block_tables.stride(1), inputs.block_tables.stride(0), inputs.block_tables.stride(1),
+        inputs.slot_mapping.stride(0), GROUPS=len(block_tables), BLOCK_SIZE=block_size, HEADER=HEADER, CHUNK=CHUNK,
     )  # fmt: skip
 
 
@@ -104,8 +109,8 @@ def prepare_step_reference(
     num_updates, used = staged[:HEADER].tolist()
     fields = staged[HEADER : HEADER + ROW_FIELDS * rows].view(ROW_FIELDS, rows).long()
     slot, computed, scheduled, start, samples, adapter = fields
-    updates = staged[HEADER + ROW_FIELDS * rows :][: 3 * num_updates].view(-1, 3).long()
-    block_tables[updates[:, 0], updates[:, 1]] = updates[:, 2].int()
+    updates = staged[HEADER + ROW_FIELDS * rows :][: UPDATE_FIELDS * num_updates].view(-1, UPDATE_FIELDS).long()
+    block_tables[updates[:, 0], updates[:, 1], updates[:, 2]] = updates[:, 3].int()
 
     real = slot >= 0
     context = torch.where(real, computed + scheduled, 0)
@@ -113,14 +118,14 @@ def prepare_step_reference(
     places = start[row_of_token] + torch.arange(len(row_of_token)) - _first_of_run(row_of_token)
     positions = computed[row_of_token] + places - start[row_of_token]
     owners = slot[row_of_token]
-    blocks = block_tables[owners, positions // block_size].long()
+    blocks = block_tables[:, owners, positions // block_size].long()
     for tensor in (inputs.token_ids, inputs.positions):
         tensor.zero_()
     for tensor in (inputs.slot_mapping, inputs.adapters):
         tensor.fill_(-1)
     inputs.token_ids[places] = token_ids[owners, positions].long()
     inputs.positions[places] = positions
-    inputs.slot_mapping[places] = blocks * block_size + positions % block_size
+    inputs.slot_mapping[:, places] = blocks * block_size + positions % block_size
     inputs.adapters[places] = adapter[row_of_token].int()
 
     inputs.context_lens.copy_(context)
@@ -129,8 +134,8 @@ def prepare_step_reference(
     inputs.last_tokens.copy_((start + scheduled - 1).clamp(0, max(0, tokens - 1)))
     inputs.slots.copy_(torch.where(samples > 0, slot, -1))
     inputs.lengths.copy_(context)
-    held = torch.arange(block_tables.shape[1]) < -(-context // block_size)[:, None]
-    inputs.block_table.copy_(torch.where(held, block_tables[slot.clamp(min=0)], 0))
+    held = torch.arange(block_tables.shape[2]) < -(-context // block_size)[:, None]
+    inputs.block_tables.copy_(torch.where(held, block_tables[:, slot.clamp(min=0)], 0))
 
 
 def record_tokens(slots: Tensor, lengths: Tensor, token_ids: Tensor, sampled: Tensor) -> None:
@@ -158,32 +163,36 @@ def _first_of_run(row_of_token: Tensor) -> Tensor:
 
 def _outputs(inputs: StepInputs) -> tuple[Tensor, ...]:
     return (
-        inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.block_table, inputs.context_lens,
+        inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.block_tables, inputs.context_lens,
         inputs.cu_seqlens_q, inputs.last_tokens, inputs.slots, inputs.lengths, inputs.adapters,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _update_tables_kernel(
-    staged_ptr, tables_ptr, rows, table_stride, HEADER: tl.constexpr, ROW_FIELDS: tl.constexpr, BLOCK: tl.constexpr
-):
+    staged_ptr, tables_ptr, rows, group_stride, table_stride, HEADER: tl.constexpr, ROW_FIELDS: tl.constexpr,
+    UPDATE_FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A fixed number of programs processes all updates of the buffer."""
     num_updates = tl.load(staged_ptr)
     first = staged_ptr + HEADER + ROW_FIELDS * rows
     for begin in range(tl.program_id(0) * BLOCK, num_updates, tl.num_programs(0) * BLOCK):
         update = begin + tl.arange(0, BLOCK)
         live = update < num_updates
-        slot = tl.load(first + 3 * update, mask=live, other=0).to(tl.int64)
-        place = tl.load(first + 3 * update + 1, mask=live, other=0)
-        block = tl.load(first + 3 * update + 2, mask=live, other=0)
-        tl.store(tables_ptr + slot * table_stride + place, block, mask=live)
+        fields = first + UPDATE_FIELDS * update
+        group = tl.load(fields, mask=live, other=0).to(tl.int64)
+        slot = tl.load(fields + 1, mask=live, other=0).to(tl.int64)
+        place = tl.load(fields + 2, mask=live, other=0)
+        block = tl.load(fields + 3, mask=live, other=0)
+        tl.store(tables_ptr + group * group_stride + slot * table_stride + place, block, mask=live)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens"])
 def _prepare_rows_kernel(
-    staged_ptr, tokens_ptr, tables_ptr, token_ids_ptr, positions_ptr, slot_mapping_ptr, block_table_ptr, context_ptr,
-    cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, adapters_ptr, rows, tokens, tokens_stride, tables_stride,
-    block_table_stride, BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr,
+    staged_ptr, tokens_ptr, tables_ptr, token_ids_ptr, positions_ptr, slot_mapping_ptr, block_tables_ptr, context_ptr,
+    cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, adapters_ptr, rows, tokens, tokens_stride, tables_group_stride,
+    tables_stride, block_tables_group_stride, block_tables_stride, slot_mapping_stride, GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): CHUNK of the row's tokens; chunk 0 also writes the row's scalars. Row R: the padding."""
     row, chunk = tl.program_id(0), tl.program_id(1)
@@ -197,7 +206,9 @@ def _prepare_rows_kernel(
             place = begin + lane
             tl.store(token_ids_ptr + place, tl.zeros([CHUNK], tl.int64), mask=place < tokens)
             tl.store(positions_ptr + place, tl.zeros([CHUNK], tl.int64), mask=place < tokens)
-            tl.store(slot_mapping_ptr + place, tl.full([CHUNK], -1, tl.int64), mask=place < tokens)
+            for group in range(GROUPS):
+                slots = slot_mapping_ptr + group * slot_mapping_stride + place
+                tl.store(slots, tl.full([CHUNK], -1, tl.int64), mask=place < tokens)
             tl.store(adapters_ptr + place, tl.full([CHUNK], -1, tl.int32), mask=place < tokens)
         return
     slot = tl.load(fields + row).to(tl.int64)
@@ -216,20 +227,25 @@ def _prepare_rows_kernel(
         tl.store(slots_ptr + row, tl.where(samples > 0, slot, -1))
         tl.store(lengths_ptr + row, context.to(tl.int64))
         num_blocks = tl.cdiv(context, BLOCK_SIZE)
-        for begin in range(0, num_blocks, CHUNK):
-            place = begin + lane
-            held = tl.load(tables_ptr + owner * tables_stride + place, mask=place < num_blocks, other=0)
-            tl.store(block_table_ptr + row.to(tl.int64) * block_table_stride + place, held, mask=place < num_blocks)
+        for group in range(GROUPS):
+            source = tables_ptr + group * tables_group_stride + owner * tables_stride
+            target = block_tables_ptr + group * block_tables_group_stride + row.to(tl.int64) * block_tables_stride
+            for begin in range(0, num_blocks, CHUNK):
+                place = begin + lane
+                held = tl.load(source + place, mask=place < num_blocks, other=0)
+                tl.store(target + place, held, mask=place < num_blocks)
     offset = chunk * CHUNK + lane
     inside = offset < scheduled
     position = computed + offset
     known = offset < num_known
     token = tl.load(tokens_ptr + owner * tokens_stride + position, mask=known, other=0)
-    block = tl.load(tables_ptr + owner * tables_stride + position // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
-    where = tl.where(known, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    for group in range(GROUPS):
+        table = tables_ptr + group * tables_group_stride + owner * tables_stride
+        block = tl.load(table + position // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+        where = tl.where(known, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(slot_mapping_ptr + group * slot_mapping_stride + start + offset, where, mask=inside)
     tl.store(token_ids_ptr + start + offset, token.to(tl.int64), mask=inside)
     tl.store(positions_ptr + start + offset, tl.where(known, position, 0).to(tl.int64), mask=inside)
-    tl.store(slot_mapping_ptr + start + offset, where, mask=inside)
     tl.store(adapters_ptr + start + offset, tl.zeros([CHUNK], tl.int32) + adapter, mask=inside)
 
 

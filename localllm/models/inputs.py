@@ -8,6 +8,7 @@ one query token, then the others (prefill, chunks, drafts), so that each attenti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -34,8 +35,7 @@ class GroupInputs(NamedTuple):
 class ForwardInputs:
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64      position of each token within its request
-    slot_mapping: Tensor  # [T] int64      where K and V go: block_id * block_size + offset; -1: nowhere
-    block_table: Tensor  # [B, max_blocks] int32, padded with the null block 0
+    groups: tuple[GroupInputs, ...]  # one per KV group of the model (spec/kv_groups.py), in the same order
     context_lens: Tensor  # [B] int32      tokens that have KV once this step is done
     cu_seqlens_q: Tensor  # [B + 1] int32  prefix sums of query tokens per request
     logits_indices: Tensor  # [L] int64      rows of the flat batch that need logits
@@ -53,5 +53,5 @@ class CausalModel(Protocol):
     Of tensor-parallel shards, all but the first return None instead of logits.
     """
 
-    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor: ...
+    def forward(self, inputs: ForwardInputs, kv_cache: Sequence[LayerKV]) -> Tensor: ...
     def compute_logits(self, hidden: Tensor) -> Tensor | None: ...

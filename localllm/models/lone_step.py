@@ -17,7 +17,7 @@ Does not know: requests, schedules, sampling; how an operation is computed (kern
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +62,7 @@ from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.moe import MoE
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.layers.qkv import Clip, HeadLayerNorm, WholeNorm
+from localllm.models.spec.kv_groups import kv_groups
 
 __all__ = ["MAX_ROWS", "DecodeRows", "LoneStep", "NoLoneStep", "open_lone_step"]
 
@@ -82,8 +83,8 @@ class DecodeRows(NamedTuple):
 
     token_ids: npt.NDArray[np.int64]  # [R]
     positions: npt.NDArray[np.int64]  # [R] of each token within its request
-    slots: npt.NDArray[np.int64]  # [R] where its K and V go: block_id * block_size + offset
-    tables: npt.NDArray[np.int64]  # [R] addresses of the requests' blocks, int32 each
+    slots: npt.NDArray[np.int64]  # [G, R] for each KV group where its K and V go: block_id * block_size + offset
+    tables: npt.NDArray[np.int64]  # [G, R] addresses of the requests' blocks, int32 each
 
 
 class LoneStep:
@@ -93,7 +94,7 @@ class LoneStep:
     Not thread-safe: its buffers hold one step.
     """
 
-    def __init__(self, model: DecoderModel, kv_cache: list[LayerKV]) -> None:
+    def __init__(self, model: DecoderModel, kv_cache: Sequence[LayerKV]) -> None:
         """Raises `NoLoneStep` with the reason if the model or this machine has none."""
         self._library, self._model = _library(), model
         writer = _Writer(model, kv_cache)
@@ -102,8 +103,8 @@ class LoneStep:
         self._without_head = (NativeOperation * (len(self._operations) - 1))(*self._operations[:-1])
         self._stream, self._logits = writer.stream.values, writer.logits.values
         self.rounds = any(operation.matrix.kind != Kind.F32 for operation in self._operations)
-        self._rows = (NativeRow * MAX_ROWS)()
-        self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(MAX_ROWS, -1)
+        self._rows = (NativeRow * (len(kv_groups(model.spec)) * MAX_ROWS))()
+        self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(-1, MAX_ROWS, 3)
 
     def forward(self, rows: DecodeRows, *, samples: bool = True) -> Tensor:
         """Run one step of 1 to MAX_ROWS rows: write their K and V, and return logits [R, vocab] fp32, valid until the
@@ -113,13 +114,14 @@ class LoneStep:
         model, ids = self._model, torch.from_numpy(rows.token_ids)
         assert model.embedding is not None
         self._stream[:count, : model.spec.hidden_size] = model.embedding(ids, torch.from_numpy(rows.positions))
-        self._columns[:count] = np.stack((rows.tables, rows.positions, rows.slots), axis=1)
+        columns = self._columns[:, :count]
+        columns[..., 0], columns[..., 1], columns[..., 2] = rows.tables, rows.positions, rows.slots
         self._library.run_step(self._operations if samples else self._without_head, self._rows, count)
         logits = self._logits[:count, : model.spec.vocab_size]
         return model.finish_logits(logits.contiguous()) if samples else logits
 
 
-def open_lone_step(model: object, kv_cache: list[LayerKV]) -> LoneStep:
+def open_lone_step(model: object, kv_cache: Sequence[LayerKV]) -> LoneStep:
     """Return the list of a model as a runner holds it. Raises `NoLoneStep`."""
     if not isinstance(model, DecoderModel):
         raise NoLoneStep(f"{type(model).__name__} is not computed by localllm's own layers alone")
@@ -162,17 +164,19 @@ class _Planned(NamedTuple):
 class _Writer:
     """Writes the operations of a model one by one."""
 
-    def __init__(self, model: DecoderModel, kv_cache: list[LayerKV]) -> None:
+    def __init__(self, model: DecoderModel, kv_cache: Sequence[LayerKV]) -> None:
         _refuse(model)
         self.model, self.kv_cache = model, kv_cache
         self.stream, self.qkv, self.attended, self.part, self.logits = (_Buffer() for _ in range(5))
         self.gate_up, self.features, self.router, self.expert_features, self.shared_gate = (_Buffer() for _ in range(5))
         self.planned: list[_Planned] = []
+        self._group = 0  # of the layer's block tables
         self._chosen = 0  # address of the layer's experts
         self.kept: list[object] = [kv_cache]  # owners of the memory that the operations point to
 
     def write(self) -> None:
-        for layer, kv in zip(self.model.layers, self.kv_cache, strict=True):
+        for layer, kv, group in zip(self.model.layers, self.kv_cache, self.model.layer_groups, strict=True):
+            self._group = group
             write = _LAYERS.get(type(layer))
             if write is None:
                 raise NoLoneStep(f"a layer of kind {type(layer).__name__}")
@@ -356,7 +360,7 @@ class _Writer:
         if kv.k.dtype not in _CACHE_TYPES:
             raise NoLoneStep(f"a KV cache in {str(kv.k.dtype).removeprefix('torch.')}")
         table = self.model.rope_table(kind)
-        window = spec.sliding_window if kind.windowed else None
+        window = kv_groups(spec)[self._group].window
         return NativeAttention(
             k=kv.k.data_ptr(), v=kv.v.data_ptr(),
             k_scales=None if kv.k_scale is None else kv.k_scale.data_ptr(),
@@ -364,7 +368,7 @@ class _Writer:
             cache_type=_CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks, block_size=block_size,
             heads=attention.qkv.weight.shape[0] // head_dim - 2 * kv_heads, kv_heads=kv_heads, head_dim=head_dim,
             angles=self._address(table), rotary_dim=0 if table is None else table.shape[1],
-            window=window or 0, scale=attention.scale, softcap=attention.softcap or 0.0,
+            window=window or 0, group=self._group, scale=attention.scale, softcap=attention.softcap or 0.0,
             sinks=self._address(attention.sinks), slopes=self._address(attention.alibi_slopes),
             **self._changes(attention),
             query_growth=spec.query_scaling or 0.0,

@@ -34,6 +34,6 @@ class Opened(msgspec.Struct, frozen=True):
     """An open runner: its sizes, and the plan it was built with."""
 
     plan: MemoryPlan
-    num_blocks: int
+    num_blocks: tuple[int, ...]
     block_size: int
     vocab_size: int

@@ -146,7 +146,7 @@ class New(msgspec.Struct, frozen=True, array_like=True):
     token_ids: bytes
     prompt_len: int
     params: Params
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
     num_computed_tokens: int
     eos_token_ids: tuple[int, ...]
     bad_words_token_ids: tuple[tuple[int, ...], ...]

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from localllm.engine.step import NewSlot, Row, StepPlan
-from localllm.models.inputs import ForwardInputs, GivenEmbeds
+from localllm.models.inputs import ForwardInputs, GivenEmbeds, GroupInputs
 from localllm.models.lone_step import DecodeRows
 from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.runner.upload import all_to_device, to_device
 
 Ints = npt.NDArray[Any]
+BlockIds = tuple[tuple[int, ...], ...]  # of each KV group equally many
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,8 @@ class InputMaker(Protocol):
     def enter(self, slot: int, token_ids: Ints) -> None:
         """Store a request's known tokens. token_ids: int32."""
 
-    def add_blocks(self, slot: int, held: int, block_ids: tuple[int, ...]) -> None:
-        """Append blocks to a table that holds `held` blocks."""
+    def add_blocks(self, slot: int, held: int, block_ids: BlockIds) -> None:
+        """Append blocks, of each group equally many, to tables that hold `held` blocks."""
 
     def clear(self) -> None:
         """Drop updates that have not been sent with a step yet."""
@@ -129,8 +130,8 @@ class SlotState:
     """Persistent state, one row per slot. `apply` changes it, `batch` reads it."""
 
     def __init__(
-        self, inputs: InputMaker, *, max_num_seqs: int, max_model_len: int, num_blocks: int, block_size: int,
-        vocab_size: int,
+        self, inputs: InputMaker, *, max_num_seqs: int, max_model_len: int, num_blocks: tuple[int, ...],
+        block_size: int, vocab_size: int,
     ) -> None:  # fmt: skip
         self.inputs = inputs
         self.max_model_len, self.block_size, self.num_blocks = max_model_len, block_size, num_blocks
@@ -168,6 +169,7 @@ class SlotState:
         for row in plan.rows:
             assert self._holder[row.slot] == row.request_id, f"slot {row.slot} belongs to {self._holder[row.slot]}"
             if row.new_block_ids:
+                assert all(map(all, row.new_block_ids)), f"the null block is handed out: {row.new_block_ids}"
                 self._add_blocks(row.slot, row.new_block_ids)
 
     def _enter(self, new: NewSlot) -> None:
@@ -188,15 +190,16 @@ class SlotState:
         if new.prompt_embeds is not None:
             assert isinstance(new.prompt_embeds, PromptEmbedsTensor)
             self._embeds[slot] = new.prompt_embeds.values
-        if new.block_ids:
+        if any(new.block_ids):
             self._add_blocks(slot, new.block_ids)
 
-    def _add_blocks(self, slot: int, block_ids: tuple[int, ...]) -> None:
-        held = self._num_blocks_held[slot]
-        assert min(block_ids) > 0, f"the null block is handed out: {block_ids}"
-        assert max(block_ids) < self.num_blocks, f"blocks {block_ids} of {self.num_blocks}"
+    def _add_blocks(self, slot: int, block_ids: BlockIds) -> None:
+        held, count = self._num_blocks_held[slot], len(block_ids[0])
+        for ids, num_blocks in zip(block_ids, self.num_blocks, strict=True):
+            assert len(ids) == count, f"unlike numbers of blocks of the groups: {block_ids}"
+            assert 0 <= min(ids) <= max(ids) < num_blocks, f"blocks {ids} of {num_blocks}"
         self.inputs.add_blocks(slot, held, block_ids)
-        self._num_blocks_held[slot] = held + len(block_ids)
+        self._num_blocks_held[slot] = held + count
 
     def _record_known(self, known: Sequence[tuple[int, tuple[int, ...]]]) -> None:
         """Write the ids that this stage does not know: the stage that samples wrote them when it sampled them."""
@@ -280,11 +283,13 @@ class SlotState:
 class HostInputs:
     """`InputMaker` for a CPU, where tensors share memory with numpy and nothing is copied."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device, num_groups: int = 1
+    ) -> None:
         self.block_size, self._device = block_size, device
         self._host_token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)  # those of `token_ids` on a CPU
         self.token_ids = to_device(self._host_token_ids, device)
-        self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self._block_tables = np.zeros((num_groups, max_num_seqs, -(-max_model_len // block_size)), np.int32)
 
     def enter(self, slot: int, token_ids: Ints) -> None:
         self.token_ids[slot, : len(token_ids)] = to_device(token_ids, self._device)
@@ -292,25 +297,22 @@ class HostInputs:
     def clear(self) -> None:
         """Nothing to drop: blocks are written to the table at once."""
 
-    def add_blocks(self, slot: int, held: int, block_ids: tuple[int, ...]) -> None:
-        self._block_table[slot, held : held + len(block_ids)] = block_ids
+    def add_blocks(self, slot: int, held: int, block_ids: BlockIds) -> None:
+        self._block_tables[:, slot, held : held + len(block_ids[0])] = block_ids
 
     def make(self, batch: StepBatch) -> ForwardInputs:
         rows, context = batch.rows, batch.rows.context
         positions = np.arange(rows.starts[-1]) - np.repeat(rows.starts[:-1] - rows.computed, rows.scheduled)
         slot_of_token = np.repeat(rows.slots, rows.scheduled)
-        blocks = self._block_table[slot_of_token, positions // self.block_size].astype(np.int64)
-        slot_mapping = blocks * self.block_size + positions % self.block_size
-        longs = all_to_device([positions, slot_mapping, batch.wanted, slot_of_token], self._device)
+        longs = all_to_device([positions, batch.wanted, slot_of_token], self._device)
         ints = all_to_device([context.astype(np.int32), rows.starts.astype(np.int32)], self._device)
         return ForwardInputs(
-            token_ids=self.token_ids[longs[3], longs[0]].long(),
+            token_ids=self.token_ids[longs[2], longs[0]].long(),
             positions=longs[0],
-            slot_mapping=longs[1],
-            block_table=to_device(self._held_blocks(rows.slots, context), self._device),
+            groups=self._groups(rows.slots, context, self._kv_slots(slot_of_token, positions)),
             context_lens=ints[0],
             cu_seqlens_q=ints[1],
-            logits_indices=longs[2],
+            logits_indices=longs[1],
             num_decodes=rows.num_decodes,
             query_lens=tuple(rows.scheduled.tolist()),
             context_lens_host=tuple(context.tolist()),
@@ -321,14 +323,20 @@ class HostInputs:
 
     def decode_rows(self, rows: StepRows) -> DecodeRows:
         """Return the inputs of a step whose rows have one token each. The tables stay where they are."""
-        slots, positions, table = rows.slots, rows.computed, self._block_table
-        blocks = table[slots, positions // self.block_size].astype(np.int64)
+        slots, positions, tables = rows.slots, rows.computed, self._block_tables
+        of_group = tables.ctypes.data + np.arange(len(tables))[:, None] * tables.strides[0]
         return DecodeRows(
             self._host_token_ids[slots, positions].astype(np.int64),
             positions,
-            blocks * self.block_size + positions % self.block_size,
-            table.ctypes.data + slots * table.strides[0],
+            self._kv_slots(slots, positions),
+            of_group + slots * tables.strides[1],
         )
+
+    def _kv_slots(self, slots: Ints, positions: Ints) -> Ints:
+        """Return [G, T] int64: for each group where the K and V of these positions go."""
+        blocks = self._block_tables[:, slots, positions // self.block_size].astype(np.int64)
+        slots_of_groups: Ints = blocks * self.block_size + positions % self.block_size
+        return slots_of_groups
 
     def _adapters(self, rows: StepRows) -> Tensor | None:
         if (rows.adapters < 0).all():
@@ -339,12 +347,13 @@ class HostInputs:
         index = all_to_device([slots, lengths], self._device)
         self.token_ids.index_put_((index[0], index[1]), sampled.int())
 
-    def _held_blocks(self, slots: Ints, context: Ints) -> Ints:
-        """Return [B, width] blocks, the null block beyond each row's context:
-        a slot may contain blocks of an earlier request."""
+    def _groups(self, slots: Ints, context: Ints, kv_slots: Ints) -> tuple[GroupInputs, ...]:
+        """Return the tables [B, width], with the null block beyond each row's context, since a slot may contain blocks
+        of an earlier request, and the slots [G, T] on the device."""
         used = -(-context // self.block_size)
         width = int(used.max())
-        return np.where(np.arange(width) < used[:, None], self._block_table[slots, :width], 0).astype(np.int32)
+        held = np.where(np.arange(width) < used[:, None], self._block_tables[:, slots, :width], 0).astype(np.int32)
+        return tuple(map(GroupInputs, to_device(held, self._device), to_device(kv_slots, self._device)))
 
 
 def embeds_on(batch: StepBatch, device: torch.device) -> GivenEmbeds | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ class DeviceSteps:
     """The buffers that graphs share, and the two halves of a step on them. R: rows of the padded step."""
 
     def __init__(
-        self, model: CausalModel, layers: list[LayerKV], inputs: StagedInputs, sampling: SamplingState,
+        self, model: CausalModel, layers: Sequence[LayerKV], inputs: StagedInputs, sampling: SamplingState,
         device: torch.device, *, vocab_size: int, shapes: list[StepShape], capture: Capture | None,
         is_alone: bool = True, draws: bool = True,
     ) -> None:  # fmt: skip

@@ -77,7 +77,7 @@ class HostSteps:
     def __init__(
         self,
         model: CausalModel,
-        layers: list[LayerKV],
+        layers: Sequence[LayerKV],
         inputs: HostInputs,
         sampling: SamplingState,
         device: torch.device,
@@ -182,7 +182,7 @@ def _joined_draws(rows: Sequence[Drawn]) -> Drawn:
     return Drawn(token_ids, best, None, joined([tensors for _, tensors, _ in asking]) if asking else None, counts)
 
 
-def _lone_step(model: CausalModel, layers: list[LayerKV]) -> LoneStep | None:
+def _lone_step(model: CausalModel, layers: Sequence[LayerKV]) -> LoneStep | None:
     try:
         lone = open_lone_step(model, layers)
     except NoLoneStep as reason:

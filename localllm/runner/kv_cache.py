@@ -16,38 +16,46 @@ from torch import Tensor
 from localllm.errors import DoesNotFit
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
-from localllm.models.fit import kv_bytes_per_token
+from localllm.models.fit import kv_cache_bytes
+from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_bytes
 
 
 class KVCache:
-    """Zeroed K and V per layer, each of shape `kv_cache_shape(...)`; `num_blocks` includes the null block 0.
+    """Zeroed K and V per layer, each of shape `kv_cache_shape(...)`; `num_blocks`, one per KV group, include the null
+    block 0. A layer that reads the K and V of another has the same `LayerKV`.
 
     Raises `DoesNotFit` if the allocation fails.
     """
 
     def __init__(
-        self, spec: ModelSpec, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+        self, spec: ModelSpec, num_blocks: tuple[int, ...], block_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         """dtype: the model's, or float8_e4m3fn or int8 with the scales that kernels/layer_kv.py describes."""
         self.num_blocks, self.block_size = num_blocks, block_size
-        shape = kv_cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        groups = kv_groups(spec)
         try:
-            latent = spec.latent is not None
-            self.layers = [_layer(shape, device, dtype, values_are_keys=latent) for _ in range(spec.num_layers)]
+            kept = {
+                layer: _layer(kv_cache_shape(count, block_size, group.num_kv_heads, group.head_dim), device, dtype,
+                              values_are_keys=group.values_are_keys)
+                for group, count in zip(groups, num_blocks, strict=True)
+                for layer in group.layers
+            }  # fmt: skip
         except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            size = kv_bytes_per_token(spec, str(dtype).removeprefix("torch.")) * num_blocks * block_size
+            size = kv_cache_bytes(spec, num_blocks, block_size, str(dtype).removeprefix("torch."))
             raise DoesNotFit(
                 "The KV cache could not be allocated.",
                 f"The allocation of {format_bytes(size)} on {device} failed: {str(error).splitlines()[0]}",
                 "Another program took memory meanwhile: start again, or set a smaller --kv-cache-memory-bytes.",
             ) from error
+        self.layers = [kept[spec.kv_source[layer] if spec.kv_source else layer] for layer in range(spec.num_layers)]
+        self._kept = tuple(kept.values())
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of all blocks, without the few fixed scales of an fp8 cache."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors() if tensor.dim() > 1)
+        return sum(tensor.nbytes for layer in self._kept for tensor in layer.tensors() if tensor.dim() > 1)
 
 
 def _layer(

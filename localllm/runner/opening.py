@@ -127,7 +127,7 @@ def measure(
     torch.cuda.reset_peak_memory_stats(device)
     tokens = min(plan.max_num_batched_tokens, plan.max_model_len)
     num_blocks = 2 + max(-(-tokens // plan.block_size), plan.max_num_seqs)
-    kv = KVCache(spec, num_blocks, plan.block_size, device, getattr(torch, plan.kv_dtype))
+    kv = KVCache(spec, (num_blocks,) * len(plan.num_blocks), plan.block_size, device, getattr(torch, plan.kv_dtype))
     runner = _runner(model, spec, plan, kv, device, None, launch_options, parallel)
     embeds = torch.zeros(tokens, spec.hidden_size, dtype=getattr(torch, plan.dtype)) if prompt_embeds else None
     for step in largest_steps(plan, tokens, None if embeds is None else PromptEmbedsTensor(embeds, "")):
@@ -141,12 +141,12 @@ def measure(
 
 def largest_steps(plan: MemoryPlan, tokens: int, embeds: PromptEmbedsTensor | None = None) -> list[StepPlan]:
     """Return two steps: one prompt that fills a step, then every slot with one token, all of them sampling."""
-    blocks = -(-tokens // plan.block_size)
+    blocks, groups = -(-tokens // plan.block_size), len(plan.num_blocks)
     prompt = NewSlot(0, "prompt", [0] * tokens, tokens, UNKIND, (), 0, prompt_embeds=embeds)
-    rows = [Row(0, "prompt", 0, tokens, tuple(range(1, blocks + 1)), True)]
+    rows = [Row(0, "prompt", 0, tokens, (tuple(range(1, blocks + 1)),) * groups, True)]
     singles = min(plan.max_num_seqs, plan.max_num_batched_tokens)
     news = tuple(NewSlot(slot, f"r{slot}", [0], 1, UNKIND, (), 0) for slot in range(singles))
-    decodes = tuple(Row(slot, f"r{slot}", 0, 1, (1 + slot,), True) for slot in range(singles))
+    decodes = tuple(Row(slot, f"r{slot}", 0, 1, ((1 + slot,),) * groups, True) for slot in range(singles))
     return [StepPlan(1, tuple(rows), (prompt,)), StepPlan(2, decodes, news, (0,))]
 
 

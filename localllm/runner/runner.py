@@ -76,6 +76,7 @@ class TorchRunner:
             staging = StagedInputs(
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device,
                 max_num_batched_tokens=max_num_batched_tokens, largest=largest_shape(shapes),
+                num_groups=len(kv.num_blocks),
             )  # fmt: skip
             self._steps = DeviceSteps(
                 model, kv.layers, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
@@ -84,8 +85,9 @@ class TorchRunner:
             inputs = staging
         else:
             inputs = host = HostInputs(
-                max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device
-            )
+                max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device,
+                num_groups=len(kv.num_blocks),
+            )  # fmt: skip
             is_lone = launch_options.deterministic and device.type == "cpu"  # a GPU's kernels see to it themselves
             self._steps = HostSteps(model, kv.layers, host, self._sampling, device, deterministic=is_lone)
         self._inputs, self._exchange = inputs, exchange_of(group, device)

@@ -5,6 +5,7 @@ Does not know: how streams travel (ranks/), which layers a stage has.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -32,7 +33,7 @@ class StageModel:
     def __init__(self, model: DecoderModel, pipe: Pipe) -> None:
         self._model, self._pipe = model, pipe
 
-    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
+    def forward(self, inputs: ForwardInputs, kv_cache: Sequence[LayerKV]) -> Tensor:
         model, stream = self._model, None
         if model.embedding is None:
             shape = (len(inputs.token_ids), model.spec.hidden_size)

@@ -15,9 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localllm.kernels.prepare_step import HEADER, ROW_FIELDS, StepInputs, prepare_step, staged_size
-from localllm.models.inputs import ForwardInputs
-from localllm.runner.batch import Ints, StepBatch, embeds_on
+from localllm.kernels.prepare_step import (
+    HEADER,
+    ROW_FIELDS,
+    UPDATE_FIELDS,
+    StepInputs,
+    prepare_step,
+    staged_size,
+)
+from localllm.models.inputs import ForwardInputs, GroupInputs
+from localllm.runner.batch import BlockIds, Ints, StepBatch, embeds_on
 from localllm.runner.upload import pinned, to_device
 
 
@@ -63,32 +70,34 @@ class StagedInputs:
 
     def __init__(
         self, *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int,
-        device: torch.device, largest: StepShape | None = None,
+        device: torch.device, largest: StepShape | None = None, num_groups: int = 1,
     ) -> None:  # fmt: skip
         """largest: the most rows and tokens of the shapes that batches will be padded to."""
         self.block_size, self._device = block_size, device
         self.max_num_seqs, self.max_batched_tokens = max_num_seqs, max_num_batched_tokens
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = torch.zeros((max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
-        self._tables = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
+        self._tables = torch.zeros((num_groups, max_num_seqs, max_blocks), dtype=torch.int32, device=device)
         self.max_rows = max_rows = max(max_num_seqs, largest.rows if largest else 0)
         max_tokens = max(max_num_batched_tokens, largest.tokens if largest else 0)
-        self._max_updates = max_rows + max_num_batched_tokens // block_size + max_blocks
-        self._inputs = StepInputs.empty(max_rows, max_tokens, max_blocks, device)
+        self._max_updates = num_groups * (max_rows + max_num_batched_tokens // block_size + max_blocks)
+        self._inputs = StepInputs.empty(max_rows, max_tokens, max_blocks, device, num_groups)
         size = staged_size(max_rows, self._max_updates)
         self._staged = torch.zeros(size, dtype=torch.int32, device=device)
         self._host_rows = _HostRows((), (), ())
-        self._updates: list[Ints] = []  # [n, 3] (slot, place, block)
+        self._updates: list[Ints] = []  # [n, 4] (group, slot, place, block)
 
     # ---- what a slot holds -------------------------------------------------------------------------------------------
 
     def enter(self, slot: int, token_ids: Ints) -> None:
         self.token_ids[slot, : len(token_ids)].copy_(to_device(token_ids, self._device), non_blocking=True)
 
-    def add_blocks(self, slot: int, held: int, block_ids: tuple[int, ...]) -> None:
-        update = np.empty((len(block_ids), 3), np.int32)
-        update[:, 0], update[:, 1], update[:, 2] = slot, np.arange(held, held + len(block_ids)), block_ids
-        self._updates.append(update)
+    def add_blocks(self, slot: int, held: int, block_ids: BlockIds) -> None:
+        groups, count = len(block_ids), len(block_ids[0])
+        update = np.empty((groups, count, UPDATE_FIELDS), np.int32)
+        update[..., 0], update[..., 1] = np.arange(groups)[:, None], slot
+        update[..., 2], update[..., 3] = np.arange(held, held + count), block_ids
+        self._updates.append(update.reshape(-1, UPDATE_FIELDS))
 
     def clear(self) -> None:
         self._updates = []
@@ -107,7 +116,7 @@ class StagedInputs:
 
     def stage(self, batch: StepBatch, shape: StepShape) -> None:
         """Copy the batch, padded to `shape`, and the block-table updates since the last step."""
-        updates = np.concatenate(self._updates) if self._updates else np.empty((0, 3), np.int32)
+        updates = np.concatenate(self._updates) if self._updates else np.empty((0, UPDATE_FIELDS), np.int32)
         self._updates = []
         assert _are_distinct(updates), f"two blocks for one place: {updates.tolist()}"
         while len(updates) > self._max_updates:  # many long prompts were found in the prefix cache at once
@@ -124,7 +133,7 @@ class StagedInputs:
         """Stage a step of this shape that has only padding rows.
         It reads no block, and writes only to the null block."""
         fields = _padding(shape, shape.decodes)
-        self._send(_packed(fields, np.empty((0, 3), np.int32), shape.decodes))
+        self._send(_packed(fields, np.empty((0, UPDATE_FIELDS), np.int32), shape.decodes))
         self._host_rows = _HostRows(tuple(fields[2].tolist()), (0,) * shape.rows, (-1,) * shape.rows)
 
     def prepare(self, shape: StepShape) -> tuple[ForwardInputs, StepInputs]:
@@ -141,8 +150,7 @@ class StagedInputs:
         return ForwardInputs(
             token_ids=inputs.token_ids,
             positions=inputs.positions,
-            slot_mapping=inputs.slot_mapping,
-            block_table=inputs.block_table,
+            groups=tuple(map(GroupInputs, inputs.block_tables, inputs.slot_mapping)),
             context_lens=inputs.context_lens,
             cu_seqlens_q=inputs.cu_seqlens_q,
             logits_indices=inputs.last_tokens,
@@ -183,7 +191,8 @@ def _padding(shape: StepShape, used: int) -> Ints:
 
 def _are_distinct(updates: Ints) -> bool:
     """Return whether no place is written twice: the kernel writes the updates in no particular order."""
-    return len(updates) < 2 or len(np.unique(updates[:, 0].astype(np.int64) << 32 | updates[:, 1])) == len(updates)
+    group, slot, place, _ = updates.astype(np.int64).T
+    return len(updates) < 2 or len(np.unique((group << 24 | slot) << 32 | place)) == len(updates)
 
 
 def _packed(fields: Ints, updates: Ints, used: int) -> Ints:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from localllm.engine.block_hash import BlockHasher
-from localllm.engine.block_pool import BlockPool
+from localllm.engine.ledger import Ledger
 from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
@@ -30,6 +30,7 @@ from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import PendingStep, Runner, StepPlan, StepResult, TokenMasks
 from localllm.kernels.launch import DEFAULTS, LaunchOptions
 from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.graphs import Capture, CudaCapture
 from localllm.runner.kv_cache import KVCache
@@ -138,7 +139,8 @@ class RandomEngine:
         self.model = model or random_model(
             spec, o.device, o.dtype, weights=o.weights, max_model_len=o.max_model_len, seed=o.seed
         )
-        kv = KVCache(spec, o.num_blocks, o.block_size, o.device, o.dtype)
+        num_blocks = (o.num_blocks,) * len(kv_groups(spec))
+        kv = KVCache(spec, num_blocks, o.block_size, o.device, o.dtype)
         self.runner = TimedRunner(_runner(self.model, spec, kv, o))
         started_s, free_bytes = time.perf_counter(), self._free_bytes()
         self.runner.warm_up()
@@ -156,7 +158,7 @@ class RandomEngine:
             enable_prefix_caching=o.prefix_caching,
             output_reserve=0.0,  # run batches of exactly the requested size
         )
-        self.scheduler = Scheduler(config, BlockPool(o.num_blocks), BlockHasher(b"random", o.block_size))
+        self.scheduler = Scheduler(config, Ledger(num_blocks, o.block_size), BlockHasher(b"random", o.block_size))
         self._told = _Told()
         self.loop = EngineLoop(self.scheduler, self.runner, depth=o.depth, deliver=self._told)
         self._names = itertools.count()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.engine.block_hash import BlockHasher
-from localllm.engine.block_pool import BlockPool
+from localllm.engine.ledger import Ledger
 from localllm.engine.loop import EngineLoop
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
@@ -53,7 +53,7 @@ def paced_loop(pace: Pace) -> EngineLoop:
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
     )
-    scheduler = Scheduler(config, BlockPool(num_blocks(pace)), BlockHasher(b"paced", BLOCK_SIZE))
+    scheduler = Scheduler(config, Ledger((num_blocks(pace),), BLOCK_SIZE), BlockHasher(b"paced", BLOCK_SIZE))
     return EngineLoop(scheduler, PacedRunner(pace), depth=pace.depth)
 
 
@@ -122,7 +122,7 @@ class PacedRunner:
     block_size, num_stages = BLOCK_SIZE, 1
 
     def __init__(self, pace: Pace) -> None:
-        self.num_blocks, self._pace, self._meter = num_blocks(pace), pace, Meter(pace)
+        self.num_blocks, self._pace, self._meter = (num_blocks(pace),), pace, Meter(pace)
         self.vocab_size = max(pace.token_ids) + 1
         self._free_s = 0.0  # when the device has finished everything that was launched
 

@@ -106,7 +106,7 @@ def served_model(pace: Pace) -> ServedModel:
         name="paced",
         path=found.path,
         spec=spec,
-        plan=replace(plan, num_blocks=num_blocks(pace), max_num_seqs=pace.num_rows, async_depth=pace.depth),
+        plan=replace(plan, num_blocks=(num_blocks(pace),), max_num_seqs=pace.num_rows, async_depth=pace.depth),
         tokenizer=tokenizer,
         chat_template=ChatTemplate.of(tokenizer),
         client=EngineClient(loop, admission, tokenizer),

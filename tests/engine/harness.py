@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import NULL_BLOCK, BlockPool
+from localllm.engine.ledger import Ledger
 from localllm.engine.loop import Drafter, EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
@@ -116,7 +117,8 @@ class EveryOther:
 
 def make_engine(
     *,
-    num_blocks: int = 64,
+    num_blocks: int | tuple[int, ...] = 64,
+    windows: tuple[int | None, ...] = (None,),
     depth: int = 1,
     num_stages: int = 1,
     drafter: Drafter | None = None,
@@ -125,15 +127,23 @@ def make_engine(
     runner_type: type[FakeRunner] = FakeRunner,
     **config: object,
 ) -> SmallEngine:
-    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 200, "block_size": BLOCK_SIZE}
+    settings: dict[str, object] = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 200,
+        "block_size": BLOCK_SIZE,
+    }
+    settings |= {**config, "num_stages": num_stages}
+    sizes = num_blocks if isinstance(num_blocks, tuple) else (num_blocks,) * len(windows)
     scheduler = Scheduler(
-        SchedulerConfig(**{**settings, **config, "num_stages": num_stages}),  # type: ignore[arg-type]
-        BlockPool(num_blocks),
+        SchedulerConfig(**settings),  # type: ignore[arg-type]
+        Ledger(sizes, BLOCK_SIZE, windows, step_tokens=int(str(settings["max_num_batched_tokens"]))),
         BlockHasher(b"a model", BLOCK_SIZE),
     )
     runner = runner_type(
-        num_blocks,
+        sizes,
         BLOCK_SIZE,
+        windows=windows,
         vocab_size=vocab_size,
         fail_when=fail_when,  # type: ignore[arg-type]
     )
@@ -178,7 +188,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     assert 1 <= len(plan.rows) <= config.max_num_seqs
     assert len({row.slot for row in plan.rows}) == len(plan.rows)
     assert all(row.num_scheduled_tokens >= 1 for row in plan.rows)
-    assert all(NULL_BLOCK not in row.new_block_ids for row in plan.rows)
+    assert all(NULL_BLOCK not in blocks for row in plan.rows for blocks in row.new_block_ids)
     for row in plan.rows:
         request = scheduler.requests[row.request_id]
         assert row.num_computed_tokens + row.num_scheduled_tokens == request.num_computed_tokens
@@ -187,7 +197,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 def check_pool(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:
     """Check I1 to I6: every block is free or counted, and every name belongs to one block."""
     count = Counter(block for table in tables for block in table)
-    count[NULL_BLOCK] += 1
+    count[NULL_BLOCK] = 1
     assert [count[block] for block in range(pool.num_blocks)] == list(pool.ref_count)
     free = pool.free_list()
     assert sorted(free) == [block for block in range(pool.num_blocks) if not count[block]]
@@ -203,7 +213,8 @@ def check_pool(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:
 def check_invariants(engine: SmallEngine) -> None:
     scheduler = engine.scheduler
     running = scheduler.running
-    check_pool(scheduler.pool, [request.block_table for request in scheduler.requests.values()])
+    for group, pool in enumerate(scheduler.ledger.pools):
+        check_pool(pool, [request.block_tables[group] for request in running])
     assert len(running) <= scheduler.config.max_num_seqs
     assert len({request.slot for request in running}) == len(running)
     assert len(scheduler.waiting) == len(list(scheduler.waiting))
@@ -218,10 +229,10 @@ def check_invariants(engine: SmallEngine) -> None:
         if request.state is State.RUNNING:
             assert c - f <= n
             rejected = engine.longest_draft  # positions that guesses may have used
-            assert -(-c // size) <= len(request.block_table) <= -(-(c + rejected) // size)  # I9
-            assert len(request.block_table) * size - c < size + rejected  # waste below one block
+            assert -(-c // size) <= request.num_places <= -(-(c + rejected) // size)  # I9
+            assert request.num_places * size - c < size + rejected  # waste below one block
         else:
-            assert request.block_table == []
+            assert request.block_tables == []
             assert request.slot == -1
     stats = scheduler.stats(1, RunnerStats())
     assert stats.used_blocks + stats.cached_blocks + stats.free_blocks == stats.total_blocks
@@ -234,7 +245,8 @@ def writable_twice(engine: SmallEngine) -> None:
     scheduler = engine.scheduler
     for request in scheduler.running:
         full = min(request.num_computed_tokens, request.num_tokens) // scheduler.config.block_size
-        for index, block in enumerate(request.block_table):
-            if scheduler.pool.ref_count[block] > 1:
-                assert index < full, f"block {block} of {request.request_id} is shared and not full"
-                assert scheduler.pool.is_named(block) or request.num_registered_blocks == NEVER
+        for pool, table in zip(scheduler.ledger.pools, request.block_tables, strict=True):
+            for index, block in enumerate(table):
+                if block != NULL_BLOCK and pool.ref_count[block] > 1:
+                    assert index < full, f"block {block} of {request.request_id} is shared and not full"
+                    assert pool.is_named(block) or request.num_registered_blocks == NEVER

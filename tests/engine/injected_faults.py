@@ -122,7 +122,7 @@ class FaultyRunner(FakeRunner):
                 slot = self._slots[row.slot]
                 end = row.num_computed_tokens + row.num_scheduled_tokens
                 for position in range(row.num_computed_tokens, end):
-                    self._memory[self._cache_slot(slot, position)] = POISON
+                    self._memory[0, self._cache_slot(slot, 0, position)] = POISON
         pending = super().sample(plan, masks)
         if self.faults.fires("rows: too few"):
             return Told(StepResult(plan.step_id, pending.step.rows[1:]), self.faults)
@@ -132,7 +132,8 @@ class FaultyRunner(FakeRunner):
         try:
             told = super()._answer(slot, row, bits)
         except CorruptKV:
-            if all(self._memory.get(self._cache_slot(slot, p)) != POISON for p in range(row.num_computed_tokens + 1)):
+            read = (self._memory.get((0, self._cache_slot(slot, 0, p))) for p in range(row.num_computed_tokens + 1))
+            if POISON not in read:
                 raise
             slot.token_ids.append(0)  # the device continues with some token
             self._extend_crcs(slot)
@@ -321,7 +322,7 @@ class Walk:
         assert not len(scheduler.waiting)
         assert not loop._open
         assert not loop._pending
-        assert scheduler.pool.num_free == scheduler.pool.capacity
+        assert scheduler.ledger.main_pool.num_free == scheduler.ledger.main_pool.capacity
         assert sorted(scheduler.table.free_slots) == list(range(4))
         assert [adapter.num_requests for adapter in self.adapters] == [0, 0]
 

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass
 
 from localllm.engine.block_hash import BlockHasher
-from localllm.engine.block_pool import BlockPool
+from localllm.engine.ledger import Ledger
 from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.scheduler import Scheduler
@@ -53,7 +53,7 @@ class Bench:
     def __init__(self, num_blocks: int, **config: int) -> None:
         self.scheduler = Scheduler(
             SchedulerConfig(block_size=BLOCK_SIZE, max_model_len=200_000, **config),
-            BlockPool(num_blocks + 1),
+            Ledger((num_blocks + 1,), BLOCK_SIZE),
             BlockHasher(b"a model", BLOCK_SIZE),
         )
         self.loop = EngineLoop(self.scheduler, FakeRunner(num_blocks + 1, BLOCK_SIZE, check=False), deliver=self.hear)

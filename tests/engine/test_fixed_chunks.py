@@ -34,7 +34,7 @@ class RowsNoted(FakeRunner):
         super()._write(slot, row)
         start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens
         for position in range(start, end):
-            self._rows[self._cache_slot(slot, position)] = (start, end)
+            self._rows[self._cache_slot(slot, 0, position)] = (start, end)
         self._check_rows(slot, end)
 
     def _check_rows(self, slot: _Slot, end: int) -> None:
@@ -42,7 +42,7 @@ class RowsNoted(FakeRunner):
         while start < end:
             stop = start + 1 if start >= slot.prompt_len else min(start - start % CHUNK + CHUNK, slot.prompt_len)
             for position in range(start, stop):
-                assert self._rows[self._cache_slot(slot, position)] == (start, stop), f"{slot.request_id} {position}"
+                assert self._rows[self._cache_slot(slot, 0, position)] == (start, stop), f"{slot.request_id} {position}"
             start = stop
 
 
@@ -82,7 +82,7 @@ class Walk(EngineMachine):
     )
     def add(self, stem, length, max_tokens, priority, scored):
         prompt = prompt_of(stem, length)
-        if len(prompt) + max_tokens > (self.engine.scheduler.pool.capacity - 1) * BLOCK_SIZE:
+        if len(prompt) + max_tokens > (self.engine.scheduler.ledger.main_pool.capacity - 1) * BLOCK_SIZE:
             return
         name = f"r{len(self.asked)}"
         self.asked[name] = (prompt, max_tokens)

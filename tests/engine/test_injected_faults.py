@@ -52,4 +52,4 @@ def test_an_engine_that_is_interrupted_while_it_ends_holds_no_request(monkeypatc
     engine.loop.step()
     assert sorted(engine.endings) == ["a", "b", "c"]
     assert not engine.scheduler.requests
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
+    assert engine.scheduler.ledger.main_pool.num_free == engine.scheduler.ledger.main_pool.capacity

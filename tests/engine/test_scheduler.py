@@ -72,7 +72,7 @@ class EngineWalk(EngineMachine):
         grammar=st.sampled_from([None, None, 2, 5, 99]),
     )
     def add(self, prompt, max_tokens, priority, stop, salt, grammar):
-        if len(prompt) + max_tokens > (self.engine.scheduler.pool.capacity - 1) * BLOCK_SIZE:
+        if len(prompt) + max_tokens > (self.engine.scheduler.ledger.main_pool.capacity - 1) * BLOCK_SIZE:
             return
         name = f"r{len(self.asked)}"
         self.asked[name] = (prompt, max_tokens, stop, grammar)
@@ -90,7 +90,7 @@ class EngineWalk(EngineMachine):
             return
         self.engine.run()
         scheduler = self.engine.scheduler
-        assert scheduler.pool.num_free == scheduler.pool.capacity  # I6
+        assert scheduler.ledger.main_pool.num_free == scheduler.ledger.main_pool.capacity  # I6
         assert sorted(scheduler.table.free_slots) == list(range(len(scheduler.table.free_slots)))
         for name, (prompt, max_tokens, stop, grammar) in self.asked.items():
             assert name in self.engine.endings  # I20: exactly one ending
@@ -319,7 +319,7 @@ def test_prefix_cache_can_be_switched_off():
         engine.add(name, list(range(32)))
         engine.run()
     assert engine.endings["warm"][0].num_cached_tokens == 0
-    assert engine.scheduler.pool.num_cached == 0
+    assert engine.scheduler.ledger.main_pool.num_cached == 0
 
 
 def test_neighbours_in_the_same_step_share_a_prefix():
@@ -425,7 +425,7 @@ def test_abort_returns_all_blocks_at_every_point(depth, steps):
     engine.loop.cancel("gone")
     engine.loop.cancel("gone")
     engine.loop.step()
-    assert engine.scheduler.pool.num_used == 0
+    assert engine.scheduler.ledger.main_pool.num_used == 0
     engine.run()
     assert len(engine.endings["gone"]) == 1
     engine.add("next", [5, 6], max_tokens=2)  # its slot is usable again
@@ -661,7 +661,7 @@ def test_a_grammar_that_gives_up_ends_its_request_alone(depth):
     assert isinstance(engine.endings["a"][0].error, StepFailed)
     assert engine.tokens["a"] == expected_output([1, 2, 3], 3, grammar=EveryOther(9))
     assert engine.tokens["b"] == expected_output([1, 2, 3], 8)
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
+    assert engine.scheduler.ledger.main_pool.num_free == engine.scheduler.ledger.main_pool.capacity
 
 
 def test_min_tokens_holds_back_the_stop():
@@ -754,7 +754,7 @@ def test_a_mistake_in_one_requests_grammar_is_its_own(depth, where, after):
     assert f"mistake in {where}" in str(engine.endings["bad"][0].error)
     assert engine.tokens["before"] == expected_output([1, 2, 3], 9)
     assert engine.tokens["behind"] == expected_output([1, 2, 3, 4], 9)
-    assert engine.scheduler.pool.num_used == 0
+    assert engine.scheduler.ledger.main_pool.num_used == 0
     assert engine.scheduler.recorder.num_failed_steps == 0
 
 
@@ -797,7 +797,7 @@ def test_blocks_that_may_hold_nan_are_found_by_nobody(depth):
     assert isinstance(engine.endings["first"][0].error, StepFailed)
     engine.loop.cancel("over it")
     engine.run()
-    assert not engine.scheduler.pool.names()
+    assert not engine.scheduler.ledger.main_pool.names()
     for name, prompt in (("again", range(20)), ("longer", range(44)), ("other again", range(50, 70))):
         engine.add(name, list(prompt), max_tokens=3)
         engine.run()
@@ -814,7 +814,7 @@ def test_constraints_that_leave_no_token_are_the_requests_own_fault():
     engine.run()
     assert isinstance(engine.endings["r"][0].error, RequestError)
     assert engine.loop.stats().corrupted_requests == 0
-    assert len(engine.scheduler.pool.names()) == 5  # its KV is sound
+    assert len(engine.scheduler.ledger.main_pool.names()) == 5  # its KV is sound
 
 
 def test_a_failure_that_keeps_coming_and_is_nobodys_ends_everybody():
@@ -852,7 +852,7 @@ def test_an_interrupt_at_any_line_leaves_an_engine_that_works(depth):
         engine.loop.step()
         assert not engine.scheduler.has_work
         check_invariants(engine)
-        assert engine.scheduler.pool.num_used == 0
+        assert engine.scheduler.ledger.main_pool.num_used == 0
         engine.tokens.clear()
         engine.add("next", list(range(9)), max_tokens=6)
         assert engine.run()["next"] == expected_output(range(9), 6)

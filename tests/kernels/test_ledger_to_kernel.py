@@ -40,11 +40,11 @@ class Attending:
             first, end = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens
             q, k, v = self._vectors(list(slot.token_ids[:end]))
             for position in range(first, end):
-                block, offset = slot.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
+                block, offset = slot.block_tables[0][position // BLOCK_SIZE], position % BLOCK_SIZE
                 self.k_cache[:, block, offset], self.v_cache[:, block, offset] = k[position], v[position]
             lens.append(end - first)
             contexts.append(end)
-            tables.append(slot.block_table)
+            tables.append(slot.block_tables[0])
             queries.append(q[first:])
             wanted.append(self._dense(q[first:], k, v))
         width = max(map(len, tables))

@@ -13,8 +13,9 @@ from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.read_spec import read_spec
-from localllm.models.inputs import ForwardInputs
+from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.loader import load_model
+from localllm.models.spec.kv_groups import keeps_kv, kv_groups, kv_shape
 
 BLOCK_SIZE = 8
 CPU = torch.device("cpu")
@@ -35,16 +36,18 @@ class ModelHarness:
         self, model: DecoderModel, *, num_blocks: int = 128, seed: int = 0, kv_dtype: torch.dtype = torch.float32
     ) -> None:
         self.model, self.spec = model, model.spec
-        shape = kv_cache_shape(num_blocks, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
 
-        def unwritten() -> Tensor:
+        def unwritten(layer: int) -> Tensor:
+            shape = kv_cache_shape(num_blocks, BLOCK_SIZE, *kv_shape(self.spec, layer))
             return torch.full(shape, torch.nan, dtype=kv_dtype, device=model.device)
 
-        def layer() -> LayerKV:
-            k = unwritten()
-            return LayerKV(k, k if self.spec.latent is not None else unwritten())
+        def cache_of(layer: int) -> LayerKV:
+            k = unwritten(layer)
+            return LayerKV(k, k if self.spec.latent is not None else unwritten(layer))
 
-        self.kv_cache = [layer() for _ in range(self.spec.num_layers)]
+        layers = range(self.spec.num_layers)
+        kept = {layer: cache_of(layer) for layer in layers if keeps_kv(self.spec, layer)}
+        self.kv_cache = [kept[self.spec.kv_source[layer] if self.spec.kv_source else layer] for layer in layers]
         self.free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free)
 
@@ -104,8 +107,7 @@ class ModelHarness:
         inputs = ForwardInputs(
             token_ids=torch.tensor([t for s, n in rows for t in s.token_ids[s.computed : s.computed + n]]),
             positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(slots),
-            block_table=table,
+            groups=(GroupInputs(table, torch.tensor(slots)),) * len(kv_groups(self.spec)),
             context_lens=torch.tensor(contexts, dtype=torch.int32),
             cu_seqlens_q=cumulative,
             logits_indices=torch.arange(sum(lens)) if all_logits else cumulative[1:].long() - 1,
@@ -116,7 +118,9 @@ class ModelHarness:
             adapters_host=adapters,
         )
         tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-        return replace(inputs, **{n: t.to(self.model.device) for n, t in tensors.items() if isinstance(t, Tensor)})
+        moved = {n: t.to(self.model.device) for n, t in tensors.items() if isinstance(t, Tensor)}
+        groups = tuple(GroupInputs(*(t.to(self.model.device) for t in group)) for group in inputs.groups)
+        return replace(inputs, **moved, groups=groups)
 
 
 class Harness(ModelHarness):

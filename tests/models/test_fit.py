@@ -65,7 +65,7 @@ def test_gpu_defaults() -> None:
 def test_the_parts_stay_within_what_is_free(spec: ModelSpec, hardware: Hardware) -> None:
     made = plan(spec, hardware)
     assert made.total_bytes + made.reserve_bytes <= made.free_bytes
-    assert made.kv_bytes % made.num_blocks == 0
+    assert made.kv_bytes % made.num_blocks[0] == 0
     assert made.num_kv_tokens >= made.max_model_len  # one request of full length always fits beside the null block
 
 
@@ -152,7 +152,7 @@ def test_a_measured_plan_takes_the_numbers_as_they_are(weights: int, activations
     assert made.is_measured
     assert (made.weights_bytes, made.activation_bytes) == (weights, activations)
     assert made.total_bytes + made.reserve_bytes <= made.free_bytes
-    block = made.kv_bytes // made.num_blocks
+    block = made.kv_bytes // made.num_blocks[0]
     budget = (made.free_bytes - made.reserve_bytes) * 0.9
     assert made.total_bytes + block > budget - block  # nothing that fits is left out
 
@@ -327,7 +327,7 @@ def test_timid_settings_start_and_say_what_they_leave() -> None:
     made = plan(QWEN_05B, gpu_machine(23), gpu_memory_utilization=0.3)
     assert any("stay unused" in note for note in made.notes)
     exact = plan(QWEN_05B, NO_GPU, kv_cache_memory_bytes=GIB, max_model_len=2048)
-    assert GIB - exact.kv_bytes < exact.kv_bytes // exact.num_blocks
+    assert GIB - exact.kv_bytes < exact.kv_bytes // exact.num_blocks[0]
     assert any("stay unused" in note for note in exact.notes)
 
 

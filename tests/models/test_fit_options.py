@@ -142,7 +142,7 @@ def test_every_device_is_told_the_one_that_would_be_taken_first() -> None:
 def test_concurrency_counts_whole_blocks_and_slots() -> None:
     found = estimates(gpu_machine(23), max_num_seqs=3)[0]
     assert found.plan is not None
-    blocks = found.plan.num_blocks - 1
+    blocks = found.plan.num_blocks[0] - 1
     assert found.concurrency == {
         length: min(3, blocks // (length // 64)) if length <= found.plan.max_model_len else 0
         for length in (4096, 8192, 32_768)

@@ -71,7 +71,7 @@ def test_each_rank_stays_within_its_own_memory(
     ranks = made.ranks or ()
     for rank in ranks:
         assert rank.total_bytes + rank.reserve_bytes <= rank.free_bytes
-        assert rank.kv_bytes == made.num_blocks * made.block_size * _kv_of(rank.shard, 2)
+        assert rank.kv_bytes == made.num_blocks[0] * made.block_size * _kv_of(rank.shard, 2)
     if ranks:
         for name in ("weights_bytes", "kv_bytes", "activation_bytes", "graph_bytes", "comm_bytes", "free_bytes"):
             assert getattr(made, name) == sum(getattr(rank, name) for rank in ranks)
@@ -86,7 +86,7 @@ def test_blocks_are_those_of_the_rank_with_the_least_space() -> None:
     """One block more would not fit on one of the ranks."""
     made = plan(LLAMA_8B, machine(RTX_3090, RTX_3060), tensor_split=(1, 1))
     left = [0.9 * (rank.free_bytes - rank.reserve_bytes) - rank.total_bytes for rank in made.ranks]
-    blocks = [space / (rank.kv_bytes / made.num_blocks) for space, rank in zip(left, made.ranks, strict=True)]
+    blocks = [space / (rank.kv_bytes / made.num_blocks[0]) for space, rank in zip(left, made.ranks, strict=True)]
     assert 0 <= min(blocks) < 2 < max(blocks)
 
 

@@ -71,10 +71,13 @@ class LoneHarness(ModelHarness):
     def natively(self, requests: Sequence[Request]) -> Tensor:
         """Run the next token of each request in one native step; logits [R, vocab]."""
         inputs = self._inputs([(request, 1) for request in requests], all_logits=False)
-        table = inputs.block_table.numpy()
+        table = inputs.groups[0].block_table.numpy()
         addresses = table.ctypes.data + np.arange(len(requests)) * table.strides[0]
-        token_ids, positions, slots = (t.numpy() for t in (inputs.token_ids, inputs.positions, inputs.slot_mapping))
-        rows = DecodeRows(token_ids, positions, slots, addresses)
+        token_ids, positions, slots = (
+            t.numpy() for t in (inputs.token_ids, inputs.positions, inputs.groups[0].slot_mapping)
+        )
+        each = len(inputs.groups), 1
+        rows = DecodeRows(token_ids, positions, np.tile(slots, each), np.tile(addresses, each))
         logits = self.lone.forward(rows).clone()
         for request in requests:
             request.computed += 1

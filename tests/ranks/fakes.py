@@ -96,7 +96,7 @@ class FakeShare:
         assert decode(asked, FakeOpenRunner).plan["num_blocks"]
         plan = decode(agree(Measured()), dict)
         tell(Report("opened"))
-        runner = FaultyRunner(plan["num_blocks"], self._fault, self._options, self.samples)
+        runner = FaultyRunner(tuple(plan["num_blocks"]), self._fault, self._options, self.samples)
         sizes = {"num_blocks": runner.num_blocks, "block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE}
         return runner, {"plan": plan, **sizes}
 
@@ -124,7 +124,9 @@ class FakeShare:
 class FaultyRunner(FakeRunner):
     """A fake runner with a fault in one step. One that draws nothing cannot check what it reads back under masks."""
 
-    def __init__(self, num_blocks: int, fault: Fault | None, options: dict[str, Any], samples: bool) -> None:
+    def __init__(
+        self, num_blocks: tuple[int, ...], fault: Fault | None, options: dict[str, Any], samples: bool
+    ) -> None:
         super().__init__(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, check=not options.get("unchecked"))
         self._fault, self._sleep_s, self._samples = fault, options.get("sleep_s", 0.0), samples
         self._steps = 0

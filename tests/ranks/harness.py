@@ -31,7 +31,7 @@ from localllm.ranks.supervisor import TICK_S
 from localllm.ranks.wire import BadRecord, Kind, Record, encode
 from tests.ranks.fakes import BLOCK_SIZE, COMMAND, VOCAB_SIZE, FakeShare, Fault
 
-NUM_BLOCKS = 64
+NUM_BLOCKS = (64,)
 
 SPEC = ModelSpec("Fake", 2, 64, 96, 8, 4, 8, VOCAB_SIZE * 64, 512, "silu", True, "float32", RopeSpec(10000.0))
 
@@ -135,7 +135,7 @@ class ThreadGroup:
 class FakeOpened(msgspec.Struct):
     """`Opened` without its plan."""
 
-    num_blocks: int
+    num_blocks: tuple[int, ...]
     block_size: int
     vocab_size: int
 

@@ -63,7 +63,7 @@ def rank_files() -> set[Path]:
 
 def opened(executor: RankExecutor, size: int = 2) -> RankRunner:
     runner, plan = executor.open_runner(EngineConfig(), fake_plan(size), HARDWARE, lambda text: None)
-    assert runner.num_blocks == plan.num_blocks == 64
+    assert runner.num_blocks == plan.num_blocks == (64,)
     return runner
 
 

@@ -12,7 +12,7 @@ import torch
 
 from localllm.config.settings import EngineConfig
 from localllm.engine.block_hash import BlockHasher
-from localllm.engine.block_pool import BlockPool
+from localllm.engine.ledger import Ledger
 from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
@@ -57,7 +57,7 @@ def tokens_of(runner: Runner, plan: MemoryPlan, **params: Any) -> dict[str, list
             outputs.setdefault(output.request_id, []).extend(output.token_ids)
 
     loop = EngineLoop(
-        Scheduler(config, BlockPool(runner.num_blocks), BlockHasher(b"m", plan.block_size)), runner,
+        Scheduler(config, Ledger(runner.num_blocks, plan.block_size), BlockHasher(b"m", plan.block_size)), runner,
         depth=max(2, runner.num_stages), deliver=deliver,
     )  # fmt: skip
     for name, prompt in PROMPTS.items():

@@ -49,7 +49,7 @@ class Desk:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self._free = [b for start in (3, 1, 2) for b in range(start, runner.num_blocks, 3)]
+        self._free = [b for start in (3, 1, 2) for b in range(start, min(runner.num_blocks), 3)]
         self._step_id = 0
         self._new: list[NewSlot] = []
         self._freed: list[int] = []
@@ -62,7 +62,8 @@ class Desk:
         computed = len(cached) * self.runner.block_size
         sequence = Sequence_(name, slot, list(tokens), prompt_len or len(tokens), params, len(tokens), computed,
                              list(cached))  # fmt: skip
-        self._new.append(NewSlot(slot, name, tuple(tokens), sequence.prompt_len, params, tuple(cached), computed,
+        groups = (tuple(cached),) * len(self.runner.num_blocks)
+        self._new.append(NewSlot(slot, name, tuple(tokens), sequence.prompt_len, params, groups, computed,
                                  (), bad_words))  # fmt: skip
         return sequence
 
@@ -83,8 +84,8 @@ class Desk:
         needed = -(-end // self.runner.block_size) - len(sequence.blocks)
         blocks = tuple(self._free.pop(0) for _ in range(max(0, needed)))
         sequence.blocks += blocks
-        samples = end == sequence.known
-        row = Row(sequence.slot, sequence.name, sequence.computed, count, blocks, samples)
+        samples, groups = end == sequence.known, (blocks,) * len(self.runner.num_blocks) if blocks else ()
+        row = Row(sequence.slot, sequence.name, sequence.computed, count, groups, samples)
         sequence.computed = end
         sequence.known += samples
         return row

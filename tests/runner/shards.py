@@ -11,6 +11,7 @@ from localllm.engine.step import PendingStep, RunnerStats, StepPlan, StepResult,
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
+from tests.kv import of_each
 from tests.threads import Threads
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ class ShardRunner:
             TorchRunner(
                 model,
                 spec,
-                KVCache(spec, num_blocks, block_size, cpu, torch.float32),
+                KVCache(spec, of_each(spec, num_blocks), block_size, cpu, torch.float32),
                 block_size=block_size,
                 device=cpu,
                 group=member,
@@ -45,7 +46,8 @@ class ShardRunner:
                 strict=True,
             )
         ]
-        self.num_blocks, self.block_size, self.num_stages = num_blocks, block_size, 1
+        self.num_blocks = self.runners[0].num_blocks
+        self.block_size, self.num_stages = block_size, 1
         self.vocab_size = self.runners[0].vocab_size
 
     def forward(self, plan: StepPlan) -> None:

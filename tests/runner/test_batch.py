@@ -31,7 +31,7 @@ def maker(request: pytest.FixtureRequest) -> str:
 def state_of(maker: str) -> SlotState:
     asked: dict[str, Any] = {"max_num_seqs": SLOTS, "max_model_len": MAX_LEN, "block_size": BLOCK, "device": CPU}
     inputs = HostInputs(**asked) if maker == "host" else StagedInputs(**asked, max_num_batched_tokens=SLOTS * MAX_LEN)
-    return SlotState(inputs, max_num_seqs=SLOTS, max_model_len=MAX_LEN, num_blocks=100, block_size=BLOCK,
+    return SlotState(inputs, max_num_seqs=SLOTS, max_model_len=MAX_LEN, num_blocks=(100,), block_size=BLOCK,
                      vocab_size=1000)  # fmt: skip
 
 
@@ -40,15 +40,17 @@ def new_slot(
 ) -> NewSlot:
     ids = [100 * slot + i for i in range(length)]
     params = SamplingParams(temperature=0.0, prompt_logprobs=prompt_logprobs)
-    return NewSlot(slot, f"r{slot}", ids, length, params, tuple(10 * slot + 1 + i for i in range(cached_blocks)),
+    return NewSlot(slot, f"r{slot}", ids, length, params, (tuple(10 * slot + 1 + i for i in range(cached_blocks)),),
                    cached_blocks * BLOCK, adapter=adapter)  # fmt: skip
 
 
 def row_of(new: NewSlot, count: int) -> Row:
     end = new.num_computed_tokens + count
-    held = len(new.block_ids)
-    blocks = tuple(10 * new.slot + 1 + i for i in range(held, -(-end // BLOCK)))
-    return Row(new.slot, new.request_id, new.num_computed_tokens, count, blocks, end == len(new.token_ids))
+    held = len(new.block_ids[0])
+    blocks = (tuple(10 * new.slot + 1 + i for i in range(held, -(-end // BLOCK))),)
+    return Row(
+        new.slot, new.request_id, new.num_computed_tokens, count, blocks if blocks[0] else (), end == len(new.token_ids)
+    )
 
 
 def run(state: SlotState, plan: StepPlan) -> tuple[StepBatch, ForwardInputs]:
@@ -84,7 +86,9 @@ def test_inputs_say_what_the_plan_says(
     flat = [(i, p) for i in order for p in range(first[i], first[i] + rows[i].num_scheduled_tokens)]
     assert inputs.token_ids.tolist() == [news[i].token_ids[p] for i, p in flat]
     assert inputs.positions.tolist() == [p for _, p in flat]
-    assert inputs.slot_mapping.tolist() == [(10 * slots[i] + 1 + p // BLOCK) * BLOCK + p % BLOCK for i, p in flat]
+    assert inputs.groups[0].slot_mapping.tolist() == [
+        (10 * slots[i] + 1 + p // BLOCK) * BLOCK + p % BLOCK for i, p in flat
+    ]
     adapters = [news[i].adapter for i, _ in flat]
     assert (adapters if inputs.adapters is None else inputs.adapters.tolist()) == adapters
     assert inputs.adapters is not None or set(adapters) == {-1}
@@ -93,7 +97,7 @@ def test_inputs_say_what_the_plan_says(
     assert inputs.context_lens.tolist() == list(inputs.context_lens_host) == contexts
     assert list(inputs.query_lens) == [rows[i].num_scheduled_tokens for i in order]
     assert inputs.cu_seqlens_q.tolist() == [0, *np.cumsum(inputs.query_lens).tolist()]
-    for table, i, context in zip(inputs.block_table.tolist(), order, contexts, strict=True):
+    for table, i, context in zip(inputs.groups[0].block_table.tolist(), order, contexts, strict=True):
         used = -(-context // BLOCK)  # what lies behind is not read: the null block, or whatever was there
         assert table[:used] == [10 * slots[i] + 1 + b for b in range(used)]
         assert maker == "staged" or table[used:] == [0] * (len(table) - used)
@@ -120,9 +124,9 @@ def test_dtypes_are_those_of_the_contract(maker: str) -> None:
     new = new_slot(1, 5)
     plan = StepPlan(1, (row_of(new, 5),), (new,))
     _, inputs = run(state, plan)
-    longs = (inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.logits_indices)
+    longs = (inputs.token_ids, inputs.positions, inputs.groups[0].slot_mapping, inputs.logits_indices)
     assert all(tensor.dtype == torch.int64 for tensor in longs)
-    assert all(t.dtype == torch.int32 for t in (inputs.block_table, inputs.context_lens, inputs.cu_seqlens_q))
+    assert all(t.dtype == torch.int32 for t in (inputs.groups[0].block_table, inputs.context_lens, inputs.cu_seqlens_q))
 
 
 def test_sampled_token_is_the_next_input(maker: str) -> None:
@@ -132,19 +136,19 @@ def test_sampled_token_is_the_next_input(maker: str) -> None:
     batch, _ = run(state, plan)
     state.inputs.record_sampled(batch.slots, batch.lengths, torch.tensor([777, 888]))
     state.record_sampled(batch)
-    again = StepPlan(2, (Row(3, "r3", 8, 1, (39,), True), Row(0, "r0", 5, 1, (), True)))
+    again = StepPlan(2, (Row(3, "r3", 8, 1, ((39,),), True), Row(0, "r0", 5, 1, (), True)))
     _, inputs = run(state, again)
     assert inputs.token_ids.tolist() == [888, 777]
-    assert inputs.slot_mapping.tolist() == [39 * BLOCK, 1 * BLOCK + 5]
+    assert inputs.groups[0].slot_mapping.tolist() == [39 * BLOCK, 1 * BLOCK + 5]
 
 
 def test_a_stage_that_does_not_sample_takes_ids_from_the_plan(maker: str) -> None:
     """Of three rows one is new, and one continues its prompt: their ids are known."""
     state = state_of(maker)
     news = (new_slot(0, 5), new_slot(3, 8), new_slot(4, 20))
-    run(state, StepPlan(1, (row_of(news[0], 5), row_of(news[1], 8), Row(4, "r4", 0, 8, (41,), False)), news))
+    run(state, StepPlan(1, (row_of(news[0], 5), row_of(news[1], 8), Row(4, "r4", 0, 8, ((41,),), False)), news))
     late = new_slot(2, 3)
-    rows = (Row(3, "r3", 8, 1, (39,), True), Row(0, "r0", 5, 1, (), True), Row(4, "r4", 8, 2, (42,), False),
+    rows = (Row(3, "r3", 8, 1, ((39,),), True), Row(0, "r0", 5, 1, (), True), Row(4, "r4", 8, 2, ((42,),), False),
             row_of(late, 3))  # fmt: skip
     _, inputs = run(state, StepPlan(2, rows, (late,), known_token_ids=((3, (888,)), (0, (777,)))))
     assert inputs.token_ids.tolist() == [888, 777, 408, 409, 200, 201, 202]
@@ -181,8 +185,8 @@ def test_a_reused_slot_shows_nothing_of_its_former_holder(maker: str) -> None:
     other = new_slot(1, 40)
     plan = StepPlan(2, (row_of(short, 3), row_of(other, 40)), (short, other), (2,))
     _, inputs = run(state, plan)
-    assert inputs.block_table[0, 0] == 21
-    assert maker == "staged" or inputs.block_table[0].tolist() == [21, 0, 0, 0, 0]
+    assert inputs.groups[0].block_table[0, 0] == 21
+    assert maker == "staged" or inputs.groups[0].block_table[0].tolist() == [21, 0, 0, 0, 0]
     assert inputs.context_lens.tolist() == [3, 40]
 
 
@@ -194,21 +198,21 @@ def test_a_reused_slot_shows_nothing_of_its_former_holder(maker: str) -> None:
         ((Row(0, "r0", 0, 3, (), False), Row(0, "r0", 0, 3, (), False)), (), ()),
         ((Row(0, "stranger", 0, 3, (), True),), (), ()),
         ((Row(0, "r0", 0, 2, (), True),), (), ()),                      # samples before its last token
-        ((Row(0, "r0", 0, 3, (0,), True),), (), ()),                    # the null block
-        ((Row(0, "r0", 0, 3, (100,), True),), (), ()),                  # beyond the pool
+        ((Row(0, "r0", 0, 3, ((0,),), True),), (), ()),                    # the null block
+        ((Row(0, "r0", 0, 3, ((100,),), True),), (), ()),                  # beyond the pool
         ((Row(0, "r0", 0, 3, (), True, (5,)),), (), ()),                # drafts
         ((), (1,), ()),                                                 # frees an empty slot
         ((), (), (new_slot(0, 3),)),                                    # enters a held slot
         ((), (), (NewSlot(1, "x", [1000], 1, SamplingParams(), (), 0),)),
         ((), (), (NewSlot(1, "x", [-1], 1, SamplingParams(), (), 0),)),
-        ((), (), (NewSlot(1, "x", [1], 1, SamplingParams(), (1,), 8),)),
+        ((), (), (NewSlot(1, "x", [1], 1, SamplingParams(), ((1,),), 8),)),
     ],
 )  # fmt: skip
 def test_an_impossible_plan_is_our_mistake(maker: str, rows: tuple[Row, ...], freed: tuple[int, ...],
                                            news: tuple[NewSlot, ...]) -> None:  # fmt: skip
     state = state_of(maker)
     first = new_slot(0, 3)
-    state.apply(StepPlan(1, (Row(0, "r0", 0, 3, (1,), True),), (first,)))
+    state.apply(StepPlan(1, (Row(0, "r0", 0, 3, ((1,),), True),), (first,)))
     with pytest.raises(AssertionError):
         run(state, StepPlan(2, rows, news, freed))
 
@@ -217,11 +221,11 @@ def test_new_blocks_of_a_failed_step_do_not_reach_the_next() -> None:
     """The kernel writes a step's blocks in no order: of two for one place either could win."""
     state = state_of("staged")
     failed = new_slot(0, 20)
-    state.apply(StepPlan(1, (Row(0, "r0", 0, 20, (7, 8, 9), True),), (failed,)))
+    state.apply(StepPlan(1, (Row(0, "r0", 0, 20, ((7, 8, 9),), True),), (failed,)))
     state.clear()  # before anything was sent
     again = new_slot(0, 20)
-    _, inputs = run(state, StepPlan(2, (Row(0, "r0", 0, 20, (3, 4, 5), True),), (again,)))
-    assert inputs.block_table[0, :3].tolist() == [3, 4, 5]
+    _, inputs = run(state, StepPlan(2, (Row(0, "r0", 0, 20, ((3, 4, 5),), True),), (again,)))
+    assert inputs.groups[0].block_table[0, :3].tolist() == [3, 4, 5]
     assert isinstance(state.inputs, StagedInputs)
     assert state.inputs._staged[0] == 3  # as many as this step brought
 
@@ -230,7 +234,7 @@ def test_two_blocks_for_one_place_are_our_mistake() -> None:
     state = state_of("staged")
     new = new_slot(0, 3)
     plan = StepPlan(1, (row_of(new, 3),), (new,))
-    state.inputs.add_blocks(0, 0, (7,))
+    state.inputs.add_blocks(0, 0, ((7,),))
     with pytest.raises(AssertionError, match="two blocks for one place"):
         run(state, plan)
 
@@ -242,7 +246,7 @@ def test_two_blocks_for_one_place_are_our_mistake() -> None:
 def test_padding_changes_no_real_row_and_reads_nothing(shape: StepShape) -> None:
     asked: dict[str, Any] = {"max_num_seqs": SLOTS, "max_model_len": MAX_LEN, "block_size": BLOCK, "device": CPU}
     staged = StagedInputs(**asked, max_num_batched_tokens=64, largest=StepShape(0, 16, 160))
-    state = SlotState(staged, max_num_seqs=SLOTS, max_model_len=MAX_LEN, num_blocks=100, block_size=BLOCK,
+    state = SlotState(staged, max_num_seqs=SLOTS, max_model_len=MAX_LEN, num_blocks=(100,), block_size=BLOCK,
                       vocab_size=1000)  # fmt: skip
     news = (new_slot(4, 9, 1), new_slot(1, 20), new_slot(2, 1))
     plan = StepPlan(1, (row_of(news[0], 1), row_of(news[1], 12), row_of(news[2], 1)), news)
@@ -257,10 +261,10 @@ def test_padding_changes_no_real_row_and_reads_nothing(shape: StepShape) -> None
     assert inputs.token_ids[:2].tolist() == [408, 200]
     assert inputs.token_ids[prompt].tolist() == [100 + i for i in range(12)]
     assert inputs.positions[prompt].tolist() == list(range(12))
-    assert inputs.slot_mapping[prompt].tolist() == [(11 + i // BLOCK) * BLOCK + i % BLOCK for i in range(12)]
+    assert inputs.groups[0].slot_mapping[prompt].tolist() == [(11 + i // BLOCK) * BLOCK + i % BLOCK for i in range(12)]
     padding = torch.ones(shape.tokens, dtype=torch.bool)
     padding[:2] = padding[prompt] = False
-    assert set(inputs.slot_mapping[padding].tolist()) <= {-1}
+    assert set(inputs.groups[0].slot_mapping[padding].tolist()) <= {-1}
     assert set(inputs.token_ids[padding].tolist()) <= {0}
     assert inputs.context_lens.tolist() == [9, 1] + [0] * (shape.decodes - 2) + [12] + [0] * (shape.prefill_rows - 1)
     used = shape.decodes + 12
@@ -272,11 +276,11 @@ def test_padding_changes_no_real_row_and_reads_nothing(shape: StepShape) -> None
 
 def test_more_new_blocks_than_one_buffer_holds() -> None:
     staged = StagedInputs(max_num_seqs=2, max_model_len=MAX_LEN, block_size=BLOCK, max_num_batched_tokens=8, device=CPU)
-    state = SlotState(staged, max_num_seqs=2, max_model_len=MAX_LEN, num_blocks=100, block_size=BLOCK,
+    state = SlotState(staged, max_num_seqs=2, max_model_len=MAX_LEN, num_blocks=(100,), block_size=BLOCK,
                       vocab_size=1000)  # fmt: skip
     news = (new_slot(0, 62, 7), new_slot(1, 62, 7))
     state.apply(StepPlan(1, (row_of(news[0], 1), row_of(news[1], 1)), news))
     assert sum(map(len, staged._updates)) > staged._max_updates
     plan = StepPlan(2, (Row(0, "r0", 56, 1, (), False), Row(1, "r1", 56, 1, (), False)))
     _, inputs = run(state, plan)
-    assert inputs.block_table.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18]]
+    assert inputs.groups[0].block_table.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18]]

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localllm.engine.block_hash import BlockHasher
-from localllm.engine.block_pool import BlockPool
 from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
@@ -24,6 +23,7 @@ from localllm.models.architectures.decoder import DecoderModel
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from scripts.random_weights import random_model, shape_spec
+from tests.kv import ledger_of, of_each
 
 CPU = torch.device("cpu")
 BLOCK, CHUNK, MAX_LEN, MAX_SEQS = 8, 16, 160, 10
@@ -61,7 +61,7 @@ class Served:
     def __init__(
         self, kind: str, *, num_blocks: int = 200, budget: int = 64, caching: bool = True, deterministic: bool = True
     ) -> None:
-        cache = KVCache(SPEC, num_blocks, BLOCK, CPU, torch.float32)
+        cache = KVCache(SPEC, of_each(SPEC, num_blocks), BLOCK, CPU, torch.float32)
         sizes: dict[str, Any] = {
             "max_num_seqs": MAX_SEQS, "max_num_batched_tokens": budget, "max_model_len": MAX_LEN, "block_size": BLOCK,
         }  # fmt: skip
@@ -70,7 +70,7 @@ class Served:
         config = SchedulerConfig(
             **sizes, fixed_chunk=CHUNK if deterministic else 0, output_reserve=0.0, enable_prefix_caching=caching
         )
-        self.scheduler = Scheduler(config, BlockPool(num_blocks), BlockHasher(b"tiny", BLOCK))
+        self.scheduler = Scheduler(config, ledger_of(SPEC, num_blocks, BLOCK), BlockHasher(b"tiny", BLOCK))
         self.loop = EngineLoop(self.scheduler, runner, depth=1, deliver=self._receive)
         self.told: dict[str, list[EngineOutput]] = {}
 

@@ -18,7 +18,7 @@ from localllm.engine.step import RowResult, StepPlan, TokenMasks
 from localllm.errors import DeviceLost, StepFailed
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
 from localllm.kernels.layer_kv import LayerKV
-from localllm.models.inputs import ForwardInputs
+from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import graphs
 from localllm.runner import runner as runner_module
@@ -27,6 +27,7 @@ from localllm.runner.graphs import capture_shapes
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.readback import NOT_A_NUMBER, NOTHING_LEFT
 from localllm.runner.runner import TorchRunner
+from tests.kv import of_each
 from tests.runner.desk import GREEDY, WAYS, Desk, Sequence_, run_again
 
 BLOCK, NUM_BLOCKS, MAX_LEN = 8, 200, 128
@@ -210,14 +211,13 @@ def test_fills_the_context_to_its_last_token(make_desk: Callable[..., Desk]) -> 
 
 def all_logits(model: Any, spec: ModelSpec, tokens: list[int]) -> Tensor:
     """Of every position, by one forward over the whole text."""
-    cache = KVCache(spec, 40, BLOCK, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, 40), BLOCK, CPU, torch.float32)
     n = len(tokens)
     blocks = -(-n // BLOCK)
     inputs = ForwardInputs(
         token_ids=torch.tensor(tokens),
         positions=torch.arange(n),
-        slot_mapping=torch.arange(n) + BLOCK,
-        block_table=torch.arange(1, blocks + 1, dtype=torch.int32)[None],
+        groups=(GroupInputs(torch.arange(1, blocks + 1, dtype=torch.int32)[None], torch.arange(n) + BLOCK),),
         context_lens=torch.tensor([n], dtype=torch.int32),
         cu_seqlens_q=torch.tensor([0, n], dtype=torch.int32),
         logits_indices=torch.arange(n),

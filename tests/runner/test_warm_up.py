@@ -99,8 +99,8 @@ def step(
         computed = BLOCK if slot < decodes else 0
         cached = (1 + slot,) if computed else ()
         blocks = tuple(range(100, 100 + -(-length // BLOCK) - len(cached)))
-        news.append(NewSlot(slot, f"r{slot}", [1] * length, length, params, cached, computed))
-        rows.append(Row(slot, f"r{slot}", computed, length - computed, blocks, True))
+        news.append(NewSlot(slot, f"r{slot}", [1] * length, length, params, (cached,), computed))
+        rows.append(Row(slot, f"r{slot}", computed, length - computed, (blocks,), True))
     plan = StepPlan(number, tuple(rows), tuple(news))
     runner.forward(plan)
     words = -(-runner.vocab_size // 32)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from localllm.engine.block_hash import BlockHasher
-from localllm.engine.block_pool import BlockPool
 from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
@@ -21,6 +20,7 @@ from localllm.engine.step import Runner
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
+from tests.kv import ledger_of, of_each
 from tests.runner.desk import WAYS
 
 BLOCK, MAX_LEN, CPU = 8, 160, torch.device("cpu")
@@ -51,13 +51,13 @@ def serve(
     )  # fmt: skip
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": step, "max_model_len": MAX_LEN, **WAYS[way]}
     if make_runner is None:
-        cache = KVCache(spec, num_blocks, BLOCK, CPU, torch.float32)
+        cache = KVCache(spec, of_each(spec, num_blocks), BLOCK, CPU, torch.float32)
         runner: Runner = TorchRunner(model, spec, cache, block_size=BLOCK, device=CPU, **sizes)
     else:
         runner = make_runner(num_blocks=num_blocks, block_size=BLOCK, **sizes)
     while runner.use_idle_time():
         pass
-    scheduler = Scheduler(config, BlockPool(num_blocks), BlockHasher(b"tiny", BLOCK))
+    scheduler = Scheduler(config, ledger_of(spec, num_blocks, BLOCK), BlockHasher(b"tiny", BLOCK))
     loop = EngineLoop(scheduler, runner, depth=depth)
     told: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
 

@@ -18,8 +18,8 @@ import httpx
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.admission import Admission, ModelLimits
 from localllm.engine.block_hash import BlockHasher
-from localllm.engine.block_pool import BlockPool
 from localllm.engine.client import EngineClient
+from localllm.engine.ledger import Ledger
 from localllm.engine.loop import EngineLoop
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
@@ -74,7 +74,9 @@ def fake_model(
         block_size=BLOCK_SIZE,
         max_num_queued_reqs=max_num_queued_reqs,
     )
-    loop = EngineLoop(Scheduler(config, BlockPool(runner.num_blocks), BlockHasher(b"test", BLOCK_SIZE)), runner)
+    loop = EngineLoop(
+        Scheduler(config, Ledger(runner.num_blocks, BLOCK_SIZE), BlockHasher(b"test", BLOCK_SIZE)), runner
+    )
     limits = ModelLimits(MAX_MODEL_LEN, VOCAB_SIZE)
     answers = answer_format(template)
     admission = Admission(
@@ -112,7 +114,7 @@ def _spec() -> ModelSpec:
 def _plan() -> MemoryPlan:
     return MemoryPlan(
         device="cpu", dtype="float32", kv_dtype="float32", max_model_len=MAX_MODEL_LEN, max_num_seqs=8,
-        max_num_batched_tokens=64, long_prefill_token_threshold=0, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE,
+        max_num_batched_tokens=64, long_prefill_token_threshold=0, num_blocks=(NUM_BLOCKS,), block_size=BLOCK_SIZE,
         weights_bytes=1000, kv_bytes=1000, activation_bytes=0, reserve_bytes=0, free_bytes=10**9, async_depth=1,
     )  # fmt: skip
 

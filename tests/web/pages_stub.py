@@ -253,7 +253,7 @@ def stub_spec() -> ModelSpec:
 def stub_plan() -> MemoryPlan:
     return MemoryPlan(
         device="cpu", dtype="float32", kv_dtype="float32", max_model_len=CONTEXT, max_num_seqs=8,
-        max_num_batched_tokens=512, long_prefill_token_threshold=128, num_blocks=BLOCKS + 1, block_size=BLOCK_SIZE,
+        max_num_batched_tokens=512, long_prefill_token_threshold=128, num_blocks=(BLOCKS + 1,), block_size=BLOCK_SIZE,
         weights_bytes=19_300_000, kv_bytes=50_500_000, activation_bytes=12_000_000, reserve_bytes=2**30,
         free_bytes=8 * 2**30, async_depth=1, notes=("On a CPU the KV cache is bounded to 16 contexts.",),
     )  # fmt: skip

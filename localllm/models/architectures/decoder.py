@@ -26,6 +26,7 @@ from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraBank
 from localllm.models.layers.per_layer_input import PerLayerInputs
 from localllm.models.layers.rotary import rope_tables
+from localllm.models.spec.kv_groups import group_of_layers, kv_groups
 from localllm.models.spec.latent import heads_at_once
 from localllm.models.spec.model_spec import ModelSpec
 
@@ -58,7 +59,9 @@ class DecoderModel:
         self.layer_inputs = layer_inputs  # per-layer embeddings
         self.streams = streams  # layers work on several streams of each token
         self._rope_tables = tables
-        self._kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
+        self.layer_groups = group_of_layers(self.spec)  # the KV group of each layer
+        self._windows = tuple(own.window for own in kv_groups(self.spec))
+        self._steps = tuple(zip((layer.kind for layer in layers), self.layer_groups, strict=True))  # of each layer
         self.max_model_len = max_model_len  # the rotary tables end here
         self.lora: LoraBank | None = None  # the adapters' buffers; None: adapters are not enabled
         self.unused_tensors: frozenset[str] = frozenset()  # a shard's; of no use if no other shard uses them either
@@ -75,7 +78,7 @@ class DecoderModel:
             self.max_model_len = max_model_len
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV], stream: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: ForwardInputs, kv_cache: Sequence[LayerKV], stream: Tensor | None = None) -> Tensor:
         """Return hidden states [T, hidden] after the final norm; writes the step's K and V.
 
         A pipeline stage that is not the first starts from `stream`, what the stage before it returned, and may change
@@ -89,8 +92,8 @@ class DecoderModel:
         finally:
             self.lora.end()
 
-    def _forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV], stream: Tensor | None) -> Tensor:
-        steps = self._prepare(inputs, kv_cache[0].k)
+    def _forward(self, inputs: ForwardInputs, kv_cache: Sequence[LayerKV], stream: Tensor | None) -> Tensor:
+        steps = self._prepare(inputs, kv_cache)
         if self.embedding is None:
             assert stream is not None, "a later stage starts from the stream of the stage before it"
             residual = stream
@@ -98,12 +101,12 @@ class DecoderModel:
             residual = self.embedding(inputs.token_ids, inputs.positions, inputs.embeds)
         if self.layer_inputs is not None:
             given = self.layer_inputs(inputs.token_ids, inputs.positions, residual)
-            steps = {kind: replace(step, layer_inputs=given) for kind, step in steps.items()}
+            steps = {key: replace(step, layer_inputs=given) for key, step in steps.items()}
         if self.streams is not None:
             residual = self.streams.spread(residual)
         delta: Tensor | None = None
-        for layer, kv in zip(self.layers, kv_cache, strict=True):
-            delta = layer(residual, delta, kv, steps[layer.kind])
+        for layer, kv, key in zip(self.layers, kv_cache, self._steps, strict=True):
+            delta = layer(residual, delta, kv, steps[key])
         if self.streams is not None:
             residual = self.streams.join(residual)
         if delta is None:
@@ -130,19 +133,23 @@ class DecoderModel:
         cap = self.spec.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def _prepare(self, inputs: ForwardInputs, k_cache: Tensor) -> dict[LayerKind, AttentionStep]:
-        """Return the attention inputs that layers share, computed once per step instead of once per layer."""
-        valid = has_no_skipped_slot(inputs.slot_mapping)
+    def _prepare(
+        self, inputs: ForwardInputs, kv_cache: Sequence[LayerKV]
+    ) -> dict[tuple[LayerKind, int], AttentionStep]:
+        """Return the attention inputs that layers of one kind and KV group share, computed once per step."""
+        valid = has_no_skipped_slot(inputs.groups[0].slot_mapping)
         query_scale = self._query_scale(inputs.positions)
-        plans: dict[int | None, AttentionPlan] = {}
-        steps: dict[LayerKind, AttentionStep] = {}
-        for kind in self._kinds:
-            window = self.spec.sliding_window if kind.windowed else None
-            if window not in plans:
-                heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
-                plans[window] = plan_step(inputs, k_cache, heads, window)
-            rotation = self._rotation(kind, inputs)
-            steps[kind] = AttentionStep(plans[window], rotation, inputs.slot_mapping, valid, query_scale)
+        heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
+        plans: dict[int, AttentionPlan] = {}
+        steps: dict[tuple[LayerKind, int], AttentionStep] = {}
+        for key, kv in zip(self._steps, kv_cache, strict=True):
+            kind, group = key
+            if key in steps:
+                continue
+            own = inputs.groups[group]
+            if group not in plans:
+                plans[group] = plan_step(inputs, own, kv.k, heads, self._windows[group])
+            steps[key] = AttentionStep(plans[group], self._rotation(kind, inputs), own.slot_mapping, valid, query_scale)
         return steps
 
     def _query_scale(self, positions: Tensor) -> Tensor | None:

@@ -23,7 +23,7 @@ from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.options import FitOption, fit_options, option_rows, plan_memory
 from localllm.models.fit.rank import Measured, RankPlan, ResidentBytes
 from localllm.models.fit.report import MemoryPart, MemoryReport
-from localllm.models.fit.step import LOGITS_ROWS, kv_bytes_per_token
+from localllm.models.fit.step import LOGITS_ROWS, kv_bytes_per_token, kv_cache_bytes
 
 __all__ = [
     "LOGITS_ROWS",
@@ -38,6 +38,7 @@ __all__ = [
     "estimate",
     "fit_options",
     "kv_bytes_per_token",
+    "kv_cache_bytes",
     "option_rows",
     "plan_memory",
 ]

@@ -40,6 +40,7 @@ from localllm.models.fit.shares import (
 from localllm.models.fit.split import SplitDevice
 from localllm.models.fit.step import DTYPE_BYTES
 from localllm.models.formats.at_load import quantization_in_words, quantization_notes
+from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from localllm.units import format_bytes, format_count
@@ -116,7 +117,7 @@ class PlanAttempt:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=inputs.batched_tokens,
             long_prefill_token_threshold=self._long_prefill_threshold(),
-            num_blocks=num_blocks,
+            num_blocks=(num_blocks,) * len(kv_groups(self.spec)),
             block_size=inputs.block_size,
             weights_bytes=sum(rank.weights(max_model_len) for rank in ranks),
             kv_bytes=num_blocks * self.block_bytes,

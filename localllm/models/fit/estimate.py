@@ -74,7 +74,7 @@ def estimate(
         fits = made is not None and made.max_model_len >= wanted
         here = here if needs.ranks else replace(here, device=needs.device, device_ids=())
         options = () if fits else fit_options(here, spec, hardware, plan, made)
-        token = needs.kv_bytes // (needs.num_blocks * needs.block_size)
+        token = needs.kv_bytes // (needs.num_blocks[0] * needs.block_size)
         devices = list(dict.fromkeys(rank.device for rank in needs.ranks)) or [needs.device]
         names = {f"cuda:{gpu.index}": gpu.name for gpu in hardware.gpus}
         name = ", ".join(dict.fromkeys(names.get(device, "CPU") for device in devices))

@@ -25,7 +25,7 @@ class MemoryPlan:
     max_num_seqs: int
     max_num_batched_tokens: int
     long_prefill_token_threshold: int
-    num_blocks: int  # the null block 0 included
+    num_blocks: tuple[int, ...]  # of each KV group of the model, the null block 0 included
     block_size: int
     weights_bytes: int  # on the device, in `dtype`
     kv_bytes: int  # num_blocks blocks, exactly
@@ -53,7 +53,7 @@ class MemoryPlan:
     @property
     def num_kv_tokens(self) -> int:
         """Token positions that requests can hold at the same time."""
-        return (self.num_blocks - 1) * self.block_size
+        return (min(self.num_blocks) - 1) * self.block_size
 
     @property
     def total_bytes(self) -> int:
@@ -69,4 +69,4 @@ class MemoryPlan:
         """Return how many requests of this length run at the same time; 0: too long for the context."""
         if length > self.max_model_len:
             return 0
-        return min(self.max_num_seqs, (self.num_blocks - 1) // -(-length // self.block_size))
+        return min(self.max_num_seqs, (min(self.num_blocks) - 1) // -(-length // self.block_size))

@@ -61,7 +61,7 @@ def plan_pooling(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=tokens,
         long_prefill_token_threshold=tokens,
-        num_blocks=1,
+        num_blocks=(1,),
         block_size=1,
         weights_bytes=weights,
         kv_bytes=0,

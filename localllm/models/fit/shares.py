@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -22,8 +22,9 @@ from localllm.models.fit.split import (
     solve_layers,
     solve_stage,
 )
-from localllm.models.fit.step import DTYPE_BYTES, kv_bytes_per_token
+from localllm.models.fit.step import DTYPE_BYTES, group_token_bytes
 from localllm.models.formats.registry import method_of
+from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import VOCAB_UNIT, Shard, shards_of
 from localllm.units import format_count
@@ -205,11 +206,20 @@ def _layers(
     if not division.layers and len(stages) > 1:
         whole = [SplitDevice(sum(d.free_bytes for d in own), sum(d.bandwidth for d in own)) for own in stages]
         table = spec.vocab_size * spec.hidden_size * sizes.table
-        kv = kv_bytes_per_token(spec, sizes.kv_dtype) / spec.num_layers
-        kv *= 1 if spec.latent is None else division.tensor
+        kv = _layer_token_bytes(spec, sizes)
+        kv = kv if spec.latent is None else [own * division.tensor for own in kv]
         layers = [_layer_elements(spec, layer) * sizes.matrix for layer in range(spec.num_layers)]
-        counts = solve_layers(whole, layers, [kv] * spec.num_layers, table, table, context)
+        counts = solve_layers(whole, layers, kv, table, table, context)
     return [range(a, b) for a, b in pairwise([0, *accumulate(counts)])]
+
+
+def _layer_token_bytes(spec: ModelSpec, sizes: ModelBytes) -> list[float]:
+    """Return the bytes of each layer's K and V of one token."""
+    kept = [0.0] * spec.num_layers
+    for group in kv_groups(spec):
+        for layer in group.layers:
+            kept[layer] = group_token_bytes(group, sizes.kv_dtype) / len(group.layers)
+    return kept
 
 
 # ---- one stage among ranks -------------------------------------------------------------------------------------------
@@ -286,7 +296,7 @@ def _part(count: int, unit: int, size: int, bytes_each: float) -> Part:
 def _stage_bytes(spec: ModelSpec, layers: range, size: int, sizes: ModelBytes, parts: tuple[Part, ...]) -> StageBytes:
     repeats = _repeats_kv(spec, size)
     head, fixed = (n * len(layers) * sizes.matrix for n in _head_elements(spec, repeats_kv=repeats))
-    token = kv_bytes_per_token(replace(spec, num_layers=len(layers)), sizes.kv_dtype)
+    token = sum(_layer_token_bytes(spec, sizes)[layers.start : layers.stop])
     if spec.latent is not None or repeats:
         return StageBytes(spec.num_heads, head, 0.0, fixed, token / spec.num_kv_heads, parts)
     return StageBytes(spec.num_kv_heads, head, token / spec.num_kv_heads, fixed, 0.0, parts)

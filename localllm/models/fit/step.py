@@ -16,8 +16,10 @@ Does not know: budgets, decisions (plan.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from localllm.models.spec.kv_groups import KVGroup, kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -254,8 +256,20 @@ class StepMemory:
 
 
 def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
-    """Return the bytes of one token position over all layers; int8 adds an fp32 scale per head for K and for V."""
+    """Return the bytes of one token position over all layers."""
+    return sum(group_token_bytes(group, kv_dtype) for group in kv_groups(spec))
+
+
+def group_token_bytes(group: KVGroup, kv_dtype: str) -> int:
+    """Return the bytes of one token position over a group's layers; int8 adds an fp32 scale per head for K and for
+    V."""
     if kv_dtype in DTYPE_BYTES:
-        return spec.kv_bytes_per_token(DTYPE_BYTES[kv_dtype])
-    numbers = spec.kv_bytes_per_token(1)
-    return numbers + (numbers // spec.head_dim * 4 if kv_dtype == "int8" else 0)
+        return group.bytes_per_token(DTYPE_BYTES[kv_dtype])
+    numbers = group.numbers_per_token
+    return numbers + (numbers // group.head_dim * 4 if kv_dtype == "int8" else 0)
+
+
+def kv_cache_bytes(spec: ModelSpec, num_blocks: Sequence[int], block_size: int, kv_dtype: str) -> int:
+    """Return the bytes of a KV cache with so many blocks in each group."""
+    groups = zip(kv_groups(spec), num_blocks, strict=True)
+    return sum(count * block_size * group_token_bytes(group, kv_dtype) for group, count in groups)

@@ -13,7 +13,7 @@ from torch import Tensor
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
 from localllm.kernels.rotary_store_kv import Heads, Rotation, rotary_store_kv
-from localllm.models.inputs import ForwardInputs
+from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.norm import RMSNorm
 from localllm.models.layers.split import Projection
@@ -31,10 +31,12 @@ class AttentionStep:
     layer_inputs: Tensor | None = None  # [T, layers, size]: per-layer embeddings, for the layers that add them
 
 
-def plan_step(inputs: ForwardInputs, k_cache: Tensor, num_heads: int, window: int | None) -> AttentionPlan:
-    """Plan how this step's queries read a cache of that shape."""
+def plan_step(
+    inputs: ForwardInputs, group: GroupInputs, k_cache: Tensor, num_heads: int, window: int | None
+) -> AttentionPlan:
+    """Plan how this step's queries read a cache of that shape through the tables of a KV group."""
     return plan_attention(
-        inputs.block_table,
+        group.block_table,
         inputs.context_lens,
         inputs.cu_seqlens_q,
         num_decodes=inputs.num_decodes,

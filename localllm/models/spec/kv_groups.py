@@ -56,12 +56,12 @@ def keeps_kv(spec: ModelSpec, layer: int) -> bool:
     return not spec.kv_source or spec.kv_source[layer] == layer
 
 
-def group_of_layers(spec: ModelSpec) -> tuple[int | None, ...]:
+def group_of_layers(spec: ModelSpec) -> tuple[int, ...]:
     """Return for each layer the index of the group whose blocks it reads: of a layer that reads another layer's K and
-    V that layer's group. None: a layer without attention."""
+    V that layer's group. -1: a layer without attention."""
     groups = {layer: index for index, group in enumerate(kv_groups(spec)) for layer in group.layers}
     sources = spec.kv_source or range(spec.num_layers)
-    return tuple(groups.get(sources[layer]) for layer in range(spec.num_layers))
+    return tuple(groups.get(sources[layer], -1) for layer in range(spec.num_layers))
 
 
 def layer_window(spec: ModelSpec, layer: int) -> int | None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from localllm.models.spec.kv_groups import KVGroup, kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 
 VOCAB_UNIT = 64
@@ -125,6 +126,7 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     hidden_size and vocab_size stay those of the model: the stream is whole on every shard, and one of them samples.
     """
     own = slice(shard.layers.start, shard.layers.stop)
+    kv_heads = len(shard.kv_heads)
     mixture = spec.mixture
     if mixture is not None:
         mixture = replace(
@@ -137,12 +139,22 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         spec,
         num_layers=len(shard.layers),
         num_heads=len(shard.heads),
-        num_kv_heads=len(shard.kv_heads),
+        num_kv_heads=kv_heads,
         intermediate_size=len(shard.features),
         layer_is_windowed=spec.layer_is_windowed[own],
         layer_has_rope=spec.layer_has_rope[own],
+        layer_kv_shapes=spec.layer_kv_shapes[own],
+        layer_values_from_keys=spec.layer_values_from_keys[own],
+        layer_widths=spec.layer_widths[own],
+        held_groups=tuple(_held_group(group, shard) for group in kv_groups(spec)),
         mixture=mixture,
     )
+
+
+def _held_group(group: KVGroup, shard: Shard) -> KVGroup:
+    """Return what a rank holds of a group: none or some of its layers, and of them all or some KV heads."""
+    held = tuple(layer - shard.layers.start for layer in group.layers if layer in shard.layers)
+    return group._replace(layers=held, num_kv_heads=group.num_kv_heads if shard.is_whole else len(shard.kv_heads))
 
 
 def _head_ranges(spec: ModelSpec, counts: Sequence[int]) -> tuple[list[range], list[range]]:

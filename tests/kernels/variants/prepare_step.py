@@ -7,22 +7,28 @@ from tests.kernels.ahead_of_time import Variant
 
 _POINTERS = {
     "staged_ptr": "*i32", "tokens_ptr": "*i32", "tables_ptr": "*i32", "token_ids_ptr": "*i64", "positions_ptr": "*i64",
-    "slot_mapping_ptr": "*i64", "block_table_ptr": "*i32", "context_ptr": "*i32", "cu_seqlens_ptr": "*i32",
+    "slot_mapping_ptr": "*i64", "block_tables_ptr": "*i32", "context_ptr": "*i32", "cu_seqlens_ptr": "*i32",
     "last_ptr": "*i64", "slots_ptr": "*i64", "lengths_ptr": "*i64", "adapters_ptr": "*i32",
 }  # fmt: skip
-_SIZES = {"rows": "i32", "tokens": "i32", "tokens_stride": "i32", "tables_stride": "i32", "block_table_stride": "i32"}
+_SIZES = {
+    "rows": "i32", "tokens": "i32", "tokens_stride": "i32", "tables_group_stride": "i32", "tables_stride": "i32",
+    "block_tables_group_stride": "i32", "block_tables_stride": "i32", "slot_mapping_stride": "i32",
+}  # fmt: skip
 
 VARIANTS = [
-    Variant(
-        "blocks of 64", module._prepare_rows_kernel, {**_POINTERS, **_SIZES},
-        {"BLOCK_SIZE": 64, "HEADER": module.HEADER, "CHUNK": module.CHUNK}, max_registers=64,
-        archs=(75, 80, 89, 90, 120),
+    *(
+        Variant(
+            f"blocks of 64, {groups} KV groups", module._prepare_rows_kernel, {**_POINTERS, **_SIZES},
+            {"GROUPS": groups, "BLOCK_SIZE": 64, "HEADER": module.HEADER, "CHUNK": module.CHUNK}, max_registers=64,
+            archs=(75, 80, 89, 90, 120),
+        )
+        for groups in (1, 2)
     ),
     Variant(
         "block tables", module._update_tables_kernel,
-        {"staged_ptr": "*i32", "tables_ptr": "*i32", "rows": "i32", "table_stride": "i32"},
-        {"HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "BLOCK": 256}, max_registers=64,
-        archs=(75, 80, 89, 90, 120),
+        {"staged_ptr": "*i32", "tables_ptr": "*i32", "rows": "i32", "group_stride": "i32", "table_stride": "i32"},
+        {"HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "UPDATE_FIELDS": module.UPDATE_FIELDS, "BLOCK": 256},
+        max_registers=64, archs=(75, 80, 89, 90, 120),
     ),
     Variant(
         "sampled tokens", module._record_tokens_kernel,

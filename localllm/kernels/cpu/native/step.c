@@ -284,7 +284,7 @@ static void run_attention(Step* step, int64_t operation, int64_t piece, int64_t 
   }
   const int64_t head = (piece - start) / pieces, part = (piece - start) % pieces;
   Memory* memory = step->memory;
-  attend_piece(attention, &step->rows[row], o->x + row * o->x_stride, head, part, memory->locals[thread].attention,
+  attend_piece(attention, &step->rows[attention->group * MAX_ROWS + row], o->x + row * o->x_stride, head, part, memory->locals[thread].attention,
                memory->results + piece * size);
   _Atomic int64_t* left = &memory->left[row * attention->kv_heads + head];
   if (atomic_fetch_add_explicit(left, 1, memory_order_acq_rel) + 1 < pieces) return;

@@ -53,6 +53,7 @@ typedef struct {
   const float* angles;         // [positions, rotary_dim]: cosines, then sines; NULL: no rotation
   int64_t rotary_dim;          // dimension i rotates with i + rotary_dim / 2
   int64_t window;              // positions that a query sees, its own included; 0: all
+  int64_t group;               // whose block tables are read: rows group * MAX_ROWS and on
   double scale, softcap, clip;  // softcap, clip 0: none
   const float* sinks;          // [heads]; NULL
   const float* slopes;         // [heads] of ALiBi; NULL
@@ -91,13 +92,14 @@ typedef struct {
   const Experts* experts;      // OP_ROUTE, OP_EXPERTS_GATED, OP_EXPERTS_DOWN
 } Operation;
 
+// A row as the layers of one group of block tables see it.
 typedef struct {
   const int32_t* block_table;  // the blocks of the row's request
   int64_t position;            // of the row's token
   int64_t slot;                // where its k and v go: block * block_size + offset
 } StepRow;
 
-// Run the operations for 1 to MAX_ROWS rows.
+// Run the operations for 1 to MAX_ROWS rows. rows: [groups, MAX_ROWS], with the same positions for each group.
 void localllm_run_step(Pool*, const Operation* operations, int64_t count, const StepRow* rows, int64_t num_rows);
 
 // y [rows, N] = x [rows, K] W^T + bias, for any number of rows. is_fine: 15-bit codes of the activations, else 8-bit

@@ -104,6 +104,7 @@ class NativeAttention(ctypes.Structure):
         ("angles", c_void_p),
         ("rotary_dim", c_int64),
         ("window", c_int64),
+        ("group", c_int64),
         ("scale", c_double),
         ("softcap", c_double),
         ("clip", c_double),

@@ -10,7 +10,7 @@ Does not know: requests, schedules.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ class Step:
     """The attention inputs of one step, attached to the attention modules for the attention function."""
 
     inputs: ForwardInputs | None = None
-    kv_cache: list[LayerKV] = field(default_factory=list)
+    kv_cache: Sequence[LayerKV] = ()
     all_slots_valid: bool = False
     plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
 
@@ -69,17 +69,17 @@ class TransformersModel:
         self.max_model_len = max_model_len
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
+    def forward(self, inputs: ForwardInputs, kv_cache: Sequence[LayerKV]) -> Tensor:
         """Return hidden states [T, hidden] before the head; writes the step's K and V."""
         step = self._step
         step.inputs, step.kv_cache, step.plans = inputs, kv_cache, {}
-        step.all_slots_valid = has_no_skipped_slot(inputs.slot_mapping)
+        step.all_slots_valid = has_no_skipped_slot(inputs.groups[0].slot_mapping)
         try:
             out = self.module.base_model(
                 **self._tokens(inputs), position_ids=inputs.positions[None], use_cache=False, return_dict=True
             )
         finally:
-            step.inputs, step.kv_cache, step.plans = None, [], {}
+            step.inputs, step.kv_cache, step.plans = None, (), {}
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -215,9 +215,9 @@ def _attend(
             f"config.json says {kv.k.shape[0]} of {kv.k.shape[-1]} in every layer.",
         )
     if sliding_window not in step.plans:
-        step.plans[sliding_window] = plan_step(inputs, kv.k, num_heads, sliding_window)
+        step.plans[sliding_window] = plan_step(inputs, inputs.groups[0], kv.k, num_heads, sliding_window)
     rows = torch.cat([part[0].transpose(0, 1).reshape(tokens, -1) for part in (q, k, v)], dim=1)
-    queries = rotary_store_kv(rows, kv, inputs.slot_mapping, None, all_valid=step.all_slots_valid)
+    queries = rotary_store_kv(rows, kv, inputs.groups[0].slot_mapping, None, all_valid=step.all_slots_valid)
     out = paged_attention(
         queries,
         kv.k,

@@ -17,7 +17,7 @@ from torch import Tensor
 from localllm.errors import UnsupportedModel
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
-from localllm.models.inputs import CausalModel, ForwardInputs
+from localllm.models.inputs import CausalModel, ForwardInputs, GroupInputs
 from localllm.models.spec.model_spec import ModelSpec
 
 PROMPT_TOKENS, BLOCK_SIZE = 32, 16
@@ -89,8 +89,7 @@ def _inputs(token_ids: list[int], start: int, stop: int, blocks: list[int], devi
     return ForwardInputs(
         token_ids=on_device(token_ids[start:stop]),
         positions=on_device(positions),
-        slot_mapping=on_device(slots),
-        block_table=on_device([blocks], torch.int32),
+        groups=(GroupInputs(on_device([blocks], torch.int32), on_device(slots)),),
         context_lens=on_device([stop], torch.int32),
         cu_seqlens_q=on_device([0, stop - start], torch.int32),
         logits_indices=on_device(list(range(stop - start))),

@@ -1,0 +1,212 @@
+"""The block tables of all requests, over the KV groups of a model: one `BlockPool` per group behind one ledger.
+
+Layers with the same window and the same shape of K and V form a group, and read through one table per request. All
+tables of a request have the same length, since a table's entry is a place of `block_size` positions; a windowed group
+replaces the blocks before its window by the null block and gives them back (`drop_before`).
+
+    allocate    one block of every group for each new place, or nothing
+    lookup      the longest prefix of which every group still has what a query at its end reads
+    release     the blocks of all groups at once
+
+Does not know: torch, text, why a request runs, what a step computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from localllm.engine.block_pool import NULL_BLOCK, BlockPool
+from localllm.engine.request import Request
+
+Counts = tuple[int, ...]
+"""Blocks of each group."""
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""Blocks of each group, equally many."""
+
+UNBOUNDED = 2**62
+
+
+class Hit(NamedTuple):
+    """A prefix found in the cache: `num_places` full blocks of positions."""
+
+    num_places: int
+    blocks: BlockIds  # of a windowed group the null block before the window
+
+
+class Ledger:
+    """The pools, and what each request holds of them. windows: per group the tokens that its layers see, None: all."""
+
+    def __init__(
+        self, num_blocks: Sequence[int], block_size: int, windows: Sequence[int | None] = (), *, step_tokens: int = 0
+    ) -> None:
+        """num_blocks: of each group, with its null block. step_tokens: the most tokens of a step, whose blocks windowed
+        groups hold besides those of the windows."""
+        self.pools = tuple(map(BlockPool, num_blocks))
+        self.windows = tuple(windows) or (None,) * len(self.pools)
+        assert len(self.windows) == len(self.pools), (num_blocks, windows)
+        self.block_size = block_size
+        self._windowed = [(group, window) for group, window in enumerate(self.windows) if window is not None]
+        self._most = tuple(UNBOUNDED if w is None else self.places(w - 1) + 2 for w in self.windows)
+        self._most_at_once = tuple(
+            UNBOUNDED if w is None else self.places(w - 1 + step_tokens) + 1 for w in self.windows
+        )
+        self.step_reserve = tuple(0 if w is None else self.places(step_tokens) for w in self.windows)
+
+    @property
+    def has_windows(self) -> bool:
+        return bool(self._windowed)
+
+    @property
+    def main_pool(self) -> BlockPool:
+        """The pool of a group that keeps every token, or of the first one if all have a window."""
+        return next(
+            (pool for pool, window in zip(self.pools, self.windows, strict=True) if window is None), self.pools[0]
+        )
+
+    def places(self, num_tokens: int) -> int:
+        """Return how many places so many positions take."""
+        return -(-num_tokens // self.block_size)
+
+    # ---- counts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> Counts:
+        return tuple([pool.num_free for pool in self.pools])
+
+    @property
+    def capacity(self) -> Counts:
+        return tuple([pool.capacity for pool in self.pools])
+
+    def needs(self, num_tokens: int) -> Counts:
+        """Return the blocks that a request of this length holds while it decodes."""
+        places = self.places(num_tokens)
+        return tuple([min(places, most) for most in self._most])
+
+    def needs_at_once(self, num_tokens: int) -> Counts:
+        """Return the most blocks that a request of this length holds, in a step with as many of its tokens as fit."""
+        places = self.places(num_tokens)
+        return tuple([min(places, most) for most in self._most_at_once])
+
+    def taken_by_hit(self, hit: Hit) -> Counts:
+        """Return the blocks that a request takes from the free lists with a hit, less those that it need not allocate
+        any more. A windowed group's blocks are replaced as the window moves on, so they save none."""
+        counts = []
+        for pool, blocks, window in zip(self.pools, hit.blocks, self.windows, strict=True):
+            counts.append(pool.num_unreferenced(blocks) - len(blocks) if window is None else 0)
+        return tuple(counts)
+
+    def held(self, request: Request) -> Counts:
+        """Return the blocks that a running request holds."""
+        tables = zip(request.block_tables, request.num_dropped_blocks, strict=True)
+        return tuple([len(table) - dropped for table, dropped in tables])
+
+    # ---- tables ------------------------------------------------------------------------------------------------------
+
+    def allocate(self, request: Request, count: int) -> BlockIds | None:
+        """Append `count` places to the tables of a request and return their blocks; None without a change if a group
+        has too few."""
+        for pool in self.pools:
+            if pool.num_free < count:
+                return None
+        new = []
+        for pool, table in zip(self.pools, request.block_tables, strict=True):
+            blocks = pool.allocate(count)
+            assert blocks is not None, "counted above"
+            table += blocks
+            new.append(tuple(blocks))
+        return tuple(new)
+
+    def drop_before(self, request: Request, position: int) -> None:
+        """Give back the blocks of windowed groups that no query at `position` or later reads."""
+        for group, window in self._windowed:
+            start, end = request.num_dropped_blocks[group], (position - window + 1) // self.block_size
+            if end > start:
+                table = request.block_tables[group]
+                for place in range(start, end):
+                    self.pools[group].release((table[place],))
+                table[start:end] = [NULL_BLOCK] * (end - start)
+                request.num_dropped_blocks[group] = end
+
+    def release(self, request: Request) -> None:
+        """Release all blocks of a request."""
+        for pool, table in zip(self.pools, request.block_tables, strict=True):
+            pool.release(table)
+        request.block_tables, request.num_dropped_blocks = [], []
+
+    # ---- the prefix cache --------------------------------------------------------------------------------------------
+
+    def lookup(self, hashes: Sequence[bytes], multiple: int = 1) -> Hit:
+        """Return the longest cached prefix of a hash chain whose number of places is a multiple of `multiple`.
+        Changes nothing: call `enter` to keep it."""
+        found = [
+            pool.lookup(hashes) if window is None else None
+            for pool, window in zip(self.pools, self.windows, strict=True)
+        ]
+        places = min([len(blocks) for blocks in found if blocks is not None], default=len(hashes))
+        places -= places % multiple
+        places = self._windowed_places(hashes, places, multiple)
+        return Hit(places, tuple(
+            self._window_blocks(group, hashes, places) if blocks is None else tuple(blocks[:places])
+            for group, blocks in enumerate(found)
+        ))  # fmt: skip
+
+    def enter(self, request: Request, hit: Hit) -> None:
+        """Give a request without blocks those of a hit."""
+        for pool, blocks in zip(self.pools, hit.blocks, strict=True):
+            pool.acquire([block for block in blocks if block != NULL_BLOCK])
+        request.block_tables = [list(blocks) for blocks in hit.blocks]
+        request.num_dropped_blocks = [self._first_place(window, hit.num_places) for window in self.windows]
+
+    def register(self, request: Request, place: int, name: bytes) -> None:
+        """Name a place that is full of accepted tokens in all groups that hold it."""
+        for pool, table in zip(self.pools, request.block_tables, strict=True):
+            if table[place] != NULL_BLOCK:
+                pool.register(table[place], name)
+
+    def forget_all(self) -> None:
+        for pool in self.pools:
+            pool.forget_all()
+
+    def clear(self) -> None:
+        """Free all blocks and drop all names. Tables of requests are not changed."""
+        for pool in self.pools:
+            pool.clear()
+
+    def _first_place(self, window: int | None, places: int) -> int:
+        """Return the first place that a query right behind so many places reads."""
+        return 0 if window is None else max(0, places * self.block_size - window + 1) // self.block_size
+
+    def _windowed_places(self, hashes: Sequence[bytes], places: int, multiple: int) -> int:
+        """Return the longest prefix of at most `places` whose windows are all cached."""
+        while places:
+            missing = max(
+                [self._last_missing(group, window, hashes, places) for group, window in self._windowed], default=-1
+            )
+            if missing < 0:
+                break
+            places = missing - missing % multiple  # a longer one would need the missing block, too
+        return places
+
+    def _last_missing(self, group: int, window: int, hashes: Sequence[bytes], places: int) -> int:
+        """Return the last uncached place that a query right behind `places` reads, -1 if all are cached."""
+        pool = self.pools[group]
+        for place in range(places - 1, self._first_place(window, places) - 1, -1):
+            if pool.find(hashes[place]) is None:
+                return place
+        return -1
+
+    def _window_blocks(self, group: int, hashes: Sequence[bytes], places: int) -> tuple[int, ...]:
+        first = self._first_place(self.windows[group], places)
+        kept = [self.pools[group].find(name) for name in hashes[first:places]]
+        return (NULL_BLOCK,) * first + tuple([block for block in kept if block is not None])
+
+
+def fits(counts: Counts, room: Counts) -> bool:
+    """Return whether so many blocks of each group are within `room`."""
+    return all(count <= most for count, most in zip(counts, room, strict=True))
+
+
+def plus(first: Counts, second: Counts) -> Counts:
+    return tuple([a + b for a, b in zip(first, second, strict=True)])

@@ -1,0 +1,17 @@
+"""Sizes of a small KV cache over all groups of a model."""
+
+from __future__ import annotations
+
+from localllm.engine.ledger import Ledger
+from localllm.models.spec.kv_groups import kv_groups
+from localllm.models.spec.model_spec import ModelSpec
+
+
+def of_each(spec: ModelSpec, num_blocks: int) -> tuple[int, ...]:
+    """Return the same number of blocks for each KV group."""
+    return (num_blocks,) * len(kv_groups(spec))
+
+
+def ledger_of(spec: ModelSpec, num_blocks: int, block_size: int) -> Ledger:
+    """Return a ledger with the same number of blocks for each KV group."""
+    return Ledger(of_each(spec, num_blocks), block_size)
