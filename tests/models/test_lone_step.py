@@ -39,7 +39,13 @@ from tests.models.operations import DefinedLibrary
 from tests.tiny import FAMILIES, VOCAB_SIZE
 
 PathOf = Callable[[str], Path]
-REFUSED = {"deepseek_v2": "latent attention", "deepseek_v3": "latent attention"}
+REFUSED = {
+    "deepseek_v2": "latent attention",
+    "deepseek_v3": "latent attention",
+    "gemma3n": "a layer of kind Gemma3nLayer",
+    "gemma4": "a layer of kind Gemma4Layer",
+    "gemma4_moe": "a layer of kind Gemma4Layer",
+}
 LONG, STEPS = 22, 12  # the tokens of a prompt, and steps after it: windows of 20 and 24 tokens hide keys
 needs_library = pytest.mark.skipif(native() is None, reason="this machine has no native library")
 

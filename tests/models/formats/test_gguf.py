@@ -46,6 +46,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": [], "moe_intermediate_size": 64},
     "gemma2": {"query_pre_attn_scalar": 24},
     "gemma3": {"query_pre_attn_scalar": 24},
+    "gemma3n": {"hidden_size_per_layer_input": 256},
+    "gemma4": {"hidden_size_per_layer_input": 256},
+    "gemma4_moe": {"moe_intermediate_size": 64},
     "phi3": {},
     "stablelm": {},
 }
