@@ -129,6 +129,8 @@ class Scheduler:
         started_s = now_s()
         draft = _Draft(budget=self.config.max_num_batched_tokens)
         self._reserve.on_step()
+        if self.ledger.has_windows:
+            self._drop_blocks_before_windows()
         self._free_a_slot_for_an_urgent_request(draft)
         self._schedule_decodes(draft)
         draft.prefill_budget = self._prefill_budget(draft)
@@ -139,6 +141,12 @@ class Scheduler:
         plan = self._commit(draft)
         self._record(plan, draft, now_s() - started_s)
         return plan
+
+    def _drop_blocks_before_windows(self) -> None:
+        """Give back the blocks that no step to come reads. Launched steps may still read them: they run before the step
+        that writes to these blocks again. Placeholders may turn out to be wrong guesses, which are computed again."""
+        for request in self.running:
+            self.ledger.drop_before(request, request.num_computed_tokens - request.num_output_placeholders)
 
     def _free_a_slot_for_an_urgent_request(self, draft: _Draft) -> None:
         """Preempt the least urgent running request for a more urgent waiting one, if all slots are taken."""
@@ -308,8 +316,8 @@ class Scheduler:
             least, most = (
                 plus(taken, ledger.needs(n)) for n in (request.num_tokens, self._reserve.num_tokens(request))
             )
-            at_once = plus(taken, ledger.needs_at_once(request.num_tokens))
-            if is_alone and not self.launched and not fits(at_once, ledger.num_free):
+            alone = plus(taken, ledger.needs_alone(request.num_tokens))
+            if is_alone and not self.launched and not fits(alone, ledger.num_free):
                 self.fail(request, self._exhausted(request))
                 continue
             if request.priority not in spare:
@@ -375,6 +383,8 @@ class Scheduler:
             count = self._chunk_length(request, start)
         if count > limit or self._is_being_computed(request, hit):
             return 0
+        if not self.ledger.can_enter(hit, self.ledger.places(start + count)):
+            return 0  # a windowed group is short of blocks until its windows have moved on
         self.table.admit(request, hit)
         draft.new_slots.append(
             NewSlot(

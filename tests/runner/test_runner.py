@@ -19,6 +19,7 @@ from localllm.errors import DeviceLost, StepFailed
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import ForwardInputs, GroupInputs
+from localllm.models.spec.kv_groups import kv_numbers_per_token
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import graphs
 from localllm.runner import runner as runner_module
@@ -491,7 +492,7 @@ def test_cache_holds_exactly_the_planned_bytes(spec: ModelSpec) -> None:
     """I28, in bytes that exist."""
     for dtype in (torch.float32, torch.bfloat16):
         cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, dtype)
-        assert cache.allocated_bytes == NUM_BLOCKS * BLOCK * spec.kv_bytes_per_token(dtype.itemsize)
+        assert cache.allocated_bytes == NUM_BLOCKS * BLOCK * kv_numbers_per_token(spec) * dtype.itemsize
         assert not any(tensor.any() for layer in cache.layers for tensor in layer.tensors())
 
 

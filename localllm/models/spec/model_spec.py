@@ -11,7 +11,7 @@ from typing import Any
 
 from localllm.config.settings import Task
 from localllm.models.spec.altup import AltUpSpec
-from localllm.models.spec.kv_groups import KVGroup, kv_groups
+from localllm.models.spec.kv_group import KVGroup
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.norms import NormSpec
@@ -91,7 +91,3 @@ class ModelSpec:
     implementation: str = "localllm"  # whose code computes it: localllm, transformers, or remote (the checkpoint's)
     quantization: Mapping[str, Any] | None = None  # quantization_config, unchanged; None: plain matrices
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, ... of generation_config
-
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes of K and V of one token position over all layers that keep them."""
-        return sum(group.bytes_per_token(dtype_bytes) for group in kv_groups(self))
