@@ -42,6 +42,7 @@ class Ledger:
     ) -> None:
         """num_blocks: of each group, with its null block. step_tokens: the most tokens of a step, whose blocks windowed
         groups hold besides those of the windows."""
+        self.num_blocks = tuple(num_blocks)
         self.pools = tuple(map(BlockPool, num_blocks))
         self.windows = tuple(windows) or (None,) * len(self.pools)
         assert len(self.windows) == len(self.pools), (num_blocks, windows)
