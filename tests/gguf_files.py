@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "phi3": "phi3",
     "stablelm": "stablelm",
@@ -55,6 +56,7 @@ FP16_AT = {
     "TQ2_0": (64,),
 }
 """Where a block's fp16 numbers are, if not at 0: random bytes there would make NaN and infinities of them."""
+_NOT_QUANTISED = "ffn_gate_inp|exp_probs_b|altup_|laurel_|per_layer_model_proj"
 _PERMUTED = ("llama", "smollm3", "granitemoe")
 _TINY = 0.1  # how large weights are
 
@@ -139,7 +141,7 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], architectu
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])  # a list for Gemma 3n
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
@@ -164,6 +166,8 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], architectu
         writer.add_sliding_window(config["sliding_window"])
     if architecture == "gemma3":
         writer.add_sliding_window_pattern(3)
+    if architecture == "gemma3n":
+        _write_gemma3n(writer, config)
     if architecture == "gemma4":
         _write_gemma4(writer, config)
     if config.get("attn_logit_softcapping"):
@@ -184,6 +188,29 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], architectu
 
 def _first(config: Mapping[str, Any], *names: str) -> Any:
     return next((config[name] for name in names if config.get(name)), None)
+
+
+def _write_gemma3n(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    shares = config["activation_sparsity_pattern"]
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_activation_sparsity_scale(torch.distributions.Normal(0, 1).icdf(torch.tensor(shares)).tolist())
+    _add(
+        writer,
+        "gemma3n.attention.sliding_window_pattern",
+        [kind == "sliding_attention" for kind in config["layer_types"]],
+    )
+
+
+def _gemma3n_tensors(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Names as the converter changes them, and the matrices of all streams together."""
+    out = {f"{name}.weight" if name.endswith("_scale") else name: tensor for name, tensor in state.items()}
+    for stem in ("model.altup_projections", "model.altup_unembed_projections"):
+        each = [out.pop(f"{stem}.{index}.weight") for index in range(config["altup_num_inputs"] - 1)]
+        out[f"{stem}.weight"] = torch.stack(each)
+    return out
 
 
 def _write_gemma4(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
@@ -276,17 +303,17 @@ def _write_tensors(
         gguf.get_tensor_name_map(kind, config["num_hidden_layers"]).get_name, try_suffixes=(".weight", ".bias")
     )
     meant = {}
-    is_gemma4 = architecture == "gemma4"
-    for name, weight in (_gemma4_tensors if is_gemma4 else _stacked)(converted, config).items():
-        stored_name = (_gemma4_name(name) if is_gemma4 else None) or name_of(name)
+    converted = {"gemma3n": _gemma3n_tensors, "gemma4": _gemma4_tensors}.get(architecture, _stacked)
+    for name, weight in converted(state, config).items():
+        stored_name = (_gemma4_name(name) if architecture == "gemma4" else None) or name_of(name)
         assert stored_name is not None, name
         order = _order(name, weight, config) if architecture in _PERMUTED else None
         moved = weight.float() if order is None else weight.float()[order]
-        if architecture.startswith("gemma") and not is_gemma4 and name.endswith("norm.weight"):
+        if architecture in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             moved = moved + 1
         own = next((t for pattern, t in others.items() if re.search(pattern, stored_name)), block_type)
-        small = weight.ndim == 1 or weight.shape[-1] == 1 or re.search("ffn_gate_inp|exp_probs_b", stored_name)
-        own = "F32" if small else own
+        is_plain = weight.ndim == 1 or weight.shape[-1] == 1 or re.search(_NOT_QUANTISED, stored_name)
+        own = "F32" if is_plain else own
         stored, means = blocks_of(moved, own)
         if stored_name in replaced:
             continue
@@ -332,7 +359,9 @@ def _unstacked(meant: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict
     meant = {**meant, **{name.removesuffix(".weight"): tensor for name, tensor in meant.items() if "gate_up" in name}}
     out = {name: tensor for name, tensor in meant.items() if ".experts." not in name}
     for name in state:
-        if name in meant:
+        if match := re.fullmatch(r"(model\.altup\w*_projections)\.(\d)\.weight", name):
+            out[name] = meant[f"{match[1]}.weight"][int(match[2])]
+        elif name in meant:
             out[name] = meant[name]
         elif name.endswith("experts.gate_up_proj"):
             halves = [meant[name.replace("gate_up_proj", f"{half}_proj.weight")] for half in ("gate", "up")]

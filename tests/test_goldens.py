@@ -24,7 +24,7 @@ from tests.kv import ledger_of, of_each
 from tests.tiny import load_reference
 
 FAMILIES = (
-    "llama", "qwen2", "phi3", "smollm3", "mistral", "gemma2", "gemma3",  # windows, caps, norms, fused matrices
+    "llama", "qwen2", "phi3", "smollm3", "mistral", "gemma2", "gemma3", "gemma4",  # windows, caps, norms, fusion
     "olmo2", "gptj", "bloom", "falcon_rw", "gpt2",  # other topologies, other positions
     "mixtral", "gpt_oss", "deepseek_v2",  # experts, sinks, latents
 )  # fmt: skip

@@ -122,6 +122,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 24,
+            "sliding_window": 20,
+            "layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention"],
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE - 4,
+            "altup_active_idx": 1,
+            "altup_num_inputs": 3,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.9, 0.0, 0.8, 0.0, 0.0],
+            "final_logit_softcapping": 8.0,
+        },
+    ),
     "gemma4": (  # as E2B and E4B
         "Gemma4TextConfig",
         {

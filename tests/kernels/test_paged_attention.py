@@ -214,7 +214,9 @@ def test_any_group_size(num_heads: int, num_kv_heads: int) -> None:
     assert_matches(Batch([1, 3], [37, 21], num_heads, num_kv_heads, 8, 16))
 
 
-@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (80, 8), (80, 16), (96, 16), (128, 8), (256, 16)])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"), [(64, 16), (80, 8), (80, 16), (96, 16), (128, 8), (256, 16), (512, 16)]
+)
 def test_any_head_dim(head_dim: int, block_size: int) -> None:
     assert_matches(Batch([1, 9], [21, 18], 2, 1, head_dim, block_size, dtype=torch.float16), scale=head_dim**-0.5)
 

@@ -24,7 +24,10 @@ from tests.models.harness import CPU, Harness
 from tests.tiny import FAMILIES, VOCAB_SIZE, load_reference, make_tiny_model
 
 PathOf = Callable[[str], Path]
-THOROUGH = ("llama", "smollm3", "mistral", "gemma2", "gemma3", "phi3", "cohere2", "olmo2", "gpt_neox", "bloom", "gpt2")
+THOROUGH = (
+    "llama", "smollm3", "mistral", "gemma2", "gemma3", "gemma4", "gemma4_moe", "phi3", "cohere2", "olmo2",
+    "gpt_neox", "bloom", "gpt2",
+)  # fmt: skip
 """Between them: every way to string a layer, every notion of position, windows, caps, and norms of q and k."""
 reference = cache(load_reference)
 

@@ -46,6 +46,9 @@ REFUSED = {
     "falcon_h1": "a projection of kind ScaledOutputs",
     "llama4": "inputs are multiplied",
     "afmoe": "gated attention",
+    "gemma3n": "a layer of kind Gemma3nLayer",
+    "gemma4": "a layer of kind Gemma4Layer",
+    "gemma4_moe": "a layer of kind Gemma4Layer",
 }
 LONG, STEPS = 22, 12  # the tokens of a prompt, and steps after it: windows of 20 and 24 tokens hide keys
 needs_library = pytest.mark.skipif(native() is None, reason="this machine has no native library")

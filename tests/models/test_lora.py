@@ -63,14 +63,28 @@ FAMILIES = (
     "qwen2_moe",  # a gate on the shared expert
     "granite_moe_shared",  # the shared expert's gate and up fused
     "hunyuan_moe",  # under names of its own
+    "gemma3n",  # low-rank matrices beside attention
+    "gemma4",  # layers without keys, per-layer embeddings
+    "gemma4_moe",  # one matrix for keys and values
 )
+_DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+TARGETS = {
+    "deepseek_v3": (
+        "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "shared_experts.gate_proj", "shared_experts.down_proj",
+    ),
+    "gemma3n": (
+        *_DENSE, "laurel.linear_left", "laurel.linear_right", "per_layer_input_gate", "per_layer_projection",
+        "per_layer_model_projection",
+    ),
+    "gemma4_moe": _DENSE,
+}  # fmt: skip
+"""Matrices that adapters may change; of the other families all of them."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapter_is_what_merging_it_would_be(family: str, tiny_model_path: PathOf, tmp_path: Path) -> None:
     path, tokens = tiny_model_path(family), prompt(40)
-    targets = () if family != "deepseek_v3" else ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj",
-                                                  "shared_experts.gate_proj", "shared_experts.down_proj")  # fmt: skip
+    targets = TARGETS.get(family, ())
     one = make_tiny_adapter(tmp_path / "one", path, seed=1, targets=targets)
     other = make_tiny_adapter(tmp_path / "other", path, seed=2, rank=8, targets=targets)
     model = load(path)

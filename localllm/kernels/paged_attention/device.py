@@ -173,8 +173,11 @@ def prefill_launch(arch: int, head_dim: int, bits: int, group_size: int, block_s
         return AttentionLaunch(max(32, min_rows), 16, 1, 1, block_size % 16 == 0)
     if bits == 32 or arch < 80:
         return AttentionLaunch(max(16, min_rows), 16, 4, 1, False)
-    if block_d > MATRIX_D:
+    if block_d > 2 * MATRIX_D:
         return AttentionLaunch(max(16, min_rows), 16, 8, 2, False)
+    if block_d > MATRIX_D:  # 64 rows of sums would not fit into the registers
+        tile = 32 if arch in MUCH_SHARED_MEMORY and bits == 16 else 16
+        return AttentionLaunch(max(32, min_rows), tile, 8, 2, False)
     block_m = max(128 if block_d <= 128 else 64, min_rows)
     tile = 64 if block_d <= 128 and arch in HAS_WGMMA else 32
     stages = 1 if block_d > 128 and arch not in MUCH_SHARED_MEMORY else 2

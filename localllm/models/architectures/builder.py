@@ -18,14 +18,13 @@ from localllm.kernels.linear import should_pack
 from localllm.kernels.quantized_weight import QuantizedTable
 from localllm.kernels.rotary_store_kv import Heads
 from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.architectures.gemma_parts import GemmaParts
 from localllm.models.architectures.latent import build_latent_attention
 from localllm.models.architectures.layer import (
     DecoderLayer,
     FeedForward,
-    Gemma4Layer,
     LayerKind,
     MixerPart,
-    Norm,
     ParallelLayer,
     PostNormLayer,
     PreNormLayer,
@@ -44,17 +43,15 @@ from localllm.models.layers.attention import Attention
 from localllm.models.layers.embedding import EmbeddingTable, SplitEmbeddingTable
 from localllm.models.layers.group import Alone, Group
 from localllm.models.layers.linear import Linear, ScaledOutputs, tied_head
-from localllm.models.layers.mlp import MLP, GatedMLP
-from localllm.models.layers.moe import ExpertsOfStream
+from localllm.models.layers.mlp import MLP, GatedMLP, sparse_gated
 from localllm.models.layers.norm import LayerNorm, RMSNorm
-from localllm.models.layers.per_layer_input import PerLayerGate, PerLayerInputs
 from localllm.models.layers.qkv import Clip, HeadLayerNorm, SplitWholeNorm, WholeNorm
 from localllm.models.layers.rotary import half_split_order, rope_tables
 from localllm.models.layers.split import Summed
 from localllm.models.spec.kv_groups import keeps_kv, kv_shape
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard, local_spec, whole_shard
-from localllm.models.weights.weights import EMBEDDING, PER_LAYER_EMBEDDING, TensorSource
+from localllm.models.weights.weights import EMBEDDING, TensorSource
 
 
 class DecoderBuilder:
@@ -75,6 +72,7 @@ class DecoderBuilder:
         self.shard = whole_shard(spec) if shard is None else shard
         self.group = Alone() if group is None else group
         self.share = ShardWeights(weights, self.shard, self.group)
+        self.gemma = GemmaParts(spec, self.share, self._norm, dtype)
 
     def build(self, max_model_len: int) -> DecoderModel:
         spec, shard = self.spec, self.shard
@@ -84,7 +82,8 @@ class DecoderBuilder:
         tables = rope_tables(spec, max_model_len, self.weights.device)
         return DecoderModel(
             local_spec(spec, shard), embedding, layers, norm, lm_head, tables, max_model_len, self.device, self.dtype,
-            group=self.group, vocab=None if shard.is_whole else shard.counts.vocab, layer_inputs=self._layer_inputs(),
+            group=self.group, vocab=None if shard.is_whole else shard.counts.vocab,
+            layer_inputs=self.gemma.layer_inputs(), streams=self.gemma.streams(),
         )  # fmt: skip
 
     # -- embedding and head
@@ -152,20 +151,6 @@ class DecoderBuilder:
             return EmbeddingTable(rows, self.dtype, **kept)
         return SplitEmbeddingTable(rows, self.dtype, self.shard.vocab, self.group, **kept)
 
-    def _layer_inputs(self) -> PerLayerInputs | None:
-        """Build the model's part of per-layer embeddings. Their table keeps its stored type: only rows are read."""
-        spec, sizes = self.spec, self.spec.per_layer_input
-        if sizes is None:
-            return None
-        width = spec.num_layers * sizes.size
-        rows = self.weights.table(PER_LAYER_EMBEDDING, (sizes.vocab_size, width), keep_narrow=True)
-        table = EmbeddingTable(rows, self.dtype, sizes.size**0.5)
-        # Its norm divides out the factor hidden_size ** -0.5 on the projection's output, except from epsilon.
-        weight = self.weights.take(["model.per_layer_projection_norm.weight"], (sizes.size,))
-        norm = RMSNorm(weight, spec.norm.eps * spec.hidden_size)
-        projection = self.weights.linear(["model.per_layer_model_projection"], (width, spec.hidden_size))
-        return PerLayerInputs(table, projection, norm, sizes)
-
     # -- a layer
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -177,6 +162,8 @@ class DecoderBuilder:
             return SingleLayer(kind, norm(f"{prefix}input_layernorm"), self._part(part))
         attention = self._part(self._mixer(index, prefix))
         mlp = self._part(self._mlp(index, f"{prefix}mlp."), self._mlp_factor(index))
+        if topology in ("gemma3n", "gemma4"):
+            return self.gemma.layer(index, kind, prefix, attention, mlp)
         if topology == "post_norm":
             after_attention, after_mlp = (
                 norm(f"{prefix}post_{part}_layernorm") for part in ("attention", "feedforward")
@@ -191,49 +178,7 @@ class DecoderBuilder:
         if topology == "sandwich":
             before, after = (norm(f"{prefix}{side}_feedforward_layernorm") for side in ("pre", "post"))
             return SandwichLayer(kind, input_norm, attention, after_attention, before, mlp, after)
-        if topology == "gemma4":
-            return self._gemma4_layer(index, prefix, input_norm, attention, after_attention, mlp)
         return PreNormLayer(kind, input_norm, attention, after_attention, mlp)
-
-    def _gemma4_layer(
-        self,
-        index: int,
-        prefix: str,
-        input_norm: Norm,
-        attention: MixerPart,
-        after_attention: Norm,
-        mlp: FeedForward,
-    ) -> Gemma4Layer:
-        norm = self._norm
-        scalar = float(self.weights.take([f"{prefix}layer_scalar"], (1,)))
-        gate = self._per_layer_gate(prefix, scalar)
-        experts = self._experts_of_stream(prefix)
-        return Gemma4Layer(
-            self._kind(index), input_norm, attention, after_attention,
-            norm(f"{prefix}pre_feedforward_layernorm"), mlp,
-            norm(f"{prefix}post_feedforward_layernorm", scalar if gate is None else 1.0),
-            experts, None if experts is None else norm(f"{prefix}post_feedforward_layernorm_1"),
-            gate, index, scalar,
-        )  # fmt: skip
-
-    def _per_layer_gate(self, prefix: str, scalar: float) -> PerLayerGate | None:
-        spec, sizes = self.spec, self.spec.per_layer_input
-        if sizes is None:
-            return None
-        gate = self.weights.linear([f"{prefix}per_layer_input_gate"], (sizes.size, spec.hidden_size))
-        up = self.weights.linear([f"{prefix}per_layer_projection"], (spec.hidden_size, sizes.size))
-        return PerLayerGate(gate, up, self._norm(f"{prefix}post_per_layer_input_norm", scalar), spec.hidden_act)
-
-    def _experts_of_stream(self, prefix: str) -> ExpertsOfStream | None:
-        """Build the experts beside the feed-forward part, and their norms; the router's has its own weight."""
-        spec = self.spec
-        if spec.mixture is None:
-            return None
-        weight = self.weights.take([f"{prefix}mlp.gate.scale"], (spec.hidden_size,))
-        router_norm = RMSNorm(weight.float() * spec.hidden_size**-0.5, spec.norm.eps)
-        mixture = build_mixture(spec, spec.mixture, self.share, f"{prefix}mlp.")
-        before, after = (self._norm(f"{prefix}{side}_feedforward_layernorm_2") for side in ("pre", "post"))
-        return ExpertsOfStream(mixture, router_norm, before, after)
 
     def _kind(self, index: int) -> LayerKind:
         spec = self.spec
@@ -452,6 +397,8 @@ class DecoderBuilder:
         )
         if not spec.mlp_gated:
             return MLP(up, down, spec.hidden_act)
+        if spec.layer_sparsity and spec.layer_sparsity[index]:
+            return GatedMLP(up, down, sparse_gated(spec.hidden_act, spec.layer_sparsity[index], self.dtype))
         if not spec.mlp_factors:
             return GatedMLP(up, down, spec.hidden_act)
         factors = torch.cat((torch.full((len(own),), spec.mlp_factors[0]), torch.ones(len(own))))

@@ -19,6 +19,7 @@ from localllm.kernels.rotary_store_kv import Rotation, plan_rotation
 from localllm.kernels.store_kv import has_no_skipped_slot
 from localllm.models.architectures.layer import DecoderLayer, LayerKind, LayerStep, Norm, RecurrentStep
 from localllm.models.inputs import ForwardInputs
+from localllm.models.layers.altup import AltUpEnds
 from localllm.models.layers.attention import AttentionStep, plan_step
 from localllm.models.layers.embedding import EmbeddingTable
 from localllm.models.layers.group import Alone, Group
@@ -52,6 +53,7 @@ class DecoderModel:
         group: Group | None = None,
         vocab: tuple[int, ...] | None = None,
         layer_inputs: PerLayerInputs | None = None,
+        streams: AltUpEnds | None = None,
     ) -> None:
         """spec: with the sizes that this shard holds. embedding: a first pipeline stage's; norm, lm_head: a last one's.
         group: the shards of its layers. vocab: rows of the head on each; None: all are here."""
@@ -59,6 +61,7 @@ class DecoderModel:
         self.embedding, self.layers, self.norm, self.lm_head = embedding, layers, norm, lm_head
         self.group, self._vocab = Alone() if group is None else group, vocab
         self.layer_inputs = layer_inputs  # per-layer embeddings
+        self.streams = streams  # layers work on several streams of each token
         self._rope_tables = tables
         self.layer_groups = group_of_layers(self.spec)  # the KV group of each layer
         self._windows = tuple(own.window for own in kv_groups(self.spec))
@@ -107,13 +110,18 @@ class DecoderModel:
         if self.layer_inputs is not None:
             given = self.layer_inputs(inputs.token_ids, inputs.positions, residual)
             steps = {
-                kind: replace(step, layer_inputs=given) if isinstance(step, AttentionStep) else step
-                for kind, step in steps.items()
+                key: replace(step, layer_inputs=given) if isinstance(step, AttentionStep) else step
+                for key, step in steps.items()
             }
+        if self.streams is not None:
+            residual = self.streams.spread(residual)
         delta: Tensor | None = None
         for layer, kept, key in zip(self.layers, cache, self._steps, strict=True):
             delta = layer(residual, delta, kept, steps[key])
-        assert delta is not None, "a spec has at least one layer"
+        if self.streams is not None:
+            residual = self.streams.join(residual)
+        if delta is None:
+            return residual if self.norm is None else self.norm(residual)
         return residual.add_(delta) if self.norm is None else self.norm.add(delta, residual)
 
     @torch.inference_mode()

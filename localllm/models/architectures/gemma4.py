@@ -157,7 +157,7 @@ def _text(config: Config) -> dict[str, Any]:
 
 
 _STORAGE = Storage(renames=_RENAMES)
-_TEXT_STORAGE = Storage(
+TEXT_STORAGE = Storage(
     renames=_RENAMES,
     alternatives=text_part.STORAGE.alternatives,
     ignored=(r"(model\.)?(vision_tower|vision_embedder|audio_tower|embed_vision|embed_audio)\..*",),
@@ -176,7 +176,7 @@ GEMMA4_VISION = Family(
     ("Gemma4ForConditionalGeneration",),
     _differences,
     {**_DEFAULTS, **_PER_LAYER_DEFAULTS},
-    _TEXT_STORAGE,
+    TEXT_STORAGE,
     _text,
     NOTE,
 )
@@ -193,7 +193,7 @@ UNIFIED_VISION = Family(
     ("Gemma4UnifiedForConditionalGeneration",),
     _differences,
     {**_DEFAULTS, **_UNIFIED_DEFAULTS},
-    _TEXT_STORAGE,
+    TEXT_STORAGE,
     _text,
     NOTE,
 )

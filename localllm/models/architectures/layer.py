@@ -4,6 +4,7 @@ part may be in attention's place, or beside attention.
     PreNormLayer    Llama's: each part reads the normed stream and is added to it
     SandwichLayer   Gemma's: each part's output is also normed before it is added
     Gemma4Layer     a SandwichLayer with experts beside the feed-forward part, a per-layer embedding, and a factor
+    Gemma3nLayer    several residual streams, of which attention and feed-forward compute one (layers/altup.py)
     PostNormLayer   OLMo 2's: only the outputs are normed
     ParallelLayer   GPT-J's: both parts read the same stream, and are added together
     SummedLayer     a ParallelLayer of a tensor-parallel shard
@@ -27,6 +28,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState, StateStep
+from localllm.models.layers.altup import AltUp, Laurel
 from localllm.models.layers.attention import AttentionStep
 from localllm.models.layers.group import Group
 from localllm.models.layers.moe import ExpertsOfStream
@@ -88,9 +90,11 @@ class DecoderLayer(Protocol):
     @property
     def kind(self) -> LayerKind: ...
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
-        """Add delta to residual [T, hidden] in place, run the layer, and return the next delta. cache: None for a layer
-        that keeps nothing."""
+    def __call__(
+        self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep
+    ) -> Tensor | None:
+        """Add delta to residual [T, hidden] in place, run the layer, and return the next delta; None: all is added.
+        cache: None for a layer that keeps nothing."""
         ...
 
 
@@ -157,6 +161,37 @@ class Gemma4Layer:
             x = self.per_layer(residual.add_(x), step.layer_inputs[:, self.index])
         residual.mul_(self.scalar)
         return x
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma3nLayer:
+    """`residual` is all streams, [T, streams, hidden]."""
+
+    kind: LayerKind
+    altup: AltUp
+    input_norm: Norm
+    laurel: Laurel
+    attention: MixerPart
+    attention_post_norm: Norm
+    mlp_norm: Norm
+    mlp: FeedForward
+    mlp_post_norm: Norm
+    per_layer: PerLayerGate
+    index: int  # of the layer's embedding
+
+    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> None:
+        assert isinstance(step, AttentionStep), "each layer of such a model attends"
+        assert step.layer_inputs is not None, "the model computes per-layer embeddings"
+        predicted = self.altup.predict(residual)
+        active = predicted[:, self.altup.active]
+        x = self.input_norm(active)
+        beside = self.laurel(x)
+        x = self.attention_post_norm(self.attention(x, cache, step)).add_(active).add_(beside).mul_(2**-0.5)
+        x = x.add_(self.mlp_post_norm(self.mlp(self.mlp_norm(x), step.slot_mapping)))
+        corrected = self.altup.correct(predicted, x)
+        given = self.per_layer(self.altup.output(corrected), step.layer_inputs[:, self.index])
+        corrected[:, 1:] += given[:, None]  # all streams but the first
+        residual.copy_(corrected)
 
 
 @dataclass(frozen=True, slots=True)

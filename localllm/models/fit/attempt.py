@@ -82,6 +82,7 @@ class PlanAttempt:
         self.budgets = [int(max(0, free - reserve) * share) for free, reserve in self.places]
         self.dtype = self._choose_dtype()
         self._refuse_latents()
+        self._refuse_prompt_embeds()
         kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
         batched = config.max_num_batched_tokens or (2048 if self.gpu else 1024)
         size = config.block_size or (BLOCK_SIZE_GPU if self.gpu else BLOCK_SIZE_CPU)
@@ -232,6 +233,15 @@ class PlanAttempt:
                 "A float32 tile of the keys takes more shared memory and registers than most GPUs have.",
                 "--dtype bfloat16",
                 param="dtype",
+            )
+
+    def _refuse_prompt_embeds(self) -> None:
+        if self.config.enable_prompt_embeds and self.spec.per_layer_input is not None:
+            raise UnsupportedOption(
+                f"--enable-prompt-embeds is not supported for {self.spec.architecture}.",
+                "Each of its layers has a further embedding of every token, which needs the token's id.",
+                "Leave the flag out.",
+                param="enable_prompt_embeds",
             )
 
     def _cpu_dtype(self) -> str:

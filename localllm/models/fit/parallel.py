@@ -13,7 +13,7 @@ from localllm.machine.hardware import Gpu
 from localllm.models.fit.devices import NVLINK, PCIE, PEERS, UNKNOWN, connection, ranges_in_words
 from localllm.models.fit.shares import Division
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.spec.shard import divides_by_heads, even_heads
+from localllm.models.spec.shard import divides_by_heads, divides_by_layers, even_heads
 
 USEFUL_CONTEXT = 8192
 """One GPU is enough if it holds this context, or the model's own where that is shorter."""
@@ -67,11 +67,16 @@ def require_possible(spec: ModelSpec, division: Division, num_gpus: int) -> None
         return
     if spec.implementation != "localllm":
         raise several_ranks_refused(spec.architecture, "It runs through transformers' code, which is not divided.")
+    if division.pipeline > 1 and not divides_by_layers(spec):
+        why = "Its layers read K and V of other layers, or per-layer embeddings of the tokens."
+        raise several_ranks_refused(spec.architecture, why)
     if division.tensor > 1 and not divides_by_heads(spec):
         raise UnsupportedOption(
             f"--tensor-parallel-size is not supported for {spec.architecture}.",
-            "The states of its recurrent layers are not divided over ranks.",
-            "--pipeline-parallel-size divides its layers.",
+            "It has recurrent layers, whose states are not divided over ranks."
+            if spec.recurrent is not None
+            else "Its layers have different numbers of heads, or more parts than are divided.",
+            "--pipeline-parallel-size divides its layers." if divides_by_layers(spec) else "Leave the flag out.",
             param="tensor_parallel_size",
         )
     if even_heads(spec, division.tensor) is None:

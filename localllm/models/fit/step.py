@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from localllm.models.spec.kv_groups import KVGroup, kv_groups
+from localllm.models.spec.kv_groups import KVGroup, kv_groups, kv_shape
 from localllm.models.spec.model_spec import ModelSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -73,7 +73,8 @@ class StepMemory:
 
     def _layers(self, context: int) -> int:
         parts = (self._mlp(), self._projections(), self._attention() + self._gathered_prompt(context))
-        return max(parts) + self._masks(context) + self._codes() + self._prompt_embeds_bytes()
+        held = self._masks(context) + self._codes() + self._prompt_embeds_bytes() + self._streams()
+        return max(max(parts) + self._layer_inputs(1), self._layer_inputs(4)) + held
 
     def gathering_bytes(self, context: int) -> int:
         """Return the bytes of decode attention, without what it gathers from the cache."""
@@ -84,9 +85,9 @@ class StepMemory:
         if self.on_gpu:
             return 0
         spec, size = self.spec, self._activation
-        per_token = self._gathered_token + 2 * 4 * spec.num_heads + 4 * spec.num_kv_heads  # scores, softmax, mask
+        per_token = self._gathered_token + 2 * 4 * spec.num_heads + 4 * self._kv_heads  # scores, softmax, mask
         if size == 2 and not self._kv_is_byte:
-            per_token += 4 * spec.num_kv_heads * spec.head_dim + 2 * spec.num_heads  # keys in fp32, weights in 16 bits
+            per_token += 4 * self._kv_width + 2 * spec.num_heads  # keys in fp32, weights in 16 bits
         return per_token * self.block_size
 
     def most_gathered_blocks(self) -> int:
@@ -140,6 +141,24 @@ class StepMemory:
         return bool(self.spec.layer_is_windowed) and all(self.spec.layer_is_windowed)
 
     @property
+    def _shapes(self) -> set[tuple[int, int]]:
+        """KV heads and their size, of each kind of layer."""
+        return {kv_shape(self.spec, layer) for layer in range(self.spec.num_layers)}
+
+    @property
+    def _kv_heads(self) -> int:
+        return max(heads for heads, _ in self._shapes)
+
+    @property
+    def _kv_width(self) -> int:
+        """Numbers of one token's keys in the widest layer."""
+        return max(heads * head_dim for heads, head_dim in self._shapes)
+
+    @property
+    def _q_width(self) -> int:
+        return self.spec.num_heads * max(head_dim for _, head_dim in self._shapes)
+
+    @property
     def _kv_is_byte(self) -> bool:
         return self.kv_dtype not in DTYPE_BYTES
 
@@ -147,8 +166,18 @@ class StepMemory:
         """Return the bytes of so many tensors [T, width] in the model's type."""
         return int(count * self.max_num_batched_tokens * (width or self.spec.hidden_size) * self._activation)
 
+    def _layer_inputs(self, count: int) -> int:
+        """Return the bytes of so many tensors of per-layer embeddings: one is held, and made of a few."""
+        sizes = self.spec.per_layer_input
+        return 0 if sizes is None else self._stream(count, self.spec.num_layers * sizes.size)
+
+    def _streams(self) -> int:
+        """Return the bytes of further residual streams: as they are, and as a layer changes them."""
+        return 0 if self.spec.altup is None else self._stream(2 * self.spec.altup.num_streams)
+
     def _mlp(self) -> int:
-        return max(self._dense_mlp(), self._mixture())
+        beside = self.spec.mixture is not None and self.spec.mixture.beside_mlp  # the dense part's answer waits
+        return max(self._dense_mlp(), self._mixture() + (self._stream(2) if beside else 0))
 
     def _dense_mlp(self) -> int:
         """Return the bytes of a dense feed-forward part: four streams, gate, up and their product."""
@@ -161,8 +190,8 @@ class StepMemory:
 
     def _widest_mlp(self) -> int:
         spec, mixture = self.spec, self.spec.mixture
-        if mixture is None or not all(mixture.is_in(layer) for layer in range(spec.num_layers)):
-            return spec.intermediate_size
+        if mixture is None or mixture.beside_mlp or not all(mixture.is_in(each) for each in range(spec.num_layers)):
+            return max((spec.intermediate_size, *spec.layer_widths))
         return mixture.shared_size
 
     def _mixture(self) -> int:
@@ -184,7 +213,7 @@ class StepMemory:
     def _projections(self) -> int:
         """Return the bytes of q, k and v from their matrix and of the rotated q and k; a CPU rotates in fp32."""
         spec = self.spec
-        kv, qk = spec.num_kv_heads * spec.head_dim, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        kv, qk = self._kv_width, self._q_width + self._kv_width
         qkv = self._stream(1, qk + kv)
         if spec.latent is not None:  # queries, before and after their projection into the latent space
             qkv += self._stream(1, spec.num_heads * (spec.latent.nope_size + spec.latent.rope_size) + qk)
@@ -195,12 +224,12 @@ class StepMemory:
     def _attention(self) -> int:
         """Return the bytes of stream, q, k and output; with an 8-bit cache a CPU has q and the output in fp32."""
         spec = self.spec
-        q, qk = spec.num_heads * spec.head_dim, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        q, qk = self._q_width, self._q_width + self._kv_width
         wide = 0
         if not self.on_gpu and self._kv_is_byte and self._activation == 2:
             wide = self._stream(4, q)
         if self.on_gpu:
-            wide = self.max_num_seqs * spec.num_heads * SPLITS * (spec.head_dim + 2) * 4  # partial sums
+            wide = self.max_num_seqs * SPLITS * (q + 2 * spec.num_heads) * 4  # partial sums
         return self._stream(3) + self._stream(1, qk) + self._stream(1, q) + wide
 
     def _masks(self, context: int) -> int:
@@ -230,9 +259,9 @@ class StepMemory:
         if spec.attention_softcap is not None or spec.attention_sinks:
             queries = min(CPU_QUERIES, self.max_num_batched_tokens)
             scores = spec.num_heads * queries * context
-            buffers += [scores * 4, scores * 4, scores * 4 // spec.num_kv_heads]  # the last: a mask for each group
+            buffers += [scores * 4, scores * 4, scores * 4 // self._kv_heads]  # the last: a mask for each group
             if self._activation == 2:
-                buffers += [scores * 2, context * spec.num_kv_heads * spec.head_dim * 4]
+                buffers += [scores * 2, context * self._kv_width * 4]
         return buffers
 
     @property
@@ -240,7 +269,7 @@ class StepMemory:
         """Bytes of one token's K and V in one layer as attention gathers them. K and V count separately even where one
         cache holds both; 8-bit values become fp32.
         """
-        numbers = 2 * self.spec.num_kv_heads * self.spec.head_dim
+        numbers = 2 * self._kv_width
         return numbers * (4 if self._kv_is_byte else DTYPE_BYTES[self.kv_dtype])
 
     def _codes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from statistics import NormalDist
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.formats.checkpoint import FLOATS
@@ -285,6 +286,29 @@ def _gemma4(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Conf
     }
 
 
+def _gemma3n(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    """Return Gemma 3n's fields. Files state the cut-off of a sparse gate in standard deviations, not as a share."""
+    layers, cuts = config["num_hidden_layers"], metadata.get("activation_sparsity_scale")
+    if not isinstance(cuts, list) or len(cuts) != layers or not all(isinstance(cut, int | float) for cut in cuts):
+        metadata.fail("activation_sparsity_scale", f"It is {cuts!r}, not a number for each of {layers} layers.")
+    rank = checkpoint.tensors.get("blk.0.laurel_l.weight")
+    if rank is None:
+        raise CorruptModel(f"{metadata.file.name} has no blk.0.laurel_l.weight.")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": layer_types(metadata),
+        "intermediate_size": metadata.counts("feed_forward_length", layers),
+        "activation_sparsity_pattern": [0.0 if cut < -10 else NormalDist().cdf(cut) for cut in cuts],
+        "num_kv_shared_layers": metadata.optional_count("attention.shared_kv_layers") or 0,
+        "altup_active_idx": metadata.optional_count("altup.active_idx") or 0,
+        "altup_num_inputs": metadata.count("altup.num_inputs"),
+        "altup_correct_scale": has(checkpoint, "altup_correct_scale.weight"),
+        "laurel_rank": rank.shape[0],
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa") or 10_000.0,
+        **_per_layer_embedding(metadata, checkpoint),
+    }
+
+
 def _gemma4_ropes(metadata: Metadata, checkpoint: GGUFTensors, head_dim: int) -> Config:
     """Return the ropes of both kinds of layers. Which frequencies turn is a tensor of divisors: 1, or 1e30 for none."""
     divisors = checkpoint.rope_factors("rope_freqs.weight")
@@ -419,6 +443,12 @@ _ARCHITECTURES: dict[str, Architecture] = {
         "Gemma3ForCausalLM",
         {"rope_local_base_freq": "rope.freq_base_swa", "final_logit_softcapping": "final_logit_softcapping"},
         _gemma,
+    ),
+    "gemma3n": Architecture(
+        "Gemma3nForCausalLM",
+        {"final_logit_softcapping": "final_logit_softcapping"},
+        _gemma3n,
+        varying=("feed_forward_length",),
     ),
     "gemma4": Architecture(
         "Gemma4ForCausalLM",

@@ -78,19 +78,36 @@ _SANDWICH_NORMS = (
     (r"\.pre_feedforward_layernorm\.", ".ffn_norm."),
     (r"\.post_feedforward_layernorm\.", ".post_ffw_norm."),
 )
-_GEMMA4 = (
-    *_SANDWICH_NORMS,
-    (r"\.post_feedforward_layernorm_([12])\.", r".post_ffw_norm_\1."),
-    (r"\.pre_feedforward_layernorm_2\.", ".pre_ffw_norm_2."),
-    (r"\.mlp\.gate\.expert_scale$", ".ffn_down_exps.scale"),
-    (r"\.mlp\.experts\.gate_up_proj\.", ".ffn_gate_up_exps."),
-    (r"\.layer_scalar$", ".layer_output_scale.weight"),
+_PER_LAYER_EMBEDDINGS = (
     (r"^model\.embed_tokens_per_layer\.", "per_layer_token_embd."),
     (r"^model\.per_layer_model_projection\.", "per_layer_model_proj."),
     (r"^model\.per_layer_projection_norm\.", "per_layer_proj_norm."),
     (r"\.post_per_layer_input_norm\.", ".post_norm."),
     (r"\.per_layer_input_gate\.", ".inp_gate."),
     (r"\.per_layer_projection\.", ".proj."),
+)
+_GEMMA3N = (
+    *_SANDWICH_NORMS,
+    *_PER_LAYER_EMBEDDINGS,
+    (r"^model\.altup_projections\.", "altup_proj."),
+    (r"^model\.altup_unembed_projections\.", "altup_unembd_proj."),
+    (r"\.altup\.correct_output_scale$", ".altup_correct_scale.weight"),
+    (r"\.altup\.correction_coefs\.", ".altup_correct_coef."),
+    (r"\.altup\.prediction_coefs\.", ".altup_predict_coef."),
+    (r"\.altup\.modality_router\.", ".altup_router."),
+    (r"\.altup\.router_norm\.", ".altup_router_norm."),
+    (r"\.laurel\.linear_left\.", ".laurel_l."),
+    (r"\.laurel\.linear_right\.", ".laurel_r."),
+    (r"\.laurel\.post_laurel_norm\.", ".laurel_post_norm."),
+)
+_GEMMA4 = (
+    *_SANDWICH_NORMS,
+    *_PER_LAYER_EMBEDDINGS,
+    (r"\.post_feedforward_layernorm_([12])\.", r".post_ffw_norm_\1."),
+    (r"\.pre_feedforward_layernorm_2\.", ".pre_ffw_norm_2."),
+    (r"\.mlp\.gate\.expert_scale$", ".ffn_down_exps.scale"),
+    (r"\.mlp\.experts\.gate_up_proj\.", ".ffn_gate_up_exps."),
+    (r"\.layer_scalar$", ".layer_output_scale.weight"),
 )
 _NORM_BEFORE_MLP = (  # named by place, not by the part they norm
     (r"\.input_layernorm\.", ".attn_norm."),
@@ -150,6 +167,7 @@ _NAMINGS: dict[str, _ArchitectureNames] = {
     "gemma": _ArchitectureNames(added=(("norm.weight", 1.0),)),
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "gemma3n": _ArchitectureNames(_GEMMA3N),
     "gemma4": _ArchitectureNames(_GEMMA4),
     "olmo2": _ArchitectureNames(_SANDWICH_NORMS),
     "exaone4": _ArchitectureNames(_SANDWICH_NORMS),

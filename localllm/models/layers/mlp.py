@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import NormalDist
 
 import torch
 import torch.nn.functional as F
@@ -34,13 +35,27 @@ UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
 """Activations that may write into their input."""
 
 
+def sparse_gated(activation: str, share: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return a gated activation whose gate is cut off where about `share` of a normal distribution is below (Gemma 3n):
+    act(relu(gate - mean - deviations * std)) * up, statistics over a row."""
+    deviations = float(torch.tensor(NormalDist().inv_cdf(share), dtype=dtype, device="cpu"))  # trained with it rounded
+
+    def compute(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        std, mean = torch.std_mean(gate.float(), dim=-1, keepdim=True, correction=0)
+        gate = torch.relu_(gate - std.mul_(deviations).add_(mean).to(gate.dtype))
+        return UNGATED[activation](gate).mul_(up)
+
+    return compute
+
+
 class GatedMLP:
     __slots__ = ("activation", "down", "gate_up")
 
-    def __init__(self, gate_up: Projection, down: Projection, activation: str) -> None:
+    def __init__(self, gate_up: Projection, down: Projection, activation: str | Callable[[Tensor], Tensor]) -> None:
         self.gate_up = gate_up
         self.down = down
-        self.activation = GATED[activation]
+        self.activation = GATED[activation] if isinstance(activation, str) else activation
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; padding rows are computed like any other."""

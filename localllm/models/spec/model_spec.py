@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.config.settings import Task
+from localllm.models.spec.altup import AltUpSpec
 from localllm.models.spec.kv_group import KVGroup
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
@@ -41,13 +42,16 @@ class ModelSpec:
     context_limit: str = ""  # a sentence: why max_position is below the trained context; empty: it is not
     norm: NormSpec = field(default_factory=NormSpec)
     topology: str = "pre_norm"
-    """sandwich, post_norm, parallel, parallel_one_norm: see architectures/layer.py; gemma4: architectures/gemma4.py."""
+    """sandwich, post_norm, parallel, parallel_one_norm, gemma4, gemma3n: see architectures/layer.py."""
     attention_bias: bool = False  # on q, k, v
     attention_out_bias: bool = False  # on o
     mlp_bias: bool = False
     mlp_gated: bool = True
     layer_widths: tuple[int, ...] = ()  # per layer the width of the feed-forward part; empty: intermediate_size in all
     layer_scalar: bool = False  # each layer's output is multiplied by a stored number (Gemma 4)
+    layer_sparsity: tuple[float, ...] = ()
+    """Per layer the share of the feed-forward part's gate that becomes zero; empty: none in any (Gemma 3n)."""
+    altup: AltUpSpec | None = None  # several residual streams (Gemma 3n)
     per_layer_input: PerLayerInputSpec | None = None  # a further embedding of the token for each layer (Gemma 3n, 4)
     lm_head_bias: bool = False
     lm_head_normalized: bool = False  # each row is scaled to length 1 (Baichuan 2)

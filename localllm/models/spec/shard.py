@@ -109,7 +109,8 @@ def even_heads(spec: ModelSpec, size: int) -> list[int] | None:
     """Return the most even counts of heads for `shards_of`; None: the heads cannot be divided by so many shards.
 
     Up to num_kv_heads shards take whole KV heads. More than that must be a multiple of num_kv_heads, and each takes a
-    part of one KV head's query heads. Models with recurrent layers are not divided by heads.
+    part of one KV head's query heads. Models with recurrent layers, and models whose layers differ in their heads, are
+    not divided by heads.
     """
     if size > 1 and not divides_by_heads(spec):
         return None
@@ -123,9 +124,15 @@ def even_heads(spec: ModelSpec, size: int) -> list[int] | None:
 
 
 def divides_by_heads(spec: ModelSpec) -> bool:
-    """Return whether tensor parallelism can give each rank the same share of every layer (not of hybrids: their states
-    are not divided yet)."""
-    return spec.recurrent is None
+    """Return whether tensor parallelism can give each rank the same share of every layer: not of hybrids, whose states
+    are not divided yet, and not of Gemma 3n and 4."""
+    return spec.recurrent is None and spec.topology not in ("gemma3n", "gemma4")
+
+
+def divides_by_layers(spec: ModelSpec) -> bool:
+    """Return whether a pipeline can be cut between any two layers: none reads the K and V of another layer, or an
+    embedding of its own that the first stage looks up."""
+    return not spec.kv_source and spec.per_layer_input is None
 
 
 def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
@@ -152,15 +159,20 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         layer_is_windowed=spec.layer_is_windowed[own],
         layer_has_rope=spec.layer_has_rope[own],
         layer_kinds=spec.layer_kinds[own],
-        held_groups=tuple(_held_group(group, shard.layers, kv_heads) for group in kv_groups(spec)),
+        layer_kv_shapes=spec.layer_kv_shapes[own],
+        layer_values_from_keys=spec.layer_values_from_keys[own],
+        layer_widths=spec.layer_widths[own],
+        held_groups=tuple(_held_group(group, shard) for group in kv_groups(spec)),
         mixture=mixture,
     )
 
 
-def _held_group(group: KVGroup, layers: range, kv_heads: int) -> KVGroup:
-    """Return what a rank with these layers and KV heads holds of a group: none or some of its layers."""
-    held = tuple(layer - layers.start for layer in group.layers if layer in layers)
-    return group._replace(layers=held, num_kv_heads=kv_heads)
+def _held_group(group: KVGroup, shard: Shard) -> KVGroup:
+    """Return what a rank holds of a group: none or some of its layers, and of them all or some KV heads."""
+    held = tuple(layer - shard.layers.start for layer in group.layers if layer in shard.layers)
+    return group._replace(
+        layers=held, num_kv_heads=group.num_kv_heads if len(shard.counts.heads) == 1 else len(shard.kv_heads)
+    )
 
 
 def _head_ranges(spec: ModelSpec, counts: Sequence[int]) -> tuple[list[range], list[range]]:
