@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from localllm.engine.step import RunnerStats
-from localllm.kernels.huge_pages import collapse_huge_pages
+from localllm.kernels.huge_pages import HugePages
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import CausalModel
 from localllm.models.lone_step import MAX_ROWS, LoneStep, NoLoneStep, open_lone_step
+from localllm.models.weights.parameters import held_memory
 from localllm.runner.batch import HostInputs, Ints, StepBatch
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.logprobs import LogprobTensors, joined
@@ -87,6 +88,7 @@ class HostSteps:
         """deterministic: compute and sample each request so that no bit depends on the others."""
         self._model, self._layers, self._inputs, self._sampling, self._device = model, layers, inputs, sampling, device
         self._lone = _lone_step(model, layers)
+        self._huge_pages = HugePages(held_memory(model) if device.type == "cpu" else ())
         self._deterministic, self._num_launched = deterministic, 0
 
     def forward(self, batch: StepBatch) -> Forward:
@@ -143,7 +145,7 @@ class HostSteps:
 
     def use_idle_time(self) -> bool:
         """Move weights to huge pages for a few milliseconds. Return False when none is left."""
-        return collapse_huge_pages(IDLE_S)
+        return self._huge_pages.make(IDLE_S)
 
     def warm_up(self, budget_s: float = 0.0) -> None:
         """No-op: nothing is compiled on a CPU."""

@@ -1,6 +1,7 @@
 """Converts int8 weights to oneDNN's layout for a product, forty times as fast as oneDNN itself.
 
-    reorder    [N, K] int8 -> an opaque tensor for `qlinear_pointwise`
+    reorder     [N, K] int8 -> an opaque tensor for `qlinear_pointwise`
+    Examples    matrices of known layout, to copy
 
 oneDNN's own reordering converts half a gigabyte per second, which took most of a load. With AVX512-VNNI the layout is
 
@@ -25,14 +26,15 @@ BLOCK = 64  # rows and columns are padded to multiples of this
 _TOGETHER = 4  # inputs whose products one instruction adds
 _SUMMED = 1 << 18  # weights widened at a time, so that they stay in the cache
 
-_examples: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()  # with the layout above, by [N, K]
+Examples = WeakValueDictionary[tuple[int, int], Tensor]
+"""Results of `reorder` with the layout above, by [N, K], as long as something else holds them."""
 
 
-def reorder(values: Tensor) -> Tensor:
-    """Convert values [N, K] int8, contiguous.
+def reorder(values: Tensor, examples: Examples) -> Tensor:
+    """Convert values [N, K] int8, contiguous. The first of a shape is added to `examples`, from which later ones copy.
     Raises RuntimeError or AttributeError if this torch has no such layout."""
     rows, columns = values.shape
-    example = _examples.get((rows, columns))
+    example = examples.get((rows, columns))
     if example is not None:
         packed: Tensor = example.clone()
         for there, here in _pieces(packed, values):
@@ -41,7 +43,7 @@ def reorder(values: Tensor) -> Tensor:
     packed = torch.ops.onednn.qlinear_prepack(values, None)
     is_whole = rows % BLOCK == 0 and columns % BLOCK == 0 and memory_of(packed).numel() == (columns + 4) * rows
     if is_whole and all(torch.equal(there, here) for there, here in _pieces(packed, values)):
-        _examples[rows, columns] = packed
+        examples[rows, columns] = packed
     return packed
 
 

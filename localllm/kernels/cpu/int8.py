@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.cpu.activations import decode, encode
-from localllm.kernels.cpu.blocks import BLOCK, reorder
-from localllm.kernels.huge_pages import register_huge_pages
+from localllm.kernels.cpu.blocks import BLOCK, Examples, reorder
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.planar.linear import PlanarWeight, dequantize_reference
@@ -69,10 +68,9 @@ class CpuInt8Weight:
         return out
 
 
-def pack_int8(values: Tensor, scales: Tensor) -> CpuInt8Weight:
-    """Pack values [N, K] int8, scales [N] fp32."""
-    packed = reorder(values.contiguous())
-    register_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+def pack_int8(values: Tensor, scales: Tensor, examples: Examples | None = None) -> CpuInt8Weight:
+    """Pack values [N, K] int8, scales [N] fp32. examples: what was packed before, which makes it faster."""
+    packed = reorder(values.contiguous(), Examples() if examples is None else examples)
     return CpuInt8Weight(packed, scales)
 
 

@@ -6,7 +6,7 @@
 
 `small` is an older name for what is now also the fastest. q4 needs the native library; without it these weights become
 int8 too. Weights that do not fit a layout (by shape, an old torch, a processor without the instructions) run as stored.
-The caller passes the mode, the `cpu_weights` of the model's settings: two models of one process may differ in it.
+The mode is the `cpu_weights` of the model's settings: two models of one process may differ in it.
 Does not know: layers, devices other than the CPU.
 """
 
@@ -16,7 +16,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from localllm.kernels.cpu.blocks import BLOCK
+from localllm.kernels.cpu.blocks import BLOCK, Examples
 from localllm.kernels.cpu.int8 import has_int8, int8_codes, int8_nbytes, pack_int8
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.q4 import fits_q4, pack_q4, q4_nbytes
@@ -39,19 +39,26 @@ def is_on_cpu(weight: QuantizedWeight) -> bool:
     return isinstance(tensor, Tensor) and tensor.device.type == "cpu"
 
 
-def pack_for_cpu(weight: QuantizedWeight, mode: str) -> QuantizedWeight:
-    """Return the weight in this processor's fastest layout (drop the original), or `weight` itself."""
-    layout = cpu_layout(weight, mode)
-    if layout is None:
-        return weight
-    if layout == "int8":
-        return pack_int8(*int8_codes(weight))
-    assert isinstance(weight, PlanarWeight)
-    return pack_q4(weight)
+class CpuPacker:
+    """Packs the quantised weights of one model. The second of a shape takes less time than the first."""
+
+    def __init__(self, mode: str = "fast") -> None:
+        self.mode = mode
+        self._examples = Examples()
+
+    def pack(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """Return the weight in this processor's fastest layout (drop the original), or `weight` itself."""
+        layout = cpu_layout(weight, self.mode)
+        if layout is None:
+            return weight
+        if layout == "int8":
+            return pack_int8(*int8_codes(weight), self._examples)
+        assert isinstance(weight, PlanarWeight)
+        return pack_q4(weight)
 
 
 def packed_nbytes(weight: QuantizedWeight, mode: str) -> int:
-    """Return the bytes of the result of `pack_for_cpu`. The weight may be on `meta`: only its shape is read."""
+    """Return the bytes of the result of `CpuPacker.pack`. The weight may be on `meta`: only its shape is read."""
     layout = cpu_layout(weight, mode)
     if layout is None:
         return weight.nbytes

@@ -22,7 +22,6 @@ from torch import Tensor
 from localllm.kernels.cpu.bf16 import has_fast_bf16, unpacked_linear
 from localllm.kernels.cpu.native.structures import GROUP, MAX_ROWS, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.native_product import native_linear, native_unpack
-from localllm.kernels.huge_pages import register_huge_pages
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.planar.layout import unpack_words
 from localllm.kernels.planar.linear import SUPER_GROUP, PlanarWeight
@@ -118,7 +117,6 @@ def pack_q4(weight: PlanarWeight) -> CpuQ4Weight:
     packed = _empty(weight)
     for start, part in PlanarWeight.parts(weight, PACKED_AT_A_TIME):
         _write(packed.blocks[start // OUTPUTS :][: -(-part.shape[0] // OUTPUTS)], part)
-    register_huge_pages(packed.blocks.data_ptr(), packed.blocks.nbytes)
     return packed
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.cpu.half import fits_half, pack_half
+from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.linear import should_pack
 from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable
@@ -46,8 +47,8 @@ class TensorSource(Protocol):
         ...
 
     @property
-    def cpu_weights(self) -> str:
-        """The layout of this model's quantised matrices on a CPU: the setting of that name."""
+    def packer(self) -> CpuPacker:
+        """Packs this model's quantised matrices on a CPU, as the setting `cpu_weights` says."""
         ...
 
     def keeps_half(self, dtype: torch.dtype, shape: tuple[int, int]) -> bool:
@@ -165,7 +166,7 @@ class Weights:
         """
         self._target = device
         self.device = self._load_device(device)
-        self._quantize, self.cpu_weights = quantize, cpu_weights
+        self._quantize, self.packer = quantize, CpuPacker(cpu_weights)
         self._half_weights = half_weights and device.type == "cpu" and dtype == torch.float32
         self._lora, self._lora_storage = lora, lora_storage
         self._checkpoint, self._spec, self._storage, self._format = checkpoint, spec, storage, format
@@ -235,11 +236,11 @@ class Weights:
         weight = self._weight(parts, own, quantize)
         biases = self._plain([StoredPart(f"{p.stem}.bias", p.order) for p in parts], own[:1]) if bias else None
         if stems[0] == LM_HEAD.removesuffix(".weight"):
-            return Linear(as_head(weight), biases, cpu_weights=self.cpu_weights)
+            return Linear(as_head(weight), biases, packer=self.packer)
         if self._lora is None:
-            return Linear(weight, biases, cpu_weights=self.cpu_weights)
+            return Linear(weight, biases, packer=self.packer)
         lora_parts = self._lora_parts(stems, parts, order, shape[1])
-        return self._lora.linear(weight, biases, lora_parts, self._dtype, self.device, cpu_weights=self.cpu_weights)
+        return self._lora.linear(weight, biases, lora_parts, self._dtype, self.device, packer=self.packer)
 
     def widened(self, stem: str, columns: range, total: int) -> range | None:
         quantize = self._quantize if self._quantize is not None and self._quantize.takes([stem]) else None
@@ -271,7 +272,7 @@ class Weights:
         each = self._expert_matrices(prefix, names, shape, cut)
         try:
             at_once = needs_stacked_experts(self._target)
-            experts = join_experts(each, count, at_once=at_once, cpu_weights=self.cpu_weights)
+            experts = join_experts(each, count, at_once=at_once, packer=self.packer)
         except ValueError as error:
             raise UnsupportedModel(
                 f"The experts of {prefix} have a stored form that cannot run on {self._target}.",
@@ -659,7 +660,7 @@ class MetaWeights(Weights):
         weight = super()._finished(weight, quantize)
         if isinstance(weight, Tensor):
             return weight
-        held = device_layout_bytes(weight, self._target, self.cpu_weights)
+        held = device_layout_bytes(weight, self._target, self.packer.mode)
         return MetaWeight((weight.shape[0], weight.shape[1]), held)
 
     def _stored(self, part: StoredPart) -> Tensor:
