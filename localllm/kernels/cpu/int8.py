@@ -29,7 +29,6 @@ from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.planar.linear import PlanarWeight, dequantize_reference
 from localllm.kernels.quantize import SMALLEST
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.kernels.stacked_weight import StackedWeight
 
 CODES_AT_A_TIME = 1 << 20  # weights rounded at a time, so that their fp32 stays in the cache
 DEQUANTIZED_COLUMNS = 256
@@ -84,9 +83,6 @@ def int8_codes(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     """Return values [N, K] int8, scales [N] fp32: unchanged if the weight has this format, rounded otherwise."""
     if isinstance(weight, Int8Weight) and weight.zeros is None:
         return weight.values, weight.scales
-    if isinstance(weight, StackedWeight):
-        parts = [int8_codes(part) for part in weight.parts if not isinstance(part, Tensor)]
-        return torch.cat([values for values, _ in parts]), torch.cat([scales for _, scales in parts])
     if not isinstance(weight, PlanarWeight):
         return round_rows(weight.dequantize(torch.float32))
     values = torch.empty(weight.shape, dtype=torch.int8)

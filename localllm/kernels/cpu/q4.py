@@ -114,7 +114,7 @@ def fits_q4(weight: PlanarWeight) -> bool:
 
 def pack_q4(weight: PlanarWeight) -> CpuQ4Weight:
     """Pack a weight for which `fits_q4` is True."""
-    packed = _empty(weight)
+    packed = empty_q4(*weight.shape, _kind(weight), _order(weight))
     for start, part in PlanarWeight.parts(weight, PACKED_AT_A_TIME):
         _write(packed.blocks[start // OUTPUTS :][: -(-part.shape[0] // OUTPUTS)], part)
     return packed
@@ -122,10 +122,19 @@ def pack_q4(weight: PlanarWeight) -> CpuQ4Weight:
 
 def q4_nbytes(weight: PlanarWeight) -> int:
     """Return the bytes of the result of `pack_q4`; the weight may be on `meta`."""
-    rows, columns = weight.shape
-    padded = -(-rows // OUTPUTS) * OUTPUTS
-    order = 0 if _order(weight) is None else columns * 4
-    return padded // OUTPUTS * (columns // GROUP) * _block_bytes(_kind(weight)) + order
+    order = 0 if _order(weight) is None else weight.columns * 4
+    return blocks_nbytes(*weight.shape, _kind(weight)) + order
+
+
+def blocks_nbytes(rows: int, columns: int, kind: Kind) -> int:
+    """Return the bytes of a matrix's blocks."""
+    return -(-rows // OUTPUTS) * (columns // GROUP) * _block_bytes(kind)
+
+
+def empty_q4(rows: int, columns: int, kind: Kind, input_order: Tensor | None = None) -> CpuQ4Weight:
+    """Return a weight whose blocks are not written yet."""
+    blocks = torch.empty((-(-rows // OUTPUTS), columns // GROUP, _block_bytes(kind)), dtype=torch.uint8, device="cpu")
+    return CpuQ4Weight(blocks, rows, None if input_order is None else input_order.int())
 
 
 def _write(blocks: Tensor, part: PlanarWeight) -> None:
@@ -158,13 +167,6 @@ def _in_fp32(scales: Tensor, super_scales: Tensor | None, group: int) -> Tensor:
     if super_scales is None:
         return scales.float()
     return scales.float() * super_scales.float().repeat_interleave(SUPER_GROUP // group, dim=0)[: scales.shape[0]]
-
-
-def _empty(weight: PlanarWeight) -> CpuQ4Weight:
-    rows, columns = weight.shape
-    blocks = torch.empty((-(-rows // OUTPUTS), columns // GROUP, _block_bytes(_kind(weight))), dtype=torch.uint8)
-    order = _order(weight)
-    return CpuQ4Weight(blocks, rows, None if order is None else order.int())
 
 
 def _kind(weight: PlanarWeight) -> Kind:

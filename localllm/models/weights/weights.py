@@ -18,7 +18,9 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.cpu.half import fits_half, pack_half
-from localllm.kernels.cpu.pack import CpuPacker
+from localllm.kernels.cpu.pack import CpuPacker, cpu_layout
+from localllm.kernels.cpu.stored_blocks import meta_blocks, reads_blocks
+from localllm.kernels.gguf_linear import GGUFWeight
 from localllm.kernels.linear import should_pack
 from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable
@@ -219,7 +221,10 @@ class Weights:
             raise _wrong_shape([stored], found, shape)
         order = None if rows is None or len(rows) == shape[0] else torch.arange(rows.start, rows.stop, device="cpu")
         table = self._matrix(format.kind(self._checkpoint, stem), [StoredPart(stem, order)], shape)
-        return cast(QuantizedTable, table)  # guaranteed by `is_table`
+        return self._kept(cast(QuantizedTable, table))  # guaranteed by `is_table`
+
+    def _kept(self, table: QuantizedTable) -> QuantizedTable:
+        return self.packer.table(table)
 
     def linear(
         self,
@@ -655,6 +660,12 @@ class MetaWeights(Weights):
             empty = torch.empty(own, dtype=stored if is_half else self._dtype, device="meta")
             yield pack_half(empty) if is_half else self._finished(empty, self._quantize)
         self._count(stacked)
+
+    def _kept(self, table: QuantizedTable) -> QuantizedTable:
+        if self._target.type == "cpu" and isinstance(table, GGUFWeight) and reads_blocks(table.block_type):
+            stored = meta_blocks(table)
+            return table if cpu_layout(stored, self.packer.mode) is None else stored
+        return table
 
     def _finished(self, weight: Weight, quantize: AtLoad | None) -> Weight:
         weight = super()._finished(weight, quantize)

@@ -18,7 +18,7 @@ import os
 import platform
 import threading
 from collections.abc import Sequence
-from ctypes import c_char_p, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from localllm.kernels.cpu.native.self_check import wrong_kind
 from localllm.kernels.cpu.native.sources import FOLDER, library_name, source_hash
 from localllm.kernels.cpu.native.structures import (
+    GROUP,
     MAX_ROWS,
     OUTPUTS,
     NativeAttention,
@@ -35,6 +36,8 @@ from localllm.kernels.cpu.native.structures import (
     NativeMatrix,
     NativeOperation,
     NativeRow,
+    NativeStoredRows,
+    Stored,
 )
 
 VARIABLE = "LOCALLLM_CPU_SET"
@@ -116,6 +119,42 @@ class Pool:
         assert 0 <= first // OUTPUTS + len(out) <= -(-matrix.outputs // OUTPUTS), (first, len(out))
         self._functions.localllm_unpack_bf16(self._pool, matrix, first, len(out) * OUTPUTS, out.data_ptr())
 
+    def pack_q4(self, stored: NativeStoredRows, out: Tensor) -> None:
+        """Write Kind.Q4 for Stored.Q4_0, else Kind.Q4_MIN, to out [padded count / 64, K / 32, bytes] uint8."""
+        assert out.is_contiguous()
+        assert out.shape[:2] == (-(-stored.count // OUTPUTS), stored.inputs // GROUP), out.shape
+        assert out.shape[2] == GROUP * OUTPUTS // 2 + OUTPUTS * (2 if stored.type == Stored.Q4_0 else 4)
+        self._functions.localllm_pack_q4(self._pool, stored, out.data_ptr())
+
+    def round_rows(self, stored: NativeStoredRows, smallest: float, codes: Tensor, scales: Tensor) -> None:
+        """Write each row's codes [count, K] int8 and its scale [count] fp32, at least smallest / 127."""
+        assert codes.is_contiguous()
+        assert codes.dtype == torch.int8
+        assert codes.shape == (stored.count, stored.inputs), codes.shape
+        assert scales.is_contiguous()
+        assert scales.dtype == torch.float32
+        assert len(scales) == stored.count
+        self._functions.localllm_round_rows(self._pool, stored, smallest, codes.data_ptr(), scales.data_ptr())
+
+    def widen_rows(self, stored: NativeStoredRows) -> Tensor:
+        """Return the values [count, K] fp32."""
+        out = torch.empty((stored.count, stored.inputs), dtype=torch.float32, device="cpu")
+        self._functions.localllm_widen_rows(self._pool, stored, out.data_ptr())
+        return out
+
+    def reorder_int8(self, codes: Tensor, weights: Tensor, sums: Tensor) -> None:
+        """Write codes [n, K] int8 as weights [n * K] of Kind.I8, and minus each row's sum to sums [n] int32.
+        n is a multiple of 64."""
+        count, inputs = codes.shape
+        assert count % OUTPUTS == 0
+        assert inputs % 4 == 0
+        assert codes.dtype == torch.int8
+        assert sums.dtype == torch.int32
+        assert all(each.is_contiguous() for each in (codes, weights, sums))
+        assert (weights.nbytes, len(sums)) == (count * inputs, count)
+        addresses = codes.data_ptr(), count, inputs, weights.data_ptr(), sums.data_ptr()
+        self._functions.localllm_reorder_int8(self._pool, *addresses)
+
 
 class Library:
     """An opened library, with pools of as many threads as torch uses.
@@ -159,6 +198,10 @@ class Library:
     def unpack_bf16(self, matrix: NativeMatrix, out: Tensor, first: int = 0) -> None:
         """Do `Pool.unpack_bf16` in torch's threads."""
         self._pool(borrows=True).unpack_bf16(matrix, out, first)
+
+    def packing_pool(self) -> Pool:
+        """Return the pool that packs weights, in torch's threads."""
+        return self._pool(borrows=True)
 
 
 def native() -> Library | None:
@@ -254,6 +297,7 @@ def _declare(functions: ctypes.CDLL) -> None:
     """Set the types of arguments and results. Raises AttributeError if a function is missing."""
     matrix, pool, number = ctypes.POINTER(NativeMatrix), c_void_p, c_int64
     operations, rows = ctypes.POINTER(NativeOperation), ctypes.POINTER(NativeRow)
+    stored = ctypes.POINTER(NativeStoredRows)
     for name, result, arguments in (
         ("localllm_open_pool", pool, [number, c_void_p]),
         ("localllm_close_pool", None, [pool]),
@@ -261,6 +305,10 @@ def _declare(functions: ctypes.CDLL) -> None:
         ("localllm_linear", None, [pool, matrix, c_void_p, number, number, number, c_void_p, number]),
         ("localllm_unpack", None, [pool, matrix, number, number, c_void_p]),
         ("localllm_unpack_bf16", None, [pool, matrix, number, number, c_void_p]),
+        ("localllm_pack_q4", None, [pool, stored, c_void_p]),
+        ("localllm_round_rows", None, [pool, stored, c_double, c_void_p, c_void_p]),
+        ("localllm_widen_rows", None, [pool, stored, c_void_p]),
+        ("localllm_reorder_int8", None, [pool, c_void_p, number, number, c_void_p, c_void_p]),
         ("localllm_instruction_set", c_char_p, []),
         ("localllm_source_hash", c_char_p, []),
         ("localllm_size_of", number, [number]),
