@@ -148,7 +148,7 @@ def test_without_the_library_bytes_are_reordered_by_torch(monkeypatch: pytest.Mo
     written = []
     for library in (native(), None):
         monkeypatch.setattr(blocks, "native", lambda library=library: library)
-        memory = torch.empty(256 * (192 + 4), dtype=torch.uint8)
-        blocks._write(memory, 256, 0, values)
-        written.append(memory)
+        codes, sums = torch.empty(256 * 192, dtype=torch.uint8), torch.empty(256, dtype=torch.int32)
+        blocks._write(codes, sums, values)
+        written.append(torch.cat((codes, sums.view(torch.uint8))))
     assert torch.equal(*written)
