@@ -70,7 +70,10 @@ def _has_layout(packed: Tensor, values: Tensor) -> bool:
         return False
     for start in (0, rows // BLOCK // 2 * BLOCK, rows - BLOCK):
         own = values[start : start + BLOCK]
-        expected = torch.empty(BLOCK * columns, dtype=torch.uint8), torch.empty(BLOCK, dtype=torch.int32)
+        expected = (
+            torch.empty(BLOCK * columns, dtype=torch.uint8, device="cpu"),
+            torch.empty(BLOCK, dtype=torch.int32, device="cpu"),
+        )
         _write(*expected, own)
         if not all(torch.equal(*each) for each in zip(_places(memory, rows, start, own), expected, strict=True)):
             return False

@@ -73,7 +73,7 @@ class GGUFBlocks:
 
     def addresses(self) -> Tensor:
         """Return the address of each row [N] int64, valid as long as the pieces."""
-        each = [torch.arange(len(piece)) * piece.stride(0) + piece.data_ptr() for piece in self.pieces]
+        each = [torch.arange(len(piece), device="cpu") * piece.stride(0) + piece.data_ptr() for piece in self.pieces]
         return each[0] if len(each) == 1 else torch.cat(each)
 
 
@@ -106,9 +106,9 @@ def blocks_int8(weight: GGUFBlocks, examples: Examples) -> CpuInt8Weight:
         codes, scales = blocks_codes(weight)
         return CpuInt8Weight(reorder(codes, examples), scales)
     rows, columns = weight.shape
-    addresses, scales = weight.addresses(), torch.empty(rows)
+    addresses, scales = weight.addresses(), torch.empty(rows, device="cpu")
     step = _rows_at_a_time(columns)
-    buffer = torch.empty((min(step, rows), columns), dtype=torch.int8)
+    buffer = torch.empty((min(step, rows), columns), dtype=torch.int8, device="cpu")
     for start in range(0, rows, step):
         codes = buffer[: rows - start]
         own = slice(start, start + len(codes))
@@ -119,8 +119,8 @@ def blocks_int8(weight: GGUFBlocks, examples: Examples) -> CpuInt8Weight:
 
 def blocks_codes(weight: GGUFBlocks) -> tuple[Tensor, Tensor]:
     """Return `int8_codes`: values [N, K] int8, scales [N] fp32."""
-    addresses, scales = weight.addresses(), torch.empty(weight.shape[0])
-    codes = torch.empty(weight.shape, dtype=torch.int8)
+    addresses, scales = weight.addresses(), torch.empty(weight.shape[0], device="cpu")
+    codes = torch.empty(weight.shape, dtype=torch.int8, device="cpu")
     _pool().round_rows(_stored(weight, addresses), SMALLEST, codes, scales)
     return codes, scales
 
