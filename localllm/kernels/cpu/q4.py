@@ -27,7 +27,7 @@ from localllm.kernels.planar.layout import unpack_words
 from localllm.kernels.planar.linear import SUPER_GROUP, PlanarWeight
 
 CODE_BYTES = OUTPUTS * GROUP // 2
-UNPACK_ROWS = 192  # from here on torch saves more than unpacking to bf16 costs
+UNPACK_ROWS = 128  # from here on torch saves more than unpacking to bf16 costs
 PACKED_AT_A_TIME = 1 << 20  # weights, so that intermediate tensors stay in the cache
 
 
