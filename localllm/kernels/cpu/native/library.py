@@ -75,14 +75,16 @@ class Pool:
             self._functions.localllm_close_pool(pool)
 
     def run_step(self, operations: ctypes.Array[NativeOperation], rows: ctypes.Array[NativeRow], num_rows: int) -> None:
-        """Run all operations for the first `num_rows` rows, at most MAX_ROWS."""
+        """Run all operations for the first `num_rows` rows, at most MAX_ROWS. Raises MemoryError."""
         assert 1 <= num_rows <= min(MAX_ROWS, len(rows)), num_rows
-        self._functions.localllm_run_step(self._pool, operations, len(operations), rows, num_rows)
+        done = self._functions.localllm_run_step(self._pool, operations, len(operations), rows, num_rows)
+        _require_memory(done, f"a step of {num_rows} rows")
 
     def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor:
         """Return x W^T + bias [T, N] fp32, in `out` if given. x [T, K] fp32.
 
         is_fine: low-bit weights get activations of 15 bits; else of 8 bits, and of 15 in rows with outliers.
+        Raises MemoryError.
         """
         rows, inputs = x.shape
         assert x.dtype == torch.float32
@@ -93,9 +95,10 @@ class Pool:
         assert out.shape == (rows, matrix.outputs)
         assert out.dtype == torch.float32
         assert out.stride(1) == 1
-        self._functions.localllm_linear(
+        done = self._functions.localllm_linear(
             self._pool, matrix, x.data_ptr(), x.stride(0), rows, is_fine, out.data_ptr(), out.stride(0)
         )
+        _require_memory(done, f"a product of {rows} rows")
         return out
 
     def unpack(self, matrix: NativeMatrix, first: int, out: Tensor) -> None:
@@ -301,8 +304,8 @@ def _declare(functions: ctypes.CDLL) -> None:
     for name, result, arguments in (
         ("localllm_open_pool", pool, [number, c_void_p]),
         ("localllm_close_pool", None, [pool]),
-        ("localllm_run_step", None, [pool, operations, number, rows, number]),
-        ("localllm_linear", None, [pool, matrix, c_void_p, number, number, number, c_void_p, number]),
+        ("localllm_run_step", number, [pool, operations, number, rows, number]),
+        ("localllm_linear", number, [pool, matrix, c_void_p, number, number, number, c_void_p, number]),
         ("localllm_unpack", None, [pool, matrix, number, number, c_void_p]),
         ("localllm_unpack_bf16", None, [pool, matrix, number, number, c_void_p]),
         ("localllm_pack_q4", None, [pool, stored, c_void_p]),
@@ -315,6 +318,11 @@ def _declare(functions: ctypes.CDLL) -> None:
     ):
         function = getattr(functions, name)
         function.restype, function.argtypes = result, arguments
+
+
+def _require_memory(done: int, call: str) -> None:
+    if not done:
+        raise MemoryError(f"No memory for the buffers of {call} in the native library.")
 
 
 def _fault_of(functions: ctypes.CDLL) -> str:
