@@ -87,7 +87,7 @@ class HostSteps:
     ) -> None:
         """deterministic: compute and sample each request so that no bit depends on the others."""
         self._model, self._layers, self._inputs, self._sampling, self._device = model, layers, inputs, sampling, device
-        self._lone = _lone_step(model, layers)
+        self._lone, self._decode_steps = _lone_step(model, layers)
         self._huge_pages = HugePages(held_memory(model) if device.type == "cpu" else ())
         self._deterministic, self._num_launched = deterministic, 0
 
@@ -151,7 +151,7 @@ class HostSteps:
         """No-op: nothing is compiled on a CPU."""
 
     def stats(self) -> RunnerStats:
-        return RunnerStats(launched_steps=self._num_launched)
+        return RunnerStats(launched_steps=self._num_launched, decode_steps=self._decode_steps)
 
 
 def is_lone(batch: StepBatch) -> bool:
@@ -184,11 +184,12 @@ def _joined_draws(rows: Sequence[Drawn]) -> Drawn:
     return Drawn(token_ids, best, None, joined([tensors for _, tensors, _ in asking]) if asking else None, counts)
 
 
-def _lone_step(model: CausalModel, layers: list[LayerKV]) -> LoneStep | None:
+def _lone_step(model: CausalModel, layers: list[LayerKV]) -> tuple[LoneStep | None, str]:
+    """Return the native step and a line about it, or None and why there is none."""
     try:
         lone = open_lone_step(model, layers)
+        told = f"decode steps of up to {MAX_ROWS} requests run natively"
     except NoLoneStep as reason:
-        log.info("decode steps run through torch: %s", reason)
-        return None
-    log.info("decode steps of up to %d requests run natively", MAX_ROWS)
-    return lone
+        lone, told = None, f"decode steps run through torch: {reason}"
+    log.info(told)
+    return lone, told
