@@ -28,7 +28,6 @@ from localllm.engine.processor import OutputProcessor
 from localllm.engine.request import RequestOptions
 from localllm.engine.step import PromptEmbeds, TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
-from localllm.kernels.huge_pages import collapse_huge_pages
 from localllm.machine.threads import set_thread_environment
 from localllm.serving.build import build_engine
 from localllm.serving.chat import Conversation, Tools
@@ -144,7 +143,9 @@ class LLM:
         settings = Settings(_engine_config(given))
         set_thread_environment()  # must run before torch is imported, which building the engine does
         self._engine = build_engine(settings)
-        collapse_huge_pages()  # a server does this while it is idle; here there is no idle time
+        if self._engine.admission is not None and self._engine.plan.device == "cpu":
+            while self._engine.engine[0].runner.use_idle_time():  # a server does this while it is idle
+                pass
         self._lock = threading.RLock()
         self._busy = False
         self._ids = itertools.count()

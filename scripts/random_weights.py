@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.architectures.builder import DecoderBuilder
@@ -160,7 +161,7 @@ class RandomTensors:
         self, device: torch.device, dtype: torch.dtype, seed: int, weights: WeightFormat = "16-bit",
         cpu_weights: str = "fast",
     ) -> None:  # fmt: skip
-        self.device, self.dtype, self.cpu_weights = device, dtype, cpu_weights
+        self.device, self.dtype, self.packer = device, dtype, CpuPacker(cpu_weights)
         self._quantize = _quantizer(weights)
         self._generator = torch.Generator(device).manual_seed(seed)
 
@@ -211,7 +212,7 @@ class RandomTensors:
         weight = self.take([f"{stem}.weight" for stem in stems], shape)
         biases = self.take([f"{stem}.bias" for stem in stems], shape[:1]) if bias else None
         matrix = weight if stems[0] == "lm_head" else self._quantize(weight)
-        return Linear(matrix, biases, cpu_weights=self.cpu_weights)
+        return Linear(matrix, biases, packer=self.packer)
 
     def experts(
         self,
@@ -230,7 +231,7 @@ class RandomTensors:
         matrices = (self._quantize(self.take([f"{prefix}.{names[0]}.weight"], (rows, width))) for _ in range(count))
         biases = self.take([f"{prefix}.{names[0]}.bias"], (count, rows)) if bias else None
         at_once = needs_stacked_experts(self.device)
-        return join_experts(matrices, count, at_once=at_once, cpu_weights=self.cpu_weights), biases
+        return join_experts(matrices, count, at_once=at_once, packer=self.packer), biases
 
 
 def _quantizer(weights: WeightFormat) -> Callable[[Tensor], Tensor | QuantizedWeight]:

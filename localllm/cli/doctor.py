@@ -262,6 +262,7 @@ def check_server(options: argparse.Namespace) -> Iterator[Finding]:
     """Report a running server's parts, models, memory and last fault."""
     from localllm.cli.running import state_of
     from localllm.cli.server import ServerClient
+    from localllm.engine.step import RunnerStats
 
     server = ServerClient.of(options)
     began_s = time.perf_counter()
@@ -270,10 +271,12 @@ def check_server(options: argparse.Namespace) -> Iterator[Finding]:
     text = f"localllm {told['version']} answered at {server.url} in {format_seconds(took_s)}"
     yield Finding("server", "ok", f"{text}, pid {told['pid']}, up for {format_seconds(told['uptime_s'])}")
     yield from (_part(part) for part in told["parts"])
-    for model in server.ask("GET", "/localllm/v1/models/loaded", timeout_s=ANSWER_S)["data"]:
+    for model in server.ask("GET", "/localllm/v1/models/stats", timeout_s=ANSWER_S)["data"]:
         engine = told["engines"].get(model["name"])
         verdict: Verdict = "problem" if model["state"] == "failed" else "ok"
         yield Finding(f"model {model['name']}", verdict, f"{state_of(model)}{_step(engine)}")
+        if model["stats"] and (decodes := RunnerStats(*model["stats"]["runner"]).decode_steps):
+            yield Finding(f"model {model['name']}", "ok", decodes)
     lag_s, longest_s = told["loop_lag_s"], told["longest_loop_lag_s"]
     lag = f"event loop delayed by {format_seconds(lag_s)}, at most {format_seconds(longest_s)} in the last minute"
     yield Finding("lag", "note" if longest_s > LAG_S else "ok", lag)

@@ -184,6 +184,7 @@ class RunnerStats(NamedTuple):
     late_compiles: int = 0  # kernels compiled while a request waited
     late_allocations: int = 0  # driver allocations while a request waited
     ranks: tuple[RankStats, ...] = ()  # in the order of their numbers; empty: the model runs in the server's process
+    decode_steps: str = ""  # on a CPU: how they are computed, and why not by the native library; empty: on a GPU
 
     def bubble_ratios(self) -> dict[int, float]:
         """Return for each pipeline stage the share of the recent time in which none of its ranks computed.

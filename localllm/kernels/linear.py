@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.huge_pages import register_huge_pages
 from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.skinny_gemm import device_features, skinny_gemm
 from localllm.kernels.tuned import settings_for
@@ -32,7 +31,6 @@ def pack_weight(weight: Tensor) -> Tensor:
     if not should_pack(weight.numel(), weight.device, weight.dtype):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
-    register_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     return packed
 
 

@@ -8,6 +8,7 @@ Does not know: what is recorded.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Callable
@@ -19,40 +20,41 @@ import torch
 
 log = logging.getLogger(__name__)
 
+UNENDED = "captures_underway"  # in the failed assertion of an allocator for which a recording goes on
 Pool = Any  # what `torch.cuda.graph_pool_handle` returns
 
 _lock = threading.Lock()
-_capture_is_stuck = False  # torch permanently believes that a graph is being recorded
 
 
 class CaptureFailed(RuntimeError):
-    """A step could not be recorded, and torch cannot record another one in this process."""
+    """A step could not be recorded, and no other step can be recorded in its memory pool."""
 
 
 def record(graph: torch.cuda.CUDAGraph, pool: Pool, device: torch.device, step: Callable[[], None]) -> None:
     """Record what `step` launches. Raises what `step` raises, and `CaptureFailed` if nothing can be recorded."""
-    with _lock:
-        if _capture_is_stuck:
-            raise CaptureFailed("an earlier graph capture could not be ended")
-        with torch.cuda.stream(_stream(device)):
-            use_cublas(device)  # not while recording: the workspace would be part of this graph
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                step()
-                graph.capture_end()
-            except BaseException as error:
-                if not _end_failed(graph, pool, device) and isinstance(error, Exception):
-                    raise CaptureFailed(str(error)) from error
-                raise
+    with _lock, torch.cuda.stream(_stream(device)):
+        use_cublas(device)  # not while recording: the workspace would be part of this graph
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            step()
+            graph.capture_end()
+        except BaseException as error:
+            if not _end_failed(graph, pool, device) and isinstance(error, Exception):
+                raise CaptureFailed(str(error)) from error
+            raise
 
 
 def empty_cache() -> None:
-    """Call `torch.cuda.empty_cache` while no thread records a graph. Does nothing if torch has not used a GPU."""
+    """Call `torch.cuda.empty_cache` while no thread records a graph. Does nothing if torch has not used a GPU, or
+    believes that a recording which could not be ended still goes on."""
     if not torch.cuda.is_initialized():
         return
     with _lock:
-        if not _capture_is_stuck:
+        try:
             torch.cuda.empty_cache()
+        except RuntimeError as error:
+            if UNENDED not in str(error):
+                raise
 
 
 def make_current(device: torch.device) -> None:
@@ -82,7 +84,6 @@ def _end_failed(graph: torch.cuda.CUDAGraph, pool: Pool, device: torch.device) -
     torch before 2.12 raises in `capture_end` before its allocator knows of the end (pytorch#180395), so the allocator
     is informed here; it refuses if it knows already.
     """
-    global _capture_is_stuck
     with suppress(RuntimeError):
         graph.capture_end()
         return True
@@ -94,9 +95,9 @@ def _end_failed(graph: torch.cuda.CUDAGraph, pool: Pool, device: torch.device) -
     except RuntimeError as error:
         if "not currently recording" in str(error):
             return True
-        _capture_is_stuck = True
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))  # the allocator goes on to ask it at each allocation
         log.error(
-            "CUDA graphs can no longer be captured, and this process keeps freed GPU memory until it ends reason=%r",
+            "a capture of a CUDA graph could not be ended; this process keeps freed GPU memory until it ends reason=%r",
             str(error).splitlines()[0],
         )
         return False

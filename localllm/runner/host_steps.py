@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from localllm.engine.step import RunnerStats
-from localllm.kernels.huge_pages import collapse_huge_pages
+from localllm.kernels.huge_pages import HugePages
 from localllm.kernels.layer_state import LayerCache
 from localllm.models.inputs import CausalModel
 from localllm.models.lone_step import MAX_ROWS, LoneStep, NoLoneStep, open_lone_step
+from localllm.models.weights.parameters import held_memory
 from localllm.runner.batch import HostInputs, Ints, StepBatch
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.logprobs import LogprobTensors, joined
@@ -86,7 +87,8 @@ class HostSteps:
     ) -> None:
         """deterministic: compute and sample each request so that no bit depends on the others."""
         self._model, self._layers, self._inputs, self._sampling, self._device = model, layers, inputs, sampling, device
-        self._lone = _lone_step(model, layers)
+        self._lone, self._decode_steps = _lone_step(model, layers)
+        self._huge_pages = HugePages(held_memory(model) if device.type == "cpu" else ())
         self._deterministic, self._num_launched = deterministic, 0
 
     def forward(self, batch: StepBatch) -> Forward:
@@ -143,13 +145,13 @@ class HostSteps:
 
     def use_idle_time(self) -> bool:
         """Move weights to huge pages for a few milliseconds. Return False when none is left."""
-        return collapse_huge_pages(IDLE_S)
+        return self._huge_pages.make(IDLE_S)
 
     def warm_up(self, budget_s: float = 0.0) -> None:
         """No-op: nothing is compiled on a CPU."""
 
     def stats(self) -> RunnerStats:
-        return RunnerStats(launched_steps=self._num_launched)
+        return RunnerStats(launched_steps=self._num_launched, decode_steps=self._decode_steps)
 
 
 def is_lone(batch: StepBatch) -> bool:
@@ -182,11 +184,12 @@ def _joined_draws(rows: Sequence[Drawn]) -> Drawn:
     return Drawn(token_ids, best, None, joined([tensors for _, tensors, _ in asking]) if asking else None, counts)
 
 
-def _lone_step(model: CausalModel, layers: Sequence[LayerCache | None]) -> LoneStep | None:
+def _lone_step(model: CausalModel, layers: Sequence[LayerCache | None]) -> tuple[LoneStep | None, str]:
+    """Return the native step and a line about it, or None and why there is none."""
     try:
         lone = open_lone_step(model, layers)
+        told = f"decode steps of up to {MAX_ROWS} requests run natively"
     except NoLoneStep as reason:
-        log.info("decode steps run through torch: %s", reason)
-        return None
-    log.info("decode steps of up to %d requests run natively", MAX_ROWS)
-    return lone
+        lone, told = None, f"decode steps run through torch: {reason}"
+    log.info(told)
+    return lone, told

@@ -21,7 +21,7 @@ from localllm.kernels.cpu.activations import MAX_PEAK, decode, encode
 from localllm.kernels.cpu.int8 import CpuInt8Weight, int8_nbytes, pack_int8
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS
-from localllm.kernels.cpu.pack import cpu_layout, pack_for_cpu, packed_nbytes
+from localllm.kernels.cpu.pack import CpuPacker, cpu_layout, packed_nbytes
 from localllm.kernels.cpu.q4 import CpuQ4Weight
 from localllm.kernels.fp8_linear import quantize_fp8
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
@@ -146,7 +146,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so() -> None:
     x = normal(5, 64)
     x[1], x[2, 3], x[3, 4] = 0, math.nan, math.inf
     for rows in (x, x[1:2], x[2:3], x[3:4]):
-        y = to_device_layout(quantize_int8(normal(16, 64)), "fast").linear(rows)  # type: ignore[union-attr]
+        y = to_device_layout(quantize_int8(normal(16, 64)), CpuPacker()).linear(rows)  # type: ignore[union-attr]
         finite = rows.isfinite().all(1)
         assert bool((y.isfinite().all(1) == finite).all())
         assert bool((y[(rows == 0).all(1)] == 0).all())
@@ -160,7 +160,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so() -> None:
 def test_each_kind_against_float64(name: str, mode: str) -> None:
     weight = KINDS[name]()
     exact = weight.dequantize(torch.float32)
-    packed = pack_for_cpu(weight, mode)
+    packed = CpuPacker(mode).pack(weight)
     assert packed is not weight
     assert tuple(packed.shape) == tuple(weight.shape)
     is_q4 = isinstance(packed, CpuQ4Weight)
@@ -210,27 +210,30 @@ def bytes_matrix(n: int, k: int, seed: int) -> Tensor:
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (192, 128), (640, 896), (100, 128), (128, 100)])
 def test_the_second_of_a_shape_lies_as_onednn_would_lay_it(n: int, k: int) -> None:
     first, second = bytes_matrix(n, k, 1), bytes_matrix(n, k, 2)
-    example = blocks.reorder(first)
+    examples = blocks.Examples()
+    example = blocks.reorder(first, examples)
     is_known = n % 64 == 0 and k % 64 == 0
-    assert ((n, k) in blocks._examples) == is_known
-    packed = blocks.reorder(second)
+    assert ((n, k) in examples) == is_known
+    packed = blocks.reorder(second, examples)
     wanted = torch.ops.onednn.qlinear_prepack(second, None)
     assert torch.equal(blocks.memory_of(packed), blocks.memory_of(wanted)) or not is_known  # what fills up is anything
     x, ones = normal(5, k), torch.ones(n)
     assert torch.equal(CpuInt8Weight(packed, ones).linear(x), CpuInt8Weight(wanted, ones).linear(x))
     assert torch.equal(CpuInt8Weight(example, ones).dequantize(torch.float32), first.float())  # and stayed itself
     del example
-    assert (n, k) not in blocks._examples  # no memory is held for what may come
+    assert (n, k) not in examples  # no memory is held for what may come
 
 
 @pytest.mark.parametrize(("attribute", "other"), [("BLOCK", 32), ("_TOGETHER", 8)])
 def test_a_layout_that_is_another_is_left_to_onednn(
     attribute: str, other: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(blocks, "native", lambda: None)
     monkeypatch.setattr(blocks, attribute, other)
     values = bytes_matrix(256, 128, 3)
-    packed = [blocks.reorder(values) for _ in range(2)]
-    assert (256, 128) not in blocks._examples
+    examples = blocks.Examples()
+    packed = [blocks.reorder(values, examples) for _ in range(2)]
+    assert not examples
     assert torch.equal(CpuInt8Weight(packed[1], torch.ones(256)).dequantize(torch.float32), values.float())
 
 
@@ -240,7 +243,7 @@ def test_inputs_in_an_order_of_their_own() -> None:
     codes = torch.randint(0, 16, (32, 256), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     weight = pack_int4(codes, torch.rand(2, 32).half() + 0.5, None, 128, g_idx=groups)
     assert weight.input_order is not None
-    packed = pack_for_cpu(weight, "fast")
+    packed = CpuPacker().pack(weight)
     exact = weight.dequantize(torch.float32)
     assert packed.nbytes == packed_nbytes(weight, "fast") == held_bytes(packed)
     assert error(packed.dequantize(torch.float32), exact) < (2 * FP16 if native() else 0.02)
@@ -263,9 +266,9 @@ def test_single_rows_of_a_table() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_bytes_are_known_before(name: str, mode: str) -> None:
     weight = KINDS[name]()
-    assert device_layout_bytes(weight, CPU, mode) == held_bytes(to_device_layout(weight, mode))
+    assert device_layout_bytes(weight, CPU, mode) == held_bytes(to_device_layout(weight, CpuPacker(mode)))
     assert device_layout_bytes(weight, torch.device("cuda"), mode) == weight.nbytes
-    assert (to_device_layout(weight, mode) is weight) == (mode == "exact")
+    assert (to_device_layout(weight, CpuPacker(mode)) is weight) == (mode == "exact")
 
 
 def test_layouts_by_mode() -> None:
@@ -283,22 +286,22 @@ def test_layouts_by_mode() -> None:
 def test_a_small_weight_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 48 * 256 + 1)
     weight = quantize_int8(normal(48, 256))
-    assert to_device_layout(weight, "fast") is weight
+    assert to_device_layout(weight, CpuPacker()) is weight
     monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 48 * 256)
-    assert isinstance(to_device_layout(weight, "fast"), CpuInt8Weight)
+    assert isinstance(to_device_layout(weight, CpuPacker()), CpuInt8Weight)
 
 
 def test_parts_become_one_matrix_where_that_takes_no_more() -> None:
     parts = [gguf("Q6_K", 64, 256), gguf("Q8_0", 20, 256)]
     whole = StackedWeight(parts)
-    packed = to_device_layout(whole, "fast")
+    packed = to_device_layout(whole, CpuPacker())
     assert isinstance(packed, CpuInt8Weight)
     assert packed.nbytes == device_layout_bytes(whole, CPU, "fast")
     assert packed.nbytes == sum(device_layout_bytes(part, CPU, "fast") for part in parts)
     x = normal(3, 256)
     assert error(packed.linear(x), product(x, whole.dequantize(torch.float32))) < 0.03
     mixed = StackedWeight([gguf("Q4_K", 64, 256), normal(64, 256), gguf("Q8_0", 20, 256)])
-    apart = to_device_layout(mixed, "fast")
+    apart = to_device_layout(mixed, CpuPacker())
     assert isinstance(apart, StackedWeight)
     assert [type(part).__name__ for part in apart.parts] == [
         "CpuQ4Weight" if native() else "CpuInt8Weight",

@@ -1,4 +1,4 @@
-"""Huge pages are wanted first and made later; memory that is gone by then does no harm."""
+"""Huge pages are made piece by piece; memory without any does no harm."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm.kernels import huge_pages
-from localllm.kernels.huge_pages import HUGE_PAGE, PIECE, collapse_huge_pages, register_huge_pages
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_wanted() -> None:
-    huge_pages._registered.clear()
+from localllm.kernels.huge_pages import HUGE_PAGE, PIECE, HugePages
+from localllm.models.layers.linear import Linear
+from localllm.models.weights.parameters import held_memory
 
 
 def huge_kib(address: int) -> int:
@@ -33,9 +29,9 @@ def huge_kib(address: int) -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="advice for Linux")
 def test_pages_are_made_piece_by_piece_and_keep_what_they_hold() -> None:
     tensor = torch.arange((3 * PIECE + HUGE_PAGE) // 8)
-    register_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    pages = HugePages([(tensor.data_ptr(), tensor.nbytes)])
     calls = 1
-    while collapse_huge_pages(0.0):
+    while pages.make(0.0):
         calls += 1
     assert calls in (3, 4), "a piece at a time"
     assert torch.equal(tensor, torch.arange(len(tensor)))
@@ -44,8 +40,15 @@ def test_pages_are_made_piece_by_piece_and_keep_what_they_hold() -> None:
         assert huge_kib(middle) >= PIECE // 1024
 
 
-def test_small_and_vanished_memory_is_left_alone() -> None:
-    register_huge_pages(HUGE_PAGE + 1, HUGE_PAGE)  # no whole huge page inside
-    assert not huge_pages._registered
-    register_huge_pages(1 << 46, 4 * HUGE_PAGE)  # nobody's
-    assert not collapse_huge_pages()
+def test_small_and_foreign_memory_is_left_alone() -> None:
+    assert not HugePages([(HUGE_PAGE + 1, HUGE_PAGE)]).make()  # no whole huge page inside
+    assert not HugePages([(1 << 46, 4 * HUGE_PAGE)]).make()  # nobody's
+
+
+def test_the_memory_of_a_model_is_named_once() -> None:
+    shared, large = torch.zeros(100, 64), torch.ones(640, 896)
+    layers = [Linear(shared[:50]), Linear(shared[50:], shared[0, :50]), Linear(large)]
+    packed = layers[2].weight
+    assert isinstance(packed, torch.Tensor)
+    address = torch.ops.mkldnn.data_ptr(packed) if packed.is_mkldnn else packed.data_ptr()
+    assert dict(held_memory(layers)) == {shared.data_ptr(): shared.nbytes, address: large.nbytes}

@@ -83,6 +83,16 @@ def test_batches_of_one_token_for_each_of_eight_requests_run_natively(
     assert counts == [8, 2]
 
 
+def test_the_runner_says_how_decode_steps_are_computed(
+    model: Any, spec: ModelSpec, library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert open_runner(model, spec).stats().decode_steps == "decode steps of up to 8 requests run natively"
+    monkeypatch.setattr(lone_step, "native", _no_library)
+    monkeypatch.setattr(lone_step, "why_none", lambda: "A compiler was missing.")
+    told = open_runner(model, spec).stats().decode_steps
+    assert told == "decode steps run through torch: A compiler was missing."
+
+
 def test_prompts_whose_logits_are_wanted_do_not(model: Any, spec: ModelSpec, counts: list[int]) -> None:
     desk = Desk(open_runner(model, spec))
     scored = desk.enter("scored", 0, [3, 4], SamplingParams(temperature=0.0, prompt_logprobs=1))

@@ -1,4 +1,4 @@
-"""`localllm serve demo` as a process of its own, with a client beside it that measures what others feel.
+"""`localllm serve MODEL` as a process of its own, with a client beside it that measures what others feel.
 
 What a test cannot see from inside shows here: a native crash is an exit code, a frozen event loop is a wait for
 /health, a leak is resident memory.
@@ -41,8 +41,8 @@ class Felt(NamedTuple):
 class ChildServer:
     """Runs until the `with` block ends; `exit_code` says afterwards how it ended. `files`: what it may find on disk."""
 
-    def __init__(self, folder: Path, *flags: str, with_bystander: bool = True) -> None:
-        self.folder, self.flags = folder, flags
+    def __init__(self, folder: Path, *flags: str, model: str = "demo", with_bystander: bool = True) -> None:
+        self.folder, self.flags, self.model = folder, flags, model
         self.log_path = folder / "server.log"
         self.port = 0
         self.exit_code: int | None = None
@@ -62,7 +62,7 @@ class ChildServer:
             "HF_HUB_CACHE": str(self.folder / "hub"),
             "HF_HUB_OFFLINE": "1",
         }
-        command = [sys.executable, "-m", "localllm", "serve", "demo", "--port", str(self.port), *self.flags]
+        command = [sys.executable, "-m", "localllm", "serve", self.model, "--port", str(self.port), *self.flags]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         self.exit_code = None

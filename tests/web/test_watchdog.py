@@ -13,6 +13,7 @@ import pytest
 
 from localllm.cli import main
 from localllm.engine.pulse import Pulse, TimedPool
+from localllm.engine.step import RunnerStats
 from localllm.logs.fault_log import FaultLog
 from localllm.web import watchdog as module
 from localllm.web.watchdog import STEP_IDLE_S, STEP_SLOW_S, Watchdog, thread_cpu_s, worst
@@ -228,9 +229,10 @@ def test_an_event_loop_that_stood_still_is_told_afterwards_with_its_stacks(
 
 
 def test_the_doctor_tells_what_a_running_server_knows(
-    live: tuple[LiveServer, PacedRunner], capsys: pytest.CaptureFixture[str]
+    live: tuple[LiveServer, PacedRunner], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, runner = live
+    monkeypatch.setattr(runner, "stats", lambda: RunnerStats(decode_steps="decode steps run through torch: a reason"))
     wait_until(lambda: "tiny" in server.get("/localllm/v1/server").json()["engines"])
     assert main(["doctor", "--server", "--url", server.url]) == 0
     told = capsys.readouterr().out
@@ -239,6 +241,7 @@ def test_the_doctor_tells_what_a_running_server_knows(
         "event loop",
         "engine tiny",
         "idle for",
+        "through torch: a reason",
         "resident",
         "0 open",
         "none since the start",

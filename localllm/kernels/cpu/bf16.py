@@ -12,6 +12,7 @@ Does not know: when this product is faster than others.
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 
 import torch
@@ -23,6 +24,7 @@ from localllm.kernels.cpu.native_product import native_unpack_bf16
 
 INPUTS_MULTIPLE = 32  # of K, so that oneDNN pads nothing
 UNPACKED_AT_A_TIME = 1 << 22  # weights
+KEPT_BUFFERS = 6  # of a thread: as many shapes as the layers of most models have
 
 
 @cache
@@ -81,7 +83,7 @@ def unpacked_linear(matrix: NativeMatrix, x: Tensor) -> Tensor | None:
     step = -(-count // parts)  # blocks
     if not _packs(step * OUTPUTS, matrix.inputs, torch.get_num_threads()):
         return None
-    buffer = _reordered(torch.zeros((step * OUTPUTS, matrix.inputs), dtype=torch.bfloat16, device="cpu"))
+    buffer = _buffers.of_shape(step * OUTPUTS, matrix.inputs)
     blocks = blocks_in(buffer)
     y = torch.empty((len(x), matrix.outputs), dtype=torch.float32, device="cpu")
     for first in range(0, count, step):
@@ -89,6 +91,26 @@ def unpacked_linear(matrix: NativeMatrix, x: Tensor) -> Tensor | None:
         into = y[:, first * OUTPUTS : (first + step) * OUTPUTS]
         into.copy_(multiply_bf16(x, buffer)[:, : into.shape[1]])
     return y
+
+
+class _Buffers(threading.local):
+    """What this thread unpacks into: making such a matrix takes longer than unpacking and multiplying."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int, int], Tensor] = {}  # by rows, columns and threads, the last used one last
+
+    def of_shape(self, rows: int, columns: int) -> Tensor:
+        """Return a matrix [rows, columns] of any values, valid until the thread's next call."""
+        key = rows, columns, torch.get_num_threads()
+        buffer = self._kept.pop(key, None)
+        if buffer is None:
+            buffer = _reordered(torch.zeros((rows, columns), dtype=torch.bfloat16, device="cpu"))
+            self._kept = dict(list(self._kept.items())[1 - KEPT_BUFFERS :])
+        self._kept[key] = buffer
+        return buffer
+
+
+_buffers = _Buffers()
 
 
 @cache

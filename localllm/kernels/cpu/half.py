@@ -35,7 +35,6 @@ from localllm.kernels.cpu.bf16 import (
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.native_product import native_linear, native_unpack, unpacked_parts
-from localllm.kernels.huge_pages import register_huge_pages
 from localllm.kernels.linear import PACK_MIN_ELEMENTS
 from localllm.kernels.quantized_weight import MetaWeight
 
@@ -127,7 +126,6 @@ def pack_half(weight: Tensor, *, is_head: bool = False) -> CpuHalfWeight | MetaW
         return MetaWeight((weight.shape[0], weight.shape[1]), half_nbytes(*weight.shape))
     packed = pack_bf16(weight)
     packed = blocked(weight) if packed is None else packed
-    register_huge_pages(_address(packed), half_nbytes(*weight.shape))
     return CpuHalfWeight(packed, weight.shape[0], is_head)
 
 

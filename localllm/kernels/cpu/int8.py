@@ -23,14 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.cpu.activations import decode, encode
-from localllm.kernels.cpu.blocks import BLOCK, reorder
-from localllm.kernels.huge_pages import register_huge_pages
+from localllm.kernels.cpu.blocks import BLOCK, Examples, reorder
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.planar.linear import PlanarWeight, dequantize_reference
 from localllm.kernels.quantize import SMALLEST
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.kernels.stacked_weight import StackedWeight
 
 CODES_AT_A_TIME = 1 << 20  # weights rounded at a time, so that their fp32 stays in the cache
 DEQUANTIZED_COLUMNS = 256
@@ -69,10 +67,9 @@ class CpuInt8Weight:
         return out
 
 
-def pack_int8(values: Tensor, scales: Tensor) -> CpuInt8Weight:
-    """Pack values [N, K] int8, scales [N] fp32."""
-    packed = reorder(values.contiguous())
-    register_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+def pack_int8(values: Tensor, scales: Tensor, examples: Examples | None = None) -> CpuInt8Weight:
+    """Pack values [N, K] int8, scales [N] fp32. examples: what was packed before, which makes it faster."""
+    packed = reorder(values.contiguous(), Examples() if examples is None else examples)
     return CpuInt8Weight(packed, scales)
 
 
@@ -86,9 +83,6 @@ def int8_codes(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     """Return values [N, K] int8, scales [N] fp32: unchanged if the weight has this format, rounded otherwise."""
     if isinstance(weight, Int8Weight) and weight.zeros is None:
         return weight.values, weight.scales
-    if isinstance(weight, StackedWeight):
-        parts = [int8_codes(part) for part in weight.parts if not isinstance(part, Tensor)]
-        return torch.cat([values for values, _ in parts]), torch.cat([scales for _, scales in parts])
     if not isinstance(weight, PlanarWeight):
         return round_rows(weight.dequantize(torch.float32))
     values = torch.empty(weight.shape, dtype=torch.int8)

@@ -6,7 +6,7 @@
 
 `small` is an older name for what is now also the fastest. q4 needs the native library; without it these weights become
 int8 too. Weights that do not fit a layout (by shape, an old torch, a processor without the instructions) run as stored.
-The caller passes the mode, the `cpu_weights` of the model's settings: two models of one process may differ in it.
+The mode is the `cpu_weights` of the model's settings: two models of one process may differ in it.
 Does not know: layers, devices other than the CPU.
 """
 
@@ -14,17 +14,19 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from localllm.kernels.cpu.blocks import BLOCK
+from localllm.kernels.cpu.blocks import BLOCK, Examples
 from localllm.kernels.cpu.int8 import has_int8, int8_codes, int8_nbytes, pack_int8
 from localllm.kernels.cpu.native.library import native
-from localllm.kernels.cpu.q4 import fits_q4, pack_q4, q4_nbytes
+from localllm.kernels.cpu.q4 import blocks_nbytes, fits_q4, pack_q4, q4_nbytes
+from localllm.kernels.cpu.stored_blocks import KINDS, GGUFBlocks, blocks_codes, blocks_int8, blocks_q4
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.planar.linear import PlanarWeight
-from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.kernels.quantized_weight import QuantizedTable, QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
 
 Layout = Literal["q4", "int8"]
@@ -35,28 +37,48 @@ def is_on_cpu(weight: QuantizedWeight) -> bool:
     """Return whether the weight is in this machine's memory, in a known layout."""
     if isinstance(weight, StackedWeight):
         return all(not isinstance(part, Tensor) and is_on_cpu(part) for part in weight.parts)
+    if isinstance(weight, GGUFBlocks):
+        return weight.pieces[0].device.type == "cpu"
     tensor = weight.words if isinstance(weight, PlanarWeight) else getattr(weight, "values", None)
     return isinstance(tensor, Tensor) and tensor.device.type == "cpu"
 
 
-def pack_for_cpu(weight: QuantizedWeight, mode: str) -> QuantizedWeight:
-    """Return the weight in this processor's fastest layout (drop the original), or `weight` itself."""
-    layout = cpu_layout(weight, mode)
-    if layout is None:
-        return weight
-    if layout == "int8":
-        return pack_int8(*int8_codes(weight))
-    assert isinstance(weight, PlanarWeight)
-    return pack_q4(weight)
+class CpuPacker:
+    """Packs the quantised weights of one model. The second of a shape takes less time than the first."""
+
+    def __init__(self, mode: str = "fast") -> None:
+        self.mode = mode
+        self._examples = Examples()
+
+    def pack(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """Return the weight in this processor's fastest layout (drop the original), or `weight` itself."""
+        layout = cpu_layout(weight, self.mode)
+        if layout is None:
+            return weight.repacked() if isinstance(weight, GGUFBlocks) else weight
+        if isinstance(weight, GGUFBlocks):
+            return blocks_q4(weight) if layout == "q4" else blocks_int8(weight, self._examples)
+        if layout == "int8":
+            return pack_int8(*_codes(weight), self._examples)
+        assert isinstance(weight, PlanarWeight)
+        return pack_q4(weight)
+
+    def table(self, table: QuantizedTable) -> QuantizedTable:
+        """Return a table that is not part of a file any more, and that a head may share: as stored if the head has a
+        layout of its own, else as `pack` returns it."""
+        if not isinstance(table, GGUFBlocks):
+            return table
+        return table.repacked() if cpu_layout(table, self.mode) is None else table.copied()
 
 
 def packed_nbytes(weight: QuantizedWeight, mode: str) -> int:
-    """Return the bytes of the result of `pack_for_cpu`. The weight may be on `meta`: only its shape is read."""
+    """Return the bytes of the result of `CpuPacker.pack`. The weight may be on `meta`: only its shape is read."""
     layout = cpu_layout(weight, mode)
     if layout is None:
         return weight.nbytes
     if layout == "int8":
         return int8_nbytes(*weight.shape)
+    if isinstance(weight, GGUFBlocks):
+        return blocks_nbytes(*weight.shape, KINDS[weight.block_type])
     assert isinstance(weight, PlanarWeight)
     return q4_nbytes(weight)
 
@@ -68,7 +90,7 @@ def cpu_layout(weight: QuantizedWeight, mode: str) -> Layout | None:
     rows, columns = weight.shape
     if mode == "exact" or INTERPRETED or rows * columns < PACK_MIN_ELEMENTS or not _is_known(weight):
         return None
-    if isinstance(weight, PlanarWeight) and fits_q4(weight) and native() is not None:
+    if native() is not None and _fits_q4(weight):
         return "q4"
     return "int8" if has_int8() else None
 
@@ -80,8 +102,22 @@ def _joins(weight: StackedWeight, mode: str) -> bool:
     return all(is_int8) and all(part.shape[0] % BLOCK == 0 for part in weight.parts[:-1])
 
 
+def _fits_q4(weight: QuantizedWeight) -> bool:
+    if isinstance(weight, GGUFBlocks):
+        return weight.block_type in KINDS
+    return isinstance(weight, PlanarWeight) and fits_q4(weight)
+
+
 def _is_known(weight: object) -> bool:
-    return isinstance(weight, PlanarWeight | Int8Weight | Fp8Weight)
+    return isinstance(weight, PlanarWeight | Int8Weight | Fp8Weight | GGUFBlocks)
+
+
+def _codes(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """Return values [N, K] int8, scales [N] fp32."""
+    if isinstance(weight, StackedWeight):
+        parts = [_codes(part) for part in weight.parts if not isinstance(part, Tensor)]
+        return torch.cat([values for values, _ in parts]), torch.cat([scales for _, scales in parts])
+    return blocks_codes(weight) if isinstance(weight, GGUFBlocks) else int8_codes(weight)
 
 
 def describe_layout(mode: str) -> str:

@@ -22,13 +22,12 @@ from torch import Tensor
 from localllm.kernels.cpu.bf16 import has_fast_bf16, unpacked_linear
 from localllm.kernels.cpu.native.structures import GROUP, MAX_ROWS, OUTPUTS, Kind, NativeMatrix
 from localllm.kernels.cpu.native_product import native_linear, native_unpack
-from localllm.kernels.huge_pages import register_huge_pages
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.planar.layout import unpack_words
 from localllm.kernels.planar.linear import SUPER_GROUP, PlanarWeight
 
 CODE_BYTES = OUTPUTS * GROUP // 2
-UNPACK_ROWS = 192  # from here on torch saves more than unpacking to bf16 costs
+UNPACK_ROWS = 128  # from here on torch saves more than unpacking to bf16 costs
 PACKED_AT_A_TIME = 1 << 20  # weights, so that intermediate tensors stay in the cache
 
 
@@ -115,19 +114,27 @@ def fits_q4(weight: PlanarWeight) -> bool:
 
 def pack_q4(weight: PlanarWeight) -> CpuQ4Weight:
     """Pack a weight for which `fits_q4` is True."""
-    packed = _empty(weight)
+    packed = empty_q4(*weight.shape, _kind(weight), _order(weight))
     for start, part in PlanarWeight.parts(weight, PACKED_AT_A_TIME):
         _write(packed.blocks[start // OUTPUTS :][: -(-part.shape[0] // OUTPUTS)], part)
-    register_huge_pages(packed.blocks.data_ptr(), packed.blocks.nbytes)
     return packed
 
 
 def q4_nbytes(weight: PlanarWeight) -> int:
     """Return the bytes of the result of `pack_q4`; the weight may be on `meta`."""
-    rows, columns = weight.shape
-    padded = -(-rows // OUTPUTS) * OUTPUTS
-    order = 0 if _order(weight) is None else columns * 4
-    return padded // OUTPUTS * (columns // GROUP) * _block_bytes(_kind(weight)) + order
+    order = 0 if _order(weight) is None else weight.columns * 4
+    return blocks_nbytes(*weight.shape, _kind(weight)) + order
+
+
+def blocks_nbytes(rows: int, columns: int, kind: Kind) -> int:
+    """Return the bytes of a matrix's blocks."""
+    return -(-rows // OUTPUTS) * (columns // GROUP) * _block_bytes(kind)
+
+
+def empty_q4(rows: int, columns: int, kind: Kind, input_order: Tensor | None = None) -> CpuQ4Weight:
+    """Return a weight whose blocks are not written yet."""
+    blocks = torch.empty((-(-rows // OUTPUTS), columns // GROUP, _block_bytes(kind)), dtype=torch.uint8, device="cpu")
+    return CpuQ4Weight(blocks, rows, None if input_order is None else input_order.int())
 
 
 def _write(blocks: Tensor, part: PlanarWeight) -> None:
@@ -160,13 +167,6 @@ def _in_fp32(scales: Tensor, super_scales: Tensor | None, group: int) -> Tensor:
     if super_scales is None:
         return scales.float()
     return scales.float() * super_scales.float().repeat_interleave(SUPER_GROUP // group, dim=0)[: scales.shape[0]]
-
-
-def _empty(weight: PlanarWeight) -> CpuQ4Weight:
-    rows, columns = weight.shape
-    blocks = torch.empty((-(-rows // OUTPUTS), columns // GROUP, _block_bytes(_kind(weight))), dtype=torch.uint8)
-    order = _order(weight)
-    return CpuQ4Weight(blocks, rows, None if order is None else order.int())
 
 
 def _kind(weight: PlanarWeight) -> Kind:

@@ -123,8 +123,8 @@ class DecoderBuilder:
         if spec.lm_head_bias:
             bias = self.weights.take(["lm_head.bias"], (spec.vocab_size,), rows=self.shard.vocab)
         if not isinstance(rows, Tensor):  # quantised: lookup and product read the same bytes, except on a CPU
-            layout = self.weights.cpu_weights
-            return Linear(tied_head(rows, self.device, layout), bias, cpu_weights=layout)
+            packer = self.weights.packer
+            return Linear(tied_head(rows, self.device, packer.mode), bias, packer=packer)
         # Packing makes its own copy; a tensor on `meta` is not packed, but must be counted twice as well.
         return Linear(rows.to(self.dtype, copy=separate and rows.is_meta), bias)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.models.architectures.layer import MixerPart, FeedForward, Gemma3nLayer, Gemma4Layer, LayerKind
+from localllm.models.architectures.layer import FeedForward, Gemma3nLayer, Gemma4Layer, LayerKind, MixerPart
 from localllm.models.architectures.mixture import build_mixture
 from localllm.models.architectures.shard_weights import ShardWeights
 from localllm.models.layers.altup import AltUp, AltUpEnds, Laurel

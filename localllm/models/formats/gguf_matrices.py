@@ -1,5 +1,5 @@
 """Matrices in GGUF's block types: repacked bit for bit if a kernel supports the type, else dequantised by the gguf
-package.
+package. On a CPU the blocks of common types stay as they are, views of the file, until they are packed.
 
 F32 F16 BF16                              not quantised
 Q4_0 ... Q6_K, IQ4_NL, IQ4_XS, MXFP4      repacked (list in kernels/gguf_blocks.py), as large as in the file
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import UnsupportedModel
+from localllm.kernels.cpu.stored_blocks import GGUFBlocks, reads_blocks
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.quantized_weight import QuantizedWeight
@@ -100,6 +101,8 @@ class GGUFMatrices:
                 for part in parts
             ]
             return wide[0] if len(wide) == 1 else torch.cat(wide)
+        if device.type == "cpu" and reads_blocks(str(kind)):
+            return GGUFBlocks(tuple(_blocks(checkpoint, part) for part in parts), str(kind), columns)
         blocks = [_blocks(checkpoint, part).to(device) for part in parts]
         return repack_gguf(blocks[0] if len(blocks) == 1 else torch.cat(blocks), str(kind), columns)
 
@@ -184,7 +187,12 @@ def _blocks(checkpoint: Checkpoint, part: StoredPart) -> Tensor:
     if part.columns is not None:
         size, num_bytes = _block(_info(checkpoint, part.stem).dtype)
         blocks = blocks[:, part.columns.start // size * num_bytes : part.columns.stop // size * num_bytes]
-    return blocks if part.order is None else blocks[part.order.cpu()]
+    if part.order is None or not len(part.order):
+        return blocks if part.order is None else blocks[:0]
+    order = part.order.cpu()
+    first, count = int(order[0]), len(order)
+    is_range = torch.equal(order, torch.arange(first, first + count, device="cpu"))
+    return blocks[first : first + count] if is_range else blocks[order]
 
 
 @lru_cache(maxsize=256)

@@ -66,7 +66,7 @@ class LinearFormat(Protocol):
     def read_meta(
         self, checkpoint: Checkpoint, parts: Sequence[StoredPart], dtype: torch.dtype
     ) -> Tensor | QuantizedWeight:
-        """Return `read`'s result on the `meta` device, from headers alone."""
+        """Return `read`'s result on the `meta` device, from headers alone; of `GGUFBlocks` the repacked weight."""
         ...
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:

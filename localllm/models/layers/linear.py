@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.half import CpuHalfWeight
-from localllm.kernels.cpu.pack import cpu_layout, is_on_cpu, pack_for_cpu, packed_nbytes
+from localllm.kernels.cpu.pack import CpuPacker, cpu_layout, is_on_cpu, packed_nbytes
 from localllm.kernels.linear import linear, pack_weight
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable, QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
@@ -19,13 +19,13 @@ Weight = Tensor | QuantizedWeight
 class Linear:
     """y = x W^T + b. Owns the weight: if the device needs another layout, only the packed copy is kept.
 
-    cpu_weights: the layout of a quantised weight on a CPU, the setting of that name (kernels/cpu/pack.py).
+    packer: packs a quantised weight on a CPU.
     """
 
     __slots__ = ("bias", "weight")
 
-    def __init__(self, weight: Weight, bias: Tensor | None = None, *, cpu_weights: str = "fast") -> None:
-        self.weight = to_device_layout(weight, cpu_weights)
+    def __init__(self, weight: Weight, bias: Tensor | None = None, *, packer: CpuPacker | None = None) -> None:
+        self.weight = to_device_layout(weight, packer or CpuPacker())
         self.bias = bias
 
     def __call__(self, x: Tensor, first_row: int = 0) -> Tensor:
@@ -47,13 +47,13 @@ class ScaledOutputs:
         return self.linear(x, first_row).mul_(self.factors)
 
 
-def to_device_layout(weight: Weight, cpu_weights: str) -> Weight:
-    """Return the weight in the layout that its device reads fastest, or that `cpu_weights` names for a CPU."""
+def to_device_layout(weight: Weight, packer: CpuPacker) -> Weight:
+    """Return the weight in the layout that its device reads fastest, on a CPU as `packer` packs it."""
     if isinstance(weight, Tensor):
         return pack_weight(weight)
-    packed = pack_for_cpu(weight, cpu_weights) if is_on_cpu(weight) else weight
+    packed = packer.pack(weight) if is_on_cpu(weight) else weight
     if packed is weight and isinstance(weight, StackedWeight):
-        return StackedWeight([to_device_layout(part, cpu_weights) for part in weight.parts])
+        return StackedWeight([to_device_layout(part, packer) for part in weight.parts])
     return packed
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.lora import LoraRows, add_lora, lora_rows
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.linear import Linear, Weight
@@ -55,10 +56,10 @@ class LoraLinear(Linear):
 
     def __init__(
         self, weight: Weight, bias: Tensor | None, parts: Sequence[LoraPart], a: Tensor, b: Tensor, step: LoraStep,
-        *, cpu_weights: str,
+        *, packer: CpuPacker,
     ) -> None:  # fmt: skip
         """a [slots, R, K] and b [slots, N, R] are zeros; R is the maximal rank times the number of parts."""
-        super().__init__(weight, bias, cpu_weights=cpu_weights)
+        super().__init__(weight, bias, packer=packer)
         self.parts, self.a, self.b, self.step = tuple(parts), a, b, step
         self.ranks = [0] * len(a)  # current rank in each slot
 
@@ -108,14 +109,14 @@ class LoraBank:
 
     def linear(
         self, weight: Weight, bias: Tensor | None, parts: Sequence[LoraPart], dtype: torch.dtype, device: torch.device,
-        *, cpu_weights: str,
+        *, packer: CpuPacker,
     ) -> LoraLinear:  # fmt: skip
         rows, columns = weight.shape
         rank = self.max_rank * len(parts)
         # Zero now, so that the pages are allocated during the load and not by the first adapter.
         a = torch.empty((self.max_loras, rank, columns), dtype=dtype, device=device).zero_()
         b = torch.empty((self.max_loras, rows, rank), dtype=dtype, device=device).zero_()
-        layer = LoraLinear(weight, bias, parts, a, b, self.step, cpu_weights=cpu_weights)
+        layer = LoraLinear(weight, bias, parts, a, b, self.step, packer=packer)
         self.layers.append(layer)
         self._places |= {name: (layer, index) for index, part in enumerate(parts) for name in part.names}
         return layer

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.moe.experts import experts
 from localllm.kernels.moe.route import route
 from localllm.kernels.moe.weights import ExpertWeights, pack_experts, stack_experts
@@ -41,13 +42,13 @@ class Routing:
     scales_inputs: bool = False  # the weight multiplies the expert's input instead of its output; top_k is 1
 
 
-def join_experts(matrices: Iterable[Weight], count: int, *, at_once: bool, cpu_weights: str) -> ExpertWeights:
+def join_experts(matrices: Iterable[Weight], count: int, *, at_once: bool, packer: CpuPacker) -> ExpertWeights:
     """Join the matrices of `count` experts for their products. Each is read only after the previous one is in place.
 
     at_once: stack them into one tensor for kernels, ValueError if that is not possible; otherwise keep a list.
-    cpu_weights: the layout of that list's quantised matrices on a CPU.
+    packer: packs that list's quantised matrices on a CPU.
     """
-    return stack_experts(matrices, count) if at_once else [to_device_layout(matrix, cpu_weights) for matrix in matrices]
+    return stack_experts(matrices, count) if at_once else [to_device_layout(matrix, packer) for matrix in matrices]
 
 
 class Experts:

@@ -26,6 +26,18 @@ def held_bytes(model: object) -> int:
     return sum(sizes.values())
 
 
+def held_memory(model: object) -> Iterator[tuple[int, int]]:
+    """Yield (address, bytes) of each tensor, once if it is shared. All tensors are in this machine's memory."""
+    spans = {}
+    for tensor in _leaves(model):
+        if isinstance(tensor, Tensor):
+            if tensor.is_mkldnn:
+                spans[torch.ops.mkldnn.data_ptr(tensor)] = int(torch.ops.mkldnn._nbytes(tensor))
+            else:
+                spans[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    yield from spans.items()
+
+
 def _bytes(tensor: Tensor) -> int:
     """Return a tensor's bytes; oneDNN's int8 layout includes padding to whole blocks and sums."""
     if tensor.is_mkldnn and tensor.dtype == torch.int8:

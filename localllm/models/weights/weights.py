@@ -19,6 +19,9 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.cpu.half import fits_half, pack_half
+from localllm.kernels.cpu.pack import CpuPacker, cpu_layout
+from localllm.kernels.cpu.stored_blocks import meta_blocks, reads_blocks
+from localllm.kernels.gguf_linear import GGUFWeight
 from localllm.kernels.linear import should_pack
 from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable
@@ -49,8 +52,8 @@ class TensorSource(Protocol):
         ...
 
     @property
-    def cpu_weights(self) -> str:
-        """The layout of this model's quantised matrices on a CPU: the setting of that name."""
+    def packer(self) -> CpuPacker:
+        """Packs this model's quantised matrices on a CPU, as the setting `cpu_weights` says."""
         ...
 
     def keeps_half(self, dtype: torch.dtype, shape: tuple[int, int]) -> bool:
@@ -173,7 +176,7 @@ class Weights:
         """
         self._target = device
         self.device = self._load_device(device)
-        self._quantize, self.cpu_weights = quantize, cpu_weights
+        self._quantize, self.packer = quantize, CpuPacker(cpu_weights)
         self._half_weights = half_weights and device.type == "cpu" and dtype == torch.float32
         self._lora, self._lora_storage = lora, lora_storage
         self._checkpoint, self._spec, self._storage, self._format = checkpoint, spec, storage, format
@@ -233,7 +236,10 @@ class Weights:
             raise _wrong_shape([stored], found, shape)
         order = None if rows is None or len(rows) == shape[0] else torch.arange(rows.start, rows.stop, device="cpu")
         table = self._matrix(format.kind(self._checkpoint, stem), [StoredPart(stem, order)], shape)
-        return cast(QuantizedTable, table)  # guaranteed by `is_table`
+        return self._kept(cast(QuantizedTable, table))  # guaranteed by `is_table`
+
+    def _kept(self, table: QuantizedTable) -> QuantizedTable:
+        return self.packer.table(table)
 
     def linear(
         self,
@@ -249,11 +255,11 @@ class Weights:
         weight = self._weight(parts, own, self._at_load(list(stems)))
         biases = self._plain([StoredPart(f"{p.stem}.bias", p.order) for p in parts], own[:1]) if bias else None
         if stems[0] == LM_HEAD.removesuffix(".weight"):
-            return Linear(as_head(weight), biases, cpu_weights=self.cpu_weights)
+            return Linear(as_head(weight), biases, packer=self.packer)
         if self._lora is None:
-            return Linear(weight, biases, cpu_weights=self.cpu_weights)
+            return Linear(weight, biases, packer=self.packer)
         lora_parts = self._lora_parts(stems, parts, order, shape[1])
-        return self._lora.linear(weight, biases, lora_parts, self._dtype, self.device, cpu_weights=self.cpu_weights)
+        return self._lora.linear(weight, biases, lora_parts, self._dtype, self.device, packer=self.packer)
 
     def _at_load(self, stems: list[str]) -> list[AtLoad | None]:
         """Return how each of the layer's stored matrices is quantised after reading; None: it is kept as it is."""
@@ -291,7 +297,7 @@ class Weights:
         each = self._expert_matrices(prefix, names, shape, cut)
         try:
             at_once = needs_stacked_experts(self._target)
-            experts = join_experts(each, count, at_once=at_once, cpu_weights=self.cpu_weights)
+            experts = join_experts(each, count, at_once=at_once, packer=self.packer)
         except ValueError as error:
             raise UnsupportedModel(
                 f"The experts of {prefix} have a stored form that cannot run on {self._target}.",
@@ -706,11 +712,17 @@ class MetaWeights(Weights):
             yield pack_half(empty) if is_half else self._finished(empty, self._quantize)
         self._count(stacked)
 
+    def _kept(self, table: QuantizedTable) -> QuantizedTable:
+        if self._target.type == "cpu" and isinstance(table, GGUFWeight) and reads_blocks(table.block_type):
+            stored = meta_blocks(table)
+            return table if cpu_layout(stored, self.packer.mode) is None else stored
+        return table
+
     def _finished(self, weight: Weight, quantize: AtLoad | None) -> Weight:
         weight = super()._finished(weight, quantize)
         if isinstance(weight, Tensor):
             return weight
-        held = device_layout_bytes(weight, self._target, self.cpu_weights)
+        held = device_layout_bytes(weight, self._target, self.packer.mode)
         return MetaWeight((weight.shape[0], weight.shape[1]), held)
 
     def _stored(self, part: StoredPart) -> Tensor:

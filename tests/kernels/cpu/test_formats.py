@@ -98,7 +98,7 @@ def test_a_packed_weight_is_a_cpu_q4_weight(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 0)
     weight = gguf("Q4_K", 64, 256)
     for mode in ("fast", "small"):
-        packed = pack.pack_for_cpu(weight, mode)
+        packed = pack.CpuPacker(mode).pack(weight)
         assert isinstance(packed, CpuQ4Weight)
         assert packed.nbytes == pack.packed_nbytes(weight, mode)
-    assert pack.pack_for_cpu(weight, "exact") is weight
+    assert pack.CpuPacker("exact").pack(weight) is weight

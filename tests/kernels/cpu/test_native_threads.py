@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels.cpu.native.library import Library, Pool, native, why_none
-from localllm.kernels.cpu.native.structures import MAX_ROWS, Activation, NormKind, Op
+from localllm.kernels.cpu.native.library import Library, Pool, _require_memory, native, why_none
+from localllm.kernels.cpu.native.structures import MAX_ROWS, Activation, Kind, NativeMatrix, NormKind, Op
 from localllm.kernels.layer_kv import LayerKV
 from tests.kernels.cpu.native_steps import Builder, listed
 
@@ -120,6 +120,34 @@ def test_many_steps(library: Library, threads: int) -> None:
             time.sleep(chance.choice([0.0, 0.001, 0.003]))
     one.close()
     many.close()
+
+
+@pytest.mark.parametrize("what", ["norm", "attention", "product"])
+def test_no_memory_is_an_error_of_the_call_alone(pool: Pool, expected: list[Tensor], what: str) -> None:
+    """More than a process can address is wanted, before and after ordinary steps."""
+    layers, build, huge = Layers(), Builder(), 1 << 45
+    cache = LayerKV(*(torch.zeros(2, 80, 16, 32) for _ in range(2)))
+    attention = build.attention(cache, 4, scale=0.2)
+    attention.heads = attention.kv_heads = huge
+    matrix = NativeMatrix(Kind.I8, 64, huge)
+
+    def ask() -> None:
+        rows = build.rows(layers.tables, [0], 16)
+        if what == "product":
+            x, y = torch.zeros(1), torch.zeros(64)
+            done = pool._functions.localllm_linear(pool._pool, matrix, x.data_ptr(), 0, 1, 1, y.data_ptr(), 64)
+            _require_memory(done, "a product")
+        elif what == "norm":
+            pool.run_step(listed(build.operation(Op.ADD, layers.stream, layers.stream, matrix=matrix)), rows, 1)
+        else:
+            pool.run_step(listed(build.operation(Op.ATTEND, layers.qkv, layers.attended, attention=attention)), rows, 1)
+
+    matrix.outputs = huge if what == "norm" else 64
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="No memory for the buffers of a"):
+            ask()
+        found = run(pool, 20, Layers())
+        assert all(torch.equal(got, wanted) for got, wanted in zip(found, expected, strict=False))
 
 
 def test_two_callers_are_served_one_after_the_other(pool: Pool, expected: list[Tensor]) -> None:

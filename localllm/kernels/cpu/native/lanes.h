@@ -62,6 +62,8 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) {  // a * b + c
 }
 INLINE Floats load_halves(const uint16_t* p) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void*)p)); }
 INLINE Floats low_halves(Ints a) { return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)a)); }
+INLINE void store_halves(uint16_t* p, Floats a) { _mm256_storeu_si256((void*)p, _mm512_cvtps_ph((__m512)a, 0)); }
+INLINE Ints nearest_ints(Floats a) { return (Ints)_mm512_cvtps_epi32((__m512)a); }  // ties to even
 INLINE Ints dot_bytes(Ints sum, Ints w, Ints x) {
   return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 }
@@ -75,6 +77,8 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 }
 INLINE Floats load_halves(const uint16_t* p) { return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const void*)p)); }
+INLINE void store_halves(uint16_t* p, Floats a) { _mm_storeu_si128((void*)p, _mm256_cvtps_ph((__m256)a, 0)); }
+INLINE Ints nearest_ints(Floats a) { return (Ints)_mm256_cvtps_epi32((__m256)a); }
 INLINE Floats low_halves(Ints a) {
   const __m256i lower = _mm256_setr_epi8(
       0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
@@ -103,6 +107,8 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
   return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
 INLINE Floats load_halves(const uint16_t* p) { return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+INLINE void store_halves(uint16_t* p, Floats a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)a))); }
+INLINE Ints nearest_ints(Floats a) { return (Ints)vcvtnq_s32_f32((float32x4_t)a); }
 INLINE Floats low_halves(Ints a) { return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32((uint32x4_t)a))); }
 INLINE Ints dot_bytes(Ints sum, Ints w, Ints x) {
   return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
@@ -124,6 +130,17 @@ INLINE Floats low_halves(Ints a) {
   return out;
 }
 INLINE Floats load_halves(const uint16_t* p) { return low_halves((Ints){p[0], p[1], p[2], p[3]}); }
+INLINE void store_halves(uint16_t* p, Floats a) {
+  for (int i = 0; i < LANES; i++) {
+    const _Float16 half = (_Float16)a[i];
+    memcpy(p + i, &half, sizeof half);
+  }
+}
+INLINE Ints nearest_ints(Floats a) {
+  Ints out;
+  for (int i = 0; i < LANES; i++) out[i] = (int32_t)__builtin_rintf(a[i]);
+  return out;
+}
 INLINE Ints dot_bytes(Ints sum, Ints w, Ints x) {
   for (int i = 0; i < LANES; i++)
     for (int shift = 0; shift < 32; shift += 8) sum[i] += (int8_t)(w[i] >> shift) * (int8_t)(x[i] >> shift);

@@ -18,7 +18,7 @@ import os
 import platform
 import threading
 from collections.abc import Sequence
-from ctypes import c_char_p, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from localllm.kernels.cpu.native.self_check import wrong_kind
 from localllm.kernels.cpu.native.sources import FOLDER, library_name, source_hash
 from localllm.kernels.cpu.native.structures import (
+    GROUP,
     MAX_ROWS,
     OUTPUTS,
     NativeAttention,
@@ -41,7 +42,9 @@ from localllm.kernels.cpu.native.structures import (
     NativeSelectiveScan,
     NativeStateRow,
     NativeStateRows,
+    NativeStoredRows,
     Recurrent,
+    Stored,
 )
 
 VARIABLE = "LOCALLLM_CPU_SET"
@@ -84,14 +87,16 @@ class Pool:
             self._functions.localllm_close_pool(pool)
 
     def run_step(self, operations: ctypes.Array[NativeOperation], rows: ctypes.Array[NativeRow], num_rows: int) -> None:
-        """Run all operations for the first `num_rows` rows, at most MAX_ROWS."""
+        """Run all operations for the first `num_rows` rows, at most MAX_ROWS. Raises MemoryError."""
         assert 1 <= num_rows <= min(MAX_ROWS, len(rows)), num_rows
-        self._functions.localllm_run_step(self._pool, operations, len(operations), rows, num_rows)
+        done = self._functions.localllm_run_step(self._pool, operations, len(operations), rows, num_rows)
+        _require_memory(done, f"a step of {num_rows} rows")
 
     def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor:
         """Return x W^T + bias [T, N] fp32, in `out` if given. x [T, K] fp32.
 
         is_fine: low-bit weights get activations of 15 bits; else of 8 bits, and of 15 in rows with outliers.
+        Raises MemoryError.
         """
         rows, inputs = x.shape
         assert x.dtype == torch.float32
@@ -102,9 +107,10 @@ class Pool:
         assert out.shape == (rows, matrix.outputs)
         assert out.dtype == torch.float32
         assert out.stride(1) == 1
-        self._functions.localllm_linear(
+        done = self._functions.localllm_linear(
             self._pool, matrix, x.data_ptr(), x.stride(0), rows, is_fine, out.data_ptr(), out.stride(0)
         )
+        _require_memory(done, f"a product of {rows} rows")
         return out
 
     def unpack(self, matrix: NativeMatrix, first: int, out: Tensor) -> None:
@@ -134,6 +140,42 @@ class Pool:
 
     def gated_norm(self, norm: NativeGatedNorm, tokens: int) -> None:
         self._functions.localllm_gated_norm(self._pool, norm, tokens)
+
+    def pack_q4(self, stored: NativeStoredRows, out: Tensor) -> None:
+        """Write Kind.Q4 for Stored.Q4_0, else Kind.Q4_MIN, to out [padded count / 64, K / 32, bytes] uint8."""
+        assert out.is_contiguous()
+        assert out.shape[:2] == (-(-stored.count // OUTPUTS), stored.inputs // GROUP), out.shape
+        assert out.shape[2] == GROUP * OUTPUTS // 2 + OUTPUTS * (2 if stored.type == Stored.Q4_0 else 4)
+        self._functions.localllm_pack_q4(self._pool, stored, out.data_ptr())
+
+    def round_rows(self, stored: NativeStoredRows, smallest: float, codes: Tensor, scales: Tensor) -> None:
+        """Write each row's codes [count, K] int8 and its scale [count] fp32, at least smallest / 127."""
+        assert codes.is_contiguous()
+        assert codes.dtype == torch.int8
+        assert codes.shape == (stored.count, stored.inputs), codes.shape
+        assert scales.is_contiguous()
+        assert scales.dtype == torch.float32
+        assert len(scales) == stored.count
+        self._functions.localllm_round_rows(self._pool, stored, smallest, codes.data_ptr(), scales.data_ptr())
+
+    def widen_rows(self, stored: NativeStoredRows) -> Tensor:
+        """Return the values [count, K] fp32."""
+        out = torch.empty((stored.count, stored.inputs), dtype=torch.float32, device="cpu")
+        self._functions.localllm_widen_rows(self._pool, stored, out.data_ptr())
+        return out
+
+    def reorder_int8(self, codes: Tensor, weights: Tensor, sums: Tensor) -> None:
+        """Write codes [n, K] int8 as weights [n * K] of Kind.I8, and minus each row's sum to sums [n] int32.
+        n is a multiple of 64."""
+        count, inputs = codes.shape
+        assert count % OUTPUTS == 0
+        assert inputs % 4 == 0
+        assert codes.dtype == torch.int8
+        assert sums.dtype == torch.int32
+        assert all(each.is_contiguous() for each in (codes, weights, sums))
+        assert (weights.nbytes, len(sums)) == (count * inputs, count)
+        addresses = codes.data_ptr(), count, inputs, weights.data_ptr(), sums.data_ptr()
+        self._functions.localllm_reorder_int8(self._pool, *addresses)
 
 
 class Library:
@@ -186,6 +228,10 @@ class Library:
     def gated_norm(self, norm: NativeGatedNorm, tokens: int) -> None:
         """Do `Pool.gated_norm` in torch's threads."""
         self._pool(borrows=True).gated_norm(norm, tokens)
+
+    def packing_pool(self) -> Pool:
+        """Return the pool that packs weights, in torch's threads."""
+        return self._pool(borrows=True)
 
 
 def native() -> Library | None:
@@ -283,21 +329,31 @@ def _declare(functions: ctypes.CDLL) -> None:
     operations, rows = ctypes.POINTER(NativeOperation), ctypes.POINTER(NativeRow)
     state_rows = ctypes.POINTER(NativeStateRows)
     recurrent = [(name, None, [pool, ctypes.POINTER(kind), state_rows]) for kind, name in _RECURRENT.items()]
+    stored = ctypes.POINTER(NativeStoredRows)
     for name, result, arguments in (
         ("localllm_open_pool", pool, [number, c_void_p]),
         ("localllm_close_pool", None, [pool]),
-        ("localllm_run_step", None, [pool, operations, number, rows, number]),
-        ("localllm_linear", None, [pool, matrix, c_void_p, number, number, number, c_void_p, number]),
+        ("localllm_run_step", number, [pool, operations, number, rows, number]),
+        ("localllm_linear", number, [pool, matrix, c_void_p, number, number, number, c_void_p, number]),
         ("localllm_unpack", None, [pool, matrix, number, number, c_void_p]),
         ("localllm_unpack_bf16", None, [pool, matrix, number, number, c_void_p]),
         *recurrent,
         ("localllm_gated_norm", None, [pool, ctypes.POINTER(NativeGatedNorm), number]),
+        ("localllm_pack_q4", None, [pool, stored, c_void_p]),
+        ("localllm_round_rows", None, [pool, stored, c_double, c_void_p, c_void_p]),
+        ("localllm_widen_rows", None, [pool, stored, c_void_p]),
+        ("localllm_reorder_int8", None, [pool, c_void_p, number, number, c_void_p, c_void_p]),
         ("localllm_instruction_set", c_char_p, []),
         ("localllm_source_hash", c_char_p, []),
         ("localllm_size_of", number, [number]),
     ):
         function = getattr(functions, name)
         function.restype, function.argtypes = result, arguments
+
+
+def _require_memory(done: int, call: str) -> None:
+    if not done:
+        raise MemoryError(f"No memory for the buffers of {call} in the native library.")
 
 
 def _fault_of(functions: ctypes.CDLL) -> str:

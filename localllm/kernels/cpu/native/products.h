@@ -41,8 +41,8 @@ Rows encode_rows(const Matrix* matrix, const float* x, int64_t stride, int64_t r
 // summed in the same order whatever the number of rows, so that a row's result does not depend on its neighbours.
 void multiply_block(const Matrix* matrix, const Rows* rows, int64_t block, float* y, int64_t stride);
 
-// Write the values of the outputs of `block` as fp32 [64, K], in the order of the matrix's columns.
-void unpack_block(const Matrix* matrix, int64_t block, float* out);
+// Write the values of the first `outputs` outputs of `block` as fp32 [outputs, K], in the order of the matrix's columns.
+void unpack_block(const Matrix* matrix, int64_t block, int64_t outputs, float* out);
 
 // Write them as a block of KIND_BF16, rounded to nearest: [padded K / 2, 64] pairs.
 void unpack_block_bf16(const Matrix* matrix, int64_t block, uint32_t* out);

@@ -38,7 +38,7 @@ static void free_memory(void* shared) {
   Memory* memory = shared;
   for (int64_t i = 0; i < memory->threads; i++) {
     Local* local = &memory->locals[i];
-    if (local->scratch) free_scratch(local->scratch);
+    free_scratch(local->scratch);
     free(local->normed);
     free(local->attention);
   }
@@ -49,50 +49,70 @@ static void free_memory(void* shared) {
   free(memory);
 }
 
+// The functions from here to the norms return 0 where there is no memory. What they could not get has a size of 0 then,
+// so that a later call asks for it again.
 static Memory* memory_of(Pool* pool) {
   Memory* memory = pool_shared(pool);
   if (memory) return memory;
   memory = calloc(1, sizeof *memory);
+  if (!memory) return NULL;
   memory->threads = pool_threads(pool);
   memory->locals = calloc((size_t)memory->threads, sizeof(Local));
+  if (!memory->locals) {
+    free(memory);
+    return NULL;
+  }
   set_pool_shared(pool, memory, free_memory);
   return memory;
 }
 
-static void replace(float** buffer, int64_t floats) {
+static int replace(float** buffer, int64_t floats) {
   free(*buffer);
   *buffer = malloc((size_t)floats * sizeof(float));
+  return *buffer != NULL;
 }
 
-static void want_inputs(Memory* memory, int64_t inputs) {
-  if (inputs <= memory->inputs) return;
+static int want_inputs(Memory* memory, int64_t inputs) {
+  if (inputs <= memory->inputs) return 1;
+  memory->inputs = 0;
   for (int64_t i = 0; i < memory->threads; i++) {
     Local* local = &memory->locals[i];
-    if (local->scratch) free_scratch(local->scratch);
+    free_scratch(local->scratch);
     local->scratch = new_scratch(inputs);
-    replace(&local->normed, MAX_ROWS * inputs);
+    if (!replace(&local->normed, MAX_ROWS * inputs) || !local->scratch) return 0;
   }
   memory->inputs = inputs;
+  return 1;
 }
 
-static void want_floats(Memory* memory, int64_t floats) {
-  if (floats <= memory->attention_floats) return;
-  for (int64_t i = 0; i < memory->threads; i++) replace(&memory->locals[i].attention, floats);
+static int want_floats(Memory* memory, int64_t floats) {
+  if (floats <= memory->attention_floats) return 1;
+  memory->attention_floats = 0;
+  for (int64_t i = 0; i < memory->threads; i++)
+    if (!replace(&memory->locals[i].attention, floats)) return 0;
   memory->attention_floats = floats;
+  return 1;
 }
 
-static void want_attention(Memory* memory, const Attention* attention, int64_t pieces, int64_t rows) {
-  const int64_t results = pieces * attention_result_floats(attention), joins = rows * attention->kv_heads;
-  want_floats(memory, attention_floats(attention));
-  if (results > memory->result_floats) {
-    memory->result_floats = results + results / 2;
-    replace(&memory->results, memory->result_floats);
-  }
-  if (joins > memory->joins) {
-    free((void*)memory->left);
-    memory->left = calloc((size_t)joins, sizeof *memory->left);
-    memory->joins = joins;
-  }
+static int want_results(Memory* memory, int64_t floats) {
+  if (floats <= memory->result_floats) return 1;
+  const int64_t more = floats + floats / 2;
+  memory->result_floats = replace(&memory->results, more) ? more : 0;
+  return memory->result_floats > 0;
+}
+
+static int want_joins(Memory* memory, int64_t joins) {
+  if (joins <= memory->joins) return 1;
+  free((void*)memory->left);
+  memory->left = calloc((size_t)joins, sizeof *memory->left);
+  memory->joins = memory->left ? joins : 0;
+  return memory->left != NULL;
+}
+
+static int want_attention(Memory* memory, const Attention* attention, int64_t pieces, int64_t rows) {
+  return want_floats(memory, attention_floats(attention)) &&
+         want_results(memory, pieces * attention_result_floats(attention)) &&
+         want_joins(memory, rows * attention->kv_heads);
 }
 
 // Norms and activations ------------------------------------------------------------------------------------------------
@@ -556,26 +576,28 @@ static int64_t widest_row(const Operation* o) {
   }
 }
 
-static void want_memory(const Step* step, int64_t count) {
+static int want_memory(const Step* step, int64_t count) {
+  if (!step->memory) return 0;
   for (int64_t i = 0; i < count; i++) {
     const Operation* o = &step->operations[i];
-    if (o->op == OP_ATTEND) {
-      want_attention(step->memory, o->attention, count_attention_pieces(step, o->attention), step->num_rows);
-    } else {
-      want_inputs(step->memory, widest_row(o));
-      want_floats(step->memory, recurrent_floats(o));
-    }
+    const int is_there =
+        o->op == OP_ATTEND
+            ? want_attention(step->memory, o->attention, count_attention_pieces(step, o->attention), step->num_rows)
+            : want_inputs(step->memory, widest_row(o)) && want_floats(step->memory, recurrent_floats(o));
+    if (!is_there) return 0;
   }
   for (int64_t i = 0; i < step->memory->threads; i++) step->memory->locals[i].prepared = -1;
+  return 1;
 }
 
-void localllm_run_step(
+int64_t localllm_run_step(
     Pool* pool, const Operation* operations, int64_t count, const StepRow* rows, int64_t num_rows) {
   lock_pool(pool);
   Step step = {memory_of(pool), operations, rows, num_rows};
-  want_memory(&step, count);
-  run_job(pool, &(Job){&step, count, count_step_pieces, run_step_piece});
+  const int is_there = want_memory(&step, count);
+  if (is_there) run_job(pool, &(Job){&step, count, count_step_pieces, run_step_piece});
   unlock_pool(pool);
+  return is_there;
 }
 
 // Products of any number of rows -----------------------------------------------------------------------------------------
@@ -632,7 +654,7 @@ static void run_product_piece(void* context, int64_t operation, int64_t piece, i
   }
 }
 
-static void want_groups(Memory* memory, int64_t groups, int64_t inputs) {
+static int want_groups(Memory* memory, int64_t groups, int64_t inputs) {
   if (inputs > memory->group_inputs) {
     for (int64_t i = 0; i < memory->num_groups; i++) free_scratch(memory->groups[i]);
     memory->num_groups = 0;
@@ -640,22 +662,30 @@ static void want_groups(Memory* memory, int64_t groups, int64_t inputs) {
   }
   for (; memory->num_groups < groups; memory->num_groups++) {
     memory->groups[memory->num_groups] = new_scratch(memory->group_inputs);
+    if (!memory->groups[memory->num_groups]) {
+      memory->group_inputs = memory->num_groups ? memory->group_inputs : 0;
+      return 0;
+    }
   }
+  return 1;
 }
 
-void localllm_linear(Pool* pool, const Matrix* matrix, const float* x, int64_t x_stride, int64_t rows, int64_t is_fine,
-                     float* y, int64_t y_stride) {
+int64_t localllm_linear(
+    Pool* pool, const Matrix* matrix, const float* x, int64_t x_stride, int64_t rows, int64_t is_fine, float* y,
+    int64_t y_stride) {
   lock_pool(pool);
   Product p = {.memory = memory_of(pool), .matrix = matrix, .x_stride = x_stride, .y_stride = y_stride};
   p.is_fine = is_fine;
-  for (int64_t first = 0; first < rows; first += GROUPS * MAX_ROWS) {
+  int is_there = p.memory != NULL;
+  for (int64_t first = 0; is_there && first < rows; first += GROUPS * MAX_ROWS) {
     p.x = x + first * x_stride;
     p.y = y + first * y_stride;
     p.rows = clamp(rows - first, 0, GROUPS * MAX_ROWS);
-    want_groups(p.memory, groups_of(p.rows), matrix->inputs);
-    run_job(pool, &(Job){&p, 2, count_product_pieces, run_product_piece});
+    is_there = want_groups(p.memory, groups_of(p.rows), matrix->inputs);
+    if (is_there) run_job(pool, &(Job){&p, 2, count_product_pieces, run_product_piece});
   }
   unlock_pool(pool);
+  return is_there;
 }
 
 typedef struct {
@@ -674,14 +704,7 @@ static void unpack_piece(void* context, int64_t operation, int64_t piece, int64_
   const int64_t inputs = u->matrix->inputs, count = clamp(u->count - piece * OUTPUTS, 0, OUTPUTS);
   float* out = (float*)u->out + piece * OUTPUTS * inputs;
   (void)operation, (void)thread;
-  if (count == OUTPUTS) {
-    unpack_block(u->matrix, u->first / OUTPUTS + piece, out);
-    return;
-  }
-  float* part = malloc((size_t)(OUTPUTS * inputs) * sizeof(float));
-  unpack_block(u->matrix, u->first / OUTPUTS + piece, part);
-  memcpy(out, part, (size_t)(count * inputs) * sizeof(float));
-  free(part);
+  unpack_block(u->matrix, u->first / OUTPUTS + piece, count, out);
 }
 
 static void unpack_bf16_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {

@@ -107,12 +107,13 @@ typedef struct {
   int64_t slot;                // where its k and v go: block * block_size + offset
 } StepRow;
 
-// Run the operations for 1 to MAX_ROWS rows. rows: [groups, MAX_ROWS], with the same positions for each group.
-void localllm_run_step(Pool*, const Operation* operations, int64_t count, const StepRow* rows, int64_t num_rows);
+// Run the operations for 1 to MAX_ROWS rows. rows: [groups, MAX_ROWS], with the same positions for each group. Returns 0,
+// and has done nothing, where there is no memory.
+int64_t localllm_run_step(Pool*, const Operation* operations, int64_t count, const StepRow* rows, int64_t num_rows);
 
 // y [rows, N] = x [rows, K] W^T + bias, for any number of rows. is_fine: 15-bit codes of the activations, else 8-bit
-// ones, except for rows with outliers.
-void localllm_linear(
+// ones, except for rows with outliers. Returns 0 where there is no memory.
+int64_t localllm_linear(
     Pool*, const Matrix* matrix, const float* x, int64_t x_stride, int64_t rows, int64_t is_fine, float* y, int64_t y_stride);
 
 // Write the values of `count` outputs from output `first` on, a multiple of 64, as fp32 [count, K].

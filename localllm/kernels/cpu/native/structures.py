@@ -1,4 +1,5 @@
-"""The constants and structures of matrix.h, step.h and recurrent.h for ctypes, field by field in the same order.
+"""The constants and structures of matrix.h, step.h, recurrent.h and pack.h for ctypes, field by field in the same
+order.
 
 Does not know: the library, weights, models.
 """
@@ -25,6 +26,19 @@ class Kind(IntEnum):
     Q8 = 4
     Q4 = 5
     Q4_MIN = 6
+
+
+class Stored(IntEnum):
+    """Block type of a GGUF file's tensor that pack.c takes apart."""
+
+    Q4_0 = 0
+    Q4_1 = 1
+    Q5_0 = 2
+    Q5_1 = 3
+    Q8_0 = 4
+    Q4_K = 5
+    Q5_K = 6
+    Q6_K = 7
 
 
 class Op(IntEnum):
@@ -158,6 +172,12 @@ class NativeOperation(ctypes.Structure):
         ("recurrent", c_void_p),
         ("states", c_void_p),
     )
+
+
+class NativeStoredRows(ctypes.Structure):
+    """`StoredRows` of pack.h. Does not keep the memory alive that it points to."""
+
+    _fields_ = (("type", c_int64), ("count", c_int64), ("inputs", c_int64), ("rows", c_void_p))
 
 
 class NativeRow(ctypes.Structure):

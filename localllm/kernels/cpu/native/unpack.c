@@ -64,12 +64,12 @@ static int64_t tile_inputs(const Matrix* m, int64_t first) {
   return m->inputs - first < GROUP ? m->inputs - first : GROUP;
 }
 
-void unpack_block(const Matrix* m, int64_t block, float* out) {
+void unpack_block(const Matrix* m, int64_t block, int64_t outputs, float* out) {
   Tile tile;
   for (int64_t first = 0; first < m->inputs; first += GROUP) {
     const int64_t count = tile_inputs(m, first);
     unpack_tile(m, block, first, count, tile);
-    for (int output = 0; output < OUTPUTS; output++)
+    for (int64_t output = 0; output < outputs; output++)
       for (int64_t k = 0; k < count; k++) out[output * m->inputs + first + k] = tile[k][output];
   }
 }

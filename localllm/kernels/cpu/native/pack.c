@@ -1,0 +1,309 @@
+// Rows of a GGUF file's tensors, taken apart by the threads of a pool.
+//
+// A product of a code and its scale has at most 24 bits, so that it is exact in fp32, fused with an addition or not.
+// tests/kernels/cpu compare every type with kernels/gguf_blocks.py, bit by bit.
+#include "pack.h"
+#include "lanes.h"
+#include "matrix.h"
+
+enum { TILE = 256, RUN = 32 };  // inputs that are decoded at a time; bytes of nibbles of two groups of a K type
+
+typedef struct {
+  int inputs, bytes;
+} BlockSize;
+
+static const BlockSize SIZES[] = {
+    [STORED_Q4_0] = {32, 18}, [STORED_Q4_1] = {32, 20},  [STORED_Q5_0] = {32, 22},   [STORED_Q5_1] = {32, 24},
+    [STORED_Q8_0] = {32, 34}, [STORED_Q4_K] = {256, 144}, [STORED_Q5_K] = {256, 176}, [STORED_Q6_K] = {256, 210},
+};
+
+static const uint8_t* block_at(const StoredRows* s, int64_t row, int64_t input) {
+  const BlockSize size = SIZES[s->type];
+  return s->rows[row] + input / size.inputs * size.bytes;
+}
+
+static float half_at(const uint8_t* p) {
+  uint16_t bits;
+  memcpy(&bits, p, sizeof bits);
+  return low_halves(same_ints(bits))[0];
+}
+
+static uint32_t word_at(const uint8_t* p) {
+  uint32_t word;
+  memcpy(&word, p, sizeof word);
+  return word;
+}
+
+// The 6-bit scale and minimum of a group of Q4_K or Q5_K: eight of each in 12 bytes, the last four in two parts.
+static void small_scales(const uint8_t* packed, int group, float* scale, float* minimum) {
+  if (group < 4) {
+    *scale = (float)(packed[group] & 63);
+    *minimum = (float)(packed[group + 4] & 63);
+  } else {
+    *scale = (float)((packed[group + 4] & 15) | (packed[group - 4] >> 2 & 48));
+    *minimum = (float)(packed[group + 4] >> 4 | (packed[group] >> 2 & 48));
+  }
+}
+
+// Values of a block ------------------------------------------------------------------------------------------------------
+
+static void widen_q4_0(const uint8_t* b, float* out) {
+  const float scale = half_at(b);
+  for (int i = 0; i < 16; i++) {
+    out[i] = (float)((b[2 + i] & 15) - 8) * scale;
+    out[16 + i] = (float)((b[2 + i] >> 4) - 8) * scale;
+  }
+}
+
+static void widen_q4_1(const uint8_t* b, float* out) {
+  const float scale = half_at(b), minimum = half_at(b + 2);
+  for (int i = 0; i < 16; i++) {
+    out[i] = (float)(b[4 + i] & 15) * scale + minimum;
+    out[16 + i] = (float)(b[4 + i] >> 4) * scale + minimum;
+  }
+}
+
+// Codes of 5 bits: nibbles, and a word of fifth bits.
+static void widen_q5(const uint8_t* nibbles, uint32_t fifth, int zero, float scale, float minimum, float* out) {
+  for (int i = 0; i < 16; i++) {
+    const int low = (nibbles[i] & 15) | (int)(fifth >> i & 1) << 4;
+    const int high = nibbles[i] >> 4 | (int)(fifth >> (16 + i) & 1) << 4;
+    out[i] = (float)(low - zero) * scale + minimum;
+    out[16 + i] = (float)(high - zero) * scale + minimum;
+  }
+}
+
+static void widen_q5_0(const uint8_t* b, float* out) { widen_q5(b + 6, word_at(b + 2), 16, half_at(b), 0, out); }
+
+static void widen_q5_1(const uint8_t* b, float* out) {
+  widen_q5(b + 8, word_at(b + 4), 0, half_at(b), half_at(b + 2), out);
+}
+
+static void widen_q8_0(const uint8_t* b, float* out) {
+  const float scale = half_at(b);
+  const int8_t* codes = (const int8_t*)b + 2;
+  for (int i = 0; i < 32; i++) out[i] = (float)codes[i] * scale;
+}
+
+// fifth: [32] bytes whose bits are those of eight groups; NULL: codes of 4 bits
+static void widen_k(const uint8_t* b, const uint8_t* fifth, const uint8_t* runs, float* out) {
+  const float unit = half_at(b), unit_of_minima = half_at(b + 2);
+  for (int group = 0; group < 8; group++, out += GROUP) {
+    const uint8_t* run = runs + group / 2 * RUN;
+    const int shift = group % 2 * 4;
+    float scale, minimum;
+    small_scales(b + 4, group, &scale, &minimum);
+    scale *= unit;
+    minimum *= -unit_of_minima;
+    for (int i = 0; i < GROUP; i++) {
+      const int code = run[i] >> shift & 15;
+      out[i] = (float)(fifth ? code | (fifth[i] >> group & 1) << 4 : code) * scale + minimum;
+    }
+  }
+}
+
+static void widen_q4_k(const uint8_t* b, float* out) { widen_k(b, NULL, b + 16, out); }
+
+static void widen_q5_k(const uint8_t* b, float* out) { widen_k(b, b + 16, b + 48, out); }
+
+static void widen_q6_k(const uint8_t* b, float* out) {
+  const float unit = half_at(b + 208);
+  const int8_t* scales = (const int8_t*)b + 192;
+  for (int group = 0; group < 8; group++, out += GROUP) {
+    const uint8_t *low = b + group / 4 * 64 + group % 2 * 32, *high = b + 128 + group / 4 * 32;
+    const int low_shift = group % 4 / 2 * 4, high_shift = group % 4 * 2;
+    const float first = (float)scales[2 * group] * unit, second = (float)scales[2 * group + 1] * unit;
+    for (int i = 0; i < GROUP; i++) {
+      const int code = (low[i] >> low_shift & 15) | (high[i] >> high_shift & 3) << 4;
+      out[i] = (float)(code - 32) * (i < 16 ? first : second);
+    }
+  }
+}
+
+static void (*const WIDEN[])(const uint8_t*, float*) = {
+    [STORED_Q4_0] = widen_q4_0, [STORED_Q4_1] = widen_q4_1, [STORED_Q5_0] = widen_q5_0, [STORED_Q5_1] = widen_q5_1,
+    [STORED_Q8_0] = widen_q8_0, [STORED_Q4_K] = widen_q4_k, [STORED_Q5_K] = widen_q5_k, [STORED_Q6_K] = widen_q6_k,
+};
+
+// Write the values of up to TILE inputs of a row from `first` on. Returns how many.
+static int64_t widen_tile(const StoredRows* s, int64_t row, int64_t first, float* out) {
+  const BlockSize size = SIZES[s->type];
+  const int64_t count = s->inputs - first < TILE ? s->inputs - first : TILE;
+  const uint8_t* block = block_at(s, row, first);
+  for (int64_t k = 0; k < count; k += size.inputs, block += size.bytes) WIDEN[s->type](block, out + k);
+  return count;
+}
+
+// Codes of 8 bits --------------------------------------------------------------------------------------------------------
+
+// The bits of floats without their signs are ordered as the magnitudes are, NaN last.
+static float largest_magnitude(const StoredRows* s, int64_t row) {
+  float tile[TILE];
+  int32_t most = 0;
+  for (int64_t first = 0; first < s->inputs; first += TILE) {
+    const int64_t count = widen_tile(s, row, first, tile);
+    for (int64_t i = 0; i < count; i++) {
+      int32_t bits;
+      memcpy(&bits, tile + i, sizeof bits);
+      bits &= 0x7fffffff;
+      most = bits > most ? bits : most;
+    }
+  }
+  float peak;
+  memcpy(&peak, &most, sizeof peak);
+  return peak;
+}
+
+static float round_row(const StoredRows* s, int64_t row, float smallest, int8_t* codes) {
+  float tile[TILE];
+  int32_t rounded[TILE];
+  const float peak = largest_magnitude(s, row), scale = (peak < smallest ? smallest : peak) / 127;
+  const Floats factor = same_floats(1 / scale);
+  for (int64_t first = 0; first < s->inputs; first += TILE) {
+    const int64_t count = widen_tile(s, row, first, tile);
+    for (int64_t i = 0; i < count; i += LANES) store_ints(rounded + i, nearest_ints(load_floats(tile + i) * factor));
+    for (int64_t i = 0; i < count; i++) codes[first + i] = (int8_t)rounded[i];
+  }
+  return scale;
+}
+
+// 4 bits -----------------------------------------------------------------------------------------------------------------
+
+// What one output has in a group of 32 inputs: pairs of codes as matrix.h has them.
+typedef struct {
+  uint32_t words[4];
+  float scale, minimum;
+} Group;
+
+static void group_of_k(const uint8_t* b, int group, Group* out) {
+  const uint8_t* run = b + 16 + group / 2 * RUN;
+  const uint32_t low = 0x0f0f0f0f;
+  for (int j = 0; j < 4; j++) {
+    const uint32_t first = word_at(run + 4 * j), second = word_at(run + 16 + 4 * j);
+    out->words[j] = group % 2 ? (first >> 4 & low) | (second & ~low) : (first & low) | (second & low) << 4;
+  }
+  small_scales(b + 4, group, &out->scale, &out->minimum);
+  out->scale *= half_at(b);
+  out->minimum = out->scale * 0 - out->minimum * -half_at(b + 2);  // the zero has the sign of its definition
+}
+
+static void group_at(const StoredRows* s, int64_t row, int64_t input, Group* out) {
+  const uint8_t* b = block_at(s, row, input);
+  if (s->type == STORED_Q4_K) {
+    group_of_k(b, (int)(input % TILE / GROUP), out);
+    return;
+  }
+  memcpy(out->words, b + (s->type == STORED_Q4_0 ? 2 : 4), sizeof out->words);
+  out->scale = half_at(b);
+  out->minimum = s->type == STORED_Q4_0 ? 0 : out->scale * 0 - half_at(b + 2);
+}
+
+static void pack_group(const StoredRows* s, int64_t block, int64_t input, uint8_t* to) {
+  uint32_t words[4][OUTPUTS];
+  float scales[OUTPUTS], minima[OUTPUTS];
+  for (int n = 0; n < OUTPUTS; n++) {
+    Group group = {0};
+    if (block * OUTPUTS + n < s->count) group_at(s, block * OUTPUTS + n, input, &group);
+    for (int j = 0; j < 4; j++) words[j][n] = group.words[j];
+    scales[n] = group.scale;
+    minima[n] = group.minimum;
+  }
+  memcpy(to, words, sizeof words);
+  uint16_t* halves = (uint16_t*)(to + sizeof words);
+  for (int n = 0; n < OUTPUTS; n += LANES) {
+    store_halves(halves + n, load_floats(scales + n));
+    if (s->type != STORED_Q4_0) store_halves(halves + OUTPUTS + n, load_floats(minima + n));
+  }
+}
+
+// Jobs -------------------------------------------------------------------------------------------------------------------
+
+typedef struct {
+  const StoredRows* stored;
+  float smallest;
+  const int8_t* codes;
+  int64_t blocks, inputs;
+  void* out;
+  void* per_row;
+} Packing;
+
+static int64_t count_blocks(void* context, int64_t operation) {
+  (void)operation;
+  return ((Packing*)context)->blocks;
+}
+
+static int64_t last_row(const Packing* p, int64_t block) {
+  const int64_t end = (block + 1) * OUTPUTS;
+  return end < p->stored->count ? end : p->stored->count;
+}
+
+static void pack_q4_block(void* context, int64_t operation, int64_t block, int64_t thread) {
+  const Packing* p = context;
+  const int64_t size = group_bytes(p->stored->type == STORED_Q4_0 ? KIND_Q4 : KIND_Q4_MIN);
+  uint8_t* to = (uint8_t*)p->out + block * (p->inputs / GROUP) * size;
+  (void)operation, (void)thread;
+  for (int64_t input = 0; input < p->inputs; input += GROUP, to += size) pack_group(p->stored, block, input, to);
+}
+
+static void round_block(void* context, int64_t operation, int64_t block, int64_t thread) {
+  const Packing* p = context;
+  (void)operation, (void)thread;
+  for (int64_t row = block * OUTPUTS; row < last_row(p, block); row++)
+    ((float*)p->per_row)[row] = round_row(p->stored, row, p->smallest, (int8_t*)p->out + row * p->inputs);
+}
+
+static void widen_rows_of_block(void* context, int64_t operation, int64_t block, int64_t thread) {
+  const Packing* p = context;
+  (void)operation, (void)thread;
+  for (int64_t row = block * OUTPUTS; row < last_row(p, block); row++)
+    for (int64_t first = 0; first < p->inputs; first += TILE)
+      widen_tile(p->stored, row, first, (float*)p->out + row * p->inputs + first);
+}
+
+static void reorder_block(void* context, int64_t operation, int64_t block, int64_t thread) {
+  const Packing* p = context;
+  const int8_t* from = p->codes + block * OUTPUTS * p->inputs;
+  uint32_t* to = (uint32_t*)p->out + block * OUTPUTS * (p->inputs / 4);
+  int32_t* sums = (int32_t*)p->per_row + block * OUTPUTS;
+  (void)operation, (void)thread;
+  for (int64_t k = 0; k < p->inputs; k += 4, to += OUTPUTS)
+    for (int n = 0; n < OUTPUTS; n++) to[n] = word_at((const uint8_t*)from + n * p->inputs + k);
+  for (int n = 0; n < OUTPUTS; n++) {
+    int32_t sum = 0;
+    for (int64_t k = 0; k < p->inputs; k++) sum += from[n * p->inputs + k];
+    sums[n] = -sum;
+  }
+}
+
+static void run_packing(Pool* pool, Packing* packing, void (*run_piece)(void*, int64_t, int64_t, int64_t)) {
+  lock_pool(pool);
+  run_job(pool, &(Job){packing, 1, count_blocks, run_piece});
+  unlock_pool(pool);
+}
+
+static Packing packing_of(const StoredRows* stored, void* out) {
+  return (Packing){
+      .stored = stored, .blocks = (stored->count + OUTPUTS - 1) / OUTPUTS, .inputs = stored->inputs, .out = out};
+}
+
+void localllm_pack_q4(Pool* pool, const StoredRows* stored, uint8_t* blocks) {
+  Packing packing = packing_of(stored, blocks);
+  run_packing(pool, &packing, pack_q4_block);
+}
+
+void localllm_round_rows(Pool* pool, const StoredRows* stored, double smallest, int8_t* codes, float* scales) {
+  Packing packing = packing_of(stored, codes);
+  packing.smallest = (float)smallest;
+  packing.per_row = scales;
+  run_packing(pool, &packing, round_block);
+}
+
+void localllm_widen_rows(Pool* pool, const StoredRows* stored, float* out) {
+  Packing packing = packing_of(stored, out);
+  run_packing(pool, &packing, widen_rows_of_block);
+}
+
+void localllm_reorder_int8(Pool* pool, const int8_t* codes, int64_t count, int64_t inputs, int8_t* weights, int32_t* sums) {
+  Packing packing = {.codes = codes, .blocks = count / OUTPUTS, .inputs = inputs, .out = weights, .per_row = sums};
+  run_packing(pool, &packing, reorder_block);
+}

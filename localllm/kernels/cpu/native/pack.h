@@ -1,0 +1,30 @@
+// Rows of a GGUF file's tensors, taken apart: into the layouts of matrix.h, into codes of 8 bits, into fp32.
+#pragma once
+#include <stdint.h>
+#include "pool.h"
+
+// Block types by GGUF's names. The bits are those of ggml's structures.
+enum Stored { STORED_Q4_0, STORED_Q4_1, STORED_Q5_0, STORED_Q5_1, STORED_Q8_0, STORED_Q4_K, STORED_Q5_K, STORED_Q6_K };
+
+// Some rows of one type. They may come from several tensors, in any order.
+typedef struct {
+  int64_t type;
+  int64_t count;
+  int64_t inputs;              // of a row, a multiple of the type's block
+  const uint8_t* const* rows;  // [count]
+} StoredRows;
+
+// Write rows of STORED_Q4_0 as KIND_Q4, of STORED_Q4_1 and STORED_Q4_K as KIND_Q4_MIN. Scales and minima are rounded to
+// fp16 once.
+void localllm_pack_q4(Pool*, const StoredRows* stored, uint8_t* blocks);
+
+// Round each row to codes from -127 to 127, with its largest magnitude at 127. codes [count, inputs], scales [count].
+// smallest: the magnitude below which a row counts as zeros.
+void localllm_round_rows(Pool*, const StoredRows* stored, double smallest, int8_t* codes, float* scales);
+
+// Write the values as fp32 [count, inputs].
+void localllm_widen_rows(Pool*, const StoredRows* stored, float* out);
+
+// Write codes [count, inputs], a multiple of 64 rows of a multiple of 4 inputs, as the weights of KIND_I8, and minus the
+// sum of each row.
+void localllm_reorder_int8(Pool*, const int8_t* codes, int64_t count, int64_t inputs, int8_t* weights, int32_t* sums);

@@ -1,0 +1,145 @@
+"""Rows of a GGUF file's tensors as in the file, until they are packed for a CPU by the native library.
+
+    GGUFBlocks       W in blocks, in any number of pieces: views of the mapped file, or copies
+    blocks_q4        pack 4 bits per group of 32 for the native library
+    blocks_int8      pack everything else as bytes with one scale an output
+
+The packed weights are those of `pack_q4` and `pack_int8` for the repacked weight, bit for bit, without the tensors in
+between. Types that pack.c does not know have no `GGUFBlocks`.
+Does not know: files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu.blocks import Examples, new_packed, reorder, write_packed
+from localllm.kernels.cpu.int8 import CpuInt8Weight
+from localllm.kernels.cpu.native.library import Pool, native
+from localllm.kernels.cpu.native.structures import OUTPUTS, Kind, NativeStoredRows, Stored
+from localllm.kernels.cpu.q4 import CpuQ4Weight, empty_q4
+from localllm.kernels.gguf_blocks import BLOCK_TYPES
+from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
+from localllm.kernels.launch import INTERPRETED
+from localllm.kernels.quantize import SMALLEST
+
+KINDS = {"Q4_0": Kind.Q4, "Q4_1": Kind.Q4_MIN, "Q4_K": Kind.Q4_MIN}
+ROUNDED_AT_A_TIME = 1 << 20  # weights, so that their codes stay in the cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GGUFBlocks:
+    """A `QuantizedTable`, whose products repack it."""
+
+    pieces: tuple[Tensor, ...]  # [n, bytes of a row] uint8 each, rows of any distance
+    block_type: str  # one of Stored
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(len(piece) for piece in self.pieces), self.columns
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
+        return self.repacked().linear(x, bias)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return [N, K]."""
+        return _widened(self, self.addresses()).to(dtype)
+
+    def dequantize_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return [T, K], the given rows [T] int64 of `dequantize`."""
+        if len(self.pieces) == 1:  # also for the rows of a step, which are a few of many
+            addresses = rows * self.pieces[0].stride(0) + self.pieces[0].data_ptr()
+        else:
+            addresses = self.addresses()[rows]
+        return _widened(self, addresses).to(dtype)
+
+    def repacked(self) -> GGUFWeight:
+        """Return the weight in the planar layout."""
+        whole = self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
+        return repack_gguf(whole, self.block_type, self.columns)
+
+    def copied(self) -> GGUFBlocks:
+        """Return a copy, independent of the file."""
+        return GGUFBlocks((torch.cat(self.pieces),), self.block_type, self.columns)
+
+    def addresses(self) -> Tensor:
+        """Return the address of each row [N] int64, valid as long as the pieces."""
+        each = [torch.arange(len(piece), device="cpu") * piece.stride(0) + piece.data_ptr() for piece in self.pieces]
+        return each[0] if len(each) == 1 else torch.cat(each)
+
+
+def reads_blocks(block_type: str) -> bool:
+    """Return whether the matrices of a type are kept as `GGUFBlocks` until they are packed for this CPU."""
+    return block_type in Stored.__members__ and native() is not None and not INTERPRETED
+
+
+def meta_blocks(weight: GGUFWeight) -> GGUFBlocks:
+    """Return the blocks of a weight on `meta`."""
+    kind = BLOCK_TYPES[weight.block_type]
+    row_bytes = weight.columns // kind.size * kind.num_bytes
+    piece = torch.empty((weight.shape[0], row_bytes), dtype=torch.uint8, device="meta")
+    return GGUFBlocks((piece,), weight.block_type, weight.columns)
+
+
+def blocks_q4(weight: GGUFBlocks) -> CpuQ4Weight:
+    """Pack a weight of one of KINDS."""
+    rows, columns = weight.shape
+    packed = empty_q4(rows, columns, KINDS[weight.block_type])
+    addresses = weight.addresses()
+    _pool().pack_q4(_stored(weight, addresses), packed.blocks)
+    return packed
+
+
+def blocks_int8(weight: GGUFBlocks, examples: Examples) -> CpuInt8Weight:
+    """Round each output to bytes, as `int8_codes` does, and pack it."""
+    packed = new_packed(weight.shape, examples)
+    if packed is None:
+        codes, scales = blocks_codes(weight)
+        return CpuInt8Weight(reorder(codes, examples), scales)
+    rows, columns = weight.shape
+    addresses, scales = weight.addresses(), torch.empty(rows, device="cpu")
+    step = _rows_at_a_time(columns)
+    buffer = torch.empty((min(step, rows), columns), dtype=torch.int8, device="cpu")
+    for start in range(0, rows, step):
+        codes = buffer[: rows - start]
+        own = slice(start, start + len(codes))
+        _pool().round_rows(_stored(weight, addresses[own]), SMALLEST, codes, scales[own])
+        write_packed(packed, start, codes)
+    return CpuInt8Weight(packed, scales)
+
+
+def blocks_codes(weight: GGUFBlocks) -> tuple[Tensor, Tensor]:
+    """Return `int8_codes`: values [N, K] int8, scales [N] fp32."""
+    addresses, scales = weight.addresses(), torch.empty(weight.shape[0], device="cpu")
+    codes = torch.empty(weight.shape, dtype=torch.int8, device="cpu")
+    _pool().round_rows(_stored(weight, addresses), SMALLEST, codes, scales)
+    return codes, scales
+
+
+def _widened(weight: GGUFBlocks, addresses: Tensor) -> Tensor:
+    return _pool().widen_rows(_stored(weight, addresses))
+
+
+def _stored(weight: GGUFBlocks, addresses: Tensor) -> NativeStoredRows:
+    """Return some rows for the native library. Valid as long as the addresses [n] int64 and the weight."""
+    return NativeStoredRows(Stored[weight.block_type], len(addresses), weight.columns, addresses.data_ptr())
+
+
+def _rows_at_a_time(columns: int) -> int:
+    """Return a multiple of 64 that every thread has a part of."""
+    return max(4 * torch.get_num_threads(), ROUNDED_AT_A_TIME // columns // OUTPUTS) * OUTPUTS
+
+
+def _pool() -> Pool:
+    library = native()
+    assert library is not None, "blocks are packed by the native library"
+    return library.packing_pool()

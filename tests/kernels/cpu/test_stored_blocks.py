@@ -1,0 +1,154 @@
+"""A GGUF file's blocks in the layouts for a CPU, packed by the native library, against packing them through torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu import blocks
+from localllm.kernels.cpu.blocks import Examples, memory_of
+from localllm.kernels.cpu.int8 import CpuInt8Weight, has_int8, int8_codes
+from localllm.kernels.cpu.native.library import native
+from localllm.kernels.cpu.native.structures import Stored
+from localllm.kernels.cpu.pack import CpuPacker, cpu_layout, packed_nbytes
+from localllm.kernels.cpu.q4 import CpuQ4Weight, pack_q4
+from localllm.kernels.cpu.stored_blocks import KINDS, GGUFBlocks, blocks_codes, blocks_int8, blocks_q4, meta_blocks
+from localllm.kernels.gguf_blocks import BLOCK_TYPES
+from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
+from localllm.kernels.launch import INTERPRETED
+from localllm.kernels.stacked_weight import StackedWeight
+from localllm.models.weights.parameters import held_bytes
+
+pytestmark = pytest.mark.skipif(native() is None or INTERPRETED, reason="there is no native library here")
+
+TYPES = list(Stored.__members__)
+SHAPES = [(64, 256), (130, 512), (1, 768), (200, 1280)]
+HALVES = (0.0, -0.0, 1.0, -1.5, 6e-8, 65504.0, 3.1e-3)
+
+
+def stored(block_type: str, rows: int, columns: int, seed: int = 0) -> Tensor:
+    """Return random blocks [rows, bytes], whose 16-bit scales are ordinary numbers, zeros, or extreme."""
+    kind, rng = BLOCK_TYPES[block_type], torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (rows * columns // kind.size, kind.num_bytes), dtype=torch.uint8, generator=rng)
+    places = {"Q6_K": (208,)}.get(block_type, (0, 2) if block_type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,))
+    for place in places:
+        scales = torch.randn(len(data), generator=rng) * 0.01
+        odd = torch.randint(0, len(HALVES), (len(data),), generator=rng)
+        chosen = torch.where(torch.rand(len(data), generator=rng) < 0.2, torch.tensor(HALVES)[odd], scales)
+        data[:, place : place + 2] = chosen.half()[:, None].view(torch.uint8)
+    return data.view(rows, -1)
+
+
+def both(block_type: str, rows: int, columns: int, seed: int = 0) -> tuple[GGUFBlocks, GGUFWeight]:
+    data = stored(block_type, rows, columns, seed)
+    return GGUFBlocks((data,), block_type, columns), repack_gguf(data, block_type, columns)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("block_type", TYPES)
+def test_values_are_those_of_the_definition(block_type: str, shape: tuple[int, int]) -> None:
+    found, repacked = both(block_type, *shape)
+    exact = repacked.dequantize(torch.float32)
+    assert found.shape == shape
+    assert torch.equal(found.dequantize(torch.float32), exact)
+    some = torch.tensor([shape[0] - 1, 0, shape[0] // 2, 0])
+    assert torch.equal(found.dequantize_rows(some, torch.bfloat16), exact[some].bfloat16())
+    x = torch.randn(3, shape[1])
+    assert torch.equal(found.linear(x), repacked.linear(x))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("block_type", KINDS)
+def test_four_bits_are_packed_bit_for_bit(block_type: str, shape: tuple[int, int]) -> None:
+    found, repacked = both(block_type, *shape)
+    packed, wanted = blocks_q4(found), pack_q4(repacked)
+    assert torch.equal(packed.blocks, wanted.blocks)
+    assert (packed.shape, packed.kind) == (wanted.shape, wanted.kind)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("block_type", TYPES)
+def test_bytes_are_rounded_bit_for_bit(block_type: str, shape: tuple[int, int]) -> None:
+    found, repacked = both(block_type, *shape)
+    for got, wanted in zip(blocks_codes(found), int8_codes(repacked), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.skipif(not has_int8(), reason="this processor has no product of bytes")
+@pytest.mark.parametrize("shape", [*SHAPES, (4224, 256)])
+def test_the_second_of_a_shape_is_packed_in_parts(shape: tuple[int, int]) -> None:
+    examples, kept = Examples(), []
+    for seed in (1, 2):
+        found, repacked = both("Q8_0", *shape, seed)
+        packed = blocks_int8(found, examples)
+        wanted = torch.ops.onednn.qlinear_prepack(int8_codes(repacked)[0], None)
+        is_whole = shape[0] % 64 == 0 and shape[1] % 64 == 0
+        assert torch.equal(memory_of(packed.packed), memory_of(wanted)) or not is_whole  # what fills up is anything
+        x = torch.randn(3, shape[1])
+        assert torch.equal(packed.linear(x), CpuInt8Weight(wanted, int8_codes(repacked)[1]).linear(x))
+        kept.append(packed)
+
+
+def test_rows_of_several_tensors_and_of_cuts() -> None:
+    """q, k and v in one matrix; a shard's columns of a larger tensor."""
+    data = stored("Q4_K", 150, 1024)
+    cut = data[:, 144 : 3 * 144]
+    pieces = (cut[:70], cut[70:71], cut[torch.arange(149, 70, -1)])
+    found, repacked = GGUFBlocks(pieces, "Q4_K", 512), repack_gguf(torch.cat(pieces), "Q4_K", 512)
+    assert torch.equal(blocks_q4(found).blocks, pack_q4(repacked).blocks)
+    assert torch.equal(blocks_codes(found)[0], int8_codes(repacked)[0])
+    rows = torch.tensor([149, 70, 3])
+    assert torch.equal(found.dequantize_rows(rows, torch.float32), repacked.dequantize(torch.float32)[rows])
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+@pytest.mark.parametrize("block_type", TYPES)
+def test_a_packer_takes_blocks_as_it_takes_the_repacked_weight(block_type: str, mode: str) -> None:
+    found, repacked = both(block_type, 320, 512)
+    packed, wanted = CpuPacker(mode).pack(found), CpuPacker(mode).pack(repacked)
+    assert type(packed) is type(wanted)
+    got, exact = (each.dequantize(torch.float32) for each in (packed, wanted))
+    assert torch.equal(got.nan_to_num(), exact.nan_to_num())
+    assert torch.equal(got.isnan(), exact.isnan())  # an infinite scale minus an infinite minimum
+    empty = meta_blocks(repacked)
+    assert (empty.shape, empty.nbytes) == (found.shape, found.nbytes)
+    assert cpu_layout(empty, mode) == cpu_layout(repacked, mode)
+    assert packed_nbytes(repacked, mode) == held_bytes(packed)
+    assert cpu_layout(empty, mode) is None or packed_nbytes(empty, mode) == held_bytes(packed)
+    table = CpuPacker(mode).table(found)
+    assert isinstance(table, GGUFBlocks) == (cpu_layout(found, mode) is not None)
+    assert all(not isinstance(table, GGUFBlocks) or piece.data_ptr() != found.pieces[0].data_ptr()
+               for piece in getattr(table, "pieces", ()))  # fmt: skip
+
+
+def test_parts_of_several_types_become_one_matrix_of_bytes() -> None:
+    (one, first), (other, second) = both("Q6_K", 128, 512), both("Q5_K", 192, 512)
+    packed = CpuPacker().pack(StackedWeight([one, other]))
+    wanted = CpuPacker().pack(StackedWeight([first, second]))
+    assert type(packed) is type(wanted)
+    assert torch.equal(packed.dequantize(torch.float32), wanted.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads(threads: int) -> None:
+    found, repacked = both("Q4_0", 700, 256)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        packed = CpuPacker().pack(found)
+    finally:
+        torch.set_num_threads(before)
+    assert isinstance(packed, CpuQ4Weight)
+    assert torch.equal(packed.blocks, pack_q4(repacked).blocks)
+
+
+def test_without_the_library_bytes_are_reordered_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randint(-127, 128, (256, 192), dtype=torch.int8)
+    written = []
+    for library in (native(), None):
+        monkeypatch.setattr(blocks, "native", lambda library=library: library)
+        codes, sums = torch.empty(256 * 192, dtype=torch.uint8), torch.empty(256, dtype=torch.int32)
+        blocks._write(codes, sums, values)
+        written.append(torch.cat((codes, sums.view(torch.uint8))))
+    assert torch.equal(*written)
