@@ -45,7 +45,6 @@ REFUSED = {
     "nemotron_h": "experts without a gate",
     "falcon_h1": "a projection of kind ScaledOutputs",
     "llama4": "inputs are multiplied",
-    "afmoe": "gated attention",
 }
 LONG, STEPS = 22, 12  # the tokens of a prompt, and steps after it: windows of 20 and 24 tokens hide keys
 needs_library = pytest.mark.skipif(native() is None, reason="this machine has no native library")
