@@ -18,14 +18,13 @@ from typing import NamedTuple
 
 from localllm.engine.block_pool import NULL_BLOCK, BlockPool
 from localllm.engine.request import Request
+from localllm.models.spec.kv_group import held_blocks, main_group
 
 Counts = tuple[int, ...]
 """Blocks of each group."""
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Blocks of each group, equally many."""
-
-UNBOUNDED = 2**62
 
 
 NO_STATE = -1
@@ -54,22 +53,13 @@ class Ledger:
         assert len(self.windows) == len(self.pools), (num_blocks, windows)
         self.block_size = block_size
         self._windowed = [(group, window) for group, window in enumerate(self.windows) if window is not None]
-        self._most = tuple(UNBOUNDED if w is None else self.places(w - 1) + 2 for w in self.windows)
-        self._most_at_once = tuple(
-            UNBOUNDED if w is None else self.places(w - 1 + step_tokens) + 1 for w in self.windows
-        )
+        self._step_tokens = step_tokens
+        self.main_pool = self.pools[main_group(self.windows)]  # whose blocks are those of the longest requests
         self.step_reserve = tuple(0 if w is None else self.places(step_tokens) for w in self.windows)
 
     @property
     def has_windows(self) -> bool:
         return bool(self._windowed)
-
-    @property
-    def main_pool(self) -> BlockPool:
-        """The pool of a group that keeps every token, or of the first one if all have a window."""
-        return next(
-            (pool for pool, window in zip(self.pools, self.windows, strict=True) if window is None), self.pools[0]
-        )
 
     def places(self, num_tokens: int) -> int:
         """Return how many places so many positions take."""
@@ -85,15 +75,13 @@ class Ledger:
     def capacity(self) -> Counts:
         return tuple([pool.capacity for pool in self.pools])
 
-    def needs(self, num_tokens: int) -> Counts:
-        """Return the blocks that a request of this length holds while it decodes."""
-        places = self.places(num_tokens)
-        return tuple([min(places, most) for most in self._most])
+    def needs(self, num_tokens: int, step_tokens: int = 0) -> Counts:
+        """Return the blocks that a request of this length holds while it computes so many tokens in one step."""
+        return tuple([held_blocks(num_tokens, window, self.block_size, step_tokens) for window in self.windows])
 
-    def needs_at_once(self, num_tokens: int) -> Counts:
-        """Return the most blocks that a request of this length holds, in a step with as many of its tokens as fit."""
-        places = self.places(num_tokens)
-        return tuple([min(places, most) for most in self._most_at_once])
+    def needs_alone(self, num_tokens: int) -> Counts:
+        """Return the most blocks that a request of this length ever holds."""
+        return self.needs(num_tokens, self._step_tokens)
 
     def taken_by_hit(self, hit: Hit) -> Counts:
         """Return the blocks that a request takes from the free lists with a hit, less those that it need not allocate
@@ -157,6 +145,12 @@ class Ledger:
             self._window_blocks(group, hashes, places) if blocks is None else tuple(blocks[:places])
             for group, blocks in enumerate(found)
         ), num_kv_places=places)  # fmt: skip
+
+    def can_enter(self, hit: Hit, places: int) -> bool:
+        """Return whether a request that starts from a hit can have so many places now."""
+        new = places - hit.num_places
+        pools = zip(self.pools, hit.blocks, strict=True)
+        return all(new + pool.num_unreferenced(blocks) <= pool.num_free for pool, blocks in pools)
 
     def enter(self, request: Request, hit: Hit) -> None:
         """Give a request without blocks those of a hit."""

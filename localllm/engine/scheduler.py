@@ -138,6 +138,8 @@ class Scheduler:
         self._reserve.on_step()
         if self.states is not None:
             self.states.begin_step()
+        if self.ledger.has_windows:
+            self._drop_blocks_before_windows()
         self._free_a_slot_for_an_urgent_request(draft)
         self._schedule_decodes(draft)
         draft.prefill_budget = self._prefill_budget(draft)
@@ -148,6 +150,12 @@ class Scheduler:
         plan = self._commit(draft)
         self._record(plan, draft, now_s() - started_s)
         return plan
+
+    def _drop_blocks_before_windows(self) -> None:
+        """Give back the blocks that no step to come reads. Launched steps may still read them: they run before the step
+        that writes to these blocks again. Placeholders may turn out to be wrong guesses, which are computed again."""
+        for request in self.running:
+            self.ledger.drop_before(request, request.num_computed_tokens - request.num_output_placeholders)
 
     def _free_a_slot_for_an_urgent_request(self, draft: _Draft) -> None:
         """Preempt the least urgent running request for a more urgent waiting one, if all slots are taken."""
@@ -325,8 +333,8 @@ class Scheduler:
             least, most = (
                 plus(taken, ledger.needs(n)) for n in (request.num_tokens, self._reserve.num_tokens(request))
             )
-            at_once = plus(taken, ledger.needs_at_once(request.num_tokens))
-            if is_alone and not self.launched and not fits(at_once, ledger.num_free):
+            alone = plus(taken, ledger.needs_alone(request.num_tokens))
+            if is_alone and not self.launched and not fits(alone, ledger.num_free):
                 self.fail(request, self._exhausted(request))
                 continue
             if request.priority not in spare:
@@ -374,7 +382,11 @@ class Scheduler:
         count = min(request.num_tokens - start, limit)
         if self.config.fixed_chunk:
             count = self._chunk_length(request, start)
-        if count > limit or self.table.is_being_computed(request, hit) or not self.table.admit(request, hit):
+        if count > limit or self.table.is_being_computed(request, hit):
+            return 0
+        if not self.ledger.can_enter(hit, self.ledger.places(start + count)):
+            return 0  # a windowed group is short of blocks until its windows have moved on
+        if not self.table.admit(request, hit):
             return 0
         draft.new_slots.append(
             NewSlot(

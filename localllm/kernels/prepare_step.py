@@ -10,11 +10,12 @@ captured graph can replay these kernels, since the number of rows is in the buff
 
 The buffer, int32:
 
-    U, T | slot x R | computed x R | scheduled x R | start x R | samples x R | adapter x R | update x U
+    U, T | slot x R | computed x R | scheduled x R | start x R | samples x R | adapter x R | state x 3R | update x U
 
 R and the number of tokens are those of the `StepInputs` to fill, including padding. A padding row has slot -1: its
 context is 0, and its tokens have cache slot -1, which is never written. T: tokens without padding. An update is four
-numbers: a group, a slot, a place in its block table, and the block.
+numbers: a group, a slot, a place in its block table, and the block. The places of recurrent states that a row reads,
+writes and saves to are copied by `state_fields`.
 Not limited by memory: a step of 256 rows moves about 100 KB.
 """
 
@@ -28,7 +29,8 @@ from torch import Tensor
 from localllm.kernels.launch import cdiv, runs_triton, tl, triton
 
 HEADER = 2
-ROW_FIELDS = 6
+ROW_FIELDS = 9
+STATE_FIELDS = 6  # first of the three fields of recurrent states: read, write, save
 UPDATE_FIELDS = 4
 CHUNK = 128  # tokens of one row that one program writes
 
@@ -77,6 +79,12 @@ def staged_size(num_rows: int, num_updates: int) -> int:
     return HEADER + ROW_FIELDS * num_rows + UPDATE_FIELDS * num_updates
 
 
+def state_fields(staged: Tensor, num_rows: int) -> Tensor:
+    """Return a view [3, R] of the buffer of a step of R rows: the places of recurrent states that each row reads,
+    writes and saves to."""
+    return staged[HEADER : HEADER + ROW_FIELDS * num_rows].view(ROW_FIELDS, num_rows)[STATE_FIELDS:]
+
+
 def prepare_step(
     staged: Tensor, token_ids: Tensor, block_tables: Tensor, inputs: StepInputs, block_size: int, max_query_len: int
 ) -> None:
@@ -108,7 +116,7 @@ def prepare_step_reference(
     rows, tokens = len(inputs.slots), len(inputs.token_ids)
     num_updates, used = staged[:HEADER].tolist()
     fields = staged[HEADER : HEADER + ROW_FIELDS * rows].view(ROW_FIELDS, rows).long()
-    slot, computed, scheduled, start, samples, adapter = fields
+    slot, computed, scheduled, start, samples, adapter = fields[:STATE_FIELDS]
     updates = staged[HEADER + ROW_FIELDS * rows :][: UPDATE_FIELDS * num_updates].view(-1, UPDATE_FIELDS).long()
     block_tables[updates[:, 0], updates[:, 1], updates[:, 2]] = updates[:, 3].int()
 

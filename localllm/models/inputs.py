@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_state import LayerCache
 
 
 class GivenEmbeds(NamedTuple):
@@ -63,8 +63,9 @@ class ForwardInputs:
 class CausalModel(Protocol):
     """A model as the runner drives it: hidden states [T, hidden], then logits [L, V] of the rows to sample.
 
-    Of tensor-parallel shards, all but the first return None instead of logits.
+    cache: what each layer keeps, None for a layer that keeps nothing. Of tensor-parallel shards, all but the first
+    return None instead of logits.
     """
 
-    def forward(self, inputs: ForwardInputs, kv_cache: Sequence[LayerKV]) -> Tensor: ...
+    def forward(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None]) -> Tensor: ...
     def compute_logits(self, hidden: Tensor) -> Tensor | None: ...

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from localllm.engine.step import NewSlot, Row, StepPlan
-from localllm.models.inputs import ForwardInputs, GivenEmbeds, GroupInputs
+from localllm.models.inputs import ForwardInputs, GivenEmbeds, GroupInputs, StateInputs
 from localllm.models.lone_step import DecodeRows
 from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.runner.upload import all_to_device, to_device
@@ -41,6 +41,20 @@ class PromptSpan:
     num_logprobs: int
 
 
+class HostPlaces(NamedTuple):
+    """The places of recurrent states of a step's rows on the host (models/inputs.py, StateInputs)."""
+
+    read: tuple[int, ...]  # [B]
+    write: tuple[int, ...]
+    save: tuple[int, ...]
+
+
+def host_places(states: Ints) -> HostPlaces:
+    """states: [3, B]."""
+    read, write, save = (tuple(row) for row in states.tolist())
+    return HostPlaces(read, write, save)
+
+
 class StepRows(NamedTuple):
     """A plan's rows as arrays; rows with one token come first. B: requests."""
 
@@ -50,6 +64,7 @@ class StepRows(NamedTuple):
     starts: Ints  # [B + 1] int64   start of each request in the flat batch
     samples: Ints  # [B] bool
     adapters: Ints  # [B] int64     -1: none
+    states: Ints | None = None  # [3, B] int64 places of recurrent states that each row reads, writes and saves to
 
     @property
     def context(self) -> Ints:
@@ -69,7 +84,7 @@ class StepRows(NamedTuple):
         starts = self.starts[rows.start : rows.stop + 1]
         return StepRows(
             self.slots[rows], self.computed[rows], self.scheduled[rows], starts - starts[0], self.samples[rows],
-            self.adapters[rows],
+            self.adapters[rows], None if self.states is None else self.states[:, rows],
         )  # fmt: skip
 
 
@@ -131,9 +146,10 @@ class SlotState:
 
     def __init__(
         self, inputs: InputMaker, *, max_num_seqs: int, max_model_len: int, num_blocks: tuple[int, ...],
-        block_size: int, vocab_size: int,
+        block_size: int, vocab_size: int, num_places: int = 0,
     ) -> None:  # fmt: skip
-        self.inputs = inputs
+        """num_places: of recurrent states, with the null place; 0: the model has none."""
+        self.inputs, self._num_places = inputs, num_places
         self.max_model_len, self.block_size, self.num_blocks = max_model_len, block_size, num_blocks
         self._vocab_size = vocab_size
         self._num_blocks_held = np.zeros(max_num_seqs, np.int64)
@@ -232,7 +248,10 @@ class SlotState:
         starts = np.zeros(len(order) + 1, np.int64)
         np.cumsum(scheduled[order], out=starts[1:])
         slots = _column(plan.rows, 0)[order]
-        rows = StepRows(slots, computed[order], scheduled[order], starts, samples, self._adapter[slots])
+        rows = StepRows(
+            slots, computed[order], scheduled[order], starts, samples, self._adapter[slots],
+            self._states(plan.rows, order),
+        )  # fmt: skip
         self._check(plan, rows.slots, rows.computed, rows.context, samples)
         self._num_computed[rows.slots] = rows.context
         spans, wanted = self._wanted_logits(rows, order)
@@ -240,6 +259,23 @@ class SlotState:
             rows, wanted, tuple(order[samples].tolist()), rows.slots[samples], rows.context[samples], spans,
             self._given_embeds(rows),
         )  # fmt: skip
+
+    def _states(self, rows: tuple[Row, ...], order: Ints) -> Ints | None:
+        """Return the places [3, B] of the rows' recurrent states."""
+        if not self._num_places:
+            assert all(row.state is None for row in rows), "a place for a state of a model without states"
+            return None
+        states = np.array([row.state for row in rows if row.state is not None], np.int64)
+        assert len(states) == len(rows), "a row without a place for its recurrent state"
+        read, write, save = states.T
+        written = np.concatenate([write, save[save > 0]])
+        assert len(np.unique(written)) == len(written), f"a place is written by two rows: {states.tolist()}"
+        assert write.min() > 0, "a row writes the null place"
+        assert max(written.max(), read.max()) < self._num_places, f"places {states.tolist()} of {self._num_places}"
+        assert ((read == -1) | (read > 0)).all(), "a row reads the null place"
+        assert not np.isin(read[read != write], written).any(), f"a row reads what another writes: {states.tolist()}"
+        ordered: Ints = states[order].T
+        return ordered
 
     def _given_embeds(self, rows: StepRows) -> GivenEmbeds | None:
         """Return the prompt embeddings at the positions of this step."""
@@ -319,6 +355,7 @@ class HostInputs:
             adapters=self._adapters(rows),
             adapters_host=tuple(rows.adapters.tolist()),
             embeds=embeds_on(batch, self._device),
+            state=self._state_inputs(rows),
         )
 
     def decode_rows(self, rows: StepRows) -> DecodeRows:
@@ -330,7 +367,14 @@ class HostInputs:
             positions,
             self._kv_slots(slots, positions),
             of_group + slots * tables.strides[1],
+            rows.states,
         )
+
+    def _state_inputs(self, rows: StepRows) -> StateInputs | None:
+        if rows.states is None:
+            return None
+        read, write, save = to_device(rows.states.astype(np.int32), self._device)
+        return StateInputs(read, write, save, *host_places(rows.states))
 
     def _kv_slots(self, slots: Ints, positions: Ints) -> Ints:
         """Return [G, T] int64: for each group where the K and V of these positions go."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from localllm.engine.step import RunnerStats
 from localllm.kernels.launch import num_compiles
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_state import LayerCache
 from localllm.kernels.prepare_step import StepInputs, record_tokens
 from localllm.kernels.sampling.logprobs import ROOMS
 from localllm.models.fit import LOGITS_ROWS
@@ -50,7 +50,7 @@ class DeviceSteps:
     """The buffers that graphs share, and the two halves of a step on them. R: rows of the padded step."""
 
     def __init__(
-        self, model: CausalModel, layers: Sequence[LayerKV], inputs: StagedInputs, sampling: SamplingState,
+        self, model: CausalModel, layers: Sequence[LayerCache | None], inputs: StagedInputs, sampling: SamplingState,
         device: torch.device, *, vocab_size: int, shapes: list[StepShape], capture: Capture | None,
         is_alone: bool = True, draws: bool = True,
     ) -> None:  # fmt: skip

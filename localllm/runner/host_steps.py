@@ -17,7 +17,7 @@ from torch import Tensor
 
 from localllm.engine.step import RunnerStats
 from localllm.kernels.huge_pages import collapse_huge_pages
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_state import LayerCache
 from localllm.models.inputs import CausalModel
 from localllm.models.lone_step import MAX_ROWS, LoneStep, NoLoneStep, open_lone_step
 from localllm.runner.batch import HostInputs, Ints, StepBatch
@@ -77,7 +77,7 @@ class HostSteps:
     def __init__(
         self,
         model: CausalModel,
-        layers: Sequence[LayerKV],
+        layers: Sequence[LayerCache | None],
         inputs: HostInputs,
         sampling: SamplingState,
         device: torch.device,
@@ -182,7 +182,7 @@ def _joined_draws(rows: Sequence[Drawn]) -> Drawn:
     return Drawn(token_ids, best, None, joined([tensors for _, tensors, _ in asking]) if asking else None, counts)
 
 
-def _lone_step(model: CausalModel, layers: Sequence[LayerKV]) -> LoneStep | None:
+def _lone_step(model: CausalModel, layers: Sequence[LayerCache | None]) -> LoneStep | None:
     try:
         lone = open_lone_step(model, layers)
     except NoLoneStep as reason:

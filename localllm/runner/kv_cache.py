@@ -24,7 +24,7 @@ from localllm.units import format_bytes
 
 class KVCache:
     """Zeroed K and V per layer, each of shape `kv_cache_shape(...)`; `num_blocks`, one per KV group, include the null
-    block 0. A layer that reads the K and V of another has the same `LayerKV`.
+    block 0. A layer that reads the K and V of another has the same `LayerKV`, one without attention None.
 
     Raises `DoesNotFit` if the allocation fails.
     """
@@ -49,7 +49,8 @@ class KVCache:
                 f"The allocation of {format_bytes(size)} on {device} failed: {str(error).splitlines()[0]}",
                 "Another program took memory meanwhile: start again, or set a smaller --kv-cache-memory-bytes.",
             ) from error
-        self.layers = [kept[spec.kv_source[layer] if spec.kv_source else layer] for layer in range(spec.num_layers)]
+        sources = spec.kv_source or range(spec.num_layers)
+        self.layers = [kept.get(sources[layer]) for layer in range(spec.num_layers)]  # None: a layer without attention
         self._kept = tuple(kept.values())
 
     @property
@@ -68,13 +69,13 @@ def _layer(
 
 def _part(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return K or V, and its scales."""
-    values = _zeros(shape, device, dtype)
+    values = zeros(shape, device, dtype)
     if dtype == torch.int8:
-        return values, _zeros(shape[:3], device, torch.float32)
+        return values, zeros(shape[:3], device, torch.float32)
     return values, torch.ones(shape[0], device=device) if dtype == torch.float8_e4m3fn else None
 
 
-def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return zeros. On a CPU these are the system's zero pages, committed on first write,
     so an unused cache is free."""
     if device.type != "cpu":

@@ -16,7 +16,7 @@ import torch
 
 from localllm.config.settings import EngineConfig
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import NewSlot, Row, StepPlan
+from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
 from localllm.errors import DoesNotFit
 from localllm.kernels.launch import LaunchOptions
 from localllm.machine.hardware import Hardware, read_hardware
@@ -29,6 +29,7 @@ from localllm.runner.device_memory import empty_cache, make_current
 from localllm.runner.graphs import AgreedCapture, Capture, CudaCapture
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
+from localllm.runner.state_cache import StateCache
 from localllm.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -67,22 +68,23 @@ def open_runner(
         report("measuring one full step")
         measured = measure(model, spec, plan, device, held_before, launch_options, config.enable_prompt_embeds)
         plan = replan(spec, config, plan, hardware, measured)
-    kv, plan = _allocate(spec, config, plan, hardware, device, held_before)
-    return open_on(kv, model, spec, config, plan, report), plan
+    kv, states, plan = _allocate(spec, config, plan, hardware, device, held_before)
+    return open_on(kv, model, spec, config, plan, report, states=states), plan
 
 
 def open_on(
     kv: KVCache, model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, report: ReportDetail,
-    parallel: Parallel | None = None,
+    parallel: Parallel | None = None, states: StateCache | None = None,
 ) -> TorchRunner:  # fmt: skip
-    """Return a runner over a KV cache, warmed up. spec: with the sizes that this rank holds. Raises `DoesNotFit`."""
+    """Return a runner over a KV cache, warmed up. spec: with the sizes that this rank holds. states: of a model with
+    recurrent layers. Raises `DoesNotFit`."""
     device = torch.device(plan.device)
     recorded = device.type == "cuda" and not config.enforce_eager and getattr(model, "capturable", True)
     capture: Capture | None = CudaCapture(device) if recorded else None
     if isinstance(capture, CudaCapture) and parallel is not None:
         capture = AgreedCapture(capture, parallel.world, device)
     options = LaunchOptions(deterministic=config.deterministic)
-    runner = _runner(model, spec, plan, kv, device, capture, options, parallel)
+    runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states)
     if capture is not None:
         report("capturing CUDA graphs")
     try:
@@ -128,25 +130,35 @@ def measure(
     tokens = min(plan.max_num_batched_tokens, plan.max_model_len)
     num_blocks = 2 + max(-(-tokens // plan.block_size), plan.max_num_seqs)
     kv = KVCache(spec, (num_blocks,) * len(plan.num_blocks), plan.block_size, device, getattr(torch, plan.kv_dtype))
-    runner = _runner(model, spec, plan, kv, device, None, launch_options, parallel)
+    states = StateCache(spec, 1 + plan.max_num_seqs, device, getattr(torch, plan.dtype))
+    runner = _runner(model, spec, plan, kv, device, None, launch_options, parallel, states)
     embeds = torch.zeros(tokens, spec.hidden_size, dtype=getattr(torch, plan.dtype)) if prompt_embeds else None
-    for step in largest_steps(plan, tokens, None if embeds is None else PromptEmbedsTensor(embeds, "")):
+    given = None if embeds is None else PromptEmbedsTensor(embeds, "")
+    for step in largest_steps(plan, tokens, given, has_states=states.num_places > 0):
         runner.forward(step)
         runner.sample(step).result()
     peak = torch.cuda.max_memory_allocated(device)
-    activations = peak - allocated - kv.allocated_bytes
+    activations = peak - allocated - kv.allocated_bytes - states.allocated_bytes
     runner.close()
     return Measured(allocated - held_before, activations)
 
 
-def largest_steps(plan: MemoryPlan, tokens: int, embeds: PromptEmbedsTensor | None = None) -> list[StepPlan]:
+def largest_steps(
+    plan: MemoryPlan, tokens: int, embeds: PromptEmbedsTensor | None = None, *, has_states: bool = False
+) -> list[StepPlan]:
     """Return two steps: one prompt that fills a step, then every slot with one token, all of them sampling."""
+
+    def state(slot: int) -> StateUse | None:
+        return StateUse(-1, 1 + slot) if has_states else None
+
     blocks, groups = -(-tokens // plan.block_size), len(plan.num_blocks)
     prompt = NewSlot(0, "prompt", [0] * tokens, tokens, UNKIND, (), 0, prompt_embeds=embeds)
-    rows = [Row(0, "prompt", 0, tokens, (tuple(range(1, blocks + 1)),) * groups, True)]
+    rows = [Row(0, "prompt", 0, tokens, (tuple(range(1, blocks + 1)),) * groups, True, (), state(0))]
     singles = min(plan.max_num_seqs, plan.max_num_batched_tokens)
     news = tuple(NewSlot(slot, f"r{slot}", [0], 1, UNKIND, (), 0) for slot in range(singles))
-    decodes = tuple(Row(slot, f"r{slot}", 0, 1, ((1 + slot,),) * groups, True) for slot in range(singles))
+    decodes = tuple(
+        Row(slot, f"r{slot}", 0, 1, ((1 + slot,),) * groups, True, (), state(slot)) for slot in range(singles)
+    )
     return [StepPlan(1, tuple(rows), (prompt,)), StepPlan(2, decodes, news, (0,))]
 
 
@@ -157,13 +169,14 @@ def _allocate(
     hardware: Hardware,
     device: torch.device,
     held_before: int = 0,
-) -> tuple[KVCache, MemoryPlan]:
-    """Return the KV cache and its plan.
-    On a GPU it may be smaller than planned, with a note, if another program took memory."""
-    dtype = getattr(torch, plan.kv_dtype)
+) -> tuple[KVCache, StateCache, MemoryPlan]:
+    """Return the KV cache, the recurrent states and their plan.
+    On a GPU they may be smaller than planned, with a note, if another program took memory."""
+    kv_dtype, dtype = getattr(torch, plan.kv_dtype), getattr(torch, plan.dtype)
     for left in reversed(range(TRIES)):
         try:
-            return KVCache(spec, plan.num_blocks, plan.block_size, device, dtype), plan
+            states = StateCache(spec, plan.num_places, device, dtype)
+            return KVCache(spec, plan.num_blocks, plan.block_size, device, kv_dtype), states, plan
         except DoesNotFit:
             if device.type != "cuda" or not left:
                 raise
@@ -193,6 +206,7 @@ def _plan_for_free_memory(
 def _runner(
     model: CausalModel, spec: ModelSpec, plan: MemoryPlan, kv: KVCache, device: torch.device,
     capture: Capture | None, launch_options: LaunchOptions, parallel: Parallel | None,
+    states: StateCache | None = None,
 ) -> TorchRunner:  # fmt: skip
     return TorchRunner(
         model,
@@ -207,4 +221,5 @@ def _runner(
         launch_options=launch_options,
         group=None if parallel is None else parallel.group,
         samples=parallel is None or parallel.samples,
+        states=states,
     )

@@ -39,6 +39,7 @@ from localllm.runner.logprobs import LogprobTensors, token_logprobs
 from localllm.runner.readback import PendingReadback, StepTimer
 from localllm.runner.sampling import SamplingState
 from localllm.runner.staging import StagedInputs
+from localllm.runner.state_cache import StateCache, layer_caches
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +60,15 @@ class TorchRunner:
         self, model: CausalModel, spec: ModelSpec, kv: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int,
         max_model_len: int, block_size: int, device: torch.device, capture: Capture | None = None,
         staged: bool | None = None, launch_options: LaunchOptions = DEFAULTS, group: Group | None = None,
-        samples: bool = True,
+        samples: bool = True, states: StateCache | None = None,
     ) -> None:  # fmt: skip
+        """states: of a model with recurrent layers."""
         assert block_size == kv.block_size, (block_size, kv.block_size)
         self.num_stages = 1
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
         self._device, self._max_num_batched_tokens = device, max_num_batched_tokens
+        states = states or StateCache(spec, 0, device, torch.float32)
+        cache = layer_caches(kv.layers, states)
         staged = bool(capture) or device.type == "cuda" if staged is None else staged
         self._model: CausalModel | None = model
         self._samples, self._draws = samples, samples and (group is None or group.index == 0)
@@ -76,10 +80,10 @@ class TorchRunner:
             staging = StagedInputs(
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device,
                 max_num_batched_tokens=max_num_batched_tokens, largest=largest_shape(shapes),
-                num_groups=len(kv.num_blocks),
+                num_groups=len(kv.num_blocks), has_states=states.num_places > 0,
             )  # fmt: skip
             self._steps = DeviceSteps(
-                model, kv.layers, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
+                model, cache, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
                 capture=capture, is_alone=group is None, draws=self._draws,
             )  # fmt: skip
             inputs = staging
@@ -89,11 +93,11 @@ class TorchRunner:
                 num_groups=len(kv.num_blocks),
             )  # fmt: skip
             is_lone = launch_options.deterministic and device.type == "cpu"  # a GPU's kernels see to it themselves
-            self._steps = HostSteps(model, kv.layers, host, self._sampling, device, deterministic=is_lone)
+            self._steps = HostSteps(model, cache, host, self._sampling, device, deterministic=is_lone)
         self._inputs, self._exchange = inputs, exchange_of(group, device)
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
-            block_size=block_size, vocab_size=spec.vocab_size,
+            block_size=block_size, vocab_size=spec.vocab_size, num_places=states.num_places,
         )  # fmt: skip
         self._launched: _ForwardedStep | None = None
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why

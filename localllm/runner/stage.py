@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_state import LayerCache
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.inputs import ForwardInputs
 
@@ -33,12 +33,12 @@ class StageModel:
     def __init__(self, model: DecoderModel, pipe: Pipe) -> None:
         self._model, self._pipe = model, pipe
 
-    def forward(self, inputs: ForwardInputs, kv_cache: Sequence[LayerKV]) -> Tensor:
+    def forward(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None]) -> Tensor:
         model, stream = self._model, None
         if model.embedding is None:
             shape = (len(inputs.token_ids), model.spec.hidden_size)
             stream = self._pipe.receive(inputs.token_ids.new_empty(shape, dtype=model.dtype))
-        hidden = model.forward(inputs, kv_cache, stream)
+        hidden = model.forward(inputs, cache, stream)
         if model.lm_head is None:
             self._pipe.send(hidden)
         return hidden

@@ -18,13 +18,15 @@ from torch import Tensor
 from localllm.kernels.prepare_step import (
     HEADER,
     ROW_FIELDS,
+    STATE_FIELDS,
     UPDATE_FIELDS,
     StepInputs,
     prepare_step,
     staged_size,
+    state_fields,
 )
-from localllm.models.inputs import ForwardInputs, GroupInputs
-from localllm.runner.batch import BlockIds, Ints, StepBatch, embeds_on
+from localllm.models.inputs import ForwardInputs, GroupInputs, StateInputs
+from localllm.runner.batch import BlockIds, HostPlaces, Ints, StepBatch, embeds_on, host_places
 from localllm.runner.upload import pinned, to_device
 
 
@@ -70,9 +72,10 @@ class StagedInputs:
 
     def __init__(
         self, *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int,
-        device: torch.device, largest: StepShape | None = None, num_groups: int = 1,
+        device: torch.device, largest: StepShape | None = None, num_groups: int = 1, has_states: bool = False,
     ) -> None:  # fmt: skip
-        """largest: the most rows and tokens of the shapes that batches will be padded to."""
+        """largest: the most rows and tokens of the shapes that batches will be padded to. has_states: whether the model
+        has recurrent states."""
         self.block_size, self._device = block_size, device
         self.max_num_seqs, self.max_batched_tokens = max_num_seqs, max_num_batched_tokens
         max_blocks = -(-max_model_len // block_size)
@@ -84,6 +87,8 @@ class StagedInputs:
         self._inputs = StepInputs.empty(max_rows, max_tokens, max_blocks, device, num_groups)
         size = staged_size(max_rows, self._max_updates)
         self._staged = torch.zeros(size, dtype=torch.int32, device=device)
+        rows = -(-max_rows // 4) * 4  # so that each of the three is aligned
+        self._states = torch.zeros((3, rows), dtype=torch.int32, device=device) if has_states else None
         self._host_rows = _HostRows((), (), ())
         self._updates: list[Ints] = []  # [n, 4] (group, slot, place, block)
 
@@ -134,12 +139,15 @@ class StagedInputs:
         It reads no block, and writes only to the null block."""
         fields = _padding(shape, shape.decodes)
         self._send(_packed(fields, np.empty((0, UPDATE_FIELDS), np.int32), shape.decodes))
-        self._host_rows = _HostRows(tuple(fields[2].tolist()), (0,) * shape.rows, (-1,) * shape.rows)
+        zeros, ones = (0,) * shape.rows, (-1,) * shape.rows
+        self._host_rows = _HostRows(tuple(fields[2].tolist()), zeros, ones, HostPlaces(ones, zeros, zeros))
 
     def prepare(self, shape: StepShape) -> tuple[ForwardInputs, StepInputs]:
         """Unpack the staged step. The launched kernels depend on the shape alone, so a graph can record them."""
         inputs, longest = self.part(shape), shape.prefill_tokens or 1
         prepare_step(self._staged, self.token_ids, self._tables, inputs, self.block_size, longest)
+        if self._states is not None:
+            self._states[:, : shape.rows].copy_(state_fields(self._staged, shape.rows))
         return self._forward_inputs(inputs, shape), inputs
 
     def part(self, shape: StepShape) -> StepInputs:
@@ -159,7 +167,15 @@ class StagedInputs:
             context_lens_host=self._host_rows.context,
             adapters=inputs.adapters,
             adapters_host=self._host_rows.adapters,
+            state=self._state_inputs(shape),
         )
+
+    def _state_inputs(self, shape: StepShape) -> StateInputs | None:
+        if self._states is None:
+            return None
+        assert self._host_rows.states is not None, "a row without a place for its recurrent state"
+        read, write, save = self._states[:, : shape.rows]
+        return StateInputs(read, write, save, *self._host_rows.states)
 
     def _send(self, packed: Ints) -> None:
         self._staged[: len(packed)].copy_(pinned(packed, self._device), non_blocking=True)
@@ -170,19 +186,22 @@ def _row_fields(batch: StepBatch, shape: StepShape) -> tuple[Ints, int]:
     rows, decodes = batch.rows, batch.rows.num_decodes
     used = shape.decodes + int(rows.starts[-1]) - decodes
     fields = _padding(shape, used)
-    slot, computed, scheduled, start, samples, adapter = fields
+    slot, computed, scheduled, start, samples, adapter = fields[:STATE_FIELDS]
     places = row_places(batch, shape)
     slot[places], computed[places], scheduled[places] = rows.slots, rows.computed, rows.scheduled
     start[places[decodes:]] = rows.starts[decodes:-1] + shape.decodes - decodes
     samples[places], adapter[places] = rows.samples, rows.adapters
+    if rows.states is not None:
+        fields[STATE_FIELDS:, places] = rows.states
     return fields, used
 
 
 def _padding(shape: StepShape, used: int) -> Ints:
-    """Return the fields of a step of padding rows: decode rows have one token each, prefill rows none."""
+    """Return the fields of a step of padding rows: decode rows have one token each, prefill rows none. A padding row
+    reads and writes no recurrent state."""
     fields = np.zeros((ROW_FIELDS, shape.rows), np.int32)
-    slot, _, scheduled, start, _, adapter = fields
-    slot[:] = adapter[:] = -1
+    slot, _, scheduled, start, _, adapter, read = fields[: STATE_FIELDS + 1]
+    slot[:] = adapter[:] = read[:] = -1
     scheduled[: shape.decodes] = 1
     start[: shape.decodes] = np.arange(shape.decodes)
     start[shape.decodes :] = used
@@ -207,12 +226,18 @@ class _HostRows(NamedTuple):
     scheduled: tuple[int, ...]
     context: tuple[int, ...]
     adapters: tuple[int, ...]
+    states: HostPlaces | None = None
 
 
 def _host_rows(batch: StepBatch, shape: StepShape) -> _HostRows:
-    """Return the host values of a step. Padding rows have no context and no adapter."""
+    """Return the host values of a step. Padding rows have no context, no adapter and no state."""
     scheduled, context, adapters = np.zeros((3, shape.rows), np.int64)
     scheduled[: shape.decodes], adapters[:] = 1, -1
     places, rows = row_places(batch, shape), batch.rows
     scheduled[places], context[places], adapters[places] = rows.scheduled, rows.context, rows.adapters
-    return _HostRows(tuple(scheduled.tolist()), tuple(context.tolist()), tuple(adapters.tolist()))
+    states = None
+    if rows.states is not None:
+        padded = np.repeat([[-1], [0], [0]], shape.rows, axis=1)
+        padded[:, places] = rows.states
+        states = host_places(padded)
+    return _HostRows(tuple(scheduled.tolist()), tuple(context.tolist()), tuple(adapters.tolist()), states)

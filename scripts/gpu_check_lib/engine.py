@@ -30,7 +30,7 @@ from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.step import PendingStep, Runner, StepPlan, StepResult, TokenMasks
 from localllm.kernels.launch import DEFAULTS, LaunchOptions
 from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.spec.kv_groups import kv_groups
+from localllm.models.spec.kv_groups import kv_groups, kv_numbers_per_token
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.graphs import Capture, CudaCapture
 from localllm.runner.kv_cache import KVCache
@@ -295,5 +295,5 @@ def run_again(step: Callable[[], None]) -> Callable[[], None]:
 
 def bytes_needed(spec: ModelSpec, options: Options, weight_bytes: float) -> float:
     """Return an upper estimate of device memory: weights, KV, and 3 GiB for activations, graphs and libraries."""
-    kv = options.num_blocks * options.block_size * spec.kv_bytes_per_token(options.dtype.itemsize)
+    kv = options.num_blocks * options.block_size * kv_numbers_per_token(spec) * options.dtype.itemsize
     return weight_bytes + spec.vocab_size * spec.hidden_size * 2 + kv + 3 * 2**30

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from localllm.models.spec.kv_groups import kv_numbers_per_token
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.tuning.workload import Workload
 
@@ -70,7 +71,7 @@ def work_of(spec: ModelSpec, kv_dtype_bytes: int = 2) -> Work:
     return Work(
         layer_parameters=spec.num_layers * (attention + mlp),
         head_parameters=spec.vocab_size * spec.hidden_size,
-        kv_bytes_per_token=spec.kv_bytes_per_token(kv_dtype_bytes),
+        kv_bytes_per_token=kv_numbers_per_token(spec) * kv_dtype_bytes,
         attention_width=spec.num_layers * q,
     )
 

@@ -25,6 +25,7 @@ from localllm.text.grammar import OutputGrammar
 from tests.fake_runner import FakePipeline, FakeRunner
 
 BLOCK_SIZE = 4
+MOST_PLACEHOLDERS = 12  # positions that launched guesses may give up again
 
 
 @dataclass(slots=True)
@@ -195,6 +196,18 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     for row in plan.rows:
         request = scheduler.requests[row.request_id]
         assert row.num_computed_tokens + row.num_scheduled_tokens == request.num_computed_tokens
+        check_windows(scheduler.ledger, request, row.num_computed_tokens)
+
+
+def check_windows(ledger: Ledger, request: Request, position: int) -> None:
+    """Check that the request holds every block that its queries from `position` on read, and none that is long past."""
+    size = ledger.block_size
+    for pool, window, table in zip(ledger.pools, ledger.windows, request.block_tables, strict=True):
+        first = 0 if window is None else max(0, position - window + 1) // size
+        assert all(table[first:]), f"{request.request_id} has given back what it reads: {table}, from place {first} on"
+        assert all(pool.ref_count[block] for block in table[first:])
+        past = 0 if window is None else (position - window + 1 - MOST_PLACEHOLDERS) // size
+        assert not any(table[: max(0, past)]), f"{request.request_id} keeps what nothing reads: {table}"
 
 
 def check_pool(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:

@@ -28,6 +28,7 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights import weights as weights_module
 from localllm.models.weights.parameters import held_bytes
 from localllm.runner.kv_cache import KVCache
+from tests.kv import of_each
 from tests.models.formats.quantised import Store
 from tests.models.formats.test_fp8 import BLOCKS, DYNAMIC, STATIC, per_block, per_tensor
 from tests.models.formats.test_gptq import CONFIG as GPTQ
@@ -358,7 +359,7 @@ def test_one_tensor_for_more_experts_than_there_are(tiny_model_path: PathOf, tmp
 def test_a_cache_of_latents_takes_what_is_planned(dtype: torch.dtype, tiny_model_path: PathOf) -> None:
     spec = read_spec(tiny_model_path("deepseek_v2"))
     name = str(dtype).removeprefix("torch.")
-    cache = KVCache(spec, 3, 16, CPU, dtype)
+    cache = KVCache(spec, of_each(spec, 3), 16, CPU, dtype)
     assert cache.allocated_bytes == 3 * 16 * kv_bytes_per_token(spec, name)
     if dtype == torch.float32:
         assert kv_bytes_per_token(spec, name) == 2 * (32 + 16) * 4  # layers, latent and what turns
@@ -368,7 +369,7 @@ def test_latents_in_eight_bits_stay_close(tiny_model_path: PathOf) -> None:
     harness = Harness(tiny_model_path("deepseek_v2"))
     plain = harness.prefill(prompt(40))[1]
     spec: ModelSpec = harness.spec
-    harness.kv_cache = KVCache(spec, 128, 8, CPU, torch.int8).layers
+    harness.kv_cache = KVCache(spec, of_each(spec, 128), 8, CPU, torch.int8).layers
     rounded = harness.prefill(prompt(40))[1]
     error = (rounded - plain).norm() / plain.norm()
     assert 0 < error < 0.2

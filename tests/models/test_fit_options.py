@@ -36,6 +36,7 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from localllm.runner.kv_cache import KVCache
 from tests.hub.conftest import *  # noqa: F403  its fixtures: a hub on this machine
+from tests.kv import of_each
 from tests.models.test_fit import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS, gpu_machine
 
 MIB = 1024**2
@@ -171,7 +172,7 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_a_token_takes_what_the_cache_allocates(name: str, kv_dtype: str) -> None:
     """Windowed layers keep every token, too: blocks that have left the window are not given back."""
-    cache = KVCache(SPECS[name], 5, 16, torch.device("cpu"), getattr(torch, kv_dtype))
+    cache = KVCache(SPECS[name], of_each(SPECS[name], 5), 16, torch.device("cpu"), getattr(torch, kv_dtype))
     assert cache.allocated_bytes == 5 * 16 * kv_bytes_per_token(SPECS[name], kv_dtype)
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.models.architectures.read_spec import read_spec, weights_bytes
 from localllm.models.architectures.registry import FAMILY_OF
+from localllm.models.spec.kv_groups import kv_numbers_per_token
 from localllm.models.spec.model_spec import ModelSpec
 from tests.tiny import FAMILIES, tiny_config
 
@@ -39,7 +40,7 @@ def test_old_style_llama(tmp_path: Path) -> None:
     assert (spec.head_dim, spec.rope.theta, spec.rope.rotary_dim, spec.dtype) == (16, 500_000.0, 16, "bfloat16")
     assert not spec.tie_word_embeddings
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2,))
-    assert spec.kv_bytes_per_token(2) == 2 * 2 * 2 * 16 * 2
+    assert 2 * kv_numbers_per_token(spec) == 2 * 2 * 2 * 16 * 2
 
 
 def test_new_style_and_old_style_say_the_same(tmp_path: Path) -> None:

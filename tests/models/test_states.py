@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from localllm.models.fit import kv_bytes_per_token
 from localllm.models.spec.model_spec import ModelSpec, RopeSpec
 from localllm.models.spec.recurrent import RecurrentSpec
 from localllm.models.spec.states import StateTensor, state_bytes, state_group
@@ -58,4 +59,4 @@ def test_a_short_convolution_keeps_no_matrix():
 
 def test_only_attention_layers_have_kv():
     """The KV of a hybrid is that of its attention layers: over all of them, LFM2-1.2B would count 2.7 times as much."""
-    assert replace(LFM2, num_kv_heads=8, head_dim=64).kv_bytes_per_token(2) == 12 * 1024
+    assert kv_bytes_per_token(replace(LFM2, num_kv_heads=8, head_dim=64), "bfloat16") == 12 * 1024

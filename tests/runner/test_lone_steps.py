@@ -22,6 +22,7 @@ from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from localllm.serving.build import build_engine
 from localllm.serving.reopen import close_engine, open_engine
+from tests.kv import of_each
 from tests.models.operations import DefinedLibrary
 from tests.runner.desk import GREEDY, Desk
 from tests.runner.test_with_scheduler import make_requests, serve
@@ -58,7 +59,7 @@ def _no_library() -> None:
 
 
 def open_runner(model: Any, spec: ModelSpec, *, max_num_seqs: int = 12) -> TorchRunner:
-    cache = KVCache(spec, 100, 8, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, 100), 8, CPU, torch.float32)
     return TorchRunner(
         model, spec, cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=256, max_model_len=128, block_size=8,
         device=CPU,

@@ -20,6 +20,7 @@ from localllm.runner.executor import LocalExecutor
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.opening import largest_steps, open_runner, replan
 from localllm.runner.runner import TorchRunner
+from tests.kv import of_each
 
 GIB = 1024**3
 CPU = torch.device("cpu")
@@ -66,7 +67,7 @@ def test_determinism_is_asked_of_the_kernels(model: Any, spec: ModelSpec) -> Non
 @pytest.mark.parametrize(("tokens", "block_size"), [(128, 16), (100, 8), (1, 16)])
 def test_the_largest_steps_are_whole_and_run(model: Any, spec: ModelSpec, tokens: int, block_size: int) -> None:
     plan = small_plan(spec, max_model_len=128, block_size=block_size)
-    kv = KVCache(spec, 2 + max(-(-tokens // block_size), 4), block_size, CPU, torch.float32)
+    kv = KVCache(spec, of_each(spec, 2 + max(-(-tokens // block_size), 4)), block_size, CPU, torch.float32)
     runner = TorchRunner(model, spec, kv, max_num_seqs=4, max_num_batched_tokens=plan.max_num_batched_tokens,
                          max_model_len=128, block_size=block_size, device=CPU)  # fmt: skip
     steps = largest_steps(plan, tokens)

@@ -19,6 +19,7 @@ from localllm.errors import DeviceLost, StepFailed
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import ForwardInputs, GroupInputs
+from localllm.models.spec.kv_groups import kv_numbers_per_token
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import graphs
 from localllm.runner import runner as runner_module
@@ -71,7 +72,7 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture
 def make_desk(spy: Spy, spec: ModelSpec, way: dict[str, Any]) -> Callable[..., Desk]:
     def make(**given: Any) -> Desk:
-        cache = KVCache(spec, NUM_BLOCKS, BLOCK, CPU, torch.float32)
+        cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, torch.float32)
         runner = TorchRunner(spy, spec, cache, max_num_seqs=6, max_num_batched_tokens=256, max_model_len=MAX_LEN,
                              block_size=BLOCK, device=CPU, **way, **given)  # fmt: skip
         while runner.use_idle_time():
@@ -137,7 +138,7 @@ def test_recording_graphs_between_requests_touches_nobody(
     spy: Spy, spec: ModelSpec, make_desk: Callable[..., Desk]
 ) -> None:
     """A shape runs once before it is recorded, over buffers that still name slots and blocks of the last step."""
-    cache = KVCache(spec, NUM_BLOCKS, BLOCK, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, torch.float32)
     runner = TorchRunner(spy, spec, cache, max_num_seqs=6, max_num_batched_tokens=256, max_model_len=MAX_LEN,
                          block_size=BLOCK, device=CPU, capture=run_again)  # fmt: skip
     runner.warm_up()
@@ -162,7 +163,7 @@ def test_recording_graphs_between_two_steps_touches_nobody(
 ) -> None:
     """An engine that never rests records what its steps lack, with steps in flight."""
     monkeypatch.setattr(graphs, "STEPS_PER_CAPTURE", 2)
-    cache = KVCache(spec, NUM_BLOCKS, BLOCK, CPU, torch.float32)
+    cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, torch.float32)
     runner = TorchRunner(spy, spec, cache, max_num_seqs=6, max_num_batched_tokens=256, max_model_len=MAX_LEN,
                          block_size=BLOCK, device=CPU, capture=run_again)  # fmt: skip
     desk = Desk(runner)
@@ -490,8 +491,8 @@ def test_a_plan_without_rows_only_frees(desk: Desk, make_desk: Callable[..., Des
 def test_cache_holds_exactly_the_planned_bytes(spec: ModelSpec) -> None:
     """I28, in bytes that exist."""
     for dtype in (torch.float32, torch.bfloat16):
-        cache = KVCache(spec, NUM_BLOCKS, BLOCK, CPU, dtype)
-        assert cache.allocated_bytes == NUM_BLOCKS * BLOCK * spec.kv_bytes_per_token(dtype.itemsize)
+        cache = KVCache(spec, of_each(spec, NUM_BLOCKS), BLOCK, CPU, dtype)
+        assert cache.allocated_bytes == NUM_BLOCKS * BLOCK * kv_numbers_per_token(spec) * dtype.itemsize
         assert not any(tensor.any() for layer in cache.layers for tensor in layer.tensors())
 
 

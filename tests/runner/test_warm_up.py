@@ -16,6 +16,7 @@ from localllm.runner.graphs import Replay
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from scripts.random_weights import WeightFormat, random_model, shape_spec
+from tests.kv import of_each
 
 if not HAS_TRITON or INTERPRETED:
     pytest.skip("notes what a GPU would compile", allow_module_level=True)
@@ -80,7 +81,7 @@ def run_again(step: Replay) -> Replay:
 def runner_of(served: Served, graphs: bool) -> TorchRunner:
     spec = shape_spec("tiny", **{"num_hidden_layers": 1, **served.shape})
     model = random_model(spec, CPU, served.dtype, weights=served.weights, max_model_len=BUDGET)
-    kv = KVCache(spec, 2 * NUM_SEQS * (BUDGET // BLOCK), BLOCK, CPU, served.kv_dtype or served.dtype)
+    kv = KVCache(spec, of_each(spec, 2 * NUM_SEQS * (BUDGET // BLOCK)), BLOCK, CPU, served.kv_dtype or served.dtype)
     return TorchRunner(
         model, spec, kv, max_num_seqs=NUM_SEQS, max_num_batched_tokens=BUDGET, max_model_len=BUDGET, block_size=BLOCK,
         device=CPU, capture=run_again if graphs else None, staged=True,

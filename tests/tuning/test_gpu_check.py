@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from localllm.models.spec.kv_groups import kv_numbers_per_token
 from localllm.tuning.report import RequestTimes
 from localllm.tuning.workload import Workload, WorkloadRequest, chat_lengths
 from scripts.gpu_check_lib import (
@@ -500,7 +501,7 @@ def test_prefill_and_a_whole_workload(engine: RandomEngine) -> None:
 def test_memory_is_estimated_from_the_shape(engine: RandomEngine) -> None:
     spec, options = engine.spec, engine.options
     needed = bytes_needed(spec, options, 1e9)
-    assert needed > 1e9 + options.num_blocks * 16 * spec.kv_bytes_per_token(4)
+    assert needed > 1e9 + options.num_blocks * 16 * kv_numbers_per_token(spec) * 4
 
 
 def test_figures_of_a_model_that_does_not_fit_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

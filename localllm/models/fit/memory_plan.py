@@ -34,6 +34,8 @@ class MemoryPlan:
     free_bytes: int  # free memory of the device when the plan was made
     async_depth: int  # steps in flight, 1 or 2
     graph_bytes: int = 0  # kept for CUDA graphs
+    num_places: int = 0  # of recurrent states, the null place 0 included; 0: the model has none
+    state_bytes: int = 0  # of all places, exactly
     sampler_bytes: int = 0  # part of activation_bytes: what sampling needs beyond the layers
     is_measured: bool = False  # weights and activations come from the allocator, not from arithmetic
     quantization: str = ""  # how matrices are stored and run, for display; empty: not quantised

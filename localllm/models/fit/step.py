@@ -264,7 +264,7 @@ def group_token_bytes(group: KVGroup, kv_dtype: str) -> int:
     """Return the bytes of one token position over a group's layers; int8 adds an fp32 scale per head for K and for
     V."""
     if kv_dtype in DTYPE_BYTES:
-        return group.bytes_per_token(DTYPE_BYTES[kv_dtype])
+        return group.numbers_per_token * DTYPE_BYTES[kv_dtype]
     numbers = group.numbers_per_token
     return numbers + (numbers // group.head_dim * 4 if kv_dtype == "int8" else 0)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
+from localllm.models.spec.kv_groups import kv_numbers_per_token
 from localllm.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def spec_rows(spec: ModelSpec) -> Mapping[str, str]:
         "heads": f"{spec.num_heads} query, {spec.num_kv_heads} key/value, {spec.head_dim} wide",
         "vocabulary": f"{format_count(spec.vocab_size)} tokens",
         "context": f"{format_count(spec.max_position)} tokens",
-        "KV cache": f"{format_bytes(spec.kv_bytes_per_token(2))} per token at 16 bits",
+        "KV cache": f"{format_bytes(2 * kv_numbers_per_token(spec))} per token at 16 bits",
         "sampling": ", ".join(f"{k}={v}" for k, v in spec.generation_defaults.items()) or "no defaults of its own",
     }
 

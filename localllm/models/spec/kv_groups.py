@@ -10,29 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
-    from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.kv_group import KVGroup
+from localllm.models.spec.model_spec import ModelSpec
 
-
-class KVGroup(NamedTuple):
-    """Layers that share one block table: the same window, and the same shape of K and V."""
-
-    name: str  # full, or window_1024; with the shape behind it if that alone does not tell two groups apart
-    layers: tuple[int, ...]  # ascending; of a pipeline stage its own numbers, and possibly none
-    window: int | None  # tokens that the layers see, including the current one; None: all
-    num_kv_heads: int
-    head_dim: int
-    values_are_keys: bool  # one latent is both key and value
-
-    def bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes of K and V of one token position over the group's layers."""
-        return self.numbers_per_token * dtype_bytes
-
-    @property
-    def numbers_per_token(self) -> int:
-        return len(self.layers) * self.num_kv_heads * self.head_dim * (1 if self.values_are_keys else 2)
+__all__ = ["KVGroup", "group_of_layers", "keeps_kv", "kv_groups", "kv_numbers_per_token", "kv_shape", "layer_window"]
 
 
 def kv_groups(spec: ModelSpec) -> tuple[KVGroup, ...]:
@@ -49,6 +31,11 @@ def kv_groups(spec: ModelSpec) -> tuple[KVGroup, ...]:
         for (window, heads, head_dim), layers in kinds.items()
     ]
     return _with_distinct_names(groups)
+
+
+def kv_numbers_per_token(spec: ModelSpec) -> int:
+    """Return the numbers in K and V of one token position over all layers that keep them."""
+    return sum(group.numbers_per_token for group in kv_groups(spec))
 
 
 def keeps_kv(spec: ModelSpec, layer: int) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.config.settings import Task
-from localllm.models.spec.kv_groups import KVGroup, kv_groups
+from localllm.models.spec.kv_group import KVGroup
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.norms import NormSpec
@@ -111,7 +111,3 @@ class ModelSpec:
     def recurrent_layers(self) -> tuple[int, ...]:
         """Return the layers that keep a recurrent state."""
         return tuple(layer for layer in range(self.num_layers) if self.layer_kind(layer) in ("recurrent", "both"))
-
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes of K and V of one token position over all layers that keep them."""
-        return sum(group.bytes_per_token(dtype_bytes) for group in kv_groups(self))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_state import LayerCache
 from localllm.kernels.paged_attention import AttentionPlan, paged_attention
 from localllm.kernels.rotary_store_kv import rotary_store_kv
 from localllm.kernels.store_kv import has_no_skipped_slot
@@ -69,10 +70,11 @@ class TransformersModel:
         self.max_model_len = max_model_len
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, kv_cache: Sequence[LayerKV]) -> Tensor:
+    def forward(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None]) -> Tensor:
         """Return hidden states [T, hidden] before the head; writes the step's K and V."""
         step = self._step
-        step.inputs, step.kv_cache, step.plans = inputs, kv_cache, {}
+        step.inputs, step.plans = inputs, {}
+        step.kv_cache = [kept for kept in cache if isinstance(kept, LayerKV)]
         step.all_slots_valid = has_no_skipped_slot(inputs.groups[0].slot_mapping)
         try:
             out = self.module.base_model(
