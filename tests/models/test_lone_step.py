@@ -85,7 +85,7 @@ class LoneHarness(ModelHarness):
         each = len(inputs.groups), 1
         states = None
         if inputs.state is not None:
-            states = torch.stack(inputs.state[:3], 1).numpy()
+            states = torch.stack(inputs.state[:3]).numpy()
         rows = DecodeRows(token_ids, positions, np.tile(slots, each), np.tile(addresses, each), states)
         logits = self.lone.forward(rows).clone()
         for request in requests:
