@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from localllm.engine.block_hash import BlockHasher
+from localllm.engine.ledger import Ledger
 from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
@@ -46,16 +47,20 @@ def serve(
     way: str = "host",
     make_runner: Callable[..., Runner] | None = None,
     num_places: int = 0,
+    ledger: Ledger | None = None,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> tuple[dict[str, list[EngineOutput]], Scheduler]:
     """Every request's outputs, and the scheduler after all is done. make_runner: in place of the model's own.
-    num_places: of recurrent states, which are NaN at the start, as K and V then are; 0: the model has none."""
+    ledger: in place of one of `num_blocks` blocks for each group. num_places: of
+    recurrent states, which are NaN at the start, as K and V then are; 0: the model has none."""
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN, block_size=BLOCK,
         long_prefill_token_threshold=16, output_reserve=0.0, state_interval=BLOCK,
     )  # fmt: skip
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": step, "max_model_len": MAX_LEN, **WAYS[way]}
     if make_runner is None:
-        cache = KVCache(spec, of_each(spec, num_blocks), BLOCK, CPU, torch.float32)
+        sizes_of_groups = of_each(spec, num_blocks) if ledger is None else ledger.num_blocks
+        cache = KVCache(spec, sizes_of_groups, BLOCK, CPU, kv_dtype)
         states = StateCache(spec, num_places, CPU, torch.float32)
         if num_places:
             poison(cache, states)
@@ -65,7 +70,8 @@ def serve(
     while runner.use_idle_time():
         pass
     places = StatePool(num_places) if num_places else None
-    scheduler = Scheduler(config, ledger_of(spec, num_blocks, BLOCK), BlockHasher(b"tiny", BLOCK), state_pool=places)
+    ledger = ledger or ledger_of(spec, num_blocks, BLOCK)
+    scheduler = Scheduler(config, ledger, BlockHasher(b"tiny", BLOCK), state_pool=places)
     loop = EngineLoop(scheduler, runner, depth=depth)
     told: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
 
