@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from localllm.models.architectures.read_spec import read_spec, spec_of_config
 from localllm.models.fit.parallel import Division, require_possible
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.shard import shards_of
 from localllm.models.spec.states import state_bytes
 from localllm.models.weights.lora import open_lora, put_lora
@@ -241,6 +241,5 @@ def test_the_sizes_of_qwen3_6_27b() -> None:
     })  # fmt: skip
     assert [len(spec.recurrent_layers), spec.num_layers - len(spec.recurrent_layers)] == [48, 16]
     assert round(state_bytes(spec, "float32") / 2**20, 1) == 149.6
-    assert spec.kv_bytes_per_token(2) == 64 * 1024
+    assert [group.bytes_per_token(2) for group in kv_groups(spec)] == [64 * 1024]
     assert spec.rope.rotary_dim == 64
-    assert replace(spec, layer_kinds=()).kv_bytes_per_token(2) == 4 * 64 * 1024
