@@ -67,6 +67,8 @@ def require_possible(spec: ModelSpec, division: Division, num_gpus: int) -> None
         return
     if spec.implementation != "localllm":
         raise several_ranks_refused(spec.architecture, "It runs through transformers' code, which is not divided.")
+    if spec.recurrent is not None:
+        raise several_ranks_refused(spec.architecture, "Its recurrent layers and their states are not divided yet.")
     if even_heads(spec, division.tensor) is None:
         raise _heads_refused(spec, division.tensor, num_gpus)
     mixture = spec.mixture
