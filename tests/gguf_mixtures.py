@@ -20,6 +20,9 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "deepseek_v32": "deepseek32",
+    "mistral4": "mistral4",
+    "afmoe": "afmoe",
+    "llama4_text": "llama4",
     "glm_moe_dsa": "glm-dsa",
     "ernie4_5_moe": "ernie4_5-moe",
     "dots1": "dots1",
@@ -38,6 +41,15 @@ NAMED_AS = {"deepseek32": "glm-dsa", "hy_v3": "exaone-moe", "cohere2moe": "dots1
 SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "moe_intermediate_size": 64},
     "glm4_moe_lite": {"qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "moe_intermediate_size": 64},
+    "mistral4": {
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+        "q_lora_rank": 32,
+        "moe_intermediate_size": 64,
+    },
+    "llama4": {"head_dim": 32, "intermediate_size": 64, "attention_chunk_size": 8192, "floor_scale": 8192},
+    "afmoe": {"head_dim": 32, "moe_intermediate_size": 64, "layer_types": None, "num_hidden_layers": 4},
     "deepseek_v32": {
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
@@ -94,6 +106,30 @@ def _latent(config: Config) -> dict[str, Any]:
     }
 
 
+def _mistral4(config: Config) -> dict[str, Any]:
+    rope = config["rope_parameters"]
+    return {
+        **_latent(config),
+        "expert_gating_func": int(ExpertGatingFuncType.SOFTMAX),
+        "attention.temperature_scale": rope["llama_4_scaling_beta"],
+        "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+    }
+
+
+def _afmoe(config: Config) -> dict[str, Any]:
+    dense = {"leading_dense_block_count": config["num_dense_layers"]}
+    window = {"attention.sliding_window": config["sliding_window"]}
+    return {**_experts(config, "num_shared_experts", "route_scale"), **dense, **window}
+
+
+def _llama4(config: Config) -> dict[str, Any]:
+    return {
+        "feed_forward_length": config["intermediate_size_mlp"],
+        "expert_feed_forward_length": config["intermediate_size"],
+        "interleave_moe_layer_step": config["interleave_moe_layer_step"],
+    }
+
+
 def _ernie(config: Config) -> dict[str, Any]:
     return {
         "expert_shared_count": config["moe_num_shared_experts"],
@@ -103,9 +139,14 @@ def _ernie(config: Config) -> dict[str, Any]:
 
 
 def _glm4(config: Config) -> dict[str, Any]:
-    dense = config.get("first_k_dense_replace", 0)
+    """Solar Open's files do not count dense layers, of which it has none."""
+    dense = {"leading_dense_block_count": config.get("first_k_dense_replace")}
     groups = {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]}
-    return {**_experts(config, "n_shared_experts"), "leading_dense_block_count": dense, **groups}
+    return {
+        **_experts(config, "n_shared_experts"),
+        **({} if dense["leading_dense_block_count"] is None else dense),
+        **groups,
+    }
 
 
 def _minimax(config: Config) -> dict[str, Any]:
@@ -172,6 +213,9 @@ KEYS: dict[str, Callable[[Config], dict[str, Any]]] = {
     "deepseek2": _latent,
     "deepseek32": _latent,
     "glm-dsa": _latent,
+    "mistral4": _mistral4,
+    "afmoe": _afmoe,
+    "llama4": _llama4,
     "ernie4_5-moe": _ernie,
     "dots1": _glm4,
     "glm4moe": _glm4,
@@ -190,9 +234,9 @@ def converted(state: State, config: Config) -> dict[str, Tensor]:
     """The tensors under the names that the package's table knows: halves of fused matrices by themselves, and latent
     attention's expansion as keys, transposed, and values."""
     out: dict[str, Tensor] = {}
+    if config["model_type"] == "llama4_text":  # here experts are stored transposed
+        state = {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in state.items()}
     for name, tensor in state.items():
-        renamed = name.replace("e_score_correction_bias", "e_score_correction.bias")
-        renamed = renamed.replace(".mlp.router.gate.", ".mlp.gate.").replace(".mlp.shared_mlp.", ".mlp.shared_experts.")
         if name.endswith("kv_b_proj.weight"):
             heads = tensor.unflatten(0, (config["num_attention_heads"], -1))
             keys, values = heads.split([config["qk_nope_head_dim"], config["v_head_dim"]], 1)
@@ -202,12 +246,12 @@ def converted(state: State, config: Config) -> dict[str, Tensor]:
             gate, up = tensor.chunk(2, dim=-2)
             out[_granite_half(name, "gate")], out[_granite_half(name, "up")] = gate.contiguous(), up.contiguous()
         elif "indexer" not in name:
-            out[renamed] = tensor
+            out[_renamed(name)] = tensor
     return out
 
 
 def restored(meant: State, config: Config, state: State) -> dict[str, Tensor]:
-    """Matrices that `converted` has divided, whole, and the others under the checkpoint's names."""
+    """The matrices under the checkpoint's names: what `converted` has divided is whole, and turned back."""
     out: dict[str, Tensor] = {}
     for name in state:
         if name.endswith("kv_b_proj.weight"):
@@ -215,12 +259,15 @@ def restored(meant: State, config: Config, state: State) -> dict[str, Tensor]:
             out[name] = torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
         elif "input_linear" in name:
             out[name] = torch.cat([meant[_granite_half(name, half)] for half in ("gate", "up")], dim=-2)
-        elif ".mlp.shared_mlp." in name or ".mlp.router.gate." in name:
-            renamed = name.replace(".mlp.router.gate.", ".mlp.gate.").replace(
-                ".mlp.shared_mlp.", ".mlp.shared_experts."
-            )
-            out[name] = meant[renamed]
+        elif (stored := _renamed(name)) in meant:
+            is_turned = config["model_type"] == "llama4_text" and ".experts." in name
+            out[name] = meant[stored].transpose(1, 2) if is_turned else meant[stored]
     return out
+
+
+def _renamed(name: str) -> str:
+    renamed = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    return renamed.replace(".mlp.router.gate.", ".mlp.gate.").replace(".mlp.shared_mlp.", ".mlp.shared_experts.")
 
 
 def _granite_half(name: str, half: str) -> str:

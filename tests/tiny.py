@@ -320,6 +320,54 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         {**_GROUPS, **_LATENT, "q_lora_rank": 24, "n_shared_experts": 1, "first_k_dense_replace": 0},
     ),
+    "afmoe": (
+        "AfmoeConfig",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 3,
+            "head_dim": 24,
+            "num_dense_layers": 1,
+            "num_shared_experts": 2,
+            "route_scale": 1.5,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mup_enabled": True,
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 100,
+            "floor_scale": 96,
+        },
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        {
+            **_GROUPS,
+            **_LATENT,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 24,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",
         {
@@ -499,13 +547,12 @@ def make_tiny_model(
 ) -> Path:
     """Build, shake and save one; returns `path`."""
     import torch
-    import transformers
 
     config = tiny_config(family, **overrides)
     config.dtype = getattr(torch, dtype)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
+        model = _class_of(config)._from_config(config).to(getattr(torch, dtype))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(("A_log", "dt_bias")):  # states that decay by factors from 0.01 to 0.999 per token
@@ -531,8 +578,18 @@ def load_reference(path: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(path)
     # Falcon with ALiBi: eager attention adds the slopes twice, once in the mask (transformers 5.23).
     attention = "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=torch.float32)
+    model = _class_of(config).from_pretrained(path, attn_implementation=attention, dtype=torch.float32)
     return model.eval()
+
+
+def _class_of(config: Any) -> Any:
+    """The class of a model that generates text; transformers' own list leaves some out."""
+    import transformers
+
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in known:
+        return known[type(config)]
+    return getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))
 
 
 def save_tiny_tokenizer(path: Path) -> None:

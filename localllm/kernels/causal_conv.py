@@ -11,10 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.native.library import native
+from localllm.kernels.cpu.recurrent import causal_conv as native_causal_conv
 from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
 from localllm.kernels.layer_state import HostRow, StateStep
 
-TOKENS = 16  # that a program takes at a time
+TOKENS = 8  # that a program takes at a time
 
 
 def causal_conv(
@@ -30,6 +32,8 @@ def causal_conv(
     assert conv_state.shape[1:] == (x.shape[1], weight.shape[0] - 1), (conv_state.shape, x.shape, weight.shape)
     if runs_triton(x):
         return _launch(x, weight, bias, conv_state, step, silu)
+    if (library := native()) is not None:
+        return native_causal_conv(library, x, weight, bias, conv_state, step, silu)
     return causal_conv_reference(x, weight, bias, conv_state, step, silu=silu)
 
 

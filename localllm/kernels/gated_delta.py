@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.cpu.native.library import native
+from localllm.kernels.cpu.recurrent import gated_delta as native_gated_delta
 from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
 from localllm.kernels.layer_state import HostRow, StateStep
 
@@ -39,6 +41,8 @@ def gated_delta(
     assert v.shape[1] % k.shape[1] == 0, (v.shape, k.shape)
     if runs_triton(v):
         return _launch(q, k, v, a, b, rate, dt_bias, matrix, step, tiled)
+    if (library := native()) is not None:
+        return native_gated_delta(library, q, k, v, a, b, rate, dt_bias, matrix, step, tiled)
     return gated_delta_reference(q, k, v, a, b, rate, dt_bias, matrix, step, tiled=tiled)
 
 

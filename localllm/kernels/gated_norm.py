@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.native.library import native
+from localllm.kernels.cpu.recurrent import gated_norm as native_gated_norm
 from localllm.kernels.launch import early_launch, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.rms_norm import norm_launch
 
@@ -24,6 +26,8 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_firs
     assert weight.numel() in (x.shape[2], x.shape[1] * x.shape[2]), (weight.shape, x.shape)
     if runs_triton(x):
         return _launch(x, gate, weight, eps, gate_first)
+    if (library := native()) is not None:
+        return native_gated_norm(library, x, gate, weight, eps, gate_first)
     return gated_norm_reference(x, gate, weight, eps, gate_first=gate_first)
 
 

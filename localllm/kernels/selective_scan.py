@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.cpu.native.library import native
+from localllm.kernels.cpu.recurrent import selective_scan as native_selective_scan
 from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
 from localllm.kernels.layer_state import StateStep
 
@@ -37,6 +39,8 @@ def selective_scan(
     assert x.shape[1] % B.shape[1] == 0, (x.shape, B.shape)
     if runs_triton(x):
         return _launch(x, dt, B, C, rate, dt_bias, skip, matrix, step, limits)
+    if (library := native()) is not None:
+        return native_selective_scan(library, x, dt, B, C, rate, dt_bias, skip, matrix, step, limits)
     return selective_scan_reference(x, dt, B, C, rate, dt_bias, skip, matrix, step, limits=limits)
 
 

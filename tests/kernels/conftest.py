@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from localllm.kernels.cpu.native.library import native, why_none
 from localllm.kernels.launch import INTERPRETED, LaunchOptions, launching_with
 
 
@@ -31,6 +32,19 @@ def deterministic() -> Iterator[None]:
     """Kernels are launched as in deterministic mode."""
     with launching_with(LaunchOptions(deterministic=True)):
         yield
+
+
+@pytest.fixture(params=["kernel", "twin"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, recurrent operations run once through the native library and once through their twins."""
+    if INTERPRETED or torch.cuda.is_available():
+        if request.param == "twin":
+            pytest.skip("the twins are tested on a CPU")
+    elif native() is None and request.param == "kernel":
+        pytest.skip(f"there is no native library: {why_none()}")
+    elif request.param == "twin":
+        for name in ("causal_conv", "gated_delta", "gated_norm", "selective_scan"):
+            monkeypatch.setattr(f"localllm.kernels.{name}.native", lambda: None)
 
 
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])

@@ -22,7 +22,10 @@ from tests.kernels.state_rows import (
     whole,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, when interpreted
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # numpy's, when interpreted
+    pytest.mark.usefixtures("implementation"),
+]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 SHAPES = [(2, 2, 16, 16), (2, 4, 24, 40), (1, 3, 128, 20), (2, 6, 8, 72)]  # Hk, Hv, dk, dv
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 150]

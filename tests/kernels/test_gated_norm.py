@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -12,7 +12,10 @@ from localllm.kernels.gated_norm import gated_norm
 from tests.kernels.conftest import DTYPES
 from tests.kernels.rowwise import EXAMPLES, poisoned_memory  # noqa: F401
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, when interpreted
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # numpy's, when interpreted
+    pytest.mark.usefixtures("implementation"),
+]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -23,7 +26,7 @@ def definition(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: 
     return y if gate_first else y * opened
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.integers(0, 5),
     groups=st.integers(1, 4),

@@ -20,7 +20,10 @@ from tests.kernels.state_rows import (
     whole,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, when interpreted
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # numpy's, when interpreted
+    pytest.mark.usefixtures("implementation"),
+]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 SHAPES = [(2, 1, 16, 16), (4, 2, 24, 40), (6, 2, 72, 20), (3, 3, 8, 128)]  # H, G, P, N
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 150]

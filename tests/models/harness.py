@@ -20,7 +20,7 @@ from localllm.models.spec.kv_groups import keeps_kv, kv_groups, kv_shape
 from localllm.models.spec.model_spec import ModelSpec
 
 BLOCK_SIZE = 8
-PLACES = 8
+PLACES = 16
 CPU = torch.device("cpu")
 
 
@@ -31,6 +31,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     adapter: int = -1
     place: int = 0  # of its recurrent states; 0: it has none yet
+    writes: int = 0  # another place that its next step writes; 0: `place`
 
 
 class ModelHarness:
@@ -141,7 +142,7 @@ class ModelHarness:
         """A sequence reads and writes its place; it begins from nothing, in a place that holds NaN or old states."""
         read = tuple(sequence.place if sequence.computed else -1 for sequence in sequences)
         for sequence in sequences:
-            sequence.place = sequence.place or self.free_places.pop()
+            sequence.place = sequence.writes or sequence.place or self.free_places.pop()
         write, save = tuple(sequence.place for sequence in sequences), (0,) * len(sequences)
         each = (read, write, save)
         return StateInputs(*(torch.tensor(p, dtype=torch.int32, device=self.model.device) for p in each), *each)

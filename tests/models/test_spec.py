@@ -83,6 +83,20 @@ def test_an_indexed_context_ends_where_the_indexer_begins_to_choose(
     assert (short.max_position, short.context_limit) == (64, "")
 
 
+def test_llama4_ends_with_its_first_chunk(tiny_model_path: Callable[[str], Path], tmp_path: Path) -> None:
+    path = tiny_model_path("llama4")
+    config = json.loads((path / "config.json").read_text())
+    spec = read_spec(path)
+    assert (spec.max_position, spec.layer_has_rope) == (95, (True, True, True, False))  # queries grow from 95 on
+    assert "Beyond 95 tokens" in spec.context_limit
+    chunked = spec_of(tmp_path, {**config, "attn_temperature_tuning": False})
+    assert chunked.max_position == 100
+    mobile = {"no_rope_layers": [1] * 4, "layer_types": ["full_attention"] * 4, "interleave_moe_layer_step": 0}
+    plain = spec_of(tmp_path, {**config, **mobile})  # MobileLLM
+    assert (plain.max_position, plain.context_limit) == (config["max_position_embeddings"], "")
+    assert (plain.mixture, plain.layer_has_rope) == (None, (True,) * 4)
+
+
 HUNYUAN = {
     "architectures": ["HunYuanMoEV1ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "num_experts": 8,

@@ -29,14 +29,14 @@ def _v2(config: Config) -> dict[str, Any]:
     if config.get("norm_topk_prob"):
         raise UnsupportedModel("norm_topk_prob is not supported for DeepSeek-V2.", "No released checkpoint uses it.")
     groups = by_method(config, {"greedy": {}, "group_limited_greedy": grouping(config)})
-    return {**_attention(config, interleaved=True), "mixture": _mixture(config, renormalize=False, **groups)}
+    return {**latent_attention(config, interleaved=True), "mixture": fine_experts(config, renormalize=False, **groups)}
 
 
 def _v3(config: Config) -> dict[str, Any]:
     routing = {"scoring": "sigmoid", "correction_bias": True, "renormalize": bool(config["norm_topk_prob"])}
     return {
-        **_attention(config, interleaved=bool(config["rope_interleave"])),
-        "mixture": _mixture(config, **routing, **grouping(config)),
+        **latent_attention(config, interleaved=bool(config["rope_interleave"])),
+        "mixture": fine_experts(config, **routing, **grouping(config)),
     }
 
 
@@ -53,7 +53,8 @@ def _indexed(config: Config) -> dict[str, Any]:
     return {**differences, "max_position": most, "context_limit": limit}
 
 
-def _mixture(config: Config, **routing: Any) -> Any:
+def fine_experts(config: Config, **routing: Any) -> Any:
+    """Return the mixture that these models have in common. routing: how experts are chosen and weighted."""
     if (config.get("moe_layer_freq") or 1) != 1:
         raise UnsupportedModel(
             "moe_layer_freq above 1 is not supported for DeepSeek.", "No released checkpoint uses it."
@@ -68,7 +69,8 @@ def _mixture(config: Config, **routing: Any) -> Any:
     )
 
 
-def _attention(config: Config, *, interleaved: bool) -> dict[str, Any]:
+def latent_attention(config: Config, *, interleaved: bool) -> dict[str, Any]:
+    """Return the fields of latent attention. interleaved: neighbouring dimensions rotate together."""
     if config.get("attention_bias"):
         raise UnsupportedModel("attention_bias is not supported for DeepSeek.", "No released checkpoint uses it.")
     sizes = latent(config, interleaved=interleaved)

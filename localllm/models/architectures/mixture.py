@@ -40,6 +40,7 @@ def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, pr
         mixture.num_groups,
         mixture.top_groups,
         mixture.scale,
+        mixture.scales_inputs,
     )
     router, experts = _router(spec, mixture, weights, prefix), _experts(spec, mixture, share, prefix)
     return MoE(

@@ -6,12 +6,11 @@ Qwen3-Next stores the delta net's inputs in two matrices whose rows are grouped 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from localllm.models.architectures import text_part
-from localllm.models.spec.family import Config, Family, FusedRecurrent, Storage
+from localllm.models.spec.delta_rows import INPUTS, RATES
+from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import number, size
 from localllm.models.spec.mixture import mixture, sparse_layers
 from localllm.models.spec.norms import NormSpec
@@ -72,29 +71,6 @@ def _dense_text(config: Config) -> Config:
     return text_part.text_config(config) if config.get("text_config") is not None else config
 
 
-def _rows_of_inputs(sizes: RecurrentSpec) -> list[int]:
-    """Return where Qwen3-Next stores the rows of q, k, v and z: per key head, those of its own and its value heads."""
-    values = sizes.inner_size // sizes.num_groups
-    return _ungrouped(sizes.num_groups, (sizes.state_size, sizes.state_size, values, values))
-
-
-def _rows_of_rates(sizes: RecurrentSpec) -> list[int]:
-    """Return where Qwen3-Next stores the rows of b and a: per key head, b of its value heads, then a."""
-    value_heads = sizes.num_heads // sizes.num_groups
-    return _ungrouped(sizes.num_groups, (value_heads, value_heads))
-
-
-def _ungrouped(groups: int, widths: Sequence[int]) -> list[int]:
-    """Return the stored positions of all groups' first parts, then of their second parts, and so on."""
-    starts, stride = [0, *accumulate(widths)], sum(widths)
-    return [
-        group * stride + start + row
-        for start, width in zip(starts, widths, strict=False)
-        for group in range(groups)
-        for row in range(width)
-    ]
-
-
 _DEFAULTS = {
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
@@ -131,8 +107,6 @@ DENSE_VISION = Family(
 MOE_VISION = Family(
     "Qwen3.5-MoE", ("Qwen3_5MoeForConditionalGeneration",), _moe, _MOE_DEFAULTS, _STORAGE, _moe_text, _TEXT_NOTE
 )
-INPUTS = FusedRecurrent("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), _rows_of_inputs)
-RATES = FusedRecurrent("in_proj_ba", ("in_proj_b", "in_proj_a"), _rows_of_rates)
 NEXT = Family(
     "Qwen3-Next",
     ("Qwen3NextForCausalLM",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from localllm.models.architectures import (
+    afmoe,
     baichuan,
     bamba,
     bloom,
@@ -25,9 +26,11 @@ from localllm.models.architectures import (
     internlm2,
     lfm2,
     llama,
+    llama4,
     minicpm,
     minimax_m2,
     mistral,
+    mistral4,
     mixtral,
     mpt,
     nemotron,
@@ -44,6 +47,7 @@ from localllm.models.architectures import (
     smollm3,
     stablelm,
     starcoder2,
+    vision,
 )
 from localllm.models.spec.family import Family
 
@@ -53,6 +57,7 @@ FAMILIES = (
     mistral.MINISTRAL,
     mistral.MINISTRAL3,
     mistral.MISTRAL3,
+    mistral4.FAMILY,
     qwen.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
@@ -128,5 +133,9 @@ FAMILIES = (
     qwen3_5.MOE,
     qwen3_5.MOE_VISION,
     qwen3_5.NEXT,
+    afmoe.FAMILY,
+    llama4.TEXT,
+    llama4.VISION,
+    *vision.FAMILIES,
 )
 FAMILY_OF: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

@@ -12,6 +12,7 @@ from collections import Counter
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.formats.checkpoint import FLOATS
 from localllm.models.formats.gguf_header import Header, Strings
+from localllm.models.formats.gguf_hybrids import HYBRIDS
 from localllm.models.formats.gguf_metadata import Architecture, Config, GGUFTensors, Metadata, has, layer_types
 from localllm.models.formats.gguf_mixtures import MIXTURES
 
@@ -463,5 +464,6 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "qwen3vl": Architecture("Qwen3ForCausalLM"),
     "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", _EXPERTS, _qwen_moe, {"norm_topk_prob": True}),
     **MIXTURES,
+    **HYBRIDS,
 }
 """By general.architecture."""

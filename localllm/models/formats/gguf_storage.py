@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from localllm.models.formats.checkpoint import TensorInfo
 from localllm.models.formats.gguf_header import Header
-from localllm.models.spec.family import Storage
+from localllm.models.spec.delta_rows import INPUTS, RATES
+from localllm.models.spec.family import FusedRecurrent, Storage
 
 _COMMON = (
     (r"^model\.embed_tokens\.", "token_embd."),
@@ -30,6 +31,7 @@ _COMMON = (
     (r"\.self_attn\.([qkv])_proj\.", r".attn_\1."),
     (r"\.self_attn\.qkv_proj\.", ".attn_qkv."),
     (r"\.self_attn\.o_proj\.", ".attn_output."),
+    (r"\.self_attn\.gate_proj\.", ".attn_gate."),
     (r"\.self_attn\.([qk])_norm\.", r".attn_\1_norm."),
     (r"\.self_attn\.sinks$", ".attn_sinks.weight"),
     (r"\.mlp\.(gate|up|down)_proj\.", r".ffn_\1."),
@@ -46,7 +48,25 @@ _EXPERTS = (
     (r"\.mlp\.shared_expert_gate\.", ".ffn_gate_inp_shexp."),
     (r"\.mlp\.shared_expert\.(gate|up|down)_proj\.", r".ffn_\1_shexp."),
 )
-_WITHOUT_SUFFIX = ((r"\.exp_probs_b\.bias$", ".exp_probs_b"),)  # as Hy3's files have it
+_RECURRENT = (
+    (r"\.linear_attn\.in_proj_qkv\.", ".attn_qkv."),
+    (r"\.linear_attn\.in_proj_z\.", ".attn_gate."),
+    (r"\.linear_attn\.in_proj_b\.", ".ssm_beta."),
+    (r"\.linear_attn\.in_proj_a\.", ".ssm_alpha."),
+    (r"\.linear_attn\.in_proj_ba\.", ".ssm_ba."),
+    (r"\.linear_attn\.in_proj_qkvz\.", ".ssm_in."),
+    (r"\.(?:linear_attn|mamba)\.(conv1d|norm)\.", r".ssm_\1."),
+    (r"\.(?:linear_attn|mamba)\.(in|out)_proj\.", r".ssm_\1."),
+    (r"\.(?:linear_attn|mamba)\.dt_bias$", ".ssm_dt.bias"),
+    (r"\.(?:linear_attn|mamba)\.A(_log)?$", ".ssm_a"),
+    (r"\.mamba\.D$", ".ssm_d"),
+    (r"\.conv\.(in_proj|conv|out_proj)\.", r".shortconv.\1."),
+    (r"\.mlp\.latent_(down|up)_proj\.", r".ffn_latent_\1."),
+)
+_WITHOUT_SUFFIX = (
+    (r"\.exp_probs_b\.bias$", ".exp_probs_b"),  # Hy3
+    (r"\.ffn_norm\.weight$", ".ffn_norm"),  # Falcon-H1
+)
 _INDEXER = (r"blk\.\d+\.indexer\..*",)  # which chooses tokens in longer contexts than are supported
 _PRE_NORMS = (
     (r"\.input_layernorm\.", ".attn_norm."),
@@ -76,6 +96,7 @@ _NORM_BEFORE_MLP = (  # named by place, not by the part they norm
     (r"\.input_layernorm\.", ".attn_norm."),
     (r"\.post_attention_layernorm\.", ".post_attention_norm."),
 )
+_LFM2_NORMS = (*_PRE_NORMS, (r"^model\.norm\.", "token_embd_norm."))
 _TWO_NORMS_AT_ONCE = (  # Falcon 40B: the second is attention's
     (r"\.input_layernorm\.", ".attn_norm_2."),
     (r"\.post_attention_layernorm\.", ".attn_norm."),
@@ -108,6 +129,12 @@ class _ArchitectureNames:
 
 _LLAMA = _ArchitectureNames(rows=_LLAMA_ROWS)
 _GEMMA = _ArchitectureNames(_SANDWICH_NORMS, added=(("norm.weight", 1.0),))
+_QWEN_NEXT = _ArchitectureNames(
+    _NORM_BEFORE_MLP,
+    added=tuple(
+        (f"{norm}_norm.weight", 1.0) for norm in ("attn", "post_attention", "output", "attn_q", "attn_k")
+    ),  # all but ssm_norm
+)
 _NAMINGS: dict[str, _ArchitectureNames] = {
     "llama": _LLAMA,
     "smollm3": _LLAMA,
@@ -126,12 +153,21 @@ _NAMINGS: dict[str, _ArchitectureNames] = {
     "gemma4": _ArchitectureNames(_GEMMA4),
     "olmo2": _ArchitectureNames(_SANDWICH_NORMS),
     "exaone4": _ArchitectureNames(_SANDWICH_NORMS),
+    "afmoe": _ArchitectureNames(_SANDWICH_NORMS),
     "phi3": _ArchitectureNames(fused_gate_up="up_proj"),
     "chatglm": _ArchitectureNames(fused_gate_up="up_proj"),
     "glm4": _ArchitectureNames(_SANDWICH_NORMS, fused_gate_up="up_proj"),
     "glm4moe": _ArchitectureNames(_NORM_BEFORE_MLP),
     "gpt-oss": _ArchitectureNames(_NORM_BEFORE_MLP),
     "seed_oss": _ArchitectureNames(_NORM_BEFORE_MLP),
+    "lfm2": _ArchitectureNames(_LFM2_NORMS),
+    "lfm2moe": _ArchitectureNames(_LFM2_NORMS),
+    "qwen35": _QWEN_NEXT,
+    "qwen35moe": _QWEN_NEXT,
+    "qwen3next": _QWEN_NEXT,
+    "granitehybrid": _LLAMA,
+    "nemotron_h": _LLAMA,
+    "nemotron_h_moe": _LLAMA,
 }
 """By general.architecture; others use Llama's names and leave the rows of q and k in place."""
 
@@ -140,12 +176,21 @@ def storage_of(header: Header, tensors: Mapping[str, TensorInfo], ignored: tuple
     """Return the storage of a file. header: of its first part; tensors: all of them; ignored: name patterns."""
     naming = _NAMINGS.get(str(header.metadata["general.architecture"]), _ArchitectureNames())
     norms = _TWO_NORMS_AT_ONCE if "blk.0.attn_norm_2.weight" in tensors else naming.norms
+    is_recurrent = "blk.0.ssm_conv1d.weight" in tensors  # then attn_qkv is part of a delta net
     return Storage(
-        renames=(*norms, *_LATENT, *_EXPERTS, *_COMMON),
-        fused_qkv="qkv_proj" if "blk.0.attn_qkv.weight" in tensors else None,
+        renames=(*norms, *_LATENT, *_EXPERTS, *_RECURRENT, *_COMMON),
+        fused_qkv="qkv_proj" if "blk.0.attn_qkv.weight" in tensors and not is_recurrent else None,
+        fused_recurrent=_fused_recurrent(tensors),
         fused_gate_up=naming.fused_gate_up,
         rows=naming.rows,
         added=naming.added,
         ignored=(*ignored, *_INDEXER),
         alternatives=_WITHOUT_SUFFIX,
     )
+
+
+def _fused_recurrent(tensors: Mapping[str, TensorInfo]) -> tuple[FusedRecurrent, ...]:
+    """Return the matrices of Qwen3-Next that are stored as one: b and a, and in old files also qkv and z."""
+    stored = {name.split(".", 2)[-1] for name in tensors}
+    old = (INPUTS,) if "ssm_in.weight" in stored and "ssm_ba.weight" in stored else ()
+    return (*old, RATES) if "ssm_ba.weight" in stored else ()

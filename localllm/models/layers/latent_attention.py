@@ -68,6 +68,8 @@ class LatentAttention:
         del projected, key  # as large as the output; free them first
         q = rotary_store_kv(heads.flatten(1), kv, step.slot_mapping, step.rotation, all_valid=step.all_slots_valid)
         del heads
+        if step.query_scale is not None:
+            q.mul_(step.query_scale)
         attended = self._attend(q, kv, step).view(len(x), num_heads, -1)
         return self.out(_each_head(attended[:, :, rope:], self.from_latent).flatten(1))
 

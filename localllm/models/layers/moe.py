@@ -5,6 +5,7 @@ token through top_k of many experts; some families add a shared expert for every
     Qwen2-MoE               plain softmax, and a shared expert with its own gate
     gpt-oss                 as Mixtral, with biases and its own activation
     DeepSeek-V3, GLM        sigmoid with a correction bias, groups of experts, and a shared expert
+    Llama 4                 one expert, whose input is multiplied by a sigmoid, and a shared expert
     Gemma 4                 as Mixtral, times a factor per expert; beside a dense part that is normed for itself
 
 Does not know: families; the order of gate and up in a checkpoint (here the gate's rows come first).
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from localllm.kernels.moe.experts import experts
@@ -36,6 +38,7 @@ class Routing:
     num_groups: int = 1
     top_groups: int = 1
     scale: float = 1.0  # final factor on the weights
+    scales_inputs: bool = False  # the weight multiplies the expert's input instead of its output; top_k is 1
 
 
 def join_experts(matrices: Iterable[Weight], count: int, *, at_once: bool, cpu_weights: str) -> ExpertWeights:
@@ -137,7 +140,9 @@ class MoE:
         if self.expert_scale is not None:
             weights = weights.mul_(self.expert_scale[ids.clamp_min(0)])
         ids = ids if self.own is None else renumbered(ids, self.own)
-        if self.latent is None:
+        if self.routing.scales_inputs:
+            out = self.experts(x * weights.to(x.dtype), ids, torch.ones_like(weights))
+        elif self.latent is None:
             out = self.experts(x, ids, weights)
         else:
             out = self.latent.up(self.experts(self.latent.down(x), ids, weights))

@@ -53,14 +53,15 @@ class ModelSpec:
     lm_head_normalized: bool = False  # each row is scaled to length 1 (Baichuan 2)
     qk_norm: str | None = None
     """head: RMSNorm over each head of q and k, one weight for all (Qwen3, Gemma 3). each_head: LayerNorm, a weight for
-    each (Cohere). whole: RMSNorm over all heads together (OLMo 2)."""
+    each (Cohere). whole: RMSNorm over all heads together (OLMo 2). unweighted: RMSNorm over each head without a
+    weight, in layers that rotate (Llama 4)."""
     qk_norm_last: bool = False  # the norm of each head comes after the rotation (Hunyuan)
     v_norm: bool = False  # RMSNorm without a weight over each head of v (Gemma 4)
     layer_values_from_keys: tuple[bool, ...] = ()
     """Per layer whether its values are its keys before norm and rotation, with one matrix for both; empty: none."""
     attention_gate: str | None = None
     """interleaved: each head's output is multiplied by the sigmoid of a gate, whose rows follow the head's own in
-    q_proj (Qwen3-Next)."""
+    q_proj (Qwen3-Next). matrix: the gates are a matrix of their own, gate_proj (Trinity)."""
     clip_qkv: float | None = None  # OLMo 1
     positions: str = "rope"  # alibi (Bloom), learned (GPT-2), none (Granite 4 H)
     learned_positions: int = 0  # rows of the table of learned positions, without the offset

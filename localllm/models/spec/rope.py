@@ -74,6 +74,8 @@ def _read_rope(config: Mapping[str, Any], given: Mapping[str, Any], head_dim: in
     is_phi = "Phi3ForCausalLM" in (config.get("architectures") or ())
     if variant == "su" or (variant == "yarn" and is_phi):
         variant = "longrope"  # names that early Phi-3 checkpoints used
+    if variant == "mrope":  # three positions for each token, which are equal in text
+        variant = "default"
     if variant not in _REQUIRED:
         raise UnsupportedModel(
             f"Rotary embedding of type {variant!r} is not supported.", f"Supported: {', '.join(sorted(_REQUIRED))}."

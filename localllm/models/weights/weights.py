@@ -406,10 +406,12 @@ class Weights:
         """Return the stored tensors as [E, n, K]; together they have `shape`."""
         views = [self._stored(StoredPart(name)) for name in stacked]
         views = [v.transpose(1, 2) if self._is_transposed(n) else v for n, v in zip(stacked, views, strict=True)]
-        got = (sum(view.shape[1] for view in views), *views[0].shape[2:])
-        if any(view.shape[0] != shape[0] for view in views) or got != shape[1:]:
-            raise _wrong_shape(stacked, views[0].shape, shape)
-        return views
+        flipped = [view.transpose(1, 2) for view in views]  # transformers 5 writes some families' the other way
+        for each in (views, flipped) if self._is_transposed(stacked[0]) else (views,):
+            got = (sum(view.shape[1] for view in each), *each[0].shape[2:])
+            if all(view.shape[0] == shape[0] for view in each) and got == shape[1:]:
+                return each
+        raise _wrong_shape(stacked, views[0].shape, shape)
 
     def _expert_biases(self, prefix: str, names: Sequence[str], shape: tuple[int, int], cut: ExpertCut) -> Tensor:
         biases = self._all_expert_biases(prefix, names, shape)

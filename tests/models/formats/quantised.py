@@ -34,6 +34,7 @@ Store = Callable[[str, Tensor], Stored | None]  # stem, weight [N, K] fp32; None
 
 SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "dtype": "float16"}
 """Every matrix has 128 or 256 inputs; q has 128 outputs, k and v 64."""
+MATRICES = ("_proj.weight", "lm_head.weight", "in_proj_qkv.weight", "in_proj_z.weight")
 reference = cache(load_reference)
 
 
@@ -56,7 +57,7 @@ class Saved:
 def save_quantised(source: Path, path: Path, config: Mapping[str, Any], store: Store) -> Saved:
     shutil.copytree(source, path)
     tensors, meant = load_file(path / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith(("_proj.weight", "lm_head.weight"))]:
+    for name in [name for name in tensors if name.endswith(MATRICES)]:
         stem = name.removesuffix(".weight")
         if (stored := store(stem, tensors[name].float())) is not None:
             del tensors[name]

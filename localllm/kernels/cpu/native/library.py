@@ -31,10 +31,17 @@ from localllm.kernels.cpu.native.structures import (
     MAX_ROWS,
     OUTPUTS,
     NativeAttention,
+    NativeConvolution,
     NativeExperts,
+    NativeGatedDelta,
+    NativeGatedNorm,
     NativeMatrix,
     NativeOperation,
     NativeRow,
+    NativeSelectiveScan,
+    NativeStateRow,
+    NativeStateRows,
+    Recurrent,
 )
 
 VARIABLE = "LOCALLLM_CPU_SET"
@@ -50,6 +57,11 @@ NEEDED = {
     "dotprod": {"asimddp", "asimdhp"},
 }
 """The flags of /proc/cpuinfo that each set needs. Linux names only what it also saves when it switches threads."""
+_RECURRENT: dict[type, str] = {
+    NativeConvolution: "localllm_convolve",
+    NativeGatedDelta: "localllm_gated_delta",
+    NativeSelectiveScan: "localllm_selective_scan",
+}
 
 
 class Pool:
@@ -116,6 +128,13 @@ class Pool:
         assert 0 <= first // OUTPUTS + len(out) <= -(-matrix.outputs // OUTPUTS), (first, len(out))
         self._functions.localllm_unpack_bf16(self._pool, matrix, first, len(out) * OUTPUTS, out.data_ptr())
 
+    def run_recurrent(self, operation: Recurrent, rows: NativeStateRows) -> None:
+        """Run a recurrent operation on its tokens, and write the states of the rows."""
+        getattr(self._functions, _RECURRENT[type(operation)])(self._pool, operation, rows)
+
+    def gated_norm(self, norm: NativeGatedNorm, tokens: int) -> None:
+        self._functions.localllm_gated_norm(self._pool, norm, tokens)
+
 
 class Library:
     """An opened library, with pools of as many threads as torch uses.
@@ -159,6 +178,14 @@ class Library:
     def unpack_bf16(self, matrix: NativeMatrix, out: Tensor, first: int = 0) -> None:
         """Do `Pool.unpack_bf16` in torch's threads."""
         self._pool(borrows=True).unpack_bf16(matrix, out, first)
+
+    def run_recurrent(self, operation: Recurrent, rows: NativeStateRows) -> None:
+        """Do `Pool.run_recurrent` in torch's threads."""
+        self._pool(borrows=True).run_recurrent(operation, rows)
+
+    def gated_norm(self, norm: NativeGatedNorm, tokens: int) -> None:
+        """Do `Pool.gated_norm` in torch's threads."""
+        self._pool(borrows=True).gated_norm(norm, tokens)
 
 
 def native() -> Library | None:
@@ -254,6 +281,8 @@ def _declare(functions: ctypes.CDLL) -> None:
     """Set the types of arguments and results. Raises AttributeError if a function is missing."""
     matrix, pool, number = ctypes.POINTER(NativeMatrix), c_void_p, c_int64
     operations, rows = ctypes.POINTER(NativeOperation), ctypes.POINTER(NativeRow)
+    state_rows = ctypes.POINTER(NativeStateRows)
+    recurrent = [(name, None, [pool, ctypes.POINTER(kind), state_rows]) for kind, name in _RECURRENT.items()]
     for name, result, arguments in (
         ("localllm_open_pool", pool, [number, c_void_p]),
         ("localllm_close_pool", None, [pool]),
@@ -261,6 +290,8 @@ def _declare(functions: ctypes.CDLL) -> None:
         ("localllm_linear", None, [pool, matrix, c_void_p, number, number, number, c_void_p, number]),
         ("localllm_unpack", None, [pool, matrix, number, number, c_void_p]),
         ("localllm_unpack_bf16", None, [pool, matrix, number, number, c_void_p]),
+        *recurrent,
+        ("localllm_gated_norm", None, [pool, ctypes.POINTER(NativeGatedNorm), number]),
         ("localllm_instruction_set", c_char_p, []),
         ("localllm_source_hash", c_char_p, []),
         ("localllm_size_of", number, [number]),
@@ -274,9 +305,12 @@ def _fault_of(functions: ctypes.CDLL) -> str:
     expected = source_hash()
     if expected and functions.localllm_source_hash().decode() != expected:
         return f"The compiled libraries are older than their sources; {AGAIN}."
-    structures = (NativeMatrix, NativeAttention, NativeExperts, NativeOperation, NativeRow)
+    structures = (
+        NativeMatrix, NativeAttention, NativeExperts, NativeOperation, NativeRow, NativeConvolution, NativeGatedDelta,
+        NativeSelectiveScan, NativeGatedNorm, NativeStateRows, NativeStateRow,
+    )  # fmt: skip
     if any(functions.localllm_size_of(place) != ctypes.sizeof(kind) for place, kind in enumerate(structures)):
-        return "The structures of structures.py and step.h differ."
+        return "The structures of structures.py, step.h and recurrent.h differ."
     pool = Pool(functions, 1)
     try:
         wrong = wrong_kind(pool)

@@ -1,5 +1,5 @@
-// Recurrent operations: a block of a row's state is copied to a thread's memory, takes all tokens of the row there, and is
-// copied to its places. The blocks fit into the first-level cache, so that a state element is read from memory once and
+// Recurrent operations: a block of a row's state takes all tokens of the row, in a thread's memory if there are more,
+// and is written to its places. The blocks fit into the cache, so that a state element is read from memory once and
 // written once whatever the number of tokens.
 #include "recurrent.h"
 #include <stdlib.h>
@@ -8,16 +8,22 @@
 #include "step.h"
 
 enum {
-  WIDTH = 16,      // floats of a vector
+  WIDTH = 16,      // floats of a vector of functions.h
   CHANNELS = 256,  // of a piece of a convolution
-  ROWS = 16,       // of a scan's state that are in memory at a time
+  ROWS = 16,       // of a scan's state that are in a thread's memory at a time
+  // Vectors of LANES columns of a delta rule's state that are changed together: as many as keep 128 rows in the cache,
+  // and for a single token, which reads the state from memory, as many as there are registers for.
 #if defined(__AVX512F__)
-  VECTORS = 4,  // columns / WIDTH of a delta rule's state that are in memory at a time
-  CHAINS = 2    // sums of an output that are added up at the end, so that additions need not wait for each other
+  VECTORS = 4,
+  MOST_VECTORS = 8,
+#elif defined(__aarch64__)
+  VECTORS = 8,
+  MOST_VECTORS = 8,
 #else
-  VECTORS = 2,
-  CHAINS = 1
+  VECTORS = 4,
+  MOST_VECTORS = 4,
 #endif
+  MOST_COLUMNS = MOST_VECTORS * LANES
 };
 
 static const float DELTA_EPS = 1e-6f;  // added to the squared length of q and k
@@ -59,9 +65,11 @@ static void load_block(const float* x, int64_t stride, int64_t rows, int64_t cou
   }
 }
 
-static void store_block(const float* block, int64_t rows, int64_t count, int64_t width, float* x, int64_t stride) {
+static void copy_block(const float* x, int64_t x_stride, int64_t rows, int64_t count, float* y, int64_t y_stride) {
   for (int64_t i = 0; i < rows; i++) {
-    for (int64_t j = 0; j < count; j += WIDTH) store_few(x + i * stride + j, load16(block + i * width + j), count - j);
+    for (int64_t j = 0; j < count; j += WIDTH) {
+      store_few(y + i * y_stride + j, load_few(x + i * x_stride + j, count - j), count - j);
+    }
   }
 }
 
@@ -141,7 +149,7 @@ void convolve_piece(const Convolution* c, const StateRow* row, int64_t piece, fl
 
 // Gated delta rule ----------------------------------------------------------------------------------------------------
 
-int64_t delta_floats(const GatedDelta* d) { return d->key_dim * VECTORS * WIDTH; }
+int64_t delta_floats(const GatedDelta* d) { return d->key_dim * MOST_COLUMNS; }
 
 // What a token does to every column of a head's state.
 typedef struct {
@@ -163,80 +171,101 @@ static DeltaToken delta_token(const GatedDelta* d, int64_t head, int64_t token) 
   return t;
 }
 
-// Let a token change `vectors` vectors of columns of a state, and write its output.
-ALWAYS_INLINE void apply_delta(
-    const DeltaToken* t, int64_t rows, const float* v, float* state, float* y, int64_t count, const int vectors) {
-  const int64_t width = vectors * WIDTH;
-  v16f sums[2][VECTORS], change[VECTORS];
-  for (int j = 0; j < vectors; j++) sums[0][j] = sums[1][j] = all_lanes(0);
-  int64_t i = 0;
-  for (; i + 2 <= rows; i += 2) {
-    for (int c = 0; c < 2; c++) {
-      const v16f k = all_lanes(t->k[i + c]);
-      for (int j = 0; j < vectors; j++) sums[c][j] += k * load16(state + (i + c) * width + j * WIDTH);
-    }
+// Some columns of a state.
+typedef struct {
+  float* values;
+  int64_t stride;  // from a row to the next
+} Tile;
+
+// found = k^T state. Even and odd rows have sums of their own, so that additions need not wait for each other.
+ALWAYS_INLINE void multiply_key(const float* k, int64_t rows, Tile state, float* found, const int vectors) {
+  Floats sums[2][MOST_VECTORS];
+  for (int j = 0; j < vectors; j++) sums[0][j] = sums[1][j] = same_floats(0);
+  for (int64_t i = 0; i < rows; i++) {
+    const Floats factor = same_floats(k[i]);
+    const float* row = state.values + i * state.stride;
+    for (int j = 0; j < vectors; j++) sums[0][j] = multiply_add(factor, load_floats(row + j * LANES), sums[0][j]);
+    if (++i == rows) break;
+    const Floats odd = same_floats(k[i]);
+    row += state.stride;
+    for (int j = 0; j < vectors; j++) sums[1][j] = multiply_add(odd, load_floats(row + j * LANES), sums[1][j]);
   }
-  for (; i < rows; i++) {
-    for (int j = 0; j < vectors; j++) sums[0][j] += all_lanes(t->k[i]) * load16(state + i * width + j * WIDTH);
-  }
-  const v16f found = all_lanes(t->decay * t->k_scale), factor = all_lanes(t->beta * t->k_scale);
-  for (int j = 0; j < vectors; j++) {
-    change[j] = (load_few(v + j * WIDTH, count - j * WIDTH) - (sums[0][j] + sums[1][j]) * found) * factor;
-  }
-  v16f out[CHAINS][VECTORS];
-  for (int c = 0; c < CHAINS; c++) {
-    for (int j = 0; j < vectors; j++) out[c][j] = all_lanes(0);
-  }
-  const v16f decay = all_lanes(t->decay);
-  for (i = 0; i + CHAINS <= rows; i += CHAINS) {
-    for (int c = 0; c < CHAINS; c++) {
-      const v16f k = all_lanes(t->k[i + c]), q = all_lanes(t->q[i + c]);
-      float* row = state + (i + c) * width;
-      for (int j = 0; j < vectors; j++) {
-        v16f s = load16(row + j * WIDTH) * decay + k * change[j];
-        store16(row + j * WIDTH, s);
-        out[c][j] += q * s;
-      }
-    }
-  }
-  for (; i < rows; i++) {
-    for (int j = 0; j < vectors; j++) {
-      v16f s = load16(state + i * width + j * WIDTH) * decay + all_lanes(t->k[i]) * change[j];
-      store16(state + i * width + j * WIDTH, s);
-      out[0][j] += all_lanes(t->q[i]) * s;
-    }
-  }
-  for (int j = 0; j < vectors; j++) {
-    v16f sum = out[0][j];
-    for (int c = 1; c < CHAINS; c++) sum += out[c][j];
-    store_few(y + j * WIDTH, sum * all_lanes(t->q_scale), count - j * WIDTH);
-  }
+  for (int j = 0; j < vectors; j++) store_floats(found + j * LANES, sums[0][j] + sums[1][j]);
 }
 
-// Run all tokens of a row through `count` columns of a head's state, which `vectors` vectors hold.
+// to = decay * from + k change^T; y = q^T to.
+ALWAYS_INLINE void change_state(
+    const DeltaToken* t, int64_t rows, Tile from, Tile to, const float* change, float* y, const int vectors) {
+  Floats added[MOST_VECTORS], sums[MOST_VECTORS];
+  const Floats decay = same_floats(t->decay);
+  for (int j = 0; j < vectors; j++) {
+    added[j] = load_floats(change + j * LANES);
+    sums[j] = same_floats(0);
+  }
+  for (int64_t i = 0; i < rows; i++) {
+    const Floats k = same_floats(t->k[i]), q = same_floats(t->q[i]);
+    const float* row = from.values + i * from.stride;
+    float* out = to.values + i * to.stride;
+    for (int j = 0; j < vectors; j++) {
+      const Floats value = multiply_add(k, added[j], load_floats(row + j * LANES) * decay);
+      store_floats(out + j * LANES, value);
+      sums[j] = multiply_add(q, value, sums[j]);
+    }
+  }
+  for (int j = 0; j < vectors; j++) store_floats(y + j * LANES, sums[j]);
+}
+
+// Let a token change columns of a state, and write the output of the first `count` columns.
+ALWAYS_INLINE void apply_delta(
+    const DeltaToken* t, int64_t rows, const float* v, Tile from, Tile to, float* y, int64_t count, const int vectors) {
+  float change[MOST_COLUMNS], out[MOST_COLUMNS];
+  multiply_key(t->k, rows, from, change, vectors);
+  const float scale = t->decay * t->k_scale, factor = t->beta * t->k_scale;
+  for (int64_t j = 0; j < count; j++) change[j] = (v[j] - change[j] * scale) * factor;
+  for (int64_t j = count; j < vectors * LANES; j++) change[j] = 0;
+  change_state(t, rows, from, to, change, out, vectors);
+  for (int64_t j = 0; j < count; j++) y[j] = out[j] * t->q_scale;
+}
+
+// Run all tokens of a row through `count` columns of a head's state, which `vectors` vectors hold. If the columns fill
+// the vectors, the first token reads the state's place itself, and the last token writes it.
 ALWAYS_INLINE void delta_columns(
-    const GatedDelta* d, const StateRow* row, int64_t head, int64_t column, int64_t count, float* block,
+    const GatedDelta* d, const StateRow* row, int64_t head, int64_t column, int64_t count, float* memory,
     const int vectors) {
-  const int64_t rows = d->key_dim, stride = d->value_dim, width = vectors * WIDTH;
-  const int64_t size = d->heads * rows * stride, place = head * rows * stride + column;
-  const int64_t offset = head * d->value_dim + column;
-  load_block(row->read < 0 ? NULL : d->states + row->read * size + place, stride, rows, count, width, block);
+  const int64_t rows = d->key_dim, stride = d->value_dim, size = d->heads * rows * stride;
+  const int64_t place = head * rows * stride + column, offset = head * d->value_dim + column;
+  const Tile block = {memory, vectors * LANES};
+  const int is_direct = count == block.stride && row->first < row->end;
+  const float* before = row->read < 0 ? NULL : d->states + row->read * size + place;
+  Tile from = block, last = block;
+  if (before && is_direct) {
+    from = (Tile){d->states + row->read * size + place, stride};
+  } else {
+    load_block(before, stride, rows, count, block.stride, memory);
+  }
+  if (row->write && is_direct) last = (Tile){d->states + row->write * size + place, stride};
   for (int64_t token = row->first; token < row->end; token++) {
     const DeltaToken t = delta_token(d, head, token);
+    const Tile to = token + 1 == row->end ? last : block;
     const float* v = d->v + token * d->v_stride + offset;
-    apply_delta(&t, rows, v, block, d->y + token * d->y_stride + offset, count, vectors);
+    apply_delta(&t, rows, v, from, to, d->y + token * d->y_stride + offset, count, vectors);
+    from = to;
   }
-  if (row->write) store_block(block, rows, count, width, d->states + row->write * size + place, stride);
-  if (row->save) store_block(block, rows, count, width, d->states + row->save * size + place, stride);
+  if (row->write && !is_direct) {
+    copy_block(last.values, last.stride, rows, count, d->states + row->write * size + place, stride);
+  }
+  if (row->save) copy_block(last.values, last.stride, rows, count, d->states + row->save * size + place, stride);
 }
 
 void delta_piece(const GatedDelta* d, const StateRow* row, int64_t head, float* memory) {
   int64_t column = 0;
-  for (; column + VECTORS * WIDTH <= d->value_dim; column += VECTORS * WIDTH) {
-    delta_columns(d, row, head, column, VECTORS * WIDTH, memory, VECTORS);
+  if (row->end - row->first == 1) {
+    for (; column + MOST_COLUMNS <= d->value_dim; column += MOST_COLUMNS) {
+      delta_columns(d, row, head, column, MOST_COLUMNS, memory, MOST_VECTORS);
+    }
   }
-  for (; column < d->value_dim; column += WIDTH) {
-    delta_columns(d, row, head, column, smaller(WIDTH, d->value_dim - column), memory, 1);
+  for (; column < d->value_dim; column += VECTORS * LANES) {
+    delta_columns(d, row, head, column, smaller(VECTORS * LANES, d->value_dim - column), memory, VECTORS);
   }
 }
 
@@ -253,6 +282,22 @@ static const float* padded_vector(const float* x, int64_t size, int64_t width, f
   return memory;
 }
 
+// Write the sums over the lanes of ROWS vectors.
+static void sum_rows(const Floats* sums, float* out) {
+#if defined(__AVX512F__)
+  v16f each[ROWS];
+  for (int i = 0; i < ROWS; i++) each[i] = (v16f)sums[i];
+  store16(out, sum_each(each));
+#else
+  for (int i = 0; i < ROWS; i++) {
+    float lanes[LANES], sum = 0;
+    store_floats(lanes, sums[i]);
+    for (int j = 0; j < LANES / 2; j++) sum += lanes[j] + lanes[j + LANES / 2];
+    out[i] = sum;
+  }
+#endif
+}
+
 // Let a token change ROWS rows of a head's state, and write `count` outputs. memory: 2 * padded_size floats.
 static void scan_token(
     const SelectiveScan* s, int64_t head, int64_t token, int64_t first, int64_t count, float* block, float* memory) {
@@ -260,23 +305,24 @@ static void scan_token(
   const float* b = padded_vector(s->b + token * s->b_stride + group * s->state_size, s->state_size, width, memory);
   const float* c =
       padded_vector(s->c + token * s->c_stride + group * s->state_size, s->state_size, width, memory + width);
-  float step = softplus(s->dt[token * s->dt_stride + head] + s->dt_bias[head]);
+  float step = softplus(s->dt[token * s->dt_stride + head] + s->dt_bias[head]), y[ROWS];
   step = step < (float)s->least ? (float)s->least : step > (float)s->most ? (float)s->most : step;
-  const v16f decay = all_lanes(expf(step * s->rate[head]));
-  const v16f x = load_few(s->x + token * s->x_stride + offset, count);
-  const v16f added = x * all_lanes(step);
-  v16f sums[ROWS];
+  const Floats decay = same_floats(expf(step * s->rate[head]));
+  const float* x = s->x + token * s->x_stride + offset;
+  Floats sums[ROWS];
   for (int i = 0; i < ROWS; i++) {
-    const v16f factor = all_lanes(added[i]);
+    const Floats factor = same_floats(i < count ? x[i] * step : 0);
     float* row = block + i * width;
-    sums[i] = all_lanes(0);
-    for (int64_t j = 0; j < width; j += WIDTH) {
-      v16f value = load16(row + j) * decay + factor * load16(b + j);
-      store16(row + j, value);
-      sums[i] += value * load16(c + j);
+    Floats sum = same_floats(0);
+    for (int64_t j = 0; j < width; j += LANES) {
+      const Floats value = multiply_add(factor, load_floats(b + j), load_floats(row + j) * decay);
+      store_floats(row + j, value);
+      sum = multiply_add(value, load_floats(c + j), sum);
     }
+    sums[i] = sum;
   }
-  store_few(s->y + token * s->y_stride + offset, sum_each(sums) + x * all_lanes(s->skip[head]), count);
+  sum_rows(sums, y);
+  for (int64_t i = 0; i < count; i++) s->y[token * s->y_stride + offset + i] = y[i] + x[i] * s->skip[head];
 }
 
 void scan_piece(const SelectiveScan* s, const StateRow* row, int64_t head, float* memory) {
@@ -284,13 +330,13 @@ void scan_piece(const SelectiveScan* s, const StateRow* row, int64_t head, float
   float* vectors = memory + ROWS * width;
   for (int64_t first = 0; first < s->head_dim; first += ROWS) {
     const int64_t count = smaller(ROWS, s->head_dim - first), place = (head * s->head_dim + first) * n;
-    memset(memory, 0, (size_t)(ROWS * width) * sizeof(float));
+    if (count < ROWS) memset(memory, 0, (size_t)(ROWS * width) * sizeof(float));
     load_block(row->read < 0 ? NULL : s->states + row->read * size + place, n, count, n, width, memory);
     for (int64_t token = row->first; token < row->end; token++) {
       scan_token(s, head, token, first, count, memory, vectors);
     }
-    if (row->write) store_block(memory, count, n, width, s->states + row->write * size + place, n);
-    if (row->save) store_block(memory, count, n, width, s->states + row->save * size + place, n);
+    if (row->write) copy_block(memory, width, count, n, s->states + row->write * size + place, n);
+    if (row->save) copy_block(memory, width, count, n, s->states + row->save * size + place, n);
   }
 }
 

@@ -1,4 +1,4 @@
-"""The constants and structures of matrix.h and step.h for ctypes, field by field in the same order.
+"""The constants and structures of matrix.h, step.h and recurrent.h for ctypes, field by field in the same order.
 
 Does not know: the library, weights, models.
 """
@@ -37,6 +37,11 @@ class Op(IntEnum):
     SCALE = 6
     EXPERTS_GATED = 7
     EXPERTS_DOWN = 8
+    MULTIPLY = 9
+    CONVOLVE = 10
+    DELTA = 11
+    SCAN = 12
+    GATED_NORM = 13
 
 
 class NormKind(IntEnum):
@@ -150,6 +155,8 @@ class NativeOperation(ctypes.Structure):
         ("factor", c_double),
         ("attention", c_void_p),
         ("experts", c_void_p),
+        ("recurrent", c_void_p),
+        ("states", c_void_p),
     )
 
 
@@ -157,3 +164,115 @@ class NativeRow(ctypes.Structure):
     """`StepRow` of step.h."""
 
     _fields_ = (("block_table", c_void_p), ("position", c_int64), ("slot", c_int64))
+
+
+class NativeConvolution(ctypes.Structure):
+    """`Convolution` of recurrent.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("x_stride", c_int64),
+        ("y_stride", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("states", c_void_p),
+        ("state_type", c_int64),
+        ("channels", c_int64),
+        ("taps", c_int64),
+        ("is_silu", c_int64),
+    )
+
+
+class NativeGatedDelta(ctypes.Structure):
+    """`GatedDelta` of recurrent.h."""
+
+    _fields_ = (
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("y", c_void_p),
+        ("q_stride", c_int64),
+        ("k_stride", c_int64),
+        ("v_stride", c_int64),
+        ("a_stride", c_int64),
+        ("b_stride", c_int64),
+        ("y_stride", c_int64),
+        ("rate", c_void_p),
+        ("dt_bias", c_void_p),
+        ("states", c_void_p),
+        ("key_heads", c_int64),
+        ("heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("is_tiled", c_int64),
+    )
+
+
+class NativeSelectiveScan(ctypes.Structure):
+    """`SelectiveScan` of recurrent.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("dt", c_void_p),
+        ("b", c_void_p),
+        ("c", c_void_p),
+        ("y", c_void_p),
+        ("x_stride", c_int64),
+        ("dt_stride", c_int64),
+        ("b_stride", c_int64),
+        ("c_stride", c_int64),
+        ("y_stride", c_int64),
+        ("rate", c_void_p),
+        ("dt_bias", c_void_p),
+        ("skip", c_void_p),
+        ("states", c_void_p),
+        ("heads", c_int64),
+        ("groups", c_int64),
+        ("head_dim", c_int64),
+        ("state_size", c_int64),
+        ("least", c_double),
+        ("most", c_double),
+    )
+
+
+class NativeGatedNorm(ctypes.Structure):
+    """`GatedNorm` of recurrent.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("gate", c_void_p),
+        ("y", c_void_p),
+        ("x_stride", c_int64),
+        ("gate_stride", c_int64),
+        ("y_stride", c_int64),
+        ("weight", c_void_p),
+        ("groups", c_int64),
+        ("width", c_int64),
+        ("shares_weight", c_int64),
+        ("gate_first", c_int64),
+        ("eps", c_double),
+    )
+
+
+class NativeStateRow(ctypes.Structure):
+    """`StateRow` of recurrent.h."""
+
+    _fields_ = (("first", c_int64), ("end", c_int64), ("read", c_int64), ("write", c_int64), ("save", c_int64))
+
+
+class NativeStateRows(ctypes.Structure):
+    """`StateRows` of recurrent.h."""
+
+    _fields_ = (
+        ("bounds", c_void_p),
+        ("read", c_void_p),
+        ("write", c_void_p),
+        ("save", c_void_p),
+        ("count", c_int64),
+    )
+
+
+Recurrent = NativeConvolution | NativeGatedDelta | NativeSelectiveScan

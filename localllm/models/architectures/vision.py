@@ -1,0 +1,48 @@
+"""The text parts of vision-language models: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, InternVL 2.5 to 3.5 in the form that
+transformers has a class for, SmolVLM and Idefics 3, GLM-4.1V to 4.6V.
+
+Their multimodal rotary embedding gives text the same position in every section, which is the plain rotary embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localllm.models.architectures import glm, glm4_moe, llama, qwen2, qwen3, qwen_moe
+from localllm.models.architectures.text_part import of_families, of_family
+
+_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
+QWEN2_VL = of_family(
+    "Qwen2-VL, Qwen2.5-VL",
+    ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    qwen2.FAMILY,
+    rope_theta=1_000_000.0,
+)
+QWEN3_VL = of_family("Qwen3-VL", ("Qwen3VLForConditionalGeneration",), qwen3.FAMILY, rope_theta=500_000.0)
+QWEN3_VL_MOE = of_family(
+    "Qwen3-VL-MoE",
+    ("Qwen3VLMoeForConditionalGeneration",),
+    replace(qwen_moe.QWEN3_MOE, storage=replace(qwen_moe.QWEN3_MOE.storage, transposed=_STACKED)),
+    rope_theta=500_000.0,
+    norm_topk_prob=True,
+)
+INTERNVL = of_families(
+    "InternVL",
+    ("InternVLForConditionalGeneration",),
+    {"qwen2": qwen2.FAMILY, "qwen3": qwen3.FAMILY, "qwen3_moe": qwen_moe.QWEN3_MOE, "llama": llama.FAMILY},
+)
+SMOLVLM = of_families(
+    "SmolVLM, Idefics 3",
+    ("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration"),
+    {"llama": llama.FAMILY},
+    prefix="text_model",
+)
+GLM4V = of_family(
+    "GLM-4.1V, GLM-4.6V-Flash",
+    ("Glm4vForConditionalGeneration", "Glm46VForConditionalGeneration"),
+    glm.GLM4,
+    rms_norm_eps=1e-5,
+    head_dim=None,
+)
+GLM4V_MOE = of_family("GLM-4.5V, GLM-4.6V", ("Glm4vMoeForConditionalGeneration",), glm4_moe.FAMILY, attention_bias=True)
+FAMILIES = (QWEN2_VL, QWEN3_VL, QWEN3_VL_MOE, INTERNVL, SMOLVLM, GLM4V, GLM4V_MOE)
