@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from localllm.engine.block_pool import BlockPool
 from localllm.engine.request import Request
+from localllm.engine.state_pool import StatePool
 from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
 from localllm.engine.step import RunnerStats
 
@@ -138,6 +139,7 @@ class StatsRecorder:
         max_model_len: int,
         async_depth: int,
         runner: RunnerStats,
+        states: StatePool | None = None,
     ) -> EngineStats:
         taken_s = now_s()
         self._drop_old_rates(taken_s)
@@ -166,6 +168,10 @@ class StatsRecorder:
             decode_tokens_per_s=sum(entry[2] for entry in self._window) / span_s,
             prefix_cache_queries=self.prefix_cache_queries,
             prefix_cache_hits=self.prefix_cache_hits,
+            prefix_cache_lacks_state=self.prefix_cache_lacks_state,
+            total_places=0 if states is None else states.capacity,
+            used_places=0 if states is None else states.num_held,
+            checkpoint_places=0 if states is None else states.num_checkpoints,
             num_preemptions=self.num_preemptions,
             recomputed_tokens=self.recomputed_tokens,
             num_failed_steps=self.num_failed_steps,

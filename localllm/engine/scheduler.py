@@ -505,6 +505,7 @@ class Scheduler:
             self.ledger.main_pool,
             self.running,
             self.waiting,
+            states=None if self.states is None else self.states.pool,
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.config.max_model_len,

@@ -116,6 +116,10 @@ class EngineStats:
     decode_tokens_per_s: float
     prefix_cache_queries: int  # prompt tokens looked up at admission
     prefix_cache_hits: int  # prompt tokens found in the prefix cache
+    prefix_cache_lacks_state: int  # prompt tokens whose K and V were known and computed again for want of a state
+    total_places: int  # usable places of recurrent states; 0: the model has none
+    used_places: int  # held by requests
+    checkpoint_places: int  # hold a checkpoint that no request reads
     num_preemptions: int
     recomputed_tokens: int  # computed again after a preemption
     num_failed_steps: int

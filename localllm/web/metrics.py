@@ -64,6 +64,9 @@ OWN_GAUGES = (
     ("kv_blocks_cached", "Blocks in the prefix cache that no request holds.", "cached_blocks"),
     ("kv_blocks_free", "Empty blocks.", "free_blocks"),
     ("kv_wasted_token_slots", "Positions in used blocks that hold no token yet.", "wasted_token_slots"),
+    ("state_places_total", "Usable places of recurrent states; 0: the model has none.", "total_places"),
+    ("state_places_used", "Places of recurrent states held by requests.", "used_places"),
+    ("state_places_cached", "Checkpoints of recurrent states that no request reads.", "checkpoint_places"),
     ("prefill_tokens_per_second", "Prompt tokens computed per second, over the last seconds.", "prefill_tokens_per_s"),
     ("decode_tokens_per_second", "Tokens generated per second, over the last seconds.", "decode_tokens_per_s"),
     ("captured_graphs", "Step shapes recorded as CUDA graphs.", "runner.captured_graphs"),
@@ -77,6 +80,11 @@ OWN_GAUGES = (
 )
 OWN_COUNTERS = (
     ("steps", "Steps run.", "num_steps"),
+    (
+        "prefix_cache_lacks_state",
+        "Prompt tokens whose K and V were in the prefix cache, computed again for want of a recurrent state.",
+        "prefix_cache_lacks_state",
+    ),
     ("scheduled_requests", "Requests per step, summed over all steps.", "scheduled_requests"),
     ("failed_steps", "Steps that raised.", "num_failed_steps"),
     ("degraded_steps", "Steps that could not overlap with the one before.", "degraded_steps"),

@@ -127,7 +127,13 @@ def kv_usage(stats: EngineStats) -> KVUsage:
         columns=columns,
         rows=rows,
         blocks_per_cell=blocks_per_cell,
+        state_places=_state_places(stats),
     )
+
+
+def _state_places(stats: EngineStats) -> str:
+    used, checkpoints, total = map(format_count, (stats.used_places, stats.checkpoint_places, stats.total_places))
+    return f"{used} in use, {checkpoints} checkpoints, of {total}" if stats.total_places else ""
 
 
 def steps(recent: Sequence[StepComposition], num_steps: int) -> RecentSteps:
@@ -196,6 +202,7 @@ def counters(stats: EngineStats) -> Counters:
                 f"{format_count(stats.recomputed_tokens)} tokens recomputed",
             ),
             Fact("Finished", format_count(sum(stats.finished.values())), ends),
+            *_state_facts(stats),
             Fact("Failed steps", format_count(stats.num_failed_steps)),
             Fact(
                 "Steps in flight", str(stats.async_depth), f"{format_count(stats.degraded_steps)} steps without overlap"
@@ -205,12 +212,20 @@ def counters(stats: EngineStats) -> Counters:
     )
 
 
+def _state_facts(stats: EngineStats) -> tuple[Fact, ...]:
+    """Return how many tokens were in the prefix cache in vain, if the model has recurrent states."""
+    if not stats.total_places:
+        return ()
+    return (Fact("Without a state", format_count(stats.prefix_cache_lacks_state), "prompt tokens with known K and V"),)
+
+
 def model_facts(served: ServedModel) -> ModelFacts:
     """Return the checkpoint's facts and the memory plan."""
     spec, plan = served.spec, served.plan
     planned = [
         ("Weights", "weights", plan.weights_bytes),
         ("KV cache", "used", plan.kv_bytes),
+        *([("Recurrent states", "cached", plan.state_bytes)] if plan.num_places else []),
         ("Activations", "prefill", plan.activation_bytes),
         ("Reserve", "queue", plan.reserve_bytes),
         ("Unused", "idle", plan.unused_bytes),

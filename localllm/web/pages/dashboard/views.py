@@ -63,6 +63,7 @@ class KVUsage(View):
     columns: int
     rows: int
     blocks_per_cell: int
+    state_places: str  # use of the places of recurrent states; empty: the model has none
 
 
 @dataclass(frozen=True, slots=True)
