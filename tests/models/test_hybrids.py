@@ -18,9 +18,9 @@ from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.architectures.read_spec import read_spec, spec_of_config
 from localllm.models.fit.parallel import Division, require_possible
+from localllm.models.fit.step import kv_bytes_per_token
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model, resident_bytes
-from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.shard import shards_of
 from localllm.models.spec.states import state_bytes
 from localllm.models.weights.lora import open_lora, put_lora
@@ -241,5 +241,5 @@ def test_the_sizes_of_qwen3_6_27b() -> None:
     })  # fmt: skip
     assert [len(spec.recurrent_layers), spec.num_layers - len(spec.recurrent_layers)] == [48, 16]
     assert round(state_bytes(spec, "float32") / 2**20, 1) == 149.6
-    assert [group.bytes_per_token(2) for group in kv_groups(spec)] == [64 * 1024]
+    assert kv_bytes_per_token(spec, "bfloat16") == 64 * 1024
     assert spec.rope.rotary_dim == 64
