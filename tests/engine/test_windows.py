@@ -213,12 +213,12 @@ def held_and_needed(layers: int, windowed: int, window: int, context: int, block
     windows, counts = (window, None), (windowed, layers - windowed)
     ledger = Ledger((4 * context // block_size,) * 2, block_size, windows, step_tokens=2048)
     config = SchedulerConfig(
-        max_num_seqs=1, max_num_batched_tokens=2048, max_model_len=context + 8, block_size=block_size
+        max_num_seqs=1, max_num_batched_tokens=2048, max_model_len=context + 64, block_size=block_size
     )
     scheduler = Scheduler(config, ledger, BlockHasher(b"a model", block_size))
     runner = FakeRunner(ledger.num_blocks, block_size, windows=windows, check=False)
     loop = EngineLoop(scheduler, runner, deliver=lambda outputs: None)
-    request = make_request("r", [i % 100 for i in range(context - 16)], max_tokens=17)
+    request = make_request("r", [i % 100 for i in range(context - 16)], max_tokens=40)
     loop.submit(request)
     while request.num_computed_tokens < context:
         loop.step()
