@@ -151,6 +151,11 @@ class Request:
         return len(self.block_tables[0]) if self.block_tables else 0
 
     @property
+    def num_held_blocks(self) -> tuple[int, ...]:
+        """Blocks of each KV group."""
+        return tuple([len(t) - n for t, n in zip(self.block_tables, self.num_dropped_blocks, strict=True)])
+
+    @property
     def num_wanted_tokens(self) -> int:
         """N + S + P - C."""
         return len(self.token_ids) + len(self.draft_token_ids) + self.num_output_placeholders - self.num_computed_tokens
@@ -187,6 +192,7 @@ class Request:
             first_token_s=self.first_token_s,
             finished_s=self.finished_s,
             finish_reason=self.finish_reason,
+            held_blocks=self.num_held_blocks,
         )
 
     def __repr__(self) -> str:

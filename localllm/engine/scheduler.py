@@ -163,7 +163,7 @@ class Scheduler:
             return
         hit, ledger = self.table.find_hit(head), self.ledger
         need = plus(ledger.needs(head.num_tokens), ledger.taken_by_hit(hit))
-        room = plus(self._spare_blocks(None), ledger.held(victim))
+        room = plus(self._spare_blocks(None), victim.num_held_blocks)
         if fits(need, room) and not self.table.is_being_computed(head, hit):
             self._preempt(victim, draft)
 
@@ -375,7 +375,7 @@ class Scheduler:
         for request in self.running:
             counts = priority is not None and request.priority <= priority
             end = self._reserve.num_tokens(request) if counts else request.num_tokens
-            for group, (need, held) in enumerate(zip(ledger.needs(end), ledger.held(request), strict=True)):
+            for group, (need, held) in enumerate(zip(ledger.needs(end), request.num_held_blocks, strict=True)):
                 promised[group] += max(0, need - held)
         kept = zip(ledger.num_free, promised, ledger.step_reserve, strict=True)
         return tuple([free - blocks - reserve for free, blocks, reserve in kept])
@@ -502,7 +502,7 @@ class Scheduler:
 
     def stats(self, async_depth: int, runner: RunnerStats) -> EngineStats:
         return self.recorder.snapshot(
-            self.ledger.main_pool,
+            self.ledger,
             self.running,
             self.waiting,
             states=None if self.states is None else self.states.pool,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel, Unsup
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.architectures.read_spec import read_spec, spec_of_config
+from localllm.models.fit import kv_bytes_per_token
 from localllm.models.fit.parallel import Division, require_possible
-from localllm.models.fit.step import kv_bytes_per_token
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.spec.shard import shards_of
@@ -243,3 +244,4 @@ def test_the_sizes_of_qwen3_6_27b() -> None:
     assert round(state_bytes(spec, "float32") / 2**20, 1) == 149.6
     assert kv_bytes_per_token(spec, "bfloat16") == 64 * 1024
     assert spec.rope.rotary_dim == 64
+    assert kv_bytes_per_token(replace(spec, layer_kinds=()), "bfloat16") == 4 * 64 * 1024

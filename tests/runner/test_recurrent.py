@@ -8,17 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from localllm.config.settings import EngineConfig
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.layer_state import HybridCache, LayerState
+from localllm.machine.hardware import Hardware
 from localllm.models.architectures.read_spec import read_spec
+from localllm.models.fit import plan_memory
 from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.states import state_bytes
 from localllm.runner.kv_cache import KVCache
+from localllm.runner.opening import _allocate, open_runner
 from localllm.runner.runner import TorchRunner
 from localllm.runner.state_cache import StateCache, layer_caches
 from tests.kv import of_each
@@ -81,6 +85,22 @@ def test_layers_keep_what_their_kind_needs(hybrid):
     expected = {"attention": LayerKV, "recurrent": LayerState, "both": HybridCache, "mlp": type(None)}
     assert [type(kept) for kept in caches] == [expected[spec.layer_kind(layer)] for layer in range(spec.num_layers)]
     assert states.allocated_bytes == 6 * state_bytes(spec, "float32")  # H11
+
+
+def test_an_engine_allocates_what_was_planned(hybrid):
+    """H11, with a context that is a multiple of nothing."""
+    model, spec = hybrid
+    config = EngineConfig(max_num_seqs=3, max_model_len=131)
+    machine = Hardware((), "CPU", 4, 64 * 1024**3, 8 * 1024**3)
+    plan = plan_memory(config, spec, 10_000_000, machine)
+    assert plan.num_places == 1 + 3 + plan.num_blocks[0]
+    assert plan.state_bytes == plan.num_places * state_bytes(spec, plan.dtype)
+    kv, states, kept = _allocate(spec, config, plan, machine, CPU)
+    assert kept == plan
+    assert (kv.allocated_bytes, states.allocated_bytes) == (plan.kv_bytes, plan.state_bytes)
+    runner, kept = open_runner(model, spec, config, plan, machine, lambda text: None)
+    assert kept == plan
+    runner.close()
 
 
 def test_the_second_request_with_a_prompt_computes_its_end_only(hybrid):
