@@ -261,7 +261,7 @@ def model_facts(served: ServedModel) -> ModelFacts:
             Fact(
                 "Context",
                 f"{format_count(plan.max_model_len)} tokens",
-                f"trained for {format_count(spec.max_position)}",
+                f"{'supported up to' if spec.context_limit else 'trained for'} {format_count(spec.max_position)}",
             ),
             Fact(
                 "Step", f"{format_count(plan.max_num_batched_tokens)} tokens", f"{plan.max_num_seqs} requests at most"
