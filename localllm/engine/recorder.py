@@ -16,7 +16,7 @@ from localllm.engine.ledger import Ledger
 from localllm.engine.request import Request
 from localllm.engine.state_pool import StatePool
 from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
-from localllm.engine.step import RunnerStats
+from localllm.engine.step import Row, RunnerStats
 
 _EPOCH = time.time() - time.perf_counter()
 RATE_WINDOW_S = 5.0
@@ -82,6 +82,39 @@ class StatsRecorder:
             self.prefix_cache_hits += request.num_cached_tokens
             self.prefix_cache_lacks_state += num_kv_tokens - request.num_cached_tokens
             self.prompt_tokens_cached += request.num_cached_tokens
+
+    def on_plan(
+        self,
+        step_id: int,
+        rows: Iterable[tuple[Request, Row]],
+        num_tokens: int,
+        budget_tokens: int,
+        schedule_s: float,
+    ) -> None:
+        """Record a launched step by its rows, whose requests have been advanced."""
+        decode_tokens = decode_requests = num_rows = prompt_tokens = recomputed_tokens = 0
+        for request, row in rows:
+            num_rows += 1
+            if row.num_scheduled_tokens == 1 + len(row.draft_token_ids) and row.samples:
+                decode_requests += 1
+                decode_tokens += row.num_scheduled_tokens
+            if not request.num_preemptions and row.num_computed_tokens < request.prompt_len:
+                prompt_tokens += min(request.num_computed_tokens, request.prompt_len) - row.num_computed_tokens
+            if row.num_computed_tokens < request.num_lost_tokens:
+                recomputed_tokens += min(request.num_computed_tokens, request.num_lost_tokens) - row.num_computed_tokens
+        self.on_step(
+            StepComposition(
+                step_id=step_id,
+                prefill_tokens=num_tokens - decode_tokens,
+                decode_tokens=decode_tokens,
+                prefill_requests=num_rows - decode_requests,
+                decode_requests=decode_requests,
+                budget_tokens=budget_tokens,
+                schedule_s=schedule_s,
+            ),
+            prompt_tokens,
+            recomputed_tokens,
+        )
 
     def on_step(self, composition: StepComposition, prompt_tokens: int, recomputed_tokens: int = 0) -> None:
         """Record a launched step. `prompt_tokens`: prompt tokens computed for the first time."""

@@ -21,7 +21,7 @@ from enum import StrEnum
 from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
 from localllm.engine.stats import RequestTimeline
-from localllm.engine.step import PromptEmbeds, TokenLogprobs
+from localllm.engine.step import PromptEmbeds, StateUse, TokenLogprobs
 from localllm.text.grammar import OutputGrammar
 
 
@@ -52,6 +52,8 @@ class HeldState:
     read: int  # place that its next row reads; -1: that row begins from zeros
     saved: int  # newest position of the request at which there is, or was, a checkpoint
     save_at: list[int]  # positions of the prompt at which rows will end and save the state, ascending
+    steady: StateUse  # of a row that continues and saves nothing:
+    next_use: int = 0  # of one that ends before this position
     moving: bytes = b""  # name of the checkpoint that moves along with the output; empty: none
 
 
