@@ -107,3 +107,8 @@ def test_a_windowed_group_has_windows_for_contexts_and_a_step() -> None:
 
 def test_as_many_blocks_as_fit() -> None:
     assert [most_blocks(lambda n, most=most: n <= most) for most in (0, 1, 2, 3, 1000)] == [0, 1, 2, 3, 1000]  # type: ignore[misc]
+
+
+def test_a_plan_in_words() -> None:
+    made = replace(plan(GEMMA, 40), num_blocks=(386, 3024))
+    assert made.blocks_in_words == "3,023 of 64 tokens, 385 for layers that see 1,024"
