@@ -139,9 +139,14 @@ def _ernie(config: Config) -> dict[str, Any]:
 
 
 def _glm4(config: Config) -> dict[str, Any]:
-    dense = config.get("first_k_dense_replace", 0)
+    """Solar Open's files do not count dense layers, of which it has none."""
+    dense = {"leading_dense_block_count": config.get("first_k_dense_replace")}
     groups = {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]}
-    return {**_experts(config, "n_shared_experts"), "leading_dense_block_count": dense, **groups}
+    return {
+        **_experts(config, "n_shared_experts"),
+        **({} if dense["leading_dense_block_count"] is None else dense),
+        **groups,
+    }
 
 
 def _minimax(config: Config) -> dict[str, Any]:

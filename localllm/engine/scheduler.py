@@ -31,7 +31,7 @@ from localllm.engine.request_table import RequestTable
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.settle import LaunchedStep, settle_step
 from localllm.engine.state_pool import StatePool
-from localllm.engine.stats import EngineStats, StepComposition
+from localllm.engine.stats import EngineStats
 from localllm.engine.step import NewSlot, Row, RunnerStats, StepPlan, StepResult
 from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull
 
@@ -82,11 +82,13 @@ class Scheduler:
         assert config.fixed_chunk % config.block_size == 0, (config.fixed_chunk, config.block_size)
         self.config, self.ledger, self.hasher = config, ledger, hasher
         self.recorder = recorder or StatsRecorder()
+        self._block_size = config.block_size
         self.table = RequestTable(config, ledger, hasher, self.recorder, state_pool)
         self.states = self.table.states
         self.requests, self.running, self.waiting = self.table.requests, self.table.running, self.table.waiting
         self.launched: deque[LaunchedStep] = deque()  # plans not settled yet
         self._outputs: list[EngineOutput] = []  # outputs of requests that ended outside `update`
+        self._prefilled: Sequence[Request] = ()  # requests of the last step that may hold a chunk before their windows
         self._num_cohorts = config.num_cohorts
         self._watermark_blocks = tuple(max(1, int(config.watermark * count)) for count in ledger.capacity)
         self._reserve = self.table.reserve
@@ -138,8 +140,8 @@ class Scheduler:
         self._reserve.on_step()
         if self.states is not None:
             self.states.begin_step()
-        if self.ledger.has_windows:
-            self._drop_blocks_before_windows()
+        for request in self._prefilled:
+            self._drop_blocks(request)
         self._free_a_slot_for_an_urgent_request(draft)
         self._schedule_decodes(draft)
         draft.prefill_budget = self._prefill_budget(draft)
@@ -151,12 +153,6 @@ class Scheduler:
         self._record(plan, draft, now_s() - started_s)
         return plan
 
-    def _drop_blocks_before_windows(self) -> None:
-        """Give back the blocks that no step to come reads. Launched steps may still read them: they run before the step
-        that writes to these blocks again. Placeholders may turn out to be wrong guesses, which are computed again."""
-        for request in self.running:
-            self.ledger.drop_before(request, request.num_computed_tokens - request.num_output_placeholders)
-
     def _free_a_slot_for_an_urgent_request(self, draft: _Draft) -> None:
         """Preempt the least urgent running request for a more urgent waiting one, if all slots are taken."""
         head = next(iter(self.waiting), None)
@@ -167,7 +163,7 @@ class Scheduler:
             return
         hit, ledger = self.table.find_hit(head), self.ledger
         need = plus(ledger.needs(head.num_tokens), ledger.taken_by_hit(hit))
-        room = plus(self._spare_blocks(None), ledger.held(victim))
+        room = plus(self._spare_blocks(None), victim.num_held_blocks)
         if fits(need, room) and not self.table.is_being_computed(head, hit):
             self._preempt(victim, draft)
 
@@ -191,6 +187,7 @@ class Scheduler:
 
     def _schedule_prefills(self, draft: _Draft) -> None:
         """Divide the budget that decodes left among running prompts and prompts to be admitted."""
+        self._prefilled = ()
         if draft.prefill_budget <= 0:
             return
         prefills = [
@@ -202,6 +199,7 @@ class Scheduler:
         if self.table.free_slots and not draft.preempted:
             prefills += self._admissible(prefills, draft)
         prefills.sort(key=lambda each: (each.request.priority, each.request.sequence))
+        self._prefilled = [each.request for each in prefills]
         shares = self._shares(prefills, draft.prefill_budget)
         for each, share in zip(prefills, shares, strict=True):
             if share and not each.enters and each.request.state is State.RUNNING:
@@ -257,7 +255,7 @@ class Scheduler:
     def _schedule_one(self, request: Request, count: int, draft: _Draft) -> int:
         """Find blocks for at most `count` more tokens of a running request, add the request to the step, and return
         how many tokens it runs; 0: none, since it was preempted or ended."""
-        if self.states is not None:
+        if count > 1 and self.states is not None:
             count = self.states.end_of_row(request, request.num_computed_tokens + count) - request.num_computed_tokens
         blocks = self._grow(request, count, draft)
         if blocks is None:
@@ -266,7 +264,10 @@ class Scheduler:
         guesses = max(0, end - request.num_tokens - request.num_output_placeholders)
         drafts = request.draft_token_ids[:guesses]
         samples = end >= request.num_tokens + request.num_output_placeholders
-        state = self.states.use(request, end) if self.states is not None else None
+        held = request.held_state
+        state = None if held is None else held.steady
+        if held is not None and self.states is not None and end >= held.next_use:
+            state = self.states.use(request, end)
         row = Row(request.slot, request.request_id, request.num_computed_tokens, count, blocks, samples, drafts, state)
         draft.rows[request.request_id] = (request, row)
         draft.budget -= count
@@ -275,9 +276,11 @@ class Scheduler:
     def _grow(self, request: Request, count: int, draft: _Draft) -> BlockIds | None:
         """Return new blocks for the request's tables, preempting others if necessary.
         None: it was itself preempted, or ended."""
-        need = self.ledger.places(request.num_computed_tokens + count) - len(request.block_tables[0])
-        if need <= 0:
+        missing = request.num_computed_tokens + count - len(request.block_tables[0]) * self._block_size
+        if missing <= 0:
             return ()
+        self._drop_blocks(request)
+        need = -(-missing // self._block_size)
         while (blocks := self.ledger.allocate(request, need)) is None:
             victim = self._victim()
             if victim is request and len(self.running) == 1:
@@ -287,6 +290,13 @@ class Scheduler:
             if victim is request:
                 return None
         return blocks
+
+    def _drop_blocks(self, request: Request) -> None:
+        """Give back the blocks that no step to come reads. Launched steps may still read them: they run before the step
+        that writes to these blocks again. Placeholders may turn out to be wrong guesses, which are computed again."""
+        position = request.num_computed_tokens - request.num_output_placeholders
+        if self.ledger.has_windows and position >= request.next_drop and request.state is State.RUNNING:
+            self.ledger.drop_before(request, position)
 
     def _victim(self) -> Request:
         """Return the request to preempt: the youngest of the least urgent ones."""
@@ -368,7 +378,7 @@ class Scheduler:
         for request in self.running:
             counts = priority is not None and request.priority <= priority
             end = self._reserve.num_tokens(request) if counts else request.num_tokens
-            for group, (need, held) in enumerate(zip(ledger.needs(end), ledger.held(request), strict=True)):
+            for group, (need, held) in enumerate(zip(ledger.needs(end), request.num_held_blocks, strict=True)):
                 promised[group] += max(0, need - held)
         kept = zip(ledger.num_free, promised, ledger.step_reserve, strict=True)
         return tuple([free - blocks - reserve for free, blocks, reserve in kept])
@@ -386,23 +396,10 @@ class Scheduler:
             return 0
         if not self.ledger.can_enter(hit, self.ledger.places(start + count)):
             return 0  # a windowed group is short of blocks until its windows have moved on
-        if not self.table.admit(request, hit):
+        new = self.table.admit(request, hit)
+        if new is None:
             return 0
-        draft.new_slots.append(
-            NewSlot(
-                slot=request.slot,
-                request_id=request.request_id,
-                token_ids=request.token_ids[:],
-                prompt_len=request.prompt_len,
-                params=request.params,
-                block_ids=hit.blocks,
-                num_computed_tokens=request.num_computed_tokens,
-                eos_token_ids=request.eos_token_ids,
-                bad_words_token_ids=request.bad_words_token_ids,
-                adapter=-1 if request.options.adapter is None else request.options.adapter.slot,
-                prompt_embeds=request.prompt_embeds,
-            )
-        )
+        draft.new_slots.append(new)
         count = self._schedule_one(request, count, draft)
         assert count, "admission promised these blocks"
         end = request.num_computed_tokens + count
@@ -440,28 +437,8 @@ class Scheduler:
         ])  # fmt: skip
 
     def _record(self, plan: StepPlan, draft: _Draft, schedule_s: float) -> None:
-        decode_tokens = decode_requests = prompt_tokens = recomputed_tokens = 0
-        for request, row in draft.rows.values():
-            if row.num_scheduled_tokens == 1 + len(row.draft_token_ids) and row.samples:
-                decode_requests += 1
-                decode_tokens += row.num_scheduled_tokens
-            if not request.num_preemptions and row.num_computed_tokens < request.prompt_len:
-                prompt_tokens += min(request.num_computed_tokens, request.prompt_len) - row.num_computed_tokens
-            if row.num_computed_tokens < request.num_lost_tokens:
-                recomputed_tokens += min(request.num_computed_tokens, request.num_lost_tokens) - row.num_computed_tokens
-        self.recorder.on_step(
-            StepComposition(
-                step_id=plan.step_id,
-                prefill_tokens=self.config.max_num_batched_tokens - draft.budget - decode_tokens,
-                decode_tokens=decode_tokens,
-                prefill_requests=len(plan.rows) - decode_requests,
-                decode_requests=decode_requests,
-                budget_tokens=self.config.max_num_batched_tokens,
-                schedule_s=schedule_s,
-            ),
-            prompt_tokens,
-            recomputed_tokens,
-        )
+        budget = self.config.max_num_batched_tokens
+        self.recorder.on_plan(plan.step_id, draft.rows.values(), budget - draft.budget, budget, schedule_s)
 
     # A step is settled, or fails --------------------------------------------------------------------------------
 
@@ -508,9 +485,10 @@ class Scheduler:
 
     def stats(self, async_depth: int, runner: RunnerStats) -> EngineStats:
         return self.recorder.snapshot(
-            self.ledger.main_pool,
+            self.ledger,
             self.running,
             self.waiting,
+            states=None if self.states is None else self.states.pool,
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.config.max_model_len,

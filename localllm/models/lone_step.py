@@ -92,7 +92,7 @@ class DecodeRows(NamedTuple):
     positions: npt.NDArray[np.int64]  # [R] of each token within its request
     slots: npt.NDArray[np.int64]  # [G, R] for each KV group where its K and V go: block_id * block_size + offset
     tables: npt.NDArray[np.int64]  # [G, R] addresses of the requests' blocks, int32 each
-    states: npt.NDArray[np.int64] | None = None  # [R, 3] places of states to read, write and save; None: no states
+    states: npt.NDArray[np.int64] | None = None  # [3, R] places of states to read, write and save; None: no states
 
 
 class LoneStep:
@@ -102,10 +102,10 @@ class LoneStep:
     Not thread-safe: its buffers hold one step.
     """
 
-    def __init__(self, model: DecoderModel, kv_cache: Sequence[LayerCache | None]) -> None:
+    def __init__(self, model: DecoderModel, cache: Sequence[LayerCache | None]) -> None:
         """Raises `NoLoneStep` with the reason if the model or this machine has none."""
         self._library, self._model = _library(), model
-        writer = Writer(model, kv_cache)
+        writer = Writer(model, cache)
         writer.write()
         self._operations, self._kept = writer.lowered(), writer.kept
         self._without_head = (NativeOperation * (len(self._operations) - 1))(*self._operations[:-1])
@@ -115,7 +115,7 @@ class LoneStep:
         self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(-1, MAX_ROWS, 3)
         states = np.frombuffer(memoryview(writer.states).cast("B"), np.int64).reshape(MAX_ROWS, 5)
         states[:, 0], states[:, 1] = range(MAX_ROWS), range(1, MAX_ROWS + 1)  # of each row the first token and the end
-        self._places = states[:, 2:]
+        self._places = states[:, 2:].T
 
     def forward(self, rows: DecodeRows, *, samples: bool = True) -> Tensor:
         """Run one step of 1 to MAX_ROWS rows: write their K and V, and return logits [R, vocab] fp32, valid until the
@@ -129,17 +129,17 @@ class LoneStep:
         columns[..., 0], columns[..., 1], columns[..., 2] = rows.tables, rows.positions, rows.slots
         if model.spec.recurrent is not None:
             assert rows.states is not None, "a model with recurrent layers is given the places of their states"
-            self._places[:count] = rows.states
+            self._places[:, :count] = rows.states
         self._library.run_step(self._operations if samples else self._without_head, self._rows, count)
         logits = self._logits[:count, : model.spec.vocab_size]
         return model.finish_logits(logits.contiguous()) if samples else logits
 
 
-def open_lone_step(model: object, kv_cache: Sequence[LayerCache | None]) -> LoneStep:
+def open_lone_step(model: object, cache: Sequence[LayerCache | None]) -> LoneStep:
     """Return the list of a model as a runner holds it. Raises `NoLoneStep`."""
     if not isinstance(model, DecoderModel):
         raise NoLoneStep(f"{type(model).__name__} is not computed by localllm's own layers alone")
-    return LoneStep(model, kv_cache)
+    return LoneStep(model, cache)
 
 
 def _library() -> Library:

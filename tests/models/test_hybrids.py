@@ -18,6 +18,7 @@ from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel, Unsup
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.architectures.read_spec import read_spec, spec_of_config
+from localllm.models.fit import kv_bytes_per_token
 from localllm.models.fit.parallel import Division, require_possible
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model, resident_bytes
@@ -241,6 +242,29 @@ def test_the_sizes_of_qwen3_6_27b() -> None:
     })  # fmt: skip
     assert [len(spec.recurrent_layers), spec.num_layers - len(spec.recurrent_layers)] == [48, 16]
     assert round(state_bytes(spec, "float32") / 2**20, 1) == 149.6
-    assert spec.kv_bytes_per_token(2) == 64 * 1024
+    assert kv_bytes_per_token(spec, "bfloat16") == 64 * 1024
     assert spec.rope.rotary_dim == 64
-    assert replace(spec, layer_kinds=()).kv_bytes_per_token(2) == 4 * 64 * 1024
+    assert kv_bytes_per_token(replace(spec, layer_kinds=()), "bfloat16") == 4 * 64 * 1024
+
+
+def test_fields_of_published_configs() -> None:
+    """Names and letters that published checkpoints have, and transformers 5 no longer writes."""
+    lfm2 = spec_of_config({
+        "architectures": ["Lfm2ForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "vocab_size": 65_536, "block_ff_dim": 12_288, "tie_embedding": True, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    })  # fmt: skip
+    assert (lfm2.intermediate_size, lfm2.tie_word_embeddings) == (8192, True)
+    assert [layer for layer in range(16) if lfm2.has_attention(layer)] == [2, 5, 8, 10, 12, 14]
+    nemotron = spec_of_config({
+        "architectures": ["NemotronHForCausalLM"], "hidden_size": 2688, "num_attention_heads": 32, "vocab_size": 512,
+        "num_key_value_heads": 2, "hybrid_override_pattern": "MEM*-", "num_hidden_layers": 52, "n_routed_experts": 128,
+        "num_experts_per_tok": 6, "time_step_limit": [0.0, float("inf")], "layer_norm_epsilon": 1e-5,
+    })  # fmt: skip
+    assert nemotron.layer_kinds == ("recurrent", "moe", "recurrent", "attention", "mlp")
+    assert nemotron.mixture is not None
+    assert nemotron.mixture.layers == (False, True, False, False, False)
+    with pytest.raises(UnsupportedModel, match="Layer 1 is of the kind 'X'"):
+        spec_of_config({
+            "architectures": ["NemotronHForCausalLM"], "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 512,
+            "hybrid_override_pattern": "MX*",
+        })  # fmt: skip

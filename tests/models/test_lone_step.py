@@ -45,7 +45,6 @@ REFUSED = {
     "nemotron_h": "experts without a gate",
     "falcon_h1": "a projection of kind ScaledOutputs",
     "llama4": "inputs are multiplied",
-    "afmoe": "gated attention",
     "gemma3n": "a layer of kind Gemma3nLayer",
     "gemma4": "a layer of kind Gemma4Layer",
     "gemma4_moe": "a layer of kind Gemma4Layer",
@@ -89,7 +88,7 @@ class LoneHarness(ModelHarness):
         each = len(inputs.groups), 1
         states = None
         if inputs.state is not None:
-            states = torch.stack(inputs.state[:3], 1).numpy()
+            states = torch.stack(inputs.state[:3]).numpy()
         rows = DecodeRows(token_ids, positions, np.tile(slots, each), np.tile(addresses, each), states)
         logits = self.lone.forward(rows).clone()
         for request in requests:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from localllm.models.fit.kv_split import KVSplit
 from localllm.models.fit.rank import RankPlan
 from localllm.models.spec.kv_group import main_group
+from localllm.units import format_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,26 @@ class MemoryPlan:
         return (self.num_blocks[main_group(self.windows)] - 1) * self.block_size
 
     @property
+    def blocks_in_words(self) -> str:
+        """Return the blocks that requests can hold, for display; of several KV groups the largest one's first."""
+        main = main_group(self.windows)
+        counts = list(zip(self.windows, self.num_blocks, strict=True))
+        others = [
+            f"{format_count(count - 1)} for layers that see {'all' if window is None else format_count(window)}"
+            for group, (window, count) in enumerate(counts) if group != main
+        ]  # fmt: skip
+        return ", ".join([f"{format_count(self.num_blocks[main] - 1)} of {self.block_size} tokens", *others])
+
+    @property
     def total_bytes(self) -> int:
         """Bytes that the model is expected to use."""
-        return self.weights_bytes + self.kv_bytes + self.activation_bytes + self.graph_bytes + self.comm_bytes
+        parts = self.weights_bytes + self.kv_bytes + self.activation_bytes + self.graph_bytes + self.comm_bytes
+        return parts + self.state_bytes
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of the recurrent state of one request; 0: the model has none."""
+        return self.state_bytes // self.num_places if self.num_places else 0
 
     @property
     def unused_bytes(self) -> int:

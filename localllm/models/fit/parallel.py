@@ -67,15 +67,15 @@ def require_possible(spec: ModelSpec, division: Division, num_gpus: int) -> None
         return
     if spec.implementation != "localllm":
         raise several_ranks_refused(spec.architecture, "It runs through transformers' code, which is not divided.")
+    if spec.recurrent is not None:
+        raise several_ranks_refused(spec.architecture, "The states of its recurrent layers are not divided over ranks.")
     if division.pipeline > 1 and not divides_by_layers(spec):
         why = "Its layers read K and V of other layers, or per-layer embeddings of the tokens."
         raise several_ranks_refused(spec.architecture, why)
     if division.tensor > 1 and not divides_by_heads(spec):
         raise UnsupportedOption(
             f"--tensor-parallel-size is not supported for {spec.architecture}.",
-            "It has recurrent layers, whose states are not divided over ranks."
-            if spec.recurrent is not None
-            else "Its layers have different numbers of heads, or more parts than are divided.",
+            "Its layers have different numbers of heads, or more parts than are divided.",
             "--pipeline-parallel-size divides its layers." if divides_by_layers(spec) else "Leave the flag out.",
             param="tensor_parallel_size",
         )

@@ -36,7 +36,10 @@ def _sigmoid(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Con
 
 
 def _glm4_moe(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    """Return the fields of GLM-4.5 and of Solar Open, which has no dense layers: their size may be missing."""
     return {
+        **_mixed_layers(checkpoint, config),
+        "intermediate_size": config.get("intermediate_size") or metadata.count("expert_feed_forward_length"),
         "use_qk_norm": has(checkpoint, "attn_q_norm.weight"),
         "attention_bias": has(checkpoint, "attn_q.bias"),
     }
@@ -115,8 +118,10 @@ def _indexed(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Con
 
 
 def _mistral4(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    """Return Mistral 4's fields. Many files omit the growth of queries, which is 0.1 in all released models."""
     _scoring(metadata, _SOFTMAX)
-    rope = {"llama_4_scaling_beta": metadata.number("attention.temperature_scale"), **config.pop("rope_scaling", {})}
+    growth = metadata.number("attention.temperature_scale") or 0.1
+    rope = {"llama_4_scaling_beta": growth, **config.pop("rope_scaling", {})}
     return {
         **_deepseek2(metadata, checkpoint, config),
         "architectures": ["Mistral4ForCausalLM"],

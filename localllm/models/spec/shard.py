@@ -130,9 +130,9 @@ def divides_by_heads(spec: ModelSpec) -> bool:
 
 
 def divides_by_layers(spec: ModelSpec) -> bool:
-    """Return whether a pipeline can be cut between any two layers: none reads the K and V of another layer, or an
-    embedding of its own that the first stage looks up."""
-    return not spec.kv_source and spec.per_layer_input is None
+    """Return whether a pipeline can be cut between any two layers: none keeps states, reads the K and V of another
+    layer, or an embedding of its own that the first stage looks up."""
+    return spec.recurrent is None and not spec.kv_source and spec.per_layer_input is None
 
 
 def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
