@@ -139,3 +139,20 @@ def test_a_runner_refuses_places_that_two_rows_need(tmp_path, way):
     ]:
         with pytest.raises(Exception, match=why):
             step(*uses)
+
+
+def test_no_schedule_changes_a_bit(tmp_path):
+    """H1 in deterministic mode: hits, preemptions and batch mates leave no trace in any log-probability."""
+    model, spec = load("lfm2", tmp_path)
+
+    def bits(requests: list[Request], **sizes: Any) -> dict[str, list[Any]]:
+        told, _ = serve(model, spec, requests, deterministic=True, **sizes)
+        return {
+            name: [(tuple(e.token_ids), tuple(e.logprobs)) for output in outputs for e in output.logprobs]
+            for name, outputs in told.items()
+        }
+
+    asked = [request for request in make_requests() if request.params.logprobs is not None]
+    together = bits(make_requests(), num_blocks=18, step=24, num_places=7)
+    for request in asked:
+        assert together[request.request_id] == bits([request], num_places=2)[request.request_id] != []
