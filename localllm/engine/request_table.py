@@ -25,6 +25,7 @@ from localllm.engine.recorder import StatsRecorder, now_s
 from localllm.engine.request import NEVER, Request, State
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.state_pool import StatePool
+from localllm.engine.step import NewSlot
 from localllm.errors import LocalLLMError
 
 log = logging.getLogger(__name__)
@@ -108,11 +109,11 @@ class RequestTable:
             for other in self.running
         )
 
-    def admit(self, request: Request, hit: Hit) -> bool:
-        """Run a waiting request: give it a slot and what the cache holds of the start of its prompt. Return False,
-        without a change, if no place is left for its recurrent state."""
+    def admit(self, request: Request, hit: Hit) -> NewSlot | None:
+        """Run a waiting request: give it a slot and what the cache holds of the start of its prompt. Return what
+        the runner needs to know about it; None, without a change, if no place is left for its recurrent state."""
         if self.states is not None and not self.states.enter(request, hit):
-            return False
+            return None
         self.waiting.remove(request)
         self.ledger.enter(request, hit)
         size = self.config.block_size
@@ -125,7 +126,19 @@ class RequestTable:
         request.state = State.RUNNING
         self.running.append(request)
         self.recorder.on_admission(request, hit.num_kv_places * size)
-        return True
+        return NewSlot(
+            slot=request.slot,
+            request_id=request.request_id,
+            token_ids=request.token_ids[:],
+            prompt_len=request.prompt_len,
+            params=request.params,
+            block_ids=hit.blocks,
+            num_computed_tokens=cached,
+            eos_token_ids=request.eos_token_ids,
+            bad_words_token_ids=request.bad_words_token_ids,
+            adapter=-1 if request.options.adapter is None else request.options.adapter.slot,
+            prompt_embeds=request.prompt_embeds,
+        )
 
     def preempt(self, request: Request) -> None:
         """Make a running request wait again, to be recomputed.

@@ -82,11 +82,13 @@ class Scheduler:
         assert config.fixed_chunk % config.block_size == 0, (config.fixed_chunk, config.block_size)
         self.config, self.ledger, self.hasher = config, ledger, hasher
         self.recorder = recorder or StatsRecorder()
+        self._block_size = config.block_size
         self.table = RequestTable(config, ledger, hasher, self.recorder, state_pool)
         self.states = self.table.states
         self.requests, self.running, self.waiting = self.table.requests, self.table.running, self.table.waiting
         self.launched: deque[LaunchedStep] = deque()  # plans not settled yet
         self._outputs: list[EngineOutput] = []  # outputs of requests that ended outside `update`
+        self._prefilled: Sequence[Request] = ()  # requests of the last step that may hold a chunk before their windows
         self._num_cohorts = config.num_cohorts
         self._watermark_blocks = tuple(max(1, int(config.watermark * count)) for count in ledger.capacity)
         self._reserve = self.table.reserve
@@ -138,8 +140,8 @@ class Scheduler:
         self._reserve.on_step()
         if self.states is not None:
             self.states.begin_step()
-        if self.ledger.has_windows:
-            self._drop_blocks_before_windows()
+        for request in self._prefilled:
+            self._drop_blocks(request)
         self._free_a_slot_for_an_urgent_request(draft)
         self._schedule_decodes(draft)
         draft.prefill_budget = self._prefill_budget(draft)
@@ -150,12 +152,6 @@ class Scheduler:
         plan = self._commit(draft)
         self._record(plan, draft, now_s() - started_s)
         return plan
-
-    def _drop_blocks_before_windows(self) -> None:
-        """Give back the blocks that no step to come reads. Launched steps may still read them: they run before the step
-        that writes to these blocks again. Placeholders may turn out to be wrong guesses, which are computed again."""
-        for request in self.running:
-            self.ledger.drop_before(request, request.num_computed_tokens - request.num_output_placeholders)
 
     def _free_a_slot_for_an_urgent_request(self, draft: _Draft) -> None:
         """Preempt the least urgent running request for a more urgent waiting one, if all slots are taken."""
@@ -191,6 +187,7 @@ class Scheduler:
 
     def _schedule_prefills(self, draft: _Draft) -> None:
         """Divide the budget that decodes left among running prompts and prompts to be admitted."""
+        self._prefilled = ()
         if draft.prefill_budget <= 0:
             return
         prefills = [
@@ -202,6 +199,7 @@ class Scheduler:
         if self.table.free_slots and not draft.preempted:
             prefills += self._admissible(prefills, draft)
         prefills.sort(key=lambda each: (each.request.priority, each.request.sequence))
+        self._prefilled = [each.request for each in prefills]
         shares = self._shares(prefills, draft.prefill_budget)
         for each, share in zip(prefills, shares, strict=True):
             if share and not each.enters and each.request.state is State.RUNNING:
@@ -275,9 +273,11 @@ class Scheduler:
     def _grow(self, request: Request, count: int, draft: _Draft) -> BlockIds | None:
         """Return new blocks for the request's tables, preempting others if necessary.
         None: it was itself preempted, or ended."""
-        need = self.ledger.places(request.num_computed_tokens + count) - len(request.block_tables[0])
-        if need <= 0:
+        missing = request.num_computed_tokens + count - len(request.block_tables[0]) * self._block_size
+        if missing <= 0:
             return ()
+        self._drop_blocks(request)
+        need = -(-missing // self._block_size)
         while (blocks := self.ledger.allocate(request, need)) is None:
             victim = self._victim()
             if victim is request and len(self.running) == 1:
@@ -287,6 +287,13 @@ class Scheduler:
             if victim is request:
                 return None
         return blocks
+
+    def _drop_blocks(self, request: Request) -> None:
+        """Give back the blocks that no step to come reads. Launched steps may still read them: they run before the step
+        that writes to these blocks again. Placeholders may turn out to be wrong guesses, which are computed again."""
+        position = request.num_computed_tokens - request.num_output_placeholders
+        if self.ledger.has_windows and position >= request.next_drop and request.state is State.RUNNING:
+            self.ledger.drop_before(request, position)
 
     def _victim(self) -> Request:
         """Return the request to preempt: the youngest of the least urgent ones."""
@@ -386,23 +393,10 @@ class Scheduler:
             return 0
         if not self.ledger.can_enter(hit, self.ledger.places(start + count)):
             return 0  # a windowed group is short of blocks until its windows have moved on
-        if not self.table.admit(request, hit):
+        new = self.table.admit(request, hit)
+        if new is None:
             return 0
-        draft.new_slots.append(
-            NewSlot(
-                slot=request.slot,
-                request_id=request.request_id,
-                token_ids=request.token_ids[:],
-                prompt_len=request.prompt_len,
-                params=request.params,
-                block_ids=hit.blocks,
-                num_computed_tokens=request.num_computed_tokens,
-                eos_token_ids=request.eos_token_ids,
-                bad_words_token_ids=request.bad_words_token_ids,
-                adapter=-1 if request.options.adapter is None else request.options.adapter.slot,
-                prompt_embeds=request.prompt_embeds,
-            )
-        )
+        draft.new_slots.append(new)
         count = self._schedule_one(request, count, draft)
         assert count, "admission promised these blocks"
         end = request.num_computed_tokens + count

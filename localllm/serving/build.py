@@ -75,7 +75,7 @@ def build_engine(
         undo.callback(executor.close)
         with report_phase("memory", on_phase) as report:
             runner, plan = executor.open_runner(config, plan, hardware, report)
-            report(f"{min(plan.num_blocks) - 1} blocks of {plan.block_size} tokens")
+            report(f"{max(plan.num_blocks) - 1} blocks of {plan.block_size} tokens")
         undo.callback(runner.close)
         with report_phase("engine", on_phase) as report:
             model = _assemble(settings, found, spec, plan, tokenizer, template, runner)
@@ -368,7 +368,7 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
             enable_prefix_caching=config.enable_prefix_caching,
             num_stages=runner.num_stages,
         ),
-        Ledger(plan.num_blocks, plan.block_size),
+        Ledger(plan.num_blocks, plan.block_size, plan.windows, step_tokens=plan.max_num_batched_tokens),
         BlockHasher(fingerprint, plan.block_size),
     )
     return EngineLoop(scheduler, runner, depth=plan.async_depth)

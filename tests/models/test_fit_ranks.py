@@ -22,7 +22,9 @@ from localllm.machine.links import Link, Place
 from localllm.models.fit import Measured, MemoryPlan, estimate, plan_memory
 from localllm.models.fit.checkpoint import count_resident, estimate_checkpoint
 from localllm.models.fit.devices import NVLINK, PCIE, PEERS, UNKNOWN, choose_gpus, connection
+from localllm.models.fit.kv_split import split_of
 from localllm.models.fit.rank import PlanInputs, RankMemory
+from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_bytes
 from tests.models.test_fit import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS
@@ -112,7 +114,8 @@ def test_only_the_first_shard_of_the_last_stage_samples() -> None:
     made = plan(LLAMA_8B, machine(*[RTX_3090] * 4), tensor_parallel_size=2, pipeline_parallel_size=2)
     assert [rank.stage for rank in made.ranks] == [0, 0, 1, 1]
     assert [rank.shard.index for rank in made.ranks] == [0, 1, 0, 1]
-    inputs = PlanInputs(EngineConfig(), LLAMA_8B, "bfloat16", "bfloat16", 64, 2048, lambda *_: GIB)
+    split = split_of(kv_groups(LLAMA_8B), 64, 2048, 256)
+    inputs = PlanInputs(EngineConfig(), LLAMA_8B, "bfloat16", "bfloat16", 64, 2048, lambda *_: GIB, split)
     ranks = [RankMemory(inputs, machine(RTX_3090).gpus[0], 20 * GIB, rank.shard) for rank in made.ranks]
     assert [rank.step.samples for rank in ranks] == [False, False, True, False]
     logits = [rank.step.sampling_bytes() for rank in ranks]

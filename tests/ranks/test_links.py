@@ -184,7 +184,7 @@ def words_of(links: Links) -> str:
     return str(lost.value)
 
 
-PLAN = StepPlan(1, (Row(0, "a", 0, 1, (1,), True),))
+PLAN = StepPlan(1, (Row(0, "a", 0, 1, ((1,),), True),))
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,19 @@ import pytest
 import torch
 
 from localllm.engine.block_hash import BlockHasher
+from localllm.engine.ledger import Ledger
 from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
+from localllm.engine.state_pool import StatePool
 from localllm.engine.step import Runner
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
+from localllm.runner.state_cache import StateCache
 from tests.kv import ledger_of, of_each
 from tests.runner.desk import WAYS
 
@@ -43,21 +46,32 @@ def serve(
     step: int = 64,
     way: str = "host",
     make_runner: Callable[..., Runner] | None = None,
+    num_places: int = 0,
+    ledger: Ledger | None = None,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> tuple[dict[str, list[EngineOutput]], Scheduler]:
-    """Every request's outputs, and the scheduler after all is done. make_runner: in place of the model's own."""
+    """Every request's outputs, and the scheduler after all is done. make_runner: in place of the model's own.
+    ledger: in place of one of `num_blocks` blocks for each group. num_places: of
+    recurrent states, which are NaN at the start, as K and V then are; 0: the model has none."""
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN, block_size=BLOCK,
-        long_prefill_token_threshold=16, output_reserve=0.0,
+        long_prefill_token_threshold=16, output_reserve=0.0, state_interval=BLOCK,
     )  # fmt: skip
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": step, "max_model_len": MAX_LEN, **WAYS[way]}
     if make_runner is None:
-        cache = KVCache(spec, of_each(spec, num_blocks), BLOCK, CPU, torch.float32)
-        runner: Runner = TorchRunner(model, spec, cache, block_size=BLOCK, device=CPU, **sizes)
+        sizes_of_groups = of_each(spec, num_blocks) if ledger is None else ledger.num_blocks
+        cache = KVCache(spec, sizes_of_groups, BLOCK, CPU, kv_dtype)
+        states = StateCache(spec, num_places, CPU, torch.float32)
+        if num_places:
+            poison(cache, states)
+        runner: Runner = TorchRunner(model, spec, cache, block_size=BLOCK, device=CPU, states=states, **sizes)
     else:
         runner = make_runner(num_blocks=num_blocks, block_size=BLOCK, **sizes)
     while runner.use_idle_time():
         pass
-    scheduler = Scheduler(config, ledger_of(spec, num_blocks, BLOCK), BlockHasher(b"tiny", BLOCK))
+    places = StatePool(num_places) if num_places else None
+    ledger = ledger or ledger_of(spec, num_blocks, BLOCK)
+    scheduler = Scheduler(config, ledger, BlockHasher(b"tiny", BLOCK), state_pool=places)
     loop = EngineLoop(scheduler, runner, depth=depth)
     told: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
 
@@ -72,6 +86,13 @@ def serve(
         if not scheduler.has_work:
             return told, scheduler
     raise AssertionError("still at work")
+
+
+def poison(cache: KVCache, states: StateCache) -> None:
+    """Fill the memory with NaN, except what padding is written to."""
+    for layer in (*[kv for kv in cache.layers if kv is not None], *states.layers.values()):
+        for tensor in layer.tensors():
+            tensor[1:] = torch.nan
 
 
 def make_requests() -> list[Request]:

@@ -23,6 +23,7 @@ from localllm.models.fit.devices import (
     free_and_reserve,
     too_old,
 )
+from localllm.models.fit.kv_split import most_blocks, split_of
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.parallel import (
     exchange_note,
@@ -84,10 +85,10 @@ class PlanAttempt:
         kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
         batched = config.max_num_batched_tokens or (2048 if self.gpu else 1024)
         size = config.block_size or (BLOCK_SIZE_GPU if self.gpu else BLOCK_SIZE_CPU)
-        self.inputs = PlanInputs(config, spec, self.dtype, kv_dtype, size, batched, self.resident_bytes)
+        self.split = split_of(kv_groups(spec), size, batched, config.max_num_seqs)
+        self.inputs = PlanInputs(config, spec, self.dtype, kv_dtype, size, batched, self.resident_bytes, self.split)
         self.shards = shards or (self._split() if len(gpus) > 1 else ())
         self.ranks = self._rank_memories(self.shards)
-        self.block_bytes = sum(rank.block_bytes for rank in self.ranks)
 
     def _first_notes(self) -> list[str]:
         spec, config, notes = self.spec, self.config, list(quantization_notes(self.spec.quantization))
@@ -119,10 +120,11 @@ class PlanAttempt:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=inputs.batched_tokens,
             long_prefill_token_threshold=self._long_prefill_threshold(),
-            num_blocks=(num_blocks,) * len(kv_groups(self.spec)),
+            num_blocks=self.split.blocks(num_blocks),
+            windows=self.split.windows,
             block_size=inputs.block_size,
             weights_bytes=sum(rank.weights(max_model_len) for rank in ranks),
-            kv_bytes=num_blocks * self.block_bytes,
+            kv_bytes=self._kv(num_blocks),
             activation_bytes=sum(rank.activations(max_model_len, num_blocks) for rank in ranks),
             reserve_bytes=sum(reserve for _, reserve in places),
             free_bytes=sum(free for free, _ in places),
@@ -247,41 +249,37 @@ class PlanAttempt:
 
     # -- sizes
 
-    def _blocks_for(self, tokens: int) -> int:
-        """Return the blocks that one request of this length needs, plus the null block."""
-        return math.ceil(tokens / self.inputs.block_size) + 1
+    def _kv(self, num_blocks: int) -> int:
+        """Return the bytes of the KV caches of all ranks with so many blocks of the main group."""
+        return sum(rank.kv(num_blocks) for rank in self.ranks)
 
-    def _budgets_at(self, max_model_len: int) -> list[int]:
-        """Return each rank's budget. On a CPU ranks share one: each gets what it needs, and the rest goes to caches."""
-        if self.gpu is not None or len(self.ranks) == 1:
-            return self.budgets
-        fixed = [rank.fixed_bytes(max_model_len) for rank in self.ranks]
-        rest = self.budgets[0] - sum(fixed)
-        return [
-            need + rest * rank.block_bytes // self.block_bytes for need, rank in zip(fixed, self.ranks, strict=True)
-        ]
+    def _within(self, kv_bytes: int) -> int:
+        """Return how many blocks of the main group a KV cache of so many bytes has."""
+        return most_blocks(lambda num_blocks: self._kv(num_blocks) <= kv_bytes)
 
     def _blocks_left(self, max_model_len: int) -> int:
-        budgets = self._budgets_at(max_model_len)
-        return min(rank.blocks_within(own, max_model_len) for rank, own in zip(self.ranks, budgets, strict=True))
+        """Return the blocks of the main group that fit on every rank. On a CPU ranks share one budget."""
+        if self.gpu is not None or len(self.ranks) == 1:
+            return min(rank.blocks_within(rank.budget, max_model_len) for rank in self.ranks)
+        return most_blocks(lambda n: sum(rank.needs(max_model_len, n) for rank in self.ranks) <= self.budgets[0])
 
     def _num_blocks(self, max_model_len: int) -> int:
         left = self._blocks_left(max_model_len)
         if self.config.kv_cache_memory_bytes is not None:
-            return min(left, self.config.kv_cache_memory_bytes // self.block_bytes)
+            return min(left, self._within(self.config.kv_cache_memory_bytes))
         return left if self.gpu else self._default_blocks(max_model_len, left)
 
     def _default_blocks(self, max_model_len: int, left: int) -> int:
         """Return a CPU's default KV blocks: one full or several modest contexts, within a share of the memory left."""
         contexts = min(self.config.max_num_seqs, CPU_CONTEXTS)
         tokens = max(max_model_len, contexts * min(max_model_len, CPU_CONTEXT_LEN))
-        return min(int(left * CPU_KV_SHARE), self._blocks_for(tokens))
+        return min(self._within(int(self._kv(left) * CPU_KV_SHARE)), 1 + -(-tokens // self.inputs.block_size))
 
     def _context_fits(self, max_model_len: int) -> bool:
         """Return whether this context fits, together with the requested size of the cache if there is one."""
         asked = self.config.kv_cache_memory_bytes or 0
-        has_blocks = self._num_blocks(max_model_len) >= self._blocks_for(max_model_len)
-        return has_blocks and asked <= self._blocks_left(max_model_len) * self.block_bytes
+        has_blocks = self._num_blocks(max_model_len) >= self.split.needs(max_model_len)
+        return has_blocks and asked <= self._kv(self._blocks_left(max_model_len))
 
     def _largest_context(self) -> int:
         """Return the longest context that fits, 0 if none does, by bisection (fitting is monotone)."""
@@ -297,7 +295,7 @@ class PlanAttempt:
 
     def _require_weights(self) -> None:
         least = min(MIN_CONTEXT, self.config.max_model_len or MIN_CONTEXT, self.spec.max_position)
-        blocks = self._blocks_for(least)
+        blocks = self.split.needs(least)
         needs = [rank.needs(least, blocks) for rank in self.ranks]
         if self.gpu is None:
             needs = [sum(needs)] * len(needs)
@@ -368,7 +366,7 @@ class PlanAttempt:
 
     def _require_kv_budget(self) -> None:
         length = self.config.max_model_len or MIN_CONTEXT
-        asked, left = self.config.kv_cache_memory_bytes, self._blocks_left(length) * self.block_bytes
+        asked, left = self.config.kv_cache_memory_bytes, self._kv(self._blocks_left(length))
         if asked is not None and asked > left:
             raise DoesNotFit(
                 f"--kv-cache-memory-bytes {format_bytes(asked)} does not fit {self._place()}.",
@@ -379,18 +377,18 @@ class PlanAttempt:
             )
 
     def _refuse_context(self, asked: int, largest: int) -> None:
-        need, planned = (n * self.block_bytes for n in (self._blocks_for(asked), self._num_blocks(asked)))
+        need, planned = map(self._kv, (self.split.needs(asked), self._num_blocks(asked)))
         options = [f"--max-model-len {largest}"] if largest else []
         place, budget, cache = self._place(), self._budget_in_words(), self.config.kv_cache_memory_bytes
         if cache is not None and need > cache:
             place, budget = "into the requested KV cache", f"--kv-cache-memory-bytes {format_bytes(cache)}"
-            left = self._blocks_left(asked) * self.block_bytes
+            left = self._kv(self._blocks_left(asked))
             options.append(f"--kv-cache-memory-bytes {need}" if need <= left else "a larger --kv-cache-memory-bytes")
         elif cache is not None:
             options.append("a larger --kv-cache-memory-bytes")
         elif self.gpu is not None and self.config.gpu_memory_utilization < 0.95:
             options.append("a higher --gpu-memory-utilization")
-        elif self.gpu is None and self._blocks_left(asked) * self.block_bytes >= need:
+        elif self.gpu is None and self._kv(self._blocks_left(asked)) >= need:
             options.append(f"--kv-cache-memory-bytes {need}")
         options += ["fewer --max-num-seqs", "a smaller --max-num-batched-tokens"]
         options += ["--dtype bfloat16"] if self.dtype == "float32" else []
@@ -404,7 +402,7 @@ class PlanAttempt:
             f"{', or '.join(options)}.{auto}",
             param="max_model_len",
         )
-        error.plan = self._plan_for(asked, self._blocks_for(asked))
+        error.plan = self._plan_for(asked, self.split.needs(asked))
         raise error
 
     def _long_prefill_threshold(self) -> int:
@@ -444,7 +442,7 @@ class PlanAttempt:
         timid = self.config.kv_cache_memory_bytes is not None or (
             self.gpu is not None and self.config.gpu_memory_utilization < 0.85
         )
-        more = plan.unused_bytes // self.block_bytes * plan.block_size
+        more = (self._within(plan.kv_bytes + plan.unused_bytes) - max(plan.num_blocks)) * plan.block_size
         if timid and more >= plan.max_model_len:
             notes.append(
                 f"{format_bytes(plan.unused_bytes)} stay unused; as KV cache they would hold "

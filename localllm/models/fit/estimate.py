@@ -18,6 +18,7 @@ from localllm.models.fit.options import FitOption, fit_options
 from localllm.models.fit.parallel import asked_division
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.rank import ResidentBytes
+from localllm.models.fit.step import kv_bytes_per_token
 from localllm.models.spec.model_spec import ModelSpec
 
 LENGTHS = (4096, 8192, 32_768)
@@ -74,7 +75,7 @@ def estimate(
         fits = made is not None and made.max_model_len >= wanted
         here = here if needs.ranks else replace(here, device=needs.device, device_ids=())
         options = () if fits else fit_options(here, spec, hardware, plan, made)
-        token = needs.kv_bytes // (needs.num_blocks[0] * needs.block_size)
+        token = kv_bytes_per_token(spec, needs.kv_dtype)
         devices = list(dict.fromkeys(rank.device for rank in needs.ranks)) or [needs.device]
         names = {f"cuda:{gpu.index}": gpu.name for gpu in hardware.gpus}
         name = ", ".join(dict.fromkeys(names.get(device, "CPU") for device in devices))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from localllm.models.fit.kv_split import KVSplit
 from localllm.models.fit.rank import RankPlan
+from localllm.models.spec.kv_group import main_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class MemoryPlan:
     num_blocks: tuple[int, ...]  # of each KV group of the model, the null block 0 included
     block_size: int
     weights_bytes: int  # on the device, in `dtype`
-    kv_bytes: int  # num_blocks blocks, exactly
+    kv_bytes: int  # num_blocks blocks of each group, exactly
     activation_bytes: int
     reserve_bytes: int  # left free: device context, libraries, other programs
     free_bytes: int  # free memory of the device when the plan was made
@@ -43,6 +45,7 @@ class MemoryPlan:
     comm_bytes: int = 0  # of the exchange between ranks
     target_step_s: float = 0.0  # longest step with prompts while requests decode; 0: tokens alone limit it
     fixed_chunk: int = 0  # tokens of each chunk of a prompt in deterministic mode on a CPU; 0: chunks of any length
+    windows: tuple[int | None, ...] = (None,)  # of each KV group the tokens that its layers see; None: all
     ranks: tuple[RankPlan, ...] = ()  # stage after stage; empty: one device, in this process
 
     @property
@@ -54,8 +57,8 @@ class MemoryPlan:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Token positions that requests can hold at the same time."""
-        return (min(self.num_blocks) - 1) * self.block_size
+        """Token positions that requests can hold at the same time in the group that keeps the most of them."""
+        return (self.num_blocks[main_group(self.windows)] - 1) * self.block_size
 
     @property
     def total_bytes(self) -> int:
@@ -71,4 +74,5 @@ class MemoryPlan:
         """Return how many requests of this length run at the same time; 0: too long for the context."""
         if length > self.max_model_len:
             return 0
-        return min(self.max_num_seqs, (min(self.num_blocks) - 1) // -(-length // self.block_size))
+        split = KVSplit(self.windows, self.block_size, self.max_num_batched_tokens, self.max_num_seqs)
+        return min(self.max_num_seqs, split.concurrency(self.num_blocks, length))

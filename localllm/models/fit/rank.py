@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 
 from localllm.config.settings import EngineConfig
 from localllm.machine.hardware import Gpu
-from localllm.models.fit.step import DTYPE_BYTES, StepMemory, kv_bytes_per_token
+from localllm.models.fit.kv_split import KVSplit, most_blocks
+from localllm.models.fit.step import DTYPE_BYTES, StepMemory, kv_cache_bytes
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard, local_spec
 
@@ -73,6 +74,7 @@ class PlanInputs(NamedTuple):
     block_size: int
     batched_tokens: int
     resident_bytes: ResidentBytes
+    split: KVSplit
 
 
 class RankMemory:
@@ -91,7 +93,7 @@ class RankMemory:
         whole = inputs.spec
         spec = whole if shard is None else local_spec(whole, shard)
         is_last = shard is None or shard.layers.stop == whole.num_layers
-        self.block_bytes = inputs.block_size * kv_bytes_per_token(spec, inputs.kv_dtype)
+        self._spec = spec
         config = inputs.config
         self.step = StepMemory(
             spec, inputs.dtype, inputs.kv_dtype, gpu is not None, config.max_num_seqs, inputs.batched_tokens,
@@ -124,6 +126,11 @@ class RankMemory:
             return self.measured.weights_bytes
         at_none, each = self._weights_line
         return at_none + each * max_model_len
+
+    def kv(self, num_blocks: int) -> int:
+        """Return the bytes of the rank's KV cache with so many blocks of the main group."""
+        inputs = self.inputs
+        return kv_cache_bytes(self._spec, inputs.split.blocks(num_blocks), inputs.block_size, inputs.kv_dtype)
 
     def activations(self, max_model_len: int, num_blocks: int) -> int:
         """Return the most that a step holds with this context and cache."""
@@ -160,23 +167,13 @@ class RankMemory:
         return self.weights(max_model_len) + self.graphs + self.comm + step
 
     def blocks_within(self, budget: int, max_model_len: int) -> int:
-        """Return how many KV blocks fit into so many bytes besides everything else."""
-        available = budget - self.weights(max_model_len) - self.graphs - self.comm
-        if self.measured is not None:
-            return max(0, available - self.measured.activation_bytes) // self.block_bytes
-        step = self.step  # takes the larger of two amounts, one of which grows with the cache
-        blocks = (available - step.fixed_bytes(max_model_len)) // self.block_bytes
-        gathered = step.gathered_per_block()
-        if gathered:
-            for_blocks = available - step.gathering_bytes(max_model_len)
-            most = max(0, for_blocks - step.most_gathered_blocks() * gathered) // self.block_bytes
-            blocks = min(blocks, max(for_blocks // (self.block_bytes + gathered), most))
-        return max(0, blocks)
+        """Return how many blocks of the main group fit into so many bytes besides everything else."""
+        return most_blocks(lambda num_blocks: self.needs(max_model_len, num_blocks) <= budget)
 
     def needs(self, max_model_len: int, num_blocks: int) -> int:
         """Return all bytes of the rank with this context and cache."""
         activations = self.activations(max_model_len, num_blocks)
-        return self.weights(max_model_len) + num_blocks * self.block_bytes + activations + self.graphs + self.comm
+        return self.weights(max_model_len) + self.kv(num_blocks) + activations + self.graphs + self.comm
 
     def plan(self, stage: int, max_model_len: int, num_blocks: int, free_bytes: int, reserve_bytes: int) -> RankPlan:
         """Return the plan of a rank of several."""
@@ -187,7 +184,7 @@ class RankMemory:
             stage=stage,
             shard=self.shard,
             weights_bytes=self.weights(max_model_len),
-            kv_bytes=num_blocks * self.block_bytes,
+            kv_bytes=self.kv(num_blocks),
             activation_bytes=self.activations(max_model_len, num_blocks),
             graph_bytes=self.graphs,
             comm_bytes=self.comm,

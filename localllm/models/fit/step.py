@@ -97,7 +97,8 @@ class StepMemory:
 
     def state_bytes(self, context: int) -> int:
         """Return the bytes that are also held between steps, for the slots and in the process."""
-        slots = self.max_num_seqs * (context + -(-context // self.block_size)) * 4
+        tables = len(kv_groups(self.spec)) * -(-context // self.block_size)
+        slots = self.max_num_seqs * (context + tables) * 4
         return slots + (0 if self.on_gpu else PROCESS_BYTES + self.allocator_bytes(context))
 
     def allocator_bytes(self, context: int) -> int:

@@ -1,0 +1,78 @@
+"""How the KV cache's memory is divided among the KV groups of a model.
+
+The blocks of the *main* group, which keeps every token, are the size that a plan chooses; those of the others follow:
+
+    full        as many as the main group
+    windowed    for each context that is served or kept for later the window and one block more, and besides one step's
+                tokens, which a chunk of a prompt holds until its window has moved on
+
+The contexts that are counted are those of CONTEXT_LEN tokens that the main group holds: shorter ones hold less than a
+window and longer ones are fewer. They are at most max_num_seqs, or KEPT_CONTEXTS, so that some windows stay in the
+prefix cache where few requests run at a time. Requests below CONTEXT_LEN tokens can run out of a windowed group's
+blocks before those of the main group; then they wait, as they do for the main group.
+Does not know: bytes of a device, how the main group's size is chosen (attempt.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from localllm.models.spec.kv_group import KVGroup, held_blocks, main_group
+
+CONTEXT_LEN = 4096
+KEPT_CONTEXTS = 16
+MOST_BLOCKS = 2**40  # of a rank that holds no layer of a group that grows
+
+
+class KVSplit(NamedTuple):
+    """The sizes that the division depends on."""
+
+    windows: tuple[int | None, ...]
+    block_size: int
+    step_tokens: int  # max_num_batched_tokens
+    max_num_seqs: int
+
+    def blocks(self, main: int) -> tuple[int, ...]:
+        """Return the blocks of each group, null blocks included, where the main group has `main`."""
+        chosen = main_group(self.windows)
+        contexts = -(-(main - 1) * self.block_size // CONTEXT_LEN)
+        contexts = max(1, min(contexts, max(self.max_num_seqs, KEPT_CONTEXTS)))
+        step = -(-self.step_tokens // self.block_size)
+        return tuple(
+            main if window is None or group == chosen else min(main, 1 + contexts * self._window(window) + step)
+            for group, window in enumerate(self.windows)
+        )
+
+    def needs(self, num_tokens: int) -> int:
+        """Return the main group's blocks, its null block included, for one request of this length."""
+        window = self.windows[main_group(self.windows)]
+        return 1 + held_blocks(num_tokens, window, self.block_size, self.step_tokens)
+
+    def concurrency(self, num_blocks: Sequence[int], num_tokens: int) -> int:
+        """Return how many requests of this length such a cache holds at the same time, while one computes a step."""
+        step = -(-self.step_tokens // self.block_size)
+        fits = []
+        for count, window in zip(num_blocks, self.windows, strict=True):
+            own = held_blocks(num_tokens, window, self.block_size)
+            at_once = held_blocks(num_tokens, window, self.block_size, self.step_tokens)
+            fits.append((count - 1 - min(step, at_once - own)) // own)
+        return max(0, min(fits))
+
+    def _window(self, window: int) -> int:
+        return held_blocks(CONTEXT_LEN + window, window, self.block_size)
+
+
+def split_of(groups: Sequence[KVGroup], block_size: int, step_tokens: int, max_num_seqs: int) -> KVSplit:
+    return KVSplit(tuple(group.window for group in groups), block_size, step_tokens, max_num_seqs)
+
+
+def most_blocks(fits: Callable[[int], bool]) -> int:
+    """Return the largest number of blocks that fits, 0 if none does, by bisection (fitting is monotone)."""
+    low, high = 0, 1
+    while high < MOST_BLOCKS and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,121 @@
+"""Models with recurrent states through the real scheduler and runner: whatever the schedule, the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localllm.engine.outputs import EngineOutput
+from localllm.engine.params import SamplingParams
+from localllm.engine.request import Request
+from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
+from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_state import HybridCache, LayerState
+from localllm.models.architectures.read_spec import read_spec
+from localllm.models.loader import load_model
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.states import state_bytes
+from localllm.runner.kv_cache import KVCache
+from localllm.runner.runner import TorchRunner
+from localllm.runner.state_cache import StateCache, layer_caches
+from tests.kv import of_each
+from tests.runner.test_with_scheduler import make_requests, serve
+from tests.tiny import make_tiny_model
+
+CPU = torch.device("cpu")
+FAMILIES = ["lfm2", "qwen3_5", "granite_hybrid", "falcon_h1"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ModelSpec]:
+    return load(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def load(family: str, path: Path) -> tuple[Any, ModelSpec]:
+    make_tiny_model(path, family)
+    spec = read_spec(path)
+    return load_model(path, spec, CPU, torch.float32), spec
+
+
+ALONE: dict[tuple[str, str], list[int]] = {}
+
+
+def alone(model: Any, spec: ModelSpec, request: Request) -> list[int]:
+    """Return the tokens of a request that runs alone, with nothing cached."""
+    key = (spec.architecture, request.request_id)
+    if key not in ALONE:
+        ALONE[key] = tokens_of(serve(model, spec, [request], num_places=2)[0][request.request_id])
+    return ALONE[key]
+
+
+def tokens_of(outputs: list[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+@pytest.mark.parametrize(
+    ("depth", "num_blocks", "step", "way", "num_places"),
+    [(1, 200, 64, "host", 30), (2, 18, 20, "replayed", 7)],
+)
+def test_output_depends_on_the_request_alone(hybrid, depth, num_blocks, step, way, num_places):
+    """H1, H13 and H14: chunks, batch mates, hits, preemptions and both depths change no token; memory begins as NaN."""
+    model, spec = hybrid
+    asked = make_requests()
+    sizes = {"num_blocks": num_blocks, "depth": depth, "step": step, "way": way}
+    together, scheduler = serve(model, spec, asked, num_places=num_places, **sizes)
+    assert scheduler.recorder.num_failed_steps == 0
+    assert scheduler.recorder.corrupted_requests == 0
+    assert (scheduler.recorder.num_preemptions > 0) == (num_blocks == 18)
+    assert scheduler.recorder.prefix_cache_hits > 0 or num_places < 30
+    for request in make_requests():
+        assert tokens_of(together[request.request_id]) == alone(model, spec, request), request.request_id
+
+
+def test_layers_keep_what_their_kind_needs(hybrid):
+    _, spec = hybrid
+    kv, states = KVCache(spec, of_each(spec, 5), 8, CPU, torch.float32), StateCache(spec, 6, CPU, torch.float32)
+    caches = layer_caches(kv.layers, states)
+    assert len(caches) == spec.num_layers
+    expected = {"attention": LayerKV, "recurrent": LayerState, "both": HybridCache, "mlp": type(None)}
+    assert [type(kept) for kept in caches] == [expected[spec.layer_kind(layer)] for layer in range(spec.num_layers)]
+    assert states.allocated_bytes == 6 * state_bytes(spec, "float32")  # H11
+
+
+def test_the_second_request_with_a_prompt_computes_its_end_only(hybrid):
+    model, spec = hybrid
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3)
+    prompt = [7 * i % 300 for i in range(60)]
+    asked = [Request(name, prompt, params, max_output_tokens=4) for name in "ab"]
+    told, scheduler = serve(model, spec, asked, num_places=9)
+    assert [told[name][-1].num_cached_tokens for name in "ab"] == [0, 56]
+    assert tokens_of(told["a"]) == tokens_of(told["b"])
+    assert scheduler.recorder.prefix_cache_hits == 56
+
+
+@pytest.mark.parametrize("way", [{}, {"staged": True}])
+def test_a_runner_refuses_places_that_two_rows_need(tmp_path, way):
+    model, spec = load("lfm2", tmp_path)
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 32, "block_size": 8}
+    params = SamplingParams(temperature=0.0)
+
+    def step(*uses: StateUse | None) -> None:
+        kv, states = KVCache(spec, of_each(spec, 5), 8, CPU, torch.float32), StateCache(spec, 4, CPU, torch.float32)
+        runner = TorchRunner(model, spec, kv, device=CPU, states=states, **sizes, **way)
+        rows = tuple(Row(i, str(i), 0, 2, ((1 + i,),), True, (), use) for i, use in enumerate(uses))
+        new = tuple(NewSlot(i, str(i), [1, 2], 2, params, ((),), 0) for i in range(len(uses)))
+        runner.forward(StepPlan(1, rows, new))
+
+    step(StateUse(-1, 1), StateUse(-1, 2, 3))
+    for uses, why in [
+        ((StateUse(-1, 1), StateUse(-1, 1)), "written by two"),
+        ((StateUse(-1, 1, 2), StateUse(-1, 2)), "written by two"),
+        ((StateUse(-1, 1), StateUse(1, 2)), "what another writes"),
+        ((StateUse(0, 1),), "null place"),
+        ((StateUse(-1, 0),), "null place"),
+        ((StateUse(-1, 4),), "places"),
+        ((None,), "without a place"),
+    ]:
+        with pytest.raises(Exception, match=why):
+            step(*uses)
