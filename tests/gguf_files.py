@@ -76,7 +76,6 @@ def write_gguf(
     tensors: the same of tensors, in their own type.
     """
     config = json.loads((source / "config.json").read_text())
-    config.setdefault("intermediate_size", config.get("moe_intermediate_size"))
     architecture = ARCHITECTURES[config["model_type"]]
     split = {"split_max_tensors": -(-_count(source) // parts)} if parts > 1 else {}
     writer = gguf.GGUFWriter(path, architecture, **split)
@@ -139,7 +138,8 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], architectu
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if config.get("intermediate_size"):
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)

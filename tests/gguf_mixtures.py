@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "glm4_moe_lite": "deepseek2",
     "deepseek_v32": "deepseek32",
     "mistral4": "mistral4",
+    "afmoe": "afmoe",
     "llama4_text": "llama4",
     "glm_moe_dsa": "glm-dsa",
     "ernie4_5_moe": "ernie4_5-moe",
@@ -48,6 +49,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
     },
     "llama4": {"head_dim": 32, "intermediate_size": 64, "attention_chunk_size": 8192, "floor_scale": 8192},
+    "afmoe": {"head_dim": 32, "moe_intermediate_size": 64, "layer_types": None, "num_hidden_layers": 4},
     "deepseek_v32": {
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
@@ -114,6 +116,12 @@ def _mistral4(config: Config) -> dict[str, Any]:
     }
 
 
+def _afmoe(config: Config) -> dict[str, Any]:
+    dense = {"leading_dense_block_count": config["num_dense_layers"]}
+    window = {"attention.sliding_window": config["sliding_window"]}
+    return {**_experts(config, "num_shared_experts", "route_scale"), **dense, **window}
+
+
 def _llama4(config: Config) -> dict[str, Any]:
     return {
         "feed_forward_length": config["intermediate_size_mlp"],
@@ -131,9 +139,14 @@ def _ernie(config: Config) -> dict[str, Any]:
 
 
 def _glm4(config: Config) -> dict[str, Any]:
-    dense = config.get("first_k_dense_replace", 0)
+    """Solar Open's files do not count dense layers, of which it has none."""
+    dense = {"leading_dense_block_count": config.get("first_k_dense_replace")}
     groups = {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]}
-    return {**_experts(config, "n_shared_experts"), "leading_dense_block_count": dense, **groups}
+    return {
+        **_experts(config, "n_shared_experts"),
+        **({} if dense["leading_dense_block_count"] is None else dense),
+        **groups,
+    }
 
 
 def _minimax(config: Config) -> dict[str, Any]:
@@ -201,6 +214,7 @@ KEYS: dict[str, Callable[[Config], dict[str, Any]]] = {
     "deepseek32": _latent,
     "glm-dsa": _latent,
     "mistral4": _mistral4,
+    "afmoe": _afmoe,
     "llama4": _llama4,
     "ernie4_5-moe": _ernie,
     "dots1": _glm4,

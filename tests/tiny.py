@@ -320,6 +320,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         {**_GROUPS, **_LATENT, "q_lora_rank": 24, "n_shared_experts": 1, "first_k_dense_replace": 0},
     ),
+    "afmoe": (
+        "AfmoeConfig",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 3,
+            "head_dim": 24,
+            "num_dense_layers": 1,
+            "num_shared_experts": 2,
+            "route_scale": 1.5,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mup_enabled": True,
+        },
+    ),
     "llama4": (
         "Llama4TextConfig",
         {
@@ -515,11 +529,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-HYBRIDS = (
-    "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "granite_hybrid", "granite_hybrid_moe", "nemotron_h",
-    "bamba", "falcon_h1",
-)  # fmt: skip
-"""Families with recurrent layers."""
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:

@@ -4,13 +4,14 @@ The list is written once, from the objects that `DecoderModel.forward` runs, and
 cache: a request may change between both from token to token. Every layer needs a handful of operations:
 
     LINEAR     norm, then q, k and v
-    ATTEND     norms of q and k, rotation, the new key and value, attention
+    ATTEND     norms of q and k, rotation, the new key and value, attention (and MULTIPLY by its gate)
     LINEAR     the output of attention, added to the residual stream
     GATED      norm, then gate and up (LINEAR without a gate; LINEAR and GATE if they are stored in different ways)
     LINEAR     down, added to the residual stream
 
-A norm after a part (sandwich, post_norm) adds an operation of its own. `_LAYERS` names the function for each kind of
-layer. What has no operation is refused with a reason, and such models run through torch.
+A norm after a part (sandwich, post_norm) adds an operation of its own. lone_recurrent.py writes recurrent parts.
+`_LAYERS` names the function for each kind of layer. What has no operation is refused with a reason, and such models run
+through torch.
 Does not know: requests, schedules, sampling; how an operation is computed (kernels/cpu/native).
 """
 
@@ -40,11 +41,12 @@ from localllm.kernels.cpu.native.structures import (
     NativeNorm,
     NativeOperation,
     NativeRow,
+    NativeStateRow,
     NormKind,
     Op,
 )
 from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.layer_state import LayerCache
+from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.layer import (
     LayerKind,
@@ -55,6 +57,7 @@ from localllm.models.architectures.layer import (
     SandwichLayer,
     Scaled,
     SideBySide,
+    SingleLayer,
 )
 from localllm.models.layers.attention import Attention
 from localllm.models.layers.group import Alone
@@ -65,6 +68,7 @@ from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.moe import MoE
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.layers.qkv import Clip, HeadLayerNorm, WholeNorm
+from localllm.models.lone_recurrent import write_recurrence
 from localllm.models.spec.kv_groups import kv_groups
 
 __all__ = ["MAX_ROWS", "DecodeRows", "LoneStep", "NoLoneStep", "open_lone_step"]
@@ -88,6 +92,7 @@ class DecodeRows(NamedTuple):
     positions: npt.NDArray[np.int64]  # [R] of each token within its request
     slots: npt.NDArray[np.int64]  # [G, R] for each KV group where its K and V go: block_id * block_size + offset
     tables: npt.NDArray[np.int64]  # [G, R] addresses of the requests' blocks, int32 each
+    states: npt.NDArray[np.int64] | None = None  # [3, R] places of states to read, write and save; None: no states
 
 
 class LoneStep:
@@ -97,10 +102,10 @@ class LoneStep:
     Not thread-safe: its buffers hold one step.
     """
 
-    def __init__(self, model: DecoderModel, kv_cache: Sequence[LayerKV]) -> None:
+    def __init__(self, model: DecoderModel, cache: Sequence[LayerCache | None]) -> None:
         """Raises `NoLoneStep` with the reason if the model or this machine has none."""
         self._library, self._model = _library(), model
-        writer = _Writer(model, kv_cache)
+        writer = Writer(model, cache)
         writer.write()
         self._operations, self._kept = writer.lowered(), writer.kept
         self._without_head = (NativeOperation * (len(self._operations) - 1))(*self._operations[:-1])
@@ -108,6 +113,9 @@ class LoneStep:
         self.rounds = any(operation.matrix.kind != Kind.F32 for operation in self._operations)
         self._rows = (NativeRow * (len(kv_groups(model.spec)) * MAX_ROWS))()
         self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(-1, MAX_ROWS, 3)
+        states = np.frombuffer(memoryview(writer.states).cast("B"), np.int64).reshape(MAX_ROWS, 5)
+        states[:, 0], states[:, 1] = range(MAX_ROWS), range(1, MAX_ROWS + 1)  # of each row the first token and the end
+        self._places = states[:, 2:].T
 
     def forward(self, rows: DecodeRows, *, samples: bool = True) -> Tensor:
         """Run one step of 1 to MAX_ROWS rows: write their K and V, and return logits [R, vocab] fp32, valid until the
@@ -119,6 +127,9 @@ class LoneStep:
         self._stream[:count, : model.spec.hidden_size] = model.embedding(ids, torch.from_numpy(rows.positions))
         columns = self._columns[:, :count]
         columns[..., 0], columns[..., 1], columns[..., 2] = rows.tables, rows.positions, rows.slots
+        if model.spec.recurrent is not None:
+            assert rows.states is not None, "a model with recurrent layers is given the places of their states"
+            self._places[:, :count] = rows.states
         self._library.run_step(self._operations if samples else self._without_head, self._rows, count)
         logits = self._logits[:count, : model.spec.vocab_size]
         return model.finish_logits(logits.contiguous()) if samples else logits
@@ -128,10 +139,7 @@ def open_lone_step(model: object, cache: Sequence[LayerCache | None]) -> LoneSte
     """Return the list of a model as a runner holds it. Raises `NoLoneStep`."""
     if not isinstance(model, DecoderModel):
         raise NoLoneStep(f"{type(model).__name__} is not computed by localllm's own layers alone")
-    kv_cache = [kept for kept in cache if isinstance(kept, LayerKV)]
-    if len(kv_cache) < len(cache):
-        raise NoLoneStep("recurrent layers")
-    return LoneStep(model, kv_cache)
+    return LoneStep(model, cache)
 
 
 def _library() -> Library:
@@ -144,7 +152,7 @@ def _library() -> Library:
 # ---- a list before its buffers exist ---------------------------------------------------------------------------------
 
 
-class _Buffer:
+class Buffer:
     """Activations of up to MAX_ROWS rows. As wide as the widest operation that uses it."""
 
     __slots__ = ("values", "width")
@@ -161,24 +169,35 @@ class _Buffer:
 
 class _Planned(NamedTuple):
     op: Op
-    source: _Buffer
-    target: _Buffer
+    source: Buffer
+    target: Buffer
     offset: int  # floats from the start of a row of `target`
     fields: dict[str, Any]  # further fields of the operation
+    source_offset: int = 0  # floats from the start of a row of `source`
 
 
-class _Writer:
+class _Operands(NamedTuple):
+    """A description of a recurrent operation, and where each of its inputs and its output begin in a row."""
+
+    description: Any
+    places: dict[str, tuple[Buffer, int]]
+
+
+class Writer:
     """Writes the operations of a model one by one."""
 
-    def __init__(self, model: DecoderModel, kv_cache: Sequence[LayerKV]) -> None:
+    def __init__(self, model: DecoderModel, kv_cache: Sequence[LayerCache | None]) -> None:
         _refuse(model)
         self.model, self.kv_cache = model, kv_cache
-        self.stream, self.qkv, self.attended, self.part, self.logits = (_Buffer() for _ in range(5))
-        self.gate_up, self.features, self.router, self.expert_features, self.shared_gate = (_Buffer() for _ in range(5))
+        self.stream, self.qkv, self.attended, self.part, self.logits = (Buffer() for _ in range(5))
+        self.gate_up, self.features, self.router, self.expert_features, self.shared_gate = (Buffer() for _ in range(5))
+        self.projected, self.mixed, self.recurred = (Buffer() for _ in range(3))  # of recurrent layers
+        self.states = (NativeStateRow * MAX_ROWS)()
         self.planned: list[_Planned] = []
+        self._operands: list[_Operands] = []
         self._group = 0  # of the layer's block tables
         self._chosen = 0  # address of the layer's experts
-        self.kept: list[object] = [kv_cache]  # owners of the memory that the operations point to
+        self.kept: list[object] = [kv_cache, self.states]  # owners of the memory that the operations point to
 
     def write(self) -> None:
         for layer, kv, group in zip(self.model.layers, self.kv_cache, self.model.layer_groups, strict=True):
@@ -195,30 +214,61 @@ class _Writer:
         for buffer in {id(each): each for plan in self.planned for each in (plan.source, plan.target)}.values():
             buffer.allocate()
             self.kept.append(buffer.values)
+        for description, places in self._operands:
+            for name, (buffer, offset) in places.items():
+                setattr(description, name, buffer.values.data_ptr() + 4 * offset)
+                setattr(description, f"{name}_stride", buffer.values.stride(0))
         return (NativeOperation * len(self.planned))(*(_lowered(plan) for plan in self.planned))
 
     # -- parts of a layer
 
+    def mix(self, part: Any, kind: LayerKind, cache: Any, norm: Any) -> None:
+        """Attention or a recurrence of the stream, or both, up to the last projection."""
+        part, _ = _unscaled(part)
+        if isinstance(part, SideBySide):
+            assert isinstance(cache, HybridCache)
+            self.attend(part.attention, kind, cache.kv, norm)
+            self.recur(part.recurrence, cache.state, norm)
+        elif isinstance(part, RecurrentPart):
+            self.recur(part.recurrence, cache, norm)
+        else:
+            self.attend(part, kind, cache, norm)
+
     def attend(self, part: Any, kind: LayerKind, kv: LayerKV, norm: Any) -> None:
-        """Attention of the stream up to the last projection."""
         attention, _ = _unscaled(part)
         if isinstance(attention, LatentAttention):
             raise NoLoneStep("latent attention")
-        if isinstance(attention, RecurrentPart | SideBySide):
-            raise NoLoneStep("recurrent layers")
         assert isinstance(attention, Attention), type(attention)
-        if attention.gate_size:
-            raise NoLoneStep("gated attention")
         self.linear(attention.qkv, self.stream, self.qkv, norm=norm)
         description = self._attention(attention, kind, kv)
         self.kept.append(description)
-        self.attended.widen(description.heads * description.head_dim)
-        self._plan(Op.ATTEND, self.qkv, self.attended, attention=ctypes.addressof(description))
+        width = description.heads * description.head_dim
+        self.attended.widen(width)
+        self._plan(
+            Op.ATTEND, self.qkv, self.attended, source_offset=attention.gate_size,
+            attention=ctypes.addressof(description),
+        )  # fmt: skip
+        if attention.gate_size:
+            self.multiply(self.qkv, 0, self.attended, 0, width, Activation.SIGMOID)
 
-    def project(self, part: Any, target: _Buffer) -> None:
-        """The last projection of attention: added to the stream, or written to another buffer."""
-        attention, factor = _unscaled(part)
-        self.linear(attention.out, self.attended, target, factor=factor)
+    def recur(self, part: Any, state: LayerState, norm: Any) -> None:
+        recurrence, _ = _unscaled(part)
+        write_recurrence(self, recurrence, state, norm)
+
+    def project(self, part: Any, target: Buffer) -> None:
+        """The last projection of attention or a recurrence: added to the stream, or written to another buffer."""
+        part, factor = _unscaled(part)
+        if isinstance(part, SideBySide):
+            self._project(part.attention, self.attended, target, factor)
+            self._project(part.recurrence, self.recurred, target, factor, adds=True)
+        elif isinstance(part, RecurrentPart):
+            self._project(part.recurrence, self.recurred, target, factor)
+        else:
+            self._project(part, self.attended, target, factor)
+
+    def _project(self, part: Any, source: Buffer, target: Buffer, factor: float, *, adds: bool = False) -> None:
+        part, own = _unscaled(part)
+        self.linear(part.out, source, target, factor=factor * own, adds=adds)
 
     def feed(self, part: Any, norm: Any) -> None:
         """The feed-forward part of the stream up to its last matrix."""
@@ -234,7 +284,7 @@ class _Writer:
             if mlp.shared is not None:
                 self._feed_shared(mlp, mlp.shared, norm, activation)
 
-    def shrink(self, part: Any, target: _Buffer) -> None:
+    def shrink(self, part: Any, target: Buffer) -> None:
         """The last matrix of the feed-forward part: added to the stream, or written to another buffer."""
         mlp, factor = _unscaled(part)
         if not isinstance(mlp, MoE):
@@ -284,7 +334,7 @@ class _Writer:
             count=len(experts.gate_up), top_k=routing.top_k,
             gate_up=self._each_expert(experts.gate_up, experts.gate_up_bias),
             down=self._each_expert(experts.down, experts.down_bias),
-            correction=self._address(mixture.correction_bias), is_sigmoid=routing.scoring == "sigmoid",
+            correction=self.address(mixture.correction_bias), is_sigmoid=routing.scoring == "sigmoid",
             renormalizes=routing.renormalize, num_groups=routing.num_groups, top_groups=routing.top_groups,
             scale=routing.scale, ids=ids.data_ptr(), weights=weights.data_ptr(),
         )  # fmt: skip
@@ -309,16 +359,14 @@ class _Writer:
     # -- operations
 
     def linear(
-        self, linear: Any, source: _Buffer, target: _Buffer, *, norm: Any = None,
+        self, linear: Any, source: Buffer, target: Buffer, *, norm: Any = None,
         activation: Activation = Activation.NONE, factor: float = 1.0, adds: bool = False,
     ) -> None:  # fmt: skip
         """Write y = activation(norm(x) W^T + bias) * factor; added if asked, or if `target` is the stream."""
         adds = adds or target is self.stream
         self._products(self._matrices(linear), source, target, norm, adds=adds, activation=activation, factor=factor)
 
-    def _products(
-        self, matrices: list[NativeMatrix], source: _Buffer, target: _Buffer, norm: Any, **fields: Any
-    ) -> None:
+    def _products(self, matrices: list[NativeMatrix], source: Buffer, target: Buffer, norm: Any, **fields: Any) -> None:
         """Write the outputs of all matrices one after the other."""
         source.widen(matrices[0].inputs)
         target.widen(sum(matrix.outputs for matrix in matrices))
@@ -340,14 +388,35 @@ class _Writer:
         self._products(matrices, self.stream, self.gate_up, norm)
         self._plan(Op.GATE, self.gate_up, self.features, matrix=_sizes(width), activation=activation)
 
-    def _plan(self, op: Op, source: _Buffer, target: _Buffer, offset: int = 0, **fields: Any) -> None:
-        self.planned.append(_Planned(op, source, target, offset, {"factor": 1.0, **fields}))
+    def multiply(
+        self, source: Buffer, source_offset: int, target: Buffer, offset: int, width: int,
+        activation: Activation = Activation.NONE,
+    ) -> None:  # fmt: skip
+        """Multiply `width` columns of the target with the activation of as many of the source."""
+        self._plan(
+            Op.MULTIPLY, source, target, offset, source_offset, matrix=_sizes(width), activation=activation
+        )  # fmt: skip
+
+    def recurrent(self, op: Op, description: Any, **places: tuple[Buffer, int]) -> None:
+        """Write a recurrent operation. places: the buffer of each input and of the output y, and its first column."""
+        self._operands.append(_Operands(description, places))
+        self.kept.append(description)
+        self._plan(
+            op, next(iter(places.values()))[0], places["y"][0], matrix=_sizes(0),
+            recurrent=ctypes.addressof(description), states=ctypes.addressof(self.states),
+        )  # fmt: skip
+
+    def _plan(
+        self, op: Op, source: Buffer, target: Buffer, offset: int = 0, source_offset: int = 0, **fields: Any
+    ) -> None:
+        self.planned.append(_Planned(op, source, target, offset, {"factor": 1.0, **fields}, source_offset))
 
     def _matrices(self, linear: Any) -> list[NativeMatrix]:
         """Return the matrices of a layer, one above the other; several if its parts are stored in different ways."""
         if isinstance(linear, LoraLinear):
             raise NoLoneStep("adapters are enabled")
-        assert type(linear) is Linear, type(linear)
+        if type(linear) is not Linear:
+            raise NoLoneStep(f"a projection of kind {type(linear).__name__}")
         return self._held(matrices_of(linear.weight, linear.bias), linear.weight)
 
     def _held(self, matrices: list[HeldMatrix] | None, weight: Any) -> list[NativeMatrix]:
@@ -362,9 +431,9 @@ class _Writer:
             return NativeNorm(NormKind.NONE)
         bias = norm.bias if isinstance(norm, LayerNorm) else None
         kind = NormKind.LAYER if isinstance(norm, LayerNorm) else NormKind.RMS
-        return NativeNorm(kind, self._address(norm.weight), self._address(bias), norm.eps)
+        return NativeNorm(kind, self.address(norm.weight), self.address(bias), norm.eps)
 
-    def _address(self, values: Tensor | None) -> int | None:
+    def address(self, values: Tensor | None) -> int | None:
         """Return the address of fp32 values, which are kept; None if there are none."""
         if values is None:
             return None
@@ -383,10 +452,11 @@ class _Writer:
             k_scales=None if kv.k_scale is None else kv.k_scale.data_ptr(),
             v_scales=None if kv.v_scale is None else kv.v_scale.data_ptr(),
             cache_type=_CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks, block_size=block_size,
-            heads=attention.qkv.weight.shape[0] // head_dim - 2 * kv_heads, kv_heads=kv_heads, head_dim=head_dim,
-            angles=self._address(table), rotary_dim=0 if table is None else table.shape[1],
+            heads=(attention.qkv.weight.shape[0] - attention.gate_size) // head_dim - 2 * kv_heads,
+            kv_heads=kv_heads, head_dim=head_dim,
+            angles=self.address(table), rotary_dim=0 if table is None else table.shape[1],
             window=window or 0, group=self._group, scale=attention.scale, softcap=attention.softcap or 0.0,
-            sinks=self._address(attention.sinks), slopes=self._address(attention.alibi_slopes),
+            sinks=self.address(attention.sinks), slopes=self.address(attention.alibi_slopes),
             **self._changes(attention),
             query_growth=spec.query_scaling or 0.0,
             growth_period=spec.rope.parameters["original_max_position_embeddings"] if spec.query_scaling else 1,
@@ -403,22 +473,22 @@ class _Writer:
             kind, weight, eps = _head_norm(change)
             if attention.norm_last:
                 kind = HeadNorm.RMS_LAST
-            fields |= {"head_norm": kind, "head_norm_weight": self._address(weight), "head_norm_eps": eps}
+            fields |= {"head_norm": kind, "head_norm_weight": self.address(weight), "head_norm_eps": eps}
         return fields
 
 
 # ---- kinds of layers -------------------------------------------------------------------------------------------------
 
 
-def _pre_norm(writer: _Writer, layer: PreNormLayer, kv: LayerKV) -> None:
-    writer.attend(layer.attention, layer.kind, kv, layer.input_norm)
+def _pre_norm(writer: Writer, layer: PreNormLayer, kv: LayerKV) -> None:
+    writer.mix(layer.attention, layer.kind, kv, layer.input_norm)
     writer.project(layer.attention, writer.stream)
     writer.feed(layer.mlp, layer.mlp_norm)
     writer.shrink(layer.mlp, writer.stream)
 
 
-def _sandwich(writer: _Writer, layer: SandwichLayer, kv: LayerKV) -> None:
-    writer.attend(layer.attention, layer.kind, kv, layer.input_norm)
+def _sandwich(writer: Writer, layer: SandwichLayer, kv: LayerKV) -> None:
+    writer.mix(layer.attention, layer.kind, kv, layer.input_norm)
     writer.project(layer.attention, writer.part)
     writer.add_part(layer.attention_post_norm)
     writer.feed(layer.mlp, layer.mlp_norm)
@@ -426,8 +496,8 @@ def _sandwich(writer: _Writer, layer: SandwichLayer, kv: LayerKV) -> None:
     writer.add_part(layer.mlp_post_norm)
 
 
-def _post_norm(writer: _Writer, layer: PostNormLayer, kv: LayerKV) -> None:
-    writer.attend(layer.attention, layer.kind, kv, None)
+def _post_norm(writer: Writer, layer: PostNormLayer, kv: LayerKV) -> None:
+    writer.mix(layer.attention, layer.kind, kv, None)
     writer.project(layer.attention, writer.part)
     writer.add_part(layer.attention_post_norm)
     writer.feed(layer.mlp, None)
@@ -435,19 +505,29 @@ def _post_norm(writer: _Writer, layer: PostNormLayer, kv: LayerKV) -> None:
     writer.add_part(layer.mlp_post_norm)
 
 
-def _parallel(writer: _Writer, layer: ParallelLayer, kv: LayerKV) -> None:
+def _parallel(writer: Writer, layer: ParallelLayer, kv: LayerKV) -> None:
     """Both parts read the stream before either is added."""
-    writer.attend(layer.attention, layer.kind, kv, layer.input_norm)
+    writer.mix(layer.attention, layer.kind, kv, layer.input_norm)
     writer.feed(layer.mlp, layer.input_norm if layer.mlp_norm is None else layer.mlp_norm)
     writer.project(layer.attention, writer.stream)
     writer.shrink(layer.mlp, writer.stream)
 
 
-_LAYERS: dict[type, Callable[[_Writer, Any, LayerKV], None]] = {
+def _single(writer: Writer, layer: SingleLayer, cache: LayerCache | None) -> None:
+    if layer.kind.part in ("mlp", "moe"):
+        writer.feed(layer.part, layer.norm)
+        writer.shrink(layer.part, writer.stream)
+    else:
+        writer.mix(layer.part, layer.kind, cache, layer.norm)
+        writer.project(layer.part, writer.stream)
+
+
+_LAYERS: dict[type, Callable[[Writer, Any, Any], None]] = {
     PreNormLayer: _pre_norm,
     SandwichLayer: _sandwich,
     PostNormLayer: _post_norm,
     ParallelLayer: _parallel,
+    SingleLayer: _single,
 }
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -473,8 +553,8 @@ def _refuse(model: DecoderModel) -> None:
 def _lowered(plan: _Planned) -> NativeOperation:
     source, target = plan.source.values, plan.target.values
     return NativeOperation(
-        op=plan.op, x=source.data_ptr(), x_stride=source.stride(0), y=target.data_ptr() + 4 * plan.offset,
-        y_stride=target.stride(0), **plan.fields,
+        op=plan.op, x=source.data_ptr() + 4 * plan.source_offset, x_stride=source.stride(0),
+        y=target.data_ptr() + 4 * plan.offset, y_stride=target.stride(0), **plan.fields,
     )  # fmt: skip
 
 

@@ -367,6 +367,7 @@ class HostInputs:
             positions,
             self._kv_slots(slots, positions),
             of_group + slots * tables.strides[1],
+            rows.states,
         )
 
     def _state_inputs(self, rows: StepRows) -> StateInputs | None:

@@ -277,6 +277,20 @@ def test_experts(num_tokens: int, activation: str, biased: bool, dtype: torch.dt
     assert_near(out, mixture.by_hand(x, ids, weights, activation), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_experts_without_a_gate(num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    mixture = Mixture(5, 72, 40, dtype)
+    mixture.gate_up = mixture.gate_up[:, :40].contiguous()
+    x = torch.randn(num_tokens, 72).to(dtype)
+    ids, weights = some_ids(num_tokens, 2, 5, skewed=True, padding=0), torch.rand(num_tokens, 2)
+    wanted = torch.zeros(x.shape, dtype=torch.float64)
+    for token, k in ((token, k) for token in range(num_tokens) for k in range(2)):
+        up, down = (matrices[ids[token, k]].double() for matrices in (mixture.gate_up, mixture.down))
+        wanted[token] += weights[token, k].double() * (down @ (up @ x[token].double()).relu().square())
+    assert_near(mixture.run(x, ids, weights, "relu2", device), wanted, dtype)
+
+
 @EXAMPLES
 @given(
     num_tokens=st.integers(0, 40),

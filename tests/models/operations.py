@@ -20,11 +20,16 @@ from localllm.kernels.cpu.native.structures import (
     HeadNorm,
     Kind,
     NativeAttention,
+    NativeConvolution,
     NativeExperts,
+    NativeGatedDelta,
+    NativeGatedNorm,
     NativeMatrix,
     NativeNorm,
     NativeOperation,
     NativeRow,
+    NativeSelectiveScan,
+    NativeStateRow,
     NormKind,
     Op,
 )
@@ -224,6 +229,90 @@ def _experts_down(operation: NativeOperation, row: int, _: NativeRow) -> None:
     _put(operation, row, np.sum(outs, 0) * operation.factor)
 
 
+# ---- recurrent operations --------------------------------------------------------------------------------------------
+
+
+def _of(operation: NativeOperation, kind: Any) -> Any:
+    return ctypes.cast(operation.recurrent, ctypes.POINTER(kind)).contents
+
+
+def _token(description: Any, name: str, row: int, *shape: int) -> Array:
+    """Return an input or the output of a recurrent operation for a row, which can be written."""
+    address = getattr(description, name) + 4 * row * getattr(description, f"{name}_stride")
+    return _floats(address, math.prod(shape)).reshape(shape)
+
+
+def _states(operation: NativeOperation, address: int, row: int, shape: tuple[int, ...]) -> tuple[Array, list[Array]]:
+    """Return a row's state, of its own memory, and the places where it is to be written."""
+    places = ctypes.cast(operation.states, ctypes.POINTER(NativeStateRow))[row]
+    size = 4 * math.prod(shape)
+
+    def at(place: int) -> Array:
+        return _floats(address + place * size, math.prod(shape)).reshape(shape)
+
+    before = np.zeros(shape) if places.read < 0 else at(places.read).astype(np.float64)
+    return before, [at(place) for place in (places.write, places.save) if place]
+
+
+def _write(targets: list[Array], state: Array) -> None:
+    for target in targets:
+        target[:] = state
+
+
+def _multiply(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    y = _floats(operation.y + 4 * row * operation.y_stride, operation.matrix.outputs)
+    y *= _ACTIVATE[operation.activation](_row(operation, row, len(y)))
+
+
+def _convolve(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    c = _of(operation, NativeConvolution)
+    before, targets = _states(operation, c.states, row, (c.channels, c.taps - 1))
+    inputs = np.concatenate((before, _token(c, "x", row, c.channels)[:, None]), axis=1)
+    y = (inputs.T * _floats(c.weight, c.taps * c.channels).reshape(c.taps, -1)).sum(0)
+    y = y + _floats(c.bias, c.channels) if c.bias else y
+    _token(c, "y", row, c.channels)[:] = _ACTIVATE[Activation.SILU](y) if c.is_silu else y
+    _write(targets, inputs[:, 1:])
+
+
+def _delta(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    d = _of(operation, NativeGatedDelta)
+    state, targets = _states(operation, d.states, row, (d.heads, d.key_dim, d.value_dim))
+    heads = np.arange(d.heads)
+    key_heads = heads % d.key_heads if d.is_tiled else heads // (d.heads // d.key_heads)
+    q, k = (_token(d, name, row, d.key_heads, d.key_dim).astype(np.float64)[key_heads] for name in "qk")
+    q, k = (x / np.sqrt((x * x).sum(1, keepdims=True) + 1e-6) for x in (q, k))
+    a, b = (_token(d, name, row, d.heads).astype(np.float64) for name in "ab")
+    rate, dt_bias = (_floats(address, d.heads) for address in (d.rate, d.dt_bias))
+    state *= np.exp(rate * np.log1p(np.exp(a + dt_bias)))[:, None, None]
+    found = np.einsum("hkv,hk->hv", state, k)
+    change = (_token(d, "v", row, d.heads, d.value_dim) - found) / (1 + np.exp(-b))[:, None]
+    state += k[:, :, None] * change[:, None]
+    _token(d, "y", row, d.heads, d.value_dim)[:] = np.einsum("hkv,hk->hv", state, q) / math.sqrt(d.key_dim)
+    _write(targets, state)
+
+
+def _scan(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    s = _of(operation, NativeSelectiveScan)
+    state, targets = _states(operation, s.states, row, (s.heads, s.head_dim, s.state_size))
+    rate, dt_bias, skip = (_floats(address, s.heads) for address in (s.rate, s.dt_bias, s.skip))
+    b, c = (_token(s, name, row, s.groups, s.state_size).repeat(s.heads // s.groups, 0) for name in "bc")
+    x = _token(s, "x", row, s.heads, s.head_dim).astype(np.float64)
+    delta = np.log1p(np.exp(_token(s, "dt", row, s.heads).astype(np.float64) + dt_bias)).clip(s.least, s.most)
+    state = state * np.exp(delta * rate)[:, None, None] + (x * delta[:, None])[:, :, None] * b[:, None]
+    _token(s, "y", row, s.heads, s.head_dim)[:] = np.einsum("hpn,hn->hp", state, c) + skip[:, None] * x
+    _write(targets, state)
+
+
+def _gated_norm(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    g = _of(operation, NativeGatedNorm)
+    x, gate = (_token(g, name, row, g.groups, g.width).astype(np.float64) for name in ("x", "gate"))
+    weight = _floats(g.weight, g.width if g.shares_weight else g.groups * g.width).reshape(-1, g.width)
+    opened = _ACTIVATE[Activation.SILU](gate)
+    y = x * opened if g.gate_first else x
+    y = y / np.sqrt((y * y).mean(1, keepdims=True) + g.eps) * weight
+    _token(g, "y", row, g.groups, g.width)[:] = y if g.gate_first else y * opened
+
+
 _RUN = {
     Op.LINEAR: _linear,
     Op.GATED: _gated,
@@ -234,4 +323,9 @@ _RUN = {
     Op.ROUTE: _route,
     Op.EXPERTS_GATED: _experts_gated,
     Op.EXPERTS_DOWN: _experts_down,
+    Op.MULTIPLY: _multiply,
+    Op.CONVOLVE: _convolve,
+    Op.DELTA: _delta,
+    Op.SCAN: _scan,
+    Op.GATED_NORM: _gated_norm,
 }

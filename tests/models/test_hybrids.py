@@ -14,12 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
+from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel, UnsupportedOption
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.architectures.read_spec import read_spec, spec_of_config
+from localllm.models.fit.parallel import Division, require_possible
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.spec.shard import shards_of
 from localllm.models.spec.states import state_bytes
 from localllm.models.weights.lora import open_lora, put_lora
 from localllm.models.weights.parameters import held_bytes
@@ -28,6 +30,7 @@ from tests.models.formats.quantised import agrees, save_quantised
 from tests.models.formats.test_awq import CONFIG as AWQ
 from tests.models.formats.test_awq import awq
 from tests.models.harness import CPU, Harness, ModelHarness, Sequence
+from tests.models.sharded import ShardedModel
 from tests.models.test_goldens import assert_close, prompt, reference, reference_logits
 from tests.tiny import load_reference, make_tiny_model
 
@@ -85,6 +88,20 @@ def test_a_state_is_read_where_another_row_does_not_write(tiny_model_path: PathO
         rows.append((row, len(end)))
     for end, logits in zip(ends, harness.step(rows, all_logits=True), strict=True):
         assert_close(logits, reference_logits(reference(path), start + end)[len(start) :])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])
+def test_a_pipeline_of_single_layers(family: str, tiny_model_path: PathOf) -> None:
+    """Stages without attention and stages without states."""
+    path, tokens = tiny_model_path(family), prompt(28)
+    spec = read_spec(path)
+    stages = [shards_of(spec, [spec.num_kv_heads], layers=range(n, n + 1)) for n in range(spec.num_layers)]
+    assert_close(ShardedModel(path, *stages).logits(tokens), reference_logits(reference(path), tokens))
+
+
+def test_tensor_parallelism_is_refused(tiny_model_path: PathOf) -> None:
+    with pytest.raises(UnsupportedOption, match="The states of its recurrent layers are not divided"):
+        require_possible(read_spec(tiny_model_path("qwen3_5")), Division(2, 1), 2)
 
 
 # ---- quantised weights, adapters -------------------------------------------------------------------------------------

@@ -36,14 +36,14 @@ from scripts.random_weights import WeightFormat, random_model, shape_spec
 from tests.models.harness import BLOCK_SIZE, CPU, ModelHarness
 from tests.models.harness import Sequence as Request
 from tests.models.operations import DefinedLibrary
-from tests.tiny import FAMILIES, HYBRIDS, VOCAB_SIZE
+from tests.tiny import FAMILIES, VOCAB_SIZE
 
 PathOf = Callable[[str], Path]
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4")
 REFUSED = {
     **dict.fromkeys(LATENT, "latent attention"),
-    **dict.fromkeys(HYBRIDS, "recurrent layers"),
-    "nemotron_h": "SingleLayer",
+    "nemotron_h": "experts without a gate",
+    "falcon_h1": "a projection of kind ScaledOutputs",
     "llama4": "inputs are multiplied",
 }
 LONG, STEPS = 22, 12  # the tokens of a prompt, and steps after it: windows of 20 and 24 tokens hide keys
@@ -83,7 +83,10 @@ class LoneHarness(ModelHarness):
             t.numpy() for t in (inputs.token_ids, inputs.positions, inputs.groups[0].slot_mapping)
         )
         each = len(inputs.groups), 1
-        rows = DecodeRows(token_ids, positions, np.tile(slots, each), np.tile(addresses, each))
+        states = None
+        if inputs.state is not None:
+            states = torch.stack(inputs.state[:3]).numpy()
+        rows = DecodeRows(token_ids, positions, np.tile(slots, each), np.tile(addresses, each), states)
         logits = self.lone.forward(rows).clone()
         for request in requests:
             request.computed += 1
@@ -128,7 +131,9 @@ def test_every_family_has_a_list_with_torchs_logits_or_a_reason(family: str, tin
         assert largest_error(model, model) < 2e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt_neox", "gpt_oss", "glm4_moe", "lfm2", "qwen3_5", "granite_hybrid"]
+)
 def test_the_definitions_of_the_operations_give_torchs_logits(
     family: str, tiny_model_path: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -300,6 +300,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("ernie4_5_moe", {"use_bias": True}, UnsupportedModel, "use_bias"),
     ("llama4", {"num_experts_per_tok": 2}, UnsupportedModel, "num_experts_per_tok = 2"),
     ("llama4", {"layer_types": ["sliding_attention"] * 4}, UnsupportedModel, "type sliding_attention"),
+    ("afmoe", {"route_norm": False}, UnsupportedModel, "route_norm = False"),
     ("mistral4", {"n_group": 4}, UnsupportedModel, "n_group above 1"),
     ("minimax_m2", {"scoring_func": "softmax"}, UnsupportedModel, "scoring_func = 'softmax'"),
     ("hy_v3", {"route_norm": False}, UnsupportedModel, "route_norm"),

@@ -54,11 +54,13 @@ def grouped_gemm(
     With an activation: x [T, K], weight [E, 2 * I, K] with the gate's rows first; returns activation(gate) * up as
     [rows of the alignment, I], in the alignment's order. Without: x is that result, weight [E, N, K]; returns [T *
     top_k, N], each row times its routing weight, in the order of the ids. Rows of padding are not written.
+    relu2 has no gate: weight [E, I, K], and the result is relu(y)^2.
 
     A plain weight has x's dtype. bias: [E, 2 * I] or [E, N].
     """
     values, scales = (weight.values, weight.scales) if isinstance(weight, ScaledExperts) else (weight, None)
-    num_outputs = weight.shape[1] // (2 if activation else 1)
+    gated = is_gated(activation)
+    num_outputs = weight.shape[1] // (2 if gated else 1)
     num_rows = blocks.num_rows if activation else weights.numel()
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     if not runs_triton(x):
@@ -67,7 +69,7 @@ def grouped_gemm(
     if num_blocks == 0:
         return out
     in_blocks = isinstance(weight, ScaledExperts) and weight.in_blocks
-    tile = grouped_gemm_tile(blocks.block_m, bool(activation), x.dtype.itemsize, gpu_of(x.device), in_blocks=in_blocks)
+    tile = grouped_gemm_tile(blocks.block_m, gated, x.dtype.itemsize, gpu_of(x.device), in_blocks=in_blocks)
     block_n, block_k, kind = tile.block_n, tile.block_k, "float"
     depth = values.shape[2]
     if scales is not None:
@@ -107,6 +109,11 @@ def grouped_gemm(
         **early_launch(x.device),
     )
     return out
+
+
+def is_gated(activation: str | None) -> bool:
+    """Return whether an activation's input has a gate besides `up`."""
+    return activation not in (None, "relu2")
 
 
 class MoeGemmTile(NamedTuple):
@@ -258,7 +265,8 @@ def _grouped_gemm_kernel(
     PDL: tl.constexpr,
 ):
     """One program per block of rows and BLOCK_N outputs."""
-    GATED: tl.constexpr = ACTIVATION != ""
+    FIRST: tl.constexpr = ACTIVATION != ""
+    GATED: tl.constexpr = FIRST and ACTIVATION != "relu2"
     PACKED: tl.constexpr = 1 if KIND == "float" else 2  # weights in one element
     num_n = tl.cdiv(N, BLOCK_N)
     block, n_tile = tile_of_program(num_n, GROUP_M)
@@ -270,7 +278,7 @@ def _grouped_gemm_kernel(
     rows = rows_of_block(rows_ptr, block, BLOCK_M, SINGLE)
     valid = rows >= 0
     places = block.to(tl.int64) * BLOCK_M + m
-    sources = rows.to(tl.int64) // TOP_K if GATED else places
+    sources = rows.to(tl.int64) // TOP_K if FIRST else places
     n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + sources[:, None] * x_stride + k[None, :]
@@ -314,6 +322,9 @@ def _grouped_gemm_kernel(
     if GATED:
         up = tl.trans(up_acc) if SWAP else up_acc
         y = activate(y, finish_outputs(up, bias_ptr, output_scales, first + N + n, n < N), ACTIVATION)
+        targets = places
+    elif FIRST:
+        y = squared_relu(y)
         targets = places
     else:
         y *= tl.load(weights_ptr + rows, mask=valid, other=0.0)[:, None]
@@ -377,6 +388,13 @@ def finish_outputs(y, bias_ptr, scales_ptr, outputs, mask):
     if bias_ptr is not None:
         y += tl.load(bias_ptr + outputs, mask=mask, other=0.0).to(tl.float32)[None, :]
     return y
+
+
+@triton.jit
+def squared_relu(y):
+    """Return relu(y)^2 in fp32."""
+    y = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return y * y
 
 
 @triton.jit

@@ -22,7 +22,9 @@ from localllm.kernels.moe.grouped_gemm import (
     gpu_of,
     grouped_gemm_reference,
     has_tensor_cores,
+    is_gated,
     rows_of_block,
+    squared_relu,
     tile_of_program,
 )
 from localllm.kernels.moe.weights import PlanarExperts
@@ -41,7 +43,8 @@ def planar_gemm(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Do grouped_gemm with planar experts."""
-    num_outputs = weight.shape[1] // (2 if activation else 1)
+    gated = is_gated(activation)
+    num_outputs = weight.shape[1] // (2 if gated else 1)
     num_rows = blocks.num_rows if activation else weights.numel()
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     if not runs_triton(x):
@@ -54,7 +57,7 @@ def planar_gemm(
     planes = weight.weight
     tensor_cores = has_tensor_cores(x.dtype.itemsize, gpu_of(x.device))
     tile = planar_gemm_tile(blocks.block_m, planes.bits, planes.mins is not None, tensor_cores)
-    tiles = cdiv(num_outputs, tile.block_n // (2 if activation else 1))
+    tiles = cdiv(num_outputs, tile.block_n // (2 if gated else 1))
     _planar_gemm_kernel[(num_blocks * tiles,)](
         x,
         planes.words,
@@ -146,7 +149,8 @@ def _planar_gemm_kernel(
     PDL: tl.constexpr,
 ):
     """One program per block of rows and BLOCK_N outputs, weights as the first operand."""
-    GATED: tl.constexpr = ACTIVATION != ""
+    FIRST: tl.constexpr = ACTIVATION != ""
+    GATED: tl.constexpr = FIRST and ACTIVATION != "relu2"
     TILE_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     PLANES: tl.constexpr = 16 // BITS
     CHUNK: tl.constexpr = LANES * PLANES
@@ -160,7 +164,7 @@ def _planar_gemm_kernel(
     rows = rows_of_block(rows_ptr, block, BLOCK_M, SINGLE)
     valid = rows >= 0
     places = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    sources = rows.to(tl.int64) // TOP_K if GATED else places
+    sources = rows.to(tl.int64) // TOP_K if FIRST else places
 
     at = tl.arange(0, BLOCK_N)
     n = n_tile * TILE_N + at % TILE_N
@@ -232,6 +236,9 @@ def _planar_gemm_kernel(
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_N, BLOCK_M)), (1, 2, 0)))
         y = tl.trans(activate(gate, up, ACTIVATION))
+        targets = places
+    elif FIRST:
+        y = tl.trans(squared_relu(acc))
         targets = places
     else:
         y = tl.trans(acc) * tl.load(weights_ptr + rows, mask=valid, other=0.0)[:, None]

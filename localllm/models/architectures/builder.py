@@ -289,7 +289,8 @@ class DecoderBuilder:
         (kv_heads, dim), made = kv_shape(spec, index), self._heads_made(index)
         q_size = spec.num_heads * dim
         rows = (2 if spec.attention_gate else 1) * q_size + (len(made) - 1) * kv_heads * dim
-        stems, shape = [f"{prefix}{name}_proj" for name in made], (rows, spec.hidden_size)
+        names = ["gate", *made] if spec.attention_gate == "matrix" else list(made)
+        stems, shape = [f"{prefix}{name}_proj" for name in names], (rows, spec.hidden_size)
         qkv = self.weights.linear(stems, shape, bias=spec.attention_bias, order=self._qkv_order())
         out = self.share.row_parallel(
             f"{prefix}o_proj",
@@ -326,19 +327,21 @@ class DecoderBuilder:
         apart. Rows may be reordered as long as q and k agree.
         """
         spec, shard = self.spec, self.shard
-        is_turned, is_gated = spec.rope_interleaved and spec.positions == "rope", spec.attention_gate is not None
-        if shard.is_whole and not is_turned and not is_gated:
+        is_turned, gate = spec.rope_interleaved and spec.positions == "rope", spec.attention_gate
+        if shard.is_whole and not is_turned and gate != "interleaved":
             return None
-        step = 2 if is_gated else 1  # a head's gate follows the head
-        first_key = step * spec.num_heads
+        first_key = (1 if gate is None else 2) * spec.num_heads
         first_value = first_key + spec.num_kv_heads
         rows = torch.arange((first_value + spec.num_kv_heads) * spec.head_dim, device="cpu").view(-1, spec.head_dim)
-        queries = [step * head for head in shard.heads]
+        if gate == "interleaved":
+            queries, gates = [2 * head for head in shard.heads], [2 * head + 1 for head in shard.heads]
+        else:
+            queries = [first_key - spec.num_heads + head for head in shard.heads]
+            gates = [] if gate is None else list(shard.heads)
         keys = [first_key + head for head in shard.kv_heads]
         if is_turned:
             head = half_split_order(spec.rope.rotary_dim, spec.head_dim)
             rows[queries + keys] = rows[queries + keys][:, head]
-        gates = [query + 1 for query in queries] if is_gated else []
         return rows[[*gates, *queries, *keys, *(first_value + head for head in shard.kv_heads)]].flatten()
 
     def _qk_transforms(self, prefix: str) -> Iterable[Callable[[Tensor], Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.models.spec.family import Config, Family, Storage
-from localllm.models.spec.mixture import grouping, layers_after, sigmoid_mixture
+from localllm.models.spec.mixture import grouping, layers_after, sigmoid_mixture, typed_layers
 
 
 def _differences(config: Config) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def _differences(config: Config) -> dict[str, Any]:
         "qk_norm": "head" if config["use_qk_norm"] else None,
         "mixture": sigmoid_mixture(
             config,
-            layers=layers_after(config, config["first_k_dense_replace"]),
+            layers=typed_layers(config) or layers_after(config, config["first_k_dense_replace"]),
             renormalize=bool(config["norm_topk_prob"]),
             scale=float(config["routed_scaling_factor"]),
             shared_size=config["moe_intermediate_size"] * (config["n_shared_experts"] or 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from localllm.models.architectures import (
+    afmoe,
     baichuan,
     bamba,
     bloom,
@@ -132,6 +133,7 @@ FAMILIES = (
     qwen3_5.MOE,
     qwen3_5.MOE_VISION,
     qwen3_5.NEXT,
+    afmoe.FAMILY,
     llama4.TEXT,
     llama4.VISION,
     *vision.FAMILIES,

@@ -13,7 +13,7 @@ from localllm.machine.hardware import Gpu
 from localllm.models.fit.devices import NVLINK, PCIE, PEERS, UNKNOWN, connection, ranges_in_words
 from localllm.models.fit.shares import Division
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.spec.shard import even_heads
+from localllm.models.spec.shard import divides_by_heads, even_heads
 
 USEFUL_CONTEXT = 8192
 """One GPU is enough if it holds this context, or the model's own where that is shorter."""
@@ -67,6 +67,13 @@ def require_possible(spec: ModelSpec, division: Division, num_gpus: int) -> None
         return
     if spec.implementation != "localllm":
         raise several_ranks_refused(spec.architecture, "It runs through transformers' code, which is not divided.")
+    if division.tensor > 1 and not divides_by_heads(spec):
+        raise UnsupportedOption(
+            f"--tensor-parallel-size is not supported for {spec.architecture}.",
+            "The states of its recurrent layers are not divided over ranks.",
+            "--pipeline-parallel-size divides its layers.",
+            param="tensor_parallel_size",
+        )
     if even_heads(spec, division.tensor) is None:
         raise _heads_refused(spec, division.tensor, num_gpus)
     mixture = spec.mixture
@@ -136,6 +143,7 @@ def choose_kind(
     size, links = len(gpus), connection(gpus)
     if even_heads(spec, size) is None:
         why = f"{spec.num_kv_heads} KV heads cannot be divided by {size}"
+        why = why if divides_by_heads(spec) else "the layers of this model are not divided by heads"
         return division_of(config, 1, size), f"Pipeline of {size} stages: {why}."
     times = exchange_times(spec, gpus, weights_bytes, size)
     if links in (NVLINK, PEERS) and (links == NVLINK if times is None else times[0] > times[1]):

@@ -36,7 +36,10 @@ def _sigmoid(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Con
 
 
 def _glm4_moe(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    """Return the fields of GLM-4.5 and of Solar Open, which has no dense layers: their size may be missing."""
     return {
+        **_mixed_layers(checkpoint, config),
+        "intermediate_size": config.get("intermediate_size") or metadata.count("expert_feed_forward_length"),
         "use_qk_norm": has(checkpoint, "attn_q_norm.weight"),
         "attention_bias": has(checkpoint, "attn_q.bias"),
     }
@@ -115,14 +118,21 @@ def _indexed(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Con
 
 
 def _mistral4(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    """Return Mistral 4's fields. Many files omit the growth of queries, which is 0.1 in all released models."""
     _scoring(metadata, _SOFTMAX)
-    rope = {"llama_4_scaling_beta": metadata.number("attention.temperature_scale"), **config.pop("rope_scaling", {})}
+    growth = metadata.number("attention.temperature_scale") or 0.1
+    rope = {"llama_4_scaling_beta": growth, **config.pop("rope_scaling", {})}
     return {
         **_deepseek2(metadata, checkpoint, config),
         "architectures": ["Mistral4ForCausalLM"],
         "norm_topk_prob": bool(metadata.get("expert_weights_norm")),
         "rope_parameters": {"rope_theta": config.get("rope_theta", 10_000.0), **rope},
     }
+
+
+def _afmoe(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    """Return Trinity's fields. All released models scale their embeddings, which files do not say."""
+    return {**_sigmoid(metadata, checkpoint, config), "mup_enabled": True}
 
 
 def _llama4(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
@@ -162,6 +172,18 @@ MIXTURES: dict[str, Architecture] = {
         "Llama4ForCausalLM",
         {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
         _llama4,
+    ),
+    "afmoe": Architecture(
+        "AfmoeForCausalLM",
+        {
+            "num_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "num_shared_experts": "expert_shared_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "route_scale": "expert_weights_scale",
+            "route_norm": "expert_weights_norm",
+        },
+        _afmoe,
     ),
     "dots1": Architecture("Dots1ForCausalLM", {**_FINE_EXPERTS, **_ROUTING}, _sigmoid),
     "ernie4_5-moe": Architecture(

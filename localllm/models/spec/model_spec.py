@@ -61,7 +61,7 @@ class ModelSpec:
     """Per layer whether its values are its keys before norm and rotation, with one matrix for both; empty: none."""
     attention_gate: str | None = None
     """interleaved: each head's output is multiplied by the sigmoid of a gate, whose rows follow the head's own in
-    q_proj (Qwen3-Next)."""
+    q_proj (Qwen3-Next). matrix: the gates are a matrix of their own, gate_proj (Trinity)."""
     clip_qkv: float | None = None  # OLMo 1
     positions: str = "rope"  # alibi (Bloom), learned (GPT-2), none (Granite 4 H)
     learned_positions: int = 0  # rows of the table of learned positions, without the offset

@@ -109,8 +109,10 @@ def even_heads(spec: ModelSpec, size: int) -> list[int] | None:
     """Return the most even counts of heads for `shards_of`; None: the heads cannot be divided by so many shards.
 
     Up to num_kv_heads shards take whole KV heads. More than that must be a multiple of num_kv_heads, and each takes a
-    part of one KV head's query heads.
+    part of one KV head's query heads. Models with recurrent layers are not divided by heads.
     """
+    if size > 1 and not divides_by_heads(spec):
+        return None
     if spec.latent is not None:
         return even(spec.num_heads, size) if size <= spec.num_heads else None
     if size <= spec.num_kv_heads:
@@ -118,6 +120,12 @@ def even_heads(spec: ModelSpec, size: int) -> list[int] | None:
     group = spec.num_heads // spec.num_kv_heads
     copies, rest = divmod(size, spec.num_kv_heads)
     return None if rest or copies > group else even(group, copies) * spec.num_kv_heads
+
+
+def divides_by_heads(spec: ModelSpec) -> bool:
+    """Return whether tensor parallelism can give each rank the same share of every layer (not of hybrids: their states
+    are not divided yet)."""
+    return spec.recurrent is None
 
 
 def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:

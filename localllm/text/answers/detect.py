@@ -45,12 +45,14 @@ _SOURCE_MARKS = (
     ("pythonic", "<|python_start|>"),
     ("pythonic", "List of tools: ["),  # LFM2.5, whose template contains no marker
 )
-_FRAMES = (
-    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-    ("<|START_TEXT|>", "<|END_TEXT|>"),
-    ("<|content|>", "<|begin|>assistant", "<|end|>"),
-    ("<|message_sep|>",),
-)
+_FRAMES: dict[str, tuple[str, ...]] = {
+    "<|START_RESPONSE|>": ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    "<|START_TEXT|>": ("<|START_TEXT|>", "<|END_TEXT|>"),
+    "<|content|>": ("<|content|>", "<|begin|>assistant", "<|end|>"),
+    "<|message_sep|>": ("<|message_sep|>",),
+    "</answer>": ("<answer>\n", "\n</answer>"),  # Hunyuan, whose template splits earlier answers there
+}
+"""What a template's source contains -> the markers around content."""
 
 
 def answer_format(template: ChatTemplate) -> AnswerFormat:
@@ -63,7 +65,7 @@ def answer_format(template: ChatTemplate) -> AnswerFormat:
     pair = next((pair for pair in PAIRS if pair.opener in named or pair.closer in named), None)
     if tools and tools.reasoning:
         pair = tools.reasoning
-    return AnswerFormat(tools, pair, next((frame for frame in _FRAMES if frame[0] in source), ()))
+    return AnswerFormat(tools, pair, next((frame for mark, frame in _FRAMES.items() if mark in source), ()))
 
 
 def _printed_call(template: ChatTemplate) -> tuple[str, str] | None:

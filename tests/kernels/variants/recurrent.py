@@ -23,7 +23,7 @@ def convolution(
     else:
         constants["bias_ptr"] = None
     aligned = ("x_stride", "channels")
-    return Variant(name, _causal_conv_kernel, signature, constants, aligned=aligned, max_registers=128, **fields)
+    return Variant(name, _causal_conv_kernel, signature, constants, aligned=aligned, max_registers=160, **fields)
 
 
 def delta(name: str, key_heads: int, heads: int, dtype: str = "bf16", tiled: bool = False, **fields: bool) -> Variant:

@@ -281,6 +281,7 @@ def test_harmony_reads_its_reasoning_itself():
         ("command", "<|START_TEXT|>{{ m.content }}<|END_TEXT|>"),
         ("solar", "<|begin|>assistant<|content|>{{ m.content }}<|end|>"),
         ("gigachat", "{{ m.content }}<|message_sep|>"),
+        ("apriel", "<answer>\n{{ m.content }}\n</answer>"),
     ],
 )
 def test_markers_around_content_are_told_and_dropped(name, frame):

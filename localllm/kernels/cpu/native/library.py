@@ -39,6 +39,7 @@ from localllm.kernels.cpu.native.structures import (
     NativeOperation,
     NativeRow,
     NativeSelectiveScan,
+    NativeStateRow,
     NativeStateRows,
     Recurrent,
 )
@@ -306,7 +307,7 @@ def _fault_of(functions: ctypes.CDLL) -> str:
         return f"The compiled libraries are older than their sources; {AGAIN}."
     structures = (
         NativeMatrix, NativeAttention, NativeExperts, NativeOperation, NativeRow, NativeConvolution, NativeGatedDelta,
-        NativeSelectiveScan, NativeGatedNorm, NativeStateRows,
+        NativeSelectiveScan, NativeGatedNorm, NativeStateRows, NativeStateRow,
     )  # fmt: skip
     if any(functions.localllm_size_of(place) != ctypes.sizeof(kind) for place, kind in enumerate(structures)):
         return "The structures of structures.py, step.h and recurrent.h differ."

@@ -6,7 +6,6 @@
 #include "attend.h"
 #include "functions.h"
 #include "lanes.h"
-#include "recurrent.h"
 
 enum {
   PIECE_BYTES = 1 << 17,  // of weights that a thread takes at a time
@@ -21,7 +20,7 @@ enum {
 typedef struct {
   Scratch* scratch;
   float* normed;  // [MAX_ROWS, inputs]
-  float* attention;
+  float* attention;  // or of a recurrent operation
   Rows rows;         // the input `prepared`, normed and encoded
   int64_t prepared;  // key; -1: none
 } Local;
@@ -76,13 +75,15 @@ static void want_inputs(Memory* memory, int64_t inputs) {
   memory->inputs = inputs;
 }
 
+static void want_floats(Memory* memory, int64_t floats) {
+  if (floats <= memory->attention_floats) return;
+  for (int64_t i = 0; i < memory->threads; i++) replace(&memory->locals[i].attention, floats);
+  memory->attention_floats = floats;
+}
+
 static void want_attention(Memory* memory, const Attention* attention, int64_t pieces, int64_t rows) {
-  const int64_t floats = attention_floats(attention), results = pieces * attention_result_floats(attention);
-  const int64_t joins = rows * attention->kv_heads;
-  if (floats > memory->attention_floats) {
-    for (int64_t i = 0; i < memory->threads; i++) replace(&memory->locals[i].attention, floats);
-    memory->attention_floats = floats;
-  }
+  const int64_t results = pieces * attention_result_floats(attention), joins = rows * attention->kv_heads;
+  want_floats(memory, attention_floats(attention));
   if (results > memory->result_floats) {
     memory->result_floats = results + results / 2;
     replace(&memory->results, memory->result_floats);
@@ -460,6 +461,50 @@ static void run_scale(const Operation* o, int64_t row) {
   for (int64_t i = 0; i < o->matrix.outputs; i++) y[i] *= factor;
 }
 
+static void run_multiply(const Operation* o, int64_t row) {
+  const int64_t n = o->matrix.outputs;
+  const float* x = o->x + row * o->x_stride;
+  float* y = o->y + row * o->y_stride;
+  for (int64_t i = 0; i < n; i += 16) {
+    const size_t size = (size_t)clamp(n - i, 0, 16) * sizeof(float);
+    v16f factor = all_lanes(0), value = factor;
+    memcpy(&factor, x + i, size);
+    memcpy(&value, y + i, size);
+    value *= activate16(o->activation, factor);
+    memcpy(y + i, &value, size);
+  }
+}
+
+// Recurrent operations ---------------------------------------------------------------------------------------------------
+
+static int64_t recurrent_floats(const Operation* o) {
+  switch (o->op) {
+    case OP_CONVOLVE: return convolution_floats(o->recurrent);
+    case OP_DELTA: return delta_floats(o->recurrent);
+    case OP_SCAN: return scan_floats(o->recurrent);
+    default: return 0;
+  }
+}
+
+static int64_t recurrent_pieces(const Operation* o) {
+  switch (o->op) {
+    case OP_CONVOLVE: return convolution_pieces(o->recurrent);
+    case OP_DELTA: return ((const GatedDelta*)o->recurrent)->heads;
+    case OP_SCAN: return ((const SelectiveScan*)o->recurrent)->heads;
+    default: return 1;
+  }
+}
+
+static void run_recurrent(const Operation* o, int64_t piece, float* memory) {
+  const int64_t pieces = recurrent_pieces(o), row = piece / pieces;
+  switch (o->op) {
+    case OP_CONVOLVE: convolve_piece(o->recurrent, &o->states[row], piece % pieces, memory); break;
+    case OP_DELTA: delta_piece(o->recurrent, &o->states[row], piece % pieces, memory); break;
+    case OP_SCAN: scan_piece(o->recurrent, &o->states[row], piece % pieces, memory); break;
+    default: norm_token(o->recurrent, row);
+  }
+}
+
 // Steps ----------------------------------------------------------------------------------------------------------------
 
 static int64_t count_step_pieces(void* context, int64_t operation) {
@@ -471,6 +516,9 @@ static int64_t count_step_pieces(void* context, int64_t operation) {
     case OP_ATTEND: return count_attention_pieces(step, o->attention);
     case OP_EXPERTS_GATED:
     case OP_EXPERTS_DOWN: return count_expert_pieces(step, o);
+    case OP_CONVOLVE:
+    case OP_DELTA:
+    case OP_SCAN: return step->num_rows * recurrent_pieces(o);
     default: return step->num_rows;
   }
 }
@@ -489,6 +537,8 @@ static void run_step_piece(void* context, int64_t operation, int64_t piece, int6
     case OP_SCALE: run_scale(o, piece); break;
     case OP_EXPERTS_GATED: run_expert_gates(step, operation, piece, thread); break;
     case OP_EXPERTS_DOWN: run_expert_downs(step, operation, piece, thread); break;
+    case OP_MULTIPLY: run_multiply(o, piece); break;
+    default: run_recurrent(o, piece, local->attention);
   }
 }
 
@@ -513,6 +563,7 @@ static void want_memory(const Step* step, int64_t count) {
       want_attention(step->memory, o->attention, count_attention_pieces(step, o->attention), step->num_rows);
     } else {
       want_inputs(step->memory, widest_row(o));
+      want_floats(step->memory, recurrent_floats(o));
     }
   }
   for (int64_t i = 0; i < step->memory->threads; i++) step->memory->locals[i].prepared = -1;
@@ -667,6 +718,6 @@ const char* localllm_source_hash(void) { return LOCALLLM_SOURCE_HASH; }
 int64_t localllm_size_of(int64_t structure) {
   const int64_t sizes[] = {sizeof(Matrix),      sizeof(Attention),   sizeof(Experts),       sizeof(Operation),
                            sizeof(StepRow),     sizeof(Convolution), sizeof(GatedDelta),    sizeof(SelectiveScan),
-                           sizeof(GatedNorm),   sizeof(StateRows)};
+                           sizeof(GatedNorm),   sizeof(StateRows),   sizeof(StateRow)};
   return sizes[structure];
 }

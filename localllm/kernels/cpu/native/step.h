@@ -6,6 +6,7 @@
 #pragma once
 #include "pool.h"
 #include "products.h"
+#include "recurrent.h"
 
 enum Op {
   OP_LINEAR,  // y = activation(norm(x) W^T + bias) * factor, or added to y
@@ -17,6 +18,11 @@ enum Op {
   OP_SCALE,   // y *= activation(x[0])
   OP_EXPERTS_GATED,  // y[c] = activation(gate) * up of norm(x) for each choice c; y [rows, top_k * N]
   OP_EXPERTS_DOWN,   // y = sum over choices c of weights[c] * (x[c] W^T + bias), times factor, or added to y
+  OP_MULTIPLY,    // y *= activation(x)
+  OP_CONVOLVE,    // a Convolution of one token a row
+  OP_DELTA,       // a GatedDelta, likewise
+  OP_SCAN,        // a SelectiveScan, likewise
+  OP_GATED_NORM,  // a GatedNorm, likewise
 };
 // Operations without weights of their own have N, the values of a row of y (of a choice), as their matrix's outputs.
 
@@ -90,6 +96,8 @@ typedef struct {
   double factor;       // of the result; 1: none
   const Attention* attention;  // OP_ATTEND
   const Experts* experts;      // OP_ROUTE, OP_EXPERTS_GATED, OP_EXPERTS_DOWN
+  const void* recurrent;       // OP_CONVOLVE to OP_GATED_NORM: what is computed, and where from and to, row r as token r
+  const StateRow* states;      // likewise: [MAX_ROWS], row r's only token r and its places, written before each call
 } Operation;
 
 // A row as the layers of one group of block tables see it.
@@ -120,5 +128,5 @@ const char* localllm_instruction_set(void);
 const char* localllm_source_hash(void);
 
 // Bytes of a structure as the library knows it: 0 Matrix, 1 Attention, 2 Experts, 3 Operation, 4 StepRow, 5 Convolution,
-// 6 GatedDelta, 7 SelectiveScan, 8 GatedNorm, 9 StateRows.
+// 6 GatedDelta, 7 SelectiveScan, 8 GatedNorm, 9 StateRows, 10 StateRow.
 int64_t localllm_size_of(int64_t structure);

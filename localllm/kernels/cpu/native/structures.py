@@ -37,6 +37,11 @@ class Op(IntEnum):
     SCALE = 6
     EXPERTS_GATED = 7
     EXPERTS_DOWN = 8
+    MULTIPLY = 9
+    CONVOLVE = 10
+    DELTA = 11
+    SCAN = 12
+    GATED_NORM = 13
 
 
 class NormKind(IntEnum):
@@ -150,6 +155,8 @@ class NativeOperation(ctypes.Structure):
         ("factor", c_double),
         ("attention", c_void_p),
         ("experts", c_void_p),
+        ("recurrent", c_void_p),
+        ("states", c_void_p),
     )
 
 
@@ -248,6 +255,12 @@ class NativeGatedNorm(ctypes.Structure):
         ("gate_first", c_int64),
         ("eps", c_double),
     )
+
+
+class NativeStateRow(ctypes.Structure):
+    """`StateRow` of recurrent.h."""
+
+    _fields_ = (("first", c_int64), ("end", c_int64), ("read", c_int64), ("write", c_int64), ("save", c_int64))
 
 
 class NativeStateRows(ctypes.Structure):
