@@ -115,7 +115,11 @@ _ZAMBA = {
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
     "blt": {"encoder_hash_byte_group_vocab": 64},
-    "cohere_compass_text": {"layer_types": _ALTERNATING, "num_hidden_layers": 4},
+    "cohere_compass_text": {
+        "layer_types": _ALTERNATING,
+        "num_hidden_layers": 4,
+        "rope_parameters": dict.fromkeys(_ALTERNATING[:2], {"rope_type": "default", "rope_theta": 10_000.0}),
+    },
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 1.5}},
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy", "first_k_dense_replace": 1},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
