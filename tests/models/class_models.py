@@ -118,7 +118,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": _ALTERNATING,
         "num_hidden_layers": 4,
-        "rope_parameters": dict.fromkeys(_ALTERNATING[:2], {"rope_type": "default", "rope_theta": 10_000.0}),
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in _ALTERNATING},
     },
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 1.5}},
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy", "first_k_dense_replace": 1},

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.kernels.layer_state import LayerState
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.architectures.transformers_backend import attention, verify
 from localllm.models.architectures.transformers_backend import spec as spec_module
@@ -249,14 +250,16 @@ def test_a_recurrent_row_reads_writes_and_saves_its_places(tmp_path: Path) -> No
     assert spec.recurrent == RecurrentSpec("module", held=(3 * 64, 0))
     harness = ModelHarness(load_model(tmp_path, spec, CPU, torch.float32))
     first, _ = harness.prefill(prompt(12))
-    state = harness.kv_cache[spec.recurrent_layers[0]].conv
-    taken = state.clone()
+    cache = harness.kv_cache[spec.recurrent_layers[0]]
+    assert isinstance(cache, LayerState)
+    state = cache.tensors()[0]
+    taken, saved = state.clone(), harness.free_places.pop()
     second = replace(first, place=harness.free_places.pop(), token_ids=prompt(13))
     inputs = harness._inputs([(second, 1)], all_logits=True)
-    moved = replace(inputs, state=places(read=first.place, write=second.place, save=7))
+    moved = replace(inputs, state=places(read=first.place, write=second.place, save=saved))
     harness.model.forward(moved, harness.kv_cache)
     assert torch.equal(state[first.place], taken[first.place])
-    assert torch.equal(state[second.place], state[7])
+    assert torch.equal(state[second.place], state[saved])
     assert torch.equal(state[second.place].view(64, 3)[:, :-1], taken[first.place].view(64, 3)[:, 1:])
     assert state[0].isnan().all()
 
