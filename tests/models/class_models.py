@@ -146,6 +146,8 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     },
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": [1, 3]},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "llama4": {"text_config": {"num_experts_per_tok": 1}},
+    "llama4_text": {"num_experts_per_tok": 1},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "ministral": {"head_dim": 16},
     "mimo_v2_flash": {"v_head_dim": 12},
