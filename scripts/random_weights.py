@@ -126,6 +126,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
     },
+    "qwen3.5-0.8b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "full_attention_interval": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
 }
 """Fields of the published config.json files that decide the shape."""
 
@@ -164,8 +186,11 @@ class RandomTensors:
         self._quantize = _quantizer(weights)
         self._generator = torch.Generator(device).manual_seed(seed)
 
+    def keeps_half(self, dtype: torch.dtype, shape: tuple[int, int]) -> bool:
+        return False
+
     def has(self, name: str) -> bool:
-        return True
+        return not name.endswith(".A")  # rates of decay are made from A_log, so that states decay
 
     def take(
         self,
@@ -185,6 +210,9 @@ class RandomTensors:
         if name.endswith(".bias"):
             return out.normal_(0.0, 0.02, generator=self._generator)
         return out.normal_(0.0, 1 / math.sqrt(shape[-1]), generator=self._generator)
+
+    def values(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
+        return self.take([name], shape, dtype=dtype)
 
     def table(
         self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False, rows: range | None = None

@@ -38,6 +38,7 @@ ARCHITECTURES = {
     "gemma4_text": "gemma4",
     "phi3": "phi3",
     "stablelm": "stablelm",
+    "glm4": "glm4",
     **gguf_mixtures.ARCHITECTURES,
 }
 """model_type in config.json -> general.architecture."""

@@ -229,7 +229,9 @@ def hardware_lines(hardware: Hardware) -> list[str]:
 def memory_line(model: ServedModel) -> str:
     """Return the planned memory of each part, and the measured memory where the load measured it."""
     plan = model.plan
-    parts = {"weights": plan.weights_bytes, "KV cache": plan.kv_bytes, "activations": plan.activation_bytes}
+    parts = {"weights": plan.weights_bytes, "KV cache": plan.kv_bytes}
+    parts |= {"recurrent states": plan.state_bytes} if plan.num_places else {}
+    parts["activations"] = plan.activation_bytes
     seen = {} if model.memory is None else {part.name: part for part in model.memory.parts}
     shown = [_memory_part(name, size, seen.get(name)) for name, size in parts.items()]
     return " · ".join([*shown, f"reserve {format_bytes(plan.reserve_bytes)}"])

@@ -104,6 +104,7 @@ def _device_facts(each: Estimate) -> dict[str, Any]:
         "error": str(each.error) if each.error else None,
         "max_model_len": each.plan.max_model_len if each.plan else None,
         "kv_bytes_per_token": each.kv_token_bytes,
+        "state_bytes_per_request": each.needs.bytes_per_state,
         "concurrency": {str(length): number for length, number in each.concurrency.items()},
         "plan" if each.plan else "needs": _plan_facts(each.needs),
         "options": [_option_facts(option) for option in each.options],

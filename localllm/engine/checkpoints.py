@@ -91,7 +91,7 @@ class Checkpoints:
         if hit.state not in (NO_STATE, place):
             self._read.append(hit.state)
         start = hit.num_places * self._config.block_size
-        request.held_state = HeldState(place, hit.state, start, self._positions(request, hit))
+        request.held_state = HeldState(place, hit.state, start, self._positions(request, hit), StateUse(place, place))
         return True
 
     def _place_beside(self, read: int) -> int | None:
@@ -205,8 +205,9 @@ class Checkpoints:
         if kind is not None and save:
             self._planned[request.request_id] = _Save(request, held, end, save, kind)
             held.saved = end
-        while held.save_at and held.save_at[0] <= end:
+        if held.save_at and held.save_at[0] == end:
             del held.save_at[0]
+        held.next_use = end - end % self._unit + self._unit
         read, held.read = held.read, held.place
         return StateUse(read, held.place, save)
 

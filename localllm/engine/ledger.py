@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from localllm.engine.block_pool import NULL_BLOCK, BlockPool
 from localllm.engine.request import Request
+from localllm.engine.stats import KVGroupStats
 from localllm.models.spec.kv_group import held_blocks, main_group
 
 Counts = tuple[int, ...]
@@ -88,10 +89,10 @@ class Ledger:
             counts.append(pool.num_unreferenced(blocks) - len(blocks) if window is None else 0)
         return tuple(counts)
 
-    def held(self, request: Request) -> Counts:
-        """Return the blocks that a running request holds."""
-        tables = zip(request.block_tables, request.num_dropped_blocks, strict=True)
-        return tuple([len(table) - dropped for table, dropped in tables])
+    def stats(self) -> tuple[KVGroupStats, ...]:
+        """Return the use of each group."""
+        pools = zip(self.windows, self.pools, strict=True)
+        return tuple(KVGroupStats(window, pool.capacity, pool.num_used, pool.num_cached) for window, pool in pools)
 
     # ---- tables ------------------------------------------------------------------------------------------------------
 

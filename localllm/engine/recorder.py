@@ -12,10 +12,11 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
 
-from localllm.engine.block_pool import BlockPool
+from localllm.engine.ledger import Ledger
 from localllm.engine.request import Request
+from localllm.engine.state_pool import StatePool
 from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
-from localllm.engine.step import RunnerStats
+from localllm.engine.step import Row, RunnerStats
 
 _EPOCH = time.time() - time.perf_counter()
 RATE_WINDOW_S = 5.0
@@ -82,6 +83,39 @@ class StatsRecorder:
             self.prefix_cache_lacks_state += num_kv_tokens - request.num_cached_tokens
             self.prompt_tokens_cached += request.num_cached_tokens
 
+    def on_plan(
+        self,
+        step_id: int,
+        rows: Iterable[tuple[Request, Row]],
+        num_tokens: int,
+        budget_tokens: int,
+        schedule_s: float,
+    ) -> None:
+        """Record a launched step by its rows, whose requests have been advanced."""
+        decode_tokens = decode_requests = num_rows = prompt_tokens = recomputed_tokens = 0
+        for request, row in rows:
+            num_rows += 1
+            if row.num_scheduled_tokens == 1 + len(row.draft_token_ids) and row.samples:
+                decode_requests += 1
+                decode_tokens += row.num_scheduled_tokens
+            if not request.num_preemptions and row.num_computed_tokens < request.prompt_len:
+                prompt_tokens += min(request.num_computed_tokens, request.prompt_len) - row.num_computed_tokens
+            if row.num_computed_tokens < request.num_lost_tokens:
+                recomputed_tokens += min(request.num_computed_tokens, request.num_lost_tokens) - row.num_computed_tokens
+        self.on_step(
+            StepComposition(
+                step_id=step_id,
+                prefill_tokens=num_tokens - decode_tokens,
+                decode_tokens=decode_tokens,
+                prefill_requests=num_rows - decode_requests,
+                decode_requests=decode_requests,
+                budget_tokens=budget_tokens,
+                schedule_s=schedule_s,
+            ),
+            prompt_tokens,
+            recomputed_tokens,
+        )
+
     def on_step(self, composition: StepComposition, prompt_tokens: int, recomputed_tokens: int = 0) -> None:
         """Record a launched step. `prompt_tokens`: prompt tokens computed for the first time."""
         self.num_steps += 1
@@ -129,7 +163,7 @@ class StatsRecorder:
 
     def snapshot(
         self,
-        pool: BlockPool,
+        ledger: Ledger,
         running: Iterable[Request],
         waiting: Iterable[Request],
         *,
@@ -138,11 +172,12 @@ class StatsRecorder:
         max_model_len: int,
         async_depth: int,
         runner: RunnerStats,
+        states: StatePool | None = None,
     ) -> EngineStats:
         taken_s = now_s()
         self._drop_old_rates(taken_s)
         span_s = max(taken_s - self._window[0][0], 0.5) if self._window else 1.0
-        running, waiting = list(running), list(waiting)
+        running, waiting, pool = list(running), list(waiting), ledger.main_pool
         return EngineStats(
             taken_s=taken_s,
             uptime_s=taken_s - self.started_s,
@@ -166,6 +201,10 @@ class StatsRecorder:
             decode_tokens_per_s=sum(entry[2] for entry in self._window) / span_s,
             prefix_cache_queries=self.prefix_cache_queries,
             prefix_cache_hits=self.prefix_cache_hits,
+            prefix_cache_lacks_state=self.prefix_cache_lacks_state,
+            total_places=0 if states is None else states.capacity,
+            used_places=0 if states is None else states.num_held,
+            checkpoint_places=0 if states is None else states.num_checkpoints,
             num_preemptions=self.num_preemptions,
             recomputed_tokens=self.recomputed_tokens,
             num_failed_steps=self.num_failed_steps,
@@ -187,6 +226,7 @@ class StatsRecorder:
             iteration_tokens=self._iteration.freeze(),
             requests=tuple(r.timeline() for r in (*running, *waiting)),
             recent=tuple(self.recent),
+            kv_groups=ledger.stats(),
         )
 
     def _note_rate(self, prefill: int, decode: int) -> None:

@@ -21,7 +21,7 @@ from enum import StrEnum
 from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
 from localllm.engine.stats import RequestTimeline
-from localllm.engine.step import PromptEmbeds, TokenLogprobs
+from localllm.engine.step import PromptEmbeds, StateUse, TokenLogprobs
 from localllm.text.grammar import OutputGrammar
 
 
@@ -52,6 +52,8 @@ class HeldState:
     read: int  # place that its next row reads; -1: that row begins from zeros
     saved: int  # newest position of the request at which there is, or was, a checkpoint
     save_at: list[int]  # positions of the prompt at which rows will end and save the state, ascending
+    steady: StateUse  # of a row that continues and saves nothing:
+    next_use: int = 0  # of one that ends before this position
     moving: bytes = b""  # name of the checkpoint that moves along with the output; empty: none
 
 
@@ -151,6 +153,11 @@ class Request:
         return len(self.block_tables[0]) if self.block_tables else 0
 
     @property
+    def num_held_blocks(self) -> tuple[int, ...]:
+        """Blocks of each KV group."""
+        return tuple([len(t) - n for t, n in zip(self.block_tables, self.num_dropped_blocks, strict=True)])
+
+    @property
     def num_wanted_tokens(self) -> int:
         """N + S + P - C."""
         return len(self.token_ids) + len(self.draft_token_ids) + self.num_output_placeholders - self.num_computed_tokens
@@ -187,6 +194,7 @@ class Request:
             first_token_s=self.first_token_s,
             finished_s=self.finished_s,
             finish_reason=self.finish_reason,
+            held_blocks=self.num_held_blocks,
         )
 
     def __repr__(self) -> str:

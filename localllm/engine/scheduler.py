@@ -31,7 +31,7 @@ from localllm.engine.request_table import RequestTable
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.settle import LaunchedStep, settle_step
 from localllm.engine.state_pool import StatePool
-from localllm.engine.stats import EngineStats, StepComposition
+from localllm.engine.stats import EngineStats
 from localllm.engine.step import NewSlot, Row, RunnerStats, StepPlan, StepResult
 from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull
 
@@ -163,7 +163,7 @@ class Scheduler:
             return
         hit, ledger = self.table.find_hit(head), self.ledger
         need = plus(ledger.needs(head.num_tokens), ledger.taken_by_hit(hit))
-        room = plus(self._spare_blocks(None), ledger.held(victim))
+        room = plus(self._spare_blocks(None), victim.num_held_blocks)
         if fits(need, room) and not self.table.is_being_computed(head, hit):
             self._preempt(victim, draft)
 
@@ -255,7 +255,7 @@ class Scheduler:
     def _schedule_one(self, request: Request, count: int, draft: _Draft) -> int:
         """Find blocks for at most `count` more tokens of a running request, add the request to the step, and return
         how many tokens it runs; 0: none, since it was preempted or ended."""
-        if self.states is not None:
+        if count > 1 and self.states is not None:
             count = self.states.end_of_row(request, request.num_computed_tokens + count) - request.num_computed_tokens
         blocks = self._grow(request, count, draft)
         if blocks is None:
@@ -264,7 +264,10 @@ class Scheduler:
         guesses = max(0, end - request.num_tokens - request.num_output_placeholders)
         drafts = request.draft_token_ids[:guesses]
         samples = end >= request.num_tokens + request.num_output_placeholders
-        state = self.states.use(request, end) if self.states is not None else None
+        held = request.held_state
+        state = None if held is None else held.steady
+        if held is not None and self.states is not None and end >= held.next_use:
+            state = self.states.use(request, end)
         row = Row(request.slot, request.request_id, request.num_computed_tokens, count, blocks, samples, drafts, state)
         draft.rows[request.request_id] = (request, row)
         draft.budget -= count
@@ -375,7 +378,7 @@ class Scheduler:
         for request in self.running:
             counts = priority is not None and request.priority <= priority
             end = self._reserve.num_tokens(request) if counts else request.num_tokens
-            for group, (need, held) in enumerate(zip(ledger.needs(end), ledger.held(request), strict=True)):
+            for group, (need, held) in enumerate(zip(ledger.needs(end), request.num_held_blocks, strict=True)):
                 promised[group] += max(0, need - held)
         kept = zip(ledger.num_free, promised, ledger.step_reserve, strict=True)
         return tuple([free - blocks - reserve for free, blocks, reserve in kept])
@@ -434,28 +437,8 @@ class Scheduler:
         ])  # fmt: skip
 
     def _record(self, plan: StepPlan, draft: _Draft, schedule_s: float) -> None:
-        decode_tokens = decode_requests = prompt_tokens = recomputed_tokens = 0
-        for request, row in draft.rows.values():
-            if row.num_scheduled_tokens == 1 + len(row.draft_token_ids) and row.samples:
-                decode_requests += 1
-                decode_tokens += row.num_scheduled_tokens
-            if not request.num_preemptions and row.num_computed_tokens < request.prompt_len:
-                prompt_tokens += min(request.num_computed_tokens, request.prompt_len) - row.num_computed_tokens
-            if row.num_computed_tokens < request.num_lost_tokens:
-                recomputed_tokens += min(request.num_computed_tokens, request.num_lost_tokens) - row.num_computed_tokens
-        self.recorder.on_step(
-            StepComposition(
-                step_id=plan.step_id,
-                prefill_tokens=self.config.max_num_batched_tokens - draft.budget - decode_tokens,
-                decode_tokens=decode_tokens,
-                prefill_requests=len(plan.rows) - decode_requests,
-                decode_requests=decode_requests,
-                budget_tokens=self.config.max_num_batched_tokens,
-                schedule_s=schedule_s,
-            ),
-            prompt_tokens,
-            recomputed_tokens,
-        )
+        budget = self.config.max_num_batched_tokens
+        self.recorder.on_plan(plan.step_id, draft.rows.values(), budget - draft.budget, budget, schedule_s)
 
     # A step is settled, or fails --------------------------------------------------------------------------------
 
@@ -502,9 +485,10 @@ class Scheduler:
 
     def stats(self, async_depth: int, runner: RunnerStats) -> EngineStats:
         return self.recorder.snapshot(
-            self.ledger.main_pool,
+            self.ledger,
             self.running,
             self.waiting,
+            states=None if self.states is None else self.states.pool,
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.config.max_model_len,

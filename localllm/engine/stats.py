@@ -61,6 +61,7 @@ class RequestTimeline:
     first_token_s: float | None = None
     finished_s: float | None = None
     finish_reason: str | None = None  # stop, length, abort, error
+    held_blocks: tuple[int, ...] = ()  # of each KV group; empty: none
 
     @property
     def ttft_s(self) -> float | None:
@@ -91,6 +92,24 @@ class StepComposition:
 
 
 @dataclass(frozen=True, slots=True)
+class KVGroupStats:
+    """The blocks of one KV group: layers with the same window."""
+
+    window: int | None  # tokens that the layers see; None: all
+    total_blocks: int  # usable, without the null block
+    used_blocks: int
+    cached_blocks: int
+
+    @property
+    def name(self) -> str:
+        return "full" if self.window is None else f"window_{self.window}"
+
+    @property
+    def free_blocks(self) -> int:
+        return self.total_blocks - self.used_blocks - self.cached_blocks
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """All statistics of the engine. Totals count from the start; rates are over the last few seconds."""
 
@@ -99,7 +118,7 @@ class EngineStats:
     num_running: int
     num_waiting: int
     block_size: int
-    total_blocks: int  # usable, without the null block
+    total_blocks: int  # usable, without the null block, of the KV group that keeps the most tokens
     used_blocks: int  # referenced by a request
     cached_blocks: int  # unreferenced, reusable through the prefix cache
     free_blocks: int  # used + cached + free == total
@@ -116,6 +135,10 @@ class EngineStats:
     decode_tokens_per_s: float
     prefix_cache_queries: int  # prompt tokens looked up at admission
     prefix_cache_hits: int  # prompt tokens found in the prefix cache
+    prefix_cache_lacks_state: int  # prompt tokens whose K and V were known and computed again for want of a state
+    total_places: int  # usable places of recurrent states; 0: the model has none
+    used_places: int  # held by requests
+    checkpoint_places: int  # hold a checkpoint that no request reads
     num_preemptions: int
     recomputed_tokens: int  # computed again after a preemption
     num_failed_steps: int
@@ -137,6 +160,7 @@ class EngineStats:
     iteration_tokens: Histogram
     requests: tuple[RequestTimeline, ...]  # running first, then waiting
     recent: tuple[RequestTimeline, ...]  # the last finished requests, newest first
+    kv_groups: tuple[KVGroupStats, ...] = ()  # the other numbers of blocks are those of one of them
 
     @property
     def kv_usage(self) -> float:

@@ -107,7 +107,7 @@ def replan(
     measured: one for each rank of the plan, if it has ranks.
     """
     loaded = replace(spec, max_position=plan.max_model_len)
-    config = replace(config, device=plan.device, dtype=plan.dtype)
+    config = replace(config, device=plan.device, dtype=plan.dtype, max_num_seqs=plan.max_num_seqs)
     again = plan_memory(config, loaded, plan.weights_bytes, hardware, measured=measured, ranks=plan.ranks)
     kept = [note for note in plan.notes if note not in again.notes]
     log.info(

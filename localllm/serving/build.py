@@ -216,7 +216,8 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
             log.info("plan note=%r", note)
         weights, kv = format_bytes(plan.weights_bytes), format_bytes(plan.kv_bytes)
         stored = f" ({plan.quantization})" if plan.quantization else ""
-        report(f"{plan.place} · {plan.dtype} · weights {weights}{stored} · KV {kv}")
+        states = f" · recurrent states {format_bytes(plan.state_bytes)}" if plan.num_places else ""
+        report(f"{plan.place} · {plan.dtype} · weights {weights}{stored} · KV {kv}{states}")
     return plan
 
 
@@ -353,6 +354,8 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
     from localllm.engine.loop import EngineLoop
     from localllm.engine.scheduler import Scheduler
     from localllm.engine.scheduler_config import SchedulerConfig
+    from localllm.engine.state_pool import StatePool
+    from localllm.models.fit.states import state_interval
 
     scheduler = Scheduler(
         SchedulerConfig(
@@ -366,10 +369,12 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
             policy=config.scheduling_policy,
             max_num_queued_reqs=config.max_num_queued_reqs,
             enable_prefix_caching=config.enable_prefix_caching,
+            state_interval=state_interval(plan.bytes_per_state, plan.block_size),
             num_stages=runner.num_stages,
         ),
         Ledger(plan.num_blocks, plan.block_size, plan.windows, step_tokens=plan.max_num_batched_tokens),
         BlockHasher(fingerprint, plan.block_size),
+        state_pool=StatePool(plan.num_places) if plan.num_places else None,
     )
     return EngineLoop(scheduler, runner, depth=plan.async_depth)
 

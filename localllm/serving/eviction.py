@@ -87,7 +87,7 @@ def _reserved_by_ranks(model: ServedModel) -> int:
 
 def _reserved_here(plans: Sequence[MemoryPlan], models: Sequence[ModelEntry], baseline_bytes: int | None) -> int:
     """Return the RAM that the models in this process may still claim."""
-    reserved = sum(plan.kv_bytes + plan.activation_bytes for plan in plans)
+    reserved = sum(plan.kv_bytes + plan.state_bytes + plan.activation_bytes for plan in plans)
     if not reserved or baseline_bytes is None:
         return reserved
     weights = sum(plan.weights_bytes for plan in plans)

@@ -263,8 +263,9 @@ def test_a_common_start_shorter_than_the_interval_is_not_worth_a_checkpoint():
     assert rows_of(engine, "1") == [(0, 20), (20, 23)]
 
 
-def test_a_checkpoint_moves_along_with_an_output_and_stays_when_it_ends():
-    engine = hybrid(state_interval=8)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_checkpoint_moves_along_with_an_output_and_stays_when_it_ends(depth):
+    engine = hybrid(state_interval=8, depth=depth)
     request = engine.add("a", [1, 2, 3], max_tokens=40)
     seen = set()
     for _ in range(50):

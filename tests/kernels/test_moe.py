@@ -70,6 +70,9 @@ ROUTINGS = {
     "deepseek-v2": (160, 6, "softmax", False, False, 8, 3, 16.0),
     "deepseek-v3": (256, 8, "sigmoid", True, True, 8, 4, 2.5),
     "glm": (24, 3, "sigmoid", True, True, 1, 1, 1.5),
+    "ernie": (64, 6, "softmax", True, True, 1, 1, 1.0),
+    "command-a-plus": (128, 8, "sigmoid", True, False, 1, 1, 1.0),
+    "llama-4": (16, 1, "sigmoid", False, False, 1, 1, 1.0),
 }
 
 

@@ -18,6 +18,7 @@ from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel, Unsup
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.architectures.read_spec import read_spec, spec_of_config
+from localllm.models.fit import kv_bytes_per_token
 from localllm.models.fit.parallel import Division, require_possible
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.loader import load_model, resident_bytes
@@ -241,6 +242,6 @@ def test_the_sizes_of_qwen3_6_27b() -> None:
     })  # fmt: skip
     assert [len(spec.recurrent_layers), spec.num_layers - len(spec.recurrent_layers)] == [48, 16]
     assert round(state_bytes(spec, "float32") / 2**20, 1) == 149.6
-    assert spec.kv_bytes_per_token(2) == 64 * 1024
+    assert kv_bytes_per_token(spec, "bfloat16") == 64 * 1024
     assert spec.rope.rotary_dim == 64
-    assert replace(spec, layer_kinds=()).kv_bytes_per_token(2) == 4 * 64 * 1024
+    assert kv_bytes_per_token(replace(spec, layer_kinds=()), "bfloat16") == 4 * 64 * 1024

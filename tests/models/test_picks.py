@@ -30,11 +30,11 @@ def test_every_line_of_the_list_is_sound() -> None:
 @pytest.mark.parametrize(
     ("hardware", "first"),
     [
-        (machine(32, gpu_gib=24), "Qwen3 30B A3B"),
-        (machine(32, gpu_gib=8), "Qwen3 8B"),
-        (machine(16), "Qwen3 4B"),
-        (machine(64, cores=2), "Qwen3 1.7B"),
-        (machine(4, cores=2), "Qwen3 0.6B"),
+        (machine(64, gpu_gib=32), "Qwen3.6 35B A3B"),
+        (machine(32, gpu_gib=24), "GLM-4.7 Flash"),
+        (machine(32, gpu_gib=16), "gpt-oss 20B"),
+        (machine(16), "Granite 4 H Tiny"),
+        (machine(4, cores=2), "LFM2.5 1.2B"),
     ],
 )
 def test_the_largest_that_fits_and_is_quick_enough_comes_first(hardware: Hardware, first: str) -> None:

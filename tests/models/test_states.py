@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from localllm.models.fit import kv_bytes_per_token
+from localllm.config.settings import EngineConfig
+from localllm.errors import DoesNotFit, UnsupportedOption
+from localllm.machine.hardware import Gpu, Hardware
+from localllm.models.fit import MemoryPlan, kv_bytes_per_token, plan_memory
+from localllm.models.fit.states import state_interval
 from localllm.models.spec.model_spec import ModelSpec, RopeSpec
 from localllm.models.spec.recurrent import RecurrentSpec
 from localllm.models.spec.states import StateTensor, state_bytes, state_group
@@ -55,6 +59,70 @@ def test_the_matrix_is_fp32_and_the_convolution_has_the_type_of_the_activations(
 
 def test_a_short_convolution_keeps_no_matrix():
     assert [tensor.name for tensor in state_group(LFM2, "float32").tensors[0]] == ["conv"]
+
+
+QWEN_27B = replace(
+    hybrid(gated_delta(48), 48, 16), hidden_size=5120, intermediate_size=17_408, num_heads=24, num_kv_heads=4,
+    head_dim=256, vocab_size=248_320, max_position=262_144,
+)  # fmt: skip
+GIB = 1024**3
+CPU = Hardware((), "CPU", 8, 32 * GIB, 24 * GIB)
+
+
+def plan(spec: ModelSpec, free_gib: float, weights_gib: float = 15, **asked: object) -> MemoryPlan:
+    """Plan for a GPU with so much free memory; 0: for a CPU."""
+    card = Gpu(0, "Card", 80 * GIB, int(free_gib * GIB), (9, 0), "570")
+    hardware = replace(CPU, gpus=(card,)) if free_gib else CPU
+    return plan_memory(EngineConfig(**asked), spec, int(weights_gib * GIB), hardware)
+
+
+def test_fewer_requests_rather_than_a_shorter_context():
+    """M(len, seqs, C): the state of 64 requests of a 27B model alone would take 9 GiB."""
+    made = plan(QWEN_27B, 40)
+    assert made.max_num_seqs < 64
+    assert made.num_places == 1 + 2 * made.max_num_seqs
+    assert made.state_bytes == made.num_places * state_bytes(QWEN_27B, "bfloat16")
+    assert made.state_bytes <= 0.25 * (40 * GIB - made.weights_bytes)
+    assert made.max_model_len > 200_000
+    assert made.total_bytes <= 40 * GIB * 0.9
+    assert any("requests at once instead of 64" in note for note in made.notes)
+    fewer = plan(QWEN_27B, 40, max_num_seqs=4)
+    assert fewer.max_num_seqs == 4
+    assert fewer.num_places > made.num_places - 8
+
+
+def test_two_requests_and_four_checkpoints_are_the_least():
+    made = plan(QWEN_27B, 22.5)
+    assert (made.max_num_seqs, made.num_places) == (2, 7)
+    with pytest.raises(DoesNotFit, match="does not fit") as refused:
+        plan(QWEN_27B, 20.6)
+    assert "the recurrent states of 2 requests and their checkpoints 1.0 GiB" in refused.value.why
+
+
+def test_without_prefix_caching_there_are_no_checkpoints():
+    made = plan(QWEN_27B, 40, enable_prefix_caching=False, max_num_seqs=5)
+    assert made.num_places == 6
+
+
+def test_small_states_have_a_checkpoint_for_each_block():
+    spec = replace(LFM2, hidden_size=2048, intermediate_size=8192, num_heads=32, head_dim=64, max_position=32_768)
+    made = plan(spec, 0, 2.3)
+    assert made.max_num_seqs == 64
+    assert made.num_places <= 65 + made.num_blocks[0]
+    assert made.num_places >= 65 + made.num_blocks[0] // 2
+    assert state_interval(made.bytes_per_state, made.block_size) == made.block_size
+    assert state_interval(state_bytes(QWEN_27B, "bfloat16"), 64) == 256
+
+
+@pytest.mark.parametrize("asked", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_several_ranks_are_refused(asked):
+    with pytest.raises(UnsupportedOption, match="does not run on several ranks"):
+        plan(QWEN_27B, 40, **asked)
+
+
+def test_a_model_without_states_has_no_places():
+    made = plan(PLAIN, 0, 1)
+    assert (made.num_places, made.state_bytes, made.bytes_per_state) == (0, 0, 0)
 
 
 def test_only_attention_layers_have_kv():

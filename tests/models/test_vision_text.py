@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from localllm.errors import UnsupportedModel
 from localllm.models.architectures.read_spec import family_of, read_spec
@@ -102,6 +103,17 @@ def test_text_alone_has_the_logits_of_the_whole_model(config_name: str, tmp_path
     _, logits = harness.prefill(tokens, chunk=16)
     assert_close(logits, reference_logits(model, tokens))
     assert held_bytes(harness.model) == resident_bytes(tmp_path, harness.spec, CPU, torch.float32)
+
+
+def test_experts_stored_the_other_way(tmp_path: Path) -> None:
+    """As Qwen3-VL-MoE is published: inputs first, where transformers 5 saves outputs first."""
+    model, tokens = make_model(tmp_path, "Qwen3VLMoeConfig"), prompt(20)
+    state = load_file(tmp_path / "model.safetensors")
+    turned = {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in state.items()}
+    assert turned.keys() == state.keys()
+    save_file(turned, tmp_path / "model.safetensors")
+    _, logits = Harness(tmp_path).prefill(tokens)
+    assert_close(logits, reference_logits(model, tokens))
 
 
 def test_fields_of_both_parts_in_one_place(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_runner_on_a_cpu_keeps_the_plan(model: Any, spec: ModelSpec, kv_dtype:
     assert kept == plan
     assert runner.num_blocks == plan.num_blocks
     runner.close()
-    cache, kept = opening._allocate(spec, EngineConfig(), plan, MACHINE, CPU)
+    cache, _, kept = opening._allocate(spec, EngineConfig(), plan, MACHINE, CPU)
     assert cache.allocated_bytes == kept.kv_bytes == plan.kv_bytes
 
 
@@ -103,7 +103,7 @@ def test_memory_taken_meanwhile_shrinks_the_plan_and_is_told(spec: ModelSpec, mo
     monkeypatch.setattr(opening, "KVCache", refuse_once)
     monkeypatch.setattr(opening, "read_hardware", lambda: now)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    kv, shrunk = opening._allocate(spec, config, plan, CARD, torch.device("cuda:0"))
+    kv, _, shrunk = opening._allocate(spec, config, plan, CARD, torch.device("cuda:0"))
     assert kv == "cache"  # type: ignore[comparison-overlap]
     assert tries == [plan.num_blocks, shrunk.num_blocks]
     assert shrunk.free_bytes == 12 * GIB

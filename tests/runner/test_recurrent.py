@@ -8,17 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from localllm.config.settings import EngineConfig
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.layer_state import HybridCache, LayerState
+from localllm.machine.hardware import Hardware
 from localllm.models.architectures.read_spec import read_spec
+from localllm.models.fit import plan_memory
 from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.states import state_bytes
 from localllm.runner.kv_cache import KVCache
+from localllm.runner.opening import _allocate, open_runner
 from localllm.runner.runner import TorchRunner
 from localllm.runner.state_cache import StateCache, layer_caches
 from tests.kv import of_each
@@ -83,6 +87,22 @@ def test_layers_keep_what_their_kind_needs(hybrid):
     assert states.allocated_bytes == 6 * state_bytes(spec, "float32")  # H11
 
 
+def test_an_engine_allocates_what_was_planned(hybrid):
+    """H11, with a context that is a multiple of nothing."""
+    model, spec = hybrid
+    config = EngineConfig(max_num_seqs=3, max_model_len=131)
+    machine = Hardware((), "CPU", 4, 64 * 1024**3, 8 * 1024**3)
+    plan = plan_memory(config, spec, 10_000_000, machine)
+    assert plan.num_places == 1 + 3 + plan.num_blocks[0]
+    assert plan.state_bytes == plan.num_places * state_bytes(spec, plan.dtype)
+    kv, states, kept = _allocate(spec, config, plan, machine, CPU)
+    assert kept == plan
+    assert (kv.allocated_bytes, states.allocated_bytes) == (plan.kv_bytes, plan.state_bytes)
+    runner, kept = open_runner(model, spec, config, plan, machine, lambda text: None)
+    assert kept == plan
+    runner.close()
+
+
 def test_the_second_request_with_a_prompt_computes_its_end_only(hybrid):
     model, spec = hybrid
     params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3)
@@ -119,3 +139,20 @@ def test_a_runner_refuses_places_that_two_rows_need(tmp_path, way):
     ]:
         with pytest.raises(Exception, match=why):
             step(*uses)
+
+
+def test_no_schedule_changes_a_bit(tmp_path):
+    """H1 in deterministic mode: hits, preemptions and batch mates leave no trace in any log-probability."""
+    model, spec = load("lfm2", tmp_path)
+
+    def bits(requests: list[Request], **sizes: Any) -> dict[str, list[Any]]:
+        told, _ = serve(model, spec, requests, deterministic=True, **sizes)
+        return {
+            name: [(tuple(e.token_ids), tuple(e.logprobs)) for output in outputs for e in output.logprobs]
+            for name, outputs in told.items()
+        }
+
+    asked = [request for request in make_requests() if request.params.logprobs is not None]
+    together = bits(make_requests(), num_blocks=18, step=24, num_places=7)
+    for request in asked:
+        assert together[request.request_id] == bits([request], num_places=2)[request.request_id] != []

@@ -19,6 +19,7 @@ from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.state_pool import StatePool
 from localllm.engine.step import Runner
+from localllm.kernels.launch import LaunchOptions
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
@@ -47,6 +48,7 @@ def serve(
     way: str = "host",
     make_runner: Callable[..., Runner] | None = None,
     num_places: int = 0,
+    deterministic: bool = False,
     ledger: Ledger | None = None,
     kv_dtype: torch.dtype = torch.float32,
 ) -> tuple[dict[str, list[EngineOutput]], Scheduler]:
@@ -56,6 +58,7 @@ def serve(
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN, block_size=BLOCK,
         long_prefill_token_threshold=16, output_reserve=0.0, state_interval=BLOCK,
+        fixed_chunk=2 * BLOCK if deterministic else 0,
     )  # fmt: skip
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": step, "max_model_len": MAX_LEN, **WAYS[way]}
     if make_runner is None:
@@ -64,7 +67,8 @@ def serve(
         states = StateCache(spec, num_places, CPU, torch.float32)
         if num_places:
             poison(cache, states)
-        runner: Runner = TorchRunner(model, spec, cache, block_size=BLOCK, device=CPU, states=states, **sizes)
+        runner: Runner = TorchRunner(model, spec, cache, block_size=BLOCK, device=CPU, states=states,
+                                     launch_options=LaunchOptions(deterministic=deterministic), **sizes)  # fmt: skip
     else:
         runner = make_runner(num_blocks=num_blocks, block_size=BLOCK, **sizes)
     while runner.use_idle_time():

@@ -192,6 +192,7 @@ class StubClient:
             prompt_tokens=40 * len(self.finished), prompt_tokens_cached=16 * len(self.finished),
             generation_tokens=self.generated, prefill_tokens_per_s=rate / 4, decode_tokens_per_s=rate,
             prefix_cache_queries=64 * len(self.finished), prefix_cache_hits=40 * len(self.finished), num_preemptions=0,
+            prefix_cache_lacks_state=0, total_places=0, used_places=0, checkpoint_places=0,
             recomputed_tokens=0, num_failed_steps=0, degraded_steps=0, async_depth=1,
             corrupted_requests=0, runner=RunnerStats(ranks=self.ranks), finished={"stop": len(self.finished)},
             ttft=ttft, tpot=latency, inter_token=latency, e2e=ttft, queue=empty, prefill=ttft, decode=empty,

@@ -25,7 +25,10 @@ _SANDWICH = (
 
 
 def _glm(config: Config) -> dict[str, Any]:
-    return {"attention_bias": bool(config["attention_bias"]), "rope_interleaved": True}
+    return {
+        "attention_bias": bool(config["attention_bias"]),
+        "rope_interleaved": bool(config.get("rope_interleave", True)),
+    }
 
 
 def _glm4(config: Config) -> dict[str, Any]:

@@ -39,11 +39,13 @@ from localllm.models.fit.shares import (
     split_model,
 )
 from localllm.models.fit.split import SplitDevice
+from localllm.models.fit.states import state_places
 from localllm.models.fit.step import DTYPE_BYTES
 from localllm.models.formats.at_load import quantization_in_words, quantization_notes
 from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
+from localllm.models.spec.states import state_bytes
 from localllm.units import format_bytes, format_count
 
 KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}  # flag value -> torch's name
@@ -89,6 +91,32 @@ class PlanAttempt:
         self.inputs = PlanInputs(config, spec, self.dtype, kv_dtype, size, batched, self.resident_bytes, self.split)
         self.shards = shards or (self._split() if len(gpus) > 1 else ())
         self.ranks = self._rank_memories(self.shards)
+        self.num_places = 0
+        if spec.recurrent is not None:
+            self._add_states()
+
+    def _add_states(self) -> None:
+        """Choose the places of recurrent states, and fewer requests at once if theirs would take too much."""
+        size, asked = state_bytes(self.spec, self.dtype), self.config.max_num_seqs
+        length = self._least_context
+        left = self.budgets[0] - self.ranks[0].fixed_bytes(length)
+        left = left if self.gpu else int(left * CPU_KV_SHARE)
+        num_blocks = self._num_blocks(self.config.max_model_len or self.spec.max_position)
+        found = state_places(left, size, asked, num_blocks, caches_prefixes=self.config.enable_prefix_caching)
+        if found.max_num_seqs < asked:
+            self.config = replace(self.config, max_num_seqs=found.max_num_seqs)
+            self.notes.append(
+                f"{found.max_num_seqs} requests at once instead of {asked}: the recurrent state of one takes "
+                f"{format_bytes(size)}, and all states at most a quarter of the memory beside the weights."
+            )
+        self.num_places = found.num_places
+        self.split = self.split._replace(max_num_seqs=found.max_num_seqs)
+        self.inputs = self.inputs._replace(config=self.config, split=self.split, state_bytes=found.num_places * size)
+        self.ranks = self._rank_memories(self.shards)
+
+    @property
+    def _least_context(self) -> int:
+        return min(MIN_CONTEXT, self.config.max_model_len or MIN_CONTEXT, self.spec.max_position)
 
     def _first_notes(self) -> list[str]:
         spec, config, notes = self.spec, self.config, list(quantization_notes(self.spec.quantization))
@@ -130,6 +158,8 @@ class PlanAttempt:
             free_bytes=sum(free for free, _ in places),
             async_depth=self._async_depth(),
             graph_bytes=sum(rank.graphs for rank in ranks),
+            num_places=self.num_places,
+            state_bytes=inputs.state_bytes,
             sampler_bytes=sum(rank.sampler_bytes(max_model_len, num_blocks) for rank in ranks),
             is_measured=bool(self.measured),
             quantization=quantization_in_words(
@@ -294,7 +324,7 @@ class PlanAttempt:
     # -- decisions and refusals
 
     def _require_weights(self) -> None:
-        least = min(MIN_CONTEXT, self.config.max_model_len or MIN_CONTEXT, self.spec.max_position)
+        least = self._least_context
         blocks = self.split.needs(least)
         needs = [rank.needs(least, blocks) for rank in self.ranks]
         if self.gpu is None:
@@ -308,9 +338,12 @@ class PlanAttempt:
 
     def _too_small(self, need: int, least: int) -> DoesNotFit:
         weights = sum(rank.weights(least) for rank in self.ranks)
+        states = f", the recurrent states of {self.config.max_num_seqs} requests and their checkpoints "
+        states += format_bytes(self.inputs.state_bytes)
         return DoesNotFit(
             f"The model does not fit {self._place()}.",
-            f"Weights need {format_bytes(weights)} in {self.dtype}, with one short request and a step of "
+            f"Weights need {format_bytes(weights)} in {self.dtype}{states if self.num_places else ''}, with one short "
+            f"request and a step of "
             f"{format_count(self.inputs.batched_tokens)} tokens {format_bytes(need)}; the budget is "
             f"{format_bytes(self.budgets[0])} ({self._budget_in_words()}).",
             self._room_hint(need),

@@ -63,7 +63,13 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """Bytes that the model is expected to use."""
-        return self.weights_bytes + self.kv_bytes + self.activation_bytes + self.graph_bytes + self.comm_bytes
+        parts = self.weights_bytes + self.kv_bytes + self.activation_bytes + self.graph_bytes + self.comm_bytes
+        return parts + self.state_bytes
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of the recurrent state of one request; 0: the model has none."""
+        return self.state_bytes // self.num_places if self.num_places else 0
 
     @property
     def unused_bytes(self) -> int:

@@ -67,13 +67,8 @@ def require_possible(spec: ModelSpec, division: Division, num_gpus: int) -> None
         return
     if spec.implementation != "localllm":
         raise several_ranks_refused(spec.architecture, "It runs through transformers' code, which is not divided.")
-    if division.tensor > 1 and not divides_by_heads(spec):
-        raise UnsupportedOption(
-            f"--tensor-parallel-size is not supported for {spec.architecture}.",
-            "The states of its recurrent layers are not divided over ranks.",
-            "--pipeline-parallel-size divides its layers.",
-            param="tensor_parallel_size",
-        )
+    if spec.recurrent is not None:
+        raise several_ranks_refused(spec.architecture, "The states of its recurrent layers are not divided over ranks.")
     if even_heads(spec, division.tensor) is None:
         raise _heads_refused(spec, division.tensor, num_gpus)
     mixture = spec.mixture

@@ -152,7 +152,8 @@ class _Planner:
         """Return whether more than one GPU could be used: several, none of them named, and a model that divides."""
         gpus = [gpu for gpu in gpus_of(self.config, self.hardware) if gpu.is_supported]
         free = self.config.device == "auto" or (self.config.device == "cuda" and bool(self.config.device_ids))
-        return len(gpus) > 1 and free and not self.measured and self.spec.implementation == "localllm"
+        divides = self.spec.implementation == "localllm" and self.spec.recurrent is None
+        return len(gpus) > 1 and free and not self.measured and divides
 
     def _least(self) -> MemoryPlan:
         """Plan for as few GPUs as hold the model with a useful context; failing that, for the longest context."""

@@ -75,6 +75,7 @@ class PlanInputs(NamedTuple):
     batched_tokens: int
     resident_bytes: ResidentBytes
     split: KVSplit
+    state_bytes: int = 0  # of all places of recurrent states, which only a model on one device has
 
 
 class RankMemory:
@@ -164,7 +165,7 @@ class RankMemory:
     def fixed_bytes(self, max_model_len: int) -> int:
         """Return the bytes that do not depend on the size of the KV cache."""
         step = self.measured.activation_bytes if self.measured else self.step.fixed_bytes(max_model_len)
-        return self.weights(max_model_len) + self.graphs + self.comm + step
+        return self.weights(max_model_len) + self.graphs + self.comm + step + self.inputs.state_bytes
 
     def blocks_within(self, budget: int, max_model_len: int) -> int:
         """Return how many blocks of the main group fit into so many bytes besides everything else."""
@@ -173,7 +174,8 @@ class RankMemory:
     def needs(self, max_model_len: int, num_blocks: int) -> int:
         """Return all bytes of the rank with this context and cache."""
         activations = self.activations(max_model_len, num_blocks)
-        return self.weights(max_model_len) + self.kv(num_blocks) + activations + self.graphs + self.comm
+        kept = self.kv(num_blocks) + self.inputs.state_bytes
+        return self.weights(max_model_len) + kept + activations + self.graphs + self.comm
 
     def plan(self, stage: int, max_model_len: int, num_blocks: int, free_bytes: int, reserve_bytes: int) -> RankPlan:
         """Return the plan of a rank of several."""

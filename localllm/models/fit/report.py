@@ -40,10 +40,13 @@ class MemoryReport:
         process during the load: the KV cache is not touched before it is used, and no step has run yet.
         """
         seen = kept.is_measured
+        states = [MemoryPart("recurrent states", predicted.state_bytes, kept.state_bytes if seen else None)]
+        states = states if predicted.num_places else []
         return cls(
             (
                 MemoryPart("weights", predicted.weights_bytes, kept.weights_bytes if seen else loaded_bytes),
                 MemoryPart("KV cache", predicted.kv_bytes, kept.kv_bytes if seen else None),
+                *states,
                 MemoryPart("activations", predicted.activation_bytes, kept.activation_bytes if seen else None),
             )
         )

@@ -72,7 +72,12 @@ class StepMemory:
         return self.state_bytes(context) + max(self._layers(context), self.sampling_bytes())
 
     def _layers(self, context: int) -> int:
-        parts = (self._mlp(), self._projections(), self._attention() + self._gathered_prompt(context))
+        parts = (
+            self._mlp(),
+            self._projections(),
+            self._recurrent(),
+            self._attention() + self._gathered_prompt(context),
+        )
         return max(parts) + self._masks(context) + self._codes() + self._prompt_embeds_bytes()
 
     def gathering_bytes(self, context: int) -> int:
@@ -180,6 +185,14 @@ class StepMemory:
         rows = tokens * mixture.top_k
         products = (rows + mixture.num_experts * EXPERT_ROWS) * width
         return self._stream(5) + (products + rows * hidden) * self._activation
+
+    def _recurrent(self) -> int:
+        """Return the bytes of a recurrent part: its projections, the convolution's output and its parts, the output
+        before and after its gate."""
+        recurrent = self.spec.recurrent
+        if recurrent is None:
+            return 0
+        return self._stream(1, 3 * recurrent.conv_channels + 3 * recurrent.inner_size)
 
     def _projections(self) -> int:
         """Return the bytes of q, k and v from their matrix and of the rotated q and k; a CPU rotates in fp32."""

@@ -25,6 +25,9 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
         yield "KV cache, per token", [format_bytes(each.kv_token_bytes) for each in estimates]
         yield "  per 1,000 tokens", [format_bytes(1000 * each.kv_token_bytes) for each in estimates]
         yield "  in all", [_kv_in_all(each) for each in estimates]
+    if any(each.needs.num_places for each in estimates):
+        yield "recurrent state, per request", [format_bytes(each.needs.bytes_per_state) for each in estimates]
+        yield "  in all", [_states_in_all(each) for each in estimates]
     yield "activations", [format_bytes(e.needs.activation_bytes - e.needs.sampler_bytes) for e in estimates]
     yield "  more for sampling", row("sampler_bytes")
     if any(each.needs.graph_bytes for each in estimates):
@@ -84,6 +87,12 @@ def _span(layers: range) -> str:
 
 def _kv_in_all(each: Estimate) -> str:
     return f"{format_bytes(each.needs.kv_bytes)} as {each.needs.kv_dtype}"
+
+
+def _states_in_all(each: Estimate) -> str:
+    needs = each.needs
+    checkpoints = max(0, needs.num_places - 1 - needs.max_num_seqs)
+    return f"{format_bytes(needs.state_bytes)}: {needs.max_num_seqs} requests, {format_count(checkpoints)} checkpoints"
 
 
 def _bytes_left(each: Estimate) -> str:

@@ -360,6 +360,12 @@ def _biases(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Conf
     return {"attention_bias": has(checkpoint, "attn_q.bias") or has(checkpoint, "attn_qkv.bias")}
 
 
+def _glm4(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
+    """Return GLM-4's fields. In files of models that also see, dimensions that rotate together are moved apart."""
+    sees = metadata.get("rope.dimension_sections") is not None
+    return {**_biases(metadata, checkpoint, config), "rope_interleave": not sees}
+
+
 def _cohere(metadata: Metadata, checkpoint: GGUFTensors, config: Config) -> Config:
     return {"use_qk_norm": has(checkpoint, "attn_q_norm.weight")}
 
@@ -445,7 +451,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "command-r": Architecture("CohereForCausalLM", {"logit_scale": "logit_scale"}, _cohere),
     "cohere2": Architecture("Cohere2ForCausalLM", {"logit_scale": "logit_scale"}),
     "chatglm": Architecture("GlmForCausalLM", more=_biases),
-    "glm4": Architecture("Glm4ForCausalLM", more=_biases),
+    "glm4": Architecture("Glm4ForCausalLM", more=_glm4),
     "gptneox": Architecture("GPTNeoXForCausalLM", {"use_parallel_residual": "use_parallel_residual"}, _biases),
     "gpt2": Architecture(
         "GPT2LMHeadModel", {"layer_norm_epsilon": "attention.layer_norm_epsilon", "n_positions": "context_length"}

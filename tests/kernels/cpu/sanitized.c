@@ -8,12 +8,19 @@
 #include "step.h"
 
 enum { HIDDEN = 128, HEADS = 4, KV_HEADS = 2, SIZE = 32, QKV = (HEADS + 2 * KV_HEADS) * SIZE, FEATURES = 200, BLOCKS = 64 };
-enum { STEPS = 150, OPERATIONS = 7, LONG = 40 };
+enum { STEPS = 150, OPERATIONS = 12, LONG = 40 };
+enum { PLACES = 4, TAPS = 4, STATE = 24 };  // of recurrent operations: HEADS heads of STATE x SIZE
+enum { CHANNELS = 2 * KV_HEADS * STATE + HEADS * SIZE, MIXED = CHANNELS + HEADS * SIZE + 2 * HEADS };
 
 typedef struct {
   Pool* pool;
   Operation operations[OPERATIONS];
   Attention attention;
+  Convolution convolution;
+  GatedDelta delta;
+  SelectiveScan scan;
+  GatedNorm norm;
+  StateRow states[MAX_ROWS];
   float *stream, *qkv, *attended, *gated, *x, *y;
   double sum;
 } Caller;
@@ -34,6 +41,31 @@ static Matrix matrix(int64_t outputs, int64_t inputs, unsigned seed) {
 
 static Operation operation(int64_t op, Matrix m, const float* x, int64_t x_stride, float* y, int64_t y_stride) {
   return (Operation){.op = op, .matrix = m, .x = x, .x_stride = x_stride, .y = y, .y_stride = y_stride, .factor = 1};
+}
+
+// What follows in `mixed`: the channels [q | k | v] or [b | c | x], a gate as wide as v, two values for each head.
+static void describe_recurrent(Caller* c) {
+  float *mixed = numbers(LONG * MIXED, 20), *y = numbers(LONG * CHANNELS, 21), *out = numbers(LONG * HIDDEN, 22);
+  float* each_head = numbers(3 * HEADS, 23);
+  const int64_t keys = KV_HEADS * STATE, gate = CHANNELS, last = CHANNELS + HEADS * SIZE;
+  for (int i = 0; i < HEADS; i++) each_head[i] = -1 - each_head[i];
+  c->convolution = (Convolution){mixed, y, MIXED, CHANNELS, numbers(TAPS * CHANNELS, 24), numbers(CHANNELS, 25),
+                                 numbers(PLACES * CHANNELS * (TAPS - 1), 26), CACHE_F32, CHANNELS, TAPS, 1};
+  c->delta = (GatedDelta){y, y + keys, y + 2 * keys, mixed + last, mixed + last + HEADS, out, CHANNELS, CHANNELS,
+                          CHANNELS, MIXED, MIXED, HIDDEN, each_head, each_head + HEADS,
+                          numbers(PLACES * HEADS * STATE * SIZE, 27), KV_HEADS, HEADS, STATE, SIZE, 0};
+  c->scan = (SelectiveScan){y + 2 * keys, mixed + last, y, y + keys, out, CHANNELS, MIXED, CHANNELS, CHANNELS, HIDDEN,
+                            each_head, each_head + HEADS, each_head + 2 * HEADS,
+                            numbers(PLACES * HEADS * STATE * SIZE, 28), HEADS, KV_HEADS, SIZE, STATE, 0, 10};
+  c->norm = (GatedNorm){out, mixed + gate, out, HIDDEN, MIXED, HIDDEN, numbers(HIDDEN, 29), HEADS, SIZE, 0, 1, 1e-5};
+  const void* all[] = {&c->convolution, &c->delta, &c->norm, &c->scan};
+  const int64_t ops[] = {OP_CONVOLVE, OP_DELTA, OP_GATED_NORM, OP_SCAN};
+  for (int i = 0; i < 4; i++) {
+    c->operations[7 + i] = operation(ops[i], (Matrix){0}, mixed, MIXED, out, HIDDEN);
+    c->operations[7 + i].recurrent = all[i];
+    c->operations[7 + i].states = c->states;
+  }
+  c->operations[11] = operation(OP_MULTIPLY, (Matrix){.outputs = HIDDEN}, out, HIDDEN, c->stream, HIDDEN);
 }
 
 static void describe(Caller* c, Pool* pool) {
@@ -62,6 +94,19 @@ static void describe(Caller* c, Pool* pool) {
   o[5] = operation(OP_ADD, (Matrix){.outputs = HIDDEN}, c->attended, HIDDEN, c->stream, HIDDEN);
   o[6] = operation(OP_SCALE, (Matrix){.outputs = HIDDEN}, c->gated, FEATURES, c->stream, HIDDEN);
   o[6].activation = ACT_SIGMOID;
+  describe_recurrent(c);
+}
+
+// Rows of any length between places of their own, one of them from zeros.
+static void call_recurrent(Caller* c, int step) {
+  const int32_t middle = step % LONG, bounds[] = {0, middle, LONG}, read[] = {-1, 3}, write[] = {1, 3}, save[] = {2, 0};
+  const StateRows rows = {bounds, read, write, save, 2};
+  localllm_convolve(c->pool, &c->convolution, &rows);
+  localllm_gated_delta(c->pool, &c->delta, &rows);
+  localllm_gated_norm(c->pool, &c->norm, LONG);
+  for (int i = 0; i < HIDDEN; i++) c->sum += c->delta.y[i] + c->delta.y[(LONG - 1) * HIDDEN + i];
+  localllm_selective_scan(c->pool, &c->scan, &rows);
+  for (int i = 0; i < HIDDEN; i++) c->sum += c->scan.y[i] + c->scan.y[(LONG - 1) * HIDDEN + i];
 }
 
 static void* call(void* argument) {
@@ -74,7 +119,9 @@ static void* call(void* argument) {
     float* stream = numbers(MAX_ROWS * HIDDEN, (unsigned)step);
     memcpy(c->stream, stream, MAX_ROWS * HIDDEN * sizeof(float));
     free(stream);
+    c->states[0] = (StateRow){0, 1, step ? 1 + step % 2 : -1, 2 - step % 2, 3};
     localllm_run_step(c->pool, c->operations, OPERATIONS, &row, 1);
+    call_recurrent(c, step);
     localllm_linear(c->pool, &c->operations[0].matrix, c->x, HIDDEN, step % LONG + 1, 1, c->y, QKV);
     for (int i = 0; i < HIDDEN; i++) c->sum += c->stream[i] + c->y[i];
     if (step % 10 == 0) nanosleep(&(struct timespec){0, 3000000}, NULL);

@@ -443,6 +443,7 @@ ROUTINGS = [
     {"top_k": 3, "scoring": "sigmoid", "corrects": True, "num_groups": 4, "top_groups": 2},
     {"top_k": 3, "num_groups": 4, "top_groups": 1, "renormalize": False},
     {"top_k": 12, "scoring": "sigmoid"},
+    {"top_k": 5, "corrects": True},
 ]
 
 

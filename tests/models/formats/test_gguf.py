@@ -49,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 24},
     "phi3": {},
     "stablelm": {},
+    "glm4": {},
     **SIZES,
 }
 """Each stores something in a way of its own; what a file cannot say is set to what is assumed then."""
@@ -103,6 +104,23 @@ def test_every_kind_of_family(family: str, block_type: str, source: Callable[...
     sizes = {"hidden_size": 96, "intermediate_size": 96} if family == "smollm" else {}
     folder, file = source(family, **sizes, **FAMILIES[family]), tmp_path / "model.gguf"
     assert_agrees(file, folder, write_gguf(folder, file, block_type), tmp_path)
+
+
+def test_rows_of_q_and_k_are_moved_in_files_of_a_glm_that_sees(source: Callable[..., Path], tmp_path: Path) -> None:
+    """Their converter puts dimensions that rotate together half the rotated ones apart, as ggml's M-RoPE wants them."""
+    folder, head_dim, rotated = source("glm4"), 16, 8
+    head = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim)]
+
+    def moved(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (-1, head_dim))[:, head].flatten(0, 1).contiguous()
+
+    state = load_file(folder / "model.safetensors")
+    kinds = {f"{name}.{kind}" for name in ("q_proj", "k_proj") for kind in ("weight", "bias")}
+    stored = {name: moved(t) if name.rpartition("self_attn.")[2] in kinds else t for name, t in state.items()}
+    sees = shutil.copytree(folder, tmp_path / "sees")
+    save_file(stored, sees / "model.safetensors")
+    write_gguf(sees, tmp_path / "m.gguf", metadata={"glm4.rope.dimension_sections": [1, 1, 2, 0]})
+    assert_agrees(tmp_path / "m.gguf", folder, {}, tmp_path)
 
 
 @pytest.mark.parametrize("block_type", ["Q8_0", "Q4_K", "Q6_K", "IQ2_S"])

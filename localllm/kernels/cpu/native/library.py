@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from localllm.kernels.cpu.native.self_check import wrong_kind
+from localllm.kernels.cpu.native.self_check import is_recurrence_right, wrong_kind
 from localllm.kernels.cpu.native.sources import FOLDER, library_name, source_hash
 from localllm.kernels.cpu.native.structures import (
     MAX_ROWS,
@@ -314,6 +314,9 @@ def _fault_of(functions: ctypes.CDLL) -> str:
     pool = Pool(functions, 1)
     try:
         wrong = wrong_kind(pool)
+        recurs = is_recurrence_right(pool)
     finally:
         pool.close()
-    return f"A product with {wrong.name} weights gave wrong results." if wrong is not None else ""
+    if wrong is not None:
+        return f"A product with {wrong.name} weights gave wrong results."
+    return "" if recurs else "The gated delta rule gave wrong results."

@@ -1,5 +1,5 @@
-"""A small product of each kind of weights, held against its definition in matrix.h. Takes less than a millisecond.
-
+"""A small product of each kind of weights, held against its definition in matrix.h, and the gated delta rule.
+Takes less than a millisecond.
 Does not know: the library (it gets something that multiplies).
 """
 
@@ -12,7 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from localllm.kernels.cpu.native.structures import GROUP, OUTPUTS, Kind, NativeMatrix
+from localllm.kernels.cpu.native.structures import (
+    GROUP,
+    OUTPUTS,
+    Kind,
+    NativeGatedDelta,
+    NativeMatrix,
+    NativeStateRows,
+    Recurrent,
+)
 
 INPUTS = 64
 ROWS = 3
@@ -25,6 +33,8 @@ Values = NDArray[np.float32]
 class Multiplies(Protocol):
     def linear(self, matrix: NativeMatrix, x: Tensor, out: Tensor | None = None, *, is_fine: bool = True) -> Tensor: ...
 
+    def run_recurrent(self, operation: Recurrent, rows: NativeStateRows) -> None: ...
+
 
 def wrong_kind(pool: Multiplies) -> Kind | None:
     """Return the first kind whose product is wrong; None if all are right."""
@@ -34,6 +44,25 @@ def wrong_kind(pool: Multiplies) -> Kind | None:
         if not _is_right(pool, kind, x, random):
             return kind
     return None
+
+
+def is_recurrence_right(pool: Multiplies) -> bool:
+    """Return whether two tokens of a head, with a state of 5 x 80 from zeros, give what gated_delta.py defines. rate 0:
+    no decay."""
+    random = np.random.default_rng(7)
+    keys, values = random.standard_normal((2, 5), np.float32), random.standard_normal((2, 80), np.float32)
+    gates, zero, y = np.zeros((2, 1), np.float32), np.zeros(1, np.float32), np.empty((2, 80), np.float32)
+    state, bounds, places = np.zeros((2, 5, 80), np.float32), np.array([0, 2], np.int32), np.array([-1, 1, 0], np.int32)
+    each = [array.ctypes.data for array in (keys, keys, values, gates, gates, y)]
+    constants = [array.ctypes.data for array in (zero, zero, state)]
+    rows = NativeStateRows(bounds.ctypes.data, *(places[i:].ctypes.data for i in range(3)), 1)
+    pool.run_recurrent(NativeGatedDelta(*each, 5, 5, 80, 1, 1, 80, *constants, 1, 1, 5, 80, 0), rows)
+    units = keys / np.sqrt((keys * keys).sum(1, keepdims=True) + 1e-6)
+    first = np.outer(units[0], values[0]) / 2
+    expected = first + np.outer(units[1], values[1] - units[1] @ first) / 2
+    outputs = np.stack((units[0] @ first, units[1] @ expected)) / np.sqrt(5)
+    errors = np.abs(state[1] - expected).max(), np.abs(y - outputs).max()
+    return bool(max(errors) <= TOLERANCE * np.abs(expected).max())
 
 
 def _is_right(pool: Multiplies, kind: Kind, x: Values, random: np.random.Generator) -> bool:

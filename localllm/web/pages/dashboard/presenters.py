@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from localllm.engine.stats import EngineStats, Histogram, StepComposition
+from localllm.models.spec.kv_group import main_group
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.web.pages.dashboard.machine import MachineReading
 from localllm.web.pages.dashboard.machine_presenter import machine_use
@@ -19,6 +20,7 @@ from localllm.web.pages.dashboard.request_presenters import finished_requests, l
 from localllm.web.pages.dashboard.views import (
     Counters,
     Dashboard,
+    GroupUsage,
     Headline,
     KVUsage,
     Latency,
@@ -29,7 +31,7 @@ from localllm.web.pages.dashboard.views import (
 )
 from localllm.web.pages.frame.bars import stacked
 from localllm.web.pages.frame.sampler import Sample, Tick
-from localllm.web.pages.frame.views import Fact
+from localllm.web.pages.frame.views import Fact, Segment
 
 if TYPE_CHECKING:
     from localllm.serving.served import ServedModel
@@ -112,7 +114,7 @@ def kv_usage(stats: EngineStats) -> KVUsage:
     colour_of = colours([request.request_id for request in stats.requests])
     owners = [(colour_of[request.request_id], request.num_blocks) for request in stats.requests]
     cells, columns, rows, blocks_per_cell = pool_map(used, cached, free, owners)
-    parts = [("In use", "used", used), ("Reusable", "cached", cached), ("Free", "free", free)]
+    main = main_group(tuple(group.window for group in stats.kv_groups)) if stats.kv_groups else 0
     return KVUsage(
         total_blocks=stats.total_blocks,
         used_blocks=used,
@@ -122,12 +124,32 @@ def kv_usage(stats: EngineStats) -> KVUsage:
         total_tokens=stats.total_blocks * block,
         reusable_tokens=cached * block,
         wasted_token_slots=stats.wasted_token_slots,
-        segments=stacked([(name, kind, n, f"{format_count(n)} blocks") for name, kind, n in parts]),
+        segments=_blocks(used, cached, free),
         cells=cells,
         columns=columns,
         rows=rows,
         blocks_per_cell=blocks_per_cell,
+        others=tuple(_group_usage(stats, index) for index in range(len(stats.kv_groups)) if index != main),
+        state_places=_state_places(stats),
     )
+
+
+def _group_usage(stats: EngineStats, index: int) -> GroupUsage:
+    """Return the use of one KV group."""
+    group, colour_of = stats.kv_groups[index], colours([request.request_id for request in stats.requests])
+    owners = [(colour_of[each.request_id], each.held_blocks[index]) for each in stats.requests if each.held_blocks]
+    used, cached, free = group.used_blocks, group.cached_blocks, group.free_blocks
+    return GroupUsage(group.window, _blocks(used, cached, free), *pool_map(used, cached, free, owners))
+
+
+def _blocks(used: int, cached: int, free: int) -> tuple[Segment, ...]:
+    parts = [("In use", "used", used), ("Reusable", "cached", cached), ("Free", "free", free)]
+    return stacked([(name, kind, n, f"{format_count(n)} blocks") for name, kind, n in parts])
+
+
+def _state_places(stats: EngineStats) -> str:
+    used, checkpoints, total = map(format_count, (stats.used_places, stats.checkpoint_places, stats.total_places))
+    return f"{used} in use, {checkpoints} checkpoints, of {total}" if stats.total_places else ""
 
 
 def steps(recent: Sequence[StepComposition], num_steps: int) -> RecentSteps:
@@ -196,6 +218,7 @@ def counters(stats: EngineStats) -> Counters:
                 f"{format_count(stats.recomputed_tokens)} tokens recomputed",
             ),
             Fact("Finished", format_count(sum(stats.finished.values())), ends),
+            *_state_facts(stats),
             Fact("Failed steps", format_count(stats.num_failed_steps)),
             Fact(
                 "Steps in flight", str(stats.async_depth), f"{format_count(stats.degraded_steps)} steps without overlap"
@@ -205,12 +228,20 @@ def counters(stats: EngineStats) -> Counters:
     )
 
 
+def _state_facts(stats: EngineStats) -> tuple[Fact, ...]:
+    """Return how many tokens were in the prefix cache in vain, if the model has recurrent states."""
+    if not stats.total_places:
+        return ()
+    return (Fact("Without a state", format_count(stats.prefix_cache_lacks_state), "prompt tokens with known K and V"),)
+
+
 def model_facts(served: ServedModel) -> ModelFacts:
     """Return the checkpoint's facts and the memory plan."""
     spec, plan = served.spec, served.plan
     planned = [
         ("Weights", "weights", plan.weights_bytes),
         ("KV cache", "used", plan.kv_bytes),
+        *([("Recurrent states", "cached", plan.state_bytes)] if plan.num_places else []),
         ("Activations", "prefill", plan.activation_bytes),
         ("Reserve", "queue", plan.reserve_bytes),
         ("Unused", "idle", plan.unused_bytes),
@@ -230,7 +261,7 @@ def model_facts(served: ServedModel) -> ModelFacts:
             Fact(
                 "Context",
                 f"{format_count(plan.max_model_len)} tokens",
-                f"trained for {format_count(spec.max_position)}",
+                f"{'supported up to' if spec.context_limit else 'trained for'} {format_count(spec.max_position)}",
             ),
             Fact(
                 "Step", f"{format_count(plan.max_num_batched_tokens)} tokens", f"{plan.max_num_seqs} requests at most"

@@ -30,7 +30,7 @@ def status_pill(model: str | None, state: str, stats: EngineStats | None, plan: 
         tokens_per_s=stats.decode_tokens_per_s,
         kv_usage=stats.kv_usage,
         context_tokens=plan.max_model_len,
-        memory_bytes=plan.weights_bytes + plan.kv_bytes + plan.activation_bytes,
+        memory_bytes=plan.weights_bytes + plan.kv_bytes + plan.state_bytes + plan.activation_bytes,
     )
 
 

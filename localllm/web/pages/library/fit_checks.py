@@ -140,6 +140,7 @@ def _parts(needs: MemoryPlan) -> tuple[Segment, ...]:
     parts = [
         ("Weights", "weights", needs.weights_bytes),
         ("KV cache", "used", needs.kv_bytes),
+        *([("Recurrent states", "cached", needs.state_bytes)] if needs.num_places else []),
         ("Other", "prefill", other),
         ("Reserve", "queue", needs.reserve_bytes),
         ("Unused", "free", max(0, needs.free_bytes - needs.reserve_bytes - needs.total_bytes)),
@@ -189,7 +190,8 @@ def _memory_line(each: Estimate) -> str:
     plan = each.plan
     assert plan is not None
     other = plan.activation_bytes + plan.graph_bytes + plan.comm_bytes
-    parts = [(plan.weights_bytes, "weights"), (plan.kv_bytes, "KV cache"), (other, "other")]
+    states = (plan.state_bytes, "recurrent states")
+    parts = [(plan.weights_bytes, "weights"), (plan.kv_bytes, "KV cache"), states, (other, "other")]
     words = " + ".join(f"{format_bytes(size)} {name}" for size, name in parts if size)
     where = "in memory" if each.device == "cpu" else f"on {each.name}"
     context = format_count(plan.max_model_len)
