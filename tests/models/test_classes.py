@@ -14,8 +14,8 @@ from tests.models.classes import try_class
 RUN = (
     "afmoe",  # experts; an attention gate; windows
     "bert",  # an encoder's class as a decoder: its head reads outputs that no layer here computes
-    "granite_swa",  # windows by layer
     "hunyuan_v1_moe",  # a router that reads its matrix by name
+    "laguna",  # another number of heads, and a window, by layer
     "minicpm3",  # values narrower than keys
 )
 HYBRIDS = (

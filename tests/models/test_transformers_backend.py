@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.kernels.layer_state import LayerState
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.architectures.transformers_backend import attention, verify
+from localllm.models.architectures.transformers_backend import spec as spec_module
+from localllm.models.architectures.transformers_backend.mixers import RowStates
+from localllm.models.inputs import StateInputs
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.spec.recurrent import RecurrentSpec
 from localllm.models.weights.parameters import held_bytes
+from tests.models.class_models import make_class_model
 from tests.models.harness import CPU, ModelHarness
 from tests.models.test_goldens import assert_close, prompt, reference_greedy, reference_logits
 from tests.tiny import load_reference
@@ -85,14 +94,14 @@ def changed(path: Path, tmp_path: Path, **changes: Any) -> Path:
             },
             "needs its own Python code, which is not run by default",
         ),
-        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "no num_attention_heads"),
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "None of its layers has attention"),
         (
             {
-                "architectures": ["Qwen3ForCausalLM"],
-                "model_type": "qwen3",
+                "architectures": ["ApertusForCausalLM"],
+                "model_type": "apertus",
                 "layer_types": ["full_attention", "chunked_attention"],
             },
-            "Qwen3ForCausalLM is not supported.*layers of type chunked_attention",
+            "ApertusForCausalLM is not supported.*layers of type chunked_attention",
         ),
         (
             {"architectures": ["FooForCausalLM"], "quantization_config": {"quant_method": "awq"}},
@@ -126,3 +135,147 @@ def test_attention_of_another_kind_is_refused(tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="MptForCausalLM is not supported: its attention cannot be replaced"):
         through_transformers(tmp_path)
+
+
+def sliding(path: Path, tmp_path: Path, window: object) -> Path:
+    """A Qwen3 with a window in its second layer."""
+    kinds = ["full_attention", "sliding_attention"]
+    return changed(path, tmp_path, sliding_window=window, use_sliding_window=True, layer_types=kinds)
+
+
+@pytest.mark.parametrize("window", [0, -4])
+def test_a_window_without_tokens_is_refused(window: int, tiny_model_path: Any, tmp_path: Path) -> None:
+    path = sliding(tiny_model_path("qwen3"), tmp_path, window)
+    with pytest.raises(CorruptModel, match=f"sliding_window = {window}, and layers that use it"):
+        read_spec(path, model_impl="transformers")
+
+
+def test_a_window_longer_than_the_context_is_full_attention(tiny_model_path: Any, tmp_path: Path) -> None:
+    full = tiny_model_path("qwen3")
+    harness = through_transformers(sliding(full, tmp_path, 1 << 20))
+    tokens = prompt(50)
+    assert_close(harness.prefill(tokens, chunk=16)[1], reference_logits(load_reference(full), tokens))
+
+
+def test_a_window_that_attention_is_not_given_is_refused(tiny_llama_path: Path) -> None:
+    """Llama's code hands no window over: one in its config would be ignored."""
+    spec = read_spec(tiny_llama_path, model_impl="transformers")
+    windowed = replace(spec, sliding_window=8, layer_is_windowed=(False, True))
+    with pytest.raises(UnsupportedModel, match=r"Layer 1 has a window of 8 tokens, and LlamaAttention .* hands None"):
+        load_model(tiny_llama_path, windowed, CPU, torch.float32)
+
+
+def test_code_that_fails_over_paged_attention_is_named(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise TypeError("'NoneType' object is not subscriptable")
+
+    monkeypatch.setattr(attention, "paged_attention", fail)
+    with pytest.raises(
+        UnsupportedModel, match=r"LlamaForCausalLM is not supported.*fails over paged attention: TypeErr"
+    ):
+        through_transformers(tiny_llama_path)
+
+
+def test_running_out_of_memory_is_not_the_models_fault(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(attention, "paged_attention", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        through_transformers(tiny_llama_path)
+
+
+def test_a_config_class_that_raises_is_named(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: object) -> None:
+        raise RuntimeError("'head_dim' is a per-layer attribute")
+
+    monkeypatch.setattr(spec_module, "text_part", fail)
+    with pytest.raises(UnsupportedModel, match="config cannot be read through transformers: RuntimeError: 'head_dim'"):
+        read_spec(tiny_llama_path, model_impl="transformers")
+
+
+def test_the_head_of_a_text_part_is_tied_if_none_is_stored(tmp_path: Path) -> None:
+    """transformers 5 writes the text part's default, False, beside the whole's True."""
+    tied = make_vision_model(tmp_path / "tied", tie_word_embeddings=True)
+    assert json.loads((tied / "config.json").read_text())["text_config"]["tie_word_embeddings"] is False
+    own = make_vision_model(tmp_path / "own", tie_word_embeddings=False)
+    contradicted = changed(own, tmp_path, tie_word_embeddings=True)
+    for path in (tied, own, contradicted):
+        reference = transformers_logits(own if path is contradicted else path)
+        spec = read_spec(path)
+        assert held_bytes(load_model(path, spec, CPU, torch.float32)) == resident_bytes(path, spec, CPU, torch.float32)
+        harness = ModelHarness(load_model(path, spec, CPU, torch.float32))
+        assert_close(harness.prefill(prompt(9))[1], reference)
+
+
+def make_vision_model(path: Path, **outer: Any) -> Path:
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**sizes, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 512, "initializer_range": 0.2}
+    vision = {**sizes, "image_size": 28, "patch_size": 14, "head_dim": 16}
+    config = transformers.Mistral3Config(
+        text_config={"model_type": "mistral", **text}, vision_config={"model_type": "pixtral", **vision}, **outer
+    )
+    torch.manual_seed(0)
+    transformers.Mistral3ForConditionalGeneration(config).save_pretrained(path)
+    return path
+
+
+def transformers_logits(path: Path) -> torch.Tensor:
+    import transformers
+
+    model = transformers.Mistral3ForConditionalGeneration.from_pretrained(path, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=torch.tensor([prompt(9)])).logits[0]
+    return logits
+
+
+def test_states_of_a_recurrent_module_begin_padded_and_keep_the_last_inputs() -> None:
+    states = RowStates({})
+    inputs = torch.arange(10.0).view(1, 1, 10)
+    assert states.get_conv_state(3) is None
+    assert not states.has_previous_state(3)
+    assert states.update_conv_state(inputs[..., :2], 3, conv_kernel_size=4).flatten().tolist() == [0, 0, 0, 1]
+    later = RowStates(states.states)
+    assert later.has_previous_state(3)
+    assert later.update_conv_state(inputs[..., 2:5], 3).flatten().tolist() == [0, 0, 0, 1, 2, 3, 4]
+    assert later.states["conv", 0].flatten().tolist() == [1, 2, 3, 4]
+
+
+def test_a_recurrent_row_reads_writes_and_saves_its_places(tmp_path: Path) -> None:
+    """A row continues from another request's place, and a third place gets the same state."""
+    make_class_model(tmp_path, "lfm2")
+    spec = read_spec(tmp_path, model_impl="transformers")
+    assert spec.recurrent == RecurrentSpec("module", held=(3 * 64, 0))
+    harness = ModelHarness(load_model(tmp_path, spec, CPU, torch.float32))
+    first, _ = harness.prefill(prompt(12))
+    cache = harness.kv_cache[spec.recurrent_layers[0]]
+    assert isinstance(cache, LayerState)
+    state = cache.tensors()[0]
+    taken, saved = state.clone(), harness.free_places.pop()
+    second = replace(first, place=harness.free_places.pop(), token_ids=prompt(13))
+    inputs = harness._inputs([(second, 1)], all_logits=True)
+    moved = replace(inputs, state=places(read=first.place, write=second.place, save=saved))
+    harness.model.forward(moved, harness.kv_cache)
+    assert torch.equal(state[first.place], taken[first.place])
+    assert torch.equal(state[second.place], state[saved])
+    assert torch.equal(state[second.place].view(64, 3)[:, :-1], taken[first.place].view(64, 3)[:, 1:])
+    assert state[0].isnan().all()
+
+
+def places(*, read: int, write: int, save: int) -> StateInputs:
+    def tensor(place: int) -> torch.Tensor:
+        return torch.tensor([place], dtype=torch.int32)
+
+    return StateInputs(tensor(read), tensor(write), tensor(save), (read,), (write,), (save,))
+
+
+def test_missing_tensors_of_a_hybrid_are_named(tmp_path: Path) -> None:
+    make_class_model(tmp_path, "jamba")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    gone = next(name for name in tensors if name.endswith("A_log"))
+    save_file({name: tensor for name, tensor in tensors.items() if name != gone}, file, {"format": "pt"})
+    with pytest.raises(CorruptModel, match=f"missing keys: {re.escape(gone)}"):
+        load_model(tmp_path, read_spec(tmp_path), CPU, torch.float32)

@@ -246,6 +246,12 @@ def test_a_refused_mode_is_named(pooling_mode: object, message: str, tmp_path: P
         read_recipe(tmp_path, "embed")
 
 
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "QWenLMHeadModel"])
+def test_a_language_model_whose_class_ends_in_model_generates(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    assert task_of(tmp_path) == "generate"
+
+
 def modality(kind: str, **how: str) -> dict[str, Any]:
     return {"modality_config": {kind: {"method": "forward", "method_output_name": "last_hidden_state", **how}}}
 

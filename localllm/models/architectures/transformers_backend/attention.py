@@ -44,11 +44,11 @@ class Step:
     all_slots_valid: bool = False
     plans: dict[tuple[int, int, int | None], AttentionPlan] = field(default_factory=dict)
     """By KV group, query heads, and window."""
-    layer: int | None = None  # the layer of the attention that runs, where one module serves several (Zamba)
 
 
 def replace_attention(module: Any, step: Step) -> None:
     """Let every attention module call `_attend` with this step. Raises `UnsupportedModel`."""
+    from transformers import PreTrainedConfig
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = step.spec.architecture
@@ -64,21 +64,20 @@ def replace_attention(module: Any, step: Step) -> None:
         )
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
     for part in module.modules():
-        config = getattr(part, "config", None)
-        if config is not None:
+        if isinstance(config := getattr(part, "config", None), PreTrainedConfig):
             config._attn_implementation = NAME
     for part in attention:
         object.__setattr__(part, "localllm_step", step)
         if "layer_idx" in inspect.signature(part.forward).parameters:
-            _note_layer(part, step)
+            _note_layer(part)
 
 
-def _note_layer(part: Any, step: Step) -> None:
-    """Let a module that serves several layers say which one, as its calls do (Zamba)."""
+def _note_layer(part: Any) -> None:
+    """Let a module that serves several layers, and is told which in each call, keep that number (Zamba)."""
     forward, signature = part.forward, inspect.signature(part.forward)
 
     def noted(*positional: Any, **named: Any) -> Any:
-        step.layer = signature.bind(*positional, **named).arguments["layer_idx"]
+        part.layer_idx = signature.bind(*positional, **named).arguments["layer_idx"]
         return forward(*positional, **named)
 
     object.__setattr__(part, "forward", noted)
@@ -100,7 +99,7 @@ def _attend(
     """Attend: q and k [1, heads, T, head_dim], v [1, kv_heads, T, value_dim] -> [1, T, num_heads, value_dim]."""
     step: Step = module.localllm_step
     _refuse_unsupported(module, q, k, v, attention_mask, s_aux, others)
-    inputs, layer = step.inputs, module.layer_idx if step.layer is None else step.layer
+    inputs, layer = step.inputs, module.layer_idx
     assert inputs is not None, "attention runs inside a step"
     kv = _kv_of(step, layer, k)
     _check_window(module, step.spec, layer, sliding_window)

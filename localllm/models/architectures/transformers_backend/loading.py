@@ -37,7 +37,9 @@ def load_through_transformers(
     name, expected = spec.architecture, None
     if verify:
         expected = guarded(lambda: eager_logits(module, token_ids, device), name, "by itself")
-    model = TransformersModel(module, spec, device, dtype, max_model_len)
+    model = guarded(
+        lambda: TransformersModel(module, spec, device, dtype, max_model_len), name, "with its attention replaced"
+    )
     if expected is not None:
         ours = guarded(lambda: paged_logits(model, spec, token_ids, device, dtype), name, "over paged attention")
         error = require_equal(ours, expected, dtype, name)

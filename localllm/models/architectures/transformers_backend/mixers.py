@@ -118,8 +118,9 @@ def find_mixers(module: nn.Module, name: str) -> list[Mixer]:
 
 def _trial(part: Any, name: str) -> list[tuple[Key, tuple[int, ...], torch.dtype]]:
     """Return key, shape and dtype of each state that a module keeps, by calling a copy without data."""
-    empty, cache = copy.deepcopy(part).to("meta"), RowStates({})
+    cache = RowStates({})
     try:
+        empty = _without_data(part)
         weight = next(parameter for parameter in empty.parameters())
         with torch.inference_mode():
             empty(torch.zeros(1, 3, _width(part), dtype=weight.dtype, device="meta"), **{_cache_argument(part): cache})
@@ -129,6 +130,13 @@ def _trial(part: Any, name: str) -> list[tuple[Key, tuple[int, ...], torch.dtype
             f"The states of {type(part).__name__} of transformers cannot be found: {type(error).__name__}: {error}",
         ) from error
     return [(key, tuple(state.shape[1:]), state.dtype) for key, state in cache.states.items()]
+
+
+def _without_data(part: nn.Module) -> nn.Module:
+    """Return a copy of a module on `meta`."""
+    copies: dict[int, Any] = {id(own): nn.Parameter(own.to("meta"), requires_grad=False) for own in part.parameters()}
+    copies |= {id(own): own.to("meta") for own in part.buffers()}
+    return copy.deepcopy(part, copies)
 
 
 def _width(part: Any) -> int:

@@ -19,6 +19,7 @@ from localllm.models.architectures.transformers_backend.attention import Step, r
 from localllm.models.architectures.transformers_backend.head import head_only
 from localllm.models.architectures.transformers_backend.mixers import find_mixers, run_by_rows
 from localllm.models.architectures.transformers_backend.module import use_device_layouts
+from localllm.models.architectures.transformers_backend.spec import first_position
 from localllm.models.inputs import ForwardInputs
 from localllm.models.spec.kv_groups import group_of_layers
 from localllm.models.spec.model_spec import ModelSpec
@@ -37,6 +38,7 @@ class TransformersModel:
         Raises `UnsupportedModel` if a part of it cannot be replaced.
         """
         self.spec, self.device, self.dtype, self.max_model_len = spec, device, dtype, max_model_len
+        self._first_position = first_position(module.config)
         self._step = Step(spec, group_of_layers(spec))
         mixers = find_mixers(module, spec.architecture)
         replace_attention(module, self._step)
@@ -55,12 +57,12 @@ class TransformersModel:
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None]) -> Tensor:
         """Return hidden states [T, hidden] before the head; writes the step's K and V, and its states."""
-        step = self._step
+        step, positions = self._step, inputs.positions + self._first_position
         step.inputs, step.caches, step.plans = inputs, cache, {}
         step.all_slots_valid = has_no_skipped_slot(inputs.groups[0].slot_mapping)
         try:
             out = self.module.base_model(
-                **self._tokens(inputs), position_ids=inputs.positions[None], use_cache=False, return_dict=True
+                **self._tokens(inputs), position_ids=positions[None], use_cache=False, return_dict=True
             )
         finally:
             step.inputs, step.caches, step.plans = None, (), {}

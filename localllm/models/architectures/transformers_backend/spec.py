@@ -28,6 +28,10 @@ _PARTS: dict[str, LayerPart] = {
 }
 """What is in attention's place in a layer, by the kinds of layers that configs name. Others are not supported."""
 _WINDOWED = ("sliding_attention", "hybrid_sliding")
+_FROM_PADDING = (
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+"""Types that number positions from after the padding token."""
 
 
 def transformers_fields(path: Path, architecture: str, *, trust_remote_code: bool) -> dict[str, Any]:
@@ -36,6 +40,7 @@ def transformers_fields(path: Path, architecture: str, *, trust_remote_code: boo
     try:
         _refuse(config, architecture, trust_remote_code=trust_remote_code)
         fields = {**sizes_of(config), **_layers_of(text_part(config), architecture)}
+        fields["max_position"] -= first_position(config)
         if any(part in ("recurrent", "both") for part in fields.get("layer_kinds", ())):
             fields["recurrent"] = _recurrent(path, architecture, trust_remote_code=trust_remote_code)
         return fields
@@ -74,6 +79,11 @@ def sizes_of(config: Any) -> dict[str, Any]:
         "max_position": next(value for name in (*_LENGTHS, None) if (value := _length(text, name))),
         "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
     }
+
+
+def first_position(config: Any) -> int:
+    """Return the number that the class gives to the first position of a text."""
+    return 1 + (config.pad_token_id or 0) if config.model_type in _FROM_PADDING else 0
 
 
 def first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from localllm.models.inputs import CausalModel, ForwardInputs, GroupInputs, Stat
 from localllm.models.spec.kv_groups import kv_groups, kv_shape
 from localllm.models.spec.model_spec import ModelSpec
 
+T = TypeVar("T")
 PROMPT_TOKENS, BLOCK_SIZE = 32, 16
 STEPS = (19, 12, 1)  # a first chunk that ends inside a block, a second chunk, a decode step
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 8e-2}
@@ -74,8 +75,8 @@ def _cache(spec: ModelSpec, layer: int, num_blocks: int, device: torch.device, d
     return HybridCache(kv, state) if kv is not None and state is not None else kv or state
 
 
-def guarded(run: Callable[[], Tensor], architecture: str, what: str) -> Tensor:
-    """Return what `run` computes. Raises `UnsupportedModel` for whatever the class of transformers raises in it."""
+def guarded(run: Callable[[], T], architecture: str, what: str) -> T:
+    """Return what `run` returns. Raises `UnsupportedModel` for whatever the class of transformers raises in it."""
     try:
         return run()
     except (ModelError, MemoryError, torch.OutOfMemoryError):
