@@ -37,6 +37,7 @@ class Op(IntEnum):
     SCALE = 6
     EXPERTS_GATED = 7
     EXPERTS_DOWN = 8
+    MULTIPLY = 9
 
 
 class NormKind(IntEnum):
@@ -69,6 +70,12 @@ class HeadNorm(IntEnum):
     RMS = 1
     LAYER = 2
     WHOLE = 3
+
+
+class HeadsMade(IntEnum):
+    QKV = 0
+    QK = 1
+    Q = 2
 
 
 class NativeMatrix(ctypes.Structure):
@@ -113,6 +120,8 @@ class NativeAttention(ctypes.Structure):
         ("head_norm", c_int64),
         ("head_norm_weight", c_void_p),
         ("head_norm_eps", c_double),
+        ("made", c_int64),
+        ("norms_values", c_int64),
         ("query_growth", c_double),
         ("growth_period", c_int64),
     )
@@ -130,6 +139,7 @@ class NativeExperts(ctypes.Structure):
         ("num_groups", c_int64),
         ("top_groups", c_int64),
         ("scale", c_double),
+        ("expert_scale", c_void_p),
         ("ids", c_void_p),
         ("weights", c_void_p),
     )
