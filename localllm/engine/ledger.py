@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from localllm.engine.block_pool import NULL_BLOCK, BlockPool
 from localllm.engine.request import Request
+from localllm.engine.stats import KVGroupStats
 from localllm.models.spec.kv_group import held_blocks, main_group
 
 Counts = tuple[int, ...]
@@ -48,13 +49,9 @@ class Ledger:
         assert len(self.windows) == len(self.pools), (num_blocks, windows)
         self.block_size = block_size
         self._windowed = [(group, window) for group, window in enumerate(self.windows) if window is not None]
-        self._step_tokens = step_tokens
+        self.has_windows, self._step_tokens = bool(self._windowed), step_tokens
         self.main_pool = self.pools[main_group(self.windows)]  # whose blocks are those of the longest requests
         self.step_reserve = tuple(0 if w is None else self.places(step_tokens) for w in self.windows)
-
-    @property
-    def has_windows(self) -> bool:
-        return bool(self._windowed)
 
     def places(self, num_tokens: int) -> int:
         """Return how many places so many positions take."""
@@ -86,10 +83,10 @@ class Ledger:
             counts.append(pool.num_unreferenced(blocks) - len(blocks) if window is None else 0)
         return tuple(counts)
 
-    def held(self, request: Request) -> Counts:
-        """Return the blocks that a running request holds."""
-        tables = zip(request.block_tables, request.num_dropped_blocks, strict=True)
-        return tuple([len(table) - dropped for table, dropped in tables])
+    def stats(self) -> tuple[KVGroupStats, ...]:
+        """Return the use of each group."""
+        pools = zip(self.windows, self.pools, strict=True)
+        return tuple(KVGroupStats(window, pool.capacity, pool.num_used, pool.num_cached) for window, pool in pools)
 
     # ---- tables ------------------------------------------------------------------------------------------------------
 
@@ -113,10 +110,14 @@ class Ledger:
             start, end = request.num_dropped_blocks[group], (position - window + 1) // self.block_size
             if end > start:
                 table = request.block_tables[group]
-                for place in range(start, end):
-                    self.pools[group].release((table[place],))
+                self.pools[group].release(table[start:end])
                 table[start:end] = [NULL_BLOCK] * (end - start)
                 request.num_dropped_blocks[group] = end
+        self._set_next_drop(request)
+
+    def _set_next_drop(self, request: Request) -> None:
+        ends = [(request.num_dropped_blocks[group] + 1) * self.block_size + w - 1 for group, w in self._windowed]
+        request.next_drop = min(ends, default=0)
 
     def release(self, request: Request) -> None:
         """Release all blocks of a request."""
@@ -153,6 +154,7 @@ class Ledger:
             pool.acquire([block for block in blocks if block != NULL_BLOCK])
         request.block_tables = [list(blocks) for blocks in hit.blocks]
         request.num_dropped_blocks = [self._first_place(window, hit.num_places) for window in self.windows]
+        self._set_next_drop(request)
 
     def register(self, request: Request, place: int, name: bytes) -> None:
         """Name a place that is full of accepted tokens in all groups that hold it."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from localllm.engine.block_pool import BlockPool
+from localllm.engine.ledger import Ledger
 from localllm.engine.pooling import PoolingInput, PoolingLoop
 from localllm.engine.pulse import LoopClient, TimedPool
 from localllm.engine.recorder import StatsRecorder
@@ -55,11 +55,12 @@ class PoolingClient(LoopClient):
         self._open = 0
         self._resting = replace(
             StatsRecorder().snapshot(
-                BlockPool(2), (), (), block_size=1, max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_length,
-                async_depth=1, runner=RunnerStats(),
+                Ledger((2,), 1), (), (), block_size=1, max_num_seqs=limits.max_num_seqs,
+                max_model_len=limits.max_length, async_depth=1, runner=RunnerStats(),
             ),
             total_blocks=0,
             free_blocks=0,
+            kv_groups=(),
         )  # fmt: skip
 
     async def start(self) -> None:

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
 
-from localllm.engine.block_pool import BlockPool
+from localllm.engine.ledger import Ledger
 from localllm.engine.request import Request
 from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
 from localllm.engine.step import RunnerStats
@@ -128,7 +128,7 @@ class StatsRecorder:
 
     def snapshot(
         self,
-        pool: BlockPool,
+        ledger: Ledger,
         running: Iterable[Request],
         waiting: Iterable[Request],
         *,
@@ -141,7 +141,7 @@ class StatsRecorder:
         taken_s = now_s()
         self._drop_old_rates(taken_s)
         span_s = max(taken_s - self._window[0][0], 0.5) if self._window else 1.0
-        running, waiting = list(running), list(waiting)
+        running, waiting, pool = list(running), list(waiting), ledger.main_pool
         return EngineStats(
             taken_s=taken_s,
             uptime_s=taken_s - self.started_s,
@@ -186,6 +186,7 @@ class StatsRecorder:
             iteration_tokens=self._iteration.freeze(),
             requests=tuple(r.timeline() for r in (*running, *waiting)),
             recent=tuple(self.recent),
+            kv_groups=ledger.stats(),
         )
 
     def _note_rate(self, prefill: int, decode: int) -> None:

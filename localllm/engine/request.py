@@ -54,8 +54,8 @@ class Request:
     __slots__ = (
         "arrived_s", "bad_words_token_ids", "block_hashes", "block_tables", "cache_extras", "draft_token_ids",
         "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root", "last_token_s",
-        "max_output_tokens", "most_unseen", "num_cached_tokens", "num_computed_tokens", "num_dropped_blocks",
-        "num_in_flight_tokens", "num_lost_tokens", "num_output_placeholders", "num_preemptions",
+        "max_output_tokens", "most_unseen", "next_drop", "num_cached_tokens", "num_computed_tokens",
+        "num_dropped_blocks", "num_in_flight_tokens", "num_lost_tokens", "num_output_placeholders", "num_preemptions",
         "num_registered_blocks", "options", "params", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs",
         "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state", "stop_token_ids", "token_ids",
     )  # fmt: skip
@@ -106,6 +106,7 @@ class Request:
         self.slot = -1
         self.block_tables: list[list[int]] = []  # one per KV group, equally long; empty unless it runs (ledger.py)
         self.num_dropped_blocks: list[int] = []  # of each table the leading entries without a block
+        self.next_drop = 0  # position from which on a windowed group's next block is not read any more
         self.block_hashes: list[bytes] = []
         self.hash_root = b""
         self.num_registered_blocks = 0
@@ -132,6 +133,11 @@ class Request:
     def num_places(self) -> int:
         """Length of its block tables."""
         return len(self.block_tables[0]) if self.block_tables else 0
+
+    @property
+    def num_held_blocks(self) -> tuple[int, ...]:
+        """Blocks of each KV group."""
+        return tuple([len(t) - n for t, n in zip(self.block_tables, self.num_dropped_blocks, strict=True)])
 
     @property
     def num_wanted_tokens(self) -> int:
@@ -170,6 +176,7 @@ class Request:
             first_token_s=self.first_token_s,
             finished_s=self.finished_s,
             finish_reason=self.finish_reason,
+            held_blocks=self.num_held_blocks,
         )
 
     def __repr__(self) -> str:

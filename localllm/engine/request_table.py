@@ -23,6 +23,7 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.recorder import StatsRecorder, now_s
 from localllm.engine.request import Request, State
 from localllm.engine.scheduler_config import SchedulerConfig
+from localllm.engine.step import NewSlot
 from localllm.errors import LocalLLMError
 
 log = logging.getLogger(__name__)
@@ -79,8 +80,9 @@ class RequestTable:
         self.requests[request.request_id] = request
         self.waiting.push(request)
 
-    def admit(self, request: Request, hit: Hit) -> None:
-        """Run a waiting request: give it a slot and the cached blocks that hold the start of its prompt."""
+    def admit(self, request: Request, hit: Hit) -> NewSlot:
+        """Run a waiting request: give it a slot and the cached blocks that hold the start of its prompt. Return what
+        the runner needs to know about it."""
         self.waiting.remove(request)
         self.ledger.enter(request, hit)
         cached = hit.num_places * self.config.block_size
@@ -92,6 +94,19 @@ class RequestTable:
         request.state = State.RUNNING
         self.running.append(request)
         self.recorder.on_admission(request)
+        return NewSlot(
+            slot=request.slot,
+            request_id=request.request_id,
+            token_ids=request.token_ids[:],
+            prompt_len=request.prompt_len,
+            params=request.params,
+            block_ids=hit.blocks,
+            num_computed_tokens=cached,
+            eos_token_ids=request.eos_token_ids,
+            bad_words_token_ids=request.bad_words_token_ids,
+            adapter=-1 if request.options.adapter is None else request.options.adapter.slot,
+            prompt_embeds=request.prompt_embeds,
+        )
 
     def preempt(self, request: Request) -> None:
         """Make a running request wait again, to be recomputed.

@@ -75,10 +75,12 @@ class Scheduler:
         assert config.fixed_chunk % config.block_size == 0, (config.fixed_chunk, config.block_size)
         self.config, self.ledger, self.hasher = config, ledger, hasher
         self.recorder = recorder or StatsRecorder()
+        self._block_size = config.block_size
         self.table = RequestTable(config, ledger, hasher, self.recorder)
         self.requests, self.running, self.waiting = self.table.requests, self.table.running, self.table.waiting
         self.launched: deque[LaunchedStep] = deque()  # plans not settled yet
         self._outputs: list[EngineOutput] = []  # outputs of requests that ended outside `update`
+        self._prefilled: Sequence[Request] = ()  # requests of the last step that may hold a chunk before their windows
         self._num_cohorts = config.num_cohorts
         self._blocks_of_hits = max(1, config.fixed_chunk // config.block_size)  # hits are multiples of it
         self._watermark_blocks = tuple(max(1, int(config.watermark * count)) for count in ledger.capacity)
@@ -129,8 +131,8 @@ class Scheduler:
         started_s = now_s()
         draft = _Draft(budget=self.config.max_num_batched_tokens)
         self._reserve.on_step()
-        if self.ledger.has_windows:
-            self._drop_blocks_before_windows()
+        for request in self._prefilled:
+            self._drop_blocks(request)
         self._free_a_slot_for_an_urgent_request(draft)
         self._schedule_decodes(draft)
         draft.prefill_budget = self._prefill_budget(draft)
@@ -142,12 +144,6 @@ class Scheduler:
         self._record(plan, draft, now_s() - started_s)
         return plan
 
-    def _drop_blocks_before_windows(self) -> None:
-        """Give back the blocks that no step to come reads. Launched steps may still read them: they run before the step
-        that writes to these blocks again. Placeholders may turn out to be wrong guesses, which are computed again."""
-        for request in self.running:
-            self.ledger.drop_before(request, request.num_computed_tokens - request.num_output_placeholders)
-
     def _free_a_slot_for_an_urgent_request(self, draft: _Draft) -> None:
         """Preempt the least urgent running request for a more urgent waiting one, if all slots are taken."""
         head = next(iter(self.waiting), None)
@@ -158,7 +154,7 @@ class Scheduler:
             return
         hit, ledger = self._prefix_hit(head), self.ledger
         need = plus(ledger.needs(head.num_tokens), ledger.taken_by_hit(hit))
-        room = plus(self._spare_blocks(None), ledger.held(victim))
+        room = plus(self._spare_blocks(None), victim.num_held_blocks)
         if fits(need, room) and not self._is_being_computed(head, hit):
             self._preempt(victim, draft)
 
@@ -182,6 +178,7 @@ class Scheduler:
 
     def _schedule_prefills(self, draft: _Draft) -> None:
         """Divide the budget that decodes left among running prompts and prompts to be admitted."""
+        self._prefilled = ()
         if draft.prefill_budget <= 0:
             return
         prefills = [
@@ -193,6 +190,7 @@ class Scheduler:
         if self.table.free_slots and not draft.preempted:
             prefills += self._admissible(prefills, draft)
         prefills.sort(key=lambda each: (each.request.priority, each.request.sequence))
+        self._prefilled = [each.request for each in prefills]
         shares = self._shares(prefills, draft.prefill_budget)
         for each, share in zip(prefills, shares, strict=True):
             if share and not each.enters and each.request.state is State.RUNNING:
@@ -260,9 +258,11 @@ class Scheduler:
     def _grow(self, request: Request, count: int, draft: _Draft) -> BlockIds | None:
         """Return new blocks for the request's tables, preempting others if necessary.
         None: it was itself preempted, or ended."""
-        need = self.ledger.places(request.num_computed_tokens + count) - len(request.block_tables[0])
-        if need <= 0:
+        missing = request.num_computed_tokens + count - len(request.block_tables[0]) * self._block_size
+        if missing <= 0:
             return ()
+        self._drop_blocks(request)
+        need = -(-missing // self._block_size)
         while (blocks := self.ledger.allocate(request, need)) is None:
             victim = self._victim()
             if victim is request and len(self.running) == 1:
@@ -272,6 +272,13 @@ class Scheduler:
             if victim is request:
                 return None
         return blocks
+
+    def _drop_blocks(self, request: Request) -> None:
+        """Give back the blocks that no step to come reads. Launched steps may still read them: they run before the step
+        that writes to these blocks again. Placeholders may turn out to be wrong guesses, which are computed again."""
+        position = request.num_computed_tokens - request.num_output_placeholders
+        if self.ledger.has_windows and position >= request.next_drop and request.state is State.RUNNING:
+            self.ledger.drop_before(request, position)
 
     def _victim(self) -> Request:
         """Return the request to preempt: the youngest of the least urgent ones."""
@@ -351,7 +358,7 @@ class Scheduler:
         for request in self.running:
             counts = priority is not None and request.priority <= priority
             end = self._reserve.num_tokens(request) if counts else request.num_tokens
-            for group, (need, held) in enumerate(zip(ledger.needs(end), ledger.held(request), strict=True)):
+            for group, (need, held) in enumerate(zip(ledger.needs(end), request.num_held_blocks, strict=True)):
                 promised[group] += max(0, need - held)
         kept = zip(ledger.num_free, promised, ledger.step_reserve, strict=True)
         return tuple([free - blocks - reserve for free, blocks, reserve in kept])
@@ -385,22 +392,7 @@ class Scheduler:
             return 0
         if not self.ledger.can_enter(hit, self.ledger.places(start + count)):
             return 0  # a windowed group is short of blocks until its windows have moved on
-        self.table.admit(request, hit)
-        draft.new_slots.append(
-            NewSlot(
-                slot=request.slot,
-                request_id=request.request_id,
-                token_ids=request.token_ids[:],
-                prompt_len=request.prompt_len,
-                params=request.params,
-                block_ids=hit.blocks,
-                num_computed_tokens=request.num_computed_tokens,
-                eos_token_ids=request.eos_token_ids,
-                bad_words_token_ids=request.bad_words_token_ids,
-                adapter=-1 if request.options.adapter is None else request.options.adapter.slot,
-                prompt_embeds=request.prompt_embeds,
-            )
-        )
+        draft.new_slots.append(self.table.admit(request, hit))
         entered = self._schedule_one(request, count, draft)
         assert entered, "admission promised these blocks"
         end = request.num_computed_tokens + count
@@ -504,7 +496,7 @@ class Scheduler:
 
     def stats(self, async_depth: int, runner: RunnerStats) -> EngineStats:
         return self.recorder.snapshot(
-            self.ledger.main_pool,
+            self.ledger,
             self.running,
             self.waiting,
             block_size=self.config.block_size,

@@ -61,6 +61,7 @@ class RequestTimeline:
     first_token_s: float | None = None
     finished_s: float | None = None
     finish_reason: str | None = None  # stop, length, abort, error
+    held_blocks: tuple[int, ...] = ()  # of each KV group; empty: none
 
     @property
     def ttft_s(self) -> float | None:
@@ -91,6 +92,24 @@ class StepComposition:
 
 
 @dataclass(frozen=True, slots=True)
+class KVGroupStats:
+    """The blocks of one KV group: layers with the same window."""
+
+    window: int | None  # tokens that the layers see; None: all
+    total_blocks: int  # usable, without the null block
+    used_blocks: int
+    cached_blocks: int
+
+    @property
+    def name(self) -> str:
+        return "full" if self.window is None else f"window_{self.window}"
+
+    @property
+    def free_blocks(self) -> int:
+        return self.total_blocks - self.used_blocks - self.cached_blocks
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """All statistics of the engine. Totals count from the start; rates are over the last few seconds."""
 
@@ -99,7 +118,7 @@ class EngineStats:
     num_running: int
     num_waiting: int
     block_size: int
-    total_blocks: int  # usable, without the null block
+    total_blocks: int  # usable, without the null block, of the KV group that keeps the most tokens
     used_blocks: int  # referenced by a request
     cached_blocks: int  # unreferenced, reusable through the prefix cache
     free_blocks: int  # used + cached + free == total
@@ -137,6 +156,7 @@ class EngineStats:
     iteration_tokens: Histogram
     requests: tuple[RequestTimeline, ...]  # running first, then waiting
     recent: tuple[RequestTimeline, ...]  # the last finished requests, newest first
+    kv_groups: tuple[KVGroupStats, ...] = ()  # the other numbers of blocks are those of one of them
 
     @property
     def kv_usage(self) -> float:

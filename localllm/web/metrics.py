@@ -102,6 +102,11 @@ RANK_PARTS = (
     ("other", "memory.other_bytes"),
 )
 """Value of the label `part`, attribute of RankStats."""
+KV_GROUP_GAUGES = (
+    ("kv_group_blocks_total", "Usable blocks of the layers with one window.", "total_blocks"),
+    ("kv_group_blocks_used", "Blocks of these layers held by requests.", "used_blocks"),
+    ("kv_group_blocks_cached", "Blocks of these layers in the prefix cache that no request holds.", "cached_blocks"),
+)
 BUBBLE = ("pipeline_bubble_ratio", "Share of the recent time with steps in flight in which the stage was idle.")
 # llama.cpp's names for some of the same metrics.
 LLAMACPP_COUNTERS = (
@@ -180,6 +185,22 @@ class EngineCollector(Collector):
             sizes = (stats.block_size, stats.total_blocks, model.plan.kv_dtype, stats.max_model_len)
             family.add_metric([*_labels(model), *map(str, sizes)], 1.0)
         return family
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVGroupCollector(Collector):
+    """The KV groups of models that have several. Without such a model neither series nor names are written."""
+
+    engines: Sequence[tuple[ServedModel, EngineStats]]
+
+    def collect(self) -> Iterator[Metric]:
+        several = [(model, stats.kv_groups) for model, stats in self.engines if len(stats.kv_groups) > 1]
+        for name, help, attribute in KV_GROUP_GAUGES if several else ():
+            family = GaugeMetricFamily(OWN + name, help, labels=[*LABELS, "group"])
+            for model, groups in several:
+                for group in groups:
+                    family.add_metric([*_labels(model), group.name], float(attrgetter(attribute)(group)))
+            yield family
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,6 +302,7 @@ async def metrics(request: ApiRequest) -> ASGIResponse:
     registry = CollectorRegistry(auto_describe=False)
     engines = [(model, model.client.stats()) for model in manager.ready]
     registry.register(EngineCollector(engines, aliases))
+    registry.register(KVGroupCollector(engines))
     registry.register(RankCollector(engines))
     registry.register(ModelCollector(manager.statuses(), aliases))
     registry.register(HTTPCollector(request.app.state.http_counts))

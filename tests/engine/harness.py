@@ -25,7 +25,7 @@ from localllm.text.grammar import OutputGrammar
 from tests.fake_runner import FakePipeline, FakeRunner
 
 BLOCK_SIZE = 4
-MOST_PLACEHOLDERS = 12  # positions that launched guesses may give up again
+MOST_PLACEHOLDERS = 16  # positions that launched guesses may give up again, and a block
 
 
 @dataclass(slots=True)

@@ -11,12 +11,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
+from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import NULL_BLOCK
 from localllm.engine.ledger import Hit, Ledger
+from localllm.engine.loop import EngineLoop
+from localllm.engine.scheduler import Scheduler
+from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.models.spec.kv_group import held_blocks, main_group
 from tests.engine.harness import BLOCK_SIZE, SmallEngine, make_engine, make_request
 from tests.engine.walk import EngineMachine
-from tests.fake_runner import expected_output
+from tests.fake_runner import FakeRunner, expected_output
 
 NAMES = [bytes([place]) for place in range(40)]
 
@@ -86,7 +90,7 @@ TestWalk = Walk.TestCase
 
 
 def held(engine: SmallEngine, name: str) -> tuple[int, ...]:
-    return engine.scheduler.ledger.held(engine.scheduler.requests[name])
+    return engine.scheduler.requests[name].num_held_blocks
 
 
 @pytest.mark.parametrize("window", [1, 4, 5, 8, 11])
@@ -182,7 +186,7 @@ def test_what_is_given_back_is_the_null_block_and_found_until_it_is_used_again()
         ledger.register(request, place, NAMES[place])
     ledger.drop_before(request, 15)  # reads from 11 on
     assert [block == NULL_BLOCK for block in request.block_tables[1]] == [True, True, False, False, False]
-    assert ledger.held(request) == (5, 3)
+    assert request.num_held_blocks == (5, 3)
     assert ledger.lookup(NAMES[:2]).num_places == 2
     assert ledger.allocate(request, 4) is not None  # the second group has no others
     assert ledger.lookup(NAMES[:2]).num_places == 0
@@ -198,6 +202,45 @@ def test_a_shared_prefix_is_computed_once() -> None:
     engine.run()
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
     assert engine.tokens["second"] == expected_output([*range(33), 1, 2], 20)
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def held_and_needed(layers: int, windowed: int, window: int, context: int, block_size: int) -> tuple[float, float]:
+    """Return the KV that a request of `context` tokens holds, and what it would hold if windowed layers kept all; both
+    in parts of what its layers read."""
+    windows, counts = (window, None), (windowed, layers - windowed)
+    ledger = Ledger((4 * context // block_size,) * 2, block_size, windows, step_tokens=2048)
+    config = SchedulerConfig(
+        max_num_seqs=1, max_num_batched_tokens=2048, max_model_len=context + 64, block_size=block_size
+    )
+    scheduler = Scheduler(config, ledger, BlockHasher(b"a model", block_size))
+    runner = FakeRunner(ledger.num_blocks, block_size, windows=windows, check=False)
+    loop = EngineLoop(scheduler, runner, deliver=lambda outputs: None)
+    request = make_request("r", [i % 100 for i in range(context - 16)], max_tokens=40)
+    loop.submit(request)
+    while request.num_computed_tokens < context:
+        loop.step()
+    held = sum(n * blocks * block_size for n, blocks in zip(counts, request.num_held_blocks, strict=True))
+    needed = windowed * window + (layers - windowed) * context
+    return held / needed, layers * context / needed
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_a_model_of_gemma_3s_shape_holds_what_it_needs(block_size: int) -> None:
+    """52 of 62 layers see 1,024 tokens of 32,768."""
+    held, all_kept = held_and_needed(62, 52, 1024, 32_768, block_size)
+    assert held <= 1.05
+    assert all_kept == pytest.approx(5.33, abs=0.01)
+    print(f"held / needed: {held:.3f}; every token kept: {all_kept:.2f}")
+
+
+def test_a_model_of_gpt_oss_shape_holds_what_it_needs() -> None:
+    """12 of 24 layers see 128 tokens of 32,768."""
+    held, all_kept = held_and_needed(24, 12, 128, 32_768, 16)
+    assert held <= 1.05
+    assert all_kept == pytest.approx(1.99, abs=0.01)
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from localllm.engine.stats import EngineStats, Histogram, StepComposition
+from localllm.models.spec.kv_group import main_group
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.web.pages.dashboard.machine import MachineReading
 from localllm.web.pages.dashboard.machine_presenter import machine_use
@@ -19,6 +20,7 @@ from localllm.web.pages.dashboard.request_presenters import finished_requests, l
 from localllm.web.pages.dashboard.views import (
     Counters,
     Dashboard,
+    GroupUsage,
     Headline,
     KVUsage,
     Latency,
@@ -29,7 +31,7 @@ from localllm.web.pages.dashboard.views import (
 )
 from localllm.web.pages.frame.bars import stacked
 from localllm.web.pages.frame.sampler import Sample, Tick
-from localllm.web.pages.frame.views import Fact
+from localllm.web.pages.frame.views import Fact, Segment
 
 if TYPE_CHECKING:
     from localllm.serving.served import ServedModel
@@ -112,7 +114,7 @@ def kv_usage(stats: EngineStats) -> KVUsage:
     colour_of = colours([request.request_id for request in stats.requests])
     owners = [(colour_of[request.request_id], request.num_blocks) for request in stats.requests]
     cells, columns, rows, blocks_per_cell = pool_map(used, cached, free, owners)
-    parts = [("In use", "used", used), ("Reusable", "cached", cached), ("Free", "free", free)]
+    main = main_group(tuple(group.window for group in stats.kv_groups)) if stats.kv_groups else 0
     return KVUsage(
         total_blocks=stats.total_blocks,
         used_blocks=used,
@@ -122,12 +124,26 @@ def kv_usage(stats: EngineStats) -> KVUsage:
         total_tokens=stats.total_blocks * block,
         reusable_tokens=cached * block,
         wasted_token_slots=stats.wasted_token_slots,
-        segments=stacked([(name, kind, n, f"{format_count(n)} blocks") for name, kind, n in parts]),
+        segments=_blocks(used, cached, free),
         cells=cells,
         columns=columns,
         rows=rows,
         blocks_per_cell=blocks_per_cell,
+        others=tuple(_group_usage(stats, index) for index in range(len(stats.kv_groups)) if index != main),
     )
+
+
+def _group_usage(stats: EngineStats, index: int) -> GroupUsage:
+    """Return the use of one KV group."""
+    group, colour_of = stats.kv_groups[index], colours([request.request_id for request in stats.requests])
+    owners = [(colour_of[each.request_id], each.held_blocks[index]) for each in stats.requests if each.held_blocks]
+    used, cached, free = group.used_blocks, group.cached_blocks, group.free_blocks
+    return GroupUsage(group.window, _blocks(used, cached, free), *pool_map(used, cached, free, owners))
+
+
+def _blocks(used: int, cached: int, free: int) -> tuple[Segment, ...]:
+    parts = [("In use", "used", used), ("Reusable", "cached", cached), ("Free", "free", free)]
+    return stacked([(name, kind, n, f"{format_count(n)} blocks") for name, kind, n in parts])
 
 
 def steps(recent: Sequence[StepComposition], num_steps: int) -> RecentSteps:

@@ -97,7 +97,9 @@ def _headline() -> v.Headline:
 def _kv_usage() -> v.KVUsage:
     parts = [("In use", "used", 96.0, "96 blocks"), ("Reusable", "cached", 60.0, "60"), ("Free", "free", 100.0, "100")]
     cells, columns, rows, per_cell = pool_map(96, 60, 100, [("seq-0", 40), ("seq-1", 30), ("seq-4", 26)])
-    return v.KVUsage(256, 96, 230, 16, 1500, 4096, 960, 36, stacked(parts), cells, columns, rows, per_cell)
+    bar = stacked(parts)
+    windowed = v.GroupUsage(1024, bar, cells, columns, rows, per_cell)
+    return v.KVUsage(256, 96, 230, 16, 1500, 4096, 960, 36, bar, cells, columns, rows, per_cell, (windowed,))
 
 
 def _board() -> v.Dashboard:

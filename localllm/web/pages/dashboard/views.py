@@ -46,6 +46,18 @@ class PoolCell:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupUsage:
+    """The use of the KV cache by layers with one window, beside those that keep every token."""
+
+    window: int | None
+    segments: tuple[Segment, ...]
+    cells: tuple[PoolCell, ...]
+    columns: int
+    rows: int
+    blocks_per_cell: int
+
+
+@dataclass(frozen=True, slots=True)
 class KVUsage(View):
     """The use of the KV cache, by request."""
 
@@ -63,6 +75,7 @@ class KVUsage(View):
     columns: int
     rows: int
     blocks_per_cell: int
+    others: tuple[GroupUsage, ...] = ()  # the other KV groups
 
 
 @dataclass(frozen=True, slots=True)
