@@ -160,8 +160,10 @@ class EngineStats:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the usable blocks that requests hold, 0 to 1."""
-        return self.used_blocks / self.total_blocks if self.total_blocks else 0.0
+        """Share of the usable blocks that requests hold, 0 to 1; of several KV groups that of the fullest one."""
+        shares = [group.used_blocks / group.total_blocks for group in self.kv_groups]
+        own = self.used_blocks / self.total_blocks if self.total_blocks else 0.0
+        return max(shares, default=own)
 
     @property
     def requests_per_step(self) -> float:

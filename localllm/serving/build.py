@@ -75,7 +75,7 @@ def build_engine(
         undo.callback(executor.close)
         with report_phase("memory", on_phase) as report:
             runner, plan = executor.open_runner(config, plan, hardware, report)
-            report(f"{max(plan.num_blocks) - 1} blocks of {plan.block_size} tokens")
+            report(f"blocks: {plan.blocks_in_words}")
         undo.callback(runner.close)
         with report_phase("engine", on_phase) as report:
             model = _assemble(settings, found, spec, plan, tokenizer, template, runner)

@@ -230,6 +230,27 @@ def test_new_blocks_of_a_failed_step_do_not_reach_the_next() -> None:
     assert state.inputs._staged[0] == 3  # as many as this step brought
 
 
+def test_each_group_has_its_own_blocks(maker: str) -> None:
+    """Of the second group two blocks are before the window of a request that enters."""
+    asked: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": MAX_LEN, "block_size": BLOCK, "device": CPU}
+    inputs = (
+        HostInputs(**asked, num_groups=2) if maker == "host"
+        else StagedInputs(**asked, max_num_batched_tokens=4 * MAX_LEN, num_groups=2)
+    )  # fmt: skip
+    state = SlotState(inputs, max_num_seqs=4, max_model_len=MAX_LEN, num_blocks=(50, 20), block_size=BLOCK,
+                      vocab_size=1000)  # fmt: skip
+    new = NewSlot(2, "r2", list(range(29)), 29, SamplingParams(), ((41, 42, 43), (0, 0, 13)), 3 * BLOCK)
+    _, made = run(state, StepPlan(1, (Row(2, "r2", 24, 5, ((44,), (9,)), True),), (new,)))
+    assert [group.block_table[0, :4].tolist() for group in made.groups] == [[41, 42, 43, 44], [0, 0, 13, 9]]
+    assert [group.slot_mapping[:5].tolist() for group in made.groups] == [
+        [block * BLOCK + i for i in range(5)] for block in (44, 9)
+    ]
+    with pytest.raises(AssertionError, match="of 20"):
+        state.apply(StepPlan(2, (Row(2, "r2", 29, 1, ((45,), (20,)), True),)))
+    with pytest.raises(AssertionError, match="unlike numbers"):
+        state.apply(StepPlan(2, (Row(2, "r2", 29, 1, ((45,), (6, 7)), True),)))
+
+
 def test_two_blocks_for_one_place_are_our_mistake() -> None:
     state = state_of("staged")
     new = new_slot(0, 3)

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from localllm.engine.ledger import Ledger
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.kernels import launch
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model
+from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
-from tests.runner.test_with_scheduler import serve
+from tests.kv import windowed_ledger
+from tests.runner.test_with_scheduler import BLOCK, serve
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1; on a GPU see tests/device")
 
@@ -57,10 +60,25 @@ def test_families_far_from_llama(
     check(model, spec, two, "replayed", monkeypatch)
 
 
-def check(
-    model: Any, spec: ModelSpec, requests: Callable[[], list[Request]], way: str, monkeypatch: pytest.MonkeyPatch
+def test_windowed_layers_that_give_blocks_back(
+    tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    through_kernels, scheduler = serve(model, spec, requests(), num_blocks=14, depth=2, step=24, way=way)
+    spec = read_spec(tiny_model_path("gemma3"))
+    model = load_model(tiny_model_path("gemma3"), spec, torch.device("cpu"), torch.float32)
+    sizes = tuple(16 if group.window is None else 13 for group in kv_groups(spec))
+
+    def two() -> list[Request]:
+        greedy = SamplingParams(temperature=0.0, max_tokens=3)
+        return [Request(f"r{n}", list(range(3, 3 + n)), greedy, max_output_tokens=3) for n in (47, 2)]
+
+    check(model, spec, two, "replayed", monkeypatch, windowed_ledger(spec, sizes, BLOCK, 24))
+
+
+def check(
+    model: Any, spec: ModelSpec, requests: Callable[[], list[Request]], way: str, monkeypatch: pytest.MonkeyPatch,
+    ledger: Ledger | None = None,
+) -> None:  # fmt: skip
+    through_kernels, scheduler = serve(model, spec, requests(), num_blocks=14, depth=2, step=24, way=way, ledger=ledger)
     assert scheduler.recorder.num_failed_steps == 0
     monkeypatch.setattr(launch, "INTERPRETED", False)
     through_twins, _ = serve(model, spec, requests(), way="host")

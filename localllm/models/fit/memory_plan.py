@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from localllm.models.fit.kv_split import KVSplit
 from localllm.models.fit.rank import RankPlan
 from localllm.models.spec.kv_group import main_group
+from localllm.units import format_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,17 @@ class MemoryPlan:
     def num_kv_tokens(self) -> int:
         """Token positions that requests can hold at the same time in the group that keeps the most of them."""
         return (self.num_blocks[main_group(self.windows)] - 1) * self.block_size
+
+    @property
+    def blocks_in_words(self) -> str:
+        """Return the blocks that requests can hold, for display; of several KV groups the largest one's first."""
+        main = main_group(self.windows)
+        counts = list(zip(self.windows, self.num_blocks, strict=True))
+        others = [
+            f"{format_count(count - 1)} for layers that see {'all' if window is None else format_count(window)}"
+            for group, (window, count) in enumerate(counts) if group != main
+        ]  # fmt: skip
+        return ", ".join([f"{format_count(self.num_blocks[main] - 1)} of {self.block_size} tokens", *others])
 
     @property
     def total_bytes(self) -> int:

@@ -100,4 +100,4 @@ def _count(number: int) -> str:
 
 
 def _blocks(each: Estimate) -> str:
-    return f"{format_count(max(each.plan.num_blocks) - 1)} of {each.plan.block_size} tokens" if each.plan else ""
+    return each.plan.blocks_in_words if each.plan else ""
