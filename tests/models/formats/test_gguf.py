@@ -186,8 +186,10 @@ class TestConfig:
         config = config_of(tmp_path / "m.gguf")
         assert config["eos_token_id"] == [0, 1, 2]
         spec, wanted = read_spec(tmp_path / "m.gguf"), read_spec(path)
-        for name in ("layer_kv_shapes", "kv_source", "layer_widths", "per_layer_input", "rope", "local_rope"):
+        for name in ("layer_kv_shapes", "kv_source", "layer_widths", "per_layer_input", "rope"):
             assert getattr(spec, name) == getattr(wanted, name), name
+        assert spec.local_rope is not None
+        assert (spec.local_rope.theta, spec.local_rope.rotary_dim) == (10_000.0, 16)
 
     def test_frequencies_that_are_scaled_one_by_one_are_refused(
         self, source: Callable[..., Path], tmp_path: Path
