@@ -18,6 +18,7 @@ Does not know: requests, schedules, sampling; how an operation is computed (kern
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from localllm.kernels.cpu.native.structures import (
     Activation,
     CacheType,
     HeadNorm,
+    HeadsMade,
     Kind,
     NativeAttention,
     NativeExperts,
@@ -47,8 +49,10 @@ from localllm.kernels.cpu.native.structures import (
 )
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState
+from localllm.kernels.rotary_store_kv import count_query_heads
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.layer import (
+    Gemma4Layer,
     LayerKind,
     ParallelLayer,
     PostNormLayer,
@@ -68,6 +72,7 @@ from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.moe import MoE
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.layers.qkv import Clip, HeadLayerNorm, WholeNorm
+from localllm.models.lone_gemma4 import write_gemma4
 from localllm.models.lone_recurrent import write_recurrence
 from localllm.models.spec.kv_groups import kv_groups
 
@@ -110,6 +115,7 @@ class LoneStep:
         self._operations, self._kept = writer.lowered(), writer.kept
         self._without_head = (NativeOperation * (len(self._operations) - 1))(*self._operations[:-1])
         self._stream, self._logits = writer.stream.values, writer.logits.values
+        self._layer_inputs = writer.others["layer_inputs"].values if model.layer_inputs is not None else None
         self.rounds = any(operation.matrix.kind != Kind.F32 for operation in self._operations)
         self._rows = (NativeRow * (len(kv_groups(model.spec)) * MAX_ROWS))()
         self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(-1, MAX_ROWS, 3)
@@ -124,7 +130,12 @@ class LoneStep:
         assert 1 <= count <= MAX_ROWS, count
         model, ids = self._model, torch.from_numpy(rows.token_ids)
         assert model.embedding is not None
-        self._stream[:count, : model.spec.hidden_size] = model.embedding(ids, torch.from_numpy(rows.positions))
+        positions = torch.from_numpy(rows.positions)
+        embeds = model.embedding(ids, positions)
+        self._stream[:count, : model.spec.hidden_size] = embeds
+        if model.layer_inputs is not None and self._layer_inputs is not None:
+            given = model.layer_inputs(ids, positions, embeds).flatten(1)
+            self._layer_inputs[:count, : given.shape[1]] = given
         columns = self._columns[:, :count]
         columns[..., 0], columns[..., 1], columns[..., 2] = rows.tables, rows.positions, rows.slots
         if model.spec.recurrent is not None:
@@ -172,8 +183,8 @@ class _Planned(NamedTuple):
     source: Buffer
     target: Buffer
     offset: int  # floats from the start of a row of `target`
+    source_offset: int  # of `source`
     fields: dict[str, Any]  # further fields of the operation
-    source_offset: int = 0  # floats from the start of a row of `source`
 
 
 class _Operands(NamedTuple):
@@ -196,8 +207,15 @@ class Writer:
         self.planned: list[_Planned] = []
         self._operands: list[_Operands] = []
         self._group = 0  # of the layer's block tables
+        self.others: defaultdict[str, Buffer] = defaultdict(Buffer)  # of few families
+        self.constants: list[tuple[Buffer, int, float]] = []  # buffer, column, value in all rows
         self._chosen = 0  # address of the layer's experts
         self.kept: list[object] = [kv_cache, self.states]  # owners of the memory that the operations point to
+
+    @property
+    def activation(self) -> Activation:
+        """The model's activation."""
+        return _ACTIVATIONS[self.model.spec.hidden_act]
 
     def write(self) -> None:
         for layer, kv, group in zip(self.model.layers, self.kv_cache, self.model.layer_groups, strict=True):
@@ -218,6 +236,8 @@ class Writer:
             for name, (buffer, offset) in places.items():
                 setattr(description, name, buffer.values.data_ptr() + 4 * offset)
                 setattr(description, f"{name}_stride", buffer.values.stride(0))
+        for buffer, column, value in self.constants:
+            buffer.values[:, column] = value
         return (NativeOperation * len(self.planned))(*(_lowered(plan) for plan in self.planned))
 
     # -- parts of a layer
@@ -244,7 +264,7 @@ class Writer:
         self.kept.append(description)
         width = description.heads * description.head_dim
         self.attended.widen(width)
-        self._plan(
+        self.plan(
             Op.ATTEND, self.qkv, self.attended, source_offset=attention.gate_size,
             attention=ctypes.addressof(description),
         )  # fmt: skip
@@ -273,14 +293,14 @@ class Writer:
     def feed(self, part: Any, norm: Any) -> None:
         """The feed-forward part of the stream up to its last matrix."""
         mlp, _ = _unscaled(part)
-        activation = _ACTIVATIONS[self.model.spec.hidden_act]
+        activation = self.activation
         if isinstance(mlp, MLP):
             self.linear(mlp.up, self.stream, self.features, norm=norm, activation=activation)
         elif isinstance(mlp, GatedMLP):
             self._gated(mlp.gate_up, norm, activation)
         else:
             assert isinstance(mlp, MoE), type(mlp)
-            self._choose_experts(mlp, norm)
+            self.choose_experts(mlp, norm)
             if mlp.shared is not None:
                 self._feed_shared(mlp, mlp.shared, norm, activation)
 
@@ -290,28 +310,28 @@ class Writer:
         if not isinstance(mlp, MoE):
             self.linear(mlp.down, self.features, target, factor=factor)
             return
-        self._plan(
+        self.plan(
             Op.EXPERTS_DOWN, self.expert_features, target, experts=self._chosen, adds=target is self.stream,
-            factor=factor, matrix=_sizes(self.model.spec.hidden_size),
+            factor=factor, matrix=sizes(self.model.spec.hidden_size),
         )  # fmt: skip
         if mlp.shared is not None:
             self.linear(mlp.shared.down, self.features, target, factor=factor, adds=True)
 
     # -- a mixture of experts
 
-    def _choose_experts(self, mixture: MoE, norm: Any) -> None:
-        """Route, and run the first matrices of the chosen experts."""
+    def choose_experts(self, mixture: MoE, norm: Any, router_norm: Any = None) -> None:
+        """Route, and run the first matrices of the chosen experts. router_norm: None: `norm`."""
         if mixture.routing.scales_inputs:
             raise NoLoneStep("experts whose inputs are multiplied")
-        self.linear(mixture.router, self.stream, self.router, norm=norm)
+        self.linear(mixture.router, self.stream, self.router, norm=norm if router_norm is None else router_norm)
         self._chosen = ctypes.addressof(self._experts(mixture))
-        self._plan(Op.ROUTE, self.router, self.router, experts=self._chosen)
+        self.plan(Op.ROUTE, self.router, self.router, experts=self._chosen)
         width = mixture.experts.gate_up[0].shape[0] // 2
         self.expert_features.widen(mixture.routing.top_k * width)
         name = self.model.spec.mixture.activation if self.model.spec.mixture is not None else None
-        self._plan(
+        self.plan(
             Op.EXPERTS_GATED, self.stream, self.expert_features, experts=self._chosen,
-            norm=self._norm(norm), matrix=_sizes(width), activation=_ACTIVATIONS[name or self.model.spec.hidden_act],
+            norm=self._norm(norm), matrix=sizes(width), activation=_ACTIVATIONS[name or self.model.spec.hidden_act],
         )  # fmt: skip
 
     def _feed_shared(self, mixture: MoE, shared: GatedMLP | MLP, norm: Any, activation: Activation) -> None:
@@ -322,8 +342,8 @@ class Writer:
         if mixture.shared_gate is not None:
             self.linear(mixture.shared_gate, self.stream, self.shared_gate, norm=norm)
             assert self.model.spec.mixture is not None
-            width = _sizes(self.model.spec.mixture.shared_size)
-            self._plan(Op.SCALE, self.shared_gate, self.features, matrix=width, activation=Activation.SIGMOID)
+            width = sizes(self.model.spec.mixture.shared_size)
+            self.plan(Op.SCALE, self.shared_gate, self.features, matrix=width, activation=Activation.SIGMOID)
 
     def _experts(self, mixture: MoE) -> NativeExperts:
         routing, experts = mixture.routing, mixture.experts
@@ -336,7 +356,8 @@ class Writer:
             down=self._each_expert(experts.down, experts.down_bias),
             correction=self.address(mixture.correction_bias), is_sigmoid=routing.scoring == "sigmoid",
             renormalizes=routing.renormalize, num_groups=routing.num_groups, top_groups=routing.top_groups,
-            scale=routing.scale, ids=ids.data_ptr(), weights=weights.data_ptr(),
+            scale=routing.scale, expert_scale=self.address(mixture.expert_scale),
+            ids=ids.data_ptr(), weights=weights.data_ptr(),
         )  # fmt: skip
         self.kept.append(described)
         return described
@@ -352,9 +373,14 @@ class Writer:
         self.kept.append(matrices)
         return ctypes.addressof(matrices)
 
-    def add_part(self, norm: Any) -> None:
-        """Add what the last part has written, normed, to the stream."""
-        self._plan(Op.ADD, self.part, self.stream, norm=self._norm(norm), matrix=_sizes(self.model.spec.hidden_size))
+    def add_part(self, norm: Any, target: Buffer | None = None, *, adds: bool = True) -> None:
+        """Add what the last part has written, normed, to the stream or another buffer."""
+        self.add(self.part, self.stream if target is None else target, norm, adds=adds)
+
+    def add(self, source: Buffer, target: Buffer, norm: Any, *, adds: bool = True) -> None:
+        hidden = self.model.spec.hidden_size
+        target.widen(hidden)
+        self.plan(Op.ADD, source, target, norm=self._norm(norm), matrix=sizes(hidden), adds=adds)
 
     # -- operations
 
@@ -372,7 +398,7 @@ class Writer:
         target.widen(sum(matrix.outputs for matrix in matrices))
         offset = 0
         for matrix in matrices:
-            self._plan(Op.LINEAR, source, target, offset, matrix=matrix, norm=self._norm(norm), **fields)
+            self.plan(Op.LINEAR, source, target, offset, matrix=matrix, norm=self._norm(norm), **fields)
             offset += matrix.outputs
 
     def _gated(self, gate_up: object, norm: Any, activation: Activation) -> None:
@@ -383,33 +409,33 @@ class Writer:
         if len(matrices) == 1:
             self.stream.widen(gate_up.weight.shape[1])
             norms = self._norm(norm)
-            self._plan(Op.GATED, self.stream, self.features, matrix=matrices[0], norm=norms, activation=activation)
+            self.plan(Op.GATED, self.stream, self.features, matrix=matrices[0], norm=norms, activation=activation)
             return
         self._products(matrices, self.stream, self.gate_up, norm)
-        self._plan(Op.GATE, self.gate_up, self.features, matrix=_sizes(width), activation=activation)
+        self.plan(Op.GATE, self.gate_up, self.features, matrix=sizes(width), activation=activation)
 
     def multiply(
         self, source: Buffer, source_offset: int, target: Buffer, offset: int, width: int,
         activation: Activation = Activation.NONE,
     ) -> None:  # fmt: skip
         """Multiply `width` columns of the target with the activation of as many of the source."""
-        self._plan(
-            Op.MULTIPLY, source, target, offset, source_offset, matrix=_sizes(width), activation=activation
+        self.plan(
+            Op.MULTIPLY, source, target, offset, source_offset, matrix=sizes(width), activation=activation
         )  # fmt: skip
 
     def recurrent(self, op: Op, description: Any, **places: tuple[Buffer, int]) -> None:
         """Write a recurrent operation. places: the buffer of each input and of the output y, and its first column."""
         self._operands.append(_Operands(description, places))
         self.kept.append(description)
-        self._plan(
-            op, next(iter(places.values()))[0], places["y"][0], matrix=_sizes(0),
+        self.plan(
+            op, next(iter(places.values()))[0], places["y"][0], matrix=sizes(0),
             recurrent=ctypes.addressof(description), states=ctypes.addressof(self.states),
         )  # fmt: skip
 
-    def _plan(
+    def plan(
         self, op: Op, source: Buffer, target: Buffer, offset: int = 0, source_offset: int = 0, **fields: Any
     ) -> None:
-        self.planned.append(_Planned(op, source, target, offset, {"factor": 1.0, **fields}, source_offset))
+        self.planned.append(_Planned(op, source, target, offset, source_offset, {"factor": 1.0, **fields}))
 
     def _matrices(self, linear: Any) -> list[NativeMatrix]:
         """Return the matrices of a layer, one above the other; several if its parts are stored in different ways."""
@@ -452,7 +478,7 @@ class Writer:
             k_scales=None if kv.k_scale is None else kv.k_scale.data_ptr(),
             v_scales=None if kv.v_scale is None else kv.v_scale.data_ptr(),
             cache_type=_CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks, block_size=block_size,
-            heads=(attention.qkv.weight.shape[0] - attention.gate_size) // head_dim - 2 * kv_heads,
+            heads=count_query_heads((attention.qkv.weight.shape[0] - attention.gate_size) // head_dim, kv, attention.made),
             kv_heads=kv_heads, head_dim=head_dim,
             angles=self.address(table), rotary_dim=0 if table is None else table.shape[1],
             window=window or 0, group=self._group, scale=attention.scale, softcap=attention.softcap or 0.0,
@@ -474,7 +500,7 @@ class Writer:
             if attention.norm_last:
                 kind = HeadNorm.RMS_LAST
             fields |= {"head_norm": kind, "head_norm_weight": self.address(weight), "head_norm_eps": eps}
-        return fields
+        return fields | {"made": _HEADS_MADE[attention.made], "norms_values": attention.norms_values}
 
 
 # ---- kinds of layers -------------------------------------------------------------------------------------------------
@@ -525,10 +551,12 @@ def _single(writer: Writer, layer: SingleLayer, cache: LayerCache | None) -> Non
 _LAYERS: dict[type, Callable[[Writer, Any, Any], None]] = {
     PreNormLayer: _pre_norm,
     SandwichLayer: _sandwich,
+    Gemma4Layer: write_gemma4,
     PostNormLayer: _post_norm,
     ParallelLayer: _parallel,
     SingleLayer: _single,
 }
+_HEADS_MADE = {"qkv": HeadsMade.QKV, "qk": HeadsMade.QK, "q": HeadsMade.Q}
 _ACTIVATIONS = {
     "silu": Activation.SILU,
     "gelu": Activation.GELU,
@@ -542,6 +570,8 @@ _ACTIVATIONS = {
 
 def _refuse(model: DecoderModel) -> None:
     """Raise `NoLoneStep` for models whose layers are elsewhere, too."""
+    if model.streams is not None:
+        raise NoLoneStep("several residual streams")
     if model.device.type != "cpu":
         raise NoLoneStep(f"the model is on {model.device}")
     if model.lora is not None:
@@ -563,7 +593,7 @@ def _unscaled(part: Any) -> tuple[Any, float]:
     return (part.part, part.factor) if isinstance(part, Scaled) else (part, 1.0)
 
 
-def _sizes(width: int) -> NativeMatrix:
+def sizes(width: int) -> NativeMatrix:
     """Return a matrix without weights, for operations that need only its size."""
     return NativeMatrix(outputs=width, inputs=width)
 

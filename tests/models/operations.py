@@ -18,6 +18,7 @@ from localllm.kernels.cpu.native.structures import (
     OUTPUTS,
     Activation,
     HeadNorm,
+    HeadsMade,
     Kind,
     NativeAttention,
     NativeConvolution,
@@ -127,21 +128,26 @@ def _scale(operation: NativeOperation, row: int, _: NativeRow) -> None:
 
 def _add(operation: NativeOperation, row: int, _: NativeRow) -> None:
     y = _floats(operation.y + 4 * row * operation.y_stride, operation.matrix.outputs)
-    y += _normed(operation.norm, _row(operation, row, len(y))) * operation.factor
+    x = _normed(operation.norm, _row(operation, row, len(y))) * operation.factor
+    y[:] = y + x if operation.adds else x
 
 
 def _attend(operation: NativeOperation, row: int, at: NativeRow) -> None:
     a = ctypes.cast(operation.attention, ctypes.POINTER(NativeAttention)).contents
-    x = _row(operation, row, (a.heads + 2 * a.kv_heads) * a.head_dim).reshape(-1, a.head_dim)
+    kinds = {HeadsMade.QKV: 2, HeadsMade.QK: 1, HeadsMade.Q: 0}[HeadsMade(a.made)]
+    x = _row(operation, row, (a.heads + kinds * a.kv_heads) * a.head_dim).reshape(-1, a.head_dim)
     x = x.clip(-a.clip, a.clip) if a.clip else x
-    turning, v = x[: -a.kv_heads], x[-a.kv_heads :]
+    turning, v = x[: a.heads + min(kinds, 1) * a.kv_heads], x[-a.kv_heads :]
+    if a.norms_values:
+        v = v / np.sqrt((v * v).mean(1, keepdims=True) + a.head_norm_eps)
     if a.head_norm == HeadNorm.RMS_LAST:
         turning = _head_normed(a, _rotated(a, turning, at.position))
     else:
         turning = _rotated(a, _head_normed(a, turning), at.position)
     caches = [_floats(c, a.kv_heads * a.num_blocks * a.block_size * a.head_dim) for c in (a.k, a.v)]
     keys, values = (cache.reshape(a.kv_heads, -1, a.head_dim) for cache in caches)
-    keys[:, at.slot], values[:, at.slot] = turning[a.heads :], v
+    if a.made != HeadsMade.Q:
+        keys[:, at.slot], values[:, at.slot] = turning[a.heads :], v
     positions = np.arange(max(0, at.position + 1 - a.window) if a.window else 0, at.position + 1)
     table = _floats(at.block_table, at.position // a.block_size + 1, np.int32)
     seen = table[positions // a.block_size] * a.block_size + positions % a.block_size
@@ -208,7 +214,8 @@ def _route(operation: NativeOperation, row: int, _: NativeRow) -> None:
     chosen = np.argsort(-choice, kind="stable")[: e.top_k]
     ids, weights = _choices(e, row)
     total = scores[chosen].sum() if e.renormalizes else 1.0
-    ids[:], weights[:] = chosen, scores[chosen] / total * e.scale
+    scale = _floats(e.expert_scale, e.count)[chosen] * e.scale if e.expert_scale else e.scale
+    ids[:], weights[:] = chosen, scores[chosen] / total * scale
 
 
 def _experts_gated(operation: NativeOperation, row: int, _: NativeRow) -> None:

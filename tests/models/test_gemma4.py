@@ -271,6 +271,18 @@ def test_the_predicted_weights_are_the_architectures(config: dict[str, Any], bil
     assert found == pytest.approx(2 * numbers + tables, rel=0.001)
 
 
+@pytest.mark.parametrize("context", [32_768, 262_144])
+def test_the_plan_of_31b_bounds_the_windowed_layers(context: int, tmp_path: Path) -> None:
+    """80 KiB a token in full layers; in windowed ones 800 KiB a token of 16 windows of 1,024 and one step."""
+    large = replace(NO_GPU, gpus=(Gpu(0, "Card", 141 * GIB, 139 * GIB, (9, 0), "570"),))
+    asked = EngineConfig(max_model_len=context, max_num_seqs=8)
+    made = plan_memory(asked, spec_of_config(DENSE_31B), 61_400_000_000, large)
+    window, full = (count * made.block_size for count in made.num_blocks)
+    assert made.kv_bytes == (window * 800 + full * 80) * 1024
+    assert window <= 16 * (1024 + 2 * made.block_size) + made.max_num_batched_tokens + made.block_size
+    assert full * 80 * 1024 > 0.7 * made.kv_bytes
+
+
 def test_fit_of_a_model_whose_layers_share_keys(tiny_model_path: PathOf) -> None:
     """What the plan says a block takes is what the cache allocates; a layer that reads another's takes nothing."""
     spec = read_spec(tiny_model_path("gemma4"))

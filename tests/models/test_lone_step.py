@@ -45,10 +45,9 @@ REFUSED = {
     "nemotron_h": "experts without a gate",
     "falcon_h1": "a projection of kind ScaledOutputs",
     "llama4": "inputs are multiplied",
-    "gemma3n": "a layer of kind Gemma3nLayer",
-    "gemma4": "a layer of kind Gemma4Layer",
-    "gemma4_moe": "a layer of kind Gemma4Layer",
+    "gemma3n": "several residual streams",
 }
+LIMITS = {"gemma4": 1e-4}  # its scores are not scaled, so that fp32 rounds the largest ones more coarsely
 LONG, STEPS = 22, 12  # the tokens of a prompt, and steps after it: windows of 20 and 24 tokens hide keys
 needs_library = pytest.mark.skipif(native() is None, reason="this machine has no native library")
 
@@ -131,18 +130,19 @@ def test_every_family_has_a_list_with_torchs_logits_or_a_reason(family: str, tin
         with pytest.raises(NoLoneStep, match=REFUSED[family]):
             LoneHarness(model)
     else:
-        assert largest_error(model, model) < 2e-5
+        assert largest_error(model, model) < LIMITS.get(family, 2e-5)
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3", "gpt_neox", "gpt_oss", "glm4_moe", "lfm2", "qwen3_5", "granite_hybrid"]
+    "family",
+    ["llama", "gemma3", "gpt_neox", "gpt_oss", "glm4_moe", "lfm2", "qwen3_5", "granite_hybrid", "gemma4", "gemma4_moe"],
 )
 def test_the_definitions_of_the_operations_give_torchs_logits(
     family: str, tiny_model_path: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lone_step, "native", DefinedLibrary)
     model = load(tiny_model_path(family))
-    assert largest_error(model, model, steps=4) < 2e-5
+    assert largest_error(model, model, steps=4) < LIMITS.get(family, 2e-5)
 
 
 @needs_library

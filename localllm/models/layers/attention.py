@@ -80,6 +80,15 @@ class Attention:
         self.sinks = sinks  # [num_heads] fp32: per head an extra score in the softmax, without a value
         self.alibi_slopes = alibi_slopes  # [num_heads] fp32: penalty of a score per position
 
+    @property
+    def norms_values(self) -> bool:
+        """Return whether v is normed too. The norm's weight has the rows of q, k and v then."""
+        if self.qk_norm is None:
+            return False
+        heads, head_dim = self.qk_norm.weight.shape
+        made = self.qkv.weight.shape[0] // head_dim
+        return (self.made == "qk" and heads > made) or (self.made == "qkv" and heads == made)
+
     def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the step's K and V into the cache."""
         projected = self.qkv(x)

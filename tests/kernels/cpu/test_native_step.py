@@ -171,11 +171,13 @@ def test_add(pool: Pool, norm: NormKind) -> None:
         NormKind.LAYER: layer_norm_reference(x, weight, None, 1e-5),
     }[norm]
     expected = torch.cat([y[:2] + 0.25 * normed[:2], y[2:]])
-    operation = build.operation(
-        Op.ADD, x, y, matrix=NativeMatrix(outputs=70), norm=build.norm(norm, weight), factor=0.25
-    )
-    pool.run_step(listed(operation), no_rows(), 2)
+    fields = {"matrix": NativeMatrix(outputs=70), "norm": build.norm(norm, weight), "factor": 0.25}
+    pool.run_step(listed(build.operation(Op.ADD, x, y, adds=1, **fields)), no_rows(), 2)
     close(y, expected)
+    pool.run_step(listed(build.operation(Op.ADD, x, y, **fields)), no_rows(), 2)
+    close(y, torch.cat([0.25 * normed[:2], y[2:]]))
+    pool.run_step(listed(build.operation(Op.MULTIPLY, x, y, matrix=NativeMatrix(outputs=70))), no_rows(), 2)
+    close(y, torch.cat([0.25 * normed[:2] * x[:2], y[2:]]))
 
 
 # Attention.

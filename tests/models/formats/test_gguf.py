@@ -193,6 +193,32 @@ class TestConfig:
         assert config["dtype"] == "bfloat16"
         assert read_spec(tmp_path / "m.gguf").quantization == quantization
 
+    def test_of_a_gemma4(self, source: Callable[..., Path], tmp_path: Path) -> None:
+        """Sizes that differ between layers, and ends of an answer of which one is stored as a visible token."""
+        tokens = ["<eos>", "<turn|>", "<|tool_response>", "</s>", *(f"t{i}" for i in range(508))]
+        metadata = {
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [3, 3, 4, 4, *[1] * 508],
+            "tokenizer.ggml.eos_token_id": 0,
+        }
+        path = source("gemma4", **FAMILIES["gemma4"])
+        write_gguf(path, tmp_path / "m.gguf", metadata=metadata)
+        config = config_of(tmp_path / "m.gguf")
+        assert config["eos_token_id"] == [0, 1, 2]
+        spec, wanted = read_spec(tmp_path / "m.gguf"), read_spec(path)
+        for name in ("layer_kv_shapes", "kv_source", "layer_widths", "per_layer_input", "rope"):
+            assert getattr(spec, name) == getattr(wanted, name), name
+        assert spec.local_rope is not None
+        assert (spec.local_rope.theta, spec.local_rope.rotary_dim) == (10_000.0, 16)
+
+    def test_frequencies_that_are_scaled_one_by_one_are_refused(
+        self, source: Callable[..., Path], tmp_path: Path
+    ) -> None:
+        odd = {"rope_freqs.weight": torch.tensor([1.0, 2.0, *[1e30] * 14])}
+        write_gguf(source("gemma4", **FAMILIES["gemma4"]), tmp_path / "m.gguf", tensors=odd)
+        with pytest.raises(UnsupportedModel, match="single frequencies"):
+            read_spec(tmp_path / "m.gguf")
+
     @pytest.mark.parametrize(("block_type", "dtype"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")])
     def test_plain_matrices_are_no_quantisation(
         self, block_type: str, dtype: str, source: Callable[..., Path], tmp_path: Path

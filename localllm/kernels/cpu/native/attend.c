@@ -147,9 +147,12 @@ static void store_head(const Attention* a, const float* x, void* cache, float* s
 
 static void store_keys_and_values(const Attention* a, const StepRow* row, const float* x, int64_t head, float* memory) {
   const int64_t token = head * a->num_blocks * a->block_size + row->slot;
+  const int64_t first_value = a->heads + (a->made == MADE_QK ? 0 : a->kv_heads);
+  if (a->made == MADE_Q) return;
   prepare_head(a, x, a->heads + head, row->position, memory);
   store_head(a, memory, a->k, a->k_scales, token);
-  clip_head(a, x + (a->heads + a->kv_heads + head) * a->head_dim, memory);
+  clip_head(a, x + (first_value + head) * a->head_dim, memory);
+  if (a->norms_values) norm_head(a, x, a->heads + a->kv_heads + head, memory);
   store_head(a, memory, a->v, a->v_scales, token);
 }
 

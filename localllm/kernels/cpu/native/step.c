@@ -373,7 +373,7 @@ static void route(const Experts* e, const float* logits, int32_t* ids, float* we
   }
   float factor = (float)e->scale;
   if (e->renormalizes) factor /= sum < 1e-20f ? 1e-20f : sum;
-  for (int64_t k = 0; k < e->top_k; k++) weights[k] *= factor;
+  for (int64_t k = 0; k < e->top_k; k++) weights[k] *= e->expert_scale ? factor * e->expert_scale[ids[k]] : factor;
 }
 
 static void run_route(const Operation* o, int64_t row, float* memory) {
@@ -458,7 +458,7 @@ static void run_add(const Operation* o, int64_t row, float* normed) {
     norm_row(&o->norm, x, n, normed);
     x = normed;
   }
-  for (int64_t i = 0; i < n; i++) y[i] += x[i] * factor;
+  for (int64_t i = 0; i < n; i++) y[i] = (o->adds ? y[i] : 0) + x[i] * factor;
 }
 
 static void run_gate(const Operation* o, int64_t row) {
@@ -555,9 +555,9 @@ static void run_step_piece(void* context, int64_t operation, int64_t piece, int6
     case OP_ROUTE: run_route(o, piece, local->normed); break;
     case OP_GATE: run_gate(o, piece); break;
     case OP_SCALE: run_scale(o, piece); break;
+    case OP_MULTIPLY: run_multiply(o, piece); break;
     case OP_EXPERTS_GATED: run_expert_gates(step, operation, piece, thread); break;
     case OP_EXPERTS_DOWN: run_expert_downs(step, operation, piece, thread); break;
-    case OP_MULTIPLY: run_multiply(o, piece); break;
     default: run_recurrent(o, piece, local->attention);
   }
 }

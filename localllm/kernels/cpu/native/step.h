@@ -12,7 +12,7 @@ enum Op {
   OP_LINEAR,  // y = activation(norm(x) W^T + bias) * factor, or added to y
   OP_GATED,   // y = activation(gate) * up, where W has the gate's N/2 outputs first, then up's
   OP_ATTEND,  // y = attention(q, k, v) of x = [q, k, v]; writes k and v into the cache
-  OP_ADD,     // y += norm(x) * factor
+  OP_ADD,     // y += norm(x) * factor; y = norm(x) * factor unless it adds
   OP_ROUTE,   // choose experts by the router's logits x
   OP_GATE,    // y = activation(x[0..N)) * x[N..2N)
   OP_SCALE,   // y *= activation(x[0])
@@ -51,6 +51,9 @@ enum CacheType { CACHE_F32, CACHE_BF16, CACHE_F16, CACHE_I8 };
 
 enum HeadNorm { HEAD_NORM_NONE, HEAD_NORM_RMS, HEAD_NORM_LAYER, HEAD_NORM_WHOLE, HEAD_NORM_RMS_LAST };
 
+// The heads of x: q, k and v; q and k, where v is k before norm and rotation; q alone, with nothing to write.
+enum HeadsMade { MADE_QKV, MADE_QK, MADE_Q };
+
 typedef struct {
   void *k, *v;                // [kv_heads, blocks, block_size, head_dim] of cache_type
   float *k_scales, *v_scales;  // [kv_heads, blocks, block_size] CACHE_I8
@@ -64,8 +67,10 @@ typedef struct {
   const float* sinks;          // [heads]; NULL
   const float* slopes;         // [heads] of ALiBi; NULL
   int64_t head_norm;           // of q and k, before the rotation; RMS_LAST: after it
-  const float* head_norm_weight;  // [heads + kv_heads, head_dim]
+  const float* head_norm_weight;  // [heads + kv_heads, head_dim], and of v's heads if they are normed
   double head_norm_eps;
+  int64_t made;                // enum HeadsMade
+  int64_t norms_values;        // HEAD_NORM_RMS of v too
   double query_growth;         // Ministral 3: q * (1 + growth * log(1 + position / growth_period)); 0: none
   int64_t growth_period;
 } Attention;
@@ -79,6 +84,7 @@ typedef struct {
   int64_t renormalizes;          // the weights of the chosen are scaled to a sum of 1
   int64_t num_groups, top_groups;
   double scale;                  // of the weights
+  const float* expert_scale;     // [count], a factor of each expert's weight; NULL
   int32_t* ids;                  // [MAX_ROWS, top_k], written by OP_ROUTE, best first
   float* weights;                // [MAX_ROWS, top_k], likewise
 } Experts;

@@ -91,6 +91,12 @@ class HeadNorm(IntEnum):
     RMS_LAST = 4
 
 
+class HeadsMade(IntEnum):
+    QKV = 0
+    QK = 1
+    Q = 2
+
+
 class NativeMatrix(ctypes.Structure):
     """`Matrix` of matrix.h. Does not keep the memory alive that it points to."""
 
@@ -133,6 +139,8 @@ class NativeAttention(ctypes.Structure):
         ("head_norm", c_int64),
         ("head_norm_weight", c_void_p),
         ("head_norm_eps", c_double),
+        ("made", c_int64),
+        ("norms_values", c_int64),
         ("query_growth", c_double),
         ("growth_period", c_int64),
     )
@@ -150,6 +158,7 @@ class NativeExperts(ctypes.Structure):
         ("num_groups", c_int64),
         ("top_groups", c_int64),
         ("scale", c_double),
+        ("expert_scale", c_void_p),
         ("ids", c_void_p),
         ("weights", c_void_p),
     )
