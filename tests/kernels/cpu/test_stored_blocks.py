@@ -105,6 +105,9 @@ def test_rows_of_several_tensors_and_of_cuts() -> None:
     assert torch.equal(blocks_codes(found)[0], int8_codes(repacked)[0])
     rows = torch.tensor([149, 70, 3])
     assert torch.equal(found.dequantize_rows(rows, torch.float32), repacked.dequantize(torch.float32)[rows])
+    whole = GGUFBlocks((cut,), "Q4_K", 512)
+    exact = repack_gguf(cut, "Q4_K", 512).dequantize(torch.float32)
+    assert torch.equal(whole.dequantize_rows(rows, torch.float32), exact[rows])
 
 
 @pytest.mark.parametrize("mode", ["fast", "exact"])
