@@ -161,6 +161,7 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Live
     monkeypatch.setattr(module, "LOOK_EVERY_S", 0.02)
     monkeypatch.setattr(module, "STEP_SLOW_S", 0.3)
     runner = PacedRunner()
+    monkeypatch.setattr(runner, "stats", lambda: RunnerStats(decode_steps="decode steps run through torch: a reason"))
     with LiveServer(fake_model(tmp_path / "tiny", runner), settings()) as server:
         yield server, runner
 
@@ -229,10 +230,9 @@ def test_an_event_loop_that_stood_still_is_told_afterwards_with_its_stacks(
 
 
 def test_the_doctor_tells_what_a_running_server_knows(
-    live: tuple[LiveServer, PacedRunner], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    live: tuple[LiveServer, PacedRunner], capsys: pytest.CaptureFixture[str]
 ) -> None:
     server, runner = live
-    monkeypatch.setattr(runner, "stats", lambda: RunnerStats(decode_steps="decode steps run through torch: a reason"))
     wait_until(lambda: "tiny" in server.get("/localllm/v1/server").json()["engines"])
     assert main(["doctor", "--server", "--url", server.url]) == 0
     told = capsys.readouterr().out

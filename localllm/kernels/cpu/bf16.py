@@ -94,7 +94,7 @@ def unpacked_linear(matrix: NativeMatrix, x: Tensor) -> Tensor | None:
 
 
 class _Buffers(threading.local):
-    """What this thread unpacks into: making such a matrix takes longer than unpacking and multiplying."""
+    """The matrices that a thread unpacks into: making one takes longer than unpacking and multiplying."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int, int], Tensor] = {}  # by rows, columns and threads, the last used one last

@@ -21,16 +21,32 @@ from localllm.kernels.cpu.blocks import BLOCK, Examples
 from localllm.kernels.cpu.int8 import has_int8, int8_codes, int8_nbytes, pack_int8
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.q4 import blocks_nbytes, fits_q4, pack_q4, q4_nbytes
-from localllm.kernels.cpu.stored_blocks import KINDS, GGUFBlocks, blocks_codes, blocks_int8, blocks_q4
+from localllm.kernels.cpu.stored_blocks import (
+    KINDS,
+    GGUFBlocks,
+    blocks_codes,
+    blocks_int8,
+    blocks_q4,
+    meta_blocks,
+    reads_blocks,
+)
 from localllm.kernels.fp8_linear import Fp8Weight
+from localllm.kernels.gguf_linear import GGUFWeight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.planar.linear import PlanarWeight
-from localllm.kernels.quantized_weight import QuantizedTable, QuantizedWeight
+from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
 
 Layout = Literal["q4", "int8"]
 PACK_MIN_ELEMENTS = 1 << 16  # smaller weights stay exact, since a step's fixed costs dominate
+
+
+def as_read(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return what is read from a file for a CPU in place of this weight, if it is on `meta`."""
+    if isinstance(weight, GGUFWeight) and weight.words.is_meta and reads_blocks(weight.block_type):
+        return meta_blocks(weight)
+    return weight
 
 
 def is_on_cpu(weight: QuantizedWeight) -> bool:
@@ -54,7 +70,7 @@ class CpuPacker:
         """Return the weight in this processor's fastest layout (drop the original), or `weight` itself."""
         layout = cpu_layout(weight, self.mode)
         if layout is None:
-            return weight.repacked() if isinstance(weight, GGUFBlocks) else weight
+            return weight.copied() if isinstance(weight, GGUFBlocks) else weight
         if isinstance(weight, GGUFBlocks):
             return blocks_q4(weight) if layout == "q4" else blocks_int8(weight, self._examples)
         if layout == "int8":
@@ -62,19 +78,12 @@ class CpuPacker:
         assert isinstance(weight, PlanarWeight)
         return pack_q4(weight)
 
-    def table(self, table: QuantizedTable) -> QuantizedTable:
-        """Return a table that is not part of a file any more, and that a head may share: as stored if the head has a
-        layout of its own, else as `pack` returns it."""
-        if not isinstance(table, GGUFBlocks):
-            return table
-        return table.repacked() if cpu_layout(table, self.mode) is None else table.copied()
-
 
 def packed_nbytes(weight: QuantizedWeight, mode: str) -> int:
     """Return the bytes of the result of `CpuPacker.pack`. The weight may be on `meta`: only its shape is read."""
     layout = cpu_layout(weight, mode)
     if layout is None:
-        return weight.nbytes
+        return as_read(weight).nbytes
     if layout == "int8":
         return int8_nbytes(*weight.shape)
     if isinstance(weight, GGUFBlocks):

@@ -1,11 +1,12 @@
-"""Rows of a GGUF file's tensors as in the file, until they are packed for a CPU by the native library.
+"""Rows of a GGUF file's tensors as in the file, for a CPU with the native library.
 
-    GGUFBlocks       W in blocks, in any number of pieces: views of the mapped file, or copies
+    GGUFBlocks       W in blocks, in any number of pieces: views of the mapped file, or a copy
     blocks_q4        pack 4 bits per group of 32 for the native library
     blocks_int8      pack everything else as bytes with one scale an output
 
 The packed weights are those of `pack_q4` and `pack_int8` for the repacked weight, bit for bit, without the tensors in
-between. Types that pack.c does not know have no `GGUFBlocks`.
+between. A copy of the blocks serves tables, and weights that are not packed. Types that pack.c does not know have no
+`GGUFBlocks`.
 Does not know: files.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.cpu.blocks import Examples, new_packed, reorder, write_packed
@@ -28,15 +30,17 @@ from localllm.kernels.quantize import SMALLEST
 
 KINDS = {"Q4_0": Kind.Q4, "Q4_1": Kind.Q4_MIN, "Q4_K": Kind.Q4_MIN}
 ROUNDED_AT_A_TIME = 1 << 20  # weights, so that their codes stay in the cache
+WIDENED_AT_A_TIME = 1 << 19
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GGUFBlocks:
-    """A `QuantizedTable`, whose products repack it."""
+    """A `QuantizedTable`, whose products widen it to fp32, some outputs at a time."""
 
     pieces: tuple[Tensor, ...]  # [n, bytes of a row] uint8 each, rows of any distance
     block_type: str  # one of Stored
     columns: int
+    is_copy: bool = False  # independent of the file
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -48,7 +52,12 @@ class GGUFBlocks:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-        return self.repacked().linear(x, bias)
+        wide, addresses = x.float(), self.addresses()
+        y = wide.new_empty((len(x), self.shape[0]))
+        step = max(OUTPUTS, WIDENED_AT_A_TIME // self.columns)
+        for start in range(0, len(addresses), step):
+            y[:, start : start + step] = F.linear(wide, _widened(self, addresses[start : start + step]))
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [N, K]."""
@@ -68,8 +77,8 @@ class GGUFBlocks:
         return repack_gguf(whole, self.block_type, self.columns)
 
     def copied(self) -> GGUFBlocks:
-        """Return a copy, independent of the file."""
-        return GGUFBlocks((torch.cat(self.pieces),), self.block_type, self.columns)
+        """Return a copy, independent of the file, or the weight itself if it is one."""
+        return self if self.is_copy else GGUFBlocks((torch.cat(self.pieces),), self.block_type, self.columns, True)
 
     def addresses(self) -> Tensor:
         """Return the address of each row [N] int64, valid as long as the pieces."""

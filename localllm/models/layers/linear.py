@@ -59,10 +59,11 @@ def to_device_layout(weight: Weight, packer: CpuPacker) -> Weight:
 
 def device_layout_bytes(weight: QuantizedWeight, device: torch.device, cpu_weights: str) -> int:
     """Return the bytes of `to_device_layout`'s result on `device`; the weight may be on `meta`."""
-    if device.type == "cpu" and cpu_layout(weight, cpu_weights) is not None:
+    is_cpu = device.type == "cpu"
+    if is_cpu and cpu_layout(weight, cpu_weights) is not None:
         return packed_nbytes(weight, cpu_weights)
     if not isinstance(weight, StackedWeight):
-        return weight.nbytes
+        return packed_nbytes(weight, cpu_weights) if is_cpu else weight.nbytes
     return sum(
         part.numel() * part.dtype.itemsize
         if isinstance(part, Tensor)

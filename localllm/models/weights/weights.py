@@ -19,9 +19,8 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.cpu.half import fits_half, pack_half
-from localllm.kernels.cpu.pack import CpuPacker, cpu_layout
-from localllm.kernels.cpu.stored_blocks import meta_blocks, reads_blocks
-from localllm.kernels.gguf_linear import GGUFWeight
+from localllm.kernels.cpu.pack import CpuPacker, as_read
+from localllm.kernels.cpu.stored_blocks import GGUFBlocks
 from localllm.kernels.linear import should_pack
 from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable
@@ -239,7 +238,7 @@ class Weights:
         return self._kept(cast(QuantizedTable, table))  # guaranteed by `is_table`
 
     def _kept(self, table: QuantizedTable) -> QuantizedTable:
-        return self.packer.table(table)
+        return table.copied() if isinstance(table, GGUFBlocks) else table
 
     def linear(
         self,
@@ -713,10 +712,7 @@ class MetaWeights(Weights):
         self._count(stacked)
 
     def _kept(self, table: QuantizedTable) -> QuantizedTable:
-        if self._target.type == "cpu" and isinstance(table, GGUFWeight) and reads_blocks(table.block_type):
-            stored = meta_blocks(table)
-            return table if cpu_layout(stored, self.packer.mode) is None else stored
-        return table
+        return cast(QuantizedTable, as_read(table)) if self._target.type == "cpu" else table
 
     def _finished(self, weight: Weight, quantize: AtLoad | None) -> Weight:
         weight = super()._finished(weight, quantize)

@@ -22,7 +22,7 @@ from tests.web.child_server import ChildServer
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # up to three starts of a server
 
 QUESTION = "What is the capital of France?"
 CPU = ("--device", "cpu")

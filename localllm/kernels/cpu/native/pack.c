@@ -276,6 +276,10 @@ static void reorder_block(void* context, int64_t operation, int64_t block, int64
 }
 
 static void run_packing(Pool* pool, Packing* packing, void (*run_piece)(void*, int64_t, int64_t, int64_t)) {
+  if (packing->blocks == 1) {  // as for the tokens of a step
+    run_piece(packing, 0, 0, 0);
+    return;
+  }
   lock_pool(pool);
   run_job(pool, &(Job){packing, 1, count_blocks, run_piece});
   unlock_pool(pool);
