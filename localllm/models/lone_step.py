@@ -478,7 +478,9 @@ class Writer:
             k_scales=None if kv.k_scale is None else kv.k_scale.data_ptr(),
             v_scales=None if kv.v_scale is None else kv.v_scale.data_ptr(),
             cache_type=_CACHE_TYPES[kv.k.dtype], num_blocks=num_blocks, block_size=block_size,
-            heads=count_query_heads((attention.qkv.weight.shape[0] - attention.gate_size) // head_dim, kv, attention.made),
+            heads=count_query_heads(
+                (attention.qkv.weight.shape[0] - attention.gate_size) // head_dim, kv, attention.made
+            ),
             kv_heads=kv_heads, head_dim=head_dim,
             angles=self.address(table), rotary_dim=0 if table is None else table.shape[1],
             window=window or 0, group=self._group, scale=attention.scale, softcap=attention.softcap or 0.0,
