@@ -1,4 +1,4 @@
-"""Which recurrent states are kept as checkpoints, and which place each row of a step reads and writes.
+"""Checkpoints of recurrent states: which are kept, and which places each row of a step reads and writes.
 
 A prompt begins behind its known start only if the KV of that start is there *and* the state after exactly as many
 tokens. K and V of every token are kept anyway; a state is kept where a row of a step ends. Rows therefore end

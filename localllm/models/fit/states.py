@@ -1,4 +1,4 @@
-"""How much memory the recurrent states of a model get: places for the requests that run at once, and for checkpoints.
+"""Memory of the recurrent states of a model: places for the requests that run at once, and for checkpoints.
 
     1                   the null place
     max_num_seqs        one for each running request; fewer requests rather than a shorter context
