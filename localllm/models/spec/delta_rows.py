@@ -1,4 +1,4 @@
-"""Where Qwen3-Next stores the rows of a gated delta net: two matrices whose rows are grouped by key head.
+"""Positions of the rows of a gated delta net in Qwen3-Next: two matrices whose rows are grouped by key head.
 
 Does not know: checkpoints, other families.
 """
