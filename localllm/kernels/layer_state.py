@@ -1,4 +1,4 @@
-"""What a layer keeps between steps, and which of its states each row of a step reads and writes.
+"""The states that a layer keeps between steps, and which of them each row of a step reads and writes.
 
 A recurrent layer keeps a state of fixed size per request where attention keeps keys and values per token. States are in
 numbered places of tensors that all requests share. Place 0 is never read nor written.
@@ -33,7 +33,7 @@ class LayerState(NamedTuple):
 
 
 class HybridCache(NamedTuple):
-    """What a layer keeps that has attention and a recurrent part side by side."""
+    """Keys, values and states of a layer that has attention and a recurrent part side by side."""
 
     kv: LayerKV
     state: LayerState

@@ -25,7 +25,7 @@ class GivenEmbeds(NamedTuple):
 
 
 class GroupInputs(NamedTuple):
-    """Where the layers of one KV group (spec/kv_groups.py) read and write in this step."""
+    """Blocks that the layers of one KV group (spec/kv_groups.py) read and write in this step."""
 
     block_table: Tensor  # [B, max_blocks] int32; the null block 0 beyond the context and before the window
     slot_mapping: Tensor  # [T] int64      where K and V go: block_id * block_size + offset; -1: nowhere

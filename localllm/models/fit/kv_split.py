@@ -1,4 +1,4 @@
-"""How the KV cache's memory is divided among the KV groups of a model.
+"""Division of the KV cache's memory among the KV groups of a model.
 
 The blocks of the *main* group, which keeps every token, are the size that a plan chooses; those of the others follow:
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.files.json_file import read_json, read_json_object
+from localllm.models.architectures.transformers_backend.config_class import load_config
 from localllm.models.architectures.transformers_backend.module import read_module, use_device_layouts
-from localllm.models.architectures.transformers_backend.spec import load_config
 from localllm.models.formats.safetensors import SafetensorsCheckpoint
 from localllm.models.pooling.recipe import PoolingRecipe
 

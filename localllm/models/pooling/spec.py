@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from localllm.models.architectures.read_spec import read_spec
-from localllm.models.architectures.transformers_backend.spec import load_config, sizes_of
+from localllm.models.architectures.transformers_backend.config_class import load_config
+from localllm.models.architectures.transformers_backend.spec import sizes_of
 from localllm.models.pooling.recipe import PoolingRecipe, read_recipe, task_of
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.rope import RopeSpec

@@ -1,4 +1,4 @@
-"""What a causal language model of `transformers` does with hidden states: its output head without its layers.
+"""The output head of a causal language model of `transformers`, without its layers.
 
 Does not know: attention, caches.
 """

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.models.architectures.transformers_backend.spec import first_line, load_config
+from localllm.models.architectures.transformers_backend.config_class import first_line, load_config
 from localllm.models.layers.linear import Linear
 from localllm.models.spec.model_spec import ModelSpec
 

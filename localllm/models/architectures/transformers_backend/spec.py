@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from localllm.errors import CorruptModel, ModelError, UnsupportedModel
+from localllm.models.architectures.transformers_backend.config_class import first_line, load_config
+from localllm.models.architectures.transformers_backend.mixers import find_mixers
+from localllm.models.architectures.transformers_backend.module import module_on_meta
 from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
 
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions", "model_max_length")
@@ -86,35 +89,6 @@ def first_position(config: Any) -> int:
     return 1 + (config.pad_token_id or 0) if config.model_type in _FROM_PADDING else 0
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an exception's text, or its class if there is none."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
-def load_config(path: Path, *, trust_remote_code: bool) -> Any:
-    """Return the `PreTrainedConfig` of folder `path`; the checkpoint's own class only if its code is trusted."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:  # validators raise many kinds of errors
-        raise _translated(path, error) from error
-
-
-def _translated(path: Path, error: Exception) -> ModelError:
-    text = first_line(error)
-    if "trust_remote_code" in str(error) or "custom code" in str(error):
-        return UnsupportedModel(
-            f"{path.name} needs its own Python code, which is not run by default.",
-            "Neither localllm nor the installed transformers supports its architecture.",
-            "--trust-remote-code runs this code with your rights: read it first.",
-        )
-    if "model type" in str(error) or "model_type" in str(error):
-        return UnsupportedModel(f"transformers does not know the model in {path}.", text)
-    return CorruptModel(f"Cannot parse {path}/config.json.", text)
-
-
 def _refuse(config: Any, architecture: str, *, trust_remote_code: bool) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -171,9 +145,6 @@ def _window(config: Any, architecture: str, windowed: tuple[bool, ...]) -> int:
 
 def _recurrent(path: Path, architecture: str, *, trust_remote_code: bool) -> RecurrentSpec:
     """Return the sizes of the states that the class keeps, from a model without data."""
-    from localllm.models.architectures.transformers_backend.mixers import find_mixers
-    from localllm.models.architectures.transformers_backend.module import module_on_meta
-
     mixers = find_mixers(module_on_meta(path, trust_remote_code=trust_remote_code), architecture)
     if not mixers:
         raise UnsupportedModel(

@@ -19,7 +19,7 @@ from localllm.errors import ModelError, UnsupportedModel
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState
 from localllm.kernels.paged_attention import kv_cache_shape
-from localllm.models.architectures.transformers_backend.spec import first_line
+from localllm.models.architectures.transformers_backend.config_class import first_line
 from localllm.models.inputs import CausalModel, ForwardInputs, GroupInputs, StateInputs
 from localllm.models.spec.kv_groups import kv_groups, kv_shape
 from localllm.models.spec.model_spec import ModelSpec
