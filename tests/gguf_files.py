@@ -304,8 +304,8 @@ def _write_tensors(
         gguf.get_tensor_name_map(kind, config["num_hidden_layers"]).get_name, try_suffixes=(".weight", ".bias")
     )
     meant = {}
-    converted = {"gemma3n": _gemma3n_tensors, "gemma4": _gemma4_tensors}.get(architecture, _stacked)
-    for name, weight in converted(state, config).items():
+    as_stored = {"gemma3n": _gemma3n_tensors, "gemma4": _gemma4_tensors}.get(architecture, _stacked)
+    for name, weight in as_stored(converted, config).items():
         stored_name = (_gemma4_name(name) if architecture == "gemma4" else None) or name_of(name)
         assert stored_name is not None, name
         order = _order(name, weight, config) if architecture in _PERMUTED else None

@@ -207,7 +207,7 @@ ONE_GPU = Hardware((Gpu(0, "A GPU", 24 * GIB, 22 * GIB, (9, 0), "580.65"),), "A 
 def _ready(**changes: Any) -> up.Ready:
     plan = SimpleNamespace(
         max_model_len=2048, num_kv_tokens=4096, weights_bytes=GIB, kv_bytes=2 * GIB, activation_bytes=0,
-        reserve_bytes=0, notes=("A note.",),
+        reserve_bytes=0, num_places=0, notes=("A note.",),
     )  # fmt: skip
     model: Any = SimpleNamespace(
         name="tiny[1]", plan=plan, spec=SimpleNamespace(max_position=2048, task="generate"), memory=None

@@ -27,8 +27,8 @@ def test_shapes_are_those_of_the_models(name: str) -> None:
 
 def test_every_shape_is_a_model_we_run() -> None:
     for name in SHAPES:
-        spec = shape_spec(name, num_hidden_layers=3)
-        assert spec.num_layers == 3
+        spec = shape_spec(name, num_hidden_layers=4)
+        assert spec.num_layers == 4
         assert (spec.qk_norm == "head") == name.startswith("qwen3")
 
 

@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import NewSlot, Row, RowResult, RunnerStats, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from localllm.engine.step import (
+    NewSlot,
+    Row,
+    RowResult,
+    RunnerStats,
+    StateUse,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenMasks,
+)
 from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.ranks.channel import Channel
 from localllm.ranks.wire import (
@@ -37,7 +47,9 @@ from localllm.ranks.wire import (
 
 counts = st.integers(0, 2**31 - 1)
 ids = st.lists(counts, max_size=4).map(tuple)
-rows = st.builds(Row, counts, st.text(max_size=8), counts, counts, ids, st.booleans(), ids)
+tables = st.lists(ids, min_size=1, max_size=3).map(tuple)  # block ids of each KV group
+uses = st.none() | st.builds(StateUse, st.integers(-1, 9), counts, counts)
+rows = st.builds(Row, counts, st.text(max_size=8), counts, counts, tables, st.booleans(), ids, uses)
 params = st.builds(
     SamplingParams, temperature=st.floats(0, 2), top_k=st.integers(0, 9),
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
@@ -47,7 +59,7 @@ params = st.builds(
 )  # fmt: skip
 news = st.builds(
     NewSlot, counts, st.text(max_size=8), st.lists(counts, max_size=9).map(lambda x: array("i", x)), counts, params,
-    ids, counts, ids, st.lists(ids, max_size=2).map(tuple), st.integers(-1, 9),
+    tables, counts, ids, st.lists(ids, max_size=2).map(tuple), st.integers(-1, 9),
 )  # fmt: skip
 plans = st.builds(
     StepPlan, counts, st.lists(rows, max_size=5).map(tuple), st.lists(news, max_size=2).map(tuple), ids,
@@ -124,7 +136,7 @@ def test_records_are_whole_whatever_arrives_at_once(chunk: int) -> None:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_changed_byte_never_gives_another_record(data: st.DataObject) -> None:
-    plan = StepPlan(5, (Row(1, "a", 3, 1, (9,), True),), (), (2,))
+    plan = StepPlan(5, (Row(1, "a", 3, 1, ((9,),), True),), (), (2,))
     raw = bytearray(encode_record(Kind.FORWARD, 4, encode_plan(plan)))
     place = data.draw(st.integers(0, len(raw) - 1))
     raw[place] ^= data.draw(st.integers(1, 255))

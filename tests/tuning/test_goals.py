@@ -16,7 +16,7 @@ from localllm.tuning.space import TUNABLE, fixed_by, space_of, start_of
 
 PLAN = MemoryPlan(
     device="cpu", dtype="float32", kv_dtype="float32", max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=1024,
-    long_prefill_token_threshold=256, num_blocks=513, block_size=16, weights_bytes=1 << 30, kv_bytes=1 << 28,
+    long_prefill_token_threshold=256, num_blocks=(513,), block_size=16, weights_bytes=1 << 30, kv_bytes=1 << 28,
     activation_bytes=1 << 26, reserve_bytes=1 << 29, free_bytes=1 << 33, async_depth=1,
 )  # fmt: skip
 CONFIG = EngineConfig()

@@ -33,7 +33,6 @@ from localllm.models.layers.linear import Linear, Weight, as_head, device_layout
 from localllm.models.layers.lora import LoraBank, LoraPart
 from localllm.models.layers.moe import join_experts
 from localllm.models.spec.family import Storage
-from localllm.models.spec.kv_groups import keeps_kv
 from localllm.models.spec.model_spec import ModelSpec
 
 Progress = Callable[[int, int], None]
@@ -655,7 +654,7 @@ class Weights:
 
     def _stems_of_unread_kv(self) -> frozenset[str]:
         """Return the stems of what makes K and V in layers that read those of another: checkpoints may hold both."""
-        readers = [layer for layer in range(self._spec.num_layers) if not keeps_kv(self._spec, layer)]
+        readers = [layer for layer, source in enumerate(self._spec.kv_source) if source != layer]
         parts = ("k_proj", "v_proj", "k_norm", "v_norm")
         names = (f"model.layers.{layer}.self_attn.{part}.weight" for layer in readers for part in parts)
         return frozenset(self._name(name).removesuffix(".weight") for name in names)
