@@ -9,6 +9,7 @@ Does not know: localllm.
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -556,7 +557,8 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     config_class = getattr(transformers, class_name)
     plain = config_class()
     common = {name: value for name, value in _COMMON.items() if hasattr(plain, name)}
-    return config_class(**{**common, **differences, **overrides})
+    fields = {**common, **differences, **overrides}
+    return config_class(**deepcopy(fields))  # config classes change the dicts that they are given
 
 
 def make_tiny_model(
