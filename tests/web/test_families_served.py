@@ -1,0 +1,67 @@
+"""Tiny models of the families of 2026 answer over HTTP, from a folder and from a GGUF file, as transformers does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.gguf_files import write_gguf
+from tests.gguf_hybrids import write_hybrid
+from tests.models.formats.test_gguf import FAMILIES as GGUF_SIZES
+from tests.models.formats.test_gguf_hybrids import FAMILIES as HYBRIDS
+from tests.models.test_goldens import prompt, reference, reference_greedy
+from tests.tiny import make_tiny_model
+from tests.web.child_server import ChildServer
+
+PathOf = Callable[[str], Path]
+
+RECURRENT = (
+    "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "granite_hybrid", "nemotron_h", "falcon_h1", "bamba",
+)  # fmt: skip
+OTHERS = (
+    "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "ernie4_5_moe", "dots1", "minimax_m2", "solar_open",
+    "hunyuan_moe", "hunyuan_dense", "hy_v3", "cohere2_moe", "mistral4", "llama4", "deepseek_v32", "glm_moe_dsa",
+)  # fmt: skip
+TOKENS, STEPS = prompt(40), 8
+
+
+def answered(model: Path, folder: Path) -> list[int]:
+    """Return the greedy ids of a server of its own."""
+    flags = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "64", "--kv-cache-memory-bytes", "8MiB")
+    with ChildServer(folder, *flags, model=str(model), with_bystander=False) as server:
+        body = {
+            "model": model.name.removesuffix(".gguf"), "prompt": TOKENS, "max_tokens": STEPS, "temperature": 0,
+            "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False)
+        assert response.status_code == 200, response.text
+        ids: list[int] = response.json()["choices"][0]["token_ids"]
+    assert server.exit_code == 0, server.log()[-2000:]
+    return ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*RECURRENT, *OTHERS])
+def test_a_family_answers_from_its_folder(family: str, tiny_model_path: PathOf, tmp_path: Path) -> None:
+    path = tiny_model_path(family)
+    assert answered(path, tmp_path) == reference_greedy(reference(path), TOKENS, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_answers_from_gguf(name: str, tmp_path: Path) -> None:
+    family, sizes = HYBRIDS[name]
+    path = make_tiny_model(tmp_path / family, family, **sizes)
+    file = write_hybrid(path, tmp_path / "model.gguf")
+    assert answered(file, tmp_path / "server") == reference_greedy(reference(path), TOKENS, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_family_answers_from_gguf(family: str, tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / family, family, **GGUF_SIZES[family])
+    write_gguf(path, tmp_path / "model.gguf", "F32")
+    assert answered(tmp_path / "model.gguf", tmp_path / "server") == reference_greedy(reference(path), TOKENS, STEPS)
