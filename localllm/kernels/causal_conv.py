@@ -49,15 +49,12 @@ def causal_conv_reference(
 
 def _row(x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, row: HostRow, silu: bool) -> Tensor:
     """Return the convolution of one row in fp32."""
-    before = torch.zeros_like(conv_state[0]) if row.read < 0 else conv_state[row.read]
-    inputs = torch.cat((before.t().float(), x.float()))  # [K - 1 + tokens, C]
+    inputs = torch.cat((row.load(conv_state).t().float(), x.float()))  # [K - 1 + tokens, C]
     count = len(x)
     y = torch.zeros_like(inputs[:count]) if bias is None else bias.expand(count, -1).clone()
     for tap, factors in enumerate(weight):
         y += inputs[tap : tap + count] * factors
-    for place in (row.write, row.save):
-        if place:
-            conv_state[place] = inputs[count:].t().to(conv_state.dtype)
+    row.store(conv_state, inputs[count:].t())
     return y / (1 + torch.exp(-y)) if silu else y
 
 

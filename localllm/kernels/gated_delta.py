@@ -20,7 +20,7 @@ from torch import Tensor
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.recurrent import gated_delta as native_gated_delta
 from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
-from localllm.kernels.layer_state import HostRow, StateStep
+from localllm.kernels.layer_state import StateStep
 
 EPS = 1e-6  # added to the squared length of q and k
 
@@ -58,10 +58,10 @@ def gated_delta_reference(
     q = q * k.shape[2] ** -0.5
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     for row in step.host_rows():
-        state = torch.zeros_like(matrix[0]) if row.read < 0 else matrix[row.read].clone()
+        state = row.load(matrix)
         for t in range(row.first, row.end):  # fixed shapes: torch rounds some functions by an element's place
             out[t] = _token(q[t], k[t], v[t].float(), a[t].float(), b[t].float(), rate, dt_bias, state)
-        _keep(matrix, state, row)
+        row.store(matrix, state)
     return out
 
 
@@ -77,12 +77,6 @@ def _token(
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
-
-
-def _keep(matrix: Tensor, state: Tensor, row: HostRow) -> None:
-    for place in (row.write, row.save):
-        if place:
-            matrix[place] = state
 
 
 def _launch(

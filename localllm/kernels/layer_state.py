@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
@@ -50,6 +51,16 @@ class HostRow(NamedTuple):
     read: int
     write: int
     save: int
+
+    def load(self, places: Tensor) -> Tensor:
+        """Return a copy of the state before the first token. places: [places, ...]."""
+        return torch.zeros_like(places[0]) if self.read < 0 else places[self.read].clone()
+
+    def store(self, places: Tensor, state: Tensor) -> None:
+        """Write the state after the last token."""
+        for place in (self.write, self.save):
+            if place:
+                places[place] = state
 
 
 class StateStep(NamedTuple):

@@ -54,16 +54,14 @@ def selective_scan_reference(
     B, C = (each.float()[:, group, None, :] for each in (B, C))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for row in step.host_rows():
-        state = torch.zeros_like(matrix[0]) if row.read < 0 else matrix[row.read].clone()
+        state = row.load(matrix)
         for t in range(row.first, row.end):  # fixed shapes: torch rounds some functions by an element's place
             delta = F.softplus(dt[t].float() + dt_bias).clamp(*limits)[:, None, None]
             inputs = x[t].float()[..., None]
             state *= torch.exp(delta * rate[:, None, None])
             state += inputs * delta * B[t]
             out[t] = (state * C[t]).sum(-1) + skip[:, None] * inputs[..., 0]
-        for place in (row.write, row.save):
-            if place:
-                matrix[place] = state
+        row.store(matrix, state)
     return out
 
 
