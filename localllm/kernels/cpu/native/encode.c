@@ -2,6 +2,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include "functions.h"
 #include "products.h"
 
 static const float FINE_STEPS = 127 * 256, COARSE_STEPS = 127;
@@ -35,20 +36,6 @@ void free_scratch(Scratch* s) {
   free(s->codes);
   free(s->group_sums);
   free(s);
-}
-
-// The bits of floats without their signs are ordered as the magnitudes are, infinity and NaN last.
-static float largest_magnitude(const float* x, int64_t count) {
-  int32_t most = 0;
-  for (int64_t i = 0; i < count; i++) {
-    int32_t bits;
-    memcpy(&bits, x + i, sizeof bits);
-    bits &= 0x7fffffff;
-    most = bits > most ? bits : most;
-  }
-  float peak;
-  memcpy(&peak, &most, sizeof peak);
-  return peak;
 }
 
 static int has_outliers(const float* x, int64_t count, float peak) {
@@ -126,7 +113,7 @@ static void encode_row(const float* x, int64_t inputs, float factor, int is_fine
 
 // Return how many lines the row takes.
 static int64_t encode_lines(const float* x, int64_t inputs, int is_fine, const Lines* to, float* steps) {
-  const float peak = largest_magnitude(x, inputs);
+  const float peak = float_of_bits(largest_magnitude_bits(x, inputs, 0));
   const int is_finite = isfinite(peak), is_zero = peak < TINY;
   if (!is_finite || is_zero) {
     memset(to->codes, 0, (size_t)to->inputs);

@@ -1,4 +1,4 @@
-// Functions of 16 floats, accurate to a few units of the last place of 1, sums over rows of floats, and bfloat16.
+// Functions of 16 floats, accurate to a few units of the last place of 1, sums over rows of floats, magnitudes, and bfloat16.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -31,6 +31,24 @@ ALWAYS_INLINE float max_lanes(v16f a) {
   float m = a[0];
   for (int i = 1; i < 16; i++) m = a[i] > m ? a[i] : m;
   return m;
+}
+
+ALWAYS_INLINE float float_of_bits(int32_t bits) {
+  float a;
+  memcpy(&a, &bits, sizeof a);
+  return a;
+}
+
+// The larger of `most` and of the bits of `count` floats without their signs, which are ordered as the magnitudes are,
+// infinity and NaN last.
+ALWAYS_INLINE int32_t largest_magnitude_bits(const float* x, int64_t count, int32_t most) {
+  for (int64_t i = 0; i < count; i++) {
+    int32_t bits;
+    memcpy(&bits, x + i, sizeof bits);
+    bits &= 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  return most;
 }
 
 // e^x = 2^n * e^r with |r| <= ln(2) / 2; x is limited to the exponents of normal numbers.

@@ -3,6 +3,7 @@
 // A product of a code and its scale has at most 24 bits, so that it is exact in fp32, fused with an addition or not.
 // tests/kernels/cpu compare every type with kernels/gguf_blocks.py, bit by bit.
 #include "pack.h"
+#include "functions.h"
 #include "lanes.h"
 #include "matrix.h"
 
@@ -136,22 +137,14 @@ static int64_t widen_tile(const StoredRows* s, int64_t row, int64_t first, float
 
 // Codes of 8 bits --------------------------------------------------------------------------------------------------------
 
-// The bits of floats without their signs are ordered as the magnitudes are, NaN last.
 static float largest_magnitude(const StoredRows* s, int64_t row) {
   float tile[TILE];
   int32_t most = 0;
   for (int64_t first = 0; first < s->inputs; first += TILE) {
     const int64_t count = widen_tile(s, row, first, tile);
-    for (int64_t i = 0; i < count; i++) {
-      int32_t bits;
-      memcpy(&bits, tile + i, sizeof bits);
-      bits &= 0x7fffffff;
-      most = bits > most ? bits : most;
-    }
+    most = largest_magnitude_bits(tile, count, most);
   }
-  float peak;
-  memcpy(&peak, &most, sizeof peak);
-  return peak;
+  return float_of_bits(most);
 }
 
 static float round_row(const StoredRows* s, int64_t row, float smallest, int8_t* codes) {
