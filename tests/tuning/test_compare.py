@@ -75,9 +75,10 @@ def test_engines_take_turns_under_the_very_same_requests(
     encode = load_tokenizer(tiny_llama_path).encode
     assert len(ours) > 20
     assert max(token_id for one in ours[1:] for token_id in one["prompt"]) < 512  # of its vocabulary
-    assert [(one["prompt"], one["max_tokens"]) for one in ours[1:]] == [
+    # Streams side by side arrive in any order.
+    assert sorted((one["prompt"], one["max_tokens"]) for one in ours[1:]) == sorted(
         (encode(one["prompt"]), one["max_tokens"]) for one in theirs[1:]
-    ]
+    )
     said = json.loads((tmp_path / "compare.json").read_text())
     assert [load["streams"] for load in said["loads"]] == [1, 2, 4, 1, 2]
     assert said["room"] == {"context": 256, "streams": 4, "threads": said["room"]["threads"], "dtype": "float32",
