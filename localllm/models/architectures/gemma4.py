@@ -81,7 +81,6 @@ def _differences(config: Config) -> dict[str, Any]:
         "layer_kv_shapes": tuple(shapes[slides] for slides in windowed),
         "kv_source": sources,
         "layer_widths": _widths(config, sources),
-        "layer_scalar": True,
         "per_layer_input": per_layer_input(config),
         "mixture": _mixture(config),
         "final_softcap": config["final_logit_softcapping"],

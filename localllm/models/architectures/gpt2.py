@@ -64,7 +64,6 @@ def _differences(config: Config) -> dict[str, Any]:
     return {
         "norm": layer_norm(config, "layer_norm_epsilon"),
         "positions": "learned",
-        "learned_positions": size(config, "max_position_embeddings"),
         "attention_bias": True,
         "attention_out_bias": True,
         "attention_scale": None if config["scale_attn_weights"] else 1.0,

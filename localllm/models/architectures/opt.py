@@ -8,7 +8,7 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage
-from localllm.models.spec.fields import renamed, size
+from localllm.models.spec.fields import renamed
 from localllm.models.spec.norms import NormSpec
 
 
@@ -28,7 +28,6 @@ def _differences(config: Config) -> dict[str, Any]:
     return {
         "norm": NormSpec(1e-5, "layer", bias=True),
         "positions": "learned",
-        "learned_positions": size(config, "max_position_embeddings"),
         "position_offset": 2,
         "attention_bias": bias,
         "attention_out_bias": bias,

@@ -48,7 +48,6 @@ class ModelSpec:
     mlp_bias: bool = False
     mlp_gated: bool = True
     layer_widths: tuple[int, ...] = ()  # per layer the width of the feed-forward part; empty: intermediate_size in all
-    layer_scalar: bool = False  # each layer's output is multiplied by a stored number (Gemma 4)
     layer_sparsity: tuple[float, ...] = ()
     """Per layer the share of the feed-forward part's gate that becomes zero; empty: none in any (Gemma 3n)."""
     altup: AltUpSpec | None = None  # several residual streams (Gemma 3n)
@@ -68,7 +67,6 @@ class ModelSpec:
     q_proj (Qwen3-Next). matrix: the gates are a matrix of their own, gate_proj (Trinity)."""
     clip_qkv: float | None = None  # OLMo 1
     positions: str = "rope"  # alibi (Bloom), learned (GPT-2), none (Granite 4 H)
-    learned_positions: int = 0  # rows of the table of learned positions, without the offset
     position_offset: int = 0  # rows of that table before position 0 (OPT)
     alibi_scale: float = 1.0  # on the slopes
     query_scaling: float | None = None  # Ministral 3: growth of queries with their position
