@@ -139,8 +139,8 @@ class StagedInputs:
         It reads no block, and writes only to the null block."""
         fields = _padding(shape, shape.decodes)
         self._send(_packed(fields, np.empty((0, UPDATE_FIELDS), np.int32), shape.decodes))
-        zeros, ones = (0,) * shape.rows, (-1,) * shape.rows
-        self._host_rows = _HostRows(tuple(fields[2].tolist()), zeros, ones, HostPlaces(ones, zeros, zeros))
+        zeros, none = (0,) * shape.rows, (-1,) * shape.rows
+        self._host_rows = _HostRows(tuple(fields[2].tolist()), zeros, none, HostPlaces(none, zeros, zeros))
 
     def prepare(self, shape: StepShape) -> tuple[ForwardInputs, StepInputs]:
         """Unpack the staged step. The launched kernels depend on the shape alone, so a graph can record them."""
