@@ -150,7 +150,8 @@ class Scheduler:
             self.recorder.degraded_steps += any(map(self._is_held_back, self.running))
             return None
         plan = self._commit(draft)
-        self._record(plan, draft, now_s() - started_s)
+        planned_s, budget = now_s() - started_s, self.config.max_num_batched_tokens
+        self.recorder.on_plan(plan.step_id, draft.rows.values(), budget - draft.budget, budget, planned_s)
         return plan
 
     def _free_a_slot_for_an_urgent_request(self, draft: _Draft) -> None:
@@ -201,17 +202,16 @@ class Scheduler:
         prefills.sort(key=lambda each: (each.request.priority, each.request.sequence))
         self._prefilled = [each.request for each in prefills]
         shares = self._shares(prefills, draft.prefill_budget)
+        spare, ran = 0, []
         for each, share in zip(prefills, shares, strict=True):
             if share and not each.enters and each.request.state is State.RUNNING:
-                self._schedule_one(each.request, share, draft)
+                if count := self._schedule_one(each.request, share, draft):
+                    ran.append((each.request, count))
+                spare += share - count
         if draft.preempted:
             return
-        spare = 0
-        for each, share in zip(prefills, shares, strict=True):
-            if share and not each.enters:  # from here on no row leaves the step: its blocks may be shared
-                count = draft.rows[each.request.request_id][1].num_scheduled_tokens
-                self.table.register_blocks(each.request, each.request.num_computed_tokens + count)
-                spare += share - count
+        for request, count in ran:  # from here on no row leaves the step: its blocks may be shared
+            self.table.register_blocks(request, request.num_computed_tokens + count)
         for each, share in zip(prefills, shares, strict=True):
             if share and each.enters:
                 spare += share - self._enter(each.request, share + spare, draft)
@@ -435,10 +435,6 @@ class Scheduler:
             for request, row in draft.rows.values()
             if row.num_computed_tokens == request.num_tokens - 1 >= request.prompt_len
         ])  # fmt: skip
-
-    def _record(self, plan: StepPlan, draft: _Draft, schedule_s: float) -> None:
-        budget = self.config.max_num_batched_tokens
-        self.recorder.on_plan(plan.step_id, draft.rows.values(), budget - draft.budget, budget, schedule_s)
 
     # A step is settled, or fails --------------------------------------------------------------------------------
 

@@ -91,8 +91,9 @@ class Attention:
 
     def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the step's K and V into the cache."""
-        projected = self.qkv(x)
-        gate, qkv = projected[:, : self.gate_size], projected[:, self.gate_size :]
+        qkv, gate = self.qkv(x), None
+        if self.gate_size:
+            gate, qkv = qkv[:, : self.gate_size], qkv[:, self.gate_size :]
         for change in self.before_rotation:
             qkv = change(qkv)
         norm, eps = (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
@@ -114,4 +115,4 @@ class Attention:
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
         )
-        return self.out(attended.mul_(gate.sigmoid()) if self.gate_size else attended)
+        return self.out(attended if gate is None else attended.mul_(gate.sigmoid()))
