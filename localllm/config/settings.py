@@ -283,6 +283,8 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = setting(
         (), SEVERAL_MODELS, "names that clients use for the model", note="the first one is shown",
         unset="from its path or repository", aliases=("--alias",), repeats=True)
+    load_at_start: bool = setting(
+        True, SEVERAL_MODELS, "load the model at the start", note="otherwise the first request that needs it loads it")
     on_demand: bool = setting(
         True, SEVERAL_MODELS, "load another installed model when a request names it")
     models_max: int | None = setting(
