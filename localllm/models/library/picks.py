@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from localllm.config.settings import EngineConfig
+from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import LocalLLMError
 from localllm.machine.hardware import Hardware
 from localllm.models.architectures.read_spec import spec_of_config
@@ -72,6 +72,41 @@ class Pick:
 def read_picks() -> tuple[Pick, ...]:
     """Return the whole list, in its order."""
     return tuple(Pick(**entry) for entry in tomllib.loads(LIST.read_text(encoding="utf-8"))["pick"])
+
+
+@dataclass(frozen=True, slots=True)
+class FittingPick:
+    """An entry of the list that fits this machine."""
+
+    pick: Pick
+    plan: MemoryPlan
+    tokens_per_s: tuple[float, float] | None  # least and most of one answer with a short context; None: unknown
+
+    @property
+    def name(self) -> str:
+        """The name to type: `localllm up NAME`."""
+        return self.pick.name
+
+    @property
+    def bytes(self) -> int:
+        """Bytes to download."""
+        return self.pick.bytes
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of context that fit."""
+        return self.plan.max_model_len
+
+
+def fitting_picks(
+    hardware: Hardware, settings: Settings, cpu_bandwidth: float | None, count: int = 3
+) -> list[FittingPick]:
+    """Return the entries that fit this machine with a useful context, the best first.
+
+    cpu_bandwidth: bytes/s, from machine/bandwidth.py; None: unknown, and so are speeds on the CPU.
+    """
+    found = picks_for(hardware, settings.of_model("").engine, count)
+    return [FittingPick(pick, plan, None) for pick, plan in found]
 
 
 def picks_for(hardware: Hardware, config: EngineConfig, count: int = 3) -> list[tuple[Pick, MemoryPlan]]:

@@ -1,0 +1,133 @@
+"""The memory bandwidth of this machine's processors, measured once and kept in the cache folder.
+
+A decode step reads every active weight once, so this number bounds the speed of a model on a CPU. It is measured as
+weights are read: several threads at once, each through its part of a buffer that is larger than most caches. The C
+library's `memchr` reads with vector loads and without Python's lock, so neither numpy nor torch is imported.
+A GPU's bandwidth comes from NVML (links.py).
+Does not know: models, how a speed follows from the bandwidth (models/library/speed.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import mmap
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from localllm.files.folders import cache_folder, write_whole
+from localllm.machine.hardware import Hardware
+from localllm.units import parse_bytes
+
+FILE = "bandwidth.json"
+BUFFER_BYTES = 64 * 1024**2  # at least; twice the last cache if that is more
+MOST_BYTES = 256 * 1024**2
+MOST_SHARE = 1 / 8  # of the available memory; a machine with less for the buffer is not measured
+READ_S = 0.015  # time for reading; filling the buffer takes about as long
+MOST_PASSES = 8
+FILLED, SEARCHED = 1, 0  # zeros would be one shared page, which the caches hold
+
+
+def memory_bandwidth(hardware: Hardware) -> float | None:
+    """Return bytes/s, from the cache folder or measured now, which takes up to 50 ms. None: it cannot be measured here.
+
+    A measurement beside other work gives less than the machine can do; the file may be deleted to measure again.
+    """
+    path, machine = cache_folder() / FILE, _machine(hardware)
+    kept = _read(path, machine)
+    if kept is not None:
+        return kept
+    measured = measure(hardware)
+    if measured is not None:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps({**machine, "bytes_per_s": round(measured)}) + "\n")
+    return measured
+
+
+def measure(hardware: Hardware) -> float | None:
+    """Read a buffer in as many threads as the process may use cores. Return the bytes/s of the best pass."""
+    libc = _libc()
+    size = min(MOST_BYTES, max(BUFFER_BYTES, 2 * last_cache_bytes()))
+    if libc is None or size > hardware.ram_available_bytes * MOST_SHARE:
+        return None
+    threads = hardware.cpu_cores
+    part = size // threads // mmap.PAGESIZE * mmap.PAGESIZE
+    buffer = mmap.mmap(-1, part * threads)
+    start = ctypes.c_char.from_buffer(buffer)
+    try:
+        with suppress(OSError, AttributeError, ValueError):
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+        address = ctypes.addressof(start)
+        return _best_pass(libc, [address + index * part for index in range(threads)], part)
+    finally:
+        del start  # a buffer that is referred to cannot be closed
+        buffer.close()
+
+
+def _best_pass(libc: Any, addresses: list[int], part: int) -> float:
+    """Fill the parts, then read them all at once several times. Return the bytes/s of the fastest pass."""
+    together = threading.Barrier(len(addresses))  # each thread takes one part, and all begin at once
+
+    def fill(address: int) -> None:
+        together.wait()
+        libc.memset(address, FILLED, part)
+
+    def read(address: int) -> tuple[float, float]:
+        together.wait()
+        began = time.perf_counter()
+        libc.memchr(address, SEARCHED, part)
+        return began, time.perf_counter()
+
+    best, end = math.inf, None
+    with ThreadPoolExecutor(len(addresses), "bandwidth") as threads:
+        list(threads.map(fill, addresses))
+        end = time.perf_counter() + READ_S
+        for _ in range(MOST_PASSES):
+            begins, ends = zip(*threads.map(read, addresses), strict=True)
+            best = min(best, max(ends) - min(begins))
+            if ends[0] > end:
+                break
+    return part * len(addresses) / best
+
+
+def last_cache_bytes(processors: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return the size of all last-level caches of this machine's processors; 0: the system does not say."""
+    caches: dict[tuple[int, str], int] = {}
+    for folder in processors.glob("cpu[0-9]*/cache/index[0-9]*"):
+        with suppress(OSError, ValueError):
+            level, shared, size = ((folder / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
+            caches[int(level), shared] = parse_bytes(size)
+    last = max((level for level, _ in caches), default=0)
+    return sum(size for (level, _), size in caches.items() if level == last)
+
+
+def _libc() -> Any:
+    """Return the C library with the two functions declared; None where there is none to call."""
+    try:
+        libc = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None)
+        for function in (libc.memset, libc.memchr):
+            function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p
+    except (OSError, AttributeError):
+        return None
+    return libc
+
+
+def _machine(hardware: Hardware) -> dict[str, Any]:
+    """Return what the measurement depends on: another processor or another number of cores is measured anew."""
+    return {"cpu": hardware.cpu_name, "cores": hardware.cpu_cores, "ram_bytes": hardware.ram_total_bytes}
+
+
+def _read(path: Path, machine: dict[str, Any]) -> float | None:
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        speed = float(kept.pop("bytes_per_s"))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return speed if kept == machine and 0 < speed < math.inf else None
