@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from localllm.files.folders import cache_folder, write_whole
+from localllm.machine.cpu import last_cache_bytes
 from localllm.machine.hardware import Hardware
-from localllm.units import parse_bytes
 
 FILE = "bandwidth.json"
 BUFFER_BYTES = 64 * 1024**2  # at least; twice the last cache if that is more
@@ -95,17 +95,6 @@ def _best_pass(libc: Any, addresses: list[int], part: int) -> float:
             if ends[0] > end:
                 break
     return part * len(addresses) / best
-
-
-def last_cache_bytes(processors: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return the size of all last-level caches of this machine's processors; 0: the system does not say."""
-    caches: dict[tuple[int, str], int] = {}
-    for folder in processors.glob("cpu[0-9]*/cache/index[0-9]*"):
-        with suppress(OSError, ValueError):
-            level, shared, size = ((folder / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
-            caches[int(level), shared] = parse_bytes(size)
-    last = max((level for level, _ in caches), default=0)
-    return sum(size for (level, _), size in caches.items() if level == last)
 
 
 def _libc() -> Any:
