@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from localllm.kernels.cpu.native.sources import FOLDER, library_name
 from localllm.machine.cpu import read_cpu_flags
+from localllm.machine.install_kind import how_to_install
 
 VARIABLE = "LOCALLLM_CPU_SET"
-AGAIN = "run `pip install -e .` again"
 SETS = {"x86_64": ("avx512vnni", "avxvnni", "avx2"), "aarch64": ("dotprod",)}
 """Instruction sets by architecture, best first."""
 X86_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"}
@@ -42,11 +42,17 @@ def choose(wanted: str, usable: Sequence[str], compiled: Sequence[str]) -> tuple
     if wanted and wanted not in usable:
         return "", f"{VARIABLE}={wanted} is set, but this processor runs: {', '.join(usable)}, none."
     if not compiled:
-        return "", "The package was installed without compiled libraries: a C compiler was missing; " + AGAIN + "."
+        return "", f"The package was installed without compiled libraries: a C compiler was missing; {compile_again()}."
     found = [name for name in usable if name in compiled and wanted in ("", name)]
     if not found:
-        return "", f"There is no library for {wanted or ' or '.join(usable)}, only for {', '.join(compiled)}; {AGAIN}."
+        there = f"There is no library for {wanted or ' or '.join(usable)}, only for {', '.join(compiled)}"
+        return "", f"{there}; {compile_again()}."
     return found[0], ""
+
+
+def compile_again() -> str:
+    """Return the advice to install localllm again, which compiles the libraries."""
+    return f"run `{how_to_install('localllm')}`"
 
 
 def _known_sets() -> str:

@@ -21,7 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from localllm.kernels.cpu.native.choice import AGAIN, chosen_set
+from localllm.kernels.cpu.native.choice import chosen_set, compile_again
 from localllm.kernels.cpu.native.self_check import is_recurrence_right, wrong_kind
 from localllm.kernels.cpu.native.sources import FOLDER, library_name, source_hash
 from localllm.kernels.cpu.native.structures import (
@@ -240,7 +240,7 @@ def open_library(name: str) -> tuple[Library | None, str]:
         functions = ctypes.CDLL(str(FOLDER / library_name(name)))
         _declare(functions)
     except (OSError, AttributeError) as error:
-        return None, f"The library for {name} cannot be opened: {error}; {AGAIN}."
+        return None, f"The library for {name} cannot be opened: {error}; {compile_again()}."
     reason = _fault_of(functions)
     return (None, reason) if reason else (Library(functions), "")
 
@@ -290,7 +290,7 @@ def _fault_of(functions: ctypes.CDLL) -> str:
     """Return why an opened library cannot be used; empty if it can."""
     expected = source_hash()
     if expected and functions.localllm_source_hash().decode() != expected:
-        return f"The compiled libraries are older than their sources; {AGAIN}."
+        return f"The compiled libraries are older than their sources; {compile_again()}."
     structures = (
         NativeMatrix, NativeAttention, NativeExperts, NativeOperation, NativeRow, NativeConvolution, NativeGatedDelta,
         NativeSelectiveScan, NativeGatedNorm, NativeStateRows, NativeStateRow,
