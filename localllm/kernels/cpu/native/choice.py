@@ -6,11 +6,12 @@ Does not know: what is in a library, whether its products are right (library.py)
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Sequence
 
-from localllm.kernels.cpu.native.sources import FOLDER, library_name
+from localllm.kernels.cpu.native.sources import FOLDER, library_name, source_hash
 from localllm.machine.cpu import read_cpu_flags
 from localllm.machine.install_kind import how_to_install
 
@@ -31,6 +32,19 @@ NEEDED = {
 def chosen_set() -> tuple[str, str]:
     """Return (the instruction set whose library is used, ""), or ("", why there is none)."""
     return choose(os.environ.get(VARIABLE, ""), usable_sets(), _compiled_sets())
+
+
+def why_unusable(name: str) -> str:
+    """Return why the library of a set cannot be opened, or that it is older than its sources; "" if it is fine. Whether
+    its products are right is tested when a model is loaded."""
+    try:
+        library = ctypes.CDLL(str(FOLDER / library_name(name)))
+        library.localllm_source_hash.restype = ctypes.c_char_p
+        compiled = library.localllm_source_hash().decode()
+    except (OSError, AttributeError) as error:
+        return f"The library for {name} cannot be opened: {error}; {compile_again()}."
+    is_old = source_hash() not in ("", compiled)
+    return f"The compiled libraries are older than their sources; {compile_again()}." if is_old else ""
 
 
 def choose(wanted: str, usable: Sequence[str], compiled: Sequence[str]) -> tuple[str, str]:
