@@ -26,6 +26,7 @@ from localllm.up import Ready
 from localllm.version import __version__
 
 if TYPE_CHECKING:
+    from localllm.cli.announce_service import ServiceAnnouncer
     from localllm.models.fit import MemoryPart
 
 log = logging.getLogger("localllm")
@@ -134,7 +135,7 @@ class LogAnnouncer:
 class Announcers:
     """Passes every event on to several announcers."""
 
-    def __init__(self, *announcers: TerminalAnnouncer | LogAnnouncer | JsonAnnouncer) -> None:
+    def __init__(self, *announcers: TerminalAnnouncer | LogAnnouncer | JsonAnnouncer | ServiceAnnouncer) -> None:
         self._announcers = announcers
 
     def starting(self, settings: Settings) -> None:
