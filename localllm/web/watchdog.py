@@ -197,8 +197,9 @@ class Watchdog:
     def _ping(self) -> None:
         """Tell systemd, if it asks, that nothing is stuck. Only a new process recovers from what is stuck; a dead
         engine is loaded again by itself, and stuck compilers let other requests through."""
-        is_stuck = any(each.state == "stuck" and not each.part.startswith("compilers") for each in self.parts())
-        if watchdog_s() is not None and not is_stuck:
+        if watchdog_s() is None:
+            return
+        if not any(each.state == "stuck" and not each.part.startswith("compilers") for each in self.parts()):
             notify("WATCHDOG=1")
 
     def _look(self, now_s: float) -> None:
