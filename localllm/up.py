@@ -62,14 +62,22 @@ class Announcer(Protocol):
     def stopping(self, num_requests: int) -> None: ...
 
 
-def up(settings: Settings, announcer: Announcer, *, started_s: float | None = None) -> None:
-    """Serve until a signal arrives. `started_s`: when the command was given, by `time.perf_counter`.
+def up(
+    settings: Settings,
+    announcer: Announcer,
+    *,
+    started_s: float | None = None,
+    passed: socket.socket | None = None,
+) -> None:
+    """Serve until a signal arrives, or until the server was idle for `exit_when_idle`.
+
+    `started_s`: when the command was given, by `time.perf_counter`. `passed`: a service manager's listening socket.
 
     Raises `LocalLLMError` after a failure, and `KeyboardInterrupt` if the signal came before the model was ready.
     """
     started_s = time.perf_counter() if started_s is None else started_s
     raise_file_limit()
-    address = bind_address(settings.server)
+    address = bind_address(settings.server, passed)
     announcer.starting(settings)
     limit_arenas()
     faults = FaultLog(fault_path(settings.server.port))
@@ -146,12 +154,22 @@ class _Serving:
                 asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
             stop = asyncio.create_task(self.stop.wait())
             lost = asyncio.create_task(self.manager.device_lost())
-            await asyncio.wait({serving, stop, lost}, return_when=asyncio.FIRST_COMPLETED)
-            stop.cancel()
-            lost.cancel()
+            idle = asyncio.create_task(self._idle())
+            await asyncio.wait({serving, stop, lost, idle}, return_when=asyncio.FIRST_COMPLETED)
+            for waiting in (stop, lost, idle):
+                waiting.cancel()
             self.announcer.stopping(self.manager.num_open)
             if lost.done():  # every stream has had its error; a service manager may restart the process
                 raise lost.result()
+
+    async def _idle(self) -> None:
+        """Return once nothing has used the server for `exit_when_idle`; without that setting, never."""
+        state, idle_s = self.server.app.state, self.settings.server.exit_when_idle
+        if idle_s is None:
+            await asyncio.Event().wait()
+        else:
+            await state.activity.until_idle(idle_s, self.manager, state.downloads)
+            state.closing.is_idle = True
 
     def _on_signal(self) -> None:
         if self.stop.is_set():
@@ -170,10 +188,10 @@ class _Server(Server):
 # ---- the address -----------------------------------------------------------------------------------------------------
 
 
-def bind_address(config: ServerConfig) -> socket.socket:
+def bind_address(config: ServerConfig, passed: socket.socket | None = None) -> socket.socket:
     """Return a listening socket. Raises `PortInUse` naming the program that uses the port, or `ConfigError`."""
     try:
-        return bind(config)
+        return bind(config, passed)
     except PortInUse as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno != errno.EADDRINUSE:

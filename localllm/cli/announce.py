@@ -25,6 +25,7 @@ from localllm.version import __version__
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
+    from localllm.cli.announce_service import ServiceAnnouncer
     from localllm.models.fit import MemoryPart
 
 log = logging.getLogger("localllm")
@@ -139,7 +140,7 @@ class LogAnnouncer:
 class Announcers:
     """Passes every event on to several announcers."""
 
-    def __init__(self, *announcers: TerminalAnnouncer | LogAnnouncer | JsonAnnouncer) -> None:
+    def __init__(self, *announcers: TerminalAnnouncer | LogAnnouncer | JsonAnnouncer | ServiceAnnouncer) -> None:
         self._announcers = announcers
 
     def starting(self, settings: Settings) -> None:

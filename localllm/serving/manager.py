@@ -86,6 +86,13 @@ class ModelManager:
     def num_open(self) -> int:
         return sum(model.client.num_open for model in self.ready)
 
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a model answers requests, loads, is tuned, or is waited for."""
+        return bool(self.num_open) or any(
+            entry.num_leases or entry.waiters or entry.is_loading or entry.state == "tuning" for entry in self.entries
+        )
+
     def statuses(self) -> list[ModelStatus]:
         """Return the status of every known model, ready models first."""
         order = ("ready", "tuning", "loading", "unloading", "sleeping", "failed", "unloaded")
