@@ -24,7 +24,7 @@ from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError, PortInUse
 from localllm.logs.fault_log import FaultLog, fault_path
 from localllm.machine.hardware import Hardware, read_hardware
-from localllm.machine.memory import limit_arenas
+from localllm.machine.memory import limit_arenas, paused_collection
 from localllm.machine.platforms import handled_signals, new_event_loop, raise_file_limit
 from localllm.machine.running_servers import announced, listener_in_words
 from localllm.serving.drain import DRAIN_S
@@ -79,7 +79,9 @@ def up(
     limit_arenas()
     faults = FaultLog(fault_path(settings.server.port))
     with contextlib.closing(address), faults.installed(), asyncio.Runner(loop_factory=new_event_loop) as runner:
-        was_ready = runner.run(_Serving(settings, announcer, address, started_s, faults).run())
+        with paused_collection():
+            serving = _Serving(settings, announcer, address, started_s, faults)
+        was_ready = runner.run(serving.run())
     if not was_ready:
         raise KeyboardInterrupt
 

@@ -63,6 +63,7 @@ with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
 
 # ---- a running server ------------------------------------------------------------------------------------------------
 
+PAGES = ("/", "/dashboard", "/models", "/playground", "/settings", "/logs", "/tune", "/metrics", "/v1/models")
 SERVE = """
 import sys
 {before}
@@ -81,14 +82,8 @@ def serving(folder: Path, *words: str, before: str = "") -> Iterator[Iterator[di
     """Run `localllm serve ... --json` in an interpreter of its own; yield its events, with what it has imported."""
     code = SERVE.format(before=before, names=HEAVY, words=["serve", *words, "--port", "0", "--json"])
     environ = os.environ | {name: str(folder) for name in ("XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
+    quiet: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environ, **quiet) as process:
         assert process.stdout is not None
         try:
             yield (json.loads(line) for line in process.stdout)
@@ -108,17 +103,7 @@ def test_a_server_without_a_model_serves_its_pages_without_torch_and_loads_on_re
         ready = next(event for event in events if event["event"] == "ready")
         url, pid = ready["url"], psutil.Process().children()[-1].pid
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-        for path in (
-            "/",
-            "/dashboard",
-            "/models",
-            "/playground",
-            "/settings",
-            "/logs",
-            "/tune",
-            "/metrics",
-            "/v1/models",
-        ):
+        for path in PAGES:
             assert httpx.get(url + path, timeout=60).status_code == 200, path
         mapped = Path(f"/proc/{pid}/maps")
         if mapped.exists():

@@ -31,7 +31,11 @@ from localllm.models.loader import load_model
 from scripts.layout import PACKAGE, ROOT
 from tests.gguf_files import write_gguf
 
-HIDDEN = "import sys, asyncio, litestar, psutil, uvicorn, filelock\nsys.modules.update(dict.fromkeys({names!r}))\nsys.path.insert(0, {root!r})\n"
+HIDDEN = """
+import sys, asyncio, litestar, psutil, uvicorn, filelock
+sys.modules.update(dict.fromkeys({names!r}))
+sys.path.insert(0, {root!r})
+"""
 """Each import of a module whose entry is None raises ImportError. Other packages have their own gates."""
 POSIX_ONLY = ("uvloop", "resource", "fcntl", "pwd", "grp", "termios")
 
