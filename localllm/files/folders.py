@@ -46,10 +46,10 @@ def _folder(variable: str, default: str, kind: str, environ: Mapping[str, str]) 
     kind: the property of platformdirs on other systems.
     """
     folder = Path(environ.get(variable) or default).expanduser() / NAME
-    if environ.get(variable) or sys.platform not in ("darwin", "win32") or folder.exists():
-        return folder
-    found: Path = getattr(_platform_folders(), kind)
-    return found
+    if not environ.get(variable) and sys.platform in ("darwin", "win32") and not folder.exists():
+        found: Path = getattr(_platform_folders(), kind)
+        return found
+    return folder
 
 
 def _platform_folders() -> PlatformDirsABC:

@@ -159,7 +159,8 @@ def _read_cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def _mac_cpu_name() -> str:
     """Return the name that macOS shows, e.g. "Apple M2 Pro", where `platform` says only "arm"; empty elsewhere."""
-    if sys.platform != "darwin":
+    system: str = sys.platform
+    if system != "darwin":
         return ""
     try:
         told = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, timeout=5)
