@@ -41,7 +41,7 @@ def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
     from localllm.cli.announce import Announcers, JsonAnnouncer, LogAnnouncer, TerminalAnnouncer
     from localllm.up import up as go_up
 
-    said = [TerminalAnnouncer()] if talks else [JsonAnnouncer()] if options.json else []
+    said = [TerminalAnnouncer(verbose=options.verbose)] if talks else [JsonAnnouncer()] if options.json else []
     announcer = Announcers(*said, LogAnnouncer())
     try:
         with contextlib.closing(announcer):
