@@ -177,10 +177,10 @@ def test_the_bytes_on_a_cpu_are_those_of_the_loader(
 def test_the_range_contains_what_was_measured(
     name: str, stored: int, tokens: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/lab.md: Qwen2.5-0.5B's shape, 494 M parameters, on a machine that reads 33 GB/s."""
+    """docs/lab.md: Qwen2.5-0.5B's shape, 494 M parameters, on a machine where a plain sum reads 33 GB/s."""
     monkeypatch.setattr(pick_sizes, "has_library", lambda: True)
     read = cpu_read_bytes(name, stored, 494_000_000, stored, EngineConfig(), "float32")
-    least, most = tokens_per_s(read, 33e9, CPU, is_mixture=False)
+    least, most = tokens_per_s(read, 1.2 * 33e9, CPU, is_mixture=False)
     assert least < tokens < most
     assert most < 2.5 * least
 
@@ -207,7 +207,8 @@ def test_more_bandwidth_is_faster_and_experts_are_less_sure() -> None:
         (machine(16), 40e9, "Gemma 4 E4B"),
         (machine(16), 20e9, "Granite 4 H Tiny"),
         (machine(16), None, "Qwen3.5 9B"),
-        (machine(8, cores=4), 25e9, "Qwen3.5 4B"),
+        (machine(8, cores=4), 25e9, "Granite 4 H Tiny"),
+        (machine(5, cores=4), 25e9, "Qwen3.5 2B"),
         (machine(4, cores=2), 25e9, "Qwen3.5 2B"),
         (machine(4, cores=2), None, "LFM2.5 1.2B"),
     ],
