@@ -133,7 +133,7 @@ def test_without_a_gpu_torch_is_not_imported(tmp_path: Path) -> None:
 
 def test_a_driver_makes_torch_worth_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(hardware.platform, "system", lambda: "Linux")
     monkeypatch.setattr(hardware, "GPU_DEVICES", (str(tmp_path / "nvidiactl"),))
     assert not hardware.may_have_gpu()
     (tmp_path / "nvidiactl").touch()
