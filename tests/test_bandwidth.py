@@ -9,13 +9,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from localllm.files.folders import cache_folder
 from localllm.machine import bandwidth
-from localllm.machine.bandwidth import BUFFER_BYTES, memory_bandwidth, undisturbed_s
-from localllm.machine.cpu import fast_instructions, last_cache_bytes, read_cpu_flags
+from localllm.machine.bandwidth import LEAST_BYTES, memory_bandwidth, undisturbed_s
+from localllm.machine.cpu import fast_instructions, read_cpu_flags
 from localllm.machine.hardware import Hardware, count_cores
 
 HERE = Hardware((), "CPU", count_cores(), 8 << 30, 6 << 30)
@@ -38,32 +39,40 @@ def test_a_measurement_is_plausible_or_unknown(cores: int) -> None:
 
 
 def test_little_memory_is_not_taken() -> None:
-    assert bandwidth.measure(replace(HERE, ram_available_bytes=2 * BUFFER_BYTES)) is None
+    assert bandwidth.measure(replace(HERE, ram_available_bytes=2 * LEAST_BYTES)) is None
 
 
-def test_the_buffer_is_written_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages that were never written are one page of zeros, which is in a cache. A passing search finds nothing."""
-    asked: list[tuple[str, int, int]] = []
+@pytest.mark.parametrize("can_populate", [True, False])
+def test_all_of_the_buffer_is_obtained_and_then_read(can_populate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that were never written are one page of zeros, which is in a cache."""
+    obtained: list[tuple[int, int]] = []
+    read: list[tuple[int, int]] = []
     libc = bandwidth._libc()
     assert libc is not None
 
     class Watched:
         def memset(self, address: int, value: int, count: int) -> None:
-            asked.append(("memset", address, count))
+            assert value != 0
+            obtained.append((address, count))
             libc.memset(address, value, count)
 
-        def memchr(self, address: int, value: int, count: int) -> None:
-            asked.append(("memchr", address, count))
-            assert libc.memchr(address, value, count) is None  # it has read all of its part
+        def madvise(self, address: Any, count: Any, advice: int) -> int:
+            done = int(libc.madvise(address, count, advice)) if can_populate else -1
+            if done == 0:
+                obtained.append((address.value, count.value))
+            return done
+
+        def memcmp(self, one: int, other: int, count: int) -> None:
+            read.append((one, count))
+            read.append((other, count))
+            assert libc.memcmp(one, other, count) == 0  # it has read all of both
 
     monkeypatch.setattr(bandwidth, "_libc", Watched)
     bandwidth.measure(replace(HERE, cpu_cores=2))
-    filled = {(address, count) for name, address, count in asked if name == "memset"}
-    read = {(address, count) for name, address, count in asked if name == "memchr"}
-    assert filled == read
-    (first, size), (second, _) = sorted(filled)
+    (first, size), (second, _) = sorted(obtained)
     assert second - first == size
-    assert 2 * size >= BUFFER_BYTES
+    assert 2 * size >= LEAST_BYTES
+    assert sorted(set(read)) == [(first + place * size // 2, size // 2) for place in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -112,22 +121,6 @@ def test_a_file_where_the_cache_should_be_is_no_error(tmp_path: Path, monkeypatc
 
 
 # ---- the processor ---------------------------------------------------------------------------------------------------
-
-
-def _cache(root: Path, processor: int, index: int, level: int, size: str, shared: str) -> None:
-    folder = root / f"cpu{processor}" / "cache" / f"index{index}"
-    folder.mkdir(parents=True)
-    for name, text in (("level", str(level)), ("size", size), ("shared_cpu_list", shared)):
-        (folder / name).write_text(text + "\n")
-
-
-def test_shared_caches_count_once(tmp_path: Path) -> None:
-    for processor in range(4):
-        _cache(tmp_path, processor, 2, 2, "1024K", str(processor))
-        _cache(tmp_path, processor, 3, 3, "32768K", "0-1" if processor < 2 else "2-3")
-    (tmp_path / "cpufreq").mkdir()
-    assert last_cache_bytes(tmp_path) == 64 << 20
-    assert last_cache_bytes(tmp_path / "absent") == 0
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ FIELDS = [field.name for config in (EngineConfig, ServerConfig) for field in fie
 def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither this user's config file nor environment decides a test."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("HOST", "PORT", "API_KEY", "MODEL", "CONFIG", "LOG_LEVEL", "ORIGINS", "ALLOWED_HOSTS"):
         monkeypatch.delenv(f"LOCALLLM_{name}", raising=False)
 
@@ -186,7 +187,7 @@ def test_help_needs_nothing_heavy() -> None:
         ("up --ssl-certfile nowhere.pem", 2, "Cannot read nowhere.pem.\nNo such file or directory."),
         ("up --otlp-traces-endpoint h:4317", 2, "--otlp-traces-endpoint h:4317 is out of range."),
         ("up --config nowhere.toml", 2, "Config file nowhere.toml does not exist."),
-        ("run", 2, "The following arguments are required: MODEL.\nTry: localllm run --help"),
+        ("run", 2, "localllm run needs a model."),
         ("bench speed", 2, "Argument kind: invalid choice: 'speed'"),
         ("bench serve --num-requests 0 --url http://127.0.0.1:9", 2, "--num-requests must be at least 1."),
         ("show no/such-model", 5, ""),

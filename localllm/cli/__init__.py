@@ -110,6 +110,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     up = verb("up", "serve a model on this machine, with a chat page", "serving:up")
     _model_argument(up, required=False)
     add_server_flags(up)
+    up.add_argument("--verbose", action="store_true", help="show the phases, sizes and addresses of the start")
     serve = verb("serve", "serve a model as a service does: no browser, plain log lines", "serving:serve")
     _model_argument(serve, required=False)
     add_server_flags(serve)
@@ -232,7 +233,7 @@ def _add_remove(parser: Parser) -> None:
 
 
 def _add_run(parser: Parser) -> None:
-    _model_argument(parser, required=True)
+    _model_argument(parser, required=False)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="default: chat, or read standard input")
     sampling = add_sampling(parser)
     sampling.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")

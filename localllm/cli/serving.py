@@ -50,7 +50,7 @@ def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
         from localllm.cli.announce_service import ServiceAnnouncer
         from localllm.up import up as go_up
 
-    said = [TerminalAnnouncer()] if talks else [JsonAnnouncer()] if options.json else []
+    said = [TerminalAnnouncer(verbose=options.verbose)] if talks else [JsonAnnouncer()] if options.json else []
     announcer = Announcers(*said, LogAnnouncer(), ServiceAnnouncer())
     try:
         with contextlib.closing(announcer):

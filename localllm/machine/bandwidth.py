@@ -1,8 +1,8 @@
 """The memory bandwidth of this machine's processors, measured once and kept in the cache folder.
 
 A decode step reads every active weight once, so this number bounds the speed of a model on a CPU. It is measured as
-weights are read: several threads at once, each through its part of a buffer that is larger than most caches. The C
-library's `memchr` reads with vector loads and without Python's lock, so neither numpy nor torch is imported.
+weights are read: several threads at once, each through its part of a buffer. The C library's `memcmp` reads with vector
+loads, two streams at once and without Python's lock, so neither numpy nor torch is imported.
 A GPU's bandwidth comes from NVML (links.py).
 Does not know: models, how a speed follows from the bandwidth (models/library/speed.py).
 """
@@ -23,18 +23,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from localllm.files.folders import cache_folder, write_whole
-from localllm.machine.cpu import last_cache_bytes
 from localllm.machine.hardware import Hardware
 
 FILE = "bandwidth.json"
-BUFFER_BYTES = 64 * 1024**2  # at least; twice the last cache if that is more
-MOST_BYTES = 256 * 1024**2
+BYTES_PER_THREAD = 40 * 1024**2  # more than a core's share of the last cache, on all but a few processors
+LEAST_BYTES, MOST_BYTES = 64 * 1024**2, 1024**3
 MOST_SHARE = 1 / 8  # of the available memory; a machine with less for the buffer is not measured
-READ_S = 0.015  # time for reading; filling the buffer takes about as long
+READ_S = 0.006  # time for reading, one pass at least; obtaining the pages takes about 25 ms
 MOST_PASSES = 8
 RAN_SHARE = 0.8  # of a pass; with less, other work had the processor
 MOST_RESOLUTION_S = 1e-4
-FILLED, SEARCHED = 1, 0  # zeros would be one shared page, which the caches hold
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+FILLED = 1
 
 
 def memory_bandwidth(hardware: Hardware) -> float | None:
@@ -55,12 +55,11 @@ def memory_bandwidth(hardware: Hardware) -> float | None:
 def measure(hardware: Hardware) -> float | None:
     """Read a buffer in as many threads as the process may use cores. Return the bytes/s of the best pass; None if there
     is too little memory, or if other work took processors in every pass."""
-    libc = _libc()
-    size = min(MOST_BYTES, max(BUFFER_BYTES, 2 * last_cache_bytes()))
+    libc, threads = _libc(), hardware.cpu_cores
+    size = min(MOST_BYTES, max(LEAST_BYTES, threads * BYTES_PER_THREAD))
     if libc is None or size > hardware.ram_available_bytes * MOST_SHARE:
         return None
-    threads = hardware.cpu_cores
-    part = size // threads // mmap.PAGESIZE * mmap.PAGESIZE
+    part = size // threads // (2 * mmap.PAGESIZE) * 2 * mmap.PAGESIZE
     buffer = mmap.mmap(-1, part * threads)
     start = ctypes.c_char.from_buffer(buffer)
     try:
@@ -74,28 +73,35 @@ def measure(hardware: Hardware) -> float | None:
 
 
 def _best_pass(libc: Any, addresses: list[int], part: int) -> float | None:
-    """Fill the parts, then read them all at once several times. Return the bytes/s of the fastest pass."""
+    """Obtain the pages, then read all parts at once several times. Return the bytes/s of the fastest pass."""
     together = threading.Barrier(len(addresses))  # each thread takes one part, and all begin at once
 
-    def fill(address: int) -> None:
+    def obtain(address: int) -> None:
         together.wait()
-        libc.memset(address, FILLED, part)
+        obtain_pages(libc, address, part)
 
     def read(address: int) -> _Span:
         together.wait()
         began_s, busy_s = time.perf_counter(), time.thread_time()
-        libc.memchr(address, SEARCHED, part)
+        libc.memcmp(address, address + part // 2, part // 2)  # the halves are equal, so it reads both to the end
         return _Span(began_s, time.perf_counter(), time.thread_time() - busy_s)
 
     best = math.inf
     with ThreadPoolExecutor(len(addresses), "bandwidth") as threads:
-        list(threads.map(fill, addresses))
+        list(threads.map(obtain, addresses))
         end_s = time.perf_counter() + READ_S
         for _ in range(MOST_PASSES):
             best = min(best, undisturbed_s(list(threads.map(read, addresses))))
             if time.perf_counter() > end_s:
                 break
     return None if math.isinf(best) else part * len(addresses) / best
+
+
+def obtain_pages(libc: Any, address: int, count: int) -> None:
+    """Give each page memory of its own: until it is written, a page is a shared one of zeros, which the caches hold."""
+    populate = getattr(libc, "madvise", None) if sys.platform == "linux" else None
+    if populate is None or populate(ctypes.c_void_p(address), ctypes.c_size_t(count), POPULATE_WRITE) != 0:
+        libc.memset(address, FILLED, count)
 
 
 class _Span(NamedTuple):
@@ -117,11 +123,11 @@ def undisturbed_s(spans: Sequence[_Span]) -> float:
 
 
 def _libc() -> Any:
-    """Return the C library with the two functions declared; None where there is none to call."""
+    """Return the C library with its functions declared; None where there is none to call."""
     try:
         libc = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None)
-        for function in (libc.memset, libc.memchr):
-            function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p
+        libc.memset.argtypes, libc.memset.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p
+        libc.memcmp.argtypes, libc.memcmp.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
     except (OSError, AttributeError):
         return None
     return libc

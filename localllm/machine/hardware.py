@@ -189,10 +189,10 @@ GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
 
 def may_have_gpu() -> bool:
     """Return whether torch has to be asked for GPUs: a driver's device is there. Without one, importing torch would
-    take a second and 200 MiB to find nothing. Off Linux, NVML answers."""
+    take a second and 200 MiB to find nothing. On Windows, NVML answers."""
     if "torch" in sys.modules or any(Path(path).exists() for path in GPU_DEVICES):
         return True
-    if sys.platform in ("linux", "darwin"):
+    if platform.system() != "Windows":
         return False
     nvml = open_nvml()
     if nvml is not None:

@@ -73,8 +73,8 @@ def test_every_line_of_the_list_is_sound(has_library: bool) -> None:
 def test_an_old_list_is_reported() -> None:
     """A warning, since time alone must not fail a build."""
     own = read_picks()
-    assert own.date is not None
-    year = own.date.year
+    assert own.written is not None
+    year = own.written.year
     made = PickList((), date(2026, 3, 31), "")
     ages = [
         made.age_months(each) for each in (date(2026, 3, 1), date(2026, 4, 30), date(2027, 3, 30), date(2027, 3, 31))
@@ -83,7 +83,7 @@ def test_an_old_list_is_reported() -> None:
     assert [made.is_old(each) for each in (date(2027, 3, 30), date(2027, 3, 31))] == [False, True]
     assert not PickList((), None, "").is_old(date(year + 9, 1, 1))
     if own.is_old(date.today()):
-        warnings.warn(f"picks.toml is of {own.date}: suggest newer models", stacklevel=1)
+        warnings.warn(f"picks.toml is of {own.written}: suggest newer models", stacklevel=1)
 
 
 # ---- bytes and speed -------------------------------------------------------------------------------------------------
@@ -177,12 +177,13 @@ def test_the_bytes_on_a_cpu_are_those_of_the_loader(
 def test_the_range_contains_what_was_measured(
     name: str, stored: int, tokens: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/lab.md: Qwen2.5-0.5B's shape, 494 M parameters, on a machine that reads 33 GB/s."""
+    """docs/lab.md: Qwen2.5-0.5B's shape, 494 M parameters, on a machine where a plain sum reads 33 GB/s."""
     monkeypatch.setattr(pick_sizes, "has_library", lambda: True)
     read = cpu_read_bytes(name, stored, 494_000_000, stored, EngineConfig(), "float32")
-    least, most = tokens_per_s(read, 33e9, CPU, is_mixture=False)
-    assert least < tokens < most
-    assert most < 2.5 * least
+    for bandwidth in (33e9, 1.2 * 33e9):
+        least, most = tokens_per_s(read, bandwidth, CPU, is_mixture=False)
+        assert least < tokens < most
+        assert most < 3 * least
 
 
 def test_more_bandwidth_is_faster_and_experts_are_less_sure() -> None:
@@ -207,7 +208,8 @@ def test_more_bandwidth_is_faster_and_experts_are_less_sure() -> None:
         (machine(16), 40e9, "Gemma 4 E4B"),
         (machine(16), 20e9, "Granite 4 H Tiny"),
         (machine(16), None, "Qwen3.5 9B"),
-        (machine(8, cores=4), 25e9, "Qwen3.5 4B"),
+        (machine(8, cores=4), 25e9, "Granite 4 H Tiny"),
+        (machine(5, cores=4), 25e9, "Qwen3.5 2B"),
         (machine(4, cores=2), 25e9, "Qwen3.5 2B"),
         (machine(4, cores=2), None, "LFM2.5 1.2B"),
     ],

@@ -77,15 +77,15 @@ class PickList:
     """The entries in the order of the list, largest first, and its age."""
 
     picks: tuple[Pick, ...]
-    date: date | None  # None: a list of one's own that does not say
+    written: date | None  # None: a list of one's own that does not say
     source: str  # the file it was read from
 
     def age_months(self, today: date) -> int:
         """Return the whole months since the list's date; 0 without a date."""
-        if self.date is None:
+        if self.written is None:
             return 0
-        months = 12 * (today.year - self.date.year) + today.month - self.date.month
-        return max(0, months - (today.day < self.date.day))
+        months = 12 * (today.year - self.written.year) + today.month - self.written.month
+        return max(0, months - (today.day < self.written.day))
 
     def is_old(self, today: date) -> bool:
         return self.age_months(today) >= OLD_AFTER_MONTHS

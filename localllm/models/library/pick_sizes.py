@@ -5,9 +5,10 @@ the library all of them do (kernels/cpu/pack.py). A file's name tells its main t
 of it has the other one. A tied head is a second copy in 8 bits, since the embedding stays as stored.
 
 The speed is a range around bandwidth / bytes that a token reads. docs/lab.md, "a lone stream on a CPU beside
-llama.cpp", has steps of five kinds of weights, which read 0.53 to 0.86 of a plain sum's speed with everything
-included, and says what a step costs besides: 5 ms. A hybrid's step takes up to 1.23 of a model's with attention in all
-layers. Without the library a step read at 0.27. Experts, and all of a GPU, were not measured: their shares are wider.
+llama.cpp", has steps of five kinds of weights, which read at 0.53 to 0.86 of a plain sum's speed with everything
+included, and says what a step costs besides: 5 ms. The bandwidth of machine/bandwidth.py is between 1.0 and 1.2 times a
+plain sum's. A hybrid's step takes up to 1.23 of a model's with attention in all layers. Without the library a step read
+at 0.27 of the sum. Experts, and all of a GPU, were not measured: their ranges are wider.
 Does not know: which models there are, where the bandwidth comes from.
 """
 
@@ -33,9 +34,9 @@ class Speed(NamedTuple):
     extra_s: tuple[float, float]  # beside the weights, worst and best
 
 
-CPU = Speed((0.45, 0.9), (0.005, 0.001))
-CPU_WITHOUT_LIBRARY = Speed((0.2, 0.6), (0.010, 0.002))
-GPU = Speed((0.45, 0.9), (0.010, 0.002))
+CPU = Speed((0.4, 0.95), (0.005, 0.001))
+CPU_WITHOUT_LIBRARY = Speed((0.2, 0.5), (0.010, 0.002))
+GPU = Speed((0.4, 0.9), (0.010, 0.002))
 MIXTURE_SHARE = 0.3  # worst share of experts, which are read here and there
 
 

@@ -17,7 +17,7 @@ from localllm.models.library.pick_list import Pick, read_picks
 from localllm.models.library.pick_sizes import GPU, cpu_read_bytes, cpu_speed, tokens_per_s
 
 USEFUL_CONTEXT = 4096
-READING_SPEED = 5.0  # tokens/s, about 230 English words a minute
+READING_SPEED = 4.0  # tokens/s, about 180 English words a minute
 CPU_BYTES_PER_CORE = 10**9
 """Most weight bytes per token and core where the bandwidth is unknown: a core reads and multiplies about this much ten
 times a second."""
@@ -89,7 +89,7 @@ def _is_quick(pick: Pick, plan: MemoryPlan, hardware: Hardware, speed: tuple[flo
         return True
     if speed is None:
         return pick.bytes_per_token <= CPU_BYTES_PER_CORE * hardware.cpu_cores
-    return sum(speed) / 2 >= READING_SPEED
+    return speed[0] >= READING_SPEED
 
 
 def _speed(
