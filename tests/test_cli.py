@@ -9,11 +9,10 @@ import sys
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from localllm.cli import build_parser, doctor, flags, help_of, main, parse
+from localllm.cli import build_parser, doctor, findings, flags, help_of, main, parse
 from localllm.cli.flags import FLAGS, settings_from
 from localllm.config.resolve import resolve
 from localllm.config.settings import EngineConfig, ServerConfig
@@ -29,6 +28,7 @@ FIELDS = [field.name for config in (EngineConfig, ServerConfig) for field in fie
 def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither this user's config file nor environment decides a test."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("HOST", "PORT", "API_KEY", "MODEL", "CONFIG", "LOG_LEVEL", "ORIGINS", "ALLOWED_HOSTS"):
         monkeypatch.delenv(f"LOCALLLM_{name}", raising=False)
 
@@ -187,7 +187,7 @@ def test_help_needs_nothing_heavy() -> None:
         ("up --ssl-certfile nowhere.pem", 2, "Cannot read nowhere.pem.\nNo such file or directory."),
         ("up --otlp-traces-endpoint h:4317", 2, "--otlp-traces-endpoint h:4317 is out of range."),
         ("up --config nowhere.toml", 2, "Config file nowhere.toml does not exist."),
-        ("run", 2, "The following arguments are required: MODEL.\nTry: localllm run --help"),
+        ("run", 2, "localllm run needs a model."),
         ("bench speed", 2, "Argument kind: invalid choice: 'speed'"),
         ("bench serve --num-requests 0 --url http://127.0.0.1:9", 2, "--num-requests must be at least 1."),
         ("show no/such-model", 5, ""),
@@ -341,12 +341,14 @@ def test_doctor_finds_nothing_in_the_way_here(capsys: pytest.CaptureFixture[str]
 
 
 def test_doctor_shows_the_native_library_or_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from localllm.kernels.cpu.native import library
+    from localllm.cli import doctor_machine
 
-    monkeypatch.setattr(library, "native", lambda: SimpleNamespace(instruction_set="avx2"))
+    monkeypatch.setattr(doctor_machine, "chosen_set", lambda: ("avx2", ""))
+    monkeypatch.setattr(doctor_machine, "why_unusable", lambda name: "")
     assert [(each.verdict, each.text) for each in doctor.check_native()] == [("ok", "native, compiled for avx2")]
-    monkeypatch.setattr(library, "native", lambda: None)
-    monkeypatch.setattr(library, "why_none", lambda: "LOCALLLM_CPU_SET=none is set.")
+    monkeypatch.setattr(doctor_machine, "why_unusable", lambda name: "The compiled libraries are older.")
+    assert [each.verdict for each in doctor.check_native()] == ["note"]
+    monkeypatch.setattr(doctor_machine, "chosen_set", lambda: ("", "LOCALLLM_CPU_SET=none is set."))
     [finding] = doctor.check_native()
     assert finding.verdict == "note"
     assert finding.text.endswith("LOCALLLM_CPU_SET=none is set.")
@@ -369,8 +371,8 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_still_run(
 def test_report_names_neither_user_nor_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor.Path, "home", lambda: Path("/home/somebody"))
-    monkeypatch.setattr(doctor.socket, "gethostname", lambda: "their-machine")
+    monkeypatch.setattr(findings.Path, "home", lambda: Path("/home/somebody"))
+    monkeypatch.setattr(findings.socket, "gethostname", lambda: "their-machine")
     found = doctor.Finding("disk", "ok", "free in /home/somebody/.cache on their-machine")
     monkeypatch.setattr(doctor, "CHECKS", (lambda: iter([found]),))
     assert main(["doctor", "--report"]) == 0

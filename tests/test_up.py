@@ -23,9 +23,9 @@ import httpx
 import pytest
 
 from localllm import up
-from localllm.cli import main
+from localllm.cli import announce, main, suggestion
 from localllm.cli.announce import JsonAnnouncer, LogAnnouncer, TerminalAnnouncer, doors
-from localllm.config.settings import ServerConfig, Settings
+from localllm.config.settings import PicksTable, ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.logs.log_file import log_path
 from localllm.machine.hardware import Gpu, Hardware
@@ -212,9 +212,8 @@ def _ready(**changes: Any) -> up.Ready:
     model: Any = SimpleNamespace(
         name="tiny[1]", plan=plan, spec=SimpleNamespace(max_position=2048, task="generate"), memory=None
     )
-    return up.Ready(
-        **{"url": "http://h:1", "model": model, "seconds": 1.5, "needs_key": False, "has_pages": True} | changes
-    )
+    facts = {"url": "http://h:1", "name": model.name, "model": model, "seconds": 1.5, "needs_key": False}
+    return up.Ready(**(facts | {"has_pages": True} | changes))
 
 
 def _tell(announcer: Any, hardware: Hardware, ready: up.Ready) -> None:
@@ -228,9 +227,9 @@ def _tell(announcer: Any, hardware: Hardware, ready: up.Ready) -> None:
     announcer.close()
 
 
-def test_terminal_tells_facts_and_where_to_go() -> None:
+def test_terminal_tells_facts_and_where_to_go_when_verbose() -> None:
     out = io.StringIO()
-    _tell(TerminalAnnouncer(out), ONE_GPU, _ready())
+    _tell(TerminalAnnouncer(out, verbose=True), ONE_GPU, _ready())
     text = out.getvalue()
     for fact in (
         "GPU 0  A GPU 24.0 GiB · driver 580.65 · 22.0 GiB free",
@@ -249,8 +248,38 @@ def test_terminal_tells_facts_and_where_to_go() -> None:
 
 def test_no_gpu_is_one_line() -> None:
     out = io.StringIO()
-    _tell(TerminalAnnouncer(out), NO_GPU, _ready())
+    _tell(TerminalAnnouncer(out, verbose=True), NO_GPU, _ready())
     assert "No GPU: the model runs on the CPU · A CPU · 1 core · 12.0 GiB of 16.0 GiB RAM free\n" in out.getvalue()
+
+
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_terminal_tells_a_person_what_to_do_next(has_driver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is named once: at once without a driver, else when torch has found the GPUs."""
+    monkeypatch.setattr(announce, "may_have_gpu", lambda: has_driver)
+    monkeypatch.setattr(announce, "read_hardware", lambda: NO_GPU)
+    monkeypatch.setattr(announce, "installed_model", lambda: None)
+    monkeypatch.setattr(suggestion, "memory_bandwidth", lambda hardware: 3e10)
+    out = io.StringIO()
+    _tell(TerminalAnnouncer(out), ONE_GPU if has_driver else NO_GPU, _ready())
+    lines = out.getvalue().splitlines()
+    machine = "A GPU, 22.0 GiB of 24.0 GiB free" if has_driver else "CPU, 1 core, 12.0 GiB of 16.0 GiB free"
+    assert out.getvalue().count(machine) == 1
+    assert lines[0].startswith("localllm ")
+    assert lines[0].endswith("no telemetry")
+    assert "Ready after 1.5 s: http://h:1 " in out.getvalue()
+    assert "A real model that fits here:" in out.getvalue()
+    assert any(line.startswith("  localllm up ") and "tokens of context" in line for line in lines)
+    assert "weights" not in out.getvalue()
+
+
+def test_a_wrong_list_of_suggestions_does_not_end_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(announce, "installed_model", lambda: None)
+    wrong = Settings(picks=PicksTable(tmp_path / "config.toml", tmp_path / "absent.toml"))
+    facts = announce.started_facts(_ready(), wrong, NO_GPU)
+    assert facts.pick is None
+    assert "absent.toml" in caplog.text
 
 
 def test_doors_name_only_what_is_there() -> None:
@@ -283,7 +312,7 @@ def test_up_at_a_terminal_shows_bars_and_leaves_it_as_it_was(tiny_llama_path: Pa
     os.close(theirs)
     text = b""
     try:
-        while b"twice to force" not in text:
+        while b"All figures" not in text:
             text += os.read(ours, 65536)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
@@ -291,5 +320,5 @@ def test_up_at_a_terminal_shows_bars_and_leaves_it_as_it_was(tiny_llama_path: Pa
         process.kill()
         process.wait(10)
         os.close(ours)
-    assert b"Ready in" in text
+    assert b"Ready after" in text
     assert text.count(b"\x1b[?25l") == text.count(b"\x1b[?25h")  # the cursor is shown again

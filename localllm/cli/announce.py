@@ -1,6 +1,7 @@
 """The output of `up` and `serve` while a server starts: for a terminal, for a log, or as JSON for a program.
 
-All three show the same facts, which are measured or read, never guessed.
+All three show the same facts, which are measured or read, never guessed. At a terminal most of them only with
+--verbose; the lines without it are made in start_lines.py.
 Does not know: how a server is built (up.py).
 """
 
@@ -12,12 +13,13 @@ import platform
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-
+from localllm.cli.start_lines import Started, first_line, machine_in_words, ready_lines
+from localllm.cli.suggestion import best_pick, installed_model
 from localllm.cli.tell import package_versions
 from localllm.config.settings import Settings
-from localllm.machine.hardware import Hardware
+from localllm.errors import LocalLLMError
+from localllm.machine.hardware import Hardware, may_have_gpu, read_hardware
+from localllm.models.library.catalog import DEMO_NAME
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.phases import Phase
 from localllm.serving.served import ServedModel
@@ -26,6 +28,9 @@ from localllm.up import Ready
 from localllm.version import __version__
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from localllm.cli.announce_service import ServiceAnnouncer
     from localllm.models.fit import MemoryPart
 
 log = logging.getLogger("localllm")
@@ -34,9 +39,13 @@ DOWNLOAD_LINE_EVERY_S = 10.0
 
 
 class TerminalAnnouncer:
-    """Output for people: a line per fact, a progress bar while weights load, and the next steps."""
+    """Output for people: what they need to begin, and a progress bar while weights load; `verbose`: a line per fact."""
 
-    def __init__(self, out: TextIO | None = None) -> None:
+    def __init__(self, out: TextIO | None = None, *, verbose: bool = False) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._verbose = verbose
         self._console = Console(file=out or sys.stdout, highlight=False, soft_wrap=True)
         self._bars = Progress(
             TextColumn(" {task.description:<10}"),
@@ -46,21 +55,33 @@ class TerminalAnnouncer:
             transient=True,
         )
         self._tasks: dict[str, TaskID] = {}
+        self._settings = Settings()
+        self._hardware: Hardware | None = None
 
     def starting(self, settings: Settings) -> None:
-        torch = package_versions()["torch"]
-        self._say(
-            f"localllm {__version__} · Python {platform.python_version()} · torch {torch} · no telemetry", style="bold"
-        )
+        self._settings = settings
+        if self._verbose:
+            torch = package_versions()["torch"]
+            python = platform.python_version()
+            self._say(f"localllm {__version__} · Python {python} · torch {torch} · no telemetry", style="bold")
+            return
+        if not may_have_gpu():  # else torch is asked, and `found` says it
+            self._hardware = read_hardware()
+        self._say(first_line(__version__, self._hardware), style="bold")
 
     def found(self, hardware: Hardware) -> None:
-        for line in hardware_lines(hardware):
-            self._say(line)
+        was_said, self._hardware = self._hardware is not None, hardware
+        if self._verbose:
+            for line in hardware_lines(hardware):
+                self._say(line)
+        elif not was_said:
+            self._say(machine_in_words(hardware))
 
     def phase(self, phase: Phase) -> None:
         if phase.done:
             self._forget(phase.name)
-            self._say(f" {phase.name:<10} {format_seconds(phase.seconds):>8}  {phase.detail}")
+            if self._verbose:
+                self._say(f" {phase.name:<10} {format_seconds(phase.seconds):>8}  {phase.detail}")
         elif phase.fraction is not None:
             self._bars.start()
             if phase.name not in self._tasks:
@@ -69,10 +90,17 @@ class TerminalAnnouncer:
 
     def ready(self, ready: Ready) -> None:
         self._bars.stop()
-        for note in ready.model.plan.notes:
-            self._say(f"Note: {note}")
-        self._say(f"Memory  {memory_line(ready.model)}")
-        self._say(f"Context {context_line(ready.model)}")
+        if not self._verbose:
+            for number, line in enumerate(ready_lines(started_facts(ready, self._settings, self._hardware))):
+                self._say(line, style="bold green" if number == 0 else None)
+            return
+        if ready.model is None:
+            self._say(f"The first request loads {ready.name}.")
+        else:
+            for note in ready.model.plan.notes:
+                self._say(f"Note: {note}")
+            self._say(f"Memory  {memory_line(ready.model)}")
+            self._say(f"Context {context_line(ready.model)}")
         self._say(f"Ready in {format_seconds(ready.seconds)}", style="bold green")
         for name, text in doors(ready):
             self._say(f"  {name:<10} {text}")
@@ -99,6 +127,24 @@ class TerminalAnnouncer:
             self._bars.stop()
 
 
+def started_facts(ready: Ready, settings: Settings, hardware: Hardware | None) -> Started:
+    """Return the facts for start_lines.py; with the demo, the model to try instead."""
+    model, is_demo = ready.model, settings.engine.model == DEMO_NAME
+    installed = installed_model() if is_demo else None
+    pick = None
+    if is_demo and installed is None:
+        try:
+            pick = best_pick(settings, hardware)
+        except LocalLLMError as error:  # a wrong list in the config file must not end a start
+            log.warning("no suggested model reason=%s", error)
+    length = None if model is None else model.plan.max_model_len
+    generates, notes = model is None or model.spec.task == "generate", () if model is None else tuple(model.plan.notes)
+    return Started(
+        ready.url, ready.seconds, ready.name, is_demo, length, generates, ready.has_pages, ready.needs_key, notes,
+        installed, pick,
+    )  # fmt: skip
+
+
 class LogAnnouncer:
     """Output for logs: one line per event, as key=value pairs."""
 
@@ -122,7 +168,7 @@ class LogAnnouncer:
             log.info("download %s", phase.detail)
 
     def ready(self, ready: Ready) -> None:
-        log.info("ready url=%s model=%s seconds=%.1f", ready.url, ready.model.name, ready.seconds)
+        log.info("ready url=%s model=%s seconds=%.1f", ready.url, ready.name, ready.seconds)
 
     def stopping(self, num_requests: int) -> None:
         log.info("stopping requests=%d limit_s=%.0f", num_requests, DRAIN_S)
@@ -134,7 +180,7 @@ class LogAnnouncer:
 class Announcers:
     """Passes every event on to several announcers."""
 
-    def __init__(self, *announcers: TerminalAnnouncer | LogAnnouncer | JsonAnnouncer) -> None:
+    def __init__(self, *announcers: TerminalAnnouncer | LogAnnouncer | JsonAnnouncer | ServiceAnnouncer) -> None:
         self._announcers = announcers
 
     def starting(self, settings: Settings) -> None:
@@ -182,21 +228,8 @@ class JsonAnnouncer:
             self._say("phase", phase=phase.name, seconds=round(phase.seconds, 4), detail=phase.detail)
 
     def ready(self, ready: Ready) -> None:
-        plan = ready.model.plan
-        self._say(
-            "ready",
-            url=ready.url,
-            model=ready.model.name,
-            seconds=round(ready.seconds, 3),
-            max_model_len=plan.max_model_len,
-            kv_tokens=plan.num_kv_tokens,
-            weights_bytes=plan.weights_bytes,
-            kv_bytes=plan.kv_bytes,
-            memory={part.name: _predicted_and_measured(part) for part in ready.model.memory.parts}
-            if ready.model.memory
-            else {},
-            notes=list(plan.notes),
-        )
+        facts = {} if ready.model is None else _facts_of(ready.model)
+        self._say("ready", url=ready.url, model=ready.name, seconds=round(ready.seconds, 3), **facts)
 
     def stopping(self, num_requests: int) -> None:
         self._say("stopping", requests=num_requests)
@@ -206,6 +239,18 @@ class JsonAnnouncer:
 
     def _say(self, event: str, **facts: Any) -> None:
         print(json.dumps({"event": event, **facts}), file=self._out, flush=True)
+
+
+def _facts_of(model: ServedModel) -> dict[str, Any]:
+    plan = model.plan
+    return {
+        "max_model_len": plan.max_model_len,
+        "kv_tokens": plan.num_kv_tokens,
+        "weights_bytes": plan.weights_bytes,
+        "kv_bytes": plan.kv_bytes,
+        "memory": {part.name: _predicted_and_measured(part) for part in model.memory.parts} if model.memory else {},
+        "notes": list(plan.notes),
+    }
 
 
 def _predicted_and_measured(part: MemoryPart) -> dict[str, int | None]:
@@ -259,7 +304,7 @@ def doors(ready: Ready) -> list[tuple[str, str]]:
     rows = [("OpenAI", f"{ready.url}/v1     {key}"), ("Metrics", f"{ready.url}/metrics")]
     if ready.has_pages:
         rows = [("Chat", ready.url), ("Dashboard", f"{ready.url}/dashboard"), *rows]
-    body = json.dumps({"model": ready.model.name, "messages": [{"role": "user", "content": "hi"}]})
+    body = json.dumps({"model": ready.name, "messages": [{"role": "user", "content": "hi"}]})
     auth = " -H 'Authorization: Bearer YOUR-KEY'" if ready.needs_key else ""
     return [
         *rows,

@@ -1,6 +1,8 @@
 """`localllm run`: answer one prompt, or chat, with a model in this process, without a server.
 
-Does not know: how tokens are generated (llm.py), how a conversation is printed (talk.py).
+Without a model it offers the one that fits, at a terminal; nothing is downloaded before the answer `y`.
+Does not know: how tokens are generated (llm.py), how a conversation is printed (talk.py), which model fits
+(suggestion.py).
 """
 
 from __future__ import annotations
@@ -17,23 +19,87 @@ from localllm.cli.talk import Piece, Talk, answer_or_chat, read_prompt, speed_li
 from localllm.cli.words import SAMPLING
 from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, HubUnreachable
 
 if TYPE_CHECKING:
+    from localllm.config.settings import Settings
     from localllm.llm import LLM
 
 
 def run(options: argparse.Namespace) -> int:
     """Answer the prompt from the command line or standard input; without a prompt, chat."""
-    prompt = read_prompt(options.prompt)
     settings = settings_from(options)
-    from localllm.cli.hub import fetch_if_missing
+    is_offered = settings.source("model") == "default"
+    if is_offered:
+        name = offer(settings)
+        if name is None:
+            return 0
+        settings = replace(settings, engine=replace(settings.engine, model=name))
+    prompt = read_prompt(options.prompt)
+    _fetch(settings, is_offered=is_offered)
     from localllm.llm import LLM
 
-    fetch_if_missing(settings.engine)
     with LLM(**asdict(settings.engine)) as llm:
         speaker = InProcess(llm, _params(options, llm), model=settings.engine.model, raw=options.raw)
         return answer_or_chat(Talk(speaker, system=options.system, verbose=options.verbose), prompt)
+
+
+def offer(settings: Settings) -> str | None:
+    """Ask at the terminal whether to run the model that fits. Return its name; None: the answer was no.
+
+    Raises `ConfigError` with the command to type where nobody can be asked, where no model fits, and without a network
+    for a model that would have to be downloaded.
+    """
+    from localllm.cli.start_lines import offer_lines
+    from localllm.cli.suggestion import best_pick, installed_model
+    from localllm.models.library.hub import client
+
+    is_offline = settings.engine.offline or client.is_offline()
+    installed = installed_model()
+    pick = None if installed is not None else best_pick(settings)
+    if installed is None and (pick is None or is_offline):
+        why = "No model is on this machine, and "
+        why += "downloads are disabled (--offline or HF_HUB_OFFLINE)." if pick else "no suggested one fits."
+        raise ConfigError(
+            "localllm run needs a model.", why, f"{FILE}, or localllm run demo for the toy", param="model"
+        )
+    name = installed or (pick.name if pick is not None else "")
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError(NEEDS, "None was named.", f"localllm run {name}", param="model")
+    for line in offer_lines(installed, pick):
+        print(line, file=sys.stderr)
+    if _says_yes("Run it? [y/n] " if installed is not None else "Download and run it? [y/n] "):
+        return name
+    print(f"Nothing was downloaded. Later: localllm run {name}, or any other model of the hub.", file=sys.stderr)
+    return None
+
+
+def _says_yes(question: str) -> bool:
+    """Ask until the answer is y or n. The end of input means no."""
+    while True:
+        print(question, end="", file=sys.stderr, flush=True)
+        answer = sys.stdin.readline()
+        if not answer or answer.strip().lower() in ("n", "no"):
+            return False
+        if answer.strip().lower() in ("y", "yes"):
+            return True
+
+
+def _fetch(settings: Settings, *, is_offered: bool) -> None:
+    """Download the model if it is only on the hub. Raises the hub's errors; of an offered model they also name a way
+    without the network."""
+    from localllm.cli.hub import fetch_if_missing
+
+    try:
+        fetch_if_missing(settings.engine)
+    except HubUnreachable as error:
+        if is_offered:
+            raise HubUnreachable(error.what, error.why, f"{error.hint} Without a network: {FILE}") from error
+        raise
+
+
+FILE = "localllm run /path/to/file.gguf"
+NEEDS = "localllm run needs a model."
 
 
 class InProcess:

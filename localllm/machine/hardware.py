@@ -1,7 +1,7 @@
 """The GPUs, CPU and memory of this machine, as plain frozen values.
 
 A missing NVIDIA driver, a missing NVML and a container with a memory limit are all supported. torch and pynvml are
-imported only when needed, so that other commands start fast.
+imported only when needed, so that other commands start fast: without a GPU's driver neither is.
 Does not know: models, how memory is planned (models/fit).
 """
 
@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -153,7 +154,19 @@ def _read_cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         name, _, value = line.partition(":")
         if name.strip() == "model name":
             return value.strip()
-    return platform.processor() or platform.machine()
+    return _mac_cpu_name() or platform.processor() or platform.machine()
+
+
+def _mac_cpu_name() -> str:
+    """Return the name that macOS shows, e.g. "Apple M2 Pro", where `platform` says only "arm"; empty elsewhere."""
+    system: str = sys.platform
+    if system != "darwin":
+        return ""
+    try:
+        told = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return told.stdout.strip()
 
 
 def count_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
@@ -170,7 +183,26 @@ def count_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
 
 
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
+"""Device files of GPU drivers: NVIDIA's, WSL's, Tegra's and AMD's."""
+
+
+def may_have_gpu() -> bool:
+    """Return whether torch has to be asked for GPUs: a driver's device is there. Without one, importing torch would
+    take a second and 200 MiB to find nothing. On Windows, NVML answers."""
+    if "torch" in sys.modules or any(Path(path).exists() for path in GPU_DEVICES):
+        return True
+    if platform.system() != "Windows":
+        return False
+    nvml = open_nvml()
+    if nvml is not None:
+        nvml.nvmlShutdown()
+    return nvml is not None
+
+
 def _read_gpus() -> tuple[Gpu, ...]:
+    if not may_have_gpu():
+        return ()
     import torch
 
     if not torch.cuda.is_available():

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from localllm.machine.memory import paused_collection
 from localllm.serving.phases import OnPhase, report_phase
 from localllm.serving.served import LoadLimits
 
@@ -25,9 +27,12 @@ def start_torch(on_phase: OnPhase, limits: LoadLimits) -> Hardware:
     from localllm.machine.hardware import read_hardware
 
     with report_phase("torch", on_phase) as report:
-        import torch
+        if "torch" not in sys.modules:
+            report("importing torch")
+        with paused_collection():
+            import torch
 
-        from localllm.runner.device_memory import empty_cache
+            from localllm.runner.device_memory import empty_cache
 
         empty_cache()  # return memory freed by an unloaded model to the device
         hardware = read_hardware()
