@@ -1,4 +1,4 @@
-"""What `localllm doctor` checks of settings, ports, folders and logs, and with --network of the hub.
+"""Checks of `localllm doctor` on settings, ports, folders and logs, and with --network of the hub.
 
 Does not know: the machine (doctor_machine.py).
 """

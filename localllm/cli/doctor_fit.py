@@ -1,4 +1,4 @@
-"""What `localllm doctor` says about models: which suggested ones fit, how fast they would be, and what to type.
+"""The models in `localllm doctor`: which suggested ones fit, how fast they would be, and what to type.
 
 Does not know: how the fit is computed (models/library/picks.py).
 """

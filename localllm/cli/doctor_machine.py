@@ -1,4 +1,4 @@
-"""What `localllm doctor` checks of the machine and the installation: Python, packages, GPU, driver, processor, memory.
+"""Checks of `localllm doctor` on the machine and the installation: Python, packages, GPU, driver, processor, memory.
 
 torch is imported only where a GPU's driver is: without one, the check takes half a second and little memory.
 Does not know: files and ports (doctor_files.py), which model fits (doctor_fit.py).

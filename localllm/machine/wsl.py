@@ -1,4 +1,4 @@
-"""Whether this Linux runs inside Windows (WSL2), and which folders are Windows' own.
+"""Detection of WSL2, a Linux inside Windows, and of folders that are Windows' own.
 
 Does not know: what is stored where.
 """

@@ -1,4 +1,4 @@
-"""Which of the suggested models fit this machine, the best first: the name to type, its size, context and speed.
+"""The suggested models that fit this machine, the best first: the name to type, its size, context and speed.
 
 The memory plan decides by the sizes in the list, without asking the hub and without torch. A model that fits a CPU but
 would write more slowly than people read is left out.
