@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import sys
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, distribution
@@ -97,9 +96,9 @@ def how_to_install(requirement: str) -> str:
 
 
 def uv() -> str:
-    """Return how to call uv: the one that install.sh stored beside the tool's environment, else the one on PATH."""
+    """Return how to call uv: the one that install.sh stored two folders above the environment, else that of PATH."""
     own = Path(sys.prefix).parent.parent / "bin" / "uv"
-    return shlex.quote(str(own)) if os.access(own, os.X_OK) and not shutil.which("uv") else "uv"
+    return shlex.quote(str(own)) if os.access(own, os.X_OK) else "uv"
 
 
 def _pip() -> str:
