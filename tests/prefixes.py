@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sysconfig
 import venv
@@ -79,10 +80,12 @@ def make_prefix(home: Path, kind: InstallKind, *, own_root: bool = False) -> Pat
     prefix = prefix_of(home, kind, own_root=own_root)
     venv.EnvBuilder(symlinks=True).create(prefix)
     packages = next((prefix / "lib").glob("python*")) / "site-packages"
-    (packages / "sources.pth").write_text(f"{ROOT}\n{sysconfig.get_paths()['purelib']}\n")
+    here = "import localllm.machine.install_kind as kinds; kinds.CONTAINER_MARKS = ()"  # tests may run in a container
+    (packages / "sources.pth").write_text(f"{ROOT}\n{sysconfig.get_paths()['purelib']}\n{here}\n")
     python = prefix / "bin" / "python"
-    wheel = make_wheel(home / "wheels", __version__)
+    wheel = make_wheel(prefix / "of the test", __version__)
     _unpack(wheel, prefix, packages)
+    shutil.rmtree(wheel.parent)
     info = packages / f"localllm-{__version__}.dist-info"
     command = prefix / "bin" / "localllm"
     command.write_text(f"#!{python}\nimport sys\nfrom localllm.cli import main\nsys.exit(main())\n")
