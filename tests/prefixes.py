@@ -95,7 +95,12 @@ def make_prefix(home: Path, kind: InstallKind, *, own_root: bool = False) -> Pat
     elif kind is InstallKind.PIPX:
         (prefix / "pipx_metadata.json").write_text("{}")
     elif kind is InstallKind.BUNDLE:
-        (prefix.parent / "BUNDLE").write_text(f"version={__version__}\n")
+        (prefix.parent / "BUNDLE").write_text(f"{__version__} sha256\n")
+        command = prefix.parent / "localllm"
+        command.write_text(
+            '#!/bin/sh\nexec "$(dirname "$(readlink -f "$0")")/python/bin/python3" -I -m localllm "$@"\n'
+        )
+        command.chmod(0o755)
     elif kind is InstallKind.CHECKOUT:
         record = {"url": (home / "clone").as_uri(), "dir_info": {"editable": True}}
         (info / "direct_url.json").write_text(json.dumps(record))

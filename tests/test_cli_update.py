@@ -366,12 +366,12 @@ def test_a_bundle_goes_back_to_the_version_beside_it(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "no other version" in done.stderr
     other = here.with_name("0.0.9")
-    (other / "python" / "bin").mkdir(parents=True)
-    for name in ("BUNDLE", "python/bin/localllm"):
+    other.mkdir()
+    for name in ("BUNDLE", "localllm"):
         (other / name).touch()
     done = run(python, tmp_path, "update", "--back")
     assert done.returncode == 0, done.stderr
-    assert link.resolve() == other / "python" / "bin" / "localllm"
+    assert link.resolve() == other / "localllm"
 
 
 def test_nothing_to_install_with_is_told(tmp_path: Path, tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,10 +36,8 @@ COMMANDS = {
         "pipx runpip localllm install sentencepiece tiktoken",
     ],
     InstallKind.BUNDLE: [
-        "sh install.sh   (the offline bundle has PyTorch for CPUs only)",
-        "{python} -m pip install --force-reinstall --no-deps localllm",
-        "{python} -m pip install 'localllm[pdf]'",
-        "{python} -m pip install sentencepiece tiktoken",
+        "sh install.sh   (an offline bundle has PyTorch for CPUs only)",
+        *["sh install.sh   (an offline bundle does not take further packages)"] * 3,
     ],
     InstallKind.CHECKOUT: [
         "{python} -m pip install --force-reinstall torch",

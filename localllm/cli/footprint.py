@@ -122,10 +122,12 @@ def _links(environment: Iterable[Path]) -> Iterator[Path]:
 
 
 def own_root() -> Iterator[Path]:
-    """Yield the folder that install.sh installed into."""
-    root = Path(sys.prefix).parent.parent
-    if Path(sys.prefix).parent.name == "tools" and (root / "tools" / "torch").is_file():
-        yield root
+    """Yield the folder that install.sh or an offline bundle installed into."""
+    prefix, folder = Path(sys.prefix), bundle_folder()
+    if folder is not None and folder.parent.name == "app":
+        yield folder.parent.parent
+    elif prefix.parent.name == "tools" and (prefix.parent / "torch").is_file():
+        yield prefix.parent.parent
 
 
 def _environment() -> Iterator[Part]:
@@ -136,13 +138,9 @@ def _environment() -> Iterator[Part]:
         yield Part("environment", (prefix,), Group.KEPT, note)
     elif removes_package_only():
         yield Part("environment", tuple(_package()), Group.PROGRAM, "only the package localllm; the environment stays")
-    elif kind is InstallKind.BUNDLE:
-        folder = bundle_folder() or prefix
-        yield Part("environment", (folder.parent if folder.parent.name == "app" else folder,), Group.PROGRAM)
     else:
-        roots = list(own_root())
-        made = [root / name for root in roots for name in ("tools", "python", "cache", "bin/uv")]
-        yield Part("environment", tuple(made) or (prefix,), Group.PROGRAM)
+        made = [root / name for root in own_root() for name in ("tools", "python", "cache", "bin/uv", "app")]
+        yield Part("environment", tuple(made) or (bundle_folder() or prefix,), Group.PROGRAM)
     root = checkout_folder() if kind is InstallKind.CHECKOUT else None
     if root is not None:
         yield Part("clone", (root,), Group.KEPT, f"yours; git -C {root} clean -Xdf removes what was built in it")

@@ -360,16 +360,18 @@ def _update_bundle(options: argparse.Namespace) -> int:
 
 
 def _bundle_back(folder: Path) -> int:
+    """Let the command start the other version in the folder of versions."""
     others = [each for each in folder.parent.iterdir() if (each / "BUNDLE").is_file() and each != folder]
-    link = Path("~/.local/bin/localllm").expanduser()
-    if not others or not link.is_symlink() or not link.resolve().is_relative_to(folder):
-        why = f"{folder.parent} has no other version." if not others else f"{link} does not start this version."
+    places = (Path("~/.local/bin").expanduser(), folder.parent.parent / "bin")
+    links = [place / "localllm" for place in places if (place / "localllm").is_symlink()]
+    link = next((link for link in links if link.readlink().is_relative_to(folder)), None)
+    if not others or link is None:
+        why = f"{folder.parent} has no other version." if not others else f"No command in PATH starts {folder}."
         raise UpdateError("There is no earlier release to go back to.", why, "localllm update --check")
     other = max(others, key=lambda each: each.stat().st_mtime)
-    target = other / link.resolve().relative_to(folder)
     new = link.with_name(".localllm-new")
     new.unlink(missing_ok=True)
-    new.symlink_to(target)
+    new.symlink_to(other / link.readlink().relative_to(folder))
     new.replace(link)
     print(f"{link} starts {other.name} again, instead of {folder.name}.")
     return 0

@@ -85,8 +85,9 @@ def how_to_install(requirement: str) -> str:
         return f"{uv()} pip install --python {shlex.quote(sys.prefix)} {reinstall}{words}{backend}"
     if kind is InstallKind.CONTAINER:
         return f"an image of your own: FROM this image, USER 0, RUN python -m pip install {words}, USER 10001"
-    if kind is InstallKind.BUNDLE and requirement == "torch":
-        return "sh install.sh   (the offline bundle has PyTorch for CPUs only)"
+    if kind is InstallKind.BUNDLE:
+        why = "has PyTorch for CPUs only" if requirement == "torch" else "does not take further packages"
+        return f"sh install.sh   (an offline bundle {why})"
     folder = checkout_folder() if kind is InstallKind.CHECKOUT else None
     if folder is not None and requirement.startswith("localllm"):
         extra = requirement.removeprefix("localllm")
