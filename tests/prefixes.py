@@ -132,7 +132,7 @@ def _unpack(wheel: Path, prefix: Path, packages: Path) -> None:
 def run(python: Path, home: Path, *words: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
     """Run `localllm` of an environment, as its person does: with the home folder and almost no variables."""
     command = [str(python), "-m", "localllm", *words]
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "SYSTEMROOT") if name in os.environ}
+    kept = {"PATH": "/usr/bin:/bin"}  # pip asks every rustc in PATH for its version, which makes files
     return subprocess.run(
         command,
         cwd=home,

@@ -65,7 +65,6 @@ def environ_of(kind: InstallKind) -> dict[str, str]:
 def test_nothing_is_left_that_the_person_did_not_make(tmp_path: Path, kind: InstallKind, own_root: bool) -> None:
     home = tmp_path / "home"
     write(home, THEIRS)
-    (home / ".local" / "share").mkdir()
     if kind is InstallKind.CHECKOUT:
         write(home, {"clone/README.md": "sources"})
     before = tree(home)
@@ -135,8 +134,8 @@ def test_at_a_terminal_each_part_of_the_data_is_asked_for(tmp_path: Path) -> Non
         env={"HOME": str(home), "PATH": os.environ["PATH"]},
     )  # fmt: skip
     os.close(slave)
-    # In the order of the list: the programs; settings, chats, keys, logs, ...
-    os.write(master, b"y\nn\ny\n" + b"n\n" * 5)
+    # In the order of the list: the programs; settings, names of models, chats, keys, ...
+    os.write(master, b"y\nn\nn\ny\n" + b"n\n" * 5)
     said, _ = process.communicate(timeout=100)
     os.close(master)
     assert process.returncode == 0, said

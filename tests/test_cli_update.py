@@ -252,7 +252,7 @@ def test_the_newest_release_is_not_installed_again_and_an_older_one_only_by_name
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [("/nothing/simple", ["404", "no localllm"]), ("/simple/", []), ("/files/x", ["404"])],
+    [("/nothing/simple", ["404", "no localllm"]), ("/simple/", []), ("/other", ["404"])],
 )
 def test_an_address_without_localllm_is_named(
     index: tuple[str, type[Index]], wheels: Path, tool: Path, capsys: Capture, path: str, words: list[str]

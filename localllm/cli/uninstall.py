@@ -81,8 +81,8 @@ def _asked(question: str) -> bool:
 
 def _remove(parts: Iterable[Part]) -> None:
     """Remove parts, the environment of this process last. Raises `NotRemoved` with what is left."""
-    shared = (config_home(), data_folder().parent, cache_folder().parent, Path("~/.local/bin").expanduser())
-    roots = [*shared, *own_root()]
+    roots = [Path.home(), config_home(), data_folder().parent, cache_folder().parent]
+    roots += [root.parent for root in own_root()]
     package_only = removes_package_only()
     failed: list[str] = []
     for part in sorted(parts, key=lambda part: part.what == "environment"):
@@ -96,10 +96,10 @@ def _remove(parts: Iterable[Part]) -> None:
                 remove_path(path)
             except OSError as error:
                 failed.append(f"{path}: {error.strerror}")
-            _remove_empty(path.parent, shared, roots)
+            _remove_empty(path.parent, roots)
         if part.what == "service":
             _systemctl("daemon-reload")
-    _remove_empty(data_folder(), shared, roots)
+    _remove_empty(data_folder(), roots)
     if failed:
         raise NotRemoved("Not everything could be removed.", "; ".join(failed), "the same with the rights to do so")
 
@@ -124,9 +124,9 @@ def _remove_package() -> list[str]:
     return [] if done.returncode == 0 else [" ".join(done.stderr.split())]
 
 
-def _remove_empty(folder: Path, shared: Iterable[Path], roots: Iterable[Path]) -> None:
-    """Remove a folder below one of the roots, and the folders above it, while they are empty and not shared."""
-    while folder not in shared and any(folder.is_relative_to(root) for root in roots):
+def _remove_empty(folder: Path, roots: Iterable[Path]) -> None:
+    """Remove a folder below one of the roots, and the folders between the root and it, while they are empty."""
+    while any(folder != root and folder.is_relative_to(root) for root in roots):
         try:
             folder.rmdir()
         except FileNotFoundError:
