@@ -313,6 +313,9 @@ def test_an_update_and_its_undo_without_a_network(tmp_path: Path, index: tuple[s
     assert (packages / "localllm" / "release.txt").read_text() == NEXT
     assert f"localllm {NEXT} is installed. To undo: localllm update --back" in done.stdout
     assert "# stale" not in script.read_text(), "completions are those of the new release"
+    assert len(list((tmp_path / "my-env/share/localllm/before").iterdir())) == 1
+    failed = run(python, tmp_path, "update", "--to", NEXT, "--from", str(tmp_path), PATH="")
+    assert failed.returncode == 1
     asked = len(index[1].asked)
     done = run(python, tmp_path, "update", "--back", PIP_INDEX_URL="http://127.0.0.1:9/simple")
     assert done.returncode == 0, done.stdout + done.stderr

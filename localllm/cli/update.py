@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -88,9 +88,9 @@ def _update_environment(options: argparse.Namespace, kind: InstallKind) -> int:
         return 0
     if replaced and not options.yes and not _confirmed(f"{', '.join(replaced)} will be downloaded, too. Continue?"):
         return 1
-    wheel = keep_wheel()
-    _install(source, chosen.version)
-    print(f"localllm {chosen.version} is installed." + (" To undo: localllm update --back" if wheel else ""))
+    command, environ = _command(source, chosen.version, is_complete=facts is not None and not replaced)
+    undo = " To undo: localllm update --back" if _run_undoable(command, environ) else ""
+    print(f"localllm {chosen.version} is installed.{undo}")
     _refresh_completions()
     _restart_service(options)
     return 0
@@ -103,9 +103,7 @@ def _go_back(options: argparse.Namespace) -> int:
         why = "Only a release that `localllm update` replaced is kept."
         raise UpdateError("There is no earlier release to go back to.", why, "localllm update --to VERSION")
     refuse_servers(restart=options.restart)
-    keep_wheel(besides=wheel)
-    _run([*_installer(), "--no-deps", "--no-index", str(wheel)])
-    wheel.unlink()
+    _run_undoable([*_installer(), "--no-deps", "--no-index", str(wheel)], {})
     print(f"localllm {wheel.name.split('-')[1]} is installed again, instead of {__version__}.")
     _refresh_completions()
     _restart_service(options)
@@ -212,15 +210,15 @@ def _version_of(package: str) -> str:
         return "(not installed)"
 
 
-def _install(source: Source, wanted: str) -> None:
-    command = [*_installer(), f"localllm=={wanted}"]
-    environ: dict[str, str] = {}
+def _command(source: Source, wanted: str, *, is_complete: bool) -> tuple[list[str], dict[str, str]]:
+    """Return the command that installs a release, and its variables. is_complete: all other packages are installed."""
+    command = [*_installer(), f"localllm=={wanted}", *["--no-deps"] * is_complete]
     if source.kind is SourceKind.INDEX:  # in the environment: the address may have a password
-        environ = dict.fromkeys(("UV_DEFAULT_INDEX", "PIP_INDEX_URL"), source.address)
-    else:
-        command += ["--find-links", source.address]
-        command += ["--no-index"] if (Path(source.address) / "wheelhouse.txt").is_file() else []
-    _run(command, environ)
+        return command, dict.fromkeys(("UV_DEFAULT_INDEX", "PIP_INDEX_URL"), source.address)
+    command += ["--find-links", source.address]
+    if is_complete or (Path(source.address) / "wheelhouse.txt").is_file():
+        command += ["--no-index"]
+    return command, {}
 
 
 def _installer() -> list[str]:
@@ -236,7 +234,24 @@ def _installer() -> list[str]:
     return [found, "pip", "install", "--python", sys.prefix, "--compile-bytecode", *backend]
 
 
-def _run(command: Sequence[str], environ: dict[str, str] | None = None) -> None:
+def _run_undoable(command: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Run the installer, and keep the release that it replaces instead of an earlier one. Return whether it is kept.
+
+    Raises `UpdateError` if the installer fails; the earlier release is then still kept.
+    """
+    before, replaced = kept_wheel(), keep_wheel()
+    try:
+        _run(command, environ)
+    except BaseException:
+        if replaced is not None:
+            replaced.unlink()
+        raise
+    if before is not None:
+        before.unlink()
+    return replaced is not None
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str]) -> None:
     """Run the installer with its output shown. Raises `UpdateError` if it fails."""
     print(f"$ {shlex.join(command)}", flush=True)
     kept = {name: value for name, value in os.environ.items() if name not in ("UV_PYTHON", "VIRTUAL_ENV")}
@@ -245,7 +260,7 @@ def _run(command: Sequence[str], environ: dict[str, str] | None = None) -> None:
     if own_cache.is_file() and not cache.exists():
         kept["UV_CACHE_DIR"] = str(cache)
     try:
-        code = subprocess.run(command, env={**kept, **(environ or {})}, check=False).returncode
+        code = subprocess.run(command, env={**kept, **environ}, check=False).returncode
     finally:
         if kept.get("UV_CACHE_DIR") == str(cache):
             shutil.rmtree(cache, ignore_errors=True)
