@@ -26,6 +26,7 @@ from localllm.cli.tell import package_versions
 from localllm.config.resolve import resolve
 from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
+from localllm.machine.install_kind import how_to_install
 from localllm.machine.threads import set_thread_environment
 from localllm.units import format_bytes, format_seconds
 from localllm.version import __version__
@@ -91,7 +92,7 @@ def check_packages() -> Iterator[Finding]:
         elif name == "triton":
             yield Finding(name, "note", "not installed; only a CUDA GPU needs it")
         else:
-            yield Finding(name, "problem", "not installed", "scripts/up installs everything, or: pip install localllm")
+            yield Finding(name, "problem", "not installed", how_to_install(name))
 
 
 def check_hardware() -> Iterator[Finding]:

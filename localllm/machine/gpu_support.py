@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from localllm.errors import ConfigError
 from localllm.machine.hardware import MIN_COMPUTE_CAPABILITY, as_text, open_nvml
+from localllm.machine.install_kind import how_to_install
 
 DRIVER_FOR_CUDA = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """The oldest Linux driver that runs programs built with any CUDA of this major version (NVIDIA's release notes)."""
@@ -80,7 +81,7 @@ def judge_gpus(nvidia: NvidiaFacts, built_for: TorchFacts) -> list[GpuProblem]:
         return [GpuProblem(f"The driver ({nvidia.driver}) sees no GPU.", "In a container: start it with --gpus all.")]
     if built_for.cuda is None:
         what = f"There is an NVIDIA GPU, but torch {built_for.version} is not a CUDA build."
-        return [GpuProblem(what, "pip install --force-reinstall torch")]
+        return [GpuProblem(what, how_to_install("torch"))]
     return [*_driver_problems(nvidia, built_for), *_capability_problems(nvidia, built_for)]
 
 
@@ -141,7 +142,7 @@ def _capability_problems(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator
             yield GpuProblem(
                 f"{name} has compute capability {number}; torch {built_for.version} was built for "
                 f"{', '.join(built_for.archs)}.",
-                "Install a newer torch: pip install --upgrade torch",
+                f"Install a newer torch: {how_to_install('torch')}",
             )
 
 

@@ -46,9 +46,9 @@ from localllm.kernels.cpu.native.structures import (
     Recurrent,
     Stored,
 )
+from localllm.machine.install_kind import how_to_install
 
 VARIABLE = "LOCALLLM_CPU_SET"
-AGAIN = "run `pip install -e .` again"
 SETS = {"x86_64": ("avx512vnni", "avxvnni", "avx2"), "aarch64": ("dotprod",)}
 """Instruction sets by architecture, best first."""
 X86_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"}
@@ -256,7 +256,7 @@ def open_library(name: str) -> tuple[Library | None, str]:
         functions = ctypes.CDLL(str(FOLDER / library_name(name)))
         _declare(functions)
     except (OSError, AttributeError) as error:
-        return None, f"The library for {name} cannot be opened: {error}; {AGAIN}."
+        return None, f"The library for {name} cannot be opened: {error}; {_again()}."
     reason = _fault_of(functions)
     return (None, reason) if reason else (Library(functions), "")
 
@@ -270,10 +270,13 @@ def _choose(wanted: str, usable: Sequence[str], compiled: Sequence[str]) -> tupl
     if wanted and wanted not in usable:
         return "", f"{VARIABLE}={wanted} is set, but this processor runs: {', '.join(usable)}, none."
     if not compiled:
-        return "", "The package was installed without compiled libraries: a C compiler was missing; " + AGAIN + "."
+        return "", f"The package was installed without compiled libraries: a C compiler was missing; {_again()}."
     found = [name for name in usable if name in compiled and wanted in ("", name)]
     if not found:
-        return "", f"There is no library for {wanted or ' or '.join(usable)}, only for {', '.join(compiled)}; {AGAIN}."
+        return (
+            "",
+            f"There is no library for {wanted or ' or '.join(usable)}, only for {', '.join(compiled)}; {_again()}.",
+        )
     return found[0], ""
 
 
@@ -356,11 +359,15 @@ def _require_memory(done: int, call: str) -> None:
         raise MemoryError(f"No memory for the buffers of {call} in the native library.")
 
 
+def _again() -> str:
+    return f"run `{how_to_install('localllm')}`"
+
+
 def _fault_of(functions: ctypes.CDLL) -> str:
     """Return why an opened library cannot be used; empty if it can."""
     expected = source_hash()
     if expected and functions.localllm_source_hash().decode() != expected:
-        return f"The compiled libraries are older than their sources; {AGAIN}."
+        return f"The compiled libraries are older than their sources; {_again()}."
     structures = (
         NativeMatrix, NativeAttention, NativeExperts, NativeOperation, NativeRow, NativeConvolution, NativeGatedDelta,
         NativeSelectiveScan, NativeGatedNorm, NativeStateRows, NativeStateRow,
