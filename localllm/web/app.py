@@ -22,7 +22,7 @@ from litestar.types import ControllerRouterHandler
 from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.logs.fault_log import FaultLog
-from localllm.machine.install_kind import how_to_install
+from localllm.machine.install_kind import InstallKind, how_to_install, install_kind
 from localllm.models.library.hub.downloads import Downloads
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
@@ -132,7 +132,7 @@ def bind(config: ServerConfig) -> socket.socket:
         raise ConfigError(
             f"Refusing to listen on {config.host} without a key.",
             "Anyone on the network could use this machine's model and read its chats.",
-            f"localllm keys add NAME, or localllm up --host {config.host} --api-key YOUR-KEY",
+            _how_to_set_a_key(config.host),
             param="host",
         )
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
@@ -152,6 +152,13 @@ def bind(config: ServerConfig) -> socket.socket:
             what, why, f"localllm up --port {other}, or stop the program that listens on it.", param="port"
         ) from error
     return sock
+
+
+def _how_to_set_a_key(host: str) -> str:
+    """Return the next command after a refusal to listen without a key."""
+    if install_kind() is InstallKind.CONTAINER:
+        return "docker run -e LOCALLLM_API_KEY=YOUR-KEY …, or the same variable from a Secret in a pod"
+    return f"localllm keys add NAME, or localllm up --host {host} --api-key YOUR-KEY"
 
 
 class Server(uvicorn.Server):
