@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,6 +132,7 @@ def test_a_first_load_that_fails_ends_by_itself_and_says_why(tiny_llama_path: Pa
         seen = set()
         while pod.process.poll() is None:
             seen.add(pod.probe("liveness"))
+            time.sleep(0.1)
         assert seen <= {None, 200}
         assert pod.process.returncode == CorruptModel.exit_code
         assert WEIGHTS in pod.log
