@@ -20,10 +20,8 @@ import time
 import webbrowser
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-import psutil
 import uvloop
 
 from localllm.config.settings import ServerConfig, Settings
@@ -31,7 +29,7 @@ from localllm.errors import ConfigError, LocalLLMError, PortInUse
 from localllm.logs.fault_log import FaultLog, fault_path
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.machine.memory import limit_arenas
-from localllm.machine.running_servers import announced, running_servers
+from localllm.machine.running_servers import announced, listener_in_words
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
 from localllm.serving.phases import Phase
@@ -47,7 +45,8 @@ class Ready:
     """The server is ready: its URL, its model, and how long the start took."""
 
     url: str
-    model: ServedModel
+    name: str  # of the model
+    model: ServedModel | None  # None: the first request loads it
     seconds: float  # since the command was given
     needs_key: bool
     has_pages: bool
@@ -108,45 +107,49 @@ class _Serving:
         self.manager = ModelManager()
         self.server = _Server(create_app(self.manager, settings, faults), drain_s=DRAIN_S)
         self.stop = asyncio.Event()
+        self.model: ServedModel | None = None  # the first model; None: not loaded at the start
 
     async def run(self) -> bool:
-        """Serve until stopped. Return True if the model was served, False if a signal came first."""
+        """Serve until stopped. Return False if a signal came before the server was ready."""
         asyncio.get_running_loop().set_exception_handler(self.faults.on_event_loop)
         with _signals(self._on_signal):
             serving = asyncio.create_task(self.server.serve(sockets=[self.address]), name="http")
             try:
-                model = await self._load(serving)
-                if model is not None:
-                    await self._serve(model, serving)
+                was_ready = await self._load(serving)
+                if was_ready:
+                    await self._serve(serving)
             finally:
                 self.server.should_exit = True
                 await serving
                 await self.manager.close()
-        return model is not None
+        return was_ready
 
-    async def _load(self, serving: asyncio.Task[None]) -> ServedModel | None:
+    async def _load(self, serving: asyncio.Task[None]) -> bool:
+        """Load the first model. Return False if a signal came first."""
         loading = asyncio.create_task(self.manager.start(self.settings, self._on_phase), name="load")
         stop = asyncio.create_task(self.stop.wait())
         await asyncio.wait({loading, serving, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if loading.done():
-            return loading.result()
+            self.model = loading.result()
+            return True
         loading.cancel()
         if serving.done():
             raise LocalLLMError("The web server did not start.", "The log says why.") from serving.exception()
-        return None
+        return False
 
     def _on_phase(self, phase: Phase) -> None:
         self.announcer.phase(phase)
         if phase.name == "torch" and phase.done:  # once torch is imported, reading the GPUs takes milliseconds
             self.announcer.found(read_hardware())
 
-    async def _serve(self, model: ServedModel, serving: asyncio.Task[None]) -> None:
+    async def _serve(self, serving: asyncio.Task[None]) -> None:
         server = self.settings.server
         url = url_of(self.address, server.scheme)
-        with announced(url, model.name):
-            seconds = time.perf_counter() - self.started_s
-            self.announcer.ready(Ready(url, model, seconds, self.server.app.state.key_ring.is_locked, server.ui))
+        name = self.manager.entries[0].name if self.model is None else self.model.name
+        with announced(url, name):
+            seconds, needs_key = time.perf_counter() - self.started_s, self.server.app.state.key_ring.is_locked
+            self.announcer.ready(Ready(url, name, self.model, seconds, needs_key, server.ui))
             if server.open_browser:
                 asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
             stop = asyncio.create_task(self.stop.wait())
@@ -193,33 +196,7 @@ def bind_address(config: ServerConfig, passed: socket.socket | None = None) -> s
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno != errno.EADDRINUSE:
             raise ConfigError(error.what, error.why, "localllm up --help", param="host") from cause
-        raise PortInUse(error.what, _listening_process(config.port) or error.why, error.hint, param="port") from cause
-
-
-def _listening_process(port: int) -> str:
-    """Name the program that listens on a port, as far as this user may know."""
-    try:
-        found = [
-            connection.pid
-            for connection in psutil.net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-        ]
-        pid = next(filter(None, found), None)
-        if pid is not None:
-            return f"{_program(pid)} (pid {pid}) is listening on it."
-        return "A program of another user is listening on it." if found else ""
-    except psutil.Error:
-        return ""
-
-
-def _program(pid: int) -> str:
-    """Name a program: a server of this package with its model, once it has loaded one."""
-    server = next((each for each in running_servers() if each.pid == pid), None)
-    if server is not None:
-        return f"localllm with {server.model}"
-    process = psutil.Process(pid)
-    is_ours = any(Path(word).name == "localllm" for word in process.cmdline()[:4])  # python -P -m localllm, or a script
-    return "localllm" if is_ours else process.name()
+        raise PortInUse(error.what, listener_in_words(config.port) or error.why, error.hint, param="port") from cause
 
 
 def url_of(listener: socket.socket, scheme: str = "http") -> str:

@@ -132,7 +132,13 @@ def test_rules_of_keys_follow_the_address_of_the_socket() -> None:
         assert up.bind_address(ServerConfig(host="0.0.0.0").at(passed.getsockname()[:2]), passed) is passed
 
 
-@pytest.mark.parametrize(("state", "said"), [("ready", "localllm with tiny (pid {pid})"), ("", "localllm (pid {pid})")])
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("ready", "It is yours: localllm (pid {pid}) serves tiny at http://127.0.0.1:{port}."),
+        ("", "localllm (pid {pid}) is listening on it."),
+    ],
+)
 def test_a_server_of_ours_that_uses_the_port_is_named(tmp_path: Path, state: str, said: str) -> None:
     script = tmp_path / "localllm"
     script.write_text(OTHER_SERVER)
@@ -143,5 +149,5 @@ def test_a_server_of_ours_that_uses_the_port_is_named(tmp_path: Path, state: str
         with pytest.raises(PortInUse) as refused:
             up.bind_address(ServerConfig(port=port))
         other.communicate("")
-    assert refused.value.why == f"{said.format(pid=other.pid)} is listening on it."
+    assert refused.value.why == said.format(pid=other.pid, port=port)
     assert f"localllm up --port {port + 1}" in str(refused.value.hint)

@@ -33,7 +33,7 @@ class ServiceAnnouncer:
         self._tell(f"loading: {phase.name}{share}")
 
     def ready(self, ready: Ready) -> None:
-        notify("READY=1", f"STATUS=serving {ready.model.name} at {ready.url}")
+        notify("READY=1", f"STATUS=serving {ready.name} at {ready.url}")
 
     def stopping(self, num_requests: int) -> None:
         notify("STOPPING=1", f"STATUS=stopping: {num_requests} running requests")

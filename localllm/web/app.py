@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING
 import uvicorn
 from litestar import Litestar
 from litestar.datastructures import State
+from litestar.plugins import PluginProtocol
+from litestar.plugins.core import MsgspecDIPlugin
 from litestar.types import ControllerRouterHandler
 
 from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.logs.fault_log import FaultLog
+from localllm.machine.install_kind import how_to_install
 from localllm.models.library.hub.downloads import Downloads
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
@@ -50,6 +53,15 @@ LAST_S = 0.2
 """How long a server that ends because it is idle waits for requests on connections that it has accepted."""
 
 
+class Application(Litestar):
+    """Litestar without its plugins for pydantic and attrs: importing pydantic takes a tenth of a second, and no
+    handler's parameter is a model of either."""
+
+    @staticmethod
+    def _get_default_plugins(plugins: list[PluginProtocol]) -> list[PluginProtocol]:
+        return [*plugins, MsgspecDIPlugin()]
+
+
 def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | None = None) -> Litestar:
     """Return the application. Its `app.state` holds `manager`, `settings`, `downloads`, `responses` (the stored ones),
     `key_ring`, `guesses`, `http_counts`, `watchdog`, `activity`, and `closing`, which is set at shutdown. `faults`
@@ -69,7 +81,7 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
     guesses = Guesses()
     watchdog = Watchdog(manager, faults or FaultLog())
     activity = Activity()
-    app = Litestar(
+    app = Application(
         handlers,
         state=State(
             {
@@ -116,7 +128,7 @@ def _traces() -> type[Traces]:
         if not str(error.name).startswith("opentelemetry"):
             raise
         what, why = "--otlp-traces-endpoint needs OpenTelemetry.", f"{error}."
-        raise ConfigError(what, why, "pip install 'localllm[otel]'", param="otlp_traces_endpoint") from error
+        raise ConfigError(what, why, how_to_install("localllm[otel]"), param="otlp_traces_endpoint") from error
     return Traces
 
 
