@@ -273,7 +273,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answer_of_the_demo(launcher: Path, environ: dict[str, str]) -> str:
     """Start `localllm up`, ask the demo something, end the server. Return the answer."""
-    command = [launcher, "up", "--port", "0", "--json", "--no-open"]
+    command = [launcher, "up", "--port", "0", "--json"]
     with subprocess.Popen([str(word) for word in command], env=environ, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

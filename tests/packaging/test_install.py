@@ -324,6 +324,7 @@ def test_uninstall_removes_what_install_made_and_nothing_else(tmp_path: Path) ->
     (sandbox.installed / "chats.sqlite").write_text("a chat")
     ended = sandbox.run("--uninstall", "--yes")
     assert ended.returncode == 0, ended.stderr
+    assert sandbox.calls()[-1] == "localllm uninstall --keep-data --yes"
     made = set(sandbox.home.rglob("*")) - before
     assert made == {sandbox.installed, sandbox.installed / "chats.sqlite"}
     assert "is not installed in" in refusal(sandbox.run("--uninstall", "--yes"))
