@@ -353,7 +353,12 @@ uninstall() {
   say "To be removed: $(short "$bin/localllm") and, in $(short "$dir"): tools, python, cache, bin/uv." \
     "Kept: chats, keys, settings and models."
   confirm 'Remove?'
-  case $(readlink "$bin/localllm" 2>/dev/null) in "$dir"/tools/*) rm "$bin/localllm" ;; esac
+  case $(readlink "$bin/localllm" 2>/dev/null) in
+    "$dir"/tools/*)
+      # Its own command also removes the service and the completions. A broken environment is just deleted.
+      ! "$bin/localllm" --version >/dev/null 2>&1 || "$bin/localllm" uninstall --keep-data --yes || exit 1
+      rm -f "$bin/localllm" ;;
+  esac
   rm -rf "$@"
   rmdir "$dir/bin" "$dir" "$bin" 2>/dev/null || true
   say "localllm is removed."

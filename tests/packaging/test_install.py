@@ -324,6 +324,7 @@ def test_uninstall_removes_what_install_made_and_nothing_else(tmp_path: Path) ->
     (sandbox.installed / "chats.sqlite").write_text("a chat")
     ended = sandbox.run("--uninstall", "--yes")
     assert ended.returncode == 0, ended.stderr
+    assert sandbox.calls()[-1] == "localllm uninstall --keep-data --yes"
     made = set(sandbox.home.rglob("*")) - before
     assert made == {sandbox.installed, sandbox.installed / "chats.sqlite"}
     assert "is not installed in" in refusal(sandbox.run("--uninstall", "--yes"))
@@ -425,3 +426,38 @@ def test_the_locks_pin_everything_with_a_hash_but_pytorch() -> None:
     assert not any(line.startswith(("torch", "triton", "nvidia-c")) for line in pinned)
     [torch] = [line for line in cpu.splitlines() if line not in cuda.splitlines()]
     assert f"torch_cpu={torch}+cpu" in (ROOT / "scripts/_venv.sh").read_text()
+
+
+# ---- scripts/up ------------------------------------------------------------------------------------------------------
+
+
+PIP = {  # name: machine, LOCALLLM_TORCH, what is said, what pip is asked for
+    "no GPU": (Machine(), "", "PyTorch for CPUs (with localllm's packages about 265 MB", "torch==2.13.0+cpu"),
+    "driver 580": (gpu("580.65"), "", "driver 580.65: installing PyTorch for CUDA 13 (about 3.1 GB", "torch>=2.9"),
+    "driver 550": (gpu("550.54"), "", "PyTorch for CUDA 12.9", "torch>=2.9 --index-url https://download.pytorch.org/whl/cu129"),
+    "driver 470": (gpu("470.1"), "", "driver 470.1 is older than 525", "torch==2.13.0+cpu"),
+    "an own choice": (gpu("550.54"), "torch==2.9.1", "", "torch==2.9.1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PIP)
+def test_a_clone_gets_the_same_build_of_pytorch(name: str, tmp_path: Path) -> None:
+    machine, own, said, asked = PIP[name]
+    sandbox = Sandbox(tmp_path, machine)
+    commands = 'source scripts/_venv.sh; has_torch() { false; }; pip_install() { echo pip: "$@"; }; install_torch'
+    environ = sandbox.environ(LOCALLLM_TORCH=own)
+    ended = subprocess.run(
+        [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", commands, str(ROOT / "scripts/up")],
+        cwd=ROOT, env=environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert said in ended.stdout
+    assert ended.stdout.splitlines()[-1] == f"pip: {asked}"
+
+
+def test_a_torch_that_is_installed_stays(tmp_path: Path) -> None:
+    commands = 'source scripts/_venv.sh; has_torch() { true; }; pip_install() { echo pip: "$@"; }; install_torch'
+    environ = Sandbox(tmp_path, gpu("550.54")).environ()
+    command = [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", commands]
+    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    assert ended.stdout == ""
