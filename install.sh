@@ -167,8 +167,8 @@ look_at_disk() {
     "Try: sh install.sh --dir /a/folder/of/yours"
   free_mb=$(df -Pk "$place" | awk 'NR == 2 { print int($4 * 1024 / 1000000) }')
   free=$(awk "BEGIN { printf \"%.1f\", $free_mb / 1000 }")
-  download='3.1 GB' disk='6 GB' needed=9
-  [ "$torch" != cpu ] || download='265 MB' disk='1.3 GB' needed=2
+  download='about 3.1 GB' disk='6 GB' needed=9
+  [ "$torch" != cpu ] || download='about 265 MB' disk='1.3 GB' needed=2
   [ "$free_mb" -ge $((needed * 1000)) ] || refuse "$place has $free GB free; the install needs $needed GB." \
     "Try: sh install.sh --dir /a/larger/disk/localllm   (df -h lists the disks)"
   link=$(readlink "$bin/localllm" 2>/dev/null) || link=''
@@ -192,7 +192,7 @@ tell_plan() {
   say "Here: $os $arch${libc:+, glibc $libc}$wsl, $free GB free, $gpu."
   [ -z "$other_gpu" ] || say "$other_gpu"
   [ -z "$before" ] || say "Installed: ${before#localllm }; it is replaced, and your chats, keys and settings stay."
-  say "localllm $version with PyTorch $build: about $download to download, $disk on disk, in $(short "$dir")."
+  say "localllm $version with PyTorch $build: $download to download, $disk on disk, in $(short "$dir")."
 }
 
 confirm() {
@@ -353,9 +353,14 @@ uninstall() {
   say "To be removed: $(short "$bin/localllm") and, in $(short "$dir"): tools, python, cache, bin/uv." \
     "Kept: chats, keys, settings and models."
   confirm 'Remove?'
-  case $(readlink "$bin/localllm" 2>/dev/null) in "$dir"/tools/*) rm "$bin/localllm" ;; esac
+  case $(readlink "$bin/localllm" 2>/dev/null) in
+    "$dir"/tools/*)
+      # Its own command also removes the service and the completions. A broken environment is just deleted.
+      ! "$bin/localllm" --version >/dev/null 2>&1 || "$bin/localllm" uninstall --keep-data --yes || exit 1
+      rm -f "$bin/localllm" ;;
+  esac
   rm -rf "$@"
-  rmdir "$dir/bin" "$dir" 2>/dev/null || true
+  rmdir "$dir/bin" "$dir" "$bin" 2>/dev/null || true
   say "localllm is removed."
 }
 

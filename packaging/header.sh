@@ -38,7 +38,9 @@ check_machine() {
   [ "$(uname -s)-$(uname -m)" = "$platform" ] ||
     refuse "This file is for $platform; this machine is $(uname -s)-$(uname -m)." "Try: sh install.sh   (of the same release)"
   libc=$(ldd --version 2>&1 | head -n 1) || true
-  case $libc in *musl*) refuse "This system's C library is musl; PyTorch needs glibc." "Try: the container image, docs/guides/docker.md" ;; esac
+  case $libc in
+    *musl*) refuse "This system's C library is musl; PyTorch needs glibc." "Try: the container image, docs/guides/docker.md" ;;
+  esac
   libc=${libc##* }
   case $libc in
     2.*[!0-9.]* | [!2]* | '') ;; # unknown: the interpreter says more
@@ -68,8 +70,11 @@ current_version() { # of the link; empty: there is none
   case $target in
     "$app"/*/localllm) target=${target#"$app"/}; say "${target%/localllm}" ;;
     "${app%/app}"/tools/*) ;; # of install.sh
-    *) [ -z "$target" ] && [ ! -e "$bin/localllm" ] || refuse "$bin/localllm belongs to another install${target:+ ($target)}." \
-      "Try: mv $bin/localllm $bin/localllm.old   (or sh $self --dir D)" ;;
+    *)
+      if [ -n "$target" ] || [ -e "$bin/localllm" ]; then
+        refuse "$bin/localllm belongs to another install${target:+ ($target)}." \
+          "Try: mv $bin/localllm $bin/localllm.old   (or sh $self --dir D)"
+      fi ;;
   esac
 }
 
@@ -107,10 +112,11 @@ remove_all_but() { # VERSION VERSION
 go_back() {
   current=$(current_version) || exit 1
   for folder in "$app"/*; do
-    [ "${folder##*/}" != "$current" ] && [ -f "$folder/BUNDLE" ] || continue
-    link "${folder##*/}"
-    say "localllm is ${folder##*/} again; $current is kept."
-    return
+    if [ "${folder##*/}" != "$current" ] && [ -f "$folder/BUNDLE" ]; then
+      link "${folder##*/}"
+      say "localllm is ${folder##*/} again; ${current:-no other version} is kept."
+      return
+    fi
   done
   refuse "There is no older version in $app." "Try: localllm --version"
 }

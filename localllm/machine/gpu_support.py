@@ -64,7 +64,7 @@ def gpu_problems() -> list[GpuProblem]:
     import torch
 
     built_for = TorchFacts(torch.__version__, torch.version.cuda, tuple(torch.cuda.get_arch_list()))
-    nvidia = _read_nvidia()
+    nvidia = read_nvidia()
     found = judge_gpus(nvidia, built_for)
     if nvidia.gpus:
         found += judge_compiler(read_compiler())
@@ -83,6 +83,22 @@ def judge_gpus(nvidia: NvidiaFacts, built_for: TorchFacts) -> list[GpuProblem]:
         what = f"There is an NVIDIA GPU, but torch {built_for.version} is not a CUDA build."
         return [GpuProblem(what, how_to_install("torch"))]
     return [*_driver_problems(nvidia, built_for), *_capability_problems(nvidia, built_for)]
+
+
+def judge_driver(nvidia: NvidiaFacts) -> list[GpuProblem]:
+    """Return what to do where torch is not installed yet: the builds that this driver runs, or that it is too old."""
+    if not nvidia.gpus or nvidia.cuda is None:
+        return judge_gpus(nvidia, TorchFacts("", None, ()))[:1]
+    name = nvidia.gpus[0][0]
+    runs = ".".join(map(str, nvidia.cuda))
+    what = f"torch is not installed. {name} has driver {nvidia.driver}, which runs builds for CUDA up to {runs}"
+    oldest = min(DRIVER_FOR_CUDA)
+    if nvidia.cuda[0] <= oldest:
+        needs = DRIVER_FOR_CUDA[oldest + 1]
+        return [GpuProblem(f"{what}; torch needs driver {needs} or newer.", "Update the driver, then install torch.")]
+    newer = max(DRIVER_FOR_CUDA)
+    warning = "" if nvidia.cuda[0] >= newer else f", and not those for CUDA {newer}"
+    return [GpuProblem(f"{what}{warning}.", how_to_install("torch"))]
 
 
 def judge_compiler(facts: CompilerFacts) -> list[GpuProblem]:
@@ -158,7 +174,8 @@ def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
     return kind == "compute" and not specific and built <= capability
 
 
-def _read_nvidia() -> NvidiaFacts:
+def read_nvidia() -> NvidiaFacts:
+    """Ask the driver through NVML."""
     nvml = open_nvml()
     if nvml is None:
         return NvidiaFacts(None, None, _gpus_by_torch())
@@ -179,8 +196,10 @@ def _read_nvidia() -> NvidiaFacts:
 
 def _gpus_by_torch() -> tuple[tuple[str, tuple[int, int]], ...]:
     """Return the GPUs that torch sees, for systems without NVML (old WSL, some containers)."""
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        return ()
     if not torch.cuda.is_available():
         return ()
     count = torch.cuda.device_count()

@@ -56,6 +56,33 @@ def running_servers() -> list[RunningServer]:
     return sorted(running, key=lambda server: server.began, reverse=True)
 
 
+def listener_in_words(port: int) -> str:
+    """Say who listens on a port, as far as this user may know: a localllm of
+    this user, or the program; empty if nobody is found."""
+    own = next((server for server in running_servers() if urlsplit(server.url).port == port), None)
+    if own is not None:
+        return f"It is yours: localllm (pid {own.pid}) serves {own.model} at {own.url}."
+    try:
+        found = [
+            connection.pid
+            for connection in psutil.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        ]
+        pid = next(filter(None, found), None)
+        if pid is not None:
+            return f"{_program(pid)} (pid {pid}) is listening on it."
+        return "A program of another user is listening on it." if found else ""
+    except psutil.Error:
+        return ""
+
+
+def _program(pid: int) -> str:
+    """Name a program; a server of this package that has no file yet, because its model loads, by its command line."""
+    process = psutil.Process(pid)
+    is_ours = any(Path(word).name == "localllm" for word in process.cmdline()[:4])  # python -P -m localllm, or a script
+    return "localllm" if is_ours else str(process.name())
+
+
 @cache
 def process_mark() -> str:
     """Return a mark that identifies this process, to be stored with data that it is still writing."""

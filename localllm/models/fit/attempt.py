@@ -18,7 +18,7 @@ from dataclasses import replace
 from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
-from localllm.models.architectures.registry import FAMILY_OF
+from localllm.models.architectures.read_spec import families
 from localllm.models.fit.devices import (
     free_and_reserve,
     too_old,
@@ -41,7 +41,7 @@ from localllm.models.fit.shares import (
 from localllm.models.fit.split import SplitDevice
 from localllm.models.fit.states import state_places
 from localllm.models.fit.step import DTYPE_BYTES
-from localllm.models.formats.at_load import quantization_in_words, quantization_notes
+from localllm.models.formats.quantization import quantization_in_words, quantization_notes
 from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
@@ -121,8 +121,9 @@ class PlanAttempt:
 
     def _first_notes(self) -> list[str]:
         spec, config, notes = self.spec, self.config, list(quantization_notes(self.spec.quantization))
-        if spec.architecture in FAMILY_OF and (note := FAMILY_OF[spec.architecture].note):
-            notes.append(note)
+        family = families().get(spec.architecture)
+        if family is not None and family.note:
+            notes.append(family.note)
         if spec.context_limit:
             notes.append(f"Context {format_count(spec.max_position)} tokens: {spec.context_limit}")
         if config.trust_remote_code and spec.implementation != "remote":

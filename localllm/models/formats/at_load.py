@@ -6,7 +6,7 @@
 
 One matrix at a time, so peak memory is the quantised model so far plus one matrix. Embeddings, norms, routers and the
 head are not quantised: they are a small and the most sensitive part of the weights.
-Does not know: how a matrix is read (weights/weights.py).
+Does not know: how a matrix is read (weights/weights.py), whether a checkpoint may be quantised (quantization.py).
 """
 
 from __future__ import annotations
@@ -18,25 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from localllm.errors import UnsupportedOption
-from localllm.kernels.cpu.pack import describe_layout
 from localllm.kernels.fp8_linear import quantize_fp8
 from localllm.kernels.int4_linear import meta_int4, quantize_int4
 from localllm.kernels.int8_linear import Int8Weight, quantize_int8
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.formats.blocks import whole_blocks
 from localllm.models.formats.fp8 import meta_fp8
-from localllm.models.formats.registry import FORMATS, linear_format, method_of
-
-GROUP = 128
+from localllm.models.formats.quantization import GROUP, load_method
 
 
 @dataclass(frozen=True, slots=True)
 class AtLoad:
-    """One way to quantise: its name, and functions that quantise a matrix or, on `meta`, return its empty result."""
+    """One way to quantise: functions that quantise a matrix or, on `meta`, return its empty result."""
 
-    name: str
-    runs_as: str
     _quantize: Callable[[Tensor], QuantizedWeight]
     _meta_matrix: Callable[[Tensor], QuantizedWeight]
     _group: int = 1
@@ -76,12 +70,11 @@ def _meta_fp8(weight: Tensor) -> QuantizedWeight:
 _QUANTIZED = ("_proj", ".in_proj_qkv", ".in_proj_z", ".in_proj_qkvz")
 """How the stems of matrices end that are quantised at load."""
 AT_LOAD: Mapping[str, AtLoad] = {
-    "int4": AtLoad(f"int4 made at load, groups of {GROUP}", "packed int4",
-                   lambda weight: quantize_int4(weight, GROUP), _meta_int4, GROUP),
-    "int8": AtLoad("int8 made at load, per output", "int8", quantize_int8, _meta_int8),
-    "fp8": AtLoad("FP8 made at load, per output", "fp8",
-                  lambda weight: quantize_fp8(weight, "channel"), _meta_fp8),
-}  # fmt: skip
+    "int4": AtLoad(lambda weight: quantize_int4(weight, GROUP), _meta_int4, GROUP),
+    "int8": AtLoad(quantize_int8, _meta_int8),
+    "fp8": AtLoad(lambda weight: quantize_fp8(weight, "channel"), _meta_fp8),
+}
+"""By the names in quantization.py."""
 
 
 def at_load(asked: str | None, stored: Mapping[str, Any] | None) -> AtLoad | None:
@@ -89,39 +82,5 @@ def at_load(asked: str | None, stored: Mapping[str, Any] | None) -> AtLoad | Non
 
     Raises `UnsupportedOption` if it is not possible.
     """
-    method = None if stored is None else method_of(stored) or "no method named"
-    if asked is None or asked == method:
-        return None
-    if method is not None:
-        raise UnsupportedOption(
-            f"--quantization {asked} does not fit this checkpoint.",
-            f"It is quantised already: {method}. Quantised weights cannot be quantised again.",
-            f"Leave the flag out, say --quantization {method}, or name the unquantised checkpoint.",
-            param="quantization",
-        )
-    if asked in AT_LOAD:
-        return AT_LOAD[asked]
-    known = asked in FORMATS
-    raise UnsupportedOption(
-        f"--quantization {asked} {'does not fit this checkpoint' if known else 'is not known'}.",
-        f"This checkpoint is not quantised; supported at load: {', '.join(AT_LOAD)}.",
-        f"--quantization int4, or name a checkpoint that is {asked}." if known else "--quantization int4",
-        param="quantization",
-    )
-
-
-def quantization_in_words(
-    stored: Mapping[str, Any] | None, asked: str | None = None, device: str | None = None, cpu_weights: str = "fast"
-) -> str:
-    """Describe the stored or requested quantisation and how it runs; empty: none. device: if known."""
-    way = at_load(asked, stored) or linear_format(stored)
-    if way is None:
-        return ""
-    runs = f"runs as {way.runs_as}" if device != "cpu" else f"on this CPU: {describe_layout(cpu_weights)}"
-    return f"{way.name} · {runs}"
-
-
-def quantization_notes(stored: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return sentences on what runs differently than the checkpoint says."""
-    format = linear_format(stored)
-    return () if format is None else tuple(format.notes)
+    method = load_method(asked, stored)
+    return None if method is None else AT_LOAD[method]
