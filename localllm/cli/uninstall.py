@@ -83,7 +83,8 @@ def _asked(question: str) -> bool:
 def _remove(parts: Iterable[Part]) -> None:
     """Remove parts, the environment of this process last. Raises `NotRemoved` with what is left."""
     roots = [Path.home(), config_home(), data_folder().parent, cache_folder().parent]
-    roots += [root.parent for root in own_root()]
+    own = list(own_root())
+    roots += [root.parent for root in own]
     package_only = removes_package_only()
     failed: list[str] = []
     for part in sorted(parts, key=lambda part: part.what == "environment"):
@@ -100,7 +101,8 @@ def _remove(parts: Iterable[Part]) -> None:
             _remove_empty(path.parent, roots)
         if part.what == "service":
             _run("systemctl", "--user", "daemon-reload")
-    _remove_empty(data_folder(), roots)
+    for folder in (*(root / "bin" for root in own), data_folder()):  # install.sh makes bin also where it needs no uv
+        _remove_empty(folder, roots)
     if failed:
         raise NotRemoved("Not everything could be removed.", "; ".join(failed), "the same with the rights to do so")
 
