@@ -19,7 +19,7 @@ OCI, K8S = ROOT / "packaging" / "oci", ROOT / "packaging" / "k8s"
 
 def instructions(path: Path = OCI / "Dockerfile") -> list[tuple[str, str]]:
     """Return each instruction and the rest of its line, continued lines joined."""
-    text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.M).replace("\\\n", " ")
+    text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.M).replace("\\\n", "")
     return [
         (word, " ".join(rest.split())) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line)
     ]

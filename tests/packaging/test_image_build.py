@@ -1,8 +1,8 @@
 """The CPU image, built without a registry and run as its users run it: read-only, without rights, as user 10001.
 
 The base image is a small Debian that mmdebstrap makes; the wheels come from packaging/wheelhouse. Both need a network
-the first time: LOCALLLM_TEST_BASE=IMAGE and LOCALLLM_TEST_WHEELS=FOLDER name finished ones. Skipped where the tools are
-missing: sudo apt-get install -y buildah podman runc mmdebstrap
+the first time: LOCALLLM_TEST_BASE=IMAGE and LOCALLLM_TEST_WHEELS=FOLDER name finished ones, LOCALLLM_TEST_IMAGE=IMAGE a
+whole image. Skipped where the tools are missing: sudo apt-get install -y buildah podman runc mmdebstrap
 """
 
 from __future__ import annotations
@@ -64,15 +64,19 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if given:
         return Path(given)
     folder, own = tmp_path_factory.mktemp("wheels") / "all", tmp_path_factory.mktemp("own")
-    hatchling = (sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", own)
-    subprocess.run(hatchling, cwd=ROOT, env=os.environ | {"LOCALLLM_NATIVE": "require"}, check=True)
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", own, ROOT, LOCALLLM_NATIVE="require")
     [wheel] = own.glob("localllm-*.whl")
     run(sys.executable, ROOT / "packaging" / "wheelhouse", "--torch", "cpu", "--out", folder, "--wheel", wheel)
     return folder
 
 
 @pytest.fixture(scope="module")
-def image(base: str, wheels: Path) -> Iterator[str]:
+def image(request: pytest.FixtureRequest) -> Iterator[str]:
+    given = os.environ.get("LOCALLLM_TEST_IMAGE")
+    if given:
+        yield given
+        return
+    base, wheels = request.getfixturevalue("base"), request.getfixturevalue("wheels")
     words = ("--with", "buildah", "--name", NAME, "--base", base, "--wheels", wheels)
     said = run(sys.executable, ROOT / "scripts" / "image", *words, "--", "--isolation", "chroot", "--network", "host")
     assert f"Built {NAME}:cpu" in said
