@@ -1,6 +1,7 @@
 """Compile localllm/kernels/cpu/native/ for each instruction set of an architecture.
 
-hatchling runs this file as its build hook for wheels and editable installs. By hand,
+hatchling runs this file as its build hook for wheels and editable installs. The hook also adds the manual page and the
+changelog to wheels. By hand,
 
     python build_native.py
 
@@ -39,6 +40,9 @@ except ImportError:  # by hand: hatchling is installed only while a wheel is bui
 ROOT = Path(__file__).resolve().parent
 PLACE = "localllm/kernels/cpu/native"
 FOLDER = ROOT / PLACE
+SHARED = {"docs/reference/localllm.1": "share/man/man1/localllm.1", "CHANGELOG.md": "share/doc/localllm/CHANGELOG.md"}
+"""Files that a wheel installs below the environment's folder. `localllm update` reads the changelog there."""
+
 ZIG = "ziglang==0.15.2"  # the version that was tested
 FLAGS = ("-O3", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi")
 
@@ -235,6 +239,8 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[misc]
         return [ZIG]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        # A container's build has only the package: its wheel has neither of them.
+        build_data["shared_data"].update({path: place for path, place in SHARED.items() if (ROOT / path).is_file()})
         if version == "editable":
             remove_libraries()
         if native_choice() == "none":

@@ -11,7 +11,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 torch_floor=2.9
 torch_cpu=torch==2.13.0+cpu        # a CPU build can only be asked for by its exact version
-torch_cpu_index=https://download.pytorch.org/whl/cpu
+torch_index=https://download.pytorch.org/whl
 
 fail() {
   printf '%s\n' "$@" >&2
@@ -48,8 +48,9 @@ pip_install() {
   "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@"
 }
 
-has_nvidia_gpu() {
-  [ -e /dev/nvidiactl ] || [ -e /dev/dxg ] || { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1
+# Print the build of PyTorch for this machine and the version of its NVIDIA driver: 'cpu', 'cu129 550.54', 'old 470.1'.
+torch_for_machine() {
+  sh "$root/install.sh" --torch
 }
 
 has_torch() {
@@ -63,18 +64,27 @@ PYTHON
 
 install_torch() {
   has_torch && return
+  local build driver size="about 3.1 GB to download, 6 GB on disk"
+  read -r build driver <<<"$(torch_for_machine)"
   if [ -n "${LOCALLLM_TORCH:-}" ]; then
     pip_install "$LOCALLLM_TORCH"
-  elif [ "$(uname -s)" != Linux ] || has_nvidia_gpu; then
+  elif [ "$(uname -s)" != Linux ]; then
     echo "Installing PyTorch"
     pip_install "torch>=$torch_floor"
+  elif [ "$build" = cu130 ]; then
+    echo "NVIDIA driver $driver: installing PyTorch for CUDA 13 ($size)"
+    pip_install "torch>=$torch_floor"
+  elif [ "$build" = cu129 ]; then
+    echo "NVIDIA driver $driver: installing PyTorch for CUDA 12.9 ($size)"
+    pip_install "torch>=$torch_floor" --index-url "$torch_index/$build"
   else
     # The default Linux build brings gigabytes of CUDA libraries that are useless without an NVIDIA GPU.
     # Try this machine's package index first, then PyTorch's own.
-    echo "No NVIDIA GPU found: installing PyTorch's CPU build"
+    [ "$build" != old ] || echo "NVIDIA driver $driver is older than 525, which PyTorch needs: the GPU is not used"
+    echo "Installing PyTorch for CPUs (with localllm's packages about 265 MB to download, 1.3 GB on disk)"
     pip_install "$torch_cpu" 2>/dev/null ||
-      pip_install "$torch_cpu" --extra-index-url "$torch_cpu_index" ||
-      pip_install "torch>=$torch_floor" --index-url "$torch_cpu_index"
+      pip_install "$torch_cpu" --extra-index-url "$torch_index/cpu" ||
+      pip_install "torch>=$torch_floor" --index-url "$torch_index/cpu"
   fi
 }
 
@@ -97,7 +107,7 @@ update_native() {
 
 # install_localllm [EXTRA]: install localllm (editable) and the packages of the extra into .venv.
 install_localllm() {
-  local extra=${1:-} stamp
+  local extra=${1:-} stamp extras
   stamp="$root $(cksum <"$root/pyproject.toml")"
   if [ "$(cat "$venv/.installed-${extra:-base}" 2>/dev/null)" = "$stamp" ] && [ -x "$venv/bin/localllm" ]; then
     update_native
@@ -106,8 +116,10 @@ install_localllm() {
   make_venv
   install_torch || fail "PyTorch could not be installed; see pip's message above." \
     "Try: LOCALLLM_TORCH=torch $0   (the default build from your package index: larger, with CUDA)"
-  echo "Installing localllm${extra:+ with its $extra extra}"
-  pip_install --editable "$root${extra:+[$extra]}" ||
+  extras=$extra
+  case $(torch_for_machine) in cu*) extras=gpu${extra:+,$extra} ;; esac # Triton, which only a GPU needs
+  echo "Installing localllm${extras:+ with its extra ${extras/,/ and }}"
+  pip_install --editable "$root${extras:+[$extras]}" ||
     fail "localllm could not be installed; see pip's message above."
   native_stamp >"$venv/.installed-native"
   echo "$stamp" >"$venv/.installed-base"

@@ -127,6 +127,20 @@ def test_without_a_compiler_the_wheel_is_pure_and_one_warning_says_so(project: P
     assert not native_files(wheel)
 
 
+def test_a_wheel_has_the_manual_page_and_the_changelog_where_they_are_in_the_sources(project: Path) -> None:
+    for name in build_native.SHARED:
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, project / name)
+    with zipfile.ZipFile(build(project, LOCALLLM_NATIVE="none")) as archive:
+        names = {name.partition(".data/data/")[2] for name in archive.namelist() if ".data/data/" in name}
+    assert names == set(build_native.SHARED.values())
+    shutil.rmtree(project / "out")
+    shutil.rmtree(project / "docs")
+    with zipfile.ZipFile(build(project, LOCALLLM_NATIVE="none")) as archive:
+        names = {name.partition(".data/data/")[2] for name in archive.namelist() if ".data/data/" in name}
+    assert names == {"share/doc/localllm/CHANGELOG.md"}, "a build with the package only, as a container's, succeeds"
+
+
 @needs_compiler
 def test_a_compiler_that_fails_makes_a_pure_wheel_unless_the_library_is_required(project: Path) -> None:
     (project / PLACE / "step.c").write_text("#error broken on purpose\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -12,16 +13,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import anyio
 import httpx
 import pytest
 
 from localllm.web.activity import Activity, counts
+from tests.passed_socket import with_socket
 
 ROOT = Path(__file__).parent.parent
 LONGEST_S = 90
@@ -53,8 +54,7 @@ class Manager:
         self._notify.settimeout(LONGEST_S)
 
     def start(self, *words: str, program: tuple[str, ...] = ("-m", "localllm")) -> subprocess.Popen[str]:
-        script = f'exec 3<&{self.listener.fileno()}; LISTEN_PID=$$ LISTEN_FDS=1 exec "$0" "$@"'
-        command = ["sh", "-c", script, sys.executable, *program, "serve", *words]
+        command = with_socket(self.listener, sys.executable, *program, "serve", *words)
         environ = os.environ | {
             "NOTIFY_SOCKET": str(self.folder / "notify"),
             "XDG_RUNTIME_DIR": str(self.folder),
@@ -94,37 +94,41 @@ def ask(url: str) -> str:
     return str(answer["choices"][0]["finish_reason"])
 
 
-class Client(threading.Thread):
-    """A client that asks once, in a thread of its own."""
+class Background(threading.Thread):
+    """A call in a thread of its own."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, call: Callable[[], Any]) -> None:
         super().__init__()
-        self.url, self.answer = url, ""
+        self.call, self.returned = call, None
         self.start()
 
     def run(self) -> None:
-        self.answer = ask(self.url)
+        self.returned = self.call()
 
-    def result(self) -> str:
+    def result(self) -> Any:
         self.join(LONGEST_S)
-        return self.answer
+        return self.returned
+
+
+def watch(url: str) -> list[str]:
+    """Keep the live connection of a page open until the server closes it; return what was received."""
+    with httpx.stream("GET", f"{url}/live/status", timeout=LONGEST_S) as page:
+        return list(page.iter_lines())
 
 
 def test_a_stopped_server_starts_for_a_request_answers_it_and_ends_when_idle(
     manager: Manager, tiny_llama_path: Path
 ) -> None:
     for _ in range(2):  # the second client knocks at a server that has ended
-        client = Client(manager.url)
+        client, page = Background(lambda: ask(manager.url)), Background(lambda: watch(manager.url))
         manager.wait_for_client()
         words = (str(tiny_llama_path), "--port", "1", "--exit-when-idle", "1s")
         with manager.start(*words) as server:
             try:
                 assert "READY=1" in manager.wait_for("READY=1")
                 assert client.result() == "length"
-                with httpx.stream("GET", f"{manager.url}/live/status", timeout=LONGEST_S) as page:
-                    lines = list(page.iter_lines())  # a page that stays open
-                assert "event: asleep" in lines  # it must not connect again
-                assert server.wait(LONGEST_S) == 0
+                assert server.wait(LONGEST_S) == 0  # although a page was open
+                assert "event: asleep" in page.result()  # so it does not connect again
             finally:
                 server.kill()
     told = "\n".join(manager.states)
@@ -216,7 +220,7 @@ def test_a_server_is_not_idle_while_it_works(reason: str) -> None:
     downloads: Any = SimpleNamespace(list=lambda: [SimpleNamespace(is_over=not (reason == "download" and works[0]))])
 
     async def work() -> None:
-        await anyio.sleep(0.3)
+        await asyncio.sleep(0.3)
         works[0] = False
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -226,15 +230,12 @@ def test_a_server_is_not_idle_while_it_works(reason: str) -> None:
         started_s = time.monotonic()
         scope: Any = {"type": "http", "method": "POST", "headers": []}
         nothing: Any = None
-        async with anyio.create_task_group() as group:
-            if reason == "request":
-                group.start_soon(activity.around(app), scope, nothing, nothing)
-            else:
-                group.start_soon(work)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(activity.around(app)(scope, nothing, nothing) if reason == "request" else work())
             await activity.until_idle(0.1, manager, downloads)
         return time.monotonic() - started_s
 
-    assert anyio.run(run) >= 0.4
+    assert asyncio.run(run()) >= 0.3
 
 
 class _Busy:

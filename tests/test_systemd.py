@@ -17,12 +17,14 @@ from localllm.config.resolve import resolve
 from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError, PortInUse
 from localllm.machine import systemd
+from tests.passed_socket import with_socket
 
 TAKE = """
 import os
 from localllm.machine.systemd import inherited_socket
 taken = inherited_socket()
-print(taken and taken.getsockname(), taken and taken.get_inheritable(), sorted(set(os.environ) & {"LISTEN_PID", "LISTEN_FDS"}))
+left = sorted(set(os.environ) & {"LISTEN_PID", "LISTEN_FDS"})
+print(taken and taken.getsockname(), taken and taken.get_inheritable(), left)
 """
 OTHER_SERVER = """
 import socket, sys
@@ -36,10 +38,9 @@ with socket.create_server(("127.0.0.1", 0)) as listener:
 """
 
 
-def take(passed: socket.socket, *, number: str = "1", pid: str = "$$") -> subprocess.CompletedProcess[str]:
-    """Start a process with the socket as file descriptor 3, as systemd does, which takes the socket."""
-    script = f'exec 3<&{passed.fileno()}; LISTEN_PID={pid} LISTEN_FDS={number} exec "$0" -c "$1"'
-    command = ["sh", "-c", script, sys.executable, TAKE]
+def take(passed: socket.socket, *, number: str = "1", pid: str = "") -> subprocess.CompletedProcess[str]:
+    """Start a process that takes the socket which it is passed."""
+    command = with_socket(passed, sys.executable, "-c", TAKE, number=number, pid=pid)
     return subprocess.run(command, pass_fds=[passed.fileno()], capture_output=True, text=True)
 
 
@@ -53,7 +54,7 @@ def test_a_passed_socket_is_taken_once_and_not_by_children(listener: socket.sock
     assert take(listener).stdout == f"{listener.getsockname()} False []\n"
 
 
-@pytest.mark.parametrize(("number", "pid"), [("1", "1"), ("0", "$$"), ("", "$$")])
+@pytest.mark.parametrize(("number", "pid"), [("1", "1"), ("0", ""), ("", "")])
 def test_a_socket_for_another_process_is_left_alone(listener: socket.socket, number: str, pid: str) -> None:
     assert take(listener, number=number, pid=pid).stdout == "None None []\n"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from localllm.cli.flags import ADAPTER_FLAGS, add_debug_flag, add_engine_flags, add_server_flags, refuse_unknown
+from localllm.cli.install_words import add_completion, add_uninstall, add_update
 from localllm.cli.words import add_chat, add_json, add_logs, add_sampling, add_server, add_service, add_top
 from localllm.config.settings import SETTINGS
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
@@ -158,9 +159,10 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     _add_keys(verb("keys", "manage API keys of this machine's server, each with a name and a scope", "keys:keys"))
     _add_config(verb("config", "show the settings in force, and where each comes from", "tell:tell_config"))
     add_json(verb("version", "show the versions of localllm and its main packages", "tell:tell_versions"))
-    completion = verb("completion", "print a shell completion script", "completion:print_script")
-    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell to complete in")
-    add_debug_flag(completion)
+    add_completion(verb("completion", "print or install a shell completion script", "completion:print_script"))
+    add_debug_flag(verb("man", "show the manual page", "man_page:show_man"))
+    add_update(verb("update", "install another release of localllm, or go back to the one before", "update:update"))
+    add_uninstall(verb("uninstall", "remove localllm, and what it stored", "uninstall:uninstall"))
     return parser, verbs
 
 

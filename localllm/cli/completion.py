@@ -1,8 +1,8 @@
-"""`localllm completion SHELL`: print a script that completes verbs, flags, values and model names.
+"""`localllm completion SHELL`: print a script that completes verbs, flags, values and model names, or install it.
 
-bash   source <(localllm completion bash)
-zsh    source <(localllm completion zsh)
-fish   localllm completion fish | source
+bash   source <(localllm completion bash)     --install: $XDG_DATA_HOME/bash-completion/completions/localllm
+zsh    source <(localllm completion zsh)      --install: $XDG_DATA_HOME/zsh/site-functions/_localllm
+fish   localllm completion fish | source      --install: $XDG_CONFIG_HOME/fish/completions/localllm.fish
 
 The script is generated from the parsers. Model names come from `localllm list --names` at completion time.
 """
@@ -10,9 +10,16 @@ The script is generated from the parsers. Model names come from `localllm list -
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from localllm.errors import ConfigError
+from localllm.files.folders import config_home, data_folder, write_whole
+
+SHELLS = ("bash", "zsh", "fish")
+MARK = "# Written by `localllm completion`."
 NAMES = "localllm list --names 2>/dev/null"
 
 _BASH = """\
@@ -59,11 +66,48 @@ class VerbCompletions:
 
 
 def print_script(options: argparse.Namespace) -> int:
+    """Print the script, or install it. Raises `ConfigError` for a file that localllm did not write."""
+    text = script_of(options.shell)
+    if not options.install:
+        print(text, end="")
+        return 0
+    path = installed_path(options.shell)
+    if path.exists() and not is_ours(path):
+        raise ConfigError(f"{path} was not written by localllm.", f"It has no line {MARK!r}.", f"mv {path} {path}.old")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # zsh calls the file as the function that completes; the last line completes in this first call.
+    first_call = "_bash_complete -o default -F _localllm\n"
+    write_whole(path, f"#compdef localllm\n{text}{first_call}" if options.shell == "zsh" else text, mode=0o644)
+    print(f"Written to {path}. It is used by the next {options.shell} that you start.")
+    if options.shell == "zsh" and str(path.parent) not in os.environ.get("FPATH", "").split(":"):
+        print(f"zsh does not search this folder yet: put fpath+=({path.parent}) into ~/.zshrc, before compinit.")
+    return 0
+
+
+def installed_path(shell: str) -> Path:
+    """Return the file from which a user's shell loads the completions of `localllm`."""
+    data_home = data_folder().parent
+    return {
+        "bash": data_home / "bash-completion" / "completions" / "localllm",
+        "zsh": data_home / "zsh" / "site-functions" / "_localllm",
+        "fish": config_home() / "fish" / "completions" / "localllm.fish",
+    }[shell]
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a file exists and was written by `--install`."""
+    try:
+        return MARK in path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def script_of(shell: str) -> str:
+    """Return the script for a shell."""
     from localllm.cli import build_parser
 
     verbs = {name: _verb(parser) for name, parser in build_parser()[1].items()}
-    print(_fish(verbs) if options.shell == "fish" else _bash(verbs, zsh=options.shell == "zsh"), end="")
-    return 0
+    return f"{MARK}\n" + (_fish(verbs) if shell == "fish" else _bash(verbs, zsh=shell == "zsh"))
 
 
 def _verb(parser: argparse.ArgumentParser) -> VerbCompletions:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import sys
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, distribution
@@ -86,8 +85,9 @@ def how_to_install(requirement: str) -> str:
         return f"{uv()} pip install --python {shlex.quote(sys.prefix)} {reinstall}{words}{backend}"
     if kind is InstallKind.CONTAINER:
         return f"an image of your own: FROM this image, USER 0, RUN python -m pip install {words}, USER 10001"
-    if kind is InstallKind.BUNDLE and requirement == "torch":
-        return "sh install.sh   (the offline bundle has PyTorch for CPUs only)"
+    if kind is InstallKind.BUNDLE:
+        why = "has PyTorch for CPUs only" if requirement == "torch" else "does not take further packages"
+        return f"sh install.sh   (an offline bundle {why})"
     folder = checkout_folder() if kind is InstallKind.CHECKOUT else None
     if folder is not None and requirement.startswith("localllm"):
         extra = requirement.removeprefix("localllm")
@@ -97,9 +97,9 @@ def how_to_install(requirement: str) -> str:
 
 
 def uv() -> str:
-    """Return how to call uv: the one that install.sh stored beside the tool's environment, else the one on PATH."""
+    """Return how to call uv: the one that install.sh stored two folders above the environment, else that of PATH."""
     own = Path(sys.prefix).parent.parent / "bin" / "uv"
-    return shlex.quote(str(own)) if os.access(own, os.X_OK) and not shutil.which("uv") else "uv"
+    return shlex.quote(str(own)) if os.access(own, os.X_OK) else "uv"
 
 
 def _pip() -> str:

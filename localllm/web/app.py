@@ -24,7 +24,7 @@ from litestar.types import ControllerRouterHandler
 from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.logs.fault_log import FaultLog
-from localllm.machine.install_kind import how_to_install
+from localllm.machine.install_kind import InstallKind, how_to_install, install_kind
 from localllm.machine.platforms import use_port_alone
 from localllm.models.library.hub.downloads import Downloads
 from localllm.serving.drain import DRAIN_S
@@ -150,7 +150,7 @@ def bind(config: ServerConfig, passed: socket.socket | None = None) -> socket.so
         raise ConfigError(
             f"Refusing to listen on {config.host} without a key.",
             "Anyone on the network could use this machine's model and read its chats.",
-            f"localllm keys add NAME, or localllm up --host {config.host} --api-key YOUR-KEY",
+            _how_to_set_a_key(config.host),
             param="host",
         )
     if passed is not None:
@@ -172,6 +172,13 @@ def bind(config: ServerConfig, passed: socket.socket | None = None) -> socket.so
             what, why, f"localllm up --port {other}, or stop the program that listens on it.", param="port"
         ) from error
     return sock
+
+
+def _how_to_set_a_key(host: str) -> str:
+    """Return the next command after a refusal to listen without a key."""
+    if install_kind() is InstallKind.CONTAINER:
+        return "docker run -e LOCALLLM_API_KEY=YOUR-KEY …, or the same variable from a Secret in a pod"
+    return f"localllm keys add NAME, or localllm up --host {host} --api-key YOUR-KEY"
 
 
 class Server(uvicorn.Server):

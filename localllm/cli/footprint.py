@@ -1,0 +1,205 @@
+"""The files of localllm on this machine: which there are, how large, and which of them belong to somebody else.
+
+Does not know: which are removed, how (uninstall.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from localllm.cli import launchd
+from localllm.cli.completion import SHELLS, installed_path, is_ours
+from localllm.cli.installed_wheel import kept_folder
+from localllm.cli.service import Systemd, unit_path
+from localllm.cli.unit import MARK
+from localllm.config.resolve import default_config_path
+from localllm.files.folders import cache_folder, data_folder
+from localllm.machine.install_kind import InstallKind, bundle_folder, checkout_folder, install_kind
+
+PROGRAMS = ("tools", "python", "cache", "bin", "torch", "app")
+"""Folders and a file in the data folder that install.sh and an offline bundle make."""
+
+DATA = {"keys": "keys", "chats": "chats", "logs": "logs", "profiles": "profiles", "aliases": "names of models"}
+"""What a file of the data folder holds, by its name up to the first dot."""
+
+
+class Group(StrEnum):
+    """How `uninstall` treats a part."""
+
+    PROGRAM = "removed"
+    DATA = "asked for"
+    KEPT = "kept"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Files with one purpose. `note` says why they are kept, and how to remove them."""
+
+    what: str
+    paths: tuple[Path, ...]
+    group: Group
+    note: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(size_of, self.paths))
+
+
+def footprint() -> list[Part]:
+    """Return the parts that exist, those that are removed first."""
+    environment = list(_environment())
+    inside = [path for part in environment if part.group is Group.PROGRAM for path in part.paths]
+    parts = [
+        Part("service", tuple(_units()), Group.PROGRAM),
+        Part("command", tuple(_links(inside)), Group.PROGRAM),
+        Part("completions", tuple(filter(is_ours, map(installed_path, SHELLS))), Group.PROGRAM),
+        *environment,
+        Part("caches", (cache_folder(), data_folder() / "run"), Group.PROGRAM),
+        Part("settings", (default_config_path(), default_config_path().parent), Group.DATA),
+        *_data(),
+        *_others(),
+    ]
+    there = (Part(part.what, tuple(_existing(part.paths)), part.group, part.note) for part in parts)
+    return [part for part in there if part.paths or part.what == "environment"]
+
+
+def size_of(path: Path) -> int:
+    """Return the size in bytes of a file, or of the files of a folder; links count as themselves."""
+    if path.is_symlink() or not path.is_dir():
+        return path.lstat().st_size if os.path.lexists(path) else 0
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except OSError:  # deleted meanwhile
+                continue
+    return total
+
+
+def removes_package_only() -> bool:
+    """Return whether localllm shares its environment with packages that the person installed: only the package is
+    removed."""
+    kind = install_kind()
+    if kind is InstallKind.CHECKOUT:
+        return not _is_venv_of(checkout_folder())
+    return kind is InstallKind.PIP
+
+
+def _existing(paths: Iterable[Path]) -> Iterator[Path]:
+    kept: list[Path] = []
+    for path in paths:
+        if os.path.lexists(path) and not any(path.is_relative_to(folder) for folder in kept):
+            kept.append(path)
+            yield path
+
+
+def _units() -> Iterator[Path]:
+    """Yield the unit files and the agent of launchd that localllm wrote, and the links by which units are enabled."""
+    agent = launchd.plist_path()
+    if agent.is_file() and launchd.MARK in agent.read_text(errors="replace"):
+        yield agent
+    folder = unit_path().parent
+    for path in [*folder.glob("localllm*.service"), *folder.glob("localllm*.socket")]:
+        if _has_mark(path):
+            yield path
+            yield from folder.glob(f"*.wants/{path.name}")
+
+
+def _has_mark(path: Path) -> bool:
+    return path.is_file() and MARK in path.read_text(errors="replace")
+
+
+def _links(environment: Iterable[Path]) -> Iterator[Path]:
+    """Yield the links to the environment's command and manual page in the folders where installers put them."""
+    named = (os.environ.get(name) for name in ("UV_TOOL_BIN_DIR", "XDG_BIN_HOME", "PIPX_BIN_DIR"))
+    folders = [Path(name) for name in named if name]
+    folders += [Path("~/.local/bin").expanduser(), *(root / "bin" for root in own_root())]
+    manual = Path(os.environ.get("PIPX_MAN_DIR") or data_folder().parent / "man") / "man1" / "localllm.1"
+    inside = [path.resolve() for path in environment]
+    for link in dict.fromkeys([*(folder / "localllm" for folder in folders), manual]):
+        if link.is_symlink() and any(link.resolve().is_relative_to(folder) for folder in inside):
+            yield link
+
+
+def own_root() -> Iterator[Path]:
+    """Yield the folder that install.sh or an offline bundle installed into."""
+    prefix, folder = Path(sys.prefix), bundle_folder()
+    if folder is not None and folder.parent.name == "app":
+        yield folder.parent.parent
+    elif prefix.parent.name == "tools" and (prefix.parent.parent / "torch").is_file():
+        yield prefix.parent.parent
+
+
+def _environment() -> Iterator[Part]:
+    """Yield the environment of this localllm, or what of it is localllm's."""
+    kind, prefix = install_kind(), Path(sys.prefix)
+    if kind is InstallKind.CONTAINER:
+        note = "a container: docker compose down, and docker image rm; its volume holds what is listed here"
+        yield Part("environment", (prefix,), Group.KEPT, note)
+    elif removes_package_only():
+        yield Part("environment", tuple(_package()), Group.PROGRAM, "only the package localllm; the environment stays")
+    else:
+        made = [root / name for root in own_root() for name in ("tools", "python", "cache", "bin/uv", "torch", "app")]
+        yield Part("environment", tuple(made) or (bundle_folder() or prefix,), Group.PROGRAM)
+    root = checkout_folder() if kind is InstallKind.CHECKOUT else None
+    if root is not None:
+        yield Part("clone", (root,), Group.KEPT, f"yours; git -C {root} clean -Xdf removes what was built in it")
+
+
+def _is_venv_of(root: Path | None) -> bool:
+    return root is not None and Path(sys.prefix).resolve() == (root / ".venv").resolve()
+
+
+def _package() -> Iterator[Path]:
+    """Yield the top folders of the installed package."""
+    yield kept_folder().parent
+    try:
+        installed = distribution("localllm")
+    except PackageNotFoundError:
+        return
+    tops = {file.parts[0] for file in installed.files or () if file.parts[0].startswith("localllm")}
+    yield from (Path(str(installed.locate_file(top))) for top in sorted(tops))
+
+
+def _data() -> Iterator[Part]:
+    """Yield the parts of the data folder that are not programs."""
+    found: dict[str, list[Path]] = {}
+    if data_folder().is_dir():
+        for path in sorted(data_folder().iterdir()):
+            if path.name not in (*PROGRAMS, "run"):
+                what = DATA.get(path.name.lstrip(".").split(".")[0].split("-")[0], "other files")
+                found.setdefault(what, []).append(path)
+    for what, paths in found.items():
+        yield Part(what, tuple(paths), Group.DATA)
+
+
+def _others() -> Iterator[Part]:
+    """Yield the machine's service, and what other programs use, too."""
+    units = [path for path in Systemd(is_system=True).folder.glob("localllm.*") if _has_mark(path)]
+    yield Part("machine's service", tuple(units), Group.KEPT, "sudo localllm service uninstall --system")
+    try:
+        from huggingface_hub import constants
+
+        hub, token = Path(constants.HF_HUB_CACHE), Path(constants.HF_TOKEN_PATH)
+        yield Part("models", (hub,), Group.KEPT, "shared with other programs; localllm rm MODEL deletes one")
+        yield Part("hub token", (token,), Group.KEPT, "shared with other programs; localllm logout deletes it")
+    except ImportError:
+        pass
+    triton = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+    yield Part("Triton's cache", (triton,), Group.KEPT, f"shared with other programs; rm -r {triton} is safe")
+
+
+def remove_path(path: Path) -> None:
+    """Delete a file, a link or a folder with its contents. Raises `OSError`."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)

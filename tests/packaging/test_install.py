@@ -1,0 +1,463 @@
+"""install.sh on made-up machines: what it says before it changes anything, and how it calls uv.
+
+The script runs as it is, under dash and bash; only the machine around it is made up (sandbox.py).
+Nothing here uses the network, and nothing is written outside the test's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from localllm.version import __version__
+from scripts.layout import ROOT
+from tests.packaging.sandbox import INSTALL, UV_VERSION, Machine, Sandbox
+
+SHELLS = [shell for shell in ("dash", "bash") if shutil.which(shell)]
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Feb 22 01:44:30 UTC 2024\nGCC version:  gcc 12.2.0\n"
+OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U16)\n"
+PROC = "proc/driver/nvidia/version"
+RTX_3060 = "NVIDIA GeForce RTX 3060, {}"
+WSL = {"proc/sys/kernel/osrelease": "5.15.167.4-microsoft-standard-WSL2\n"}
+
+
+def gpu(driver: str, line: str = DRIVER, **more: object) -> Machine:
+    return Machine(gpu=RTX_3060.format(driver), files={PROC: line.format(driver)}, **more)  # type: ignore[arg-type]
+
+
+def pci(vendor: str) -> dict[str, str]:
+    folder = "sys/bus/pci/devices/0000:01:00.0"
+    return {f"{folder}/class": "0x030000\n", f"{folder}/vendor": f"{vendor}\n"}
+
+
+INSTALLED = {  # name: machine, arguments, sentence, words of uv's command
+    "no GPU": (Machine(), [], "no NVIDIA GPU.", "--torch-backend cpu"),
+    "driver 550": (gpu("550.54.14"), [], "NVIDIA GeForce RTX 3060, driver 550.54.14.", "--torch-backend cu129"),
+    "driver 580": (gpu("580.65.06"), [], "PyTorch for CUDA 13.0: about 3.1 GB to download", "--torch-backend cu130"),
+    "driver 579 of the open module": (gpu("579.9", OPEN_DRIVER), [], "driver 579.9.", "--torch-backend cu129"),
+    "oldest driver": (gpu("525.60.13"), [], "PyTorch for CUDA 12.9", "--torch-backend cu129"),
+    "new driver, told CUDA 12": (gpu("590.10"), ["--cuda", "12"], "PyTorch for CUDA 12.9", "--torch-backend cu129"),
+    "GPU, told --cpu": (gpu("470.1"), ["--cpu"], "about 265 MB to download, 1.3 GB on disk", "--torch-backend cpu"),
+    "driver only in /sys": (
+        Machine(files={"sys/module/nvidia/version": "570.86.15\n"}), [], "NVIDIA GPU, driver 570.86.15.",
+        "--torch-backend cu129",
+    ),
+    "WSL2": (Machine(gpu=RTX_3060.format("581.29"), files=WSL), [], "glibc 2.36, WSL2,", "--torch-backend cu130"),
+    "GPU without a driver": (
+        Machine(gpu="", files=pci("0x10de")), [], "NVIDIA GPU without a driver: the CPU is used.", "-backend cpu",
+    ),
+    "AMD GPU": (Machine(files=pci("0x1002")), [], "AMD GPU: not supported yet", "--torch-backend cpu"),
+    "Jetson": (
+        Machine(processor="aarch64", files={PROC: OPEN_DRIVER.format("540.4.0"), "etc/nv_tegra_release": ""}), [],
+        "Jetson: its GPU needs NVIDIA's own build of PyTorch", "--torch-backend cpu",
+    ),
+    "aarch64": (Machine(processor="aarch64"), [], "Here: Linux aarch64", "--torch-backend cpu"),
+    "Fedora": (Machine(libc="ldd (GNU libc) 2.42"), [], "glibc 2.42", "--constraints"),
+    "glibc 2.28": (Machine(libc="ldd (GNU libc) 2.28"), [], "glibc 2.28 is older than the tested packages", "cpu"),
+    "macOS": (Machine("Darwin", "arm64", libc=None), [], "Here: Darwin arm64", "--constraints"),
+    "just enough disk": (Machine(free_mb=2_010), [], "2.0 GB free", "--torch-backend cpu"),
+}  # fmt: skip
+
+REFUSED = {  # name: machine, arguments, what happened, what to type next
+    "driver 470": (gpu("470.223.02"), [], "needs NVIDIA driver 525 or newer; this machine has 470.223.02", "--cpu"),
+    "CUDA 13 on driver 550": (gpu("550.54"), ["--cuda", "13"], "needs NVIDIA driver 580 or newer", "--cuda 12"),
+    "CUDA 11": (Machine(), ["--cuda", "11"], "--cuda is 12 or 13, not '11'", "--cuda 12"),
+    "Alpine": (Machine(libc="musl libc (x86_64)"), [], "C library is musl", "docker run"),
+    "CentOS 7": (Machine(libc="ldd (GNU libc) 2.17"), [], "glibc 2.17; PyTorch needs 2.28", "docker run"),
+    "32 bit": (Machine(processor="i686"), [], "cannot be installed on Linux i686", "localllm up --host"),
+    "Windows": (Machine("MINGW64_NT-10.0"), [], "On Windows, localllm runs in WSL2.", "wsl --install"),
+    "Intel Mac": (
+        Machine("Darwin", "x86_64", libc=None),
+        [],
+        "cannot be installed on Darwin x86_64",
+        "another machine",
+    ),
+    "small disk": (Machine(free_mb=1_900), [], "has 1.9 GB free; the install needs 2 GB", "--dir"),
+    "small disk for CUDA": (gpu("550.54", free_mb=8_000), [], "8.0 GB free; the install needs 9 GB", "--dir"),
+    "unknown option": (Machine(), ["--slim"], "has no option '--slim'", "--help"),
+    "no value": (Machine(), ["--dir"], "--dir needs a value", "--help"),
+    "a version that the clone has not": (Machine(), ["--version", "9.9"], "has localllm 0.2.0, not 9.9", "git -C"),
+    "an empty folder offline": (Machine(), ["--offline", "/"], "is not a folder of wheels", "packaging/wheelhouse"),
+    "offline and --cpu": (Machine(), ["--offline", "/", "--cpu"], "do not go with --offline", "--offline /"),
+}
+
+
+def refusal(ended: subprocess.CompletedProcess[str]) -> str:
+    """Return the refusal: two lines on stderr, the second of which is a command."""
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "\nTry: " in ended.stderr
+    return ended.stderr
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_machine_gets_the_build_of_pytorch_that_suits_it(name: str, shell: str, tmp_path: Path) -> None:
+    machine, arguments, sentence, words = INSTALLED[name]
+    sandbox = Sandbox(tmp_path, machine)
+    ended = sandbox.run("--yes", *arguments, shell=shell)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert sentence in ended.stdout
+    call = sandbox.uv_call()
+    assert words in call
+    assert "--compile-bytecode" in call
+    assert call.endswith(f" {sandbox.source}")
+    assert ("--torch-backend" in call) == (machine.system == "Linux")
+    lock = "cuda" if "cu1" in words else "cpu"
+    assert (f"--constraints {sandbox.source}/packaging/lock/{lock}.txt" in call) == (name != "glibc 2.28")
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_before_anything_is_written(name: str, shell: str, tmp_path: Path) -> None:
+    machine, arguments, what, remedy = REFUSED[name]
+    sandbox = Sandbox(tmp_path, machine)
+    said = refusal(sandbox.run("--yes", *arguments, shell=shell))
+    assert what in said
+    assert remedy in said.partition("\nTry: ")[2]
+    assert sandbox.calls() == []
+    assert not any(sandbox.data.iterdir())
+
+
+# ---- asking ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_only_yes_goes_on(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    said = refusal(sandbox.run())
+    assert "no terminal to ask at" in said
+    assert "--yes" in said
+    assert sandbox.calls() == []
+
+
+@pytest.mark.parametrize(("answer", "installs"), [("\n", True), ("y\n", True), ("n\n", False), ("\x04", False)])
+def test_at_a_terminal_it_asks_after_saying_sizes_and_place(answer: str, installs: bool, tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    ended = sandbox.run(answer=answer)
+    plan = "about 265 MB to download, 1.3 GB on disk, in ~/.local/share/localllm.\nGo on? [Y/n]"
+    assert plan in ended.stdout
+    assert bool(sandbox.uv_call()) == installs
+    assert ended.returncode == (0 if installs else 1)
+    assert installs or "Nothing was changed." in ended.stderr
+
+
+def test_look_says_the_plan_and_stops(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, gpu("550.54"))
+    ended = sandbox.run("--look")
+    assert (ended.returncode, sandbox.calls()) == (0, [])
+    assert "localllm 0.2.0 with PyTorch for CUDA 12.9" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("machine", "line"),
+    [(Machine(), "cpu "), (gpu("550.54"), "cu129 550.54"), (gpu("580.1"), "cu130 580.1"), (gpu("470.1"), "old 470.1")],
+)
+def test_scripts_up_gets_the_build_as_one_line(machine: Machine, line: str, tmp_path: Path) -> None:
+    assert Sandbox(tmp_path, machine).run("--torch").stdout == f"{line}\n"
+
+
+# ---- uv --------------------------------------------------------------------------------------------------------------
+
+
+def test_uv_gets_folders_of_its_own_and_no_active_environment(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    wrong = {"UV_PYTHON": "/wrong", "VIRTUAL_ENV": "/wrong", "PYTHONPATH": "/wrong", "PYTHONHOME": "/wrong"}
+    assert sandbox.run("--yes", **wrong).returncode == 0
+    environment = (sandbox.log / "environment").read_text()
+    assert "/wrong" not in environment
+    assert f"UV_TOOL_DIR={sandbox.installed}/tools\n" in environment
+    assert f"UV_TOOL_BIN_DIR={sandbox.home}/.local/bin\n" in environment
+    assert f"UV_PYTHON_INSTALL_DIR={sandbox.installed}/python\n" in environment
+
+
+@pytest.mark.parametrize(("version", "downloads"), [("0.12.9", True), ("0.9.1", True), ("0.14.0", False), (None, True)])
+def test_an_own_uv_is_used_if_it_is_new_enough(version: str | None, downloads: bool, tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine(), own_uv=version)
+    old = (sandbox.bin / "uv").read_text() if version else ""
+    sandbox.serve_uv()
+    if version:
+        sandbox.program("uv", old)
+    ended = sandbox.run("--yes")
+    assert ended.returncode == 0, ended.stderr
+    assert any(call.startswith("curl") for call in sandbox.calls()) == downloads
+    assert (sandbox.installed / "bin/uv").exists() == downloads
+
+
+def test_a_changed_uv_is_refused_and_never_started(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine(), own_uv=None)
+    sandbox.serve_uv(sha256=None)
+    real = shutil.which("sha256sum")
+    assert real
+    (sandbox.bin / "sha256sum").symlink_to(real)
+    assert "The SHA-256 of" in refusal(sandbox.run("--yes"))
+    assert not (sandbox.installed / "bin/uv").exists()
+
+
+NETWORK = {  # curl's exit status, environment, what happened, what to type
+    "no network": (6, {}, "files.pythonhosted.org cannot be reached", "--offline FOLDER"),
+    "proxy": (7, {"HTTPS_PROXY": "http://me:secret@proxy:3128"}, "through the proxy proxy:3128.", "HTTPS_PROXY="),
+    "own certificate": (60, {}, "certificate of files.pythonhosted.org was not accepted", "SSL_CERT_FILE="),
+    "no such file": (22, {}, "answers, but not with the file", "pip install uv"),
+    "disk full": (23, {}, "its disk is full", "df -h"),
+}
+
+
+@pytest.mark.parametrize("name", NETWORK)
+def test_a_failed_download_is_explained(name: str, tmp_path: Path) -> None:
+    status, environ, what, remedy = NETWORK[name]
+    sandbox = Sandbox(tmp_path, Machine(), own_uv=None)
+    sandbox.serve_uv(exit_status=status)
+    said = refusal(sandbox.run("--yes", **environ))
+    assert what in said
+    assert remedy in said.partition("\nTry: ")[2]
+    assert "secret" not in said
+
+
+@pytest.mark.parametrize(
+    ("status", "what"), [(0, "uv's message is above"), (6, "No network: pypi.org"), (60, "certificate")]
+)
+def test_a_failed_uv_is_explained_and_its_downloads_are_kept(status: int, what: str, tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    sandbox.program("curl", f"exit {status}")
+    (sandbox.log / "uv-fails").touch()
+    said = refusal(sandbox.run("--yes"))
+    assert "error: made up" in said
+    assert what in said
+    assert (sandbox.installed / "cache").is_dir()
+    (sandbox.log / "uv-fails").unlink()
+    assert sandbox.run("--yes").returncode == 0
+    assert not (sandbox.installed / "cache").exists()
+
+
+def test_an_interrupt_says_that_a_second_run_continues(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    (sandbox.log / "uv-waits").touch()
+    command = ["sh", str(sandbox.source / "install.sh"), "--yes"]
+    process = subprocess.Popen(
+        command, env=sandbox.environ(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    until = time.monotonic() + 30
+    while not (sandbox.log / "uv-runs").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 1
+    assert "Interrupted. What was downloaded is kept" in said
+    assert (sandbox.installed / "cache").is_dir()
+
+
+def test_a_disk_without_exec_is_named(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine(), own_uv=None)
+    sandbox.serve_uv()
+    sandbox.program("chmod", "exit 0")  # what is unpacked cannot be started
+    said = refusal(sandbox.run("--yes"))
+    assert "noexec" in said
+    assert "--dir" in said
+
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_read_only_home_is_refused(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    sandbox.data.rmdir()
+    sandbox.data.parent.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    if os.access(sandbox.data.parent, os.W_OK):  # root may write: /proc refuses root, too
+        said = refusal(sandbox.run("--yes", XDG_DATA_HOME="/proc/made-up"))
+    else:
+        said = refusal(sandbox.run("--yes"))
+    assert "cannot be" in said
+    assert "--dir" in said
+    assert sandbox.calls() == []
+
+
+def test_everything_goes_into_the_folder_that_was_named(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    ended = sandbox.run("--yes", "--dir", str(tmp_path / "here"))
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "here/bin/localllm").is_symlink()
+    assert not any(sandbox.data.iterdir())
+    assert "is not in PATH" in ended.stdout
+    assert f'export PATH="{tmp_path}/here/bin:$PATH"' in ended.stdout
+
+
+def test_a_command_of_another_install_is_left_alone(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    sandbox.command.parent.mkdir(parents=True)
+    sandbox.command.symlink_to("/opt/pipx/venvs/localllm/bin/localllm")
+    said = refusal(sandbox.run("--yes"))
+    assert "belongs to another install (/opt/pipx" in said
+    assert sandbox.command.is_symlink()
+
+
+def test_a_second_run_updates_and_keeps_the_environment(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    assert sandbox.run("--yes").returncode == 0
+    (sandbox.log / "calls").unlink()
+    ended = sandbox.run("--yes")
+    assert ended.returncode == 0, ended.stderr
+    assert "Installed: 0.0.9; it is replaced" in ended.stdout
+    assert "--force" not in sandbox.uv_call()
+
+
+def test_another_build_of_pytorch_makes_the_environment_anew(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, gpu("580.65"))
+    assert sandbox.run("--yes", "--cpu").returncode == 0
+    (sandbox.log / "calls").unlink()
+    assert sandbox.run("--yes").returncode == 0
+    assert "--force" in sandbox.uv_call()
+
+
+def test_uninstall_removes_what_install_made_and_nothing_else(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine(), own_uv=None)
+    sandbox.serve_uv()
+    before = set(sandbox.home.rglob("*"))
+    assert sandbox.run("--yes").returncode == 0
+    (sandbox.installed / "chats.sqlite").write_text("a chat")
+    ended = sandbox.run("--uninstall", "--yes")
+    assert ended.returncode == 0, ended.stderr
+    assert sandbox.calls()[-1] == "localllm uninstall --keep-data --yes"
+    made = set(sandbox.home.rglob("*")) - before
+    assert made == {sandbox.installed, sandbox.installed / "chats.sqlite"}
+    assert "is not installed in" in refusal(sandbox.run("--uninstall", "--yes"))
+
+
+# ---- where localllm comes from ---------------------------------------------------------------------------------------
+
+
+def test_a_script_alone_asks_for_the_source_of_the_wheel(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    alone = Path(shutil.copy(INSTALL, tmp_path))
+    said = refusal(sandbox.run("--yes", script=alone))
+    assert "LOCALLLM_SOURCE=" in said
+    assert sandbox.run("--yes", script=alone, LOCALLLM_SOURCE="https://example.org/wheels/").returncode == 0
+    call = sandbox.uv_call()
+    assert call.endswith(f"--find-links https://example.org/wheels localllm=={__version__}")
+    assert "--constraints https://example.org/wheels/cpu.txt" in call
+
+
+def test_a_source_that_is_not_a_folder_is_refused(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    assert "is not a folder" in refusal(sandbox.run("--yes", LOCALLLM_SOURCE=str(tmp_path / "nothing")))
+
+
+def wheelhouse(folder: Path, **facts: str) -> Path:
+    """A folder as packaging/wheelhouse makes it, with empty wheels."""
+    folder.mkdir()
+    facts = {"version": "0.2.0", "torch": "cpu", "python": "3.12", "platform": "Linux-x86_64"} | facts
+    (folder / "wheelhouse.txt").write_text("".join(f"{name} {value}\n" for name, value in facts.items()))
+    for name in ("localllm-0.2.0-py3-none-any.whl", f"uv-{UV_VERSION}-py3-none-any.whl", "lock.txt"):
+        (folder / name).write_text("")
+    return folder
+
+
+def test_offline_uv_sees_only_the_folder(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    folder = wheelhouse(tmp_path / "wheels")
+    ended = sandbox.run("--yes", "--offline", str(folder))
+    assert ended.returncode == 0, ended.stderr
+    assert "localllm 0.2.0 with PyTorch for CPUs: nothing to download" in ended.stdout
+    call = sandbox.uv_call()
+    assert f"--offline --no-index --find-links {folder} --python 3.12 --constraints {folder}/lock.txt" in call
+    assert call.endswith("localllm==0.2.0")
+    assert "--torch-backend" not in call
+
+
+def damaged(folder: Path, name: str) -> None:
+    next(folder.glob(f"{name}*")).unlink()
+
+
+OFFLINE = {
+    "CUDA 13 for an old driver": ({"torch": "cu130"}, "", "needs NVIDIA driver 580", "cu129"),
+    "another platform": (
+        {"platform": "Linux-aarch64"},
+        "",
+        "are for Linux-aarch64; this machine is Linux-x86_64",
+        "--out",
+    ),
+    "uv's wheel is missing": ({}, "uv-", "was not copied whole", "copy it again"),
+    "localllm's wheel is missing": ({}, "localllm-", "has no file localllm-0.2.0", "copy it again"),
+    "no such Python": ({}, "python", "are for Python 3.12, which is not installed", "python3.12"),
+}
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_a_folder_of_wheels_that_cannot_work_is_refused(name: str, tmp_path: Path) -> None:
+    facts, missing, what, remedy = OFFLINE[name]
+    sandbox = Sandbox(tmp_path, gpu("550.54"))
+    folder = wheelhouse(tmp_path / "wheels", **facts)
+    if missing == "python":
+        (sandbox.log / "no-python").touch()
+    elif missing:
+        damaged(folder, missing)
+    said = refusal(sandbox.run("--yes", "--offline", str(folder)))
+    assert what in said
+    assert remedy in said.partition("\nTry: ")[2]
+    assert not sandbox.uv_call()
+
+
+# ---- the files -------------------------------------------------------------------------------------------------------
+
+
+def test_shellcheck_finds_nothing() -> None:
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed: apt-get install shellcheck")
+    files = ["install.sh", "packaging/header.sh", "scripts/_venv.sh"]
+    ended = subprocess.run(["shellcheck", *files], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout
+
+
+def test_the_script_installs_the_version_of_its_clone() -> None:
+    assert f"\nversion={__version__}\n" in INSTALL.read_text()
+
+
+def test_the_locks_pin_everything_with_a_hash_but_pytorch() -> None:
+    cpu, cuda = ((ROOT / "packaging/lock" / name).read_text() for name in ("cpu.txt", "cuda.txt"))
+    pinned = [line for line in cuda.splitlines() if "==" in line]
+    assert all(line.endswith("\\") for line in pinned)
+    assert not any(line.startswith(("torch", "triton", "nvidia-c")) for line in pinned)
+    [torch] = [line for line in cpu.splitlines() if line not in cuda.splitlines()]
+    assert f"torch_cpu={torch}+cpu" in (ROOT / "scripts/_venv.sh").read_text()
+
+
+# ---- scripts/up ------------------------------------------------------------------------------------------------------
+
+
+PIP = {  # name: machine, LOCALLLM_TORCH, what is said, what pip is asked for
+    "no GPU": (Machine(), "", "PyTorch for CPUs (with localllm's packages about 265 MB", "torch==2.13.0+cpu"),
+    "driver 580": (gpu("580.65"), "", "driver 580.65: installing PyTorch for CUDA 13 (about 3.1 GB", "torch>=2.9"),
+    "driver 550": (gpu("550.54"), "", "PyTorch for CUDA 12.9", "torch>=2.9 --index-url https://download.pytorch.org/whl/cu129"),
+    "driver 470": (gpu("470.1"), "", "driver 470.1 is older than 525", "torch==2.13.0+cpu"),
+    "an own choice": (gpu("550.54"), "torch==2.9.1", "", "torch==2.9.1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PIP)
+def test_a_clone_gets_the_same_build_of_pytorch(name: str, tmp_path: Path) -> None:
+    machine, own, said, asked = PIP[name]
+    sandbox = Sandbox(tmp_path, machine)
+    commands = 'source scripts/_venv.sh; has_torch() { false; }; pip_install() { echo pip: "$@"; }; install_torch'
+    environ = sandbox.environ(LOCALLLM_TORCH=own)
+    ended = subprocess.run(
+        [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", commands, str(ROOT / "scripts/up")],
+        cwd=ROOT, env=environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert said in ended.stdout
+    assert ended.stdout.splitlines()[-1] == f"pip: {asked}"
+
+
+def test_a_torch_that_is_installed_stays(tmp_path: Path) -> None:
+    commands = 'source scripts/_venv.sh; has_torch() { true; }; pip_install() { echo pip: "$@"; }; install_torch'
+    environ = Sandbox(tmp_path, gpu("550.54")).environ()
+    command = [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", commands]
+    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    assert ended.stdout == ""
