@@ -377,6 +377,7 @@ main() {
   [ $action != look ] || return 0
   confirm 'Go on?'
   trap 'refuse "" "Interrupted. What was downloaded is kept in $dir/cache." "Try: sh install.sh   (continues)"' INT TERM HUP
+  [ -n "$own_dir" ] || (umask 077 && mkdir -p "$dir" 2>/dev/null) || true # chats and keys will be here, too
   mkdir -p "$dir/bin" "$dir/cache" "$bin" 2>/dev/null ||
     refuse "$dir and $bin cannot be created." "Try: sh install.sh --dir /a/folder/of/yours"
   use_own_folders

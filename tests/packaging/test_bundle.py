@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tarfile
@@ -106,6 +107,7 @@ def test_it_unpacks_links_and_says_what_to_type(bundle: ModuleType, tmp_path: Pa
     assert "is not in PATH" not in ended.stdout
     assert command(home) == "localllm 1.0  list"
     assert versions(home) == {"1.0"}
+    assert stat.S_IMODE(app(home).parent.stat().st_mode) == 0o700
     assert (app(home) / "1.0/BUNDLE").read_text().startswith("1.0 ")
 
 

@@ -279,6 +279,12 @@ def test_a_read_only_home_is_refused(tmp_path: Path) -> None:
     assert sandbox.calls() == []
 
 
+def test_others_cannot_read_the_folder_that_will_hold_chats(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    assert sandbox.run("--yes").returncode == 0
+    assert stat.S_IMODE(sandbox.installed.stat().st_mode) == 0o700
+
+
 def test_everything_goes_into_the_folder_that_was_named(tmp_path: Path) -> None:
     sandbox = Sandbox(tmp_path, Machine())
     ended = sandbox.run("--yes", "--dir", str(tmp_path / "here"))
