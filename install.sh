@@ -168,7 +168,7 @@ look_at_disk() {
   free_mb=$(df -Pk "$place" | awk 'NR == 2 { print int($4 * 1024 / 1000000) }')
   free=$(awk "BEGIN { printf \"%.1f\", $free_mb / 1000 }")
   download='about 3.1 GB' disk='6 GB' needed=9
-  [ "$torch" != cpu ] || download='about 265 MB' disk='1.3 GB' needed=2
+  [ "$torch" != cpu ] || download='about 290 MB' disk='1.3 GB' needed=2
   [ "$free_mb" -ge $((needed * 1000)) ] || refuse "$place has $free GB free; the install needs $needed GB." \
     "Try: sh install.sh --dir /a/larger/disk/localllm   (df -h lists the disks)"
   link=$(readlink "$bin/localllm" 2>/dev/null) || link=''

@@ -237,7 +237,13 @@ def test_the_floor_is_read_from_the_files(bundle: ModuleType, tmp_path: Path) ->
 
 
 def test_what_is_left_out_is_not_imported(bundle: ModuleType, tmp_path: Path) -> None:
-    kept = ["torch/lib/libtorch_cpu.so", "torch/testing/__init__.py", "sympy/core/a.py", "localllm/tests/a.py"]
+    kept = [
+        "torch/lib/libtorch_cpu.so",
+        "torch/bin/torch_shm_manager",
+        "torch/testing/__init__.py",
+        "sympy/core/a.py",
+        "localllm/tests/a.py",
+    ]
     gone = ["torch/include/a.h", "torch/bin/protoc", "torch/lib/libx.a", "torch/test/a", "sympy/core/tests/a.py"]
     for name in kept + gone:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -311,7 +317,7 @@ def test_wheels_of_a_cpu_install_are_small_and_have_no_triton(wheels: Path) -> N
     assert not [name for name in names if name.startswith(("triton", "nvidia_c"))]
     size = sum((wheels / name).stat().st_size for name in names)
     print(f"download, CPU: {size / 1e6:.0f} MB")
-    assert size <= 265e6
+    assert size <= 272e6
 
 
 @pytest.mark.slow
