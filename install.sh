@@ -168,7 +168,7 @@ look_at_disk() {
   free_mb=$(df -Pk "$place" | awk 'NR == 2 { print int($4 * 1024 / 1000000) }')
   free=$(awk "BEGIN { printf \"%.1f\", $free_mb / 1000 }")
   download='about 3.1 GB' disk='6 GB' needed=9
-  [ "$torch" != cpu ] || download='about 265 MB' disk='1.3 GB' needed=2
+  [ "$torch" != cpu ] || download='about 290 MB' disk='1.3 GB' needed=2
   [ "$free_mb" -ge $((needed * 1000)) ] || refuse "$place has $free GB free; the install needs $needed GB." \
     "Try: sh install.sh --dir /a/larger/disk/localllm   (df -h lists the disks)"
   link=$(readlink "$bin/localllm" 2>/dev/null) || link=''
@@ -377,6 +377,7 @@ main() {
   [ $action != look ] || return 0
   confirm 'Go on?'
   trap 'refuse "" "Interrupted. What was downloaded is kept in $dir/cache." "Try: sh install.sh   (continues)"' INT TERM HUP
+  [ -n "$own_dir" ] || (umask 077 && mkdir -p "$dir" 2>/dev/null) || true # chats and keys will be here, too
   mkdir -p "$dir/bin" "$dir/cache" "$bin" 2>/dev/null ||
     refuse "$dir and $bin cannot be created." "Try: sh install.sh --dir /a/folder/of/yours"
   use_own_folders

@@ -82,6 +82,7 @@ unpack() {
   new=$app/.$version.$$
   trap 'rm -rf "$new"' EXIT
   trap 'exit 1' INT TERM HUP
+  [ -n "$own_dir" ] || (umask 077 && mkdir -p "${app%/app}") || true # chats and keys will be here, too
   mkdir -p "$new" "$bin" || refuse "$app and $bin cannot be created." "Try: sh $self --dir /a/folder/of/yours"
   say "Unpacking localllm $version into $app/$version ($unpacked_mb MB)"
   tail -n +"$lines" "$self" | gzip -dc | tar -x -f - -C "$new" --no-same-owner ||

@@ -81,7 +81,7 @@ install_torch() {
     # The default Linux build brings gigabytes of CUDA libraries that are useless without an NVIDIA GPU.
     # Try this machine's package index first, then PyTorch's own.
     [ "$build" != old ] || echo "NVIDIA driver $driver is older than 525, which PyTorch needs: the GPU is not used"
-    echo "Installing PyTorch for CPUs (with localllm's packages about 265 MB to download, 1.3 GB on disk)"
+    echo "Installing PyTorch for CPUs (with localllm's packages about 270 MB to download, 1.3 GB on disk)"
     pip_install "$torch_cpu" 2>/dev/null ||
       pip_install "$torch_cpu" --extra-index-url "$torch_index/cpu" ||
       pip_install "torch>=$torch_floor" --index-url "$torch_index/cpu"

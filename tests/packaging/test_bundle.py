@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tarfile
@@ -106,6 +107,7 @@ def test_it_unpacks_links_and_says_what_to_type(bundle: ModuleType, tmp_path: Pa
     assert "is not in PATH" not in ended.stdout
     assert command(home) == "localllm 1.0  list"
     assert versions(home) == {"1.0"}
+    assert stat.S_IMODE(app(home).parent.stat().st_mode) == 0o700
     assert (app(home) / "1.0/BUNDLE").read_text().startswith("1.0 ")
 
 
@@ -235,7 +237,13 @@ def test_the_floor_is_read_from_the_files(bundle: ModuleType, tmp_path: Path) ->
 
 
 def test_what_is_left_out_is_not_imported(bundle: ModuleType, tmp_path: Path) -> None:
-    kept = ["torch/lib/libtorch_cpu.so", "torch/testing/__init__.py", "sympy/core/a.py", "localllm/tests/a.py"]
+    kept = [
+        "torch/lib/libtorch_cpu.so",
+        "torch/bin/torch_shm_manager",
+        "torch/testing/__init__.py",
+        "sympy/core/a.py",
+        "localllm/tests/a.py",
+    ]
     gone = ["torch/include/a.h", "torch/bin/protoc", "torch/lib/libx.a", "torch/test/a", "sympy/core/tests/a.py"]
     for name in kept + gone:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -309,7 +317,7 @@ def test_wheels_of_a_cpu_install_are_small_and_have_no_triton(wheels: Path) -> N
     assert not [name for name in names if name.startswith(("triton", "nvidia_c"))]
     size = sum((wheels / name).stat().st_size for name in names)
     print(f"download, CPU: {size / 1e6:.0f} MB")
-    assert size <= 265e6
+    assert size <= 272e6
 
 
 @pytest.mark.slow

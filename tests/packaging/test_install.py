@@ -44,7 +44,7 @@ INSTALLED = {  # name: machine, arguments, sentence, words of uv's command
     "driver 579 of the open module": (gpu("579.9", OPEN_DRIVER), [], "driver 579.9.", "--torch-backend cu129"),
     "oldest driver": (gpu("525.60.13"), [], "PyTorch for CUDA 12.9", "--torch-backend cu129"),
     "new driver, told CUDA 12": (gpu("590.10"), ["--cuda", "12"], "PyTorch for CUDA 12.9", "--torch-backend cu129"),
-    "GPU, told --cpu": (gpu("470.1"), ["--cpu"], "about 265 MB to download, 1.3 GB on disk", "--torch-backend cpu"),
+    "GPU, told --cpu": (gpu("470.1"), ["--cpu"], "about 290 MB to download, 1.3 GB on disk", "--torch-backend cpu"),
     "driver only in /sys": (
         Machine(files={"sys/module/nvidia/version": "570.86.15\n"}), [], "NVIDIA GPU, driver 570.86.15.",
         "--torch-backend cu129",
@@ -140,7 +140,7 @@ def test_without_a_terminal_only_yes_goes_on(tmp_path: Path) -> None:
 def test_at_a_terminal_it_asks_after_saying_sizes_and_place(answer: str, installs: bool, tmp_path: Path) -> None:
     sandbox = Sandbox(tmp_path, Machine())
     ended = sandbox.run(answer=answer)
-    plan = "about 265 MB to download, 1.3 GB on disk, in ~/.local/share/localllm.\nGo on? [Y/n]"
+    plan = "about 290 MB to download, 1.3 GB on disk, in ~/.local/share/localllm.\nGo on? [Y/n]"
     assert plan in ended.stdout
     assert bool(sandbox.uv_call()) == installs
     assert ended.returncode == (0 if installs else 1)
@@ -277,6 +277,12 @@ def test_a_read_only_home_is_refused(tmp_path: Path) -> None:
     assert "cannot be" in said
     assert "--dir" in said
     assert sandbox.calls() == []
+
+
+def test_others_cannot_read_the_folder_that_will_hold_chats(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    assert sandbox.run("--yes").returncode == 0
+    assert stat.S_IMODE(sandbox.installed.stat().st_mode) == 0o700
 
 
 def test_everything_goes_into_the_folder_that_was_named(tmp_path: Path) -> None:
@@ -432,7 +438,7 @@ def test_the_locks_pin_everything_with_a_hash_but_pytorch() -> None:
 
 
 PIP = {  # name: machine, LOCALLLM_TORCH, what is said, what pip is asked for
-    "no GPU": (Machine(), "", "PyTorch for CPUs (with localllm's packages about 265 MB", "torch==2.13.0+cpu"),
+    "no GPU": (Machine(), "", "PyTorch for CPUs (with localllm's packages about 270 MB", "torch==2.13.0+cpu"),
     "driver 580": (gpu("580.65"), "", "driver 580.65: installing PyTorch for CUDA 13 (about 3.1 GB", "torch>=2.9"),
     "driver 550": (gpu("550.54"), "", "PyTorch for CUDA 12.9", "torch>=2.9 --index-url https://download.pytorch.org/whl/cu129"),
     "driver 470": (gpu("470.1"), "", "driver 470.1 is older than 525", "torch==2.13.0+cpu"),
