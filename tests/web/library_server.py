@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
-from localllm.models.library.catalog import resolve_model
+from localllm.errors import LocalLLMError
+from localllm.models.library import picks
+from localllm.models.library.catalog import DEMO_NAME, resolve_model
 from localllm.serving import manager
 from localllm.serving.names import short_name
 from localllm.serving.phases import OnPhase, Phase
@@ -25,6 +28,7 @@ class Loads:
     def __init__(self, folder: Path) -> None:
         self.folder, self.gate = folder, threading.Event()
         self.gate.set()
+        self.error: LocalLLMError | None = None  # what a load that is not the demo's raises
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, fake in (("build_engine", self.build), ("put_to_sleep", self.sleep), ("wake_up", self.wake)):
@@ -35,6 +39,8 @@ class Loads:
         on_phase(Phase("weights", "2.3 of 5.7 GiB", fraction=0.4))
         while not self.gate.wait(0.02):
             on_phase(Phase("weights", "2.3 of 5.7 GiB", fraction=0.4))
+        if self.error is not None and found.name != DEMO_NAME:
+            raise self.error
         name = next(iter(settings.server.served_model_name), short_name(found.name))
         return replace(fake_model(self.folder, PacedRunner()), name=name, path=found.path, aliases=frozenset())
 
@@ -44,6 +50,39 @@ class Loads:
 
     def wake(self, asleep: SleepingModel, settings: Settings, on_phase: OnPhase, limits: LoadLimits) -> ServedModel:
         return self.build(settings, on_phase, limits)
+
+
+@pytest.fixture
+def suggest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """A function that makes one model the whole list of picks, for this test."""
+
+    def only(name: str, num_bytes: int = 300_000, title: str = "Tiny") -> None:
+        (tmp_path / "picks.toml").write_text(
+            f"""[[pick]]
+name = "{name}"
+title = "{title}"
+says = "Answers anything."
+parameters = {num_bytes // 2}
+license = "apache-2.0"
+bytes = {num_bytes}
+cpu_bytes = {num_bytes}
+bytes_per_token = {num_bytes}
+
+[pick.config]
+architectures = ["LlamaForCausalLM"]
+vocab_size = 4096
+hidden_size = 64
+intermediate_size = 96
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+"""
+        )
+        monkeypatch.setattr(picks, "LIST", tmp_path / "picks.toml")
+        picks.read_picks.cache_clear()
+
+    yield only
+    picks.read_picks.cache_clear()
 
 
 class LibraryServer(ManagedServer):
