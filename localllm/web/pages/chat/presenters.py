@@ -30,6 +30,7 @@ from localllm.web.pages.chat.views import (
     EmptyChat,
     MessageList,
     ModelChoice,
+    ModelChoices,
     Sampling,
 )
 from localllm.web.pages.frame.errors import notice
@@ -72,7 +73,7 @@ async def chat_page(
     if not waits:
         action = ComposerAction(message_presenters.stop_url(writing) if writing else None)
         drawer = await _drawer(state, owner, card, settings)
-        composer = Composer(chat.id if chat else "", drawer, action, models=await _models(state, settings))
+        composer = Composer(chat.id if chat else "", drawer, action, models=await model_choices(state, settings))
         if chat is None and card is not None:
             empty = EmptyChat(card.name, card.plan.max_model_len, EXAMPLES)
     messages = [state.replies.current(message) for message in branch.messages]
@@ -145,7 +146,7 @@ def card_of(state: ChatState, settings: Mapping[str, str]) -> ModelCard | None:
     return entry.card if entry is not None else state.pages.card if not name else None
 
 
-async def _models(state: ChatState, settings: Mapping[str, str]) -> tuple[ModelChoice, ...]:
+async def model_choices(state: ChatState, settings: Mapping[str, str]) -> ModelChoices:
     """Return every model that can answer; the chat's own model first, even if it is gone."""
     default = state.pages.manager.default
     chosen = settings.get("model") or (default.name if default else "")
@@ -159,7 +160,7 @@ async def _models(state: ChatState, settings: Mapping[str, str]) -> tuple[ModelC
         known = state.pages.manager.register.find(chosen)
         notes = {chosen: "not installed"} | notes if known is None else notes
         chosen = known.name if known is not None else chosen
-    return tuple(ModelChoice(name, name == chosen, note) for name, note in notes.items())
+    return ModelChoices(tuple(ModelChoice(name, name == chosen, note) for name, note in notes.items()))
 
 
 async def _drawer(state: ChatState, owner: str, card: ModelCard | None, settings: Mapping[str, str]) -> Sampling:

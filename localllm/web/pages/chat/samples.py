@@ -75,8 +75,12 @@ def samples(shell: views.Shell) -> list[views.View]:
         sampling(),
         v.Composer("", sampling(), v.ComposerAction(), "Hello", views.ErrorNotice("The message is empty.")),
         v.Composer(
-            "", v.Sampling(), stop, models=(v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))
+            "",
+            v.Sampling(),
+            stop,
+            models=v.ModelChoices((v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))),
         ),
+        v.ModelChoices(),
         v.EmptyChat("demo", 4096, ("What is paged attention?", "How do I start localllm?")),
         v.MessageList((v.ChatMessage("sample-8", "user", "Hi"),), "/c/sample?before=8", 460, "/c/sample"),
         v.ChatTurn(user, reply, stop, "sample", head(), chat_list()),

@@ -135,6 +135,14 @@ class ModelChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelChoices(View):
+    """The list from which the model of the next message is chosen. With one model or none there is no list."""
+
+    template: ClassVar[str] = "chat/_model_choices.html"
+    choices: tuple[ModelChoice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Composer(View):
     """The form where the next message is typed."""
 
@@ -145,7 +153,7 @@ class Composer(View):
     text: str = ""
     error: ErrorNotice | None = None
     attachments: Attachments = field(default_factory=Attachments)
-    models: tuple[ModelChoice, ...] = ()  # empty if there is only one model
+    models: ModelChoices = field(default_factory=ModelChoices)
 
 
 @dataclass(frozen=True, slots=True)
