@@ -22,19 +22,17 @@ from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
 from tests.web import library_server
 from tests.web.library_server import Loads
 
-hub, suggest = hub_fixtures.hub, library_server.suggest
+hub, checkpoint, suggest = hub_fixtures.hub, hub_fixtures.checkpoint, library_server.suggest
 WEIGHTS = "model.safetensors"
 NAME = "org/tiny"
 Suggest = Callable[..., None]
 
 
 @pytest.fixture
-def loads(
-    hub: LocalHub, tmp_path: Path, tiny_llama_path: Path, suggest: Suggest, monkeypatch: pytest.MonkeyPatch
-) -> Loads:
+def loads(hub: LocalHub, tmp_path: Path, checkpoint: Path, suggest: Suggest, monkeypatch: pytest.MonkeyPatch) -> Loads:
     """The list of picks holds org/tiny alone, which the local hub has."""
     suggest(NAME)
-    hub.add_repo(NAME, tiny_llama_path)
+    hub.add_repo(NAME, checkpoint)
     (tmp_path / "made").mkdir()
     loads = Loads(tmp_path / "made")
     loads.patch(monkeypatch)
@@ -58,7 +56,7 @@ async def served(*, downloads: Downloads | None = None, model: str = "demo") -> 
 async def reach(offer: ModelOffer, *states: str) -> list[str]:
     """The states on the way to the last of `states`, each once in a row."""
     seen: list[str] = []
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 60
     while not seen or seen[-1] not in states:
         state = (await offer.status(NAME)).state
         seen += [state] if seen[-1:] != [state] else []
@@ -272,13 +270,13 @@ def test_a_model_that_does_not_fit_after_all_says_so(
     run(scenario)
 
 
-def test_no_offer_beside_a_real_model_and_no_other_names(hub: LocalHub, loads: Loads, tiny_llama_path: Path) -> None:
+def test_no_offer_beside_a_real_model_and_no_other_names(hub: LocalHub, loads: Loads, checkpoint: Path) -> None:
     async def scenario() -> None:
-        async with served(model=str(tiny_llama_path)) as offer:
+        async with served(model=str(checkpoint)) as offer:
             assert await offer.find() is None
             for name in ("org/other", "../../etc", "x" * 5000):
                 with pytest.raises(InvalidParameter):
-                    offer.start(name)
+                    await offer.describe(name)
 
     run(scenario)
     assert hub.sent == []

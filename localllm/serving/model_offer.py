@@ -23,8 +23,9 @@ from localllm.config.settings import Settings
 from localllm.errors import InvalidParameter, LocalLLMError, ModelNotFound
 from localllm.machine.bandwidth import memory_bandwidth
 from localllm.machine.hardware import read_hardware
-from localllm.models.library.catalog import DEMO_NAME, list_models, resolve_model
+from localllm.models.library.catalog import DEMO_NAME, demo_path, list_models, resolve_model
 from localllm.models.library.hub.cache import incomplete_repositories, remove_partial
+from localllm.models.library.hub.client import offline_error
 from localllm.models.library.hub.downloads import Downloads, DownloadStatus
 from localllm.models.library.hub.plan import as_it_stands
 from localllm.models.library.hub.pull import PullProgress
@@ -78,19 +79,34 @@ class ModelOffer:
         A model that was started stays the offer until it is ready. Else the first of these: a pick with partial files,
         an installed pick, the best pick that fits.
         """
-        name, default = self._run.name, self._manager.default
-        if name and (await self.status(name)).state not in ("absent", "ready"):
-            return await self._offer(name)
+        default = self._manager.default
+        if (started := await self.started()) is not None:
+            return started
         if default is not None and (default.state == "loading" or not _is_demo(default)):
             return None
         installed, partial = await asyncio.to_thread(lambda: (_installed_names(), incomplete_repositories()))
         cut = next((pick for pick in read_picks() if parse_name(pick.name).base in partial), None)
         if cut is not None:
-            return await self._offer(cut.name)
+            return await self.describe(cut.name)
         able = [offer for offer in await self._fit() if not installed or offer.pick.name in installed]
         if not able or (await self.status(able[0].pick.name)).state == "ready":
             return None
         return able[0]
+
+    async def started(self) -> Offer | None:
+        """Return the model that was started last, until it is ready or its files are discarded."""
+        name = self._run.name
+        if not name or (await self.status(name)).state in ("absent", "ready"):
+            return None
+        return await self.describe(name)
+
+    async def describe(self, name: str) -> Offer:
+        """Return a pick as an offer, also if it does not fit now. Raises `InvalidParameter` for any other model."""
+        pick = next((pick for pick in read_picks() if pick.name == name), None)
+        if pick is None:
+            hint = "The Models page downloads any model of the hub."
+            raise InvalidParameter(f"{name[:100]!r} is not one of the suggested models.", hint=hint, param="model")
+        return next((offer for offer in await self._fit() if offer.pick.name == name), Offer(pick, None))
 
     async def status(self, name: str) -> OfferStatus:
         """Return the state of an offered model."""
@@ -114,13 +130,7 @@ class ModelOffer:
         return OfferStatus("stopped" if held else "absent", held)
 
     def start(self, name: str) -> None:
-        """Download what is missing of an offered model, then load it. Does nothing while another start runs.
-
-        Raises `InvalidParameter` for a model that is not in the list of picks.
-        """
-        if name not in {pick.name for pick in read_picks()}:
-            hint = "The Models page downloads any model of the hub."
-            raise InvalidParameter(f"{name[:100]!r} is not one of the suggested models.", hint=hint, param="model")
+        """Download what is missing of an offered model, then load it. Does nothing while another start runs."""
         before = self._run
         if before.is_busy and not before.is_stopping and not self._has_ended(before):
             return
@@ -172,6 +182,8 @@ class ModelOffer:
 
     async def _downloaded(self, run: _Run) -> bool:
         """Download the model. Return False if the download was stopped or failed."""
+        if self._settings.engine.offline:
+            raise offline_error(run.name)
         download = await asyncio.to_thread(self._downloads.start, run.name)
         run.has_begun = True
         if run.is_stopping:  # while the hub was asked for the files
@@ -192,11 +204,6 @@ class ModelOffer:
     def _download(self, name: str) -> DownloadStatus | None:
         """Return the latest download of the model by this server, whoever started it."""
         return next((each for each in reversed(self._downloads.list()) if each.plan.name == name), None)
-
-    async def _offer(self, name: str) -> Offer | None:
-        """Return the offer of one pick, also if it does not fit now."""
-        found = next((offer for offer in await self._fit() if offer.pick.name == name), None)
-        return found or next((Offer(pick, None) for pick in read_picks() if pick.name == name), None)
 
     async def _fit(self) -> tuple[Offer, ...]:
         """Return the picks that fit this machine, best first."""
@@ -228,7 +235,7 @@ class _Run:
 
 def _is_demo(entry: ModelEntry) -> bool:
     if entry.path is not None:
-        return entry.path == resolve_model(DEMO_NAME).path
+        return entry.path == demo_path()
     return entry.settings is not None and entry.settings.engine.model == DEMO_NAME
 
 

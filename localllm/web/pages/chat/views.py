@@ -14,6 +14,7 @@ from localllm.web.pages.chat.message_views import (
     ToolCallCard,
     ToolResult,
 )
+from localllm.web.pages.chat.offer_views import Announcement, OfferCard
 from localllm.web.pages.chat.sidebar_views import ChatHead, ChatList, Undo
 from localllm.web.pages.frame.views import ErrorNotice, Loading, Shell, View
 
@@ -164,6 +165,7 @@ class EmptyChat(View):
     model: str
     context_tokens: int
     examples: tuple[str, ...]
+    toy_size: str = ""  # parameters of the demo, such as 4 M; empty: another model
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,8 @@ class ChatPage(View):
     empty: EmptyChat | None = None
     loading: Loading | None = None
     panel: View | None = None  # a form or a list, shown instead of a chat
+    offer: OfferCard | None = None  # a model that fits this machine
+    status: Announcement = field(default_factory=Announcement)
     undo: Undo | None = None
     notice: ErrorNotice | None = None
 
