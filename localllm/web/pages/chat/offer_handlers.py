@@ -15,10 +15,11 @@ from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import InvalidParameter
 from localllm.serving.entry import ModelEntry
+from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import presenters
 from localllm.web.pages.chat.offer_presenters import announcement, card_for
 from localllm.web.pages.chat.offer_views import Announcement
-from localllm.web.pages.chat.state import ChatState, chat_state
+from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.handlers import shows_loading
 from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
@@ -73,15 +74,19 @@ async def _events(request: Request[Any, Any, Any], name: str) -> AsyncIterator[b
             if last:
                 parts["chat-status"] = render(Announcement(announcement(offer, status.state)))
             if status.state == "ready" and status.entry is not None:
-                parts |= await _switched(state, status.entry)
+                parts |= await _switched(request, status.entry)
             last = status.state
         if news := changed(parts, sent):
             yield sse(render(LiveUpdate(news)))
 
 
-async def _switched(state: ChatState, entry: ModelEntry) -> dict[str, str]:
-    """Return the parts of a page that name the model of the next message."""
-    parts = {"model-choices": render(await presenters.model_choices(state, {"model": entry.name}))}
+async def _switched(request: Request[Any, Any, Any], entry: ModelEntry) -> dict[str, str]:
+    """Return the parts of a page that depend on the model of the next message. Typed text in them stays."""
+    state, settings = chat_state(request), {"model": entry.name}
+    parts = {
+        "model-choices": render(await presenters.model_choices(state, settings)),
+        "sampling": render(await presenters.drawer(state, owner_of(request), entry.card, {})),
+    }
     if entry.card is not None:
         parts["empty-chat"] = render(presenters.empty_chat(entry.card))
     return parts

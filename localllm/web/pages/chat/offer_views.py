@@ -35,7 +35,7 @@ class OfferCard(View):
     says: str = ""  # what the model is good for
     facts: tuple[str, ...] = ()  # size of the download, context, speed, licence
     line: str = ""  # 0.6 GiB of 1.7 GiB · 11 MiB/s · 1 min 40 s left
-    fraction: float | None = None  # 0 to 1, while it downloads; None: no bar
+    fraction: float | None = None  # 0 to 1, while it downloads; None: unknown
     phases: tuple[LoadPhase, ...] = ()  # of its load
     error: ErrorNotice | None = None
     buttons: tuple[OfferButton, ...] = ()

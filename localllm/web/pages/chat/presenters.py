@@ -83,8 +83,8 @@ async def chat_page(
     composer, empty, offer = None, None, await shown_offer(request, is_new=chat is None)
     if not waits:
         action = ComposerAction(message_presenters.stop_url(writing) if writing else None)
-        drawer = await _drawer(state, owner, card, settings)
-        composer = Composer(chat.id if chat else "", drawer, action, models=await model_choices(state, settings))
+        sampling = await drawer(state, owner, card, settings)
+        composer = Composer(chat.id if chat else "", sampling, action, models=await model_choices(state, settings))
         if chat is None and card is not None:
             empty = await asyncio.to_thread(empty_chat, card)
     messages = [state.replies.current(message) for message in branch.messages]
@@ -182,7 +182,8 @@ async def model_choices(state: ChatState, settings: Mapping[str, str]) -> ModelC
     return ModelChoices(tuple(ModelChoice(name, name == chosen, note) for name, note in notes.items()))
 
 
-async def _drawer(state: ChatState, owner: str, card: ModelCard | None, settings: Mapping[str, str]) -> Sampling:
+async def drawer(state: ChatState, owner: str, card: ModelCard | None, settings: Mapping[str, str]) -> Sampling:
+    """Return the settings drawer, with the defaults of the model."""
     try:
         presets = await state.store.call(Chats.presets, owner)
     except ChatsUnavailable:
