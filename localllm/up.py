@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import psutil
 import uvloop
 
 from localllm.config.settings import ServerConfig, Settings
@@ -30,7 +29,7 @@ from localllm.errors import ConfigError, LocalLLMError, PortInUse
 from localllm.logs.fault_log import FaultLog, fault_path
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.machine.memory import limit_arenas
-from localllm.machine.running_servers import announced
+from localllm.machine.running_servers import announced, listener_in_words
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
 from localllm.serving.phases import Phase
@@ -174,20 +173,7 @@ def bind_address(config: ServerConfig) -> socket.socket:
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno != errno.EADDRINUSE:
             raise ConfigError(error.what, error.why, "localllm up --help", param="host") from cause
-        raise PortInUse(error.what, _listening_process(config.port) or error.why, error.hint, param="port") from cause
-
-
-def _listening_process(port: int) -> str:
-    """Name the program that listens on a port, as far as this user may know."""
-    try:
-        pids = [
-            connection.pid
-            for connection in psutil.net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid
-        ]
-        return f"{psutil.Process(pids[0]).name()} (pid {pids[0]}) is listening on it." if pids else ""
-    except psutil.Error:
-        return ""
+        raise PortInUse(error.what, listener_in_words(config.port) or error.why, error.hint, param="port") from cause
 
 
 def url_of(listener: socket.socket, scheme: str = "http") -> str:

@@ -9,11 +9,10 @@ import sys
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from localllm.cli import build_parser, doctor, flags, help_of, main, parse
+from localllm.cli import build_parser, doctor, findings, flags, help_of, main, parse
 from localllm.cli.flags import FLAGS, settings_from
 from localllm.config.resolve import resolve
 from localllm.config.settings import EngineConfig, ServerConfig
@@ -341,12 +340,14 @@ def test_doctor_finds_nothing_in_the_way_here(capsys: pytest.CaptureFixture[str]
 
 
 def test_doctor_shows_the_native_library_or_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from localllm.kernels.cpu.native import library
+    from localllm.cli import doctor_machine
 
-    monkeypatch.setattr(library, "native", lambda: SimpleNamespace(instruction_set="avx2"))
+    monkeypatch.setattr(doctor_machine, "chosen_set", lambda: ("avx2", ""))
+    monkeypatch.setattr(doctor_machine, "why_unusable", lambda name: "")
     assert [(each.verdict, each.text) for each in doctor.check_native()] == [("ok", "native, compiled for avx2")]
-    monkeypatch.setattr(library, "native", lambda: None)
-    monkeypatch.setattr(library, "why_none", lambda: "LOCALLLM_CPU_SET=none is set.")
+    monkeypatch.setattr(doctor_machine, "why_unusable", lambda name: "The compiled libraries are older.")
+    assert [each.verdict for each in doctor.check_native()] == ["note"]
+    monkeypatch.setattr(doctor_machine, "chosen_set", lambda: ("", "LOCALLLM_CPU_SET=none is set."))
     [finding] = doctor.check_native()
     assert finding.verdict == "note"
     assert finding.text.endswith("LOCALLLM_CPU_SET=none is set.")
@@ -369,8 +370,8 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_still_run(
 def test_report_names_neither_user_nor_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor.Path, "home", lambda: Path("/home/somebody"))
-    monkeypatch.setattr(doctor.socket, "gethostname", lambda: "their-machine")
+    monkeypatch.setattr(findings.Path, "home", lambda: Path("/home/somebody"))
+    monkeypatch.setattr(findings.socket, "gethostname", lambda: "their-machine")
     found = doctor.Finding("disk", "ok", "free in /home/somebody/.cache on their-machine")
     monkeypatch.setattr(doctor, "CHECKS", (lambda: iter([found]),))
     assert main(["doctor", "--report"]) == 0

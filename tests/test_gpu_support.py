@@ -47,11 +47,11 @@ def test_a_driver_of_the_same_major_version_will_do() -> None:
     [
         (NvidiaFacts(None, None, ()), CU128, ["no NVIDIA GPU"]),
         (facts(), CU128, ["580.65.06", "sees no GPU", "--gpus all"]),
-        (facts(H200), TorchFacts("2.13.0+cpu", None, ()), ["2.13.0+cpu", "not a CUDA build", "pip install"]),
+        (facts(H200), TorchFacts("2.13.0+cpu", None, ()), ["2.13.0+cpu", "not a CUDA build", "pip install", "torch"]),
         (facts(H200, driver="535.1", cuda=(12, 2)), CU130, ["535.1", "CUDA up to 12.2", "13.0", "580.65.06"]),
         (facts(H200, driver="470.82", cuda=(11, 4)), CU128, ["11.4", "12.8", "525.60.13", "Update the driver"]),
         (facts(P100), CU128, ["Tesla P100", "6.0", "7.5", "Turing", "--device cpu"]),
-        (facts(RTX_5090), CU124, ["RTX 5090", "12.0", "2.6.0+cu124", "sm_90", "--upgrade torch"]),
+        (facts(RTX_5090), CU124, ["RTX 5090", "12.0", "2.6.0+cu124", "sm_90", "--force-reinstall torch"]),
     ],
 )
 def test_a_reason_is_told_with_numbers_and_a_remedy(

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 import build_native
-from localllm.kernels.cpu.native import library, sources
+from localllm.kernels.cpu.native import choice, library, sources
 from scripts.layout import PACKAGE, ROOT
 
 PLACE = build_native.PLACE
@@ -245,7 +245,7 @@ def test_the_hash_changes_with_names_and_contents(tmp_path: Path) -> None:
 
 def test_every_set_that_the_library_knows_is_compiled() -> None:
     compiled = {each.name for target in build_native.TARGETS.values() for each in target.sets}
-    assert compiled == {name for names in library.SETS.values() for name in names}
+    assert compiled == {name for names in choice.SETS.values() for name in names}
 
 
 @pytest.mark.skipif(library.native() is None, reason="no native library for this processor")
@@ -356,7 +356,7 @@ def pip_wheel(folder: Path, **environ: str) -> Path:
 @needs_compiler
 def test_an_installed_wheel_opens_each_library_that_the_processor_runs(tmp_path: Path) -> None:
     install(pip_wheel(tmp_path / "wheels", LOCALLLM_NATIVE="require"), tmp_path / "installed")
-    usable = library.usable_sets()
+    usable = choice.usable_sets()
     for chosen in ("", *usable):
         file, instruction_set, why = opened_from(tmp_path / "installed", chosen)
         assert file.startswith(str(tmp_path))
@@ -390,7 +390,7 @@ def test_ziglang_compiles_for_a_platform(name: str, tmp_path: Path) -> None:
         for path in (install_folder / PLACE).glob("*.so"):
             assert newest_glibc(path) <= (2, 17)
     if target == HERE:
-        for chosen in library.usable_sets():
+        for chosen in choice.usable_sets():
             assert opened_from(install_folder, chosen)[1:] == (chosen, "")
 
 

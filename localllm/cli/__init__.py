@@ -282,6 +282,9 @@ def _add_doctor(parser: Parser) -> None:
     parser.add_argument(
         "--report", action="store_true", help="print a report to paste into an issue, without user names or keys"
     )
+    help = "only the problems, the best model that fits, and the next command"
+    parser.add_argument("--brief", action="store_true", help=help)
+    parser.add_argument("--network", action="store_true", help="also check that the hub can be reached")
     parser.add_argument("--server", action="store_true", help="check a running server and its parts")
     parser.add_argument(
         "--url", metavar="URL", help="with --server: the server; default: the one running on this machine"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.config.setting_spec import SettingSpec
-from localllm.config.settings import SETTINGS, EngineConfig, ModelTable, ServerConfig, Settings, Source
+from localllm.config.settings import SETTINGS, EngineConfig, ModelTable, PicksTable, ServerConfig, Settings, Source
 from localllm.errors import ConfigError
 from localllm.files.folders import config_home
 
@@ -27,7 +27,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, 
     explicit_file = file or (Path(environ["LOCALLLM_CONFIG"]) if environ.get("LOCALLLM_CONFIG") else None)
     path = explicit_file or default_config_path(environ)
     in_file = dict(_read_file(path, must_exist=explicit_file is not None))
-    tables = in_file.pop("models", {})
+    tables, picks = in_file.pop("models", {}), in_file.pop("picks", None)
     layers: list[tuple[Source, Mapping[str, Any]]] = [
         ("file", in_file),
         (
@@ -46,7 +46,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, 
             values[name], sources[name] = SETTINGS[name].parse(raw), source
     engine = EngineConfig(**{f.name: values[f.name] for f in fields(EngineConfig) if f.name in values})
     server = ServerConfig(**{f.name: values[f.name] for f in fields(ServerConfig) if f.name in values})
-    return Settings(engine, server, sources, _read_tables(tables, path), path)
+    return Settings(engine, server, sources, _read_tables(tables, path), path, _read_picks(picks, path))
 
 
 def default_config_path(environ: Mapping[str, str] | None = None) -> Path:
@@ -89,3 +89,24 @@ def _read_tables(tables: Any, path: Path) -> dict[str, ModelTable]:
         EngineConfig(**engine)  # report a value out of range now, not when the model is first requested
         read[name] = ModelTable(name, engine, values.pop("alias", ()), **values)
     return read
+
+
+def _read_picks(table: Any, path: Path) -> PicksTable | None:
+    """Return the `[picks]` table. `file` is relative to the config file."""
+    if table is None:
+        return None
+    known = {"file", "pick"}
+    if not isinstance(table, dict) or (unknown := sorted(table.keys() - known)):
+        why = f"Unknown: {unknown[0]!r}. " if isinstance(table, dict) else ""
+        hint = '[picks] with file = "PATH", or one [[picks.pick]] for each model'
+        raise ConfigError(f"{path}: picks must be a table with file or pick.", f"{why}Known: file, pick.", hint)
+    if len(table) != 1:
+        raise ConfigError(f"{path}: [picks] needs either file or pick.", "It has both." if table else "It has none.")
+    if "file" not in table:
+        entries = table["pick"]
+        if not isinstance(entries, list):
+            raise ConfigError(f"{path}: [picks] pick is not a list.", "Write one [[picks.pick]] for each model.")
+        return PicksTable(path, entries=tuple(entries))
+    if not isinstance(table["file"], str):
+        raise ConfigError(f"{path}: [picks] file = {table['file']!r} is not a path.")
+    return PicksTable(path, file=path.parent / Path(table["file"]).expanduser())

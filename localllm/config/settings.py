@@ -341,6 +341,15 @@ class ModelTable:
 
 
 @dataclass(frozen=True, slots=True)
+class PicksTable:
+    """The `[picks]` table of the config file: a list of suggested models in place of localllm's own."""
+
+    source: Path  # the config file
+    file: Path | None = None  # a file with the list; None: the entries are in the config file
+    entries: tuple[Any, ...] = ()  # checked where they are read (models/library/pick_list.py)
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """Both configurations, the source of every field, and the models that have a table in the config file."""
 
@@ -349,6 +358,7 @@ class Settings:
     sources: Mapping[str, Source] = field(default_factory=dict)
     models: Mapping[str, ModelTable] = field(default_factory=dict)
     file: Path | None = None  # path of the config file, even if it does not exist; None: none was searched
+    picks: PicksTable | None = None  # None: localllm's own list
 
     def value(self, name: str) -> Any:
         return getattr(self.engine if hasattr(self.engine, name) else self.server, name)

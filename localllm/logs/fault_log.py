@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from localllm.logs.log_file import log_folder
 
@@ -45,6 +45,24 @@ class Fault:
     at_s: float  # time.time()
     where: str  # the thread, task or request
     what: str  # one line
+
+
+class Crash(NamedTuple):
+    """The end of a server by a native crash, as faulthandler wrote it."""
+
+    path: Path
+    what: str  # one line: Fatal Python error: Segmentation fault
+    at_s: float  # time.time() of the last line written
+
+
+def last_crash(folder: Path | None = None) -> Crash | None:
+    """Return the latest native crash of any server of this user; None: there is none in the logs."""
+    found = []
+    for path in (folder or log_folder()).glob("faults-*.log*"):
+        with suppress(OSError), path.open(errors="replace") as file:
+            lines = [line.strip() for line in file if line.startswith(_CRASH)]
+            found += [Crash(path, lines[-1], os.fstat(file.fileno()).st_mtime)] if lines else []
+    return max(found, key=lambda crash: crash.at_s, default=None)
 
 
 class FaultLog:

@@ -16,14 +16,15 @@ import mmap
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from localllm.files.folders import cache_folder, write_whole
+from localllm.machine.cpu import last_cache_bytes
 from localllm.machine.hardware import Hardware
-from localllm.units import parse_bytes
 
 FILE = "bandwidth.json"
 BUFFER_BYTES = 64 * 1024**2  # at least; twice the last cache if that is more
@@ -31,14 +32,14 @@ MOST_BYTES = 256 * 1024**2
 MOST_SHARE = 1 / 8  # of the available memory; a machine with less for the buffer is not measured
 READ_S = 0.015  # time for reading; filling the buffer takes about as long
 MOST_PASSES = 8
+RAN_SHARE = 0.8  # of a pass; with less, other work had the processor
+MOST_RESOLUTION_S = 1e-4
 FILLED, SEARCHED = 1, 0  # zeros would be one shared page, which the caches hold
 
 
 def memory_bandwidth(hardware: Hardware) -> float | None:
-    """Return bytes/s, from the cache folder or measured now, which takes up to 50 ms. None: it cannot be measured here.
-
-    A measurement beside other work gives less than the machine can do; the file may be deleted to measure again.
-    """
+    """Return bytes/s, from the cache folder or measured now, which takes up to 50 ms. None: it cannot be measured here,
+    or other work took the processors meanwhile; the next call measures again."""
     path, machine = cache_folder() / FILE, _machine(hardware)
     kept = _read(path, machine)
     if kept is not None:
@@ -52,7 +53,8 @@ def memory_bandwidth(hardware: Hardware) -> float | None:
 
 
 def measure(hardware: Hardware) -> float | None:
-    """Read a buffer in as many threads as the process may use cores. Return the bytes/s of the best pass."""
+    """Read a buffer in as many threads as the process may use cores. Return the bytes/s of the best pass; None if there
+    is too little memory, or if other work took processors in every pass."""
     libc = _libc()
     size = min(MOST_BYTES, max(BUFFER_BYTES, 2 * last_cache_bytes()))
     if libc is None or size > hardware.ram_available_bytes * MOST_SHARE:
@@ -71,7 +73,7 @@ def measure(hardware: Hardware) -> float | None:
         buffer.close()
 
 
-def _best_pass(libc: Any, addresses: list[int], part: int) -> float:
+def _best_pass(libc: Any, addresses: list[int], part: int) -> float | None:
     """Fill the parts, then read them all at once several times. Return the bytes/s of the fastest pass."""
     together = threading.Barrier(len(addresses))  # each thread takes one part, and all begin at once
 
@@ -79,33 +81,39 @@ def _best_pass(libc: Any, addresses: list[int], part: int) -> float:
         together.wait()
         libc.memset(address, FILLED, part)
 
-    def read(address: int) -> tuple[float, float]:
+    def read(address: int) -> _Span:
         together.wait()
-        began = time.perf_counter()
+        began_s, busy_s = time.perf_counter(), time.thread_time()
         libc.memchr(address, SEARCHED, part)
-        return began, time.perf_counter()
+        return _Span(began_s, time.perf_counter(), time.thread_time() - busy_s)
 
-    best, end = math.inf, None
+    best = math.inf
     with ThreadPoolExecutor(len(addresses), "bandwidth") as threads:
         list(threads.map(fill, addresses))
-        end = time.perf_counter() + READ_S
+        end_s = time.perf_counter() + READ_S
         for _ in range(MOST_PASSES):
-            begins, ends = zip(*threads.map(read, addresses), strict=True)
-            best = min(best, max(ends) - min(begins))
-            if ends[0] > end:
+            best = min(best, undisturbed_s(list(threads.map(read, addresses))))
+            if time.perf_counter() > end_s:
                 break
-    return part * len(addresses) / best
+    return None if math.isinf(best) else part * len(addresses) / best
 
 
-def last_cache_bytes(processors: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return the size of all last-level caches of this machine's processors; 0: the system does not say."""
-    caches: dict[tuple[int, str], int] = {}
-    for folder in processors.glob("cpu[0-9]*/cache/index[0-9]*"):
-        with suppress(OSError, ValueError):
-            level, shared, size = ((folder / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
-            caches[int(level), shared] = parse_bytes(size)
-    last = max((level for level, _ in caches), default=0)
-    return sum(size for (level, _), size in caches.items() if level == last)
+class _Span(NamedTuple):
+    """One thread's pass over its part."""
+
+    began_s: float
+    ended_s: float
+    busy_s: float  # of that time, how long the thread ran
+
+
+def undisturbed_s(spans: Sequence[_Span]) -> float:
+    """Return the seconds of a pass by all threads; infinity if one of them had to wait for a processor."""
+    lasted = max(span.ended_s for span in spans) - min(span.began_s for span in spans)
+    ran = min(span.busy_s / max(span.ended_s - span.began_s, 1e-9) for span in spans)
+    together = max(span.ended_s - span.began_s for span in spans) / max(lasted, 1e-9)
+    if time.get_clock_info("thread_time").resolution > MOST_RESOLUTION_S:  # Windows counts in steps of 16 ms
+        ran = together
+    return lasted if min(ran, together) >= RAN_SHARE else math.inf
 
 
 def _libc() -> Any:
@@ -128,6 +136,6 @@ def _read(path: Path, machine: dict[str, Any]) -> float | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         speed = float(kept.pop("bytes_per_s"))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return speed if kept == machine and 0 < speed < math.inf else None

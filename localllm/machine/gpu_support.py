@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from localllm.errors import ConfigError
 from localllm.machine.hardware import MIN_COMPUTE_CAPABILITY, as_text, open_nvml
+from localllm.machine.install_kind import how_to_install
 
 DRIVER_FOR_CUDA = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """The oldest Linux driver that runs programs built with any CUDA of this major version (NVIDIA's release notes)."""
@@ -63,7 +64,7 @@ def gpu_problems() -> list[GpuProblem]:
     import torch
 
     built_for = TorchFacts(torch.__version__, torch.version.cuda, tuple(torch.cuda.get_arch_list()))
-    nvidia = _read_nvidia()
+    nvidia = read_nvidia()
     found = judge_gpus(nvidia, built_for)
     if nvidia.gpus:
         found += judge_compiler(read_compiler())
@@ -80,8 +81,24 @@ def judge_gpus(nvidia: NvidiaFacts, built_for: TorchFacts) -> list[GpuProblem]:
         return [GpuProblem(f"The driver ({nvidia.driver}) sees no GPU.", "In a container: start it with --gpus all.")]
     if built_for.cuda is None:
         what = f"There is an NVIDIA GPU, but torch {built_for.version} is not a CUDA build."
-        return [GpuProblem(what, "pip install --force-reinstall torch")]
+        return [GpuProblem(what, how_to_install("torch"))]
     return [*_driver_problems(nvidia, built_for), *_capability_problems(nvidia, built_for)]
+
+
+def judge_driver(nvidia: NvidiaFacts) -> list[GpuProblem]:
+    """Return what to do where torch is not installed yet: the builds that this driver runs, or that it is too old."""
+    if not nvidia.gpus or nvidia.cuda is None:
+        return judge_gpus(nvidia, TorchFacts("", None, ()))[:1]
+    name = nvidia.gpus[0][0]
+    runs = ".".join(map(str, nvidia.cuda))
+    what = f"torch is not installed. {name} has driver {nvidia.driver}, which runs builds for CUDA up to {runs}"
+    oldest = min(DRIVER_FOR_CUDA)
+    if nvidia.cuda[0] <= oldest:
+        needs = DRIVER_FOR_CUDA[oldest + 1]
+        return [GpuProblem(f"{what}; torch needs driver {needs} or newer.", "Update the driver, then install torch.")]
+    newer = max(DRIVER_FOR_CUDA)
+    warning = "" if nvidia.cuda[0] >= newer else f", and not those for CUDA {newer}"
+    return [GpuProblem(f"{what}{warning}.", how_to_install("torch"))]
 
 
 def judge_compiler(facts: CompilerFacts) -> list[GpuProblem]:
@@ -141,7 +158,7 @@ def _capability_problems(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator
             yield GpuProblem(
                 f"{name} has compute capability {number}; torch {built_for.version} was built for "
                 f"{', '.join(built_for.archs)}.",
-                "Install a newer torch: pip install --upgrade torch",
+                f"Install a newer torch: {how_to_install('torch')}",
             )
 
 
@@ -157,7 +174,8 @@ def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
     return kind == "compute" and not specific and built <= capability
 
 
-def _read_nvidia() -> NvidiaFacts:
+def read_nvidia() -> NvidiaFacts:
+    """Ask the driver through NVML."""
     nvml = open_nvml()
     if nvml is None:
         return NvidiaFacts(None, None, _gpus_by_torch())
@@ -178,8 +196,10 @@ def _read_nvidia() -> NvidiaFacts:
 
 def _gpus_by_torch() -> tuple[tuple[str, tuple[int, int]], ...]:
     """Return the GPUs that torch sees, for systems without NVML (old WSL, some containers)."""
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        return ()
     if not torch.cuda.is_available():
         return ()
     count = torch.cuda.device_count()

@@ -1,7 +1,7 @@
 """The GPUs, CPU and memory of this machine, as plain frozen values.
 
 A missing NVIDIA driver, a missing NVML and a container with a memory limit are all supported. torch and pynvml are
-imported only when needed, so that other commands start fast.
+imported only when needed, so that other commands start fast: without a GPU's driver neither is.
 Does not know: models, how memory is planned (models/fit).
 """
 
@@ -170,7 +170,26 @@ def count_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
 
 
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
+"""Device files of GPU drivers: NVIDIA's, WSL's, Tegra's and AMD's."""
+
+
+def may_have_gpu() -> bool:
+    """Return whether torch has to be asked for GPUs: a driver's device is there. Without one, importing torch would
+    take a second and 200 MiB to find nothing. Off Linux, NVML answers."""
+    if "torch" in sys.modules or any(Path(path).exists() for path in GPU_DEVICES):
+        return True
+    if sys.platform in ("linux", "darwin"):
+        return False
+    nvml = open_nvml()
+    if nvml is not None:
+        nvml.nvmlShutdown()
+    return nvml is not None
+
+
 def _read_gpus() -> tuple[Gpu, ...]:
+    if not may_have_gpu():
+        return ()
     import torch
 
     if not torch.cuda.is_available():

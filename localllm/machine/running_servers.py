@@ -56,6 +56,23 @@ def running_servers() -> list[RunningServer]:
     return sorted(running, key=lambda server: server.began, reverse=True)
 
 
+def listener_in_words(port: int) -> str:
+    """Say who listens on a port, as far as this user may know: a localllm of
+    this user, or the program; empty if nobody is found."""
+    own = next((server for server in running_servers() if urlsplit(server.url).port == port), None)
+    if own is not None:
+        return f"It is yours: localllm (pid {own.pid}) serves {own.model} at {own.url}."
+    try:
+        pids = [
+            connection.pid
+            for connection in psutil.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid
+        ]
+        return f"{psutil.Process(pids[0]).name()} (pid {pids[0]}) is listening on it." if pids else ""
+    except psutil.Error:
+        return ""
+
+
 @cache
 def process_mark() -> str:
     """Return a mark that identifies this process, to be stored with data that it is still writing."""

@@ -17,6 +17,7 @@ import tokenizers
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.files.json_file import read_json_object, read_text
+from localllm.machine.install_kind import how_to_install
 
 CONVERTIBLE = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
 """Tokenizer files of other formats, which transformers can convert to a tokenizer.json."""
@@ -116,7 +117,7 @@ def _no_conversion(path: Path, why: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"{path} has no tokenizer.json.",
         why,
-        "Put the repository's tokenizer.json into the folder, or: pip install sentencepiece protobuf tiktoken",
+        f"Put the repository's tokenizer.json into the folder, or: {how_to_install('sentencepiece protobuf tiktoken')}",
     )
 
 

@@ -22,6 +22,7 @@ from litestar.types import ControllerRouterHandler
 from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.logs.fault_log import FaultLog
+from localllm.machine.install_kind import how_to_install
 from localllm.models.library.hub.downloads import Downloads
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
@@ -110,7 +111,7 @@ def _traces() -> type[Traces]:
         if not str(error.name).startswith("opentelemetry"):
             raise
         what, why = "--otlp-traces-endpoint needs OpenTelemetry.", f"{error}."
-        raise ConfigError(what, why, "pip install 'localllm[otel]'", param="otlp_traces_endpoint") from error
+        raise ConfigError(what, why, how_to_install("localllm[otel]"), param="otlp_traces_endpoint") from error
     return Traces
 
 

@@ -41,7 +41,7 @@ from localllm.models.fit.shares import (
 from localllm.models.fit.split import SplitDevice
 from localllm.models.fit.states import state_places
 from localllm.models.fit.step import DTYPE_BYTES
-from localllm.models.formats.at_load import quantization_in_words, quantization_notes
+from localllm.models.formats.quantization import quantization_in_words, quantization_notes
 from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard

@@ -28,7 +28,7 @@ from localllm.models.fit.parallel import (
 )
 from localllm.models.fit.rank import Measured, RankPlan, ResidentBytes
 from localllm.models.fit.shares import Division
-from localllm.models.formats.at_load import at_load
+from localllm.models.formats.quantization import load_method
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard, divides_by_layers
 from localllm.units import format_count
@@ -51,7 +51,7 @@ def make_plan(
     activations once the model is loaded, one for each rank. ranks: of a loaded model, whose devices and shards stay.
     hardware: memory as it was before the load.
     """
-    at_load(config.quantization, spec.quantization)
+    load_method(config.quantization, spec.quantization)  # raises for a combination that is unsupported
     _check_position_limit(config, spec)
     seen = () if measured is None else (measured,) if isinstance(measured, Measured) else tuple(measured)
     planner = _Planner(config, spec, weights_bytes, hardware, resident_bytes, seen)

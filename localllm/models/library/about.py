@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
+from localllm.models.formats.quantization import quantization_in_words
 from localllm.models.spec.kv_groups import kv_numbers_per_token
 from localllm.units import format_bytes, format_count
 
@@ -76,8 +77,6 @@ def spec_rows(spec: ModelSpec) -> Mapping[str, str]:
 
 def quantization_name(spec: ModelSpec) -> str:
     """Return how the matrices are stored, or why they are unsupported; empty if they are not quantised."""
-    from localllm.models.formats.at_load import quantization_in_words
-
     try:
         return quantization_in_words(spec.quantization)
     except UnsupportedModel as error:

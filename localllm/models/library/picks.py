@@ -1,77 +1,26 @@
-"""Suggested models for a machine without any: those of picks.toml that fit, largest first.
+"""Which of the suggested models fit this machine, the best first: the name to type, its size, context and speed.
 
-The memory plan decides by the sizes in the list, without asking the hub. A model that fits a CPU but would write more
-slowly than people read is left out.
-Does not know: the network, what is installed.
+The memory plan decides by the sizes in the list, without asking the hub and without torch. A model that fits a CPU but
+would write more slowly than people read is left out.
+Does not know: the network, what is installed, how a suggestion is shown.
 """
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import LocalLLMError
-from localllm.machine.hardware import Hardware
-from localllm.models.architectures.read_spec import spec_of_config
+from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit.memory_plan import MemoryPlan
-from localllm.models.fit.plan import make_plan
-from localllm.models.fit.shares import count_shard
-from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.spec.shard import Shard
+from localllm.models.library.pick_list import Pick, read_picks
+from localllm.models.library.pick_sizes import GPU, cpu_read_bytes, cpu_speed, tokens_per_s
 
-LIST = Path(__file__).with_name("picks.toml")
 USEFUL_CONTEXT = 4096
+READING_SPEED = 5.0  # tokens/s, about 230 English words a minute
 CPU_BYTES_PER_CORE = 10**9
-"""Most weight bytes per token and core: a core reads and multiplies about this much ten times a second."""
-
-_SHARED: Mapping[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-    "torch_dtype": "bfloat16",
-}
-"""Config fields that the list leaves out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pick:
-    """One entry of the list."""
-
-    name: str  # the name for `pull`
-    title: str
-    says: str  # what it is good for
-    parameters: int
-    license: str
-    bytes: int
-    cpu_bytes: int
-    bytes_per_token: int
-    config: Mapping[str, Any]
-
-    @property
-    def spec(self) -> ModelSpec:
-        return spec_of_config({**_SHARED, **self.config})
-
-    def plan(self, config: EngineConfig, hardware: Hardware) -> MemoryPlan:
-        """Plan the model. Raises `DoesNotFit`, and the errors of settings that this model does not support."""
-
-        def resident(
-            device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None
-        ) -> int:
-            whole = self.cpu_bytes if device == "cpu" else self.bytes
-            return whole if shard is None else count_shard(self.spec, shard, whole, dtype)
-
-        return make_plan(config, self.spec, self.bytes, hardware, resident_bytes=resident)
-
-
-@cache
-def read_picks() -> tuple[Pick, ...]:
-    """Return the whole list, in its order."""
-    return tuple(Pick(**entry) for entry in tomllib.loads(LIST.read_text(encoding="utf-8"))["pick"])
+"""Most weight bytes per token and core where the bandwidth is unknown: a core reads and multiplies about this much ten
+times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +30,7 @@ class FittingPick:
     pick: Pick
     plan: MemoryPlan
     tokens_per_s: tuple[float, float] | None  # least and most of one answer with a short context; None: unknown
+    gpus: str = ""  # a sentence on which of several GPUs it uses; empty: there are not several
 
     @property
     def name(self) -> str:
@@ -97,29 +47,81 @@ class FittingPick:
         """Tokens of context that fit."""
         return self.plan.max_model_len
 
+    @property
+    def speed(self) -> str:
+        """The speed for display, "" if unknown: `11 to 24 tokens/s`."""
+        if self.tokens_per_s is None:
+            return ""
+        least, most = (f"{round_speed(each):,g}" for each in self.tokens_per_s)
+        return f"about {least} tokens/s" if least == most else f"{least} to {most} tokens/s"
+
 
 def fitting_picks(
     hardware: Hardware, settings: Settings, cpu_bandwidth: float | None, count: int = 3
 ) -> list[FittingPick]:
     """Return the entries that fit this machine with a useful context, the best first.
 
-    cpu_bandwidth: bytes/s, from machine/bandwidth.py; None: unknown, and so are speeds on the CPU.
+    cpu_bandwidth: bytes/s, from machine/bandwidth.py; None: unknown, and so are speeds on the CPU. Raises `ConfigError`
+    for a wrong list of one's own.
     """
-    found = picks_for(hardware, settings.of_model("").engine, count)
-    return [FittingPick(pick, plan, None) for pick, plan in found]
-
-
-def picks_for(hardware: Hardware, config: EngineConfig, count: int = 3) -> list[tuple[Pick, MemoryPlan]]:
-    """Return the first entries that fit with a useful context, each with its plan."""
-    found: list[tuple[Pick, MemoryPlan]] = []
-    for pick in read_picks():
+    config = settings.of_model("").engine
+    found: list[FittingPick] = []
+    for pick in read_picks(settings.picks).picks:
+        if len(found) == count:
+            break
         try:
             plan = pick.plan(config, hardware)
         except LocalLLMError:
             continue
-        quick = plan.device != "cpu" or pick.bytes_per_token <= CPU_BYTES_PER_CORE * hardware.cpu_cores
-        if quick and plan.max_model_len >= USEFUL_CONTEXT:
-            found.append((pick, plan))
-        if len(found) == count:
-            break
+        speed = _speed(pick, plan, hardware, config, cpu_bandwidth)
+        if plan.max_model_len >= USEFUL_CONTEXT and _is_quick(pick, plan, hardware, speed):
+            found.append(FittingPick(pick, plan, speed, _gpus_in_words(plan, hardware)))
     return found
+
+
+def round_speed(speed: float) -> float:
+    """Return tokens/s with two significant digits, since more would claim too much."""
+    return float(f"{speed:.2g}")
+
+
+def _is_quick(pick: Pick, plan: MemoryPlan, hardware: Hardware, speed: tuple[float, float] | None) -> bool:
+    if plan.device != "cpu":
+        return True
+    if speed is None:
+        return pick.bytes_per_token <= CPU_BYTES_PER_CORE * hardware.cpu_cores
+    return sum(speed) / 2 >= READING_SPEED
+
+
+def _speed(
+    pick: Pick, plan: MemoryPlan, hardware: Hardware, config: EngineConfig, cpu_bandwidth: float | None
+) -> tuple[float, float] | None:
+    """Return tokens/s; None without a bandwidth, and for several ranks, whose exchange has not been measured."""
+    is_mixture = pick.spec.mixture is not None
+    if plan.ranks:
+        return None
+    if plan.device == "cpu":
+        if cpu_bandwidth is None:
+            return None
+        sizes = pick.name, pick.bytes, pick.parameters, pick.bytes_per_token
+        return tokens_per_s(
+            cpu_read_bytes(*sizes, config, plan.dtype), cpu_bandwidth, cpu_speed(), is_mixture=is_mixture
+        )
+    gpu = next(gpu for gpu in hardware.gpus if f"cuda:{gpu.index}" == plan.device)
+    bandwidth = gpu.place.bandwidth
+    return None if bandwidth is None else tokens_per_s(pick.bytes_per_token, bandwidth, GPU, is_mixture=is_mixture)
+
+
+def _gpus_in_words(plan: MemoryPlan, hardware: Hardware) -> str:
+    """Say which GPUs the model uses, and which stay free for another one."""
+    usable = [gpu for gpu in hardware.gpus if gpu.is_supported]
+    if len(usable) < 2 or plan.device == "cpu":
+        return ""
+    devices = {rank.device for rank in plan.ranks} or {plan.device}
+    used = [gpu for gpu in usable if f"cuda:{gpu.index}" in devices]
+    free = [gpu for gpu in usable if gpu not in used]
+    words = f"Runs on {_names(used)}"
+    return f"{words}; {_names(free)} {'stays' if len(free) == 1 else 'stay'} free." if free else f"{words}."
+
+
+def _names(gpus: list[Gpu]) -> str:
+    return " and ".join(f"GPU {gpu.index} ({gpu.name})" for gpu in gpus)

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from localllm.kernels.cpu.native.library import Pool, open_library, usable_sets
+from localllm.kernels.cpu.native.choice import usable_sets
+from localllm.kernels.cpu.native.library import Pool, open_library
 from localllm.kernels.cpu.native.sources import FOLDER, library_name
 from localllm.kernels.cpu.native.structures import MAX_ROWS, Kind
 from tests.kernels.cpu.layouts import SMALLEST_K, Packed, bias_of, draw

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from localllm.kernels.causal_conv import causal_conv_reference
 from localllm.kernels.cpu import recurrent
-from localllm.kernels.cpu.native.library import Library, Pool, native, usable_sets, why_none
+from localllm.kernels.cpu.native.choice import usable_sets
+from localllm.kernels.cpu.native.library import Library, Pool, native, why_none
 from localllm.kernels.gated_delta import gated_delta_reference
 from localllm.kernels.gated_norm import gated_norm_reference
 from localllm.kernels.layer_state import StateStep

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from localllm.kernels.cpu.native import library
+from localllm.kernels.cpu.native import choice, library
 
 DRIVER = Path(__file__).with_name("sanitized.c")
 FLAGS = ["-O1", "-g", "-std=gnu11", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi", "-march=x86-64-v3"]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("avx2" not in library.usable_sets(), reason="needs a processor with AVX2")
+@pytest.mark.skipif("avx2" not in choice.usable_sets(), reason="needs a processor with AVX2")
 @pytest.mark.skipif(not sys.platform.startswith("linux") or shutil.which("cc") is None, reason="needs cc on Linux")
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_sanitizers_find_nothing(sanitizer: str, tmp_path: Path) -> None:

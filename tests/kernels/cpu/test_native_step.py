@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.cpu.native.library import Library, Pool, open_library, usable_sets, why_none
+from localllm.kernels.cpu.native.choice import usable_sets
+from localllm.kernels.cpu.native.library import Library, Pool, open_library, why_none
 from localllm.kernels.cpu.native.structures import (
     MAX_ROWS,
     Activation,

@@ -22,7 +22,8 @@ from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.models.architectures.read_spec import read_spec
-from localllm.models.formats.at_load import AT_LOAD, at_load, quantization_in_words
+from localllm.models.formats.at_load import AT_LOAD, at_load
+from localllm.models.formats.quantization import quantization_in_words
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
 from scripts.random_weights import SHAPES

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from localllm.errors import UnsupportedModel
 from localllm.models.architectures.read_spec import read_spec
-from localllm.models.formats.at_load import quantization_notes
+from localllm.models.formats.quantization import quantization_notes
 from tests.models.formats.quantised import (
     agrees,
     e2m1,

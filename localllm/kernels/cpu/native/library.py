@@ -8,23 +8,20 @@ One file for each instruction set is in this folder. The best one that the proce
 It is used only if it was compiled from the sources beside it, which a wheel does not have, and if a small product of
 each kind is right.
 LOCALLLM_CPU_SET names another set, or `none`.
-Does not know: models, how weights are packed.
+Does not know: models, how weights are packed, which set is chosen (choice.py).
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
-import platform
 import threading
-from collections.abc import Sequence
 from ctypes import c_char_p, c_double, c_int64, c_void_p
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from localllm.kernels.cpu.native.choice import chosen_set, compile_again
 from localllm.kernels.cpu.native.self_check import is_recurrence_right, wrong_kind
 from localllm.kernels.cpu.native.sources import FOLDER, library_name, source_hash
 from localllm.kernels.cpu.native.structures import (
@@ -47,19 +44,6 @@ from localllm.kernels.cpu.native.structures import (
     Stored,
 )
 
-VARIABLE = "LOCALLLM_CPU_SET"
-AGAIN = "run `pip install -e .` again"
-SETS = {"x86_64": ("avx512vnni", "avxvnni", "avx2"), "aarch64": ("dotprod",)}
-"""Instruction sets by architecture, best first."""
-X86_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"}
-X86_V4 = X86_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-NEEDED = {
-    "avx2": X86_V3,
-    "avxvnni": X86_V3 | {"avx_vnni"},
-    "avx512vnni": X86_V4 | {"avx512_vnni"},
-    "dotprod": {"asimddp", "asimdhp"},
-}
-"""The flags of /proc/cpuinfo that each set needs. Linux names only what it also saves when it switches threads."""
 _RECURRENT: dict[type, str] = {
     NativeConvolution: "localllm_convolve",
     NativeGatedDelta: "localllm_gated_delta",
@@ -246,7 +230,7 @@ def why_none() -> str:
 
 @cache
 def _library_or_reason() -> tuple[Library | None, str]:
-    name, reason = _choose(os.environ.get(VARIABLE, ""), usable_sets(), _compiled_sets())
+    name, reason = chosen_set()
     return (None, reason) if reason else open_library(name)
 
 
@@ -256,63 +240,9 @@ def open_library(name: str) -> tuple[Library | None, str]:
         functions = ctypes.CDLL(str(FOLDER / library_name(name)))
         _declare(functions)
     except (OSError, AttributeError) as error:
-        return None, f"The library for {name} cannot be opened: {error}; {AGAIN}."
+        return None, f"The library for {name} cannot be opened: {error}; {compile_again()}."
     reason = _fault_of(functions)
     return (None, reason) if reason else (Library(functions), "")
-
-
-def _choose(wanted: str, usable: Sequence[str], compiled: Sequence[str]) -> tuple[str, str]:
-    """Return (the set to open, ""), or ("", why there is none). The sets come best first."""
-    if wanted == "none":
-        return "", f"{VARIABLE}=none is set."
-    if not usable:
-        return "", f"This processor ({platform.machine()}) has none of the instruction sets {_known_sets()}."
-    if wanted and wanted not in usable:
-        return "", f"{VARIABLE}={wanted} is set, but this processor runs: {', '.join(usable)}, none."
-    if not compiled:
-        return "", "The package was installed without compiled libraries: a C compiler was missing; " + AGAIN + "."
-    found = [name for name in usable if name in compiled and wanted in ("", name)]
-    if not found:
-        return "", f"There is no library for {wanted or ' or '.join(usable)}, only for {', '.join(compiled)}; {AGAIN}."
-    return found[0], ""
-
-
-def _known_sets() -> str:
-    return ", ".join(name for names in SETS.values() for name in names)
-
-
-def usable_sets() -> list[str]:
-    """Return the sets whose instructions this processor and its system run, best first."""
-    machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
-    candidates = SETS.get(machine, ())
-    system = platform.system()
-    if system == "Linux":
-        flags = _cpuinfo_flags(Path("/proc/cpuinfo"))
-        return [name for name in candidates if NEEDED[name] <= flags]
-    if system == "Darwin":
-        return [name for name in candidates if name == "dotprod"]  # every Apple processor since the M1
-    return [name for name in candidates if _torch_sees(name)]
-
-
-def _cpuinfo_flags(path: Path) -> set[str]:
-    """Return the instructions that all processors of /proc/cpuinfo have."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return set()
-    each = [set(line.partition(":")[2].split()) for line in lines if line.startswith(("flags", "Features"))]
-    return set.intersection(*each) if each else set()
-
-
-def _torch_sees(name: str) -> bool:
-    """Return whether torch finds a set's instructions, on systems that have no /proc/cpuinfo."""
-    if name == "avx2":
-        return torch.cpu._is_avx2_supported()
-    return name == "avx512vnni" and torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()
-
-
-def _compiled_sets() -> list[str]:
-    return [name for names in SETS.values() for name in names if (FOLDER / library_name(name)).exists()]
 
 
 def _gomp_parallel() -> int | None:
@@ -360,7 +290,7 @@ def _fault_of(functions: ctypes.CDLL) -> str:
     """Return why an opened library cannot be used; empty if it can."""
     expected = source_hash()
     if expected and functions.localllm_source_hash().decode() != expected:
-        return f"The compiled libraries are older than their sources; {AGAIN}."
+        return f"The compiled libraries are older than their sources; {compile_again()}."
     structures = (
         NativeMatrix, NativeAttention, NativeExperts, NativeOperation, NativeRow, NativeConvolution, NativeGatedDelta,
         NativeSelectiveScan, NativeGatedNorm, NativeStateRows, NativeStateRow,

@@ -12,8 +12,6 @@ from typing import Any
 
 from localllm.errors import CorruptModel, ModelError, UnsupportedModel
 from localllm.models.architectures.transformers_backend.config_class import first_line, load_config
-from localllm.models.architectures.transformers_backend.mixers import find_mixers
-from localllm.models.architectures.transformers_backend.module import module_on_meta
 from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
 
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions", "model_max_length")
@@ -144,7 +142,10 @@ def _window(config: Any, architecture: str, windowed: tuple[bool, ...]) -> int:
 
 
 def _recurrent(path: Path, architecture: str, *, trust_remote_code: bool) -> RecurrentSpec:
-    """Return the sizes of the states that the class keeps, from a model without data."""
+    """Return the sizes of the states that the class keeps, from a model without data. Only this needs torch."""
+    from localllm.models.architectures.transformers_backend.mixers import find_mixers
+    from localllm.models.architectures.transformers_backend.module import module_on_meta
+
     mixers = find_mixers(module_on_meta(path, trust_remote_code=trust_remote_code), architecture)
     if not mixers:
         raise UnsupportedModel(

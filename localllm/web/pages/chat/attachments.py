@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from localllm.errors import RequestError, UnsupportedOption
+from localllm.machine.install_kind import how_to_install
 from localllm.units import format_bytes
 
 MAX_FILE_BYTES = 1_000_000
@@ -107,7 +108,7 @@ async def _pdf_text(name: str, body: bytes) -> str:
     except ImportError:
         raise UnsupportedOption(
             f"{name} is a PDF, and the package that reads PDFs is not installed.",
-            hint="Install it with: pip install 'localllm[pdf]'",
+            hint=f"Install it with: {how_to_install('localllm[pdf]')}",
         ) from None
     async with _one_pdf:  # so a slow PDF occupies one thread and not all of them
         return await asyncio.to_thread(_pages_text, name, body)

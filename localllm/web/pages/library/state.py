@@ -15,10 +15,11 @@ from litestar import Request
 
 from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
+from localllm.machine.bandwidth import memory_bandwidth
 from localllm.machine.hardware import Hardware
 from localllm.models.library.hub import client
 from localllm.models.library.hub.downloads import Downloads
-from localllm.models.library.picks import picks_for
+from localllm.models.library.picks import FittingPick, fitting_picks
 from localllm.serving.manager import ModelManager
 from localllm.units import format_bytes, format_count, format_parameters
 from localllm.web.pages.frame.state import once_per_app
@@ -84,20 +85,27 @@ class LibraryState:
         if not self.models.is_bare or num_running(self.downloads):
             return None
         hardware = await self.fits.hardware()
-        found = await asyncio.to_thread(picks_for, hardware, self.settings.of_model("").engine)
-        cards = [
-            PickCard(
-                name=pick.name,
-                url=page_url(pick.name),
-                title=pick.title,
-                says=pick.says,
-                download=format_bytes(pick.bytes),
-                memory=f"{format_bytes(plan.total_bytes)} in memory, up to {format_count(plan.max_model_len)} tokens",
-                license=f"{format_parameters(pick.parameters)} parameters, {pick.license}",
-            )
-            for pick, plan in found
-        ]
+        found = await asyncio.to_thread(self._fitting, hardware)
+        cards = [_card(each) for each in found]
         return Picks(tuple(cards), machine_words(hardware), self.is_offline)
+
+    def _fitting(self, hardware: Hardware) -> list[FittingPick]:
+        """Return the models that fit. The first call on a machine measures its memory for up to 50 ms."""
+        return fitting_picks(hardware, self.settings, memory_bandwidth(hardware))
+
+
+def _card(found: FittingPick) -> PickCard:
+    pick = found.pick
+    memory = f"{format_bytes(found.plan.total_bytes)} in memory, up to {format_count(found.max_model_len)} tokens"
+    return PickCard(
+        name=pick.name,
+        url=page_url(pick.name),
+        title=pick.title,
+        says=" ".join(filter(None, (pick.says, found.gpus))),
+        download=format_bytes(pick.bytes),
+        memory=", ".join(filter(None, (memory, found.speed))),
+        license=", ".join(filter(None, (f"{format_parameters(pick.parameters)} parameters", pick.license))),
+    )
 
 
 def machine_words(hardware: Hardware) -> str:

@@ -1,0 +1,165 @@
+"""The list of suggested models: picks.toml beside this file, or the list that the config file names instead.
+
+    date = 2026-11-23            optional in a list of one's own
+    [[pick]]
+    name = "org/name:Q4_K_M"     what `localllm up` takes
+    bytes = 2_740_000_000        of the files to download, and of the weights in a GPU's memory
+    parameters = 4_200_000_000
+    config = { ... }             of config.json what the memory plan reads: architectures and sizes
+    title, says, license         optional, for display
+    bytes_per_token              optional: weight bytes that one token reads, fewer than `bytes` in a mixture of experts
+
+Does not know: which entries fit (picks.py), the network.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import date
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from localllm.config.settings import EngineConfig, PicksTable
+from localllm.errors import ConfigError, LocalLLMError
+from localllm.machine.hardware import Hardware
+from localllm.models.architectures.read_spec import spec_of_config
+from localllm.models.fit.memory_plan import MemoryPlan
+from localllm.models.fit.plan import make_plan
+from localllm.models.fit.shares import count_shard
+from localllm.models.library.names import parse_name
+from localllm.models.library.pick_sizes import cpu_weight_bytes
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.shard import Shard
+
+LIST = Path(__file__).with_name("picks.toml")
+OLD_AFTER_MONTHS = 12
+"""Newer models answer better at the same size, so an older list says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """One entry of the list."""
+
+    name: str  # the name for `up`, `run` and `pull`
+    bytes: int
+    parameters: int
+    config: Mapping[str, Any]
+    title: str = ""
+    says: str = ""  # what it is good for
+    license: str = ""
+    bytes_per_token: int = 0
+
+    @property
+    def spec(self) -> ModelSpec:
+        return spec_of_config({"torch_dtype": "bfloat16", **self.config})
+
+    def plan(self, config: EngineConfig, hardware: Hardware) -> MemoryPlan:
+        """Plan the model. Raises `DoesNotFit`, and the errors of settings that this model does not support."""
+
+        def resident(
+            device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None
+        ) -> int:
+            whole = self.cpu_bytes(config, dtype) if device == "cpu" else self.bytes
+            return whole if shard is None else count_shard(self.spec, shard, whole, dtype)
+
+        return make_plan(config, self.spec, self.bytes, hardware, resident_bytes=resident)
+
+    def cpu_bytes(self, config: EngineConfig, dtype: str = "float32") -> int:
+        """Return the bytes of the weights in RAM, as a CPU holds them."""
+        return cpu_weight_bytes(self.name, self.bytes, self.parameters, self.spec, config, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PickList:
+    """The entries in the order of the list, largest first, and its age."""
+
+    picks: tuple[Pick, ...]
+    date: date | None  # None: a list of one's own that does not say
+    source: str  # the file it was read from
+
+    def age_months(self, today: date) -> int:
+        """Return the whole months since the list's date; 0 without a date."""
+        if self.date is None:
+            return 0
+        months = 12 * (today.year - self.date.year) + today.month - self.date.month
+        return max(0, months - (today.day < self.date.day))
+
+    def is_old(self, today: date) -> bool:
+        return self.age_months(today) >= OLD_AFTER_MONTHS
+
+
+def read_picks(table: PicksTable | None = None) -> PickList:
+    """Return the list of the config file's [picks] table; without one, localllm's own. Raises `ConfigError` that names
+    the entry and the field that is wrong."""
+    if table is None:
+        return _own_list()
+    if table.file is None:
+        return _list(table.entries, None, f"[picks] of {table.source}")
+    return _read_file(table.file)
+
+
+@cache
+def _own_list() -> PickList:
+    return _read_file(LIST)
+
+
+def _read_file(path: Path) -> PickList:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"Cannot read the list of suggested models {path}.", f"{why}.", "[picks] file") from error
+    since, entries = content.get("date"), content.get("pick", [])
+    if since is not None and not isinstance(since, date):
+        raise ConfigError(f"{path}: date = {since!r} is not a date.", "TOML writes one without quotes: 2026-11-23.")
+    if not isinstance(entries, list) or (unknown := sorted(content.keys() - {"date", "pick"})):
+        why = f"Unknown: {unknown[0]!r}." if isinstance(entries, list) else "pick is not a list of tables."
+        raise ConfigError(f"{path} is not a list of suggested models.", f"{why} It has a date and [[pick]] tables.")
+    return _list(entries, since, str(path))
+
+
+def _list(entries: Any, since: date | None, source: str) -> PickList:
+    picks = tuple(_pick(entry, f"{source}, pick {number}") for number, entry in enumerate(entries, 1))
+    return PickList(picks, since, source)
+
+
+def _pick(entry: Any, where: str) -> Pick:
+    """Return one entry. Raises `ConfigError` for a missing, unknown or impossible field."""
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where} is not a table.", "An entry is a table [[pick]] with a name and sizes.")
+    known = [each.name for each in fields(Pick)]
+    if unknown := sorted(entry.keys() - set(known)):
+        raise ConfigError(f"{where}: unknown field {unknown[0]!r}.", f"Known: {', '.join(known)}.")
+    for name, kind, is_required in (
+        ("name", str, True), ("bytes", int, True), ("parameters", int, True), ("config", Mapping, True),
+        ("title", str, False), ("says", str, False), ("license", str, False), ("bytes_per_token", int, False),
+    ):  # fmt: skip
+        if name not in entry and is_required:
+            raise ConfigError(f"{where} has no {name}.", f"Needed: {', '.join(known[:4])}.")
+        if name in entry and (not isinstance(entry[name], kind) or isinstance(entry[name], bool)):
+            expected = {str: "text", int: "a whole number"}.get(kind, "a table")
+            raise ConfigError(f"{where}: {name} = {entry[name]!r} is not {expected}.")
+        if kind is int and name in entry and entry[name] <= 0:
+            raise ConfigError(f"{where}: {name} = {entry[name]} is not positive.")
+    pick = Pick(**{"title": _title(entry["name"]), "bytes_per_token": entry["bytes"], **entry})
+    _require_possible(pick, where)
+    return pick
+
+
+def _require_possible(pick: Pick, where: str) -> None:
+    if not parse_name(pick.name).is_repository:
+        why = "A suggestion is a model of the hub: ORG/NAME, or ORG/NAME:QUANT for one of several GGUF files."
+        raise ConfigError(f"{where}: {pick.name!r} is not the name of a repository.", why)
+    if pick.bytes_per_token > pick.bytes:
+        raise ConfigError(f"{where}: bytes_per_token is more than bytes.", "A token reads each weight once at most.")
+    try:
+        assert pick.spec.num_layers > 0
+    except LocalLLMError as error:
+        raise ConfigError(f"{where}: its config describes no model that localllm runs.", str(error)) from error
+
+
+def _title(name: str) -> str:
+    return parse_name(name).base.rpartition("/")[2].removesuffix("-GGUF")

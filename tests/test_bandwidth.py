@@ -1,0 +1,152 @@
+"""The memory bandwidth: measured in a moment, kept for this machine, and unknown rather than wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from localllm.files.folders import cache_folder
+from localllm.machine import bandwidth
+from localllm.machine.bandwidth import BUFFER_BYTES, memory_bandwidth, undisturbed_s
+from localllm.machine.cpu import fast_instructions, last_cache_bytes, read_cpu_flags
+from localllm.machine.hardware import Hardware, count_cores
+
+HERE = Hardware((), "CPU", count_cores(), 8 << 30, 6 << 30)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def _span(began_s: float, ended_s: float, busy_s: float) -> bandwidth._Span:
+    return bandwidth._Span(began_s, ended_s, busy_s)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_a_measurement_is_plausible_or_unknown(cores: int) -> None:
+    """Between a slow board of 2012 and the fastest memory of a server. Under load it may be unknown."""
+    found = bandwidth.measure(replace(HERE, cpu_cores=cores))
+    assert found is None or 1e8 < found < 5e12
+
+
+def test_little_memory_is_not_taken() -> None:
+    assert bandwidth.measure(replace(HERE, ram_available_bytes=2 * BUFFER_BYTES)) is None
+
+
+def test_the_buffer_is_written_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that were never written are one page of zeros, which is in a cache. A passing search finds nothing."""
+    asked: list[tuple[str, int, int]] = []
+    libc = bandwidth._libc()
+    assert libc is not None
+
+    class Watched:
+        def memset(self, address: int, value: int, count: int) -> None:
+            asked.append(("memset", address, count))
+            libc.memset(address, value, count)
+
+        def memchr(self, address: int, value: int, count: int) -> None:
+            asked.append(("memchr", address, count))
+            assert libc.memchr(address, value, count) is None  # it has read all of its part
+
+    monkeypatch.setattr(bandwidth, "_libc", Watched)
+    bandwidth.measure(replace(HERE, cpu_cores=2))
+    filled = {(address, count) for name, address, count in asked if name == "memset"}
+    read = {(address, count) for name, address, count in asked if name == "memchr"}
+    assert filled == read
+    (first, size), (second, _) = sorted(filled)
+    assert second - first == size
+    assert 2 * size >= BUFFER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("spans", "seconds"),
+    [
+        ([_span(0.0, 1.0, 1.0), _span(0.05, 1.1, 1.0)], 1.1),
+        ([_span(0.0, 1.0, 1.0), _span(0.0, 1.0, 0.5)], math.inf),  # the second waited for a processor
+        ([_span(0.0, 1.0, 1.0), _span(1.0, 2.0, 1.0)], math.inf),  # one after the other, on one processor
+    ],
+)
+def test_a_disturbed_pass_does_not_count(spans: list[bandwidth._Span], seconds: float) -> None:
+    assert undisturbed_s(spans) == pytest.approx(seconds)
+
+
+def test_it_is_measured_once_for_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([3e10, None, 5e10])
+    monkeypatch.setattr(bandwidth, "measure", lambda hardware: next(answers))
+    assert [memory_bandwidth(HERE) for _ in range(3)] == [3e10] * 3
+    other = replace(HERE, cpu_cores=HERE.cpu_cores + 1)
+    assert memory_bandwidth(other) is None  # not stored: the next call measures again
+    assert memory_bandwidth(other) == 5e10
+    assert json.loads((cache_folder() / "bandwidth.json").read_text())["cores"] == other.cpu_cores
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"bytes_per_s": "x"}', '{"bytes_per_s": -1}', '{"bytes_per_s": NaN}', "\x00", "[" * 9000]
+)
+def test_a_damaged_file_is_measured_anew(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache_folder().mkdir(parents=True)
+    (cache_folder() / "bandwidth.json").write_text(text)
+    monkeypatch.setattr(bandwidth, "measure", lambda hardware: 2e10)
+    assert memory_bandwidth(HERE) == 2e10
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o500)
+    monkeypatch.setattr(bandwidth, "measure", lambda hardware: 2e10)
+    assert memory_bandwidth(HERE) == 2e10
+
+
+def test_a_file_where_the_cache_should_be_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "localllm").write_text("")
+    monkeypatch.setattr(bandwidth, "measure", lambda hardware: 2e10)
+    assert memory_bandwidth(HERE) == 2e10
+
+
+# ---- the processor ---------------------------------------------------------------------------------------------------
+
+
+def _cache(root: Path, processor: int, index: int, level: int, size: str, shared: str) -> None:
+    folder = root / f"cpu{processor}" / "cache" / f"index{index}"
+    folder.mkdir(parents=True)
+    for name, text in (("level", str(level)), ("size", size), ("shared_cpu_list", shared)):
+        (folder / name).write_text(text + "\n")
+
+
+def test_shared_caches_count_once(tmp_path: Path) -> None:
+    for processor in range(4):
+        _cache(tmp_path, processor, 2, 2, "1024K", str(processor))
+        _cache(tmp_path, processor, 3, 3, "32768K", "0-1" if processor < 2 else "2-3")
+    (tmp_path / "cpufreq").mkdir()
+    assert last_cache_bytes(tmp_path) == 64 << 20
+    assert last_cache_bytes(tmp_path / "absent") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("flags\t\t: fpu avx2 fma\nflags\t\t: fpu avx2\n", ("AVX2",)),
+        ("flags : avx2 avx512f avx512_vnni amx_tile\n", ("AVX2", "AVX-512", "VNNI", "AMX")),
+        ("flags : avx2 avx_vnni avx512_vnni\n", ("AVX2", "VNNI")),
+        ("Features : fp asimd asimddp i8mm\n", ("dot products", "I8MM")),
+        ("model name : something\n", ()),
+    ],
+)
+def test_only_instructions_of_all_processors_count(text: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    assert fast_instructions(read_cpu_flags(tmp_path / "cpuinfo")) == names
+    assert read_cpu_flags(tmp_path / "absent") == set()
+
+
+def test_it_takes_no_torch() -> None:
+    code = "import sys; from localllm.machine import bandwidth; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[]"
