@@ -8,7 +8,6 @@ suggested. Does not know: what a setting does, where else it can come from (conf
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import groupby
@@ -62,7 +61,9 @@ def refuse_unknown(leftover: Sequence[str], known: Iterable[str], hint: str) -> 
         raise UnsupportedOption(f"{flag} is not supported.", UNSUPPORTED[name], f"leave {flag} out", param=flag)
     if not flag.startswith("-"):
         raise ConfigError(f"Unexpected argument {word!r}.", "A prompt with spaces must be quoted.", param=word)
-    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
+    from difflib import get_close_matches
+
+    near = get_close_matches(flag, known, n=1, cutoff=0.6)
     raise ConfigError(f"Unknown flag {flag}.", f"Did you mean {near[0]}?" if near else "", hint, param=flag)
 
 

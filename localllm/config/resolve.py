@@ -6,7 +6,6 @@ Does not know: what a setting means (config/settings.py), the command line.
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -56,12 +55,18 @@ def default_config_path(environ: Mapping[str, str] | None = None) -> Path:
 
 def _read_file(path: Path, *, must_exist: bool) -> Mapping[str, Any]:
     try:
-        return {name.replace("-", "_"): value for name, value in tomllib.loads(path.read_text()).items()}
+        text = path.read_text()
     except FileNotFoundError:
         if must_exist:
             raise ConfigError(f"Config file {path} does not exist.") from None
         return {}
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read config file {path}.", str(error)) from error
+    import tomllib  # most machines have no such file
+
+    try:
+        return {name.replace("-", "_"): value for name, value in tomllib.loads(text).items()}
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"Cannot read config file {path}.", str(error)) from error
 
 

@@ -10,7 +10,6 @@ Does not know: where values are read (config/resolve.py), argparse, torch, model
 
 from __future__ import annotations
 
-import ipaddress
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -68,8 +67,10 @@ def _parse_keys(raw: Any) -> str | tuple[str, ...]:
 
 
 def _is_network(text: str) -> bool:
+    from ipaddress import ip_network
+
     try:
-        ipaddress.ip_network(text, strict=False)
+        ip_network(text, strict=False)
     except ValueError:
         return False
     return True

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import uvicorn
 from litestar import Litestar
 from litestar.datastructures import State
+from litestar.plugins import PluginProtocol
+from litestar.plugins.core import MsgspecDIPlugin
 from litestar.types import ControllerRouterHandler
 
 from localllm.config.settings import ServerConfig, Settings
@@ -47,6 +49,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class Application(Litestar):
+    """Litestar without its plugins for pydantic and attrs: importing pydantic takes a tenth of a second, and no
+    handler's parameter is a model of either."""
+
+    @staticmethod
+    def _get_default_plugins(plugins: list[PluginProtocol]) -> list[PluginProtocol]:
+        return [*plugins, MsgspecDIPlugin()]
+
+
 def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | None = None) -> Litestar:
     """Return the application. Its `app.state` holds `manager`, `settings`, `downloads`, `responses` (the stored ones),
     `key_ring`, `guesses`, `http_counts`, `watchdog`, and `closing`, which is set at shutdown. `faults` records
@@ -65,7 +76,7 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
     counts: Counter[tuple[str, str, int]] = Counter()
     guesses = Guesses()
     watchdog = Watchdog(manager, faults or FaultLog())
-    app = Litestar(
+    app = Application(
         handlers,
         state=State(
             {
