@@ -10,28 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from localllm.config.settings import EngineConfig, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, PicksTable, ServerConfig, Settings
 from localllm.errors import DiskFull, DoesNotFit, HubUnreachable, InvalidParameter, ModelNotFound
-from localllm.models.library import picks
 from localllm.models.library.hub import cache, plan
 from localllm.models.library.hub.downloads import Downloads
 from localllm.serving.manager import ModelManager
 from localllm.serving.model_offer import ModelOffer
 from tests.hub import conftest as hub_fixtures
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
-from tests.web import library_server
-from tests.web.library_server import Loads
+from tests.web.library_server import Loads, only_pick
 
-hub, checkpoint, suggest = hub_fixtures.hub, hub_fixtures.checkpoint, library_server.suggest
+hub, checkpoint = hub_fixtures.hub, hub_fixtures.checkpoint
 WEIGHTS = "model.safetensors"
 NAME = "org/tiny"
-Suggest = Callable[..., None]
+PICKS = only_pick(NAME)
 
 
 @pytest.fixture
-def loads(hub: LocalHub, tmp_path: Path, checkpoint: Path, suggest: Suggest, monkeypatch: pytest.MonkeyPatch) -> Loads:
-    """The list of picks holds org/tiny alone, which the local hub has."""
-    suggest(NAME)
+def loads(hub: LocalHub, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Loads:
     hub.add_repo(NAME, checkpoint)
     (tmp_path / "made").mkdir()
     loads = Loads(tmp_path / "made")
@@ -40,9 +36,9 @@ def loads(hub: LocalHub, tmp_path: Path, checkpoint: Path, suggest: Suggest, mon
 
 
 @asynccontextmanager
-async def served(*, downloads: Downloads | None = None, model: str = "demo") -> AsyncIterator[ModelOffer]:
-    settings = Settings(EngineConfig(model=model), ServerConfig())
-    manager, downloads = ModelManager(), downloads or Downloads()
+async def served(picks: PicksTable = PICKS, model: str = "demo") -> AsyncIterator[ModelOffer]:
+    settings = Settings(EngineConfig(model=model), ServerConfig(), picks=picks)
+    manager, downloads = ModelManager(), Downloads()
     offer = ModelOffer(manager, downloads, settings)
     try:
         await manager.start(settings)
@@ -282,12 +278,17 @@ def test_no_offer_beside_a_real_model_and_no_other_names(hub: LocalHub, loads: L
     assert hub.sent == []
 
 
-def test_what_does_not_fit_is_not_offered(hub: LocalHub, loads: Loads, suggest: Suggest) -> None:
-    suggest("org/huge", num_bytes=10**15)
-
+def test_what_does_not_fit_is_not_offered(hub: LocalHub, loads: Loads) -> None:
     async def scenario() -> None:
-        async with served() as offer:
-            assert [pick.name for pick in picks.read_picks()] == ["org/huge"]
+        async with served(only_pick("org/huge", num_bytes=10**15)) as offer:
+            assert await offer.find() is None
+
+    run(scenario)
+
+
+def test_a_wrong_list_in_the_config_file_costs_no_page(hub: LocalHub, loads: Loads) -> None:
+    async def scenario() -> None:
+        async with served(PicksTable(Path("config.toml"), entries=({"name": 7},))) as offer:
             assert await offer.find() is None
 
     run(scenario)

@@ -14,13 +14,14 @@ Does not know: HTTP, keys, how an offer is shown.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from dataclasses import dataclass
 from typing import Literal
 
 from localllm.config.settings import Settings
-from localllm.errors import InvalidParameter, LocalLLMError, ModelNotFound
+from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, ModelNotFound
 from localllm.machine.bandwidth import memory_bandwidth
 from localllm.machine.hardware import read_hardware
 from localllm.models.library.catalog import DEMO_NAME, demo_path, list_models, resolve_model
@@ -30,10 +31,13 @@ from localllm.models.library.hub.downloads import Downloads, DownloadStatus
 from localllm.models.library.hub.plan import as_it_stands
 from localllm.models.library.hub.pull import PullProgress
 from localllm.models.library.names import parse_name
-from localllm.models.library.picks import Pick, fitting_picks, read_picks
+from localllm.models.library.pick_list import Pick, read_picks
+from localllm.models.library.picks import fitting_picks
 from localllm.serving.entry import ModelEntry
 from localllm.serving.eviction import hardware_once_free
 from localllm.serving.manager import ModelManager
+
+log = logging.getLogger(__name__)
 
 State = Literal["absent", "starting", "downloading", "stopped", "installed", "loading", "ready", "failed"]
 POLL_S = 0.2
@@ -50,7 +54,7 @@ class Offer:
 
     pick: Pick
     context_tokens: int | None  # longest context; None: the model does not fit into the memory that is free now
-    tokens_per_s: tuple[float, float] | None = None  # expected range of one stream; None: unknown
+    speed: str = ""  # such as "11 to 24 tokens/s"; empty: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ class ModelOffer:
         if default is not None and (default.state == "loading" or not _is_demo(default)):
             return None
         installed, partial = await asyncio.to_thread(lambda: (_installed_names(), incomplete_repositories()))
-        cut = next((pick for pick in read_picks() if parse_name(pick.name).base in partial), None)
+        cut = next((pick for pick in self._picks() if parse_name(pick.name).base in partial), None)
         if cut is not None:
             return await self.describe(cut.name)
         able = [offer for offer in await self._fit() if not installed or offer.pick.name in installed]
@@ -102,7 +106,7 @@ class ModelOffer:
 
     async def describe(self, name: str) -> Offer:
         """Return a pick as an offer, also if it does not fit now. Raises `InvalidParameter` for any other model."""
-        pick = next((pick for pick in read_picks() if pick.name == name), None)
+        pick = next((pick for pick in self._picks() if pick.name == name), None)
         if pick is None:
             hint = "The Models page downloads any model of the hub."
             raise InvalidParameter(f"{name[:100]!r} is not one of the suggested models.", hint=hint, param="model")
@@ -213,9 +217,19 @@ class ModelOffer:
         return self._fitting
 
     def _fit_now(self) -> tuple[Offer, ...]:
+        if not self._picks():
+            return ()
         hardware = hardware_once_free(read_hardware(), self._manager.entries)
-        found = fitting_picks(hardware, self._settings, memory_bandwidth(hardware), count=len(read_picks()))
-        return tuple(Offer(each.pick, each.max_model_len, each.tokens_per_s) for each in found)
+        found = fitting_picks(hardware, self._settings, memory_bandwidth(hardware), count=len(self._picks()))
+        return tuple(Offer(each.pick, each.max_model_len, each.speed) for each in found)
+
+    def _picks(self) -> tuple[Pick, ...]:
+        """Return the list of suggested models; none if the config file's list is wrong, as doctor reports."""
+        try:
+            return read_picks(self._settings.picks).picks
+        except ConfigError as error:
+            log.warning("no model is offered reason=%s", error)
+            return ()
 
 
 class _Run:

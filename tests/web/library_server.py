@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from localllm.config.settings import EngineConfig, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, PicksTable, ServerConfig, Settings
 from localllm.errors import LocalLLMError
-from localllm.models.library import picks
 from localllm.models.library.catalog import DEMO_NAME, resolve_model
 from localllm.serving import manager
 from localllm.serving.names import short_name
@@ -52,41 +50,23 @@ class Loads:
         return self.build(settings, on_phase, limits)
 
 
-@pytest.fixture
-def suggest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """A function that makes one model the whole list of picks, for this test."""
-
-    def only(name: str, num_bytes: int = 300_000, title: str = "Tiny") -> None:
-        (tmp_path / "picks.toml").write_text(
-            f"""[[pick]]
-name = "{name}"
-title = "{title}"
-says = "Answers anything."
-parameters = {num_bytes // 2}
-license = "apache-2.0"
-bytes = {num_bytes}
-cpu_bytes = {num_bytes}
-bytes_per_token = {num_bytes}
-
-[pick.config]
-architectures = ["LlamaForCausalLM"]
-vocab_size = 4096
-hidden_size = 64
-intermediate_size = 96
-num_hidden_layers = 2
-num_attention_heads = 4
-num_key_value_heads = 2
-"""
-        )
-        monkeypatch.setattr(picks, "LIST", tmp_path / "picks.toml")
-        picks.read_picks.cache_clear()
-
-    yield only
-    picks.read_picks.cache_clear()
+def only_pick(name: str, num_bytes: int = 300_000, title: str = "Tiny") -> PicksTable:
+    """A list of suggested models with one entry, as a config file has it."""
+    sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
+    entry = {
+        "name": name, "title": title, "says": "Answers anything.", "license": "apache-2.0", "bytes": num_bytes,
+        "parameters": num_bytes // 2, "config": {"architectures": ["LlamaForCausalLM"], **sizes, **heads},
+    }  # fmt: skip
+    return PicksTable(Path("config.toml"), entries=(entry,))
 
 
 class LibraryServer(ManagedServer):
     """With the demo loaded."""
 
-    def __init__(self, engine: EngineConfig | None = None, port: int = 0, api_key: str | None = None) -> None:
-        super().__init__(Settings(engine or EngineConfig(), ServerConfig(port=port, ui=True, api_key=api_key)))
+    def __init__(
+        self, engine: EngineConfig | None = None, port: int = 0, api_key: str | None = None,
+        picks: PicksTable | None = None,
+    ) -> None:  # fmt: skip
+        server = ServerConfig(port=port, ui=True, api_key=api_key)
+        super().__init__(Settings(engine or EngineConfig(), server, picks=picks))

@@ -22,23 +22,20 @@ from localllm.web.pages.chat.presenters import DEMO_EXAMPLES
 from scripts.demo_model.held_out import HELD_OUT
 from tests.hub import conftest as hub_fixtures
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
-from tests.web import library_server
-from tests.web.library_server import LibraryServer, Loads
+from tests.web.library_server import LibraryServer, Loads, only_pick
 from tests.web.live_server import wait_until
 
-hub, checkpoint, suggest = hub_fixtures.hub, hub_fixtures.checkpoint, library_server.suggest
+hub, checkpoint = hub_fixtures.hub, hub_fixtures.checkpoint
 WEIGHTS = "model.safetensors"
 NAME = "org/tiny"
+PICKS = only_pick(NAME)
 LONG_S = 60.0
 SCRIPTED = {"hx-request": "true"}
 HTML = {"accept": "text/html,*/*;q=0.8"}
 
 
 @pytest.fixture
-def loads(
-    hub: LocalHub, tmp_path: Path, checkpoint: Path, suggest: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> Loads:
-    suggest(NAME)
+def loads(hub: LocalHub, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Loads:
     hub.add_repo(NAME, checkpoint)
     (tmp_path / "made").mkdir()
     loads = Loads(tmp_path / "made")
@@ -48,7 +45,7 @@ def loads(
 
 @pytest.fixture
 def browser(loads: Loads) -> Iterator[httpx.Client]:
-    with LibraryServer() as live, browser_of(live) as client:
+    with LibraryServer(picks=PICKS) as live, browser_of(live) as client:
         yield client
 
 
@@ -164,11 +161,11 @@ def browser_downloads(browser: httpx.Client) -> list[_Over]:
 
 def test_a_server_that_starts_again_offers_to_resume(hub: LocalHub, loads: Loads) -> None:
     hub.troubles[WEIGHTS] = Trouble(stall_after=100_000)
-    with LibraryServer() as live, browser_of(live) as browser:
+    with LibraryServer(picks=PICKS) as live, browser_of(live) as browser:
         act(browser, "start")
         wait_until_stalled(hub)
     hub.go_on.set()
-    with LibraryServer() as live, browser_of(live) as browser:
+    with LibraryServer(picks=PICKS) as live, browser_of(live) as browser:
         assert "97.7 KiB are on this machine." in card(browser)
         assert buttons(card(browser))["start"] == "Resume (195 KiB left)"
         act(browser, "start")
@@ -217,7 +214,7 @@ def test_a_failure_is_told_in_place_with_what_to_do_next(
 
 
 def test_a_server_without_the_hub_offers_files(hub: LocalHub, loads: Loads) -> None:
-    with LibraryServer(EngineConfig(offline=True)) as live, browser_of(live) as browser:
+    with LibraryServer(EngineConfig(offline=True), picks=PICKS) as live, browser_of(live) as browser:
         shown = card(browser)
         assert "This server runs offline (--offline is set)" in shown
         assert buttons(shown) == {}
@@ -246,7 +243,7 @@ def test_another_installed_model_needs_no_offer(browser: httpx.Client, hub: Loca
 
 def test_a_key_that_may_not_download_sees_who_can(hub: LocalHub, loads: Loads) -> None:
     infer, admin = add_key(keys_path(), "phone", "infer"), add_key(keys_path(), "desk", "admin")
-    with LibraryServer() as live, browser_of(live, authorization=f"Bearer {infer}") as phone:
+    with LibraryServer(picks=PICKS) as live, browser_of(live, authorization=f"Bearer {infer}") as phone:
         shown = card(phone)
         assert "293 KiB to download" in shown
         assert buttons(shown) == {}
@@ -294,7 +291,7 @@ def refusing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("home")))
         Loads(tmp_path_factory.mktemp("made")).patch(patch)
-        with LibraryServer() as live, browser_of(live) as client:
+        with LibraryServer(picks=PICKS) as live, browser_of(live) as client:
             yield client
 
 

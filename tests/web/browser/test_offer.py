@@ -11,9 +11,8 @@ import pytest
 
 from tests.hub import conftest as hub_fixtures
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
-from tests.web import library_server
 from tests.web.browser.looks import overflow, small_targets
-from tests.web.library_server import LibraryServer
+from tests.web.library_server import LibraryServer, only_pick
 from tests.web.live_server import LiveServer, wait_until
 
 if TYPE_CHECKING:
@@ -21,17 +20,17 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-hub, suggest = hub_fixtures.hub, library_server.suggest
+hub = hub_fixtures.hub
 NAME, WEIGHTS = "org/tiny", "model.safetensors"
+PICKS = only_pick(NAME, num_bytes=512_000, title="Tiny Llama")
 SHOTS = os.environ.get("LOCALLLM_SHOTS")
 """A folder for screenshots, for looking at them."""
 
 
 @pytest.fixture
-def server(hub: LocalHub, tiny_llama_path: Path, suggest: Callable[..., None]) -> Iterator[LiveServer]:
-    suggest(NAME, num_bytes=512_000, title="Tiny Llama")
+def server(hub: LocalHub, tiny_llama_path: Path) -> Iterator[LiveServer]:
     hub.add_repo(NAME, tiny_llama_path)
-    with LibraryServer() as live:
+    with LibraryServer(picks=PICKS) as live:
         wait_until(lambda: live.manager.current is not None, 60)
         yield live
 

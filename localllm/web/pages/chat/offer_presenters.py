@@ -69,7 +69,7 @@ def offer_card(offer: Offer, status: OfferStatus, *, may_change: bool, offline: 
         refusal, buttons = OFFLINE.format(why=offline), tuple(each for each in buttons if each.verb == "discard")
     return OfferCard(
         name=offer.pick.name,
-        title=offer.pick.title,
+        title=offer.pick.title or offer.pick.name,
         state=state,
         says=offer.pick.says,
         facts=_facts(offer),
@@ -85,18 +85,17 @@ def offer_card(offer: Offer, status: OfferStatus, *, may_change: bool, offline: 
 
 def announcement(offer: Offer, state: State) -> str:
     """Return what a screen reader says when the state changes."""
-    return _ANNOUNCED[state].format(title=offer.pick.title)
+    return _ANNOUNCED[state].format(title=offer.pick.title or offer.pick.name)
 
 
 def _facts(offer: Offer) -> tuple[str, ...]:
-    pick, speed, facts = offer.pick, offer.tokens_per_s, [f"{format_bytes(offer.pick.bytes)} to download"]
+    pick, facts = offer.pick, [f"{format_bytes(offer.pick.bytes)} to download"]
     if offer.context_tokens is not None:
         facts.append(f"up to {format_count(offer.context_tokens)} tokens of context")
     else:
         facts.append("does not fit into the memory that is free now")
-    if speed is not None:
-        facts.append(f"about {speed[0]:.0f} to {speed[1]:.0f} tokens/s")
-    return (*facts, f"{format_parameters(pick.parameters)} parameters", pick.license)
+    facts += [offer.speed, f"{format_parameters(pick.parameters)} parameters", pick.license]
+    return tuple(fact for fact in facts if fact)
 
 
 def _error(error: LocalLLMError | None) -> ErrorNotice | None:
