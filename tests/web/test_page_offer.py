@@ -37,6 +37,7 @@ HTML = {"accept": "text/html,*/*;q=0.8"}
 @pytest.fixture
 def loads(hub: LocalHub, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Loads:
     hub.add_repo(NAME, checkpoint)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     (tmp_path / "made").mkdir()
     loads = Loads(tmp_path / "made")
     loads.patch(monkeypatch)
@@ -138,8 +139,8 @@ def test_a_cancelled_download_can_be_resumed_or_deleted(browser: httpx.Client, h
     hub.go_on.set()
     shown = held(browser, "The download was interrupted.")
     labels = buttons(shown)
-    assert re.fullmatch(r"Resume \(\d+ KiB left\)", labels["start"])
-    assert re.fullmatch(r"Delete the \d+ KiB", labels["discard"])
+    assert re.fullmatch(r"Resume \([\d.]+ KiB left\)", labels["start"])
+    assert re.fullmatch(r"Delete the [\d.]+ KiB", labels["discard"])
     assert labels.keys() == {"start", "discard"}
     wait_until(lambda: all(each.is_over for each in browser_downloads(browser)))
     act(browser, "discard")
