@@ -37,6 +37,7 @@ HTML = {"accept": "text/html,*/*;q=0.8"}
 @pytest.fixture
 def loads(hub: LocalHub, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Loads:
     hub.add_repo(NAME, checkpoint)
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "60")  # a stalled answer stays stalled on a loaded machine
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     (tmp_path / "made").mkdir()
     loads = Loads(tmp_path / "made")

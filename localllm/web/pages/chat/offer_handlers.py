@@ -88,7 +88,8 @@ async def _switched(request: Request[Any, Any, Any], entry: ModelEntry) -> dict[
         "sampling": render(await presenters.drawer(state, owner_of(request), entry.card, {})),
     }
     if entry.card is not None:
-        parts["empty-chat"] = render(presenters.empty_chat(entry.card))
+        empty = presenters.empty_chat(entry.card)
+        parts |= {"empty-chat": render(empty), "examples": render(empty.examples)}
     return parts
 
 

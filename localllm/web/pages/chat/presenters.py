@@ -33,6 +33,7 @@ from localllm.web.pages.chat.views import (
     Composer,
     ComposerAction,
     EmptyChat,
+    Examples,
     MessageList,
     ModelChoice,
     ModelChoices,
@@ -155,7 +156,8 @@ def empty_chat(card: ModelCard) -> EmptyChat:
     """Return the start of a new chat with this model. Blocking: it reads the demo's header once."""
     is_demo = card.path == demo_path()
     toy_size = format_parameters(count_parameters(card.path)) if is_demo else ""
-    return EmptyChat(card.name, card.plan.max_model_len, DEMO_EXAMPLES if is_demo else EXAMPLES, toy_size)
+    examples = Examples(DEMO_EXAMPLES if is_demo else EXAMPLES)
+    return EmptyChat(card.name, card.plan.max_model_len, examples, toy_size)
 
 
 def card_of(state: ChatState, settings: Mapping[str, str]) -> ModelCard | None:

@@ -158,13 +158,21 @@ class Composer(View):
 
 
 @dataclass(frozen=True, slots=True)
+class Examples(View):
+    """Messages to begin with: a click sends one."""
+
+    template: ClassVar[str] = "chat/_examples.html"
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EmptyChat(View):
-    """The start of a new chat: the model's name, and three example messages."""
+    """The start of a new chat: what the model is. The page shows the examples below the offered model."""
 
     template: ClassVar[str] = "chat/_empty_chat.html"
     model: str
     context_tokens: int
-    examples: tuple[str, ...]
+    examples: Examples
     toy_size: str = ""  # parameters of the demo, such as 4 M; empty: another model
 
 
