@@ -140,7 +140,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     add_json(verb("logout", "delete the token", "hub:logout"))
     add_server(verb("ps", "list the models of a running server and their states", "running:ps"))
     add_top(verb("top", "show a running server's activity, live", "top:top"))
-    add_service(verb("service", "run the server as a systemd user service", "service:service"))
+    add_service(verb("service", "run the server as a service of systemd or launchd", "service:service"))
     add_logs(verb("logs", "show the log of a server on this machine", "logs:logs"))
     _add_load(verb("load", "load a model on a running server, or wake it", "running:load"))
     for name in ("unload", "stop"):

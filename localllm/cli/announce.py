@@ -12,9 +12,6 @@ import platform
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-
 from localllm.cli.tell import package_versions
 from localllm.config.settings import Settings
 from localllm.machine.hardware import Hardware
@@ -26,6 +23,9 @@ from localllm.up import Ready
 from localllm.version import __version__
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from localllm.cli.announce_service import ServiceAnnouncer
     from localllm.models.fit import MemoryPart
 
 log = logging.getLogger("localllm")
@@ -37,6 +37,9 @@ class TerminalAnnouncer:
     """Output for people: a line per fact, a progress bar while weights load, and the next steps."""
 
     def __init__(self, out: TextIO | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
         self._console = Console(file=out or sys.stdout, highlight=False, soft_wrap=True)
         self._bars = Progress(
             TextColumn(" {task.description:<10}"),
@@ -69,10 +72,13 @@ class TerminalAnnouncer:
 
     def ready(self, ready: Ready) -> None:
         self._bars.stop()
-        for note in ready.model.plan.notes:
-            self._say(f"Note: {note}")
-        self._say(f"Memory  {memory_line(ready.model)}")
-        self._say(f"Context {context_line(ready.model)}")
+        if ready.model is None:
+            self._say(f"The first request loads {ready.name}.")
+        else:
+            for note in ready.model.plan.notes:
+                self._say(f"Note: {note}")
+            self._say(f"Memory  {memory_line(ready.model)}")
+            self._say(f"Context {context_line(ready.model)}")
         self._say(f"Ready in {format_seconds(ready.seconds)}", style="bold green")
         for name, text in doors(ready):
             self._say(f"  {name:<10} {text}")
@@ -122,7 +128,7 @@ class LogAnnouncer:
             log.info("download %s", phase.detail)
 
     def ready(self, ready: Ready) -> None:
-        log.info("ready url=%s model=%s seconds=%.1f", ready.url, ready.model.name, ready.seconds)
+        log.info("ready url=%s model=%s seconds=%.1f", ready.url, ready.name, ready.seconds)
 
     def stopping(self, num_requests: int) -> None:
         log.info("stopping requests=%d limit_s=%.0f", num_requests, DRAIN_S)
@@ -134,7 +140,7 @@ class LogAnnouncer:
 class Announcers:
     """Passes every event on to several announcers."""
 
-    def __init__(self, *announcers: TerminalAnnouncer | LogAnnouncer | JsonAnnouncer) -> None:
+    def __init__(self, *announcers: TerminalAnnouncer | LogAnnouncer | JsonAnnouncer | ServiceAnnouncer) -> None:
         self._announcers = announcers
 
     def starting(self, settings: Settings) -> None:
@@ -182,21 +188,8 @@ class JsonAnnouncer:
             self._say("phase", phase=phase.name, seconds=round(phase.seconds, 4), detail=phase.detail)
 
     def ready(self, ready: Ready) -> None:
-        plan = ready.model.plan
-        self._say(
-            "ready",
-            url=ready.url,
-            model=ready.model.name,
-            seconds=round(ready.seconds, 3),
-            max_model_len=plan.max_model_len,
-            kv_tokens=plan.num_kv_tokens,
-            weights_bytes=plan.weights_bytes,
-            kv_bytes=plan.kv_bytes,
-            memory={part.name: _predicted_and_measured(part) for part in ready.model.memory.parts}
-            if ready.model.memory
-            else {},
-            notes=list(plan.notes),
-        )
+        facts = {} if ready.model is None else _facts_of(ready.model)
+        self._say("ready", url=ready.url, model=ready.name, seconds=round(ready.seconds, 3), **facts)
 
     def stopping(self, num_requests: int) -> None:
         self._say("stopping", requests=num_requests)
@@ -206,6 +199,18 @@ class JsonAnnouncer:
 
     def _say(self, event: str, **facts: Any) -> None:
         print(json.dumps({"event": event, **facts}), file=self._out, flush=True)
+
+
+def _facts_of(model: ServedModel) -> dict[str, Any]:
+    plan = model.plan
+    return {
+        "max_model_len": plan.max_model_len,
+        "kv_tokens": plan.num_kv_tokens,
+        "weights_bytes": plan.weights_bytes,
+        "kv_bytes": plan.kv_bytes,
+        "memory": {part.name: _predicted_and_measured(part) for part in model.memory.parts} if model.memory else {},
+        "notes": list(plan.notes),
+    }
 
 
 def _predicted_and_measured(part: MemoryPart) -> dict[str, int | None]:
@@ -259,7 +264,7 @@ def doors(ready: Ready) -> list[tuple[str, str]]:
     rows = [("OpenAI", f"{ready.url}/v1     {key}"), ("Metrics", f"{ready.url}/metrics")]
     if ready.has_pages:
         rows = [("Chat", ready.url), ("Dashboard", f"{ready.url}/dashboard"), *rows]
-    body = json.dumps({"model": ready.model.name, "messages": [{"role": "user", "content": "hi"}]})
+    body = json.dumps({"model": ready.name, "messages": [{"role": "user", "content": "hi"}]})
     auth = " -H 'Authorization: Bearer YOUR-KEY'" if ready.needs_key else ""
     return [
         *rows,

@@ -8,7 +8,7 @@ suggested. Does not know: what a setting does, where else it can come from (conf
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
@@ -42,10 +42,10 @@ def add_server_flags(
     parser.add_argument("--json", action="store_true", help=json)
 
 
-def settings_from(options: argparse.Namespace) -> Settings:
+def settings_from(options: argparse.Namespace, environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings: the given flags, then the environment, the config file and the defaults."""
     given = {name: value for name, value in vars(options).items() if name in SETTINGS and value is not None}
-    return resolve(given, file=options.config)
+    return resolve(given, environ, options.config)
 
 
 def refuse_unknown(leftover: Sequence[str], known: Iterable[str], hint: str) -> NoReturn:
