@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localllm.config.settings import EngineConfig
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.errors import DoesNotFit
 from localllm.models.library.hub import cache, plan
 from localllm.models.library.hub.plan import plan_download
@@ -23,7 +23,7 @@ from scripts.demo_model.held_out import HELD_OUT
 from tests.hub import conftest as hub_fixtures
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
 from tests.web.library_server import LibraryServer, Loads, only_pick
-from tests.web.live_server import wait_until
+from tests.web.live_server import ManagedServer, wait_until
 
 hub, checkpoint = hub_fixtures.hub, hub_fixtures.checkpoint
 WEIGHTS = "model.safetensors"
@@ -224,6 +224,16 @@ def test_a_server_without_the_hub_offers_files(hub: LocalHub, loads: Loads) -> N
         act(browser, "start")
         assert "downloads are disabled" in held(browser, 'class="notice"')
     assert hub.sent == []
+
+
+def test_a_server_that_has_loaded_nothing_offers_the_model(hub: LocalHub, loads: Loads) -> None:
+    settings = Settings(EngineConfig(), ServerConfig(port=0, ui=True, load_at_start=False), picks=PICKS)
+    with ManagedServer(settings) as live, httpx.Client(base_url=live.url, timeout=20, headers=HTML) as browser:
+        wait_until(lambda: live.manager.default is not None)
+        assert buttons(card(browser)) == {"start": "Download and use (293 KiB)"}
+        act(browser, "start")
+        wait_until(lambda: card(browser) == "", LONG_S)
+        assert "<strong>tiny</strong> runs on this machine" in browser.get("/").text
 
 
 def test_an_installed_model_is_loaded_without_the_hub(browser: httpx.Client, hub: LocalHub, loads: Loads) -> None:

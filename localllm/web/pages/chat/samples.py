@@ -86,6 +86,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.EmptyChat("demo", 2048, v.Examples(("Hi",)), "4 M"),
         v.Examples(("What is paged attention?",)),
         *offers(),
+        o.Announcement("Qwen3.5 2B is ready."),
         v.MessageList((v.ChatMessage("sample-8", "user", "Hi"),), "/c/sample?before=8", 460, "/c/sample"),
         v.ChatTurn(user, reply, stop, "sample", head(), chat_list()),
         v.ChatUpdate(full, v.ComposerAction(), head(), "Version 2 of 3", undo()),
@@ -100,7 +101,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     ]
 
 
-def offers() -> list[views.View]:
+def offers() -> list[o.OfferCard]:
     """Return the card of the offered model in each of its states."""
     facts = ("1.9 GiB to download", "up to 32,384 tokens of context", "about 8 to 12 tokens/s", "apache-2.0")
     name, title, says = "unsloth/Qwen3.5-2B-GGUF:Q8_0", "Qwen3.5 2B", "Everyday questions; quick on a CPU."
@@ -114,7 +115,6 @@ def offers() -> list[views.View]:
         o.OfferCard(name, title, "failed", says, facts, error=why, buttons=(start,), takes_path=True),
         o.OfferCard(name, title, "absent", says, facts, refusal="Your key can use models but not download them."),
         o.OfferCard(name, title, "ready"),
-        o.Announcement("Qwen3.5 2B is ready."),
     ]
 
 
