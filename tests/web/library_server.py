@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from localllm.config.settings import EngineConfig, PicksTable, ServerConfig, Settings
-from localllm.errors import LocalLLMError
+from localllm.errors import DoesNotFit
 from localllm.models.library.catalog import DEMO_NAME, resolve_model
 from localllm.serving import manager
 from localllm.serving.names import short_name
@@ -26,7 +26,7 @@ class Loads:
     def __init__(self, folder: Path) -> None:
         self.folder, self.gate = folder, threading.Event()
         self.gate.set()
-        self.error: LocalLLMError | None = None  # what a load that is not the demo's raises
+        self.error: DoesNotFit | None = None  # why no model but the demo can be loaded
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, fake in (("build_engine", self.build), ("put_to_sleep", self.sleep), ("wake_up", self.wake)):
@@ -38,7 +38,7 @@ class Loads:
         while not self.gate.wait(0.02):
             on_phase(Phase("weights", "2.3 of 5.7 GiB", fraction=0.4))
         if self.error is not None and found.name != DEMO_NAME:
-            raise self.error
+            raise DoesNotFit(self.error.what, self.error.why, self.error.hint)  # a new one, as real loads raise
         name = next(iter(settings.server.served_model_name), short_name(found.name))
         return replace(fake_model(self.folder, PacedRunner()), name=name, path=found.path, aliases=frozenset())
 
