@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -22,6 +23,7 @@ import httpx
 import pytest
 
 from localllm.web.activity import Activity, counts
+from localllm.web.pages.frame.live import ASLEEP
 from tests.passed_socket import with_socket
 
 ROOT = Path(__file__).parent.parent
@@ -250,3 +252,11 @@ class _Busy:
     @property
     def is_busy(self) -> bool:
         return bool(self._answer())
+
+
+def test_every_live_connection_of_a_page_ends_for_good_when_the_server_is_idle() -> None:
+    """A reply's own connection is left out: it ends with the reply, and a server that writes one is not idle."""
+    templates = [path.read_text() for path in (ROOT / "localllm" / "web" / "pages").rglob("*.html")]
+    live = [tag for text in templates for tag in re.findall(r"<[^>]*hx-sse:connect=[^>]*>", text)]
+    assert len(live) >= 3
+    assert all(f'hx-sse:close="{ASLEEP}"' in tag for tag in live if "stream_url" not in tag)
