@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
+from localllm.cli import main
 from localllm.web.activity import Activity, counts
 from localllm.web.pages.frame.live import ASLEEP
 from tests.passed_socket import with_socket
@@ -260,3 +261,14 @@ def test_every_live_connection_of_a_page_ends_for_good_when_the_server_is_idle()
     live = [tag for text in templates for tag in re.findall(r"<[^>]*hx-sse:connect=[^>]*>", text)]
     assert len(live) >= 3
     assert all(f'hx-sse:close="{ASLEEP}"' in tag for tag in live if "stream_url" not in tag)
+
+
+def test_offline_without_files_is_refused_with_the_command_that_downloads_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert main(["serve", "no/such-model", "--offline", "--port", "0", "--no-ui"]) == 5
+    said = capsys.readouterr().err
+    assert "no/such-model is not on this machine, and downloads are disabled." in said
+    assert "Try: localllm pull no/such-model" in said
