@@ -179,9 +179,8 @@ def _wait_until_it_listens(port: int) -> None:
 
 @pytest.mark.slow
 def test_a_server_whose_home_is_read_only_answers(tmp_path: Path) -> None:
-    closed = dict.fromkeys(
-        ("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"), "/sys"
-    )  # nobody can write there
+    # Nobody can write to /sys, not even root.
+    closed = dict.fromkeys(("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"), "/sys")
     environ = os.environ | closed | {"XDG_CONFIG_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "localllm", "serve", "demo", "--port", "0", "--json"]
     with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as server:
