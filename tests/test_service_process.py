@@ -12,9 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,41 +98,28 @@ def ask(url: str) -> str:
     return str(answer["choices"][0]["finish_reason"])
 
 
-class Background(threading.Thread):
-    """A call in a thread of its own."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        super().__init__()
-        self.call, self.returned = call, None
-        self.start()
-
-    def run(self) -> None:
-        self.returned = self.call()
-
-    def result(self) -> Any:
-        self.join(LONGEST_S)
-        return self.returned
+def send(port: int, method: str, path: str, body: Any = None) -> HTTPConnection:
+    """Send a request and return its connection. A server that starts later answers the request."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=LONGEST_S)
+    connection.request(method, path, body and json.dumps(body), {"content-type": "application/json"})
+    return connection
 
 
-def watch(url: str) -> list[str]:
-    """Keep the live connection of a page open until the server closes it; return what was received."""
-    with httpx.stream("GET", f"{url}/live/status", timeout=LONGEST_S) as page:
-        return list(page.iter_lines())
-
-
+@pytest.mark.timeout(300)
 def test_a_stopped_server_starts_for_a_request_answers_it_and_ends_when_idle(
     manager: Manager, tiny_llama_path: Path
 ) -> None:
     for _ in range(2):  # the second client knocks at a server that has ended
-        client, page = Background(lambda: ask(manager.url)), Background(lambda: watch(manager.url))
+        client = send(manager.port, "POST", "/v1/completions", {"prompt": "hi", "max_tokens": 4})
+        page = send(manager.port, "GET", "/live/status")  # the connection of a page that stays open
         manager.wait_for_client()
         words = (str(tiny_llama_path), "--port", "1", "--exit-when-idle", "1s")
-        with manager.start(*words) as server:
+        with manager.start(*words) as server, closing(client), closing(page):
             try:
                 assert "READY=1" in manager.wait_for("READY=1")
-                assert client.result() == "length"
+                assert json.load(client.getresponse())["choices"][0]["finish_reason"] == "length"
                 assert server.wait(LONGEST_S) == 0  # although a page was open
-                assert "event: asleep" in page.result()  # so it does not connect again
+                assert b"event: asleep\n" in page.getresponse().read()  # so it does not connect again
             finally:
                 server.kill()
     told = "\n".join(manager.states)
@@ -240,7 +228,7 @@ def test_a_server_is_not_idle_while_it_works(reason: str) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(use() if reason == "request" else work())
             await activity.until_idle(0.1, manager, downloads)
-        return time.monotonic() - started_s
+            return time.monotonic() - started_s
 
     assert asyncio.run(run()) >= 0.3
 
