@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,9 @@ from typing import Any
 import httpx
 import pytest
 
+from localllm.cli import main
 from localllm.web.activity import Activity, counts
+from localllm.web.pages.frame.live import ASLEEP
 from tests.passed_socket import with_socket
 
 ROOT = Path(__file__).parent.parent
@@ -94,41 +98,28 @@ def ask(url: str) -> str:
     return str(answer["choices"][0]["finish_reason"])
 
 
-class Background(threading.Thread):
-    """A call in a thread of its own."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        super().__init__()
-        self.call, self.returned = call, None
-        self.start()
-
-    def run(self) -> None:
-        self.returned = self.call()
-
-    def result(self) -> Any:
-        self.join(LONGEST_S)
-        return self.returned
+def send(port: int, method: str, path: str, body: Any = None) -> HTTPConnection:
+    """Send a request and return its connection. A server that starts later answers the request."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=LONGEST_S)
+    connection.request(method, path, body and json.dumps(body), {"content-type": "application/json"})
+    return connection
 
 
-def watch(url: str) -> list[str]:
-    """Keep the live connection of a page open until the server closes it; return what was received."""
-    with httpx.stream("GET", f"{url}/live/status", timeout=LONGEST_S) as page:
-        return list(page.iter_lines())
-
-
+@pytest.mark.timeout(300)
 def test_a_stopped_server_starts_for_a_request_answers_it_and_ends_when_idle(
     manager: Manager, tiny_llama_path: Path
 ) -> None:
     for _ in range(2):  # the second client knocks at a server that has ended
-        client, page = Background(lambda: ask(manager.url)), Background(lambda: watch(manager.url))
+        client = send(manager.port, "POST", "/v1/completions", {"prompt": "hi", "max_tokens": 4})
+        page = send(manager.port, "GET", "/live/status")  # the connection of a page that stays open
         manager.wait_for_client()
         words = (str(tiny_llama_path), "--port", "1", "--exit-when-idle", "1s")
-        with manager.start(*words) as server:
+        with manager.start(*words) as server, closing(client), closing(page):
             try:
                 assert "READY=1" in manager.wait_for("READY=1")
-                assert client.result() == "length"
+                assert json.load(client.getresponse())["choices"][0]["finish_reason"] == "length"
                 assert server.wait(LONGEST_S) == 0  # although a page was open
-                assert "event: asleep" in page.result()  # so it does not connect again
+                assert b"event: asleep\n" in page.getresponse().read()  # so it does not connect again
             finally:
                 server.kill()
     told = "\n".join(manager.states)
@@ -176,7 +167,8 @@ def _wait_until_it_listens(port: int) -> None:
 
 @pytest.mark.slow
 def test_a_server_whose_home_is_read_only_answers(tmp_path: Path) -> None:
-    closed = dict.fromkeys(("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"), "/proc/1/fdinfo/none")
+    # Nobody can write to /sys, not even root.
+    closed = dict.fromkeys(("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"), "/sys")
     environ = os.environ | closed | {"XDG_CONFIG_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "localllm", "serve", "demo", "--port", "0", "--json"]
     with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as server:
@@ -226,14 +218,17 @@ def test_a_server_is_not_idle_while_it_works(reason: str) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await work()
 
-    async def run() -> float:
-        started_s = time.monotonic()
+    async def use() -> None:
         scope: Any = {"type": "http", "method": "POST", "headers": []}
         nothing: Any = None
+        await activity.around(app)(scope, nothing, nothing)
+
+    async def run() -> float:
+        started_s = time.monotonic()
         async with asyncio.TaskGroup() as group:
-            group.create_task(activity.around(app)(scope, nothing, nothing) if reason == "request" else work())
+            group.create_task(use() if reason == "request" else work())
             await activity.until_idle(0.1, manager, downloads)
-        return time.monotonic() - started_s
+            return time.monotonic() - started_s
 
     assert asyncio.run(run()) >= 0.3
 
@@ -245,3 +240,22 @@ class _Busy:
     @property
     def is_busy(self) -> bool:
         return bool(self._answer())
+
+
+def test_every_live_connection_of_a_page_ends_for_good_when_the_server_is_idle() -> None:
+    """A reply's own connection is left out: it ends with the reply, and a server that writes one is not idle."""
+    templates = [path.read_text() for path in (ROOT / "localllm" / "web" / "pages").rglob("*.html")]
+    live = [tag for text in templates for tag in re.findall(r"<[^>]*hx-sse:connect=[^>]*>", text)]
+    assert len(live) >= 3
+    assert all(f'hx-sse:close="{ASLEEP}"' in tag for tag in live if "stream_url" not in tag)
+
+
+def test_offline_without_files_is_refused_with_the_command_that_downloads_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert main(["serve", "no/such-model", "--offline", "--port", "0", "--no-ui"]) == 5
+    said = capsys.readouterr().err
+    assert "no/such-model is not on this machine, and downloads are disabled." in said
+    assert "Try: localllm pull no/such-model" in said

@@ -33,7 +33,8 @@ class ServiceAnnouncer:
         self._tell(f"loading: {phase.name}{share}")
 
     def ready(self, ready: Ready) -> None:
-        notify("READY=1", f"STATUS=serving {ready.name} at {ready.url}")
+        doing = "serving" if ready.model is not None else "the first request loads"
+        notify("READY=1", f"STATUS={doing} {ready.name} at {ready.url}")
 
     def stopping(self, num_requests: int) -> None:
         notify("STOPPING=1", f"STATUS=stopping: {num_requests} running requests")

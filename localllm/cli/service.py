@@ -27,6 +27,7 @@ from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.files.folders import config_home
 from localllm.machine import systemd
+from localllm.machine.wsl import is_wsl
 from localllm.web.access.keys import keys_path, read_keys
 
 NAME = SERVICE
@@ -241,7 +242,7 @@ def _status(options: argparse.Namespace) -> int:
         rows += _state_rows(state, is_system=options.system)
     elif path.exists():
         rows.append(("state", "unknown: systemctl was not found"))
-    if systemd.is_wsl():
+    if is_wsl():
         rows.append(("WSL", systemd.why_not_running() or "systemd is on"))
     print_table(rows)
     return 0 if answers else 3

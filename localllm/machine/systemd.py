@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from localllm.errors import ConfigError
+from localllm.machine.wsl import is_wsl
 
 FIRST_FD = 3
 """The first passed file descriptor (SD_LISTEN_FDS_START)."""
@@ -22,8 +23,6 @@ SEND_S = 1.0
 """Longest wait while the queue of the service manager is full."""
 BOOTED = Path("/run/systemd/system")
 """Exists if systemd manages this machine, as sd_booted(3) defines it."""
-KERNEL = Path("/proc/sys/kernel/osrelease")
-"""The name of the kernel's release; that of WSL contains "microsoft"."""
 
 
 def inherited_socket() -> socket.socket | None:
@@ -83,11 +82,3 @@ def why_not_running() -> str:
             "then type wsl --shutdown in Windows and open WSL again."
         )
     return "systemd does not manage this machine: it may be a container, or use another init system."
-
-
-def is_wsl() -> bool:
-    """Return whether this machine is a Windows Subsystem for Linux."""
-    try:
-        return "microsoft" in KERNEL.read_text().lower()
-    except OSError:
-        return False
