@@ -13,22 +13,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import resource
-import signal
 import socket
 import time
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
-
-import uvloop
 
 from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError, PortInUse
 from localllm.logs.fault_log import FaultLog, fault_path
 from localllm.machine.hardware import Hardware, read_hardware
-from localllm.machine.memory import limit_arenas
+from localllm.machine.memory import limit_arenas, paused_collection
+from localllm.machine.platforms import handled_signals, new_event_loop, raise_file_limit
 from localllm.machine.running_servers import announced, listener_in_words
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
@@ -76,24 +73,17 @@ def up(
     Raises `LocalLLMError` after a failure, and `KeyboardInterrupt` if the signal came before the model was ready.
     """
     started_s = time.perf_counter() if started_s is None else started_s
-    raise_file_limit()
+    raise_file_limit(MOST_FILES)
     address = bind_address(settings.server, passed)
     announcer.starting(settings)
     limit_arenas()
     faults = FaultLog(fault_path(settings.server.port))
-    with contextlib.closing(address), faults.installed(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        was_ready = runner.run(_Serving(settings, announcer, address, started_s, faults).run())
+    with contextlib.closing(address), faults.installed(), asyncio.Runner(loop_factory=new_event_loop) as runner:
+        with paused_collection():
+            serving = _Serving(settings, announcer, address, started_s, faults)
+        was_ready = runner.run(serving.run())
     if not was_ready:
         raise KeyboardInterrupt
-
-
-def raise_file_limit() -> None:
-    """Raise the process's limit of open files: each connection needs one, and shells default to 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # some systems report a higher limit than they grant
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Serving:
@@ -112,7 +102,7 @@ class _Serving:
     async def run(self) -> bool:
         """Serve until stopped. Return False if a signal came before the server was ready."""
         asyncio.get_running_loop().set_exception_handler(self.faults.on_event_loop)
-        with _signals(self._on_signal):
+        with handled_signals(self._on_signal):
             serving = asyncio.create_task(self.server.serve(sockets=[self.address]), name="http")
             try:
                 was_ready = await self._load(serving)
@@ -204,19 +194,3 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{scheme}://{host}:{port}"
-
-
-# ---- small things ----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _signals(handler: Callable[[], None]) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM until the block ends: the first signal stops in order, the second at once."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, handler)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)

@@ -6,9 +6,16 @@ Each test starts an interpreter, since this one has imported everything.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import httpx
+import psutil
 import pytest
 
 from scripts.layout import ROOT
@@ -52,3 +59,69 @@ with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main({words!r})"""
     found = modules_after(program, "-I", "-S") - modules_after("", "-I", "-S")
     assert len(found) <= MOST_MODULES_OF_HELP, sorted(found)
+
+
+# ---- a running server ------------------------------------------------------------------------------------------------
+
+PAGES = ("/", "/dashboard", "/models", "/playground", "/settings", "/logs", "/tune", "/metrics", "/v1/models")
+SERVE = """
+import sys
+{before}
+import localllm.cli.announce as announce
+told = announce.JsonAnnouncer._say
+def say(self, event, **facts):
+    told(self, event, imported=sorted({names!r} & set(sys.modules)), **facts)
+announce.JsonAnnouncer._say = say
+from localllm.cli import main
+sys.exit(main({words!r}))
+"""
+
+
+@contextmanager
+def serving(folder: Path, *words: str, before: str = "") -> Iterator[Iterator[dict[str, Any]]]:
+    """Run `localllm serve ... --json` in an interpreter of its own; yield its events, with what it has imported."""
+    code = SERVE.format(before=before, names=HEAVY, words=["serve", *words, "--port", "0", "--json"])
+    environ = os.environ | {name: str(folder) for name in ("XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}
+    quiet: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environ, **quiet) as process:
+        assert process.stdout is not None
+        try:
+            yield (json.loads(line) for line in process.stdout)
+        finally:
+            process.kill()
+
+
+def ask(url: str) -> str:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=100)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_a_server_without_a_model_serves_its_pages_without_torch_and_loads_on_request(tmp_path: Path) -> None:
+    with serving(tmp_path, "demo", "--no-load-at-start", "--max-model-len", "256") as events:
+        ready = next(event for event in events if event["event"] == "ready")
+        url, pid = ready["url"], psutil.Process().children()[-1].pid
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        for path in PAGES:
+            assert httpx.get(url + path, timeout=60).status_code == 200, path
+        mapped = Path(f"/proc/{pid}/maps")
+        if mapped.exists():
+            assert "libtorch" not in mapped.read_text()
+        assert ready["imported"] == []
+        assert ask(url)
+        if mapped.exists():
+            assert "libtorch" in mapped.read_text()
+
+
+def test_the_demo_answers_where_triton_is_not_installed_and_torch_is_imported_in_its_phase(tmp_path: Path) -> None:
+    hidden = "sys.modules['triton'] = sys.modules['triton.language'] = None"
+    with serving(tmp_path, "demo", "--max-model-len", "256", before=hidden) as events:
+        at: dict[str, set[str]] = {}
+        for event in events:
+            at[event.get("phase", event["event"])] = set(event["imported"])
+            if event["event"] == "ready":
+                assert ask(event["url"])
+                break
+    assert "torch" not in at["starting"] | at["find"]
+    assert "torch" in at["torch"]

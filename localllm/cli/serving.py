@@ -17,6 +17,7 @@ from localllm.cli.flags import settings_from
 from localllm.config.settings import Settings
 from localllm.logs.log_file import LogFile, log_path
 from localllm.logs.recent_logs import RecentLogs
+from localllm.machine.memory import paused_collection
 from localllm.machine.systemd import inherited_socket
 from localllm.machine.threads import set_thread_environment
 
@@ -44,9 +45,10 @@ def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
     set_up_logging(settings, quiet=talks or options.json)
     if passed is not None:
         log.info("socket of systemd host=%s port=%d", settings.server.host, settings.server.port)
-    from localllm.cli.announce import Announcers, JsonAnnouncer, LogAnnouncer, TerminalAnnouncer
-    from localllm.cli.announce_service import ServiceAnnouncer
-    from localllm.up import up as go_up
+    with paused_collection():
+        from localllm.cli.announce import Announcers, JsonAnnouncer, LogAnnouncer, TerminalAnnouncer
+        from localllm.cli.announce_service import ServiceAnnouncer
+        from localllm.up import up as go_up
 
     said = [TerminalAnnouncer()] if talks else [JsonAnnouncer()] if options.json else []
     announcer = Announcers(*said, LogAnnouncer(), ServiceAnnouncer())

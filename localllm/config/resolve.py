@@ -14,7 +14,7 @@ from typing import Any
 from localllm.config.setting_spec import SettingSpec
 from localllm.config.settings import SETTINGS, EngineConfig, ModelTable, PicksTable, ServerConfig, Settings, Source
 from localllm.errors import ConfigError
-from localllm.files.folders import config_home
+from localllm.files.folders import config_folder
 
 CREDENTIAL = "api-key"
 """Name of the file in $CREDENTIALS_DIRECTORY, where systemd puts what a unit names with LoadCredential=."""
@@ -50,7 +50,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, 
 
 def default_config_path(environ: Mapping[str, str] | None = None) -> Path:
     """Return $XDG_CONFIG_HOME/localllm/config.toml."""
-    return config_home(environ) / "localllm" / "config.toml"
+    return config_folder(environ) / "config.toml"
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -8,8 +8,11 @@ Does not know: who allocates, when to trim.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import psutil
@@ -34,6 +37,19 @@ def trim() -> bool:
     """Return freed pages to the system, which takes milliseconds. Return False if the allocator is not glibc's."""
     libc = _glibc()
     return libc is not None and libc.malloc_trim(0) == 1
+
+
+@contextmanager
+def paused_collection() -> Iterator[None]:
+    """Collect no garbage while the block imports modules or builds the application: nothing of it is garbage, and the
+    collector would visit a million objects again and again, a tenth of the time of a start."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @cache

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from localllm.machine.memory import paused_collection
 from localllm.serving.phases import OnPhase, report_phase
 from localllm.serving.served import LoadLimits
 
@@ -28,9 +29,10 @@ def start_torch(on_phase: OnPhase, limits: LoadLimits) -> Hardware:
     with report_phase("torch", on_phase) as report:
         if "torch" not in sys.modules:
             report("importing torch")
-        import torch
+        with paused_collection():
+            import torch
 
-        from localllm.runner.device_memory import empty_cache
+            from localllm.runner.device_memory import empty_cache
 
         empty_cache()  # return memory freed by an unloaded model to the device
         hardware = read_hardware()

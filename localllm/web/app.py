@@ -25,6 +25,7 @@ from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.logs.fault_log import FaultLog
 from localllm.machine.install_kind import InstallKind, how_to_install, install_kind
+from localllm.machine.platforms import use_port_alone
 from localllm.models.library.hub.downloads import Downloads
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
@@ -157,7 +158,7 @@ def bind(config: ServerConfig, passed: socket.socket | None = None) -> socket.so
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # the protocol makes asyncio set TCP_NODELAY
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        use_port_alone(sock)
         sock.bind((config.host, config.port))
         sock.listen(2048)
         sock.setblocking(False)
