@@ -107,7 +107,7 @@ def make_prefix(home: Path, kind: InstallKind, *, own_root: bool = False) -> Pat
         (info / "direct_url.json").write_text(json.dumps(record))
     if own_root:
         root = prefix.parent.parent
-        (root / "tools" / "torch").write_text("cpu\n")
+        (root / "torch").write_text("cpu\n")
         for name in ("python/cpython", "bin/uv"):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text("made by install.sh")

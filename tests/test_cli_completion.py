@@ -107,3 +107,58 @@ def test_every_verb_and_flag_is_in_the_script(shell: str, capsys: pytest.Capture
 def test_names_are_those_of_the_models_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--names"]) == 0
     assert "demo" in capsys.readouterr().out.splitlines()
+
+
+# ---- --install -------------------------------------------------------------------------------------------------------
+
+PLACES = {
+    "bash": "data/bash-completion/completions/localllm",
+    "zsh": "data/zsh/site-functions/_localllm",
+    "fish": "config/fish/completions/localllm.fish",
+}
+ZSH = r"""
+zmodload zsh/zpty
+zpty shell zsh -f -i
+zpty -w shell "fpath+=($1); autoload -U compinit; compinit -u -d $2/dump; print RE''ADY"
+zpty -r shell said '*READY*'
+zpty -w -n shell $'localllm completion ba\t'
+zpty -r shell said '*completion bash*'
+print found
+"""
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("shell", PLACES)
+def test_the_script_is_installed_where_the_shell_looks(
+    folders: Path, capsys: pytest.CaptureFixture[str], shell: str
+) -> None:
+    path = folders / PLACES[shell]
+    for _ in range(2):  # again, over its own file
+        assert main(["completion", shell, "--install"]) == 0
+        assert str(path) in capsys.readouterr().out
+    assert main(["completion", shell]) == 0
+    assert capsys.readouterr().out in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o644
+    path.write_text("# by hand\n")
+    assert main(["completion", shell, "--install"]) == 2
+    assert "was not written by localllm" in capsys.readouterr().err
+    assert path.read_text() == "# by hand\n"
+
+
+def test_the_installed_script_of_bash_completes(folders: Path) -> None:
+    assert main(["completion", "bash", "--install"]) == 0
+    assert "doctor" in answer("bash", "-c", ASK, "bash", str(folders / PLACES["bash"]), "localllm do")
+
+
+@pytest.mark.skipif(not shutil.which("zsh"), reason="needs zsh")
+def test_the_installed_script_of_zsh_completes_from_the_first_call_on(folders: Path) -> None:
+    assert main(["completion", "zsh", "--install"]) == 0
+    command = ["zsh", "-fc", ZSH, "zsh", str((folders / PLACES["zsh"]).parent), str(folders)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout.strip() == "found"

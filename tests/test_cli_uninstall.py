@@ -45,6 +45,15 @@ def write(home: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
+def test_an_own_folder_without_uv_is_removed_too(tmp_path: Path) -> None:
+    """install.sh makes bin, and leaves it empty where the person has uv."""
+    home = tmp_path / "home"
+    python = installed(home, InstallKind.UV_TOOL, own_root=True)
+    (home / ".local/share/localllm/bin/uv").unlink()
+    assert run(python, home, "uninstall", "--yes", "--all").returncode == 0
+    assert list(home.iterdir()) == []
+
+
 def installed(home: Path, kind: InstallKind, *, own_root: bool = False) -> Path:
     """Install localllm and let it store everything. Return its Python."""
     python = make_prefix(home, kind, own_root=own_root)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 from localllm.cli import main
 from localllm.cli.releases import UpdateError, changes_between, find_releases, read_wheel, source_of
+from localllm.cli.unit import MARK
 from localllm.machine.install_kind import InstallKind
 from localllm.machine.running_servers import announced
 from localllm.version import __version__
@@ -286,6 +288,28 @@ def test_a_running_server_is_named_and_nothing_is_asked(
     assert index[1].asked == []
 
 
+def systemctl(folder: Path, main_pid: int) -> Path:
+    """Make a systemctl that says which process the service is. Return the file of its calls."""
+    folder.mkdir()
+    (folder / "systemctl").write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls\necho MainPID={main_pid}\n')
+    (folder / "systemctl").chmod(0o755)
+    return folder / "calls"
+
+
+def test_a_server_of_the_service_may_run_with_restart(
+    wheels: Path, tool: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_wheel(tmp_path / "old", "0.0.1")
+    monkeypatch.setenv("PATH", str(systemctl(tmp_path / "bin", os.getpid()).parent) + ":/usr/bin:/bin")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "systemd" / "user").mkdir(parents=True)
+    (tmp_path / "systemd" / "user" / "localllm.service").write_text(MARK)
+    with announced("http://127.0.0.1:8123", "demo"):
+        assert main(["update", "--from", str(tmp_path / "old")]) == 2
+        assert "--restart, or: systemctl --user stop" in capsys.readouterr().err
+        assert main(["update", "--restart", "--from", str(tmp_path / "old")]) == 0
+
+
 @pytest.mark.parametrize("words", [["--check", "--back"], ["--to", "1", "--back"], ["--check", "--to", "1"]])
 def test_options_that_exclude_each_other_are_refused(tool: Path, capsys: Capture, words: list[str]) -> None:
     assert main(["update", *words]) == 2
@@ -308,11 +332,24 @@ def test_an_update_and_its_undo_without_a_network(tmp_path: Path, index: tuple[s
     script = tmp_path / ".local/share/bash-completion/completions/localllm"
     script.write_text(script.read_text() + "# stale\n")
     before = tree(packages / "localllm")
-    done = run(python, tmp_path, "update", PIP_INDEX_URL=f"{index[0]}/simple")
+    calls = systemctl(tmp_path / "systemctl", main_pid=1)
+    unit = tmp_path / ".config/systemd/user/localllm.service"
+    unit.parent.mkdir(parents=True)
+    unit.write_text(MARK)
+    path = f"{calls.parent}:/usr/bin:/bin"
+    done = run(python, tmp_path, "update", PIP_INDEX_URL=f"{index[0]}/simple", PATH=path)
+    assert done.returncode == 2
+    assert "localllm update --restart, or: systemctl --user stop localllm.service" in done.stderr
+    assert index[1].asked == []
+    done = run(python, tmp_path, "update", "--restart", PIP_INDEX_URL=f"{index[0]}/simple", PATH=path)
+    assert "--user restart localllm.service" in calls.read_text()
     assert done.returncode == 0, done.stdout + done.stderr + said.stderr
     assert (packages / "localllm" / "release.txt").read_text() == NEXT
     assert f"localllm {NEXT} is installed. To undo: localllm update --back" in done.stdout
     assert "# stale" not in script.read_text(), "completions are those of the new release"
+    assert len(list((tmp_path / "my-env/share/localllm/before").iterdir())) == 1
+    failed = run(python, tmp_path, "update", "--to", NEXT, "--from", str(tmp_path), PATH="")
+    assert failed.returncode == 1
     asked = len(index[1].asked)
     done = run(python, tmp_path, "update", "--back", PIP_INDEX_URL="http://127.0.0.1:9/simple")
     assert done.returncode == 0, done.stdout + done.stderr

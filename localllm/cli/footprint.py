@@ -14,16 +14,17 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from localllm.cli import launchd
 from localllm.cli.completion import SHELLS, installed_path, is_ours
 from localllm.cli.installed_wheel import kept_folder
-from localllm.cli.service import unit_path
+from localllm.cli.service import Systemd, unit_path
 from localllm.cli.unit import MARK
 from localllm.config.resolve import default_config_path
 from localllm.files.folders import cache_folder, data_folder
 from localllm.machine.install_kind import InstallKind, bundle_folder, checkout_folder, install_kind
 
-PROGRAMS = ("tools", "python", "cache", "bin", "app")
-"""Folders in the data folder that install.sh and an offline bundle make."""
+PROGRAMS = ("tools", "python", "cache", "bin", "torch", "app")
+"""Folders and a file in the data folder that install.sh and an offline bundle make."""
 
 DATA = {"keys": "keys", "chats": "chats", "logs": "logs", "profiles": "profiles", "aliases": "names of models"}
 """What a file of the data folder holds, by its name up to the first dot."""
@@ -101,12 +102,19 @@ def _existing(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def _units() -> Iterator[Path]:
-    """Yield the unit files that localllm wrote, and the links by which they are enabled."""
+    """Yield the unit files and the agent of launchd that localllm wrote, and the links by which units are enabled."""
+    agent = launchd.plist_path()
+    if agent.is_file() and launchd.MARK in agent.read_text(errors="replace"):
+        yield agent
     folder = unit_path().parent
     for path in [*folder.glob("localllm*.service"), *folder.glob("localllm*.socket")]:
-        if path.is_file() and MARK in path.read_text(errors="replace"):
+        if _has_mark(path):
             yield path
             yield from folder.glob(f"*.wants/{path.name}")
+
+
+def _has_mark(path: Path) -> bool:
+    return path.is_file() and MARK in path.read_text(errors="replace")
 
 
 def _links(environment: Iterable[Path]) -> Iterator[Path]:
@@ -126,7 +134,7 @@ def own_root() -> Iterator[Path]:
     prefix, folder = Path(sys.prefix), bundle_folder()
     if folder is not None and folder.parent.name == "app":
         yield folder.parent.parent
-    elif prefix.parent.name == "tools" and (prefix.parent / "torch").is_file():
+    elif prefix.parent.name == "tools" and (prefix.parent.parent / "torch").is_file():
         yield prefix.parent.parent
 
 
@@ -139,7 +147,7 @@ def _environment() -> Iterator[Part]:
     elif removes_package_only():
         yield Part("environment", tuple(_package()), Group.PROGRAM, "only the package localllm; the environment stays")
     else:
-        made = [root / name for root in own_root() for name in ("tools", "python", "cache", "bin/uv", "app")]
+        made = [root / name for root in own_root() for name in ("tools", "python", "cache", "bin/uv", "torch", "app")]
         yield Part("environment", tuple(made) or (bundle_folder() or prefix,), Group.PROGRAM)
     root = checkout_folder() if kind is InstallKind.CHECKOUT else None
     if root is not None:
@@ -174,7 +182,9 @@ def _data() -> Iterator[Part]:
 
 
 def _others() -> Iterator[Part]:
-    """Yield what other programs use, too."""
+    """Yield the machine's service, and what other programs use, too."""
+    units = [path for path in Systemd(is_system=True).folder.glob("localllm.*") if _has_mark(path)]
+    yield Part("machine's service", tuple(units), Group.KEPT, "sudo localllm service uninstall --system")
     try:
         from huggingface_hub import constants
 

@@ -12,7 +12,7 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Iterator
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
 from pathlib import Path
 
 OF_THE_INSTALLER = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json", "uv_cache.json")
@@ -25,12 +25,16 @@ def kept_folder() -> Path:
 
 def kept_wheel() -> Path | None:
     """Return the wheel of the release before the installed one."""
-    return next(iter(kept_folder().glob("localllm-*.whl")), None)
+    try:
+        installed = version("localllm")
+    except PackageNotFoundError:
+        installed = ""
+    return next((path for path in kept_folder().glob("localllm-*.whl") if path.name.split("-")[1] != installed), None)
 
 
-def keep_wheel(besides: Path | None = None) -> Path | None:
-    """Store the installed release as the only kept wheel, except `besides`. Return None for an editable install or an
-    unknown one, which have no files of their own."""
+def keep_wheel() -> Path | None:
+    """Store the installed release as a wheel. Return None for an editable install or an unknown one, which have no
+    files of their own."""
     try:
         installed = distribution("localllm")
         tag = _tag(installed)
@@ -41,9 +45,6 @@ def keep_wheel(besides: Path | None = None) -> Path | None:
         return None
     folder = kept_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        if old != besides:
-            old.unlink()
     path = folder / f"localllm-{installed.version}-{tag}.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, (source, _) in files.items():
@@ -79,9 +80,9 @@ def _files(installed: Distribution) -> Iterator[tuple[str, tuple[Path, list[str]
             yield f"localllm-{installed.version}.data/data/{path.relative_to(prefix).as_posix()}", (path, rest)
 
 
-def _record(files: dict[str, tuple[Path, list[str]]], version: str) -> str:
+def _record(files: dict[str, tuple[Path, list[str]]], release: str) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerows([name, *rest] for name, (_, rest) in files.items())
-    rows.writerow([f"localllm-{version}.dist-info/RECORD", "", ""])
+    rows.writerow([f"localllm-{release}.dist-info/RECORD", "", ""])
     return text.getvalue()

@@ -18,7 +18,7 @@ from pathlib import Path
 from localllm.cli.footprint import Group, Part, footprint, own_root, remove_path, removes_package_only
 from localllm.cli.installed_wheel import drop_kept
 from localllm.cli.tell import print_table
-from localllm.cli.update import refuse_servers
+from localllm.cli.update import refuse_servers, running_services
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.files.folders import cache_folder, config_home, data_folder
 from localllm.machine.install_kind import uv
@@ -37,7 +37,8 @@ def uninstall(options: argparse.Namespace) -> int:
     _print_parts(parts)
     if options.dry_run:
         return 0
-    refuse_servers(restart=True)  # the service is stopped below
+    # The user's own service is stopped below.
+    refuse_servers("uninstall", allowed=[pid for pid, manager in running_services().items() if not manager.is_system])
     _require_answers(options)
     chosen = [part for part in parts if part.group is Group.PROGRAM]
     if options.all:
@@ -82,7 +83,8 @@ def _asked(question: str) -> bool:
 def _remove(parts: Iterable[Part]) -> None:
     """Remove parts, the environment of this process last. Raises `NotRemoved` with what is left."""
     roots = [Path.home(), config_home(), data_folder().parent, cache_folder().parent]
-    roots += [root.parent for root in own_root()]
+    own = list(own_root())
+    roots += [root.parent for root in own]
     package_only = removes_package_only()
     failed: list[str] = []
     for part in sorted(parts, key=lambda part: part.what == "environment"):
@@ -90,7 +92,7 @@ def _remove(parts: Iterable[Part]) -> None:
             failed += _remove_package()
             continue
         if part.what == "service":
-            _systemctl("disable", "--now", *sorted({path.name for path in part.paths}))
+            _stop_service(part.paths)
         for path in part.paths:
             try:
                 remove_path(path)
@@ -98,16 +100,26 @@ def _remove(parts: Iterable[Part]) -> None:
                 failed.append(f"{path}: {error.strerror}")
             _remove_empty(path.parent, roots)
         if part.what == "service":
-            _systemctl("daemon-reload")
-    _remove_empty(data_folder(), roots)
+            _run("systemctl", "--user", "daemon-reload")
+    for folder in (*(root / "bin" for root in own), data_folder()):  # install.sh makes bin also where it needs no uv
+        _remove_empty(folder, roots)
     if failed:
         raise NotRemoved("Not everything could be removed.", "; ".join(failed), "the same with the rights to do so")
 
 
-def _systemctl(*words: str) -> None:
-    """Run systemctl for the user's units. Without a session of systemd there is nothing that it would stop."""
-    if shutil.which("systemctl"):
-        subprocess.run(["systemctl", "--user", *words], capture_output=True, check=False)
+def _stop_service(paths: Iterable[Path]) -> None:
+    """Stop units and agents, and disable them."""
+    units = sorted({path.name for path in paths if path.suffix != ".plist"})
+    if units:
+        _run("systemctl", "--user", "disable", "--now", *units)
+    for agent in (path for path in paths if path.suffix == ".plist"):
+        _run("launchctl", "unload", str(agent))
+
+
+def _run(*command: str) -> None:
+    """Run a program if it is installed. Without a session of its manager there is nothing that it would stop."""
+    if shutil.which(command[0]):
+        subprocess.run(command, capture_output=True, check=False)
 
 
 def _remove_package() -> list[str]:

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -33,15 +33,17 @@ from localllm.cli.releases import (
     read_wheel,
     source_of,
 )
+from localllm.cli.service import Systemd
 from localllm.cli.tell import print_table
+from localllm.cli.unit import SERVICE
 from localllm.errors import ConfigError
 from localllm.machine.install_kind import InstallKind, bundle_folder, checkout_folder, install_kind, uv
-from localllm.machine.running_servers import RunningServer, running_servers
+from localllm.machine.running_servers import running_servers
 from localllm.units import format_bytes
 from localllm.version import __version__
 
 PYPI = "https://pypi.org/simple"
-SERVICE = "localllm.service"
+USED = "It uses the files of this environment."
 MAX_CHANGE_LINES = 60
 
 
@@ -72,8 +74,9 @@ def update(options: argparse.Namespace) -> int:
 
 
 def _update_environment(options: argparse.Namespace, kind: InstallKind) -> int:
+    services = running_services() if options.restart else {}
     if not options.check:
-        refuse_servers(restart=options.restart)
+        refuse_servers("update", allowed=services)
     source = _source(options)
     chosen, newest = _choose(find_releases(source), options.to)
     _say_installed(kind)
@@ -88,11 +91,11 @@ def _update_environment(options: argparse.Namespace, kind: InstallKind) -> int:
         return 0
     if replaced and not options.yes and not _confirmed(f"{', '.join(replaced)} will be downloaded, too. Continue?"):
         return 1
-    wheel = keep_wheel()
-    _install(source, chosen.version)
-    print(f"localllm {chosen.version} is installed." + (" To undo: localllm update --back" if wheel else ""))
+    command, environ = _command(source, chosen.version, is_complete=facts is not None and not replaced)
+    undo = " To undo: localllm update --back" if _run_undoable(command, environ) else ""
+    print(f"localllm {chosen.version} is installed.{undo}")
     _refresh_completions()
-    _restart_service(options)
+    _restart_services(services.values())
     return 0
 
 
@@ -102,13 +105,12 @@ def _go_back(options: argparse.Namespace) -> int:
     if wheel is None:
         why = "Only a release that `localllm update` replaced is kept."
         raise UpdateError("There is no earlier release to go back to.", why, "localllm update --to VERSION")
-    refuse_servers(restart=options.restart)
-    keep_wheel(besides=wheel)
-    _run([*_installer(), "--no-deps", "--no-index", str(wheel)])
-    wheel.unlink()
+    services = running_services() if options.restart else {}
+    refuse_servers("update", allowed=services)
+    _run_undoable([*_installer(), "--no-deps", "--no-index", str(wheel)], {})
     print(f"localllm {wheel.name.split('-')[1]} is installed again, instead of {__version__}.")
     _refresh_completions()
-    _restart_service(options)
+    _restart_services(services.values())
     return 0
 
 
@@ -212,15 +214,15 @@ def _version_of(package: str) -> str:
         return "(not installed)"
 
 
-def _install(source: Source, wanted: str) -> None:
-    command = [*_installer(), f"localllm=={wanted}"]
-    environ: dict[str, str] = {}
+def _command(source: Source, wanted: str, *, is_complete: bool) -> tuple[list[str], dict[str, str]]:
+    """Return the command that installs a release, and its variables. is_complete: all other packages are installed."""
+    command = [*_installer(), f"localllm=={wanted}", *["--no-deps"] * is_complete]
     if source.kind is SourceKind.INDEX:  # in the environment: the address may have a password
-        environ = dict.fromkeys(("UV_DEFAULT_INDEX", "PIP_INDEX_URL"), source.address)
-    else:
-        command += ["--find-links", source.address]
-        command += ["--no-index"] if (Path(source.address) / "wheelhouse.txt").is_file() else []
-    _run(command, environ)
+        return command, dict.fromkeys(("UV_DEFAULT_INDEX", "PIP_INDEX_URL"), source.address)
+    command += ["--find-links", source.address]
+    if is_complete or (Path(source.address) / "wheelhouse.txt").is_file():
+        command += ["--no-index"]
+    return command, {}
 
 
 def _installer() -> list[str]:
@@ -236,7 +238,24 @@ def _installer() -> list[str]:
     return [found, "pip", "install", "--python", sys.prefix, "--compile-bytecode", *backend]
 
 
-def _run(command: Sequence[str], environ: dict[str, str] | None = None) -> None:
+def _run_undoable(command: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Run the installer, and keep the release that it replaces instead of an earlier one. Return whether it is kept.
+
+    Raises `UpdateError` if the installer fails; the earlier release is then still kept.
+    """
+    before, replaced = kept_wheel(), keep_wheel()
+    try:
+        _run(command, environ)
+    except BaseException:
+        if replaced is not None:
+            replaced.unlink()
+        raise
+    if before is not None:
+        before.unlink()
+    return replaced is not None
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str]) -> None:
     """Run the installer with its output shown. Raises `UpdateError` if it fails."""
     print(f"$ {shlex.join(command)}", flush=True)
     kept = {name: value for name, value in os.environ.items() if name not in ("UV_PYTHON", "VIRTUAL_ENV")}
@@ -245,7 +264,7 @@ def _run(command: Sequence[str], environ: dict[str, str] | None = None) -> None:
     if own_cache.is_file() and not cache.exists():
         kept["UV_CACHE_DIR"] = str(cache)
     try:
-        code = subprocess.run(command, env={**kept, **(environ or {})}, check=False).returncode
+        code = subprocess.run(command, env={**kept, **environ}, check=False).returncode
     finally:
         if kept.get("UV_CACHE_DIR") == str(cache):
             shutil.rmtree(cache, ignore_errors=True)
@@ -257,36 +276,39 @@ def _run(command: Sequence[str], environ: dict[str, str] | None = None) -> None:
 # Servers and completions ---------------------------------------------------------------------------------------------
 
 
-def refuse_servers(*, restart: bool = False) -> None:
-    """Refuse while this user's servers run. With `restart` the service may run, because it is restarted."""
-    service = _service_pid()
-    running = [server for server in running_servers() if not (restart and server.pid == service)]
-    if running:
-        raise ConfigError(f"{_shown(running)}.", "Its files would be replaced while it runs.", _how_to_stop(running[0]))
+def refuse_servers(verb: str, allowed: Collection[int] = ()) -> None:
+    """Refuse a verb while servers of this user, or the machine's service, run. allowed: processes that may run."""
+    services = running_services()
+    for server in running_servers():
+        if server.pid not in allowed:
+            what = f"A server runs: {server.url} ({server.model}), process {server.pid}."
+            hint = f"Ctrl-C in its terminal, or: kill {server.pid}"
+            service = services.get(server.pid)
+            raise ConfigError(what, USED, hint if service is None else _how_to_stop(service, verb))
+    for pid, manager in services.items():
+        if pid not in allowed:
+            raise ConfigError(f"The service runs, process {pid}.", USED, _how_to_stop(manager, verb))
 
 
-def _shown(running: Sequence[RunningServer]) -> str:
-    return " and ".join(f"A server runs: {each.url} ({each.model}), process {each.pid}" for each in running)
+def running_services() -> dict[int, Systemd]:
+    """Return the managers whose localllm service runs, by the service's process."""
+    found = {}
+    for manager in (Systemd(is_system=False), Systemd(is_system=True)):
+        if shutil.which("systemctl") and (manager.folder / SERVICE).exists():
+            told = re.search(r"MainPID=(\d+)", manager.run("show", SERVICE, "--property=MainPID", must=False))
+            if told and told[1] != "0":
+                found[int(told[1])] = manager
+    return found
 
 
-def _how_to_stop(server: RunningServer) -> str:
-    if server.pid == _service_pid():
-        return f"localllm update --restart, or: systemctl --user stop {SERVICE}"
-    return f"Ctrl-C in its terminal, or: kill {server.pid}"
+def _how_to_stop(manager: Systemd, verb: str) -> str:
+    restart = "localllm update --restart, or: " if verb == "update" else ""
+    return f"{restart}{'sudo systemctl' if manager.is_system else 'systemctl --user'} stop {SERVICE}"
 
 
-def _service_pid() -> int:
-    """Return the process of the user service; 0 if it does not run."""
-    if not shutil.which("systemctl"):
-        return 0
-    asked = ["systemctl", "--user", "show", SERVICE, "--property=MainPID"]
-    told = re.search(r"MainPID=(\d+)", subprocess.run(asked, capture_output=True, text=True, check=False).stdout)
-    return int(told[1]) if told else 0
-
-
-def _restart_service(options: argparse.Namespace) -> None:
-    if options.restart and _service_pid():
-        subprocess.run(["systemctl", "--user", "restart", SERVICE], check=True)
+def _restart_services(services: Iterable[Systemd]) -> None:
+    for manager in services:
+        manager.run("restart", SERVICE)
         print("The service was restarted.")
 
 
@@ -345,7 +367,7 @@ def _update_bundle(options: argparse.Namespace) -> int:
     folder = bundle_folder()
     assert folder is not None, "an offline bundle has a folder"
     if options.back:
-        refuse_servers()
+        refuse_servers("update")
         return _bundle_back(folder)
     _say_installed(InstallKind.BUNDLE)
     wanted = options.to or "VERSION"
