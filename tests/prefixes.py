@@ -81,6 +81,7 @@ def make_prefix(home: Path, kind: InstallKind, *, own_root: bool = False) -> Pat
     venv.EnvBuilder(symlinks=True).create(prefix)
     packages = next((prefix / "lib").glob("python*")) / "site-packages"
     here = "import localllm.machine.install_kind as kinds; kinds.CONTAINER_MARKS = ()"  # tests may run in a container
+    here += "; kinds.CONTAINER_VARIABLES = ('KUBERNETES_SERVICE_HOST',)"
     (packages / "sources.pth").write_text(f"{ROOT}\n{sysconfig.get_paths()['purelib']}\n{here}\n")
     python = prefix / "bin" / "python"
     wheel = make_wheel(prefix / "of the test", __version__)

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from localllm.machine import install_kind
 install_kind.CONTAINER_MARKS = (Path("/nowhere"),)   # the tests themselves may run in a container
+install_kind.CONTAINER_VARIABLES = ("KUBERNETES_SERVICE_HOST",)
 print(install_kind.install_kind().name)
 for requirement in ("torch", "localllm", "localllm[pdf]", "sentencepiece tiktoken"):
     print(install_kind.how_to_install(requirement))

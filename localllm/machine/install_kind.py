@@ -17,6 +17,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 CONTAINER_MARKS = (Path("/run/.containerenv"), Path("/.dockerenv"))
+CONTAINER_VARIABLES = ("KUBERNETES_SERVICE_HOST", "container")
+"""Set by Kubernetes, and by podman and localllm's own image; a read-only container of podman has no file as a mark."""
 REINSTALLED = ("torch", "localllm")
 """Packages that are always there: a command that adds one has to replace it."""
 
@@ -43,7 +45,7 @@ def install_kind() -> InstallKind:
         return InstallKind.BUNDLE
     if checkout_folder() is not None:
         return InstallKind.CHECKOUT
-    if os.environ.get("KUBERNETES_SERVICE_HOST") or any(mark.exists() for mark in CONTAINER_MARKS):
+    if any(os.environ.get(name) for name in CONTAINER_VARIABLES) or any(mark.exists() for mark in CONTAINER_MARKS):
         return InstallKind.CONTAINER
     return InstallKind.PIP
 

@@ -29,6 +29,7 @@ MOST_BYTES = 1_450_000_000
 NAME, KEY = "localhost/localllm-test", "the-key-of-the-container"
 PODMAN = ("podman", "--cgroup-manager", "cgroupfs", "--runtime", "runc")  # they work for root without systemd
 RIGHTS = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "all", "--security-opt", "no-new-privileges")
+LIMITS = ("--network", "host", "--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
 PACKAGES = "ca-certificates,libstdc++6,python3,python3-venv"
 
 pytestmark = [
@@ -91,9 +92,21 @@ def container(image: str) -> Iterator[tuple[str, str]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     name = f"localllm-test-{port}"
-    words = ("--network", "host", "--no-healthcheck", "--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
     variables = ("-e", f"LOCALLLM_API_KEY={KEY}", "-e", f"LOCALLLM_PORT={port}")
-    run(*PODMAN, "run", "--detach", "--name", name, "-v", f"{name}:/data", *words, *RIGHTS, *variables, image)
+    run(
+        *PODMAN,
+        "run",
+        "--detach",
+        "--name",
+        name,
+        "-v",
+        f"{name}:/data",
+        "--no-healthcheck",
+        *LIMITS,
+        *RIGHTS,
+        *variables,
+        image,
+    )
     yield name, f"http://127.0.0.1:{port}"
     run(*PODMAN, "rm", "--force", "--volumes", name)
     run(*PODMAN, "volume", "rm", "--force", name)
@@ -102,20 +115,20 @@ def container(image: str) -> Iterator[tuple[str, str]]:
 def test_the_image_is_small_and_has_a_layer_for_each_part(image: str) -> None:
     [facts] = json.loads(run("podman", "image", "inspect", image))
     size = facts["Size"]
-    print(f"CPU image: {size / 1e9:.2f} GB")
+    print(f"CPU image: {size / 1e9:.3f} GB")
     assert size <= MOST_BYTES
     assert facts["Config"]["User"] == "10001:10001"
     assert facts["Config"]["Labels"]["org.opencontainers.image.version"] == __version__
     assert facts["Config"]["StopSignal"] in ("SIGTERM", "15")
     assert facts["Healthcheck"]["Interval"] == 15 * 10**9
-    sizes = run("podman", "history", "--format", "{{.Size}} {{.CreatedBy}}", "--human=false", image).splitlines()
-    copied = [int(line.split()[0]) for line in sizes if "COPY" in line]  # the newest first
+    history = json.loads(run("podman", "history", "--format", "json", image))  # the newest first
+    copied = [each["size"] for each in history if "COPY" in each["CreatedBy"]]
     assert len(copied) == 3
     assert copied[0] <= 30e6  # localllm: what an update downloads, before compression
 
 
 def test_a_container_is_refused_without_a_key(image: str) -> None:
-    words = (*PODMAN, "run", "--rm", "--network", "host", "--ulimit", "nofile=4096:4096", *RIGHTS, image)
+    words = (*PODMAN, "run", "--rm", *LIMITS, *RIGHTS, image)
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "Refusing to listen on 0.0.0.0 without a key." in done.stderr

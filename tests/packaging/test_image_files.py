@@ -121,7 +121,7 @@ def test_all_installs_use_one_version_of_uv() -> None:
 # ---- the refusal without a key ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mark", ["KUBERNETES_SERVICE_HOST", "file"])
+@pytest.mark.parametrize("mark", ["KUBERNETES_SERVICE_HOST", "container", "file"])
 def test_without_a_key_a_container_is_told_the_variable(
     mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -130,12 +130,13 @@ def test_without_a_key_a_container_is_told_the_variable(
     monkeypatch.setattr(install_kind, "checkout_folder", lambda: None)
     monkeypatch.setattr(install_kind, "CONTAINER_MARKS", (tmp_path / "mark",))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    for name in ("KUBERNETES_SERVICE_HOST", "container"):
+        monkeypatch.delenv(name, raising=False)
     assert "localllm keys add" in hint_without_a_key()
     if mark == "file":
         (tmp_path / "mark").touch()
     else:
-        monkeypatch.setenv(mark, "10.96.0.1")
+        monkeypatch.setenv(mark, image_environment().get(mark, "10.96.0.1"))
     assert "-e LOCALLLM_API_KEY=" in hint_without_a_key()
 
 
