@@ -33,8 +33,10 @@ from localllm.models.layers.lora import LoraBank, LoraLimits
 from localllm.models.spec.family import Storage
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
+from localllm.models.weights.meta import MetaWeights
 from localllm.models.weights.parameters import held_bytes
-from localllm.models.weights.weights import LM_HEAD, MetaWeights, Progress, Weights
+from localllm.models.weights.source import LM_HEAD, Progress
+from localllm.models.weights.weights import Weights
 
 if TYPE_CHECKING:
     from localllm.models.architectures.transformers_backend.model import TransformersModel

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.cpu.native.structures import Activation, NativeMatrix, Op
+from localllm.kernels.cpu.native.structures import Activation, Op
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.architectures.layer import Gemma4Layer
 from localllm.models.layers.moe import ExpertsOfStream
 from localllm.models.layers.per_layer_input import PerLayerGate
+from localllm.models.lone_writer import Buffer, Writer, sizes
 
 
-def write_gemma4(writer: Any, layer: Gemma4Layer, kv: LayerKV) -> None:
-    """Write one layer. writer: lone_step.py's."""
+def write_gemma4(writer: Writer, layer: Gemma4Layer, kv: LayerKV) -> None:
+    """Write one layer."""
     writer.attend(layer.attention, layer.kind, kv, layer.input_norm)
     writer.project(layer.attention, writer.part)
     writer.add_part(layer.attention_post_norm)
@@ -37,7 +38,7 @@ def write_gemma4(writer: Any, layer: Gemma4Layer, kv: LayerKV) -> None:
     writer.add(last, writer.stream, norm)
 
 
-def _add_experts(writer: Any, experts: ExpertsOfStream, dense_post_norm: Any) -> Any:
+def _add_experts(writer: Writer, experts: ExpertsOfStream, dense_post_norm: Any) -> Buffer:
     """Add up the normed outputs of the dense part, which is in `part`, and of the experts. Return their buffer."""
     both = writer.others["both"]
     writer.add(writer.part, both, dense_post_norm, adds=False)
@@ -47,18 +48,19 @@ def _add_experts(writer: Any, experts: ExpertsOfStream, dense_post_norm: Any) ->
     return both
 
 
-def _multiply_by_input(writer: Any, per_layer: PerLayerGate, index: int) -> None:
+def _multiply_by_input(writer: Writer, per_layer: PerLayerGate, index: int) -> None:
     """Write to `part` what the layer's embedding adds to the stream, before its norm."""
     width, given, gate = per_layer.gate.weight.shape[0], writer.others["layer_inputs"], writer.others["gate"]
     given.widen(width * (index + 1))
     writer.linear(per_layer.gate, writer.stream, gate, activation=writer.activation)
-    writer.plan(Op.MULTIPLY, given, gate, source_offset=index * width, matrix=NativeMatrix(outputs=width, inputs=width))
+    writer.multiply(given, index * width, gate, 0, width)
     writer.linear(per_layer.up, gate, writer.part)
 
 
-def _scale_stream(writer: Any, index: int, scalar: float) -> None:
+def _scale_stream(writer: Writer, index: int, scalar: float) -> None:
     hidden, scalars = writer.model.spec.hidden_size, writer.others["scalars"]
     scalars.widen(index + 1)
     writer.constants.append((scalars, index, scalar))
-    size = NativeMatrix(outputs=hidden, inputs=hidden)
-    writer.plan(Op.SCALE, scalars, writer.stream, source_offset=index, matrix=size, activation=Activation.NONE)
+    writer.plan(
+        Op.SCALE, scalars, writer.stream, source_offset=index, matrix=sizes(hidden), activation=Activation.NONE
+    )  # fmt: skip

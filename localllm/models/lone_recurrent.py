@@ -27,13 +27,11 @@ from localllm.kernels.layer_state import LayerState
 from localllm.models.layers.gated_delta_net import GatedDeltaNet
 from localllm.models.layers.mamba2 import Mamba2
 from localllm.models.layers.short_conv import ShortConv
+from localllm.models.lone_writer import Buffer, Writer
 
 
-def write_recurrence(writer: Any, part: object, state: LayerState, norm: Any) -> None:
-    """Write the operations of `part` on the stream; the result is in the writer's buffer `recurred`.
-
-    writer: a `lone_step.Writer`.
-    """
+def write_recurrence(writer: Writer, part: object, state: LayerState, norm: Any) -> None:
+    """Write the operations of `part` on the stream; the result is in the writer's buffer `recurred`."""
     if isinstance(part, ShortConv):
         _short_conv(writer, part, state, norm)
     elif isinstance(part, GatedDeltaNet):
@@ -43,7 +41,7 @@ def write_recurrence(writer: Any, part: object, state: LayerState, norm: Any) ->
         _mamba2(writer, part, state, norm)
 
 
-def _short_conv(writer: Any, part: ShortConv, state: LayerState, norm: Any) -> None:
+def _short_conv(writer: Writer, part: ShortConv, state: LayerState, norm: Any) -> None:
     width = part.weight.shape[1]
     writer.linear(part.in_proj, writer.stream, writer.projected, norm=norm)
     writer.multiply(writer.projected, 0, writer.projected, 2 * width, width)
@@ -51,7 +49,7 @@ def _short_conv(writer: Any, part: ShortConv, state: LayerState, norm: Any) -> N
     writer.multiply(writer.projected, width, writer.recurred, 0, width)
 
 
-def _gated_delta(writer: Any, part: GatedDeltaNet, state: LayerState, norm: Any) -> None:
+def _gated_delta(writer: Writer, part: GatedDeltaNet, state: LayerState, norm: Any) -> None:
     heads = part.heads
     channels, values, count, _ = heads.parts
     keys = heads.key_heads * heads.key_dim
@@ -72,7 +70,7 @@ def _gated_delta(writer: Any, part: GatedDeltaNet, state: LayerState, norm: Any)
     _norm(writer, part.norm, part.eps, channels, heads.value_heads, heads.value_dim, gate_first=False)
 
 
-def _mamba2(writer: Any, part: Mamba2, state: LayerState, norm: Any) -> None:
+def _mamba2(writer: Writer, part: Mamba2, state: LayerState, norm: Any) -> None:
     heads = part.heads
     width, columns = heads.width, heads.groups * heads.state_size
     writer.linear(part.in_proj, writer.stream, writer.projected, norm=norm)
@@ -95,7 +93,14 @@ def _mamba2(writer: Any, part: Mamba2, state: LayerState, norm: Any) -> None:
 
 
 def _convolve(
-    writer: Any, weight: Tensor, bias: Tensor | None, state: LayerState, offset: int, target: Any, *, is_silu: bool
+    writer: Writer,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: LayerState,
+    offset: int,
+    target: Buffer,
+    *,
+    is_silu: bool,
 ) -> None:
     """Convolve the columns of `projected` from `offset` on."""
     taps, channels = weight.shape
@@ -109,7 +114,7 @@ def _convolve(
 
 
 def _norm(
-    writer: Any, weight: Tensor, eps: float, gate_offset: int, groups: int, width: int, *, gate_first: bool
+    writer: Writer, weight: Tensor, eps: float, gate_offset: int, groups: int, width: int, *, gate_first: bool
 ) -> None:
     """Norm `recurred` in place, with the gate from column `gate_offset` of `projected` on."""
     norm = NativeGatedNorm(

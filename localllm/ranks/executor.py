@@ -27,7 +27,7 @@ from localllm.models.loader import check_all_used
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from localllm.models.weights.lora import LoraFile
-from localllm.models.weights.weights import Progress
+from localllm.models.weights.source import Progress
 from localllm.ranks.links import Links, OnReport
 from localllm.ranks.messages import Connect, Connected, Loaded, Measured, PutAdapter, Report
 from localllm.ranks.openings import Open, Opened, OpenRunner

@@ -29,7 +29,7 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 from localllm.models.weights.lora import LoraFile, put_lora
 from localllm.models.weights.parameters import held_bytes, replace_tensors
-from localllm.models.weights.weights import Progress
+from localllm.models.weights.source import Progress
 from localllm.runner.device_errors import loading_weights
 from localllm.runner.device_memory import make_current
 from localllm.runner.host_steps import ReopenableModel

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan, MemoryReport
     from localllm.models.library.catalog import ResolvedModel
     from localllm.models.spec.model_spec import ModelSpec
-    from localllm.models.weights.weights import Progress
+    from localllm.models.weights.source import Progress
     from localllm.runner.executor import Executor
     from localllm.text.answers.reader import AnswerFormat
     from localllm.text.chat_template import ChatTemplate

@@ -15,7 +15,8 @@ from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.formats.checkpoint import TensorInfo
 from localllm.models.formats.registry import linear_format
 from localllm.models.spec.family import Storage
-from localllm.models.weights.weights import MetaWeights, Weights
+from localllm.models.weights.meta import MetaWeights
+from localllm.models.weights.weights import Weights
 from tests.gguf_files import blocks_of
 from tests.models.formats.held import Held, ReadBytes
 from tests.models.harness import CPU

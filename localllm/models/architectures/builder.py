@@ -51,7 +51,7 @@ from localllm.models.layers.split import Summed
 from localllm.models.spec.kv_groups import keeps_kv, kv_shape
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard, local_spec, whole_shard
-from localllm.models.weights.weights import EMBEDDING, TensorSource
+from localllm.models.weights.source import EMBEDDING, TensorSource
 
 
 class DecoderBuilder:

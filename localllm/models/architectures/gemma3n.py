@@ -11,11 +11,9 @@ from typing import Any
 
 from localllm.errors import CorruptModel
 from localllm.models.architectures import text_part
-from localllm.models.architectures.gemma4 import NOTE, TEXT_STORAGE, kv_sources
+from localllm.models.architectures.gemma4 import NOTE, TEXT_STORAGE, kv_sources, shared_differences
 from localllm.models.spec.altup import altup, layer_sparsity
 from localllm.models.spec.family import Config, Family, windowed_layers
-from localllm.models.spec.fields import number
-from localllm.models.spec.norms import NormSpec
 from localllm.models.spec.per_layer_input import per_layer_input
 
 _DEFAULTS = {
@@ -42,27 +40,16 @@ _DEFAULTS = {
 
 def _differences(config: Config) -> dict[str, Any]:
     windowed = windowed_layers(config, lambda layer: (layer + 1) % 5 != 0)
-    bias = bool(config.get("attention_bias"))
     sizes = per_layer_input(config)
     if sizes is None:
         raise CorruptModel("config.json has no hidden_size_per_layer_input.", "Gemma 3n has per-layer embeddings.")
-    return {
-        "hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh",
-        "attention_bias": bias,
-        "attention_out_bias": bias,
-        "norm": NormSpec(number(config, "rms_norm_eps")),
-        "embedding_scale": config["hidden_size"] ** 0.5,
-        "attention_scale": 1.0,
-        "qk_norm": "head",
-        "v_norm": True,
-        "sliding_window": config["sliding_window"],
+    return shared_differences(config) | {
         "layer_is_windowed": windowed,
         "kv_source": kv_sources(config, windowed),
         "layer_widths": tuple(config.get("layer_widths") or ()),
         "layer_sparsity": layer_sparsity(config),
         "altup": altup(config),
         "per_layer_input": sizes,
-        "final_softcap": config["final_logit_softcapping"],
         "topology": "gemma3n",
     }
 

@@ -56,7 +56,6 @@ def _differences(config: Config) -> dict[str, Any]:
     if config.get("use_bidirectional_attention") == "all":
         raise UnsupportedModel("Bidirectional attention is not supported for Gemma 4.", "Supported: causal attention.")
     windowed = _windowed(config)
-    bias = bool(config.get("attention_bias"))
     shapes = {
         True: (config["num_key_value_heads"], config["head_dim"]),
         False: (
@@ -66,6 +65,21 @@ def _differences(config: Config) -> dict[str, Any]:
     }
     sources = kv_sources(config, windowed)
     from_keys = tuple(bool(config.get("attention_k_eq_v")) and not slides for slides in windowed)
+    return shared_differences(config) | {
+        "layer_values_from_keys": from_keys if any(from_keys) else (),
+        "layer_is_windowed": windowed,
+        "layer_kv_shapes": tuple(shapes[slides] for slides in windowed),
+        "kv_source": sources,
+        "layer_widths": _widths(config, sources),
+        "per_layer_input": per_layer_input(config),
+        "mixture": _mixture(config),
+        "topology": "gemma4",
+    }
+
+
+def shared_differences(config: Config) -> dict[str, Any]:
+    """Return the fields of ModelSpec that Gemma 3n and Gemma 4 have in common."""
+    bias = bool(config.get("attention_bias"))
     return {
         "hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh",
         "attention_bias": bias,
@@ -75,16 +89,8 @@ def _differences(config: Config) -> dict[str, Any]:
         "attention_scale": 1.0,
         "qk_norm": "head",
         "v_norm": True,
-        "layer_values_from_keys": from_keys if any(from_keys) else (),
         "sliding_window": config["sliding_window"],
-        "layer_is_windowed": windowed,
-        "layer_kv_shapes": tuple(shapes[slides] for slides in windowed),
-        "kv_source": sources,
-        "layer_widths": _widths(config, sources),
-        "per_layer_input": per_layer_input(config),
-        "mixture": _mixture(config),
         "final_softcap": config["final_logit_softcapping"],
-        "topology": "gemma4",
     }
 
 

@@ -22,7 +22,7 @@ from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.layers.per_layer_input import PerLayerGate, PerLayerInputs
 from localllm.models.spec.altup import AltUpSpec
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.weights.weights import PER_LAYER_EMBEDDING
+from localllm.models.weights.source import PER_LAYER_EMBEDDING
 
 NormOf = Callable[..., RMSNorm | LayerNorm]
 """(stem, factor on its output) -> a norm of the stream."""

@@ -17,7 +17,7 @@ from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.moe import Experts, LatentExperts, MoE, Routing
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.models.weights.weights import TensorSource
+from localllm.models.weights.source import TensorSource
 
 
 def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, prefix: str) -> MoE:

@@ -23,7 +23,7 @@ from localllm.models.layers.short_conv import ShortConv
 from localllm.models.layers.split import Projection
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.recurrent import RecurrentSpec
-from localllm.models.weights.weights import TensorSource
+from localllm.models.weights.source import TensorSource
 
 
 def build_recurrence(spec: ModelSpec, recurrent: RecurrentSpec, weights: TensorSource, prefix: str) -> Recurrence:

@@ -13,7 +13,7 @@ from torch import Tensor
 from localllm.models.layers.group import Group
 from localllm.models.layers.split import GatheredInput, PaddedInput, Projection
 from localllm.models.spec.shard import Shard, even
-from localllm.models.weights.weights import TensorSource
+from localllm.models.weights.source import TensorSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""The tensors for a builder: read from a checkpoint, or only described by its headers.
+"""The tensors for a builder, read from a checkpoint.
 
-Names are Llama's everywhere. `Storage` (spec/family.py) maps them to the checkpoint's names and row order, and
-the checkpoint's `LinearFormat` says how matrices are stored.
+`Storage` (spec/family.py) maps Llama's names to the checkpoint's names and row order, and the checkpoint's
+`LinearFormat` says how matrices are stored.
 Does not know: how the parts make a model (architectures/builder.py).
 """
 
@@ -9,142 +9,32 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.cpu.half import fits_half, pack_half
-from localllm.kernels.cpu.pack import CpuPacker, as_read
+from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.cpu.stored_blocks import GGUFBlocks
 from localllm.kernels.linear import should_pack
 from localllm.kernels.moe.weights import ExpertWeights, needs_stacked_experts
-from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable
+from localllm.kernels.quantized_weight import QuantizedTable
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint
 from localllm.models.formats.linear_format import LinearFormat, StoredPart, TableFormat
-from localllm.models.layers.linear import Linear, Weight, as_head, device_layout_bytes
+from localllm.models.layers.linear import Linear, Weight, as_head
 from localllm.models.layers.lora import LoraBank, LoraPart
 from localllm.models.layers.moe import join_experts
 from localllm.models.spec.family import Storage
 from localllm.models.spec.model_spec import ModelSpec
-
-Progress = Callable[[int, int], None]
-NORMS = "norm.weight"
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
-
-
-class TensorSource(Protocol):
-    """The source of a builder's tensors. Each result has the requested shape, or an error is raised."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors: the model's, or `meta` if only headers are read."""
-        ...
-
-    @property
-    def packer(self) -> CpuPacker:
-        """Packs this model's quantised matrices on a CPU, as the setting `cpu_weights` says."""
-        ...
-
-    def keeps_half(self, dtype: torch.dtype, shape: tuple[int, int]) -> bool:
-        """Return whether a matrix stored in `dtype` stays 16 bits wide, though the model computes in float32."""
-        ...
-
-    def has(self, name: str) -> bool: ...
-
-    def take(
-        self,
-        names: Iterable[str],
-        shape: tuple[int, ...],
-        *,
-        keep_narrow: bool = False,
-        dtype: torch.dtype | None = None,
-        rows: range | None = None,
-    ) -> Tensor:
-        """Return the named tensors stacked by rows, together of `shape`, in dtype; None: the model's.
-
-        keep_narrow: keep the stored type if it is smaller. rows: those to return; None: all.
-        """
-        ...
-
-    def values(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a small tensor whose dimensions checkpoints store in several ways, as `shape`, in dtype; None: the
-        model's."""
-        ...
-
-    def table(
-        self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False, rows: range | None = None
-    ) -> Tensor | QuantizedTable:
-        """Return a matrix whose rows are looked up, as `take` does, but quantised if it is stored so."""
-        ...
-
-    def linear(
-        self,
-        stems: Sequence[str],
-        shape: tuple[int, int],
-        *,
-        bias: bool = False,
-        order: Tensor | None = None,
-        columns: range | None = None,
-    ) -> Linear:
-        """Return the matrices `stem`.weight stacked by rows as one layer, with the biases `stem`.bias.
-
-        shape: of the whole stack. order [rows] int64: row i of the layer is row order[i] of the stack, rows of the same
-        matrix being neighbours; None: all rows. columns: inputs to take, as `widened` returned them; None: all.
-        """
-        ...
-
-    def widened(self, stem: str, columns: range, total: int) -> range | None:
-        """Return the smallest range of a matrix's `total` inputs that holds `columns` and that it can be cut to.
-        None: it can only be cut by rows."""
-        ...
-
-    def experts(
-        self,
-        prefix: str,
-        names: Sequence[str],
-        shape: tuple[int, int, int],
-        *,
-        bias: bool = False,
-        own: range | None = None,
-        order: Tensor | None = None,
-        columns: range | None = None,
-    ) -> tuple[ExpertWeights, Tensor | None]:
-        """Return the matrices `prefix`.E.`name` of every expert E, stacked by rows over `names`, and the biases [E, N].
-
-        shape: (experts, N, K), of all experts. A checkpoint may also store one tensor [E, n, K] per name,
-        `prefix`.`name`, or one for all names, `prefix`.gate_up_proj. own: the experts to return; None: all. order,
-        columns: as in `linear`, the same for each expert; `columns` as `widened_experts` returned them.
-        """
-        ...
-
-    def widened_experts(self, prefix: str, name: str, columns: range, total: int) -> range | None:
-        """Return what `widened` does, for the matrices `prefix`.E.`name` of the experts."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertCut:
-    """The part of a layer's experts that a shard takes."""
-
-    own: range  # of the experts
-    order: Tensor | None  # rows of each expert's matrix; None: all
-    columns: range | None  # None: all
-
-    def shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the shape of an expert's matrix, of whose rows and columns these are taken."""
-        return (
-            rows if self.order is None else len(self.order),
-            columns if self.columns is None else len(self.columns),
-        )
+from localllm.models.weights.source import LM_HEAD, ExpertCut, Progress
 
 
 class Weights:
@@ -665,68 +555,6 @@ class Weights:
         self.done_bytes += sum(self._checkpoint.tensors[name].num_bytes for name in new)
         if self._progress is not None:
             self._progress(self.done_bytes, self.total_bytes)
-
-
-class MetaWeights(Weights):
-    """Tensors by header only: empty ones on `meta`, and matrices as sizes.
-
-    A model built from them has as many bytes as the real one (parameters.py: held_bytes).
-    """
-
-    def _load_device(self, target: torch.device) -> torch.device:
-        return torch.device("meta")
-
-    def take(
-        self,
-        names: Iterable[str],
-        shape: tuple[int, ...],
-        *,
-        keep_narrow: bool = False,
-        dtype: torch.dtype | None = None,
-        rows: range | None = None,
-    ) -> Tensor:
-        """Return small tensors on the CPU: arithmetic on `meta` first imports torch's compiler, for seconds."""
-        names = list(names)
-        whole = super().take(names, shape, keep_narrow=keep_narrow, dtype=dtype, rows=rows)
-        small = len(shape) == 1 or names[0].endswith(NORMS)
-        return torch.empty(whole.shape, dtype=whole.dtype, device="cpu") if small else whole
-
-    def values(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor on the CPU, for the same reason."""
-        found = super().values(name, shape, dtype=dtype)
-        return torch.empty(shape, dtype=found.dtype, device="cpu")
-
-    def _read(self, format: LinearFormat, parts: list[StoredPart]) -> Weight:
-        return format.read_meta(self._checkpoint, parts, self._dtype)
-
-    def _slices(
-        self, stacked: Sequence[str], stored_order: Tensor | None, shape: tuple[int, int, int], cut: ExpertCut
-    ) -> Iterator[Weight]:
-        """Yield empty matrices: choosing rows on `meta` imports torch's compiler, for seconds."""
-        stored, own = self._expert_views(stacked, shape)[0].dtype, cut.shape(*shape[1:])
-        is_half = self._quantize is None and self.keeps_half(stored, own)
-        for _ in cut.own:
-            empty = torch.empty(own, dtype=stored if is_half else self._dtype, device="meta")
-            yield pack_half(empty) if is_half else self._finished(empty, self._quantize)
-        self._count(stacked)
-
-    def _kept(self, table: QuantizedTable) -> QuantizedTable:
-        return cast(QuantizedTable, as_read(table)) if self._target.type == "cpu" else table
-
-    def _finished(self, weight: Weight, quantize: AtLoad | None) -> Weight:
-        weight = super()._finished(weight, quantize)
-        if isinstance(weight, Tensor):
-            return weight
-        held = device_layout_bytes(weight, self._target, self.packer.mode)
-        return MetaWeight((weight.shape[0], weight.shape[1]), held)
-
-    def _stored(self, part: StoredPart) -> Tensor:
-        info = matrices.info(self._checkpoint, part.stem)
-        dtype = matrices.TYPES.get(info.dtype, torch.float32)
-        shape = info.shape[::-1] if part.transposed else info.shape
-        rows = shape[0] if part.order is None else len(part.order)
-        rest = shape[1:] if part.columns is None else (len(part.columns),)
-        return torch.empty((rows, *rest), dtype=dtype, device="meta")
 
 
 def _wrong_shape(names: Sequence[str], got: Iterable[int], wanted: Iterable[object]) -> CorruptModel:

@@ -1,0 +1,130 @@
+"""The source of a builder's tensors: what a builder asks for, and the names of the tensors that are asked for by name.
+
+Names are Llama's everywhere.
+Does not know: checkpoints and how they store tensors (weights.py, meta.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu.pack import CpuPacker
+from localllm.kernels.moe.weights import ExpertWeights
+from localllm.kernels.quantized_weight import QuantizedTable
+from localllm.models.layers.linear import Linear
+
+Progress = Callable[[int, int], None]
+NORMS = "norm.weight"
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
+
+
+class TensorSource(Protocol):
+    """The source of a builder's tensors. Each result has the requested shape, or an error is raised."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors: the model's, or `meta` if only headers are read."""
+        ...
+
+    @property
+    def packer(self) -> CpuPacker:
+        """Packs this model's quantised matrices on a CPU, as the setting `cpu_weights` says."""
+        ...
+
+    def keeps_half(self, dtype: torch.dtype, shape: tuple[int, int]) -> bool:
+        """Return whether a matrix stored in `dtype` stays 16 bits wide, though the model computes in float32."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+    def take(
+        self,
+        names: Iterable[str],
+        shape: tuple[int, ...],
+        *,
+        keep_narrow: bool = False,
+        dtype: torch.dtype | None = None,
+        rows: range | None = None,
+    ) -> Tensor:
+        """Return the named tensors stacked by rows, together of `shape`, in dtype; None: the model's.
+
+        keep_narrow: keep the stored type if it is smaller. rows: those to return; None: all.
+        """
+        ...
+
+    def values(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a small tensor whose dimensions checkpoints store in several ways, as `shape`, in dtype; None: the
+        model's."""
+        ...
+
+    def table(
+        self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False, rows: range | None = None
+    ) -> Tensor | QuantizedTable:
+        """Return a matrix whose rows are looked up, as `take` does, but quantised if it is stored so."""
+        ...
+
+    def linear(
+        self,
+        stems: Sequence[str],
+        shape: tuple[int, int],
+        *,
+        bias: bool = False,
+        order: Tensor | None = None,
+        columns: range | None = None,
+    ) -> Linear:
+        """Return the matrices `stem`.weight stacked by rows as one layer, with the biases `stem`.bias.
+
+        shape: of the whole stack. order [rows] int64: row i of the layer is row order[i] of the stack, rows of the same
+        matrix being neighbours; None: all rows. columns: inputs to take, as `widened` returned them; None: all.
+        """
+        ...
+
+    def widened(self, stem: str, columns: range, total: int) -> range | None:
+        """Return the smallest range of a matrix's `total` inputs that holds `columns` and that it can be cut to.
+        None: it can only be cut by rows."""
+        ...
+
+    def experts(
+        self,
+        prefix: str,
+        names: Sequence[str],
+        shape: tuple[int, int, int],
+        *,
+        bias: bool = False,
+        own: range | None = None,
+        order: Tensor | None = None,
+        columns: range | None = None,
+    ) -> tuple[ExpertWeights, Tensor | None]:
+        """Return the matrices `prefix`.E.`name` of every expert E, stacked by rows over `names`, and the biases [E, N].
+
+        shape: (experts, N, K), of all experts. A checkpoint may also store one tensor [E, n, K] per name,
+        `prefix`.`name`, or one for all names, `prefix`.gate_up_proj. own: the experts to return; None: all. order,
+        columns: as in `linear`, the same for each expert; `columns` as `widened_experts` returned them.
+        """
+        ...
+
+    def widened_experts(self, prefix: str, name: str, columns: range, total: int) -> range | None:
+        """Return what `widened` does, for the matrices `prefix`.E.`name` of the experts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCut:
+    """The part of a layer's experts that a shard takes."""
+
+    own: range  # of the experts
+    order: Tensor | None  # rows of each expert's matrix; None: all
+    columns: range | None  # None: all
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of an expert's matrix, of whose rows and columns these are taken."""
+        return (
+            rows if self.order is None else len(self.order),
+            columns if self.columns is None else len(self.columns),
+        )
