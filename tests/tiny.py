@@ -394,6 +394,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_k": 3,
             "moe_intermediate_size": 40,
             "moe_num_shared_experts": 2,
+            "moe_norm_min": 0.7,  # more than three of six experts have together
             "moe_layer_interval": 2,
         },
     ),
