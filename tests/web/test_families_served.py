@@ -24,6 +24,7 @@ RECURRENT = (
 OTHERS = (
     "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "ernie4_5_moe", "dots1", "minimax_m2", "solar_open",
     "hunyuan_moe", "hunyuan_dense", "hy_v3", "cohere2_moe", "mistral4", "llama4", "deepseek_v32", "glm_moe_dsa",
+    "afmoe", "exaone_moe", "granite_moe_shared", "flex_olmo",
 )  # fmt: skip
 TOKENS, STEPS = prompt(40), 8
 
