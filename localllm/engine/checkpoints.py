@@ -96,7 +96,7 @@ class Checkpoints:
 
     def _place_beside(self, read: int) -> int | None:
         """Return a place to write, which keeps the checkpoint at `read`, or is that checkpoint's if no other is left
-        and nobody else reads it."""
+        and no other request reads it."""
         if read == NO_STATE:
             return self.pool.allocate()
         self.pool.acquire(read)

@@ -38,7 +38,7 @@ class FoundState(NamedTuple):
 
 
 class StatePool:
-    """Places 1 .. num_places-1. A place is *held* (referenced), a *checkpoint* nobody reads (named) or *free*.
+    """Places 1 .. num_places-1. A place is *held* (referenced), a *checkpoint* that no request reads (named) or *free*.
 
     Places have reference counts, names and an LRU order as blocks have. The blocks under the checkpoints form a tree,
     in which the deepest checkpoint of a chain is found, and those that a dropped block makes unreachable.
@@ -68,7 +68,7 @@ class StatePool:
 
     @property
     def num_available(self) -> int:
-        """Places that `allocate` can return one after the other: free ones and checkpoints that nobody reads."""
+        """Places that `allocate` can return one after the other: free ones and checkpoints that no request reads."""
         return self._places.num_free
 
     @property
@@ -100,7 +100,7 @@ class StatePool:
         self._places.acquire([place])
 
     def adopt(self, place: int) -> bool:
-        """Take a checkpoint that nobody reads as a place of the caller, without its name. False: it is read."""
+        """Take a checkpoint that no request reads as a place of the caller, without its name. False: it is read."""
         name = self._places.name_of(place)
         if name is None or self._places.ref_count[place]:
             return False

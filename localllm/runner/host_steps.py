@@ -164,7 +164,7 @@ def is_lone(batch: StepBatch) -> bool:
 
 def _joined(parts: Sequence[Forward], counts: Sequence[int]) -> Forward:
     """Return the results of consecutive parts of a batch as those of the batch. counts: wanted positions of each part.
-    The hidden states of parts that nobody scores are 0."""
+    The hidden states of parts that no request scores are 0."""
     logits = [part.logits for part in parts if part.logits is not None]
     like = next((part.hidden for part in parts if part.hidden is not None), None)
     if like is None:

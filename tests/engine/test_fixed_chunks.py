@@ -89,20 +89,6 @@ class Walk(EngineMachine):
         scores = {"prompt_logprobs": 1} if scored else {}
         self.engine.add(name, prompt, max_tokens=max_tokens, priority=priority, **scores)
 
-    @rule(count=st.integers(1, 4))
-    def step(self, count):
-        for _ in range(count):
-            self.engine.loop.step()
-
-    def teardown(self):
-        if not hasattr(self, "engine"):
-            return
-        self.engine.run()
-        for name, (prompt, max_tokens) in self.asked.items():
-            expected = expected_output(prompt, max_tokens, vocab_size=4)
-            got = self.engine.tokens.get(name, [])
-            assert got == (expected[: len(got)] if name in self.aborted else expected)
-
 
 Walk.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]

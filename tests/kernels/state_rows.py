@@ -9,10 +9,21 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
+from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.layer_state import StateStep
+
+MARKS = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # numpy's, when interpreted
+    pytest.mark.usefixtures("implementation"),
+]
+# Of the rules whose states are matrices. Interpreted, a token takes milliseconds.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+LENGTHS = [1, 17, 65] if INTERPRETED else [1, 15, 16, 17, 63, 64, 65, 150]
+LONG = 18 if INTERPRETED else 65
 
 Compute = Callable[[list[Tensor], Tensor, StateStep], Tensor]
 """compute(inputs [T, ...] of a step, pool [places, ...], step) -> [T, ...]"""

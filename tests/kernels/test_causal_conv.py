@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.causal_conv import causal_conv
-from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.layer_state import StateStep
 from tests.kernels.conftest import DTYPES
 from tests.kernels.state_rows import (
+    LENGTHS,
+    MARKS,
     Compute,
     assert_any_schedule_is_the_same,
     assert_places_are_respected,
@@ -18,10 +19,7 @@ from tests.kernels.state_rows import (
     whole,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # numpy's, when interpreted
-    pytest.mark.usefixtures("implementation"),
-]
+pytestmark = MARKS
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -48,7 +46,7 @@ def definition(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Te
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [1, 3, 17] if INTERPRETED else [1, 2, 3, 15, 16, 17, 63, 64, 65, 150])
+@pytest.mark.parametrize("length", sorted({*LENGTHS, 2, 3}))
 def test_matches_float64(length: int, dtype: torch.dtype, device: torch.device) -> None:
     for channels, taps, with_bias, silu in ((24, 4, False, True), (129, 3, True, False), (200, 4, True, True)):
         weight, bias = weights(channels, taps, device, with_bias=with_bias)

@@ -13,6 +13,10 @@ from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.layer_state import StateStep
 from tests.kernels.conftest import DTYPES
 from tests.kernels.state_rows import (
+    LENGTHS,
+    LONG,
+    MARKS,
+    TOLERANCE,
     Compute,
     Part,
     Run,
@@ -22,16 +26,10 @@ from tests.kernels.state_rows import (
     whole,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # numpy's, when interpreted
-    pytest.mark.usefixtures("implementation"),
-]
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+pytestmark = MARKS
 SHAPES = [(2, 2, 16, 16), (2, 4, 24, 40), (1, 3, 128, 20), (2, 6, 8, 72)]  # Hk, Hv, dk, dv
-LENGTHS = [1, 15, 16, 17, 63, 64, 65, 150]
-if INTERPRETED:  # a token takes milliseconds
-    SHAPES, LENGTHS = [(1, 2, 12, 20)], [1, 17, 65]
-LONG = 18 if INTERPRETED else 65
+if INTERPRETED:
+    SHAPES = [(1, 2, 12, 20)]
 
 
 class Case:

@@ -11,6 +11,10 @@ from localllm.kernels.layer_state import StateStep
 from localllm.kernels.selective_scan import NO_LIMITS, selective_scan
 from tests.kernels.conftest import DTYPES
 from tests.kernels.state_rows import (
+    LENGTHS,
+    LONG,
+    MARKS,
+    TOLERANCE,
     Compute,
     Part,
     Run,
@@ -20,16 +24,10 @@ from tests.kernels.state_rows import (
     whole,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # numpy's, when interpreted
-    pytest.mark.usefixtures("implementation"),
-]
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+pytestmark = MARKS
 SHAPES = [(2, 1, 16, 16), (4, 2, 24, 40), (6, 2, 72, 20), (3, 3, 8, 128)]  # H, G, P, N
-LENGTHS = [1, 15, 16, 17, 63, 64, 65, 150]
-if INTERPRETED:  # a token takes milliseconds
-    SHAPES, LENGTHS = [(2, 1, 12, 20)], [1, 17, 65]
-LONG = 18 if INTERPRETED else 65
+if INTERPRETED:
+    SHAPES = [(2, 1, 12, 20)]
 
 
 class Case:

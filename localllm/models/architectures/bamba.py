@@ -1,4 +1,4 @@
-"""Bamba: Llama with a Mamba-2 part in attention's place in most layers; half of each head rotates. Falcon-H1: attention
+"""Bamba: Llama with a Mamba-2 part instead of attention in most layers; half of each head rotates. Falcon-H1: attention
 and Mamba-2 side by side in every layer, with multipliers on every part (arXiv:2507.22448).
 `mamba2` also reads Granite's Mamba-2 parts, whose fields have the same names.
 """

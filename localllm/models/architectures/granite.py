@@ -3,7 +3,7 @@
 arXiv:2203.03466).
 Granite-MoE also has a mixture in every layer, with its experts stored as one tensor, and some checkpoints a shared
 expert.
-Granite 4 H has Mamba-2 in attention's place in most layers, usually no positions, and a feed-forward part beside the
+Granite 4 H has Mamba-2 instead of attention in most layers, usually no positions, and a feed-forward part beside the
 experts, or alone.
 """
 

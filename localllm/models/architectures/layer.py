@@ -1,5 +1,5 @@
 """The ways in which a layer's two parts, attention and feed-forward, are connected to the residual stream. A recurrent
-part may be in attention's place, or beside attention.
+part may replace attention, or stand beside it.
 
     PreNormLayer    Llama's: each part reads the normed stream and is added to it
     SandwichLayer   Gemma's: each part's output is also normed before it is added
@@ -10,7 +10,7 @@ part may be in attention's place, or beside attention.
     SummedLayer     a ParallelLayer of a tensor-parallel shard
     SingleLayer     Nemotron-H's: a norm and one part of any kind
     Scaled          a part whose output is multiplied before it is added (Granite)
-    RecurrentPart   a recurrent part in attention's place (Qwen3.5)
+    RecurrentPart   a recurrent part instead of attention (Qwen3.5)
     SideBySide      attention and a recurrent part that read the same stream, added together (Falcon-H1)
 
 Between layers the stream is two tensors: `residual`, and `delta`, the previous layer's output that is still to be
@@ -57,7 +57,7 @@ LayerStep = AttentionStep | RecurrentStep
 
 
 class MixerPart(Protocol):
-    """Attention, or what is in its place: the part of a layer that mixes a request's tokens."""
+    """Attention, or what replaces it: the part of a layer that mixes a request's tokens."""
 
     def __call__(self, x: Tensor, cache: Any, step: Any, /) -> Tensor:
         """Map x [T, hidden] to a fresh tensor [T, hidden]; writes the step's keys and values, or states, into the
@@ -251,7 +251,7 @@ class SingleLayer:
 
 
 class RecurrentPart:
-    """A recurrent part in attention's place."""
+    """A recurrent part instead of attention."""
 
     __slots__ = ("recurrence",)
 

@@ -83,8 +83,8 @@ class ModelSpec:
     attention_softcap: float | None = None  # Gemma 2
     attention_sinks: bool = False  # each head has an extra score without a value (gpt-oss)
     latent: LatentSpec | None = None  # attention over one short vector per token (DeepSeek)
-    recurrent: RecurrentSpec | None = None  # a part that keeps a state of fixed size, in attention's place
-    layer_kinds: tuple[LayerPart, ...] = ()  # per layer what is in attention's place; empty: attention
+    recurrent: RecurrentSpec | None = None  # a part that keeps a state of fixed size, instead of attention
+    layer_kinds: tuple[LayerPart, ...] = ()  # per layer what mixes tokens; empty: attention
     mixture: MixtureSpec | None = None  # experts instead of the feed-forward part
     final_softcap: float | None = None
     embedding_scale: float | None = None  # Gemma: sqrt(hidden_size)
@@ -102,7 +102,7 @@ class ModelSpec:
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, ... of generation_config
 
     def layer_kind(self, layer: int) -> LayerPart:
-        """Return what is in attention's place in a layer."""
+        """Return what mixes tokens in a layer."""
         return self.layer_kinds[layer] if self.layer_kinds else "attention"
 
     def has_attention(self, layer: int) -> bool:

@@ -19,7 +19,7 @@ from localllm.errors import CorruptModel, UnsupportedModel
 
 RecurrentKind = Literal["short_conv", "gated_delta", "mamba2", "module"]
 LayerPart = Literal["attention", "recurrent", "both", "mlp", "moe"]
-"""What takes attention's place in a layer: attention, a recurrent part, or both side by side (Falcon-H1). With the
+"""What mixes tokens in a layer: attention, a recurrent part, or both side by side (Falcon-H1). With the
 topology `single`, a layer has one part only, and may be a feed-forward part (mlp, moe) alone (Nemotron-H)."""
 
 
@@ -36,7 +36,7 @@ class RecurrentSpec:
     state_size: int = 0  # dk of gated_delta; N of mamba2
     width: int = 0  # channels of short_conv: hidden_size
     norm: Literal["norm_then_gate", "gate_then_norm", "gate"] = "norm_then_gate"
-    """Order of the norm and the gate on the output; gate: there is no norm."""
+    """Order of the norm and the gate on the output; gate: a gate without a norm."""
     time_step_limits: tuple[float, float] = (0.0, float("inf"))  # of mamba2's time step, after softplus
     tiled_heads: bool = False
     """gated_delta: value head j reads key head j % num_groups, as GGUF orders Qwen3.5's; False: consecutive value heads
@@ -85,7 +85,7 @@ class RecurrentSpec:
 
 
 def kinds_of_layers(stated: object, known: Mapping[str, LayerPart]) -> tuple[LayerPart, ...]:
-    """Return what is in attention's place in each layer, from a config's list of its layers' kinds.
+    """Return what mixes tokens in each layer, from a config's list of its layers' kinds.
 
     known: each kind's name in the config. Raises `UnsupportedModel` for another name.
     """

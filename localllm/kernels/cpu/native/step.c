@@ -49,7 +49,7 @@ static void free_memory(void* shared) {
   free(memory);
 }
 
-// The functions from here to the norms return 0 where there is no memory. What they could not get has a size of 0 then,
+// The functions from here to the norms return 0 if memory runs out. What they could not get has a size of 0 then,
 // so that a later call asks for it again.
 static Memory* memory_of(Pool* pool) {
   Memory* memory = pool_shared(pool);

@@ -115,11 +115,11 @@ typedef struct {
 } StepRow;
 
 // Run the operations for 1 to MAX_ROWS rows. rows: [groups, MAX_ROWS], with the same positions for each group. Returns 0,
-// and has done nothing, where there is no memory.
+// and has done nothing, if memory runs out.
 int64_t localllm_run_step(Pool*, const Operation* operations, int64_t count, const StepRow* rows, int64_t num_rows);
 
 // y [rows, N] = x [rows, K] W^T + bias, for any number of rows. is_fine: 15-bit codes of the activations, else 8-bit
-// ones, except for rows with outliers. Returns 0 where there is no memory.
+// ones, except for rows with outliers. Returns 0 if memory runs out.
 int64_t localllm_linear(
     Pool*, const Matrix* matrix, const float* x, int64_t x_stride, int64_t rows, int64_t is_fine, float* y, int64_t y_stride);
 

@@ -29,7 +29,7 @@ _PARTS: dict[str, LayerPart] = {
     "mlp": "mlp",
     "moe": "moe",
 }
-"""What is in attention's place in a layer, by the kinds of layers that configs name. Others are not supported."""
+"""What mixes tokens in a layer, by the kinds of layers that configs name. Others are not supported."""
 _WINDOWED = ("sliding_attention", "hybrid_sliding")
 _FROM_PADDING = (
     "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
@@ -108,7 +108,7 @@ def _refuse(config: Any, architecture: str, *, trust_remote_code: bool) -> None:
 
 
 def _layers_of(config: Any, architecture: str) -> dict[str, Any]:
-    """Return what each layer has in attention's place, and which layers are windowed."""
+    """Return what mixes tokens in each layer, and which layers are windowed."""
     count = _whole(config, "num_hidden_layers")
     kinds = [str(kind) for kind in getattr(config, "layer_types", None) or ["full_attention"] * count]
     if other := sorted(set(kinds) - set(_PARTS)):
