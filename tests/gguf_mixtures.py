@@ -58,7 +58,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse"],
     },
     "glm_moe_dsa": {"qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "moe_intermediate_size": 64},
-    "ernie4_5_moe": {"moe_intermediate_size": 64},
+    "ernie4_5_moe": {"moe_intermediate_size": 64, "moe_norm_min": 1e-12},
     "dots1": {"moe_intermediate_size": 64, "sliding_window": None, "n_group": 1, "topk_group": 1},
     "minimax_m2": {},
     "solar_open": {"moe_intermediate_size": 64},

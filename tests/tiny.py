@@ -394,6 +394,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_k": 3,
             "moe_intermediate_size": 40,
             "moe_num_shared_experts": 2,
+            "moe_norm_min": 0.7,  # more than three of six experts have together
             "moe_layer_interval": 2,
         },
     ),
@@ -571,7 +572,7 @@ def make_tiny_model(
     config.dtype = getattr(torch, dtype)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = _class_of(config)._from_config(config).to(getattr(torch, dtype))
+        model = class_of(config)._from_config(config).to(getattr(torch, dtype))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(("A_log", "dt_bias")):  # states that decay by factors from 0.01 to 0.999 per token
@@ -597,11 +598,11 @@ def load_reference(path: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(path)
     # Falcon with ALiBi: eager attention adds the slopes twice, once in the mask (transformers 5.23).
     attention = "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
-    model = _class_of(config).from_pretrained(path, attn_implementation=attention, dtype=torch.float32)
+    model = class_of(config).from_pretrained(path, attn_implementation=attention, dtype=torch.float32)
     return model.eval()
 
 
-def _class_of(config: Any) -> Any:
+def class_of(config: Any) -> Any:
     """The class of a model that generates text; transformers' own list leaves some out."""
     import transformers
 

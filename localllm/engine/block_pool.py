@@ -54,15 +54,19 @@ class BlockPool:
     def allocate(self, count: int) -> list[int] | None:
         """Return `count` private blocks, or None without a change.
         Takes them from the head; a named block is evicted."""
-        if count > self.num_free:
-            return None
-        blocks = []
+        return None if count > self.num_free else self.take(count)
+
+    def take(self, count: int) -> list[int]:
+        """Return `count` private blocks from the head of the free list, which has at least as many."""
+        following, blocks, head = self._next, [], self._next[NULL_BLOCK]
         for _ in range(count):
-            block = self._next[NULL_BLOCK]
-            self._unlink(block)
-            self._forget(block)
-            self.ref_count[block] = 1
-            blocks.append(block)
+            if self._hash_of[head] is not None:
+                self._forget(head)
+            self.ref_count[head] = 1
+            blocks.append(head)
+            head = following[head]
+        following[NULL_BLOCK], self._prev[head] = head, NULL_BLOCK
+        self.num_free -= count
         return blocks
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
@@ -94,12 +98,13 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Release the blocks of a table. Its tail becomes evictable before its head, so that prefixes live longest."""
+        ref_count = self.ref_count
         for block in reversed(blocks):
             if block == NULL_BLOCK:
                 continue
-            assert self.ref_count[block] > 0, f"block {block} released more often than held"
-            self.ref_count[block] -= 1
-            if not self.ref_count[block]:
+            assert ref_count[block] > 0, f"block {block} released more often than held"
+            ref_count[block] -= 1
+            if not ref_count[block]:
                 self._link(block)
 
     def register(self, block: int, name: bytes) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from localllm.engine.block_pool import NULL_BLOCK, BlockPool
-from localllm.engine.request import Request
+from localllm.engine.request import NEVER, Request
 from localllm.engine.stats import KVGroupStats
 from localllm.models.spec.kv_group import held_blocks, main_group
 
@@ -104,26 +104,26 @@ class Ledger:
                 return None
         new = []
         for pool, table in zip(self.pools, request.block_tables, strict=True):
-            blocks = pool.allocate(count)
-            assert blocks is not None, "counted above"
+            blocks = tuple(pool.take(count))
             table += blocks
-            new.append(tuple(blocks))
+            new.append(blocks)
         return tuple(new)
 
     def drop_before(self, request: Request, position: int) -> None:
-        """Give back the blocks of windowed groups that no query at `position` or later reads."""
+        """Give back the blocks of windowed groups that no query at `position` or later reads, and set the position from
+        which on there are others."""
+        size, dropped, next_drop = self.block_size, request.num_dropped_blocks, NEVER
         for group, window in self._windowed:
-            start, end = request.num_dropped_blocks[group], (position - window + 1) // self.block_size
+            start, end = dropped[group], (position - window + 1) // size
             if end > start:
                 table = request.block_tables[group]
                 self.pools[group].release(table[start:end])
-                table[start:end] = [NULL_BLOCK] * (end - start)
-                request.num_dropped_blocks[group] = end
-        self._set_next_drop(request)
-
-    def _set_next_drop(self, request: Request) -> None:
-        ends = [(request.num_dropped_blocks[group] + 1) * self.block_size + w - 1 for group, w in self._windowed]
-        request.next_drop = min(ends, default=0)
+                for place in range(start, end):
+                    table[place] = NULL_BLOCK
+                dropped[group] = start = end
+            if (due := (start + 1) * size + window - 1) < next_drop:
+                next_drop = due
+        request.next_drop = next_drop
 
     def release(self, request: Request) -> None:
         """Release all blocks of a request."""
@@ -160,7 +160,7 @@ class Ledger:
             pool.acquire([block for block in blocks if block != NULL_BLOCK])
         request.block_tables = [list(blocks) for blocks in hit.blocks]
         request.num_dropped_blocks = [self._first_place(window, hit.num_places) for window in self.windows]
-        self._set_next_drop(request)
+        self.drop_before(request, 0)  # drops nothing: sets when to drop first
 
     def register(self, request: Request, place: int, name: bytes) -> None:
         """Name a place that is full of accepted tokens in all groups that hold it."""

@@ -229,8 +229,8 @@ class Writer:
             gate_up=self._each_expert(experts.gate_up, experts.gate_up_bias),
             down=self._each_expert(experts.down, experts.down_bias),
             correction=self.address(mixture.correction_bias), is_sigmoid=routing.scoring == "sigmoid",
-            renormalizes=routing.renormalize, num_groups=routing.num_groups, top_groups=routing.top_groups,
-            scale=routing.scale, expert_scale=self.address(mixture.expert_scale),
+            renormalizes=routing.renormalize, least_sum=routing.least_sum, num_groups=routing.num_groups,
+            top_groups=routing.top_groups, scale=routing.scale, expert_scale=self.address(mixture.expert_scale),
             ids=ids.data_ptr(), weights=weights.data_ptr(),
         )  # fmt: skip
         self.kept.append(described)

@@ -100,6 +100,16 @@ def test_route(name: str, dtype: torch.dtype, device: torch.device) -> None:
     torch.testing.assert_close(weights.cpu().double(), torch.tensor(wanted[1], dtype=torch.float64), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(("least", "total"), [(1e-20, 1.0), (0.01, 1.0), (0.5, 0.2)])
+def test_route_divides_by_no_less_than_asked(least: float, total: float, device: torch.device) -> None:
+    """ERNIE 4.5's moe_norm_min. The two chosen have a tenth of all scores together."""
+    scores = torch.tensor([[0.45, 0.06, 0.45, 0.04]], device=device)
+    bias = torch.tensor([0.0, 2.0, 0.0, 1.0], device=device)
+    ids, weights = route(scores.log(), 2, bias=bias, least_sum=least)
+    assert ids.tolist() == [[1, 3]]
+    torch.testing.assert_close(weights.cpu(), torch.tensor([[0.6, 0.4]]) * total, rtol=1e-5, atol=0)
+
+
 def test_route_prefers_the_lower_id_among_equals(device: torch.device) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, -0.0, 0.0, 2.0], [0.0, -0.0, 0.0, -0.0, 0.0, 0.0]], device=device)
     ids, _ = route(logits, 4)

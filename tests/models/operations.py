@@ -213,7 +213,7 @@ def _route(operation: NativeOperation, row: int, _: NativeRow) -> None:
     groups[np.argsort(-best, kind="stable")[e.top_groups :]] = -np.inf
     chosen = np.argsort(-choice, kind="stable")[: e.top_k]
     ids, weights = _choices(e, row)
-    total = scores[chosen].sum() if e.renormalizes else 1.0
+    total = max(scores[chosen].sum(), e.least_sum) if e.renormalizes else 1.0
     scale = _floats(e.expert_scale, e.count)[chosen] * e.scale if e.expert_scale else e.scale
     ids[:], weights[:] = chosen, scores[chosen] / total * scale
 

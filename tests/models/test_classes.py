@@ -26,6 +26,7 @@ HYBRIDS = (
     "qwen3_5_text",  # gated delta net
 )
 REFUSED = {
+    "bart": r"BartForCausalLM is not supported.*head in transformers runs the layers itself.*encoder-decoder",
     "deepseek_v4": r"layers of type .*compressed",
     "llama4_text": r"layers of type chunked_attention",
     "mpt": r"MptForCausalLM is not supported: its attention cannot be replaced",

@@ -67,8 +67,9 @@ def test_the_two_spellings_of_the_full_layers_heads_are_one_spec() -> None:
     """global_head_dim as published; overrides per layer as transformers 5.23 writes them."""
     without = {n: v for n, v in DENSE_31B.items() if n not in ("global_head_dim", "num_global_key_value_heads")}
     full = [index for index, kind in enumerate(DENSE_31B["layer_types"]) if kind == FULL]
-    overrides = {str(index): {"head_dim": 512, "num_key_value_heads": 4} for index in full}
-    assert spec_of_config(DENSE_31B) == spec_of_config({**without, "per_layer_config": overrides})
+    for name in (str, "{:02}".format):  # transformers pads numbers to one width
+        overrides = {name(index): {"head_dim": 512, "num_key_value_heads": 4} for index in full}
+        assert spec_of_config(DENSE_31B) == spec_of_config({**without, "per_layer_config": overrides})
     assert spec_of_config(DENSE_31B).layer_kv_shapes[4:6] == ((16, 256), (4, 512))
 
 

@@ -298,6 +298,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("gpt2", {"n_inner": -1}, CorruptModel, "intermediate_size = -1"),
     ("llama", {"hidden_act": "relu2"}, UnsupportedModel, "gate.*relu2"),
     ("ernie4_5_moe", {"use_bias": True}, UnsupportedModel, "use_bias"),
+    ("ernie4_5_moe", {"moe_norm_min": 0}, CorruptModel, "moe_norm_min = 0"),
     ("llama4", {"num_experts_per_tok": 2}, UnsupportedModel, "num_experts_per_tok = 2"),
     ("llama4", {"layer_types": ["sliding_attention"] * 4}, UnsupportedModel, "type sliding_attention"),
     ("afmoe", {"route_norm": False}, UnsupportedModel, "route_norm = False"),

@@ -12,8 +12,10 @@ from tests.gguf_files import write_gguf
 from tests.gguf_hybrids import write_hybrid
 from tests.models.formats.test_gguf import FAMILIES as GGUF_SIZES
 from tests.models.formats.test_gguf_hybrids import FAMILIES as HYBRIDS
-from tests.models.test_goldens import prompt, reference, reference_greedy
-from tests.tiny import make_tiny_model
+from tests.models.test_goldens import prompt, reference, reference_greedy, reference_logits
+from tests.models.test_vision_text import MODELS as VISION
+from tests.models.test_vision_text import make_model
+from tests.tiny import make_tiny_model, save_tiny_tokenizer
 from tests.web.child_server import ChildServer
 
 PathOf = Callable[[str], Path]
@@ -24,6 +26,7 @@ RECURRENT = (
 OTHERS = (
     "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "ernie4_5_moe", "dots1", "minimax_m2", "solar_open",
     "hunyuan_moe", "hunyuan_dense", "hy_v3", "cohere2_moe", "mistral4", "llama4", "deepseek_v32", "glm_moe_dsa",
+    "afmoe", "exaone_moe", "granite_moe_shared", "flex_olmo",
 )  # fmt: skip
 TOKENS, STEPS = prompt(40), 8
 
@@ -48,6 +51,17 @@ def answered(model: Path, folder: Path) -> list[int]:
 def test_a_family_answers_from_its_folder(family: str, tiny_model_path: PathOf, tmp_path: Path) -> None:
     path = tiny_model_path(family)
     assert answered(path, tmp_path) == reference_greedy(reference(path), TOKENS, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config_name", VISION)
+def test_the_text_part_of_a_model_that_sees_answers(config_name: str, tmp_path: Path) -> None:
+    path, ids = tmp_path / "model", list(TOKENS)
+    model = make_model(path, config_name)
+    save_tiny_tokenizer(path)
+    for _ in range(STEPS):
+        ids.append(int(reference_logits(model, ids)[-1].argmax()))
+    assert answered(path, tmp_path / "server") == ids[len(TOKENS) :]
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from torch import Tensor
 from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 
 SCORINGS = ("softmax", "sigmoid")
+LEAST_SUM = 1e-20
+"""Divisor of weights whose sum is smaller, in DeepSeek-V3's code and most others."""
 
 
 def route(
@@ -24,6 +26,7 @@ def route(
     *,
     scoring: str = "softmax",
     renormalize: bool = True,
+    least_sum: float = LEAST_SUM,
     bias: Tensor | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
@@ -34,7 +37,8 @@ def route(
 
     bias [E] fp32 is added for the choice only. With num_groups > 1, E / num_groups consecutive experts form a group,
     and only the top_groups best groups take part: a group counts by its best score, or with a bias by the sum of its
-    two best. scale multiplies the weights. Rows with slot_mapping [T] < 0 are padding: ids -1, weights 0. A row with a
+    two best. With renormalize, the weights are divided by their sum, or by least_sum if that is larger. scale
+    multiplies the weights. Rows with slot_mapping [T] < 0 are padding: ids -1, weights 0. A row with a
     NaN gets valid ids, and from softmax NaN weights; other rows are not affected.
     """
     assert scoring in SCORINGS, scoring
@@ -47,6 +51,7 @@ def route(
             top_k,
             scoring=scoring,
             renormalize=renormalize,
+            least_sum=least_sum,
             bias=bias,
             num_groups=num_groups,
             top_groups=top_groups,
@@ -64,6 +69,7 @@ def route(
             weights,
             logits.stride(0),
             scale,
+            least_sum,
             TOP_K=top_k,
             NUM_GROUPS=num_groups,
             TOP_GROUPS=top_groups,
@@ -85,6 +91,7 @@ def route_reference(
     *,
     scoring: str = "softmax",
     renormalize: bool = True,
+    least_sum: float = LEAST_SUM,
     bias: Tensor | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
@@ -102,7 +109,7 @@ def route_reference(
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, ids)
     if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(least_sum)
     weights, ids = weights * scale, ids.int()
     if slot_mapping is not None:
         padding = (slot_mapping < 0)[:, None]
@@ -129,6 +136,7 @@ def _route_kernel(
     weights_ptr,  # [T, TOP_K] fp32
     logits_stride,
     scale,
+    least_sum,
     TOP_K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -173,7 +181,7 @@ def _route_kernel(
         weights = tl.where(place == k, tl.sum(tl.sum(tl.where(hit, scores, 0.0), 1), 0), weights)
         keys = tl.where(hit, _NONE, keys)
     if RENORMALIZE:
-        weights = weights / tl.maximum(tl.sum(weights, 0), 1e-20, propagate_nan=tl.PropagateNan.ALL)
+        weights = weights / tl.maximum(tl.sum(weights, 0), least_sum, propagate_nan=tl.PropagateNan.ALL)
     weights = weights * scale
     if slots_ptr is not None:
         padding = tl.load(slots_ptr + row) < 0

@@ -1,8 +1,5 @@
 """ERNIE 4.5 with experts (21B-A3B): ERNIE 4.5 with small experts beside shared ones. Experts are chosen by softmax
 scores with a correction, weighted by the scores alone, which then sum to one (ERNIE 4.5 technical report, 2025).
-
-config.json's moe_norm_min, the least divisor of those weights, is 1e-12; here it is 1e-20. It has no effect unless all
-chosen scores are below it.
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage
-from localllm.models.spec.fields import renamed
+from localllm.models.spec.fields import number, renamed
 from localllm.models.spec.mixture import mixture, typed_layers
 
 _NAMES = {
@@ -36,6 +33,7 @@ def _differences(config: Config) -> dict[str, Any]:
             config,
             layers=typed_layers(config) or _layers(config),
             correction_bias=True,
+            least_sum=number(config, "moe_norm_min"),
             router_in_fp32=True,
             shared_size=config["moe_intermediate_size"] * (config.get("num_shared_experts") or 0),
         ),
@@ -59,6 +57,7 @@ FAMILY = Family(
         "rope_theta": 500_000.0,
         "num_key_value_heads": 4,
         "tie_word_embeddings": True,
+        "moe_norm_min": 1e-12,
         "moe_layer_start_index": 1,
         "moe_layer_end_index": -1,
         "moe_layer_interval": 1,

@@ -146,7 +146,7 @@ def _one_form(config: Config) -> dict[str, Any]:
     if not isinstance(overrides, dict) or not isinstance(config.get("layer_types"), list):
         raise CorruptModel(f"config.json has per_layer_config = {overrides!r}.", "It must be an object, per layer.")
     full = [str(index) for index, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
-    given = {str(index): fields for index, fields in overrides.items()}
+    given = {str(index).lstrip("0") or "0": fields for index, fields in overrides.items()}  # transformers pads: "05"
     shape = given.get(full[0]) if full else None
     if not isinstance(shape, dict) or given != dict.fromkeys(full, shape) or set(shape) - set(_SHAPE_FIELDS):
         raise UnsupportedModel(

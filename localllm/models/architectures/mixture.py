@@ -41,6 +41,7 @@ def build_mixture(spec: ModelSpec, mixture: MixtureSpec, share: ShardWeights, pr
         mixture.top_groups,
         mixture.scale,
         mixture.scales_inputs,
+        mixture.least_sum,
     )
     router, experts = _router(spec, mixture, weights, prefix), _experts(spec, mixture, share, prefix)
     return MoE(

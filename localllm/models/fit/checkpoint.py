@@ -14,6 +14,7 @@ from localllm.machine.hardware import Hardware
 from localllm.models.architectures.read_spec import weights_bytes
 from localllm.models.fit.estimate import Estimate, estimate
 from localllm.models.fit.rank import ResidentBytes
+from localllm.models.fit.request_cost import RequestCost
 from localllm.models.pooling.spec import spec_of_any
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
@@ -83,5 +84,13 @@ def _estimate_pooling(path: Path, spec: ModelSpec, config: EngineConfig, hardwar
     plan = plan_pooling(config, spec, recipe, parameters, hardware)
     names = {f"cuda:{gpu.index}": gpu.name for gpu in hardware.gpus}
     return Estimate(
-        plan.device, names.get(plan.device, "CPU"), plan, plan, None, 0, plan.max_model_len, (), is_chosen=True
+        plan.device,
+        names.get(plan.device, "CPU"),
+        plan,
+        plan,
+        None,
+        RequestCost(),
+        plan.max_model_len,
+        (),
+        is_chosen=True,
     )

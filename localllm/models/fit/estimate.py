@@ -18,7 +18,7 @@ from localllm.models.fit.options import FitOption, fit_options
 from localllm.models.fit.parallel import asked_division
 from localllm.models.fit.plan import make_plan
 from localllm.models.fit.rank import ResidentBytes
-from localllm.models.fit.step import kv_bytes_per_token
+from localllm.models.fit.request_cost import RequestCost, request_cost
 from localllm.models.spec.model_spec import ModelSpec
 
 LENGTHS = (4096, 8192, 32_768)
@@ -36,7 +36,7 @@ class Estimate:
     plan: MemoryPlan | None  # None: it does not fit
     needs: MemoryPlan  # the plan, or the refused plan with a short context
     error: DoesNotFit | None
-    kv_token_bytes: int  # bytes of one token position over all layers
+    cost: RequestCost  # memory of one request
     wanted: int  # the requested context, else the model's own
     options: tuple[FitOption, ...]  # alternatives if the wanted context does not fit
     is_chosen: bool  # `up` with the same flags would choose this device
@@ -46,6 +46,17 @@ class Estimate:
         if self.plan is None:
             return "does not fit"
         return "fits" if self.plan.max_model_len >= self.wanted else "fits with a shorter context"
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token position over all layers."""
+        return self.cost.token_bytes
+
+    @property
+    def request_bytes(self) -> dict[int, int]:
+        """Length -> bytes of one request of that length, up to the model's own context."""
+        lengths = [length for length in LENGTHS if length <= self.wanted] or [self.wanted]
+        return {length: self.cost.of(length, self.needs.block_size) for length in lengths}
 
     @property
     def concurrency(self) -> dict[int, int]:
@@ -75,12 +86,12 @@ def estimate(
         fits = made is not None and made.max_model_len >= wanted
         here = here if needs.ranks else replace(here, device=needs.device, device_ids=())
         options = () if fits else fit_options(here, spec, hardware, plan, made)
-        token = kv_bytes_per_token(spec, needs.kv_dtype)
+        cost = request_cost(spec, needs.dtype, needs.kv_dtype)
         devices = list(dict.fromkeys(rank.device for rank in needs.ranks)) or [needs.device]
         names = {f"cuda:{gpu.index}": gpu.name for gpu in hardware.gpus}
         name = ", ".join(dict.fromkeys(names.get(device, "CPU") for device in devices))
         device = " + ".join(devices)
-        return Estimate(device, name, made, needs, error, token, wanted, options, is_chosen)
+        return Estimate(device, name, made, needs, error, cost, wanted, options, is_chosen)
 
     found = [of_config(config, True)]
     first = found[0].needs

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from localllm.models.fit.estimate import Estimate
 from localllm.models.fit.rank import RankPlan
+from localllm.models.fit.request_cost import RequestCost
 from localllm.units import format_bytes, format_count
 
 
@@ -20,14 +21,23 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
 
     yield "weights", row("weights_bytes")
     yield "  held as", [each.needs.quantization or each.needs.dtype for each in estimates]
+    is_uniform = all(each.cost.is_uniform for each in estimates)
     has_cache = any(each.kv_token_bytes for each in estimates)
     if has_cache:
         yield "KV cache, per token", [format_bytes(each.kv_token_bytes) for each in estimates]
-        yield "  per 1,000 tokens", [format_bytes(1000 * each.kv_token_bytes) for each in estimates]
+        yield from _group_rows([each.cost for each in estimates])
+        if is_uniform:
+            yield "  per 1,000 tokens", [format_bytes(1000 * each.kv_token_bytes) for each in estimates]
         yield "  in all", [_kv_in_all(each) for each in estimates]
     if any(each.needs.num_places for each in estimates):
-        yield "recurrent state, per request", [format_bytes(each.needs.bytes_per_state) for each in estimates]
+        layers = format_count(estimates[0].cost.state_layers)
+        yield "recurrent state, per request", [format_bytes(each.cost.state_bytes) for each in estimates]
+        yield f"  of {layers} layers, as much as", [_state_in_tokens(each.cost) for each in estimates]
         yield "  in all", [_states_in_all(each) for each in estimates]
+    if not is_uniform:
+        for length in estimates[0].request_bytes:
+            cells = [format_bytes(each.request_bytes[length]) for each in estimates]
+            yield f"one request of {format_count(length)} tokens", cells
     yield "activations", [format_bytes(e.needs.activation_bytes - e.needs.sampler_bytes) for e in estimates]
     yield "  more for sampling", row("sampler_bytes")
     if any(each.needs.graph_bytes for each in estimates):
@@ -44,6 +54,22 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
         yield f"  requests of {format_count(length)}", [_count(each.concurrency[length]) for each in estimates]
     if has_cache:
         yield "KV blocks", [_blocks(each) for each in estimates]
+
+
+def _group_rows(costs: Sequence[RequestCost]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the bytes per token of each KV group, where a model has several or has layers without K and V."""
+    groups = costs[0].groups
+    if len(groups) == 1 and not costs[0].state_layers:
+        return
+    for index, group in enumerate(groups):
+        layers = f"{format_count(group.num_layers)} {'layer' if group.num_layers == 1 else 'layers'}"
+        seen = "all tokens" if group.window is None else f"{format_count(group.window)} tokens"
+        cells = [format_bytes(cost.groups[index].token_bytes) for cost in costs]
+        yield f"  {layers} that {'sees' if group.num_layers == 1 else 'see'} {seen}", cells
+
+
+def _state_in_tokens(cost: RequestCost) -> str:
+    return f"the KV cache of {format_count(cost.state_tokens)} tokens" if cost.state_tokens else ""
 
 
 def rank_columns(ranks: Sequence[RankPlan]) -> list[str]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.moe.experts import experts
-from localllm.kernels.moe.route import route
+from localllm.kernels.moe.route import LEAST_SUM, route
 from localllm.kernels.moe.weights import ExpertWeights, pack_experts, stack_experts
 from localllm.models.layers.linear import Linear, Weight, to_device_layout
 from localllm.models.layers.mlp import MLP, GatedMLP
@@ -40,6 +40,7 @@ class Routing:
     top_groups: int = 1
     scale: float = 1.0  # final factor on the weights
     scales_inputs: bool = False  # the weight multiplies the expert's input instead of its output; top_k is 1
+    least_sum: float = LEAST_SUM
 
 
 def join_experts(matrices: Iterable[Weight], count: int, *, at_once: bool, packer: CpuPacker) -> ExpertWeights:
@@ -132,6 +133,7 @@ class MoE:
             self.routing.top_k,
             scoring=self.routing.scoring,
             renormalize=self.routing.renormalize,
+            least_sum=self.routing.least_sum,
             bias=self.correction_bias,
             num_groups=self.routing.num_groups,
             top_groups=self.routing.top_groups,

@@ -22,6 +22,7 @@ class MixtureSpec:
     layers: tuple[bool, ...] = ()  # which layers are mixtures, the others being dense; empty: all
     scoring: str = "softmax"  # or "sigmoid"
     renormalize: bool = True
+    least_sum: float = 1e-20  # divisor of chosen weights whose sum is smaller
     num_groups: int = 1
     top_groups: int = 1
     scale: float = 1.0

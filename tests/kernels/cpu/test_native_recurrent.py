@@ -10,6 +10,12 @@ from localllm.kernels.causal_conv import causal_conv_reference
 from localllm.kernels.cpu import recurrent
 from localllm.kernels.cpu.native.choice import usable_sets
 from localllm.kernels.cpu.native.library import Library, Pool, native, why_none
+from localllm.kernels.cpu.native.structures import (
+    NativeConvolution,
+    NativeGatedDelta,
+    NativeSelectiveScan,
+    Recurrent,
+)
 from localllm.kernels.gated_delta import gated_delta_reference
 from localllm.kernels.gated_norm import gated_norm_reference
 from localllm.kernels.layer_state import StateStep
@@ -103,6 +109,27 @@ def test_convolution_states_in_16_bits(library: Library, dtype: torch.dtype) -> 
     wanted = causal_conv_reference(x, i.weight, None, twins, i.step, silu=False)
     torch.testing.assert_close(y, wanted, rtol=1e-2, atol=1e-2)
     assert torch.equal(kept, twins)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        NativeConvolution(channels=1, taps=1 << 45),
+        NativeGatedDelta(key_heads=1, heads=1, key_dim=1 << 45, value_dim=1),
+        NativeSelectiveScan(heads=1, groups=1, head_dim=1, state_size=1 << 45),
+    ],
+    ids=lambda operation: type(operation).__name__,
+)
+def test_no_memory_is_an_error_of_the_call_alone(library: Library, operation: Recurrent) -> None:
+    """More than a process can address is wanted, before and after ordinary calls."""
+    pool, wanted = library.open_pool(2), run_all(library)
+    step = state_step(PARTS, CPU)
+    rows = recurrent._rows(step)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="No memory for the buffers of a recurrent operation on 5 rows"):
+            pool.run_recurrent(operation, rows)
+        assert all(torch.equal(a, b) for a, b in zip(run_all(pool), wanted, strict=True))
+    pool.close()
 
 
 def test_no_rows_and_rows_without_tokens(library: Library) -> None:

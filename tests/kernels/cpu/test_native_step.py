@@ -447,6 +447,7 @@ ROUTINGS = [
     {"top_k": 3, "num_groups": 4, "top_groups": 1, "renormalize": False},
     {"top_k": 12, "scoring": "sigmoid"},
     {"top_k": 5, "corrects": True},
+    {"top_k": 5, "corrects": True, "least_sum": 2.0},
 ]
 
 
@@ -470,14 +471,21 @@ class Mixture:
         self.norm = torch.rand(self.hidden)
 
     def experts(self) -> NativeExperts:
-        options = {"scoring": "softmax", "renormalize": True, "num_groups": 1, "top_groups": 1, "scale": 1.0}
+        options = {
+            "scoring": "softmax",
+            "renormalize": True,
+            "least_sum": 1e-20,
+            "num_groups": 1,
+            "top_groups": 1,
+            "scale": 1.0,
+        }
         options |= self.routing
         return NativeExperts(
             count=self.count, top_k=self.top_k, gate_up=self._matrices(self.gate_up, self.gate_bias),
             down=self._matrices(self.down, self.down_bias), correction=self.build.address(self.correction),
             is_sigmoid=options["scoring"] == "sigmoid", renormalizes=options["renormalize"],
-            num_groups=options["num_groups"], top_groups=options["top_groups"], scale=options["scale"],
-            ids=self.build.address(self.ids), weights=self.build.address(self.weights),
+            least_sum=options["least_sum"], num_groups=options["num_groups"], top_groups=options["top_groups"],
+            scale=options["scale"], ids=self.build.address(self.ids), weights=self.build.address(self.weights),
         )  # fmt: skip
 
     def _matrices(self, weights: Tensor, biases: Tensor) -> int:

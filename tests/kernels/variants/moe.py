@@ -167,6 +167,7 @@ ROUTE = Variant(
         "weights_ptr": "*fp32",
         "logits_stride": "i32",
         "scale": "fp32",
+        "least_sum": "fp32",
     },
     constants={
         "bias_ptr": None,

@@ -119,8 +119,10 @@ class Pool:
         self._functions.localllm_unpack_bf16(self._pool, matrix, first, len(out) * OUTPUTS, out.data_ptr())
 
     def run_recurrent(self, operation: Recurrent, rows: NativeStateRows) -> None:
-        """Run a recurrent operation on its tokens, and write the states of the rows."""
-        getattr(self._functions, _RECURRENT[type(operation)])(self._pool, operation, rows)
+        """Run a recurrent operation on its tokens, and write the states of the rows. Raises MemoryError, and has then
+        written nothing."""
+        done = getattr(self._functions, _RECURRENT[type(operation)])(self._pool, operation, rows)
+        _require_memory(done, f"a recurrent operation on {rows.count} rows")
 
     def gated_norm(self, norm: NativeGatedNorm, tokens: int) -> None:
         self._functions.localllm_gated_norm(self._pool, norm, tokens)
@@ -258,7 +260,7 @@ def _declare(functions: ctypes.CDLL) -> None:
     matrix, pool, number = ctypes.POINTER(NativeMatrix), c_void_p, c_int64
     operations, rows = ctypes.POINTER(NativeOperation), ctypes.POINTER(NativeRow)
     state_rows = ctypes.POINTER(NativeStateRows)
-    recurrent = [(name, None, [pool, ctypes.POINTER(kind), state_rows]) for kind, name in _RECURRENT.items()]
+    recurrent = [(name, number, [pool, ctypes.POINTER(kind), state_rows]) for kind, name in _RECURRENT.items()]
     stored = ctypes.POINTER(NativeStoredRows)
     for name, result, arguments in (
         ("localllm_open_pool", pool, [number, c_void_p]),

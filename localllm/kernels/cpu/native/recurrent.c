@@ -393,13 +393,15 @@ static void run_piece(void* context, int64_t operation, int64_t piece, int64_t t
   call->run(call->operation, &row, piece % call->per_row, call->memory + thread * call->floats);
 }
 
-static void run_call(Pool* pool, Call call) {
-  if (!call.rows->count) return;
+static int64_t run_call(Pool* pool, Call call) {
+  if (!call.rows->count) return 1;
   lock_pool(pool);
   call.memory = malloc((size_t)(pool_threads(pool) * call.floats) * sizeof(float));
-  run_job(pool, &(Job){&call, 1, count_pieces, run_piece});
+  const int64_t has_memory = call.memory || !call.floats;
+  if (has_memory) run_job(pool, &(Job){&call, 1, count_pieces, run_piece});
   free(call.memory);
   unlock_pool(pool);
+  return has_memory;
 }
 
 static void run_convolution(const void* operation, const StateRow* row, int64_t piece, float* memory) {
@@ -414,16 +416,16 @@ static void run_scan(const void* operation, const StateRow* row, int64_t piece, 
   scan_piece(operation, row, piece, memory);
 }
 
-void localllm_convolve(Pool* pool, const Convolution* c, const StateRows* rows) {
-  run_call(pool, (Call){c, rows, convolution_pieces(c), NULL, convolution_floats(c), run_convolution});
+int64_t localllm_convolve(Pool* pool, const Convolution* c, const StateRows* rows) {
+  return run_call(pool, (Call){c, rows, convolution_pieces(c), NULL, convolution_floats(c), run_convolution});
 }
 
-void localllm_gated_delta(Pool* pool, const GatedDelta* d, const StateRows* rows) {
-  run_call(pool, (Call){d, rows, d->heads, NULL, delta_floats(d), run_delta});
+int64_t localllm_gated_delta(Pool* pool, const GatedDelta* d, const StateRows* rows) {
+  return run_call(pool, (Call){d, rows, d->heads, NULL, delta_floats(d), run_delta});
 }
 
-void localllm_selective_scan(Pool* pool, const SelectiveScan* s, const StateRows* rows) {
-  run_call(pool, (Call){s, rows, s->heads, NULL, scan_floats(s), run_scan});
+int64_t localllm_selective_scan(Pool* pool, const SelectiveScan* s, const StateRows* rows) {
+  return run_call(pool, (Call){s, rows, s->heads, NULL, scan_floats(s), run_scan});
 }
 
 typedef struct {

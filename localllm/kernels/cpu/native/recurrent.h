@@ -61,9 +61,11 @@ typedef struct {
   int64_t count;
 } StateRows;
 
-void localllm_convolve(Pool*, const Convolution*, const StateRows*);
-void localllm_gated_delta(Pool*, const GatedDelta*, const StateRows*);
-void localllm_selective_scan(Pool*, const SelectiveScan*, const StateRows*);
+// Each returns 0, and has done nothing, where there is no memory.
+int64_t localllm_convolve(Pool*, const Convolution*, const StateRows*);
+int64_t localllm_gated_delta(Pool*, const GatedDelta*, const StateRows*);
+int64_t localllm_selective_scan(Pool*, const SelectiveScan*, const StateRows*);
+
 void localllm_gated_norm(Pool*, const GatedNorm*, int64_t tokens);
 
 // Pieces of one row (of one token: the norm), and floats that a thread needs for a piece.

@@ -372,7 +372,7 @@ static void route(const Experts* e, const float* logits, int32_t* ids, float* we
     choice[ids[k]] = -INFINITY;
   }
   float factor = (float)e->scale;
-  if (e->renormalizes) factor /= sum < 1e-20f ? 1e-20f : sum;
+  if (e->renormalizes) factor /= sum < (float)e->least_sum ? (float)e->least_sum : sum;
   for (int64_t k = 0; k < e->top_k; k++) weights[k] *= e->expert_scale ? factor * e->expert_scale[ids[k]] : factor;
 }
 

@@ -81,7 +81,8 @@ typedef struct {
   const Matrix *gate_up, *down;  // [count]; gate_up as in OP_GATED
   const float* correction;       // [count], added to the scores for the choice only; NULL
   int64_t is_sigmoid;            // scores are the sigmoid of the logits, else their softmax
-  int64_t renormalizes;          // the weights of the chosen are scaled to a sum of 1
+  int64_t renormalizes;          // the weights of the chosen are divided by their sum
+  double least_sum;              // and by this if their sum is less
   int64_t num_groups, top_groups;
   double scale;                  // of the weights
   const float* expert_scale;     // [count], a factor of each expert's weight; NULL

@@ -155,6 +155,7 @@ class NativeExperts(ctypes.Structure):
         ("correction", c_void_p),
         ("is_sigmoid", c_int64),
         ("renormalizes", c_int64),
+        ("least_sum", c_double),
         ("num_groups", c_int64),
         ("top_groups", c_int64),
         ("scale", c_double),

@@ -98,9 +98,14 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend: q and k [1, heads, T, head_dim], v [1, kv_heads, T, value_dim] -> [1, T, num_heads, value_dim]."""
     step: Step = module.localllm_step
-    _refuse_unsupported(module, q, k, v, attention_mask, s_aux, others)
     inputs, layer = step.inputs, module.layer_idx
-    assert inputs is not None, "attention runs inside a step"
+    if inputs is None:  # between steps only the output head is called
+        raise UnsupportedModel(
+            f"{step.spec.architecture} is not supported.",
+            "Supported: heads that read what the layers returned. Its head in transformers runs the layers itself, "
+            "as the decoder of an encoder-decoder model does.",
+        )
+    _refuse_unsupported(module, q, k, v, attention_mask, s_aux, others)
     kv = _kv_of(step, layer, k)
     _check_window(module, step.spec, layer, sliding_window)
     num_heads, tokens, head_dim = q.shape[1:]
