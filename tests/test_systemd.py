@@ -23,7 +23,7 @@ import os
 from localllm.machine.systemd import inherited_socket
 taken = inherited_socket()
 print(taken and taken.getsockname(), taken and taken.get_inheritable(), sorted(set(os.environ) & {"LISTEN_PID", "LISTEN_FDS"}))
-"""
+"""  # noqa: E501
 OTHER_SERVER = """
 import socket, sys
 from contextlib import nullcontext
