@@ -373,10 +373,16 @@ def test_pipx_and_uv_install_the_wheel(tool: str, wheels: Path, tmp_path: Path, 
     found = shutil.which(tool)
     if found is None:
         pytest.skip(f"{tool} is not on PATH: pip install {tool}")
-    environ = environment_without_this_one(home) | {"PIP_FIND_LINKS": str(wheels), "UV_FIND_LINKS": str(wheels)}
-    environ |= {"UV_NO_INDEX": "1"}
-    words = ["tool", "install", "--python", sys.executable] if tool == "uv" else ["install", "--python", sys.executable]
-    ended = subprocess.run([found, *words, "localllm"], env=environ, capture_output=True, text=True, check=False)
+    environ = environment_without_this_one(home)
+    folder = ["--no-index", "--find-links", str(wheels)]
+    words = ["tool", "install", *folder] if tool == "uv" else ["install", "--pip-args", " ".join(folder)]
+    ended = subprocess.run(
+        [found, *words, "--python", sys.executable, "localllm"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     launcher = home / ".local/bin/localllm"
     assert __version__ in subprocess.check_output([launcher, "--version"], env=environ, text=True)
