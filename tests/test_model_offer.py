@@ -182,7 +182,8 @@ def test_a_stop_before_the_hub_has_answered_starts_nothing(hub: LocalHub, loads:
             assert (await offer.status(NAME)).state == "starting"
             await offer.stop(NAME)
             await reach(offer, "absent", "stopped")
-            await asyncio.sleep(0.1)
+            while offer._run.is_busy:
+                await asyncio.sleep(0.01)
             assert (await offer.status(NAME)).state in ("absent", "stopped")
             offer.start(NAME)
             await reach(offer, "ready")
