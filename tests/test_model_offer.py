@@ -177,12 +177,18 @@ def test_a_stop_before_the_hub_has_answered_starts_nothing(hub: LocalHub, loads:
     async def scenario() -> None:
         async with served() as offer:
             hub.troubles["api"] = Trouble(status=503, retry_after=1, times=1)
+            hub.troubles[WEIGHTS] = Trouble(stall_after=100_000)
             offer.start(NAME)
             await asyncio.sleep(0)
             assert (await offer.status(NAME)).state == "starting"
             await offer.stop(NAME)
             await reach(offer, "absent", "stopped")
-            await asyncio.sleep(0.1)
+            while not offer._run.has_begun:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.5)  # the download is told to stop before its bytes go on
+            hub.go_on.set()
+            while offer._run.is_busy:
+                await asyncio.sleep(0.01)
             assert (await offer.status(NAME)).state in ("absent", "stopped")
             offer.start(NAME)
             await reach(offer, "ready")

@@ -59,7 +59,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class OfferStatus:
-    """How far an offered model is."""
+    """The state of an offered model, with the figures of that state."""
 
     state: State
     held_bytes: int = 0  # of its files, on this machine
