@@ -13,22 +13,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import resource
-import signal
 import socket
 import time
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
-
-import uvloop
 
 from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError, PortInUse
 from localllm.logs.fault_log import FaultLog, fault_path
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.machine.memory import limit_arenas
+from localllm.machine.platforms import handled_signals, new_event_loop, raise_file_limit
 from localllm.machine.running_servers import announced, listener_in_words
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
@@ -45,7 +42,8 @@ class Ready:
     """The server is ready: its URL, its model, and how long the start took."""
 
     url: str
-    model: ServedModel
+    name: str  # of the model
+    model: ServedModel | None  # None: the first request loads it
     seconds: float  # since the command was given
     needs_key: bool
     has_pages: bool
@@ -61,30 +59,29 @@ class Announcer(Protocol):
     def stopping(self, num_requests: int) -> None: ...
 
 
-def up(settings: Settings, announcer: Announcer, *, started_s: float | None = None) -> None:
-    """Serve until a signal arrives. `started_s`: when the command was given, by `time.perf_counter`.
+def up(
+    settings: Settings,
+    announcer: Announcer,
+    *,
+    started_s: float | None = None,
+    passed: socket.socket | None = None,
+) -> None:
+    """Serve until a signal arrives, or until the server was idle for `exit_when_idle`.
+
+    `started_s`: when the command was given, by `time.perf_counter`. `passed`: a service manager's listening socket.
 
     Raises `LocalLLMError` after a failure, and `KeyboardInterrupt` if the signal came before the model was ready.
     """
     started_s = time.perf_counter() if started_s is None else started_s
-    raise_file_limit()
-    address = bind_address(settings.server)
+    raise_file_limit(MOST_FILES)
+    address = bind_address(settings.server, passed)
     announcer.starting(settings)
     limit_arenas()
     faults = FaultLog(fault_path(settings.server.port))
-    with contextlib.closing(address), faults.installed(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with contextlib.closing(address), faults.installed(), asyncio.Runner(loop_factory=new_event_loop) as runner:
         was_ready = runner.run(_Serving(settings, announcer, address, started_s, faults).run())
     if not was_ready:
         raise KeyboardInterrupt
-
-
-def raise_file_limit() -> None:
-    """Raise the process's limit of open files: each connection needs one, and shells default to 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # some systems report a higher limit than they grant
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Serving:
@@ -98,55 +95,69 @@ class _Serving:
         self.manager = ModelManager()
         self.server = _Server(create_app(self.manager, settings, faults), drain_s=DRAIN_S)
         self.stop = asyncio.Event()
+        self.model: ServedModel | None = None  # the first model; None: not loaded at the start
 
     async def run(self) -> bool:
-        """Serve until stopped. Return True if the model was served, False if a signal came first."""
+        """Serve until stopped. Return False if a signal came before the server was ready."""
         asyncio.get_running_loop().set_exception_handler(self.faults.on_event_loop)
-        with _signals(self._on_signal):
+        with handled_signals(self._on_signal):
             serving = asyncio.create_task(self.server.serve(sockets=[self.address]), name="http")
             try:
-                model = await self._load(serving)
-                if model is not None:
-                    await self._serve(model, serving)
+                was_ready = await self._load(serving)
+                if was_ready:
+                    await self._serve(serving)
             finally:
                 self.server.should_exit = True
                 await serving
                 await self.manager.close()
-        return model is not None
+        return was_ready
 
-    async def _load(self, serving: asyncio.Task[None]) -> ServedModel | None:
+    async def _load(self, serving: asyncio.Task[None]) -> bool:
+        """Load the first model. Return False if a signal came first."""
         loading = asyncio.create_task(self.manager.start(self.settings, self._on_phase), name="load")
         stop = asyncio.create_task(self.stop.wait())
         await asyncio.wait({loading, serving, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if loading.done():
-            return loading.result()
+            self.model = loading.result()
+            return True
         loading.cancel()
         if serving.done():
             raise LocalLLMError("The web server did not start.", "The log says why.") from serving.exception()
-        return None
+        return False
 
     def _on_phase(self, phase: Phase) -> None:
         self.announcer.phase(phase)
         if phase.name == "torch" and phase.done:  # once torch is imported, reading the GPUs takes milliseconds
             self.announcer.found(read_hardware())
 
-    async def _serve(self, model: ServedModel, serving: asyncio.Task[None]) -> None:
+    async def _serve(self, serving: asyncio.Task[None]) -> None:
         server = self.settings.server
         url = url_of(self.address, server.scheme)
-        with announced(url, model.name):
-            seconds = time.perf_counter() - self.started_s
-            self.announcer.ready(Ready(url, model, seconds, self.server.app.state.key_ring.is_locked, server.ui))
+        name = self.manager.entries[0].name if self.model is None else self.model.name
+        with announced(url, name):
+            seconds, needs_key = time.perf_counter() - self.started_s, self.server.app.state.key_ring.is_locked
+            self.announcer.ready(Ready(url, name, self.model, seconds, needs_key, server.ui))
             if server.open_browser:
                 asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
             stop = asyncio.create_task(self.stop.wait())
             lost = asyncio.create_task(self.manager.device_lost())
-            await asyncio.wait({serving, stop, lost}, return_when=asyncio.FIRST_COMPLETED)
-            stop.cancel()
-            lost.cancel()
+            idle = asyncio.create_task(self._idle())
+            await asyncio.wait({serving, stop, lost, idle}, return_when=asyncio.FIRST_COMPLETED)
+            for waiting in (stop, lost, idle):
+                waiting.cancel()
             self.announcer.stopping(self.manager.num_open)
             if lost.done():  # every stream has had its error; a service manager may restart the process
                 raise lost.result()
+
+    async def _idle(self) -> None:
+        """Return once nothing has used the server for `exit_when_idle`; without that setting, never."""
+        state, idle_s = self.server.app.state, self.settings.server.exit_when_idle
+        if idle_s is None:
+            await asyncio.Event().wait()
+        else:
+            await state.activity.until_idle(idle_s, self.manager, state.downloads)
+            state.closing.is_idle = True
 
     def _on_signal(self) -> None:
         if self.stop.is_set():
@@ -165,10 +176,10 @@ class _Server(Server):
 # ---- the address -----------------------------------------------------------------------------------------------------
 
 
-def bind_address(config: ServerConfig) -> socket.socket:
+def bind_address(config: ServerConfig, passed: socket.socket | None = None) -> socket.socket:
     """Return a listening socket. Raises `PortInUse` naming the program that uses the port, or `ConfigError`."""
     try:
-        return bind(config)
+        return bind(config, passed)
     except PortInUse as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno != errno.EADDRINUSE:
@@ -181,19 +192,3 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{scheme}://{host}:{port}"
-
-
-# ---- small things ----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _signals(handler: Callable[[], None]) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM until the block ends: the first signal stops in order, the second at once."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, handler)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)

@@ -75,6 +75,7 @@ HEADER = Path("/usr/include/python3.12/Python.h")
         (CompilerFacts((3, 6), None, HEADER, True), ["Triton 3.6", "no C compiler", "apt install gcc python3-dev"]),
         (CompilerFacts((3, 5), "/usr/bin/gcc", HEADER, False), ["Triton 3.5", str(HEADER), "python3-dev"]),
         (CompilerFacts((3, 6), None, HEADER, False), ["no C compiler", "and", str(HEADER)]),
+        (CompilerFacts(None, "/usr/bin/gcc", HEADER, True, False), ["Triton is not installed", "localllm[gpu]"]),
     ],
 )
 def test_what_triton_lacks_to_launch_kernels_is_told(facts: CompilerFacts, words: list[str]) -> None:

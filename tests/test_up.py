@@ -212,9 +212,8 @@ def _ready(**changes: Any) -> up.Ready:
     model: Any = SimpleNamespace(
         name="tiny[1]", plan=plan, spec=SimpleNamespace(max_position=2048, task="generate"), memory=None
     )
-    return up.Ready(
-        **{"url": "http://h:1", "model": model, "seconds": 1.5, "needs_key": False, "has_pages": True} | changes
-    )
+    facts = {"url": "http://h:1", "name": model.name, "model": model, "seconds": 1.5, "needs_key": False}
+    return up.Ready(**(facts | {"has_pages": True} | changes))
 
 
 def _tell(announcer: Any, hardware: Hardware, ready: up.Ready) -> None:

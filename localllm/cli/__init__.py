@@ -7,10 +7,8 @@ Does not know: how a server is built (up.py), what a setting means (config/setti
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -33,10 +31,24 @@ def help_of(action: argparse.Action) -> str:
 
 
 class HelpWithDefaults(argparse.HelpFormatter):
-    """Adds the default to the help of each argument."""
+    """Adds the default to the help of each argument, and fills the terminal's width."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=_terminal_columns() - 2)  # argparse would import shutil to ask for the width
 
     def _get_help_string(self, action: argparse.Action) -> str:
         return help_of(action)
+
+
+def _terminal_columns() -> int:
+    """Return $COLUMNS, or the width of the terminal, or 80 where there is none."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdigit() and int(columns) > 0:
+        return int(columns)
+    try:
+        return os.get_terminal_size(sys.__stdout__.fileno()).columns or 80 if sys.__stdout__ is not None else 80
+    except (OSError, ValueError):
+        return 80
 
 
 class Parser(argparse.ArgumentParser):
@@ -129,7 +141,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     add_json(verb("logout", "delete the token", "hub:logout"))
     add_server(verb("ps", "list the models of a running server and their states", "running:ps"))
     add_top(verb("top", "show a running server's activity, live", "top:top"))
-    add_service(verb("service", "run the server as a systemd user service", "service:service"))
+    add_service(verb("service", "run the server as a service of systemd or launchd", "service:service"))
     add_logs(verb("logs", "show the log of a server on this machine", "logs:logs"))
     _add_load(verb("load", "load a model on a running server, or wake it", "running:load"))
     for name in ("unload", "stop"):
@@ -161,7 +173,9 @@ def _with_verb(words: list[str], verbs: dict[str, Parser]) -> list[str]:
         return words
     if first == "demo" or "/" in first or Path(first).is_dir():
         return ["up", *words]
-    near = difflib.get_close_matches(first, verbs, n=1)
+    from difflib import get_close_matches
+
+    near = get_close_matches(first, verbs, n=1)
     hint = f"localllm {near[0]}" if near else f"localllm up {first}  (if that is a model), or localllm --help"
     raise ConfigError(f"Unknown verb {first!r}.", f"Verbs: {', '.join(verbs)}.", hint)
 
@@ -325,6 +339,8 @@ def _report(error: Exception, *, debug: bool, out: TextIO | None = None) -> int:
     """Print what happened, why, and what to try on standard error. Return the exit code."""
     out = out or sys.stderr
     if debug:
+        import traceback
+
         traceback.print_exception(error, file=out)
     if not isinstance(error, LocalLLMError):
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -11,10 +11,8 @@ import json
 import logging
 import platform
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from localllm.cli.start_lines import Started, first_line, machine_in_words, ready_lines
 from localllm.cli.suggestion import best_pick, installed_model
@@ -31,6 +29,9 @@ from localllm.up import Ready
 from localllm.version import __version__
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from localllm.cli.announce_service import ServiceAnnouncer
     from localllm.models.fit import MemoryPart
 
 log = logging.getLogger("localllm")
@@ -42,6 +43,9 @@ class TerminalAnnouncer:
     """Output for people: what they need to begin, and a progress bar while weights load; `verbose`: a line per fact."""
 
     def __init__(self, out: TextIO | None = None, *, verbose: bool = False) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
         self._verbose = verbose
         self._console = Console(file=out or sys.stdout, highlight=False, soft_wrap=True)
         self._bars = Progress(
@@ -91,10 +95,13 @@ class TerminalAnnouncer:
             for number, line in enumerate(ready_lines(started_facts(ready, self._settings, self._hardware))):
                 self._say(line, style="bold green" if number == 0 else None)
             return
-        for note in ready.model.plan.notes:
-            self._say(f"Note: {note}")
-        self._say(f"Memory  {memory_line(ready.model)}")
-        self._say(f"Context {context_line(ready.model)}")
+        if ready.model is None:
+            self._say(f"The first request loads {ready.name}.")
+        else:
+            for note in ready.model.plan.notes:
+                self._say(f"Note: {note}")
+            self._say(f"Memory  {memory_line(ready.model)}")
+            self._say(f"Context {context_line(ready.model)}")
         self._say(f"Ready in {format_seconds(ready.seconds)}", style="bold green")
         for name, text in doors(ready):
             self._say(f"  {name:<10} {text}")
@@ -123,7 +130,7 @@ class TerminalAnnouncer:
 
 def started_facts(ready: Ready, settings: Settings, hardware: Hardware | None) -> Started:
     """Return the facts for start_lines.py; with the demo, the model to try instead."""
-    model, is_demo = ready.model, settings.engine.model == DEMO_NAME
+    is_demo = settings.engine.model == DEMO_NAME
     installed = installed_model() if is_demo else None
     pick = None
     if is_demo and installed is None:
@@ -131,10 +138,14 @@ def started_facts(ready: Ready, settings: Settings, hardware: Hardware | None) -
             pick = best_pick(settings, hardware)
         except LocalLLMError as error:  # a wrong list in the config file must not end a start
             log.warning("no suggested model reason=%s", error)
-    return Started(
-        ready.url, ready.seconds, model.name, is_demo, model.plan.max_model_len, model.spec.task == "generate",
-        ready.has_pages, ready.needs_key, tuple(model.plan.notes), installed, pick,
+    facts = Started(
+        ready.url, ready.seconds, ready.name, is_demo, has_pages=ready.has_pages, needs_key=ready.needs_key,
+        installed=installed, pick=pick,
     )  # fmt: skip
+    if ready.model is None:
+        return facts
+    plan, generates = ready.model.plan, ready.model.spec.task == "generate"
+    return replace(facts, max_model_len=plan.max_model_len, generates=generates, notes=tuple(plan.notes))
 
 
 class LogAnnouncer:
@@ -160,7 +171,7 @@ class LogAnnouncer:
             log.info("download %s", phase.detail)
 
     def ready(self, ready: Ready) -> None:
-        log.info("ready url=%s model=%s seconds=%.1f", ready.url, ready.model.name, ready.seconds)
+        log.info("ready url=%s model=%s seconds=%.1f", ready.url, ready.name, ready.seconds)
 
     def stopping(self, num_requests: int) -> None:
         log.info("stopping requests=%d limit_s=%.0f", num_requests, DRAIN_S)
@@ -172,7 +183,7 @@ class LogAnnouncer:
 class Announcers:
     """Passes every event on to several announcers."""
 
-    def __init__(self, *announcers: TerminalAnnouncer | LogAnnouncer | JsonAnnouncer) -> None:
+    def __init__(self, *announcers: TerminalAnnouncer | LogAnnouncer | JsonAnnouncer | ServiceAnnouncer) -> None:
         self._announcers = announcers
 
     def starting(self, settings: Settings) -> None:
@@ -220,21 +231,8 @@ class JsonAnnouncer:
             self._say("phase", phase=phase.name, seconds=round(phase.seconds, 4), detail=phase.detail)
 
     def ready(self, ready: Ready) -> None:
-        plan = ready.model.plan
-        self._say(
-            "ready",
-            url=ready.url,
-            model=ready.model.name,
-            seconds=round(ready.seconds, 3),
-            max_model_len=plan.max_model_len,
-            kv_tokens=plan.num_kv_tokens,
-            weights_bytes=plan.weights_bytes,
-            kv_bytes=plan.kv_bytes,
-            memory={part.name: _predicted_and_measured(part) for part in ready.model.memory.parts}
-            if ready.model.memory
-            else {},
-            notes=list(plan.notes),
-        )
+        facts = {} if ready.model is None else _facts_of(ready.model)
+        self._say("ready", url=ready.url, model=ready.name, seconds=round(ready.seconds, 3), **facts)
 
     def stopping(self, num_requests: int) -> None:
         self._say("stopping", requests=num_requests)
@@ -244,6 +242,18 @@ class JsonAnnouncer:
 
     def _say(self, event: str, **facts: Any) -> None:
         print(json.dumps({"event": event, **facts}), file=self._out, flush=True)
+
+
+def _facts_of(model: ServedModel) -> dict[str, Any]:
+    plan = model.plan
+    return {
+        "max_model_len": plan.max_model_len,
+        "kv_tokens": plan.num_kv_tokens,
+        "weights_bytes": plan.weights_bytes,
+        "kv_bytes": plan.kv_bytes,
+        "memory": {part.name: _predicted_and_measured(part) for part in model.memory.parts} if model.memory else {},
+        "notes": list(plan.notes),
+    }
 
 
 def _predicted_and_measured(part: MemoryPart) -> dict[str, int | None]:
@@ -297,7 +307,7 @@ def doors(ready: Ready) -> list[tuple[str, str]]:
     rows = [("OpenAI", f"{ready.url}/v1     {key}"), ("Metrics", f"{ready.url}/metrics")]
     if ready.has_pages:
         rows = [("Chat", ready.url), ("Dashboard", f"{ready.url}/dashboard"), *rows]
-    body = json.dumps({"model": ready.model.name, "messages": [{"role": "user", "content": "hi"}]})
+    body = json.dumps({"model": ready.name, "messages": [{"role": "user", "content": "hi"}]})
     auth = " -H 'Authorization: Bearer YOUR-KEY'" if ready.needs_key else ""
     return [
         *rows,

@@ -19,6 +19,7 @@ from localllm.cli.findings import Finding
 from localllm.config.resolve import resolve
 from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
+from localllm.machine.platforms import has_file_modes
 from localllm.machine.wsl import is_on_windows_drive, is_wsl
 from localllm.units import format_bytes, format_seconds
 
@@ -88,7 +89,10 @@ def check_data_folder() -> Iterator[Finding]:
     if not folder.exists():
         return
     mode = stat.S_IMODE(folder.stat().st_mode)
-    if mode & 0o077:
+    if not has_file_modes():
+        text = f"{folder}; Windows ignores the mode of its files, so the folder's access list decides who may read them"
+        yield Finding("data folder", "note", text, f'icacls "{folder}"')
+    elif mode & 0o077:
         text = f"other users of this machine can read {folder} (mode {mode:o})"
         yield Finding("data folder", "note", text, f"chmod -R go= {folder}")
     else:

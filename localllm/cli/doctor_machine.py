@@ -22,6 +22,7 @@ from localllm.kernels.cpu.native.choice import X86_V3, chosen_set, why_unusable
 from localllm.machine.cpu import fast_instructions, read_cpu_flags
 from localllm.machine.hardware import GPU_DEVICES, may_have_gpu
 from localllm.machine.install_kind import how_to_install, install_kind
+from localllm.machine.platforms import this_platform
 from localllm.machine.wsl import VERSION, is_wsl
 from localllm.units import format_bytes
 
@@ -37,6 +38,8 @@ def check_python() -> Iterator[Finding]:
     yield Finding(
         "python", "ok", f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, {where}"
     )
+    promise = this_platform()
+    yield Finding("platform", "ok" if promise.is_full else "note", promise.text, promise.remedy)
     yield Finding("installed as", "ok", f"{install_kind()}, in {sys.prefix}")
 
 

@@ -8,8 +8,7 @@ suggested. Does not know: what a setting does, where else it can come from (conf
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
@@ -43,10 +42,10 @@ def add_server_flags(
     parser.add_argument("--json", action="store_true", help=json)
 
 
-def settings_from(options: argparse.Namespace) -> Settings:
+def settings_from(options: argparse.Namespace, environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings: the given flags, then the environment, the config file and the defaults."""
     given = {name: value for name, value in vars(options).items() if name in SETTINGS and value is not None}
-    return resolve(given, file=options.config)
+    return resolve(given, environ, options.config)
 
 
 def refuse_unknown(leftover: Sequence[str], known: Iterable[str], hint: str) -> NoReturn:
@@ -62,7 +61,9 @@ def refuse_unknown(leftover: Sequence[str], known: Iterable[str], hint: str) -> 
         raise UnsupportedOption(f"{flag} is not supported.", UNSUPPORTED[name], f"leave {flag} out", param=flag)
     if not flag.startswith("-"):
         raise ConfigError(f"Unexpected argument {word!r}.", "A prompt with spaces must be quoted.", param=word)
-    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
+    from difflib import get_close_matches
+
+    near = get_close_matches(flag, known, n=1, cutoff=0.6)
     raise ConfigError(f"Unknown flag {flag}.", f"Did you mean {near[0]}?" if near else "", hint, param=flag)
 
 

@@ -1,6 +1,8 @@
-"""`localllm service install|uninstall|status`: a server that systemd starts with the user's session and restarts.
+"""`localllm service install|uninstall|status`: a server that systemd or launchd starts and restarts.
 
-Does not know: the text of the unit (unit.py).
+systemd's service belongs to this user, and starts with the user's session; with --system it belongs to the machine, and
+runs as a user of its own. With --socket systemd listens, and the first request starts the server.
+Does not know: the texts of the units (unit.py), launchd (launchd.py).
 """
 
 from __future__ import annotations
@@ -12,15 +14,23 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.cli.flags import FLAGS, settings_from
+from localllm.cli.readable import require_readable
+from localllm.cli.service_command import kept_environment
 from localllm.cli.tell import print_table
-from localllm.cli.unit import MARK, unit_text
+from localllm.cli.unit import KEY_FILE, MARK, SERVICE, SOCKET, leave_out, unit_texts
+from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.files.folders import config_home
+from localllm.machine import systemd
+from localllm.web.access.keys import keys_path, read_keys
 
-NAME = "localllm.service"
+NAME = SERVICE
+SYSTEM_FOLDER = Path("/etc/systemd/system")
 EXIT_CODES = {
     2: "a flag or a setting is wrong; the service is not restarted",
     4: "the model does not fit",
@@ -28,129 +38,260 @@ EXIT_CODES = {
     6: "the port is in use",
     7: "the GPU was lost",
 }
-SHOWN = ("LoadState", "ActiveState", "SubState", "UnitFileState", "MainPID", "NRestarts", "ExecMainStatus")
+SHOWN = ("LoadState", "ActiveState", "SubState", "StatusText", "UnitFileState", "MainPID", "NRestarts")
+LAST_CODE = "ExecMainStatus"
+FIRST_PRIVILEGED, FIRST_FREE = 1, 1024
+"""Ports that only root may bind: from the first of these up to the second."""
 
 
 class ServiceError(LocalLLMError):
-    """systemctl failed."""
+    """systemctl or launchctl failed."""
 
     code = "service_error"
 
 
 def service(options: argparse.Namespace) -> int:
-    if options.action != "install":
-        given = [spec.flag for spec in FLAGS if getattr(options, spec.name) is not None]
-        given += ["MODEL"] * bool(options.model) + ["--print"] * options.print
-        if given:
-            why = "There is only one service, and its unit defines what it runs."
-            raise ConfigError(f"localllm service {options.action} does not accept {given[0]}.", why)
-    if options.json and options.action != "status":
-        raise ConfigError(f"localllm service {options.action} has no --json.", "Only status has it.")
+    _refuse_what_has_no_effect(options)
+    if sys.platform == "win32":
+        what, why = "localllm service is not supported on Windows.", "It needs systemd or launchd; WSL2 has systemd."
+        hint = f'schtasks /Create /SC ONLOGON /TN localllm /TR "{sys.executable} -m localllm serve"'
+        raise ConfigError(what, why, hint)
+    if sys.platform == "darwin":
+        from localllm.cli import launchd
+
+        return launchd.service(options)
     return {"install": _install, "uninstall": _uninstall, "status": _status}[options.action](options)
 
 
-def unit_path() -> Path:
-    """Return $XDG_CONFIG_HOME/systemd/user/localllm.service."""
-    return config_home() / "systemd" / "user" / NAME
+def unit_path(name: str = SERVICE, *, is_system: bool = False) -> Path:
+    """Return $XDG_CONFIG_HOME/systemd/user/NAME, or /etc/systemd/system/NAME."""
+    return Systemd(is_system).folder / name
+
+
+@dataclass(frozen=True, slots=True)
+class Systemd:
+    """The user's own systemd, or the machine's."""
+
+    is_system: bool
+
+    @property
+    def folder(self) -> Path:
+        return SYSTEM_FOLDER if self.is_system else config_home() / "systemd" / "user"
+
+    def run(self, *words: str, must: bool = True) -> str:
+        """Run systemctl and return its output. Raises `ServiceError` with its message."""
+        command = ["systemctl", *([] if self.is_system else ["--user"]), *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode and must:
+            hint = "" if self.is_system else "the same in a session of your own, not under sudo or su"
+            raise ServiceError(f"{' '.join(command)} failed.", done.stderr.strip(), systemd.why_not_running() or hint)
+        return done.stdout
+
+    def require_rights(self, action: str) -> None:
+        """Raise unless this user may change the units."""
+        if self.is_system and os.geteuid() != 0:
+            what, why = f"Only root may change {self.folder}.", "--system is for a service of the whole machine."
+            raise ConfigError(what, why, f'sudo "$(command -v localllm)" service {action} --system')
+
+    def installed(self) -> list[str]:
+        """Return the names of our units that exist. Raises `ConfigError` for one that is not ours."""
+        names = [name for name in (SOCKET, SERVICE) if (self.folder / name).exists()]
+        self.require_ours(names)
+        return names
+
+    def require_ours(self, names: Iterable[str]) -> None:
+        for path in (self.folder / name for name in names):
+            if path.exists() and MARK not in path.read_text():
+                why, flag = f"Its first line is not {MARK!r}.", " --system" if self.is_system else ""
+                raise ConfigError(
+                    f"{path} was not written by localllm.", why, f"localllm service install{flag} --print"
+                )
+
+
+# ---- install ---------------------------------------------------------------------------------------------------------
 
 
 def _install(options: argparse.Namespace) -> int:
-    """Write the unit, enable it, and start or restart it."""
-    settings_from(options)  # reports wrong settings now, not when the service starts
-    text, path = unit_text(options), unit_path()
+    """Write the units, enable them, and start or restart them."""
+    manager = Systemd(options.system)
+    settings = _settings(options)  # reports wrong settings now, not when the service starts
+    texts = unit_texts(options, settings.server)
     if options.print:
-        print(text, end="")
+        print("\n".join(texts.values()), end="")
+        _say(f"Nothing was written. The units belong in {manager.folder}: {', '.join(texts)}.")
         return 0
-    if not shutil.which("systemctl"):
-        print(text, end="")
-        _say(f"systemctl was not found, so nothing was written. With systemd, the unit belongs in {path}.")
+    why_not = systemd.why_not_running() if shutil.which("systemctl") else "systemctl was not found."
+    if why_not:
+        print("\n".join(texts.values()), end="")
+        _say(
+            f"{why_not} So nothing was written. With systemd, the units belong in {manager.folder}: {', '.join(texts)}."
+        )
         return 1
-    _require_ours(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    print(text, end="")
-    _say(f"Written to {path}.")
-    _systemctl("daemon-reload")
-    _systemctl("reset-failed", NAME, must=False)  # a unit that failed too often would not start
-    _systemctl("enable", NAME)
-    _systemctl("restart", NAME)
-    _say("Started; it starts with each session. See localllm service status and localllm logs.")
-    if not _lingers():
+    manager.require_rights(options.action)
+    manager.require_ours(texts)
+    print("\n".join(texts.values()), end="", flush=True)
+    _remove(manager, [name for name in manager.installed() if name not in texts])
+    manager.folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (manager.folder / name).write_text(text)
+        _say(f"Written to {manager.folder / name}.")
+    _start(manager, options, settings.server)
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    """Return the settings that the service will have. Raises `ConfigError` for those that cannot work."""
+    environ = {**kept_environment(leave_out(options)), "XDG_CONFIG_HOME": "/etc"} if options.system else None
+    settings = settings_from(options, environ)
+    _require_key(settings, is_system=options.system)
+    if options.system:
+        require_readable(options)
+        if not options.socket and FIRST_PRIVILEGED <= settings.server.port < FIRST_FREE:
+            why = f"Port {settings.server.port} is for root, and the service runs as a user of its own."
+            raise ConfigError(f"--port {settings.server.port} needs --socket.", why, "--socket: systemd listens on it")
+    if settings.server.exit_when_idle is not None and not options.socket:
+        why = "Nothing would start the server again after it has ended."
+        raise ConfigError("--exit-when-idle needs --socket.", why, "localllm service install --socket ...")
+    return settings
+
+
+def _require_key(settings: Settings, *, is_system: bool) -> None:
+    """Raise if the service would refuse to start, because it listens on the network and has no key."""
+    server = settings.server
+    if server.is_loopback or (server.api_keys and settings.source("api_key") == "file"):
+        return
+    what = f"The service would refuse to listen on {server.host} without a key."
+    if is_system and not KEY_FILE.exists():
+        why = f"{KEY_FILE} does not exist. systemd passes this file to the service (LoadCredential=)."
+        hint = f"openssl rand -hex 32 | sudo install -D -m 600 /dev/stdin {KEY_FILE}"
+        raise ConfigError(what, why, hint, param="host")
+    if not is_system and not read_keys(keys_path()):
+        raise ConfigError(what, f"There is no key in {keys_path()}.", "localllm keys add NAME", param="host")
+
+
+def _start(manager: Systemd, options: argparse.Namespace, server: ServerConfig) -> None:
+    started = SOCKET if options.socket else SERVICE
+    manager.run("daemon-reload")
+    manager.run("reset-failed", *([SOCKET, SERVICE] if options.socket else [SERVICE]), must=False)
+    if options.socket:
+        manager.run("stop", SOCKET, SERVICE, must=False)  # a server that runs has the address
+        manager.run("disable", SERVICE, must=False)  # otherwise it would start with the session, before a request
+    manager.run("enable", started)
+    manager.run("restart", "--no-block", started)  # a service is started when its model has loaded
+    flag = " --system" if options.system else ""
+    if options.socket:
+        _say(f"systemd listens on {server.host}:{server.port}; the first request starts the server.")
+        if server.exit_when_idle is None:
+            _say("It then runs until it is stopped; --exit-when-idle 30m ends it while nobody uses it.")
+    else:
+        _say(f"Started; it starts with {'the machine' if options.system else 'each session'}.")
+    _say(f"See localllm service status{flag} and {'journalctl -u localllm' if options.system else 'localllm logs'}.")
+    if not options.system and not _lingers():
         _say("To start it at boot and keep it running after you log out: loginctl enable-linger")
     if os.environ.get("LOCALLLM_API_KEY"):
-        _say("LOCALLLM_API_KEY was not written to the unit: create keys with localllm keys add NAME.")
-    return 0
+        where = f"write it to {KEY_FILE}, mode 600" if options.system else "create keys with localllm keys add NAME"
+        _say(f"LOCALLLM_API_KEY was not written to the unit: {where}.")
+
+
+# ---- uninstall and status --------------------------------------------------------------------------------------------
 
 
 def _uninstall(options: argparse.Namespace) -> int:
-    path = unit_path()
-    if not path.exists():
-        _say(f"There is no {path}.")
+    manager = Systemd(options.system)
+    names = manager.installed()
+    if not names:
+        _say(f"There is no {manager.folder / SERVICE}.")
         return 0
-    _require_ours(path)
-    if shutil.which("systemctl"):
-        _systemctl("disable", "--now", NAME)
-    path.unlink()
-    if shutil.which("systemctl"):
-        _systemctl("daemon-reload")
-    _say(f"Stopped and removed {path}.")
+    manager.require_rights(options.action)
+    _remove(manager, names)
+    if options.system:
+        _say("Models, chats and settings stay in /var/lib/localllm, /var/cache/localllm and /etc/localllm.")
     return 0
 
 
-def _require_ours(path: Path) -> None:
-    if path.exists() and MARK not in path.read_text():
-        why = f"Its first line is not {MARK!r}."
-        raise ConfigError(f"{path} was not written by localllm.", why, "localllm service install --print")
+def _remove(manager: Systemd, names: list[str]) -> None:
+    """Stop and delete units."""
+    if not names:
+        return
+    if shutil.which("systemctl"):
+        manager.run("disable", "--now", *names)
+    for name in names:
+        (manager.folder / name).unlink()
+    if shutil.which("systemctl"):
+        manager.run("daemon-reload")
+    _say(f"Stopped and removed {', '.join(str(manager.folder / name) for name in names)}.")
 
 
 def _status(options: argparse.Namespace) -> int:
-    """Print the service's state. Return 0 if it runs, else 3, like systemctl."""
-    path = unit_path()
+    """Print the service's state. Return 0 if it runs or its socket listens, else 3, like systemctl."""
+    manager = Systemd(options.system)
+    path, flag = manager.folder / SERVICE, " --system" if options.system else ""
     facts = {"unit": str(path), "installed": path.exists()}
-    state = _properties() if path.exists() and shutil.which("systemctl") else {}
-    runs = state.get("ActiveState") == "active"
+    asks = path.exists() and bool(shutil.which("systemctl"))
+    state = _properties(manager) if asks else {}
+    listens = asks and (manager.folder / SOCKET).exists() and _listens(manager)
+    answers = state.get("ActiveState") == "active" or listens
     if options.json:
-        print(json.dumps({**facts, **state}, indent=2))
-        return 0 if runs else 3
-    rows = [("unit", str(path) if path.exists() else f"none at {path}; localllm service install writes one")]
+        print(json.dumps({**facts, **state, **({"socket": "listening"} if listens else {})}, indent=2))
+        return 0 if answers else 3
+    rows = [("unit", str(path) if path.exists() else f"none at {path}; localllm service install{flag} writes one")]
+    if listens:
+        rows.append(("socket", "systemd listens; a request starts the server"))
     if state:
-        rows += [
-            ("state", f"{state['ActiveState']} ({state['SubState']})"),
-            ("starts automatically", "yes" if state["UnitFileState"] == "enabled" else "no"),
-            ("restarts", state["NRestarts"]),
-        ]
-        code = int(state["ExecMainStatus"] or 0)
-        if runs:
-            rows.append(("process", state["MainPID"]))
-        elif code:
-            rows.append(("last exit code", f"{code}: {EXIT_CODES.get(code, 'the log says why')}"))
-        rows.append(("log", "localllm logs"))
-        if not _lingers():
-            rows.append(("when you log out", "it stops; loginctl enable-linger keeps it running"))
+        rows += _state_rows(state, is_system=options.system)
     elif path.exists():
         rows.append(("state", "unknown: systemctl was not found"))
+    if systemd.is_wsl():
+        rows.append(("WSL", systemd.why_not_running() or "systemd is on"))
     print_table(rows)
-    return 0 if runs else 3
+    return 0 if answers else 3
 
 
-def _properties() -> dict[str, str]:
-    told = _systemctl("show", NAME, *(f"--property={name}" for name in SHOWN))
+def _state_rows(state: dict[str, str], *, is_system: bool) -> list[tuple[str, str]]:
+    rows = [("state", f"{state['ActiveState']} ({state['SubState']})")]
+    if state["StatusText"]:
+        rows.append(("says", state["StatusText"]))
+    automatic = {"enabled": "yes", "indirect": "no, its socket starts it"}
+    rows += [
+        ("starts automatically", automatic.get(state["UnitFileState"], "no")),
+        ("restarts", state["NRestarts"]),
+    ]
+    code = int(state[LAST_CODE] or 0)
+    if state["ActiveState"] in ("active", "activating") and state["MainPID"] != "0":
+        rows.append(("process", state["MainPID"]))
+    elif code:
+        rows.append(("last exit code", f"{code}: {EXIT_CODES.get(code, 'the log says why')}"))
+    rows.append(("log", "journalctl -u localllm" if is_system else "localllm logs"))
+    if not is_system and not _lingers():
+        rows.append(("when you log out", "it stops; loginctl enable-linger keeps it running"))
+    return rows
+
+
+def _properties(manager: Systemd) -> dict[str, str]:
+    names = (*SHOWN, LAST_CODE)
+    told = manager.run("show", SERVICE, *(f"--property={name}" for name in names))
     found = dict(line.split("=", 1) for line in told.splitlines() if "=" in line)
-    return {name: found.get(name, "") for name in SHOWN}
+    return {name: found.get(name, "") for name in names}
 
 
-def _systemctl(*words: str, must: bool = True) -> str:
-    """Run systemctl and return its output. Raises `ServiceError` with its message."""
-    done = subprocess.run(["systemctl", "--user", *words], capture_output=True, text=True)
-    if done.returncode and must:
-        what = f"systemctl --user {' '.join(words)} failed."
-        raise ServiceError(what, done.stderr.strip(), "the same in a session of your own, not under sudo or su")
-    return done.stdout
+def _listens(manager: Systemd) -> bool:
+    return manager.run("is-active", SOCKET, must=False).strip() == "active"
 
 
 def _lingers() -> bool:
     """Return whether this user's services keep running without a session."""
     return (Path("/var/lib/systemd/linger") / getpass.getuser()).exists()
+
+
+def _refuse_what_has_no_effect(options: argparse.Namespace) -> None:
+    if options.action != "install":
+        given = [spec.flag for spec in FLAGS if getattr(options, spec.name) is not None]
+        given += ["MODEL"] * bool(options.model) + ["--print"] * options.print + ["--socket"] * options.socket
+        if given:
+            why = "There is only one service, and its unit defines what it runs."
+            raise ConfigError(f"localllm service {options.action} does not accept {given[0]}.", why)
+    if options.json and options.action != "status":
+        raise ConfigError(f"localllm service {options.action} has no --json.", "Only status has it.")
 
 
 def _say(text: str) -> None:

@@ -11,11 +11,13 @@ import contextlib
 import logging
 import sys
 import time
+from dataclasses import replace
 
 from localllm.cli.flags import settings_from
 from localllm.config.settings import Settings
 from localllm.logs.log_file import LogFile, log_path
 from localllm.logs.recent_logs import RecentLogs
+from localllm.machine.systemd import inherited_socket
 from localllm.machine.threads import set_thread_environment
 
 log = logging.getLogger("localllm")
@@ -34,18 +36,23 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
-    settings = settings_from(options)
+    settings, passed = settings_from(options), inherited_socket()
+    if passed is not None:  # keys, host names and the log depend on the address of the socket
+        settings = replace(settings, server=settings.server.at(passed.getsockname()[:2]))
     set_thread_environment()
     talks = at_terminal and not options.json
     set_up_logging(settings, quiet=talks or options.json)
+    if passed is not None:
+        log.info("socket of systemd host=%s port=%d", settings.server.host, settings.server.port)
     from localllm.cli.announce import Announcers, JsonAnnouncer, LogAnnouncer, TerminalAnnouncer
+    from localllm.cli.announce_service import ServiceAnnouncer
     from localllm.up import up as go_up
 
     said = [TerminalAnnouncer(verbose=options.verbose)] if talks else [JsonAnnouncer()] if options.json else []
-    announcer = Announcers(*said, LogAnnouncer())
+    announcer = Announcers(*said, LogAnnouncer(), ServiceAnnouncer())
     try:
         with contextlib.closing(announcer):
-            go_up(settings, announcer, started_s=STARTED_S)
+            go_up(settings, announcer, started_s=STARTED_S, passed=passed)
     except Exception as error:
         log.info("ended error=%r", str(error))  # cli/__init__.py prints it at the terminal
         raise

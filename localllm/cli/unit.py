@@ -1,46 +1,50 @@
-"""Write the text of the systemd user unit that runs `localllm serve`.
+"""The texts of the systemd units: a service for the user's own systemd or for the machine's, and a socket for either.
 
-Paths are absolute, since a service starts in the home folder with an almost empty environment. Environment variables
-that affect localllm are copied into the unit, except secrets.
-Does not know: where the unit is stored, systemctl (service.py).
+packaging/systemd/ has the machine's units as a package may install them, written by `packaged_units`.
+Does not know: where units are stored, systemctl (service.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import ipaddress
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from localllm.cli.flags import FLAGS
-from localllm.config.setting_spec import SettingSpec
-from localllm.config.settings import SETTINGS
+from localllm.cli.service_command import FOLDERS, kept_environment, service_command
+from localllm.config.resolve import CREDENTIAL
+from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError, DeviceLost
 
+SERVICE, SOCKET = "localllm.service", "localllm.socket"
 MARK = "# Written by `localllm service install`."
-KEPT = (
-    "PYTHONPATH",
-    *("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "TRITON_CACHE_DIR", "OMP_NUM_THREADS"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME", "LD_LIBRARY_PATH"),
-    *("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "LOCALLLM_CONFIG"),
-    *(spec.environment for spec in SETTINGS.values() if spec.environment and not spec.is_secret),
-)
 STOP_S = 45
 """Timeout of a stop, longer than the time that running requests get (web/app.py)."""
+WATCHDOG_S = 120
+"""systemd restarts a server that has been stuck for this long, by its own watchdog (web/watchdog.py)."""
+MAX_STARTS, STARTS_S = 5, 600
+"""systemd gives up after so many starts in so many seconds. Starts of an idle server by its socket count as well."""
 NVIDIA = Path("/proc/driver/nvidia")
+KEY_FILE = Path("/etc/localllm/api-key")
+"""The API key of the machine's service, readable by root alone."""
+GROUPS = ("render", "video")
+"""Groups that may open GPUs."""
 
 UNIT = """\
 {mark} Running it again overwrites this file.
 [Unit]
 Description=localllm, a local LLM server
-StartLimitIntervalSec=600
-StartLimitBurst=5
+{after}StartLimitIntervalSec={starts_s}
+StartLimitBurst={max_starts}
 
 [Service]
-Type=exec
-ExecStart={command}
+# The server says when it has loaded its model, which may take long: a first start downloads it. systemctl status shows
+# the progress. Later the server reports that no part of it is stuck, else it is started again.
+Type=notify
+TimeoutStartSec=infinity
+WatchdogSec={watchdog_s}
+{before}ExecStart={command}
 {environment}# SIGTERM lets running requests end; 130 means that it came while the model was still loading.
 KillSignal=SIGTERM
 TimeoutStopSec={stop_s}
@@ -57,7 +61,7 @@ LimitCORE=0
 LimitNOFILE=65536
 {hardening}
 [Install]
-WantedBy=default.target
+{install}
 """
 WITH_GPU = """\
 # The driver's nvidia-modprobe is setuid and creates devices that are missing after a boot. NoNewPrivileges=, and every
@@ -74,58 +78,157 @@ RestrictNamespaces=yes
 RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
 SystemCallArchitectures=native
 """
+OWN_USER = """\
+# The user exists only while the server runs. Models and chats are in /var/lib/localllm, compiled kernels in
+# /var/cache/localllm, settings in /etc/localllm/config.toml. The rest of the system is read-only, and /tmp is private.
+DynamicUser=yes
+StateDirectory=localllm
+StateDirectoryMode=0700
+CacheDirectory=localllm
+CacheDirectoryMode=0700
+{groups}{key}# MemoryDenyWriteExecute= would break torch's compilers, and PrivateDevices= would hide GPUs.
+CapabilityBoundingSet=
+LockPersonality=yes
+ProtectClock=yes
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+RestrictNamespaces=yes
+RestrictRealtime=yes
+SystemCallArchitectures=native
+"""
+OWN_FOLDERS = {
+    "HOME": "%S/localllm",
+    "XDG_DATA_HOME": "%S",
+    "XDG_CACHE_HOME": "%C",
+    "XDG_CONFIG_HOME": "%E",
+    "HF_HOME": "%S/localllm/hub",
+    "TRITON_CACHE_DIR": "%C/localllm/triton",
+}
+"""Folders of the machine's service: %S is /var/lib, %C is /var/cache, %E is /etc."""
+MODPROBE = """\
+# The driver's setuid helper creates devices that are missing after a boot; the server itself may not run it.
+ExecStartPre=-+/usr/bin/nvidia-modprobe -u -c=0
+"""
+SOCKET_UNIT = """\
+{mark} Running it again overwrites this file.
+[Unit]
+Description=The address of localllm: the first request starts the server
+
+[Socket]
+ListenStream={address}
+
+[Install]
+WantedBy=sockets.target
+"""
 
 
-def unit_text(options: argparse.Namespace, environ: Mapping[str, str] | None = None) -> str:
-    """Return the unit's text. Raises `ConfigError` for values that must not be in a unit."""
-    if options.api_key:
-        why = "Anyone on this machine could read it in the list of processes."
-        raise ConfigError("A key must not be in a unit.", why, "localllm keys add NAME", param="api_key")
-    environ = os.environ if environ is None else environ
-    kept = "".join(f"Environment={_quoted(f'{name}={environ[name]}')}\n" for name in KEPT if environ.get(name))
+def unit_texts(options: argparse.Namespace, server: ServerConfig) -> dict[str, str]:
+    """Return the text of each unit by its name. `server`: the settings in force for the service.
+
+    Raises `ConfigError` for values that must not be in a unit.
+    """
+    texts = {SERVICE: service_text(options, server)}
+    if options.socket:
+        texts[SOCKET] = SOCKET_UNIT.format(mark=MARK, address=listen_stream(server))
+    return texts
+
+
+def service_text(options: argparse.Namespace, server: ServerConfig) -> str:
+    left_out = ("host", "port") if options.socket else ()  # the socket has the address
+    words = [_quoted(word.replace("$", "$$")) for word in service_command(options, left_out)]
+    kept = kept_environment(leave_out(options))
+    environment = [_quoted(f"{name}={value}") for name, value in kept.items()]
+    if not options.system:
+        hardening = WITH_GPU if NVIDIA.exists() else WITHOUT_GPU
+        return _service_text(words, environment, hardening, server, options.socket, is_system=False)
+    own = [f"{name}={value}" for name, value in OWN_FOLDERS.items()]
+    hardening = _own_user([name for name in GROUPS if _exists(name)], has_key=KEY_FILE.exists())
+    return _service_text(words, own + environment, hardening, server, options.socket, is_system=True)
+
+
+def leave_out(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the environment variables that the unit does not copy: the machine's service has folders of its own."""
+    address = ("LOCALLLM_HOST", "LOCALLLM_PORT") if options.socket else ()
+    return (*address, *FOLDERS) if options.system else address
+
+
+def packaged_units() -> dict[str, str]:
+    """Return the units of packaging/systemd/: the machine's service and its socket, for any machine."""
+    server = ServerConfig(exit_when_idle=1800)
+    command = ["/opt/localllm/bin/localllm", "serve", "--exit-when-idle", "30m"]
+    own = [f"{name}={value}" for name, value in OWN_FOLDERS.items()]
+    text = _service_text(command, own, _own_user(GROUPS, has_key=False), server, has_socket=True, is_system=True)
+    mark = f"{MARK} Running it again overwrites this file."
+    shipped = "# The unit that `localllm service install --system --socket --exit-when-idle 30m` writes, for a package."
+    socket = SOCKET_UNIT.format(mark=MARK, address=listen_stream(server))
+    return {SERVICE: text.replace(mark, shipped), SOCKET: socket.replace(mark, shipped)}
+
+
+def listen_stream(server: ServerConfig) -> str:
+    """Return the address of a socket unit. Raises `ConfigError` for a host that is a name, and for no fixed port."""
+    host = "127.0.0.1" if server.host == "localhost" else server.host
+    try:
+        is_6 = ipaddress.ip_address(host).version == 6
+    except ValueError:
+        why = "A socket unit needs an IP address."
+        raise ConfigError(f"--socket cannot listen on {host!r}.", why, "--host 127.0.0.1", param="host") from None
+    if not server.port:
+        raise ConfigError("--socket needs a fixed port.", "--port 0 means any free port.", "--port 8000", param="port")
+    return f"[{host}]:{server.port}" if is_6 else f"{host}:{server.port}"
+
+
+def _service_text(
+    command: Sequence[str],
+    environment: Sequence[str],
+    hardening: str,
+    server: ServerConfig,
+    has_socket: bool,
+    *,
+    is_system: bool,
+) -> str:
+    after = "Wants=network-online.target\nAfter=network-online.target\n" if is_system else ""
+    after += f"Requires={SOCKET}\nAfter={SOCKET}\n" if has_socket else ""
+    target = "multi-user.target" if is_system else "default.target"
     return UNIT.format(
         mark=MARK,
-        command=" ".join(_quoted(word.replace("$", "$$")) for word in _command(options)),
-        environment=kept,
+        after=after,
+        starts_s=_starts_s(server.exit_when_idle),
+        max_starts=MAX_STARTS,
+        watchdog_s=WATCHDOG_S,
+        before=MODPROBE if is_system else "",
+        command=" ".join(command),
+        environment="".join(f"Environment={each}\n" for each in environment),
         stop_s=STOP_S,
         lost=DeviceLost.exit_code,
         wrong=ConfigError.exit_code,
-        hardening=WITH_GPU if NVIDIA.exists() else WITHOUT_GPU,
+        hardening=hardening,
+        install=f"Also={SOCKET}" if has_socket else f"WantedBy={target}",
     )
 
 
-def _command(options: argparse.Namespace) -> Iterator[str]:
-    yield from (sys.executable, "-P", "-m", "localllm", "serve")  # -P: do not import from a folder ~/localllm
-    if options.model:
-        yield _absolute(options.model)
-    for spec in FLAGS:
-        value = getattr(options, spec.name)
-        if value is not None:
-            yield from _words(spec, value)
-    if options.config:
-        yield from ("--config", str(options.config.expanduser().resolve()))
+def _own_user(groups: Sequence[str], *, has_key: bool) -> str:
+    names = f"SupplementaryGroups={' '.join(groups)}\n" if groups else ""
+    comment = "" if has_key else "# "
+    return OWN_USER.format(groups=names, key=f"{comment}LoadCredential={CREDENTIAL}:{KEY_FILE}\n")
 
 
-def _words(spec: SettingSpec, value: bool | str | Sequence[str]) -> Iterator[str]:
-    """Yield one setting as command line words."""
-    if spec.kind == "bool":
-        yield spec.flag if value else spec.flag.replace("--", "--no-", 1)
-    elif spec.takes_words:
-        yield spec.flag
-        for module in value if isinstance(value, Sequence) else ():
-            name, equals, path = module.partition("=")
-            yield f"{name}={_absolute(path)}" if equals else module
-    elif spec.repeats and not isinstance(value, str):
-        for each in value if isinstance(value, Sequence) else ():
-            yield from (spec.flag, each)
-    else:
-        yield from (spec.flag, _absolute(str(value)) if spec.is_path else str(value))
+def _starts_s(idle_s: float | None) -> int:
+    """Return the period of the start limit, so short that a server which ends when idle never reaches the limit."""
+    return STARTS_S if idle_s is None else max(1, min(STARTS_S, int((MAX_STARTS - 1) * idle_s)))
 
 
-def _absolute(name: str) -> str:
-    """Make the path of a file or folder absolute; another name, such as a repository, stays as it is."""
-    path = Path(name).expanduser()
-    return str(path.resolve()) if name.startswith((".", "/", "~")) or path.exists() else name
+def _exists(group: str) -> bool:
+    import grp  # only on Unix
+
+    try:
+        grp.getgrnam(group)
+    except KeyError:
+        return False
+    return True
 
 
 def _quoted(word: str) -> str:

@@ -77,7 +77,12 @@ def add_service(parser: argparse.ArgumentParser) -> None:
         "action", choices=("install", "uninstall", "status"), nargs="?", default="status", help="without it: status"
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="the model to serve, as for `localllm serve`")
-    parser.add_argument("--print", action="store_true", help="only print the unit; write and start nothing")
+    help = "only print the unit; write and start nothing"
+    parser.add_argument("--print", "--dry-run", action="store_true", help=help)
+    help = "the machine's service, with a user of its own, instead of this user's; needs root"
+    parser.add_argument("--system", action="store_true", help=help)
+    help = "let systemd listen on the address, and start the server with the first request"
+    parser.add_argument("--socket", action="store_true", help=help)
     add_server_flags(parser, json="with status: print JSON")
 
 

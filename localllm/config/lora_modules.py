@@ -5,7 +5,6 @@ Does not know: what an adapter holds, whether its path exists.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -32,6 +31,8 @@ def _lora_module(raw: Any) -> LoraModule:
         return raw
     given = raw
     if isinstance(raw, str) and raw.lstrip().startswith("{"):
+        import json
+
         try:
             given = json.loads(raw)
         except ValueError as error:

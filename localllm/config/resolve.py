@@ -6,7 +6,6 @@ Does not know: what a setting means (config/settings.py), the command line.
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +14,10 @@ from typing import Any
 from localllm.config.setting_spec import SettingSpec
 from localllm.config.settings import SETTINGS, EngineConfig, ModelTable, PicksTable, ServerConfig, Settings, Source
 from localllm.errors import ConfigError
-from localllm.files.folders import config_home
+from localllm.files.folders import config_folder
+
+CREDENTIAL = "api-key"
+"""Name of the file in $CREDENTIALS_DIRECTORY, where systemd puts what a unit names with LoadCredential=."""
 
 
 def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, file: Path | None = None) -> Settings:
@@ -30,10 +32,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, 
     tables, picks = in_file.pop("models", {}), in_file.pop("picks", None)
     layers: list[tuple[Source, Mapping[str, Any]]] = [
         ("file", in_file),
-        (
-            "environment",
-            {name: environ[each.environment] for name, each in SETTINGS.items() if environ.get(each.environment)},
-        ),
+        ("environment", _from_environment(environ)),
         ("flag", {name: value for name, value in flags.items() if value is not None}),
     ]
     values: dict[str, Any] = {}
@@ -51,17 +50,40 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, 
 
 def default_config_path(environ: Mapping[str, str] | None = None) -> Path:
     """Return $XDG_CONFIG_HOME/localllm/config.toml."""
-    return config_home(environ) / "localllm" / "config.toml"
+    return config_folder(environ) / "config.toml"
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    given = {name: environ[each.environment] for name, each in SETTINGS.items() if environ.get(each.environment)}
+    if "api_key" not in given and environ.get("CREDENTIALS_DIRECTORY"):
+        given |= _credential(Path(environ["CREDENTIALS_DIRECTORY"]) / CREDENTIAL)
+    return given
+
+
+def _credential(path: Path) -> dict[str, str]:
+    """Return the API key in a file that systemd made readable for this service only; nothing without that file."""
+    try:
+        return {"api_key": path.read_text().strip()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read the API key in {path}.", f"{error}.", param="api_key") from error
 
 
 def _read_file(path: Path, *, must_exist: bool) -> Mapping[str, Any]:
     try:
-        return {name.replace("-", "_"): value for name, value in tomllib.loads(path.read_text()).items()}
+        text = path.read_text()
     except FileNotFoundError:
         if must_exist:
             raise ConfigError(f"Config file {path} does not exist.") from None
         return {}
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read config file {path}.", str(error)) from error
+    import tomllib  # most machines have no such file
+
+    try:
+        return {name.replace("-", "_"): value for name, value in tomllib.loads(text).items()}
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"Cannot read config file {path}.", str(error)) from error
 
 

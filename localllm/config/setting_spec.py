@@ -166,5 +166,5 @@ _KINDS = {
     "str": _ValueKind(str, "text", "NAME"),
     "tuple": _ValueKind(_parse_names, "text", "NAMES"),
     "bytes": _ValueKind(parse_bytes, "a size such as 512MiB or 4GiB", "SIZE"),
-    "seconds": _ValueKind(parse_keep_alive, "a time such as 5m, 90s or 300; -1: for ever; 0: unload at once", "TIME"),
+    "seconds": _ValueKind(parse_keep_alive, "a time such as 5m, 90s or 300", "TIME"),
 }

@@ -10,7 +10,6 @@ Does not know: where values are read (config/resolve.py), argparse, torch, model
 
 from __future__ import annotations
 
-import ipaddress
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -68,8 +67,10 @@ def _parse_keys(raw: Any) -> str | tuple[str, ...]:
 
 
 def _is_network(text: str) -> bool:
+    from ipaddress import ip_network
+
     try:
-        ipaddress.ip_network(text, strict=False)
+        ip_network(text, strict=False)
     except ValueError:
         return False
     return True
@@ -77,6 +78,10 @@ def _is_network(text: str) -> bool:
 
 def _is_url(text: str) -> bool:
     return text.startswith(("http://", "https://"))
+
+
+def _is_idle_time(seconds: float) -> bool:
+    return 0 < seconds < math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +242,10 @@ class ServerConfig:
         True, SERVER, "store the page's chats on disk, in chats.db of the data folder")
     open_browser: bool = setting(
         False, SERVER, "open the chat page in a browser when ready", aliases=("--open",))
+    exit_when_idle: float | None = setting(
+        None, SERVER, "end the server after this time without a request", unit="seconds",
+        allowed_text="a time such as 30m, 90s or 1800, more than 0", accepts=_is_idle_time, unset="never",
+        note="pages that are open in a browser do not count", environment="LOCALLLM_EXIT_WHEN_IDLE")
     log_level: str = setting(
         "info", SERVER, "lowest level that is logged", choices=("debug", "info", "warning", "error"),
         environment="LOCALLLM_LOG_LEVEL")
@@ -282,6 +291,8 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = setting(
         (), SEVERAL_MODELS, "names that clients use for the model", note="the first one is shown",
         unset="from its path or repository", aliases=("--alias",), repeats=True)
+    load_at_start: bool = setting(
+        True, SEVERAL_MODELS, "load the model at the start", note="otherwise the first request that needs it loads it")
     on_demand: bool = setting(
         True, SEVERAL_MODELS, "load another installed model when a request names it")
     models_max: int | None = setting(
@@ -323,6 +334,10 @@ class ServerConfig:
     @property
     def is_loopback(self) -> bool:
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    def at(self, address: tuple[str, int]) -> ServerConfig:
+        """Return the same settings for a server that listens on `address`, as keys and host names depend on it."""
+        return replace(self, host=address[0], port=address[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.errors import InvalidParameter
-from localllm.text.structured import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from localllm.text.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 """Default of --max-logprobs, per position, and the number that samplers reserve room for."""
@@ -192,12 +194,8 @@ class SamplingParams:
                     _whole(token_id, name, 0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids is empty: no token could be sampled.", param="allowed_token_ids")
-        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
-            raise InvalidParameter(
-                "structured_outputs must be a StructuredOutputsParams.",
-                f"Got {type(self.structured_outputs).__name__}.",
-                param="structured_outputs",
-            )
+        if self.structured_outputs is not None:
+            _require_structured_outputs(self.structured_outputs)
         if self.stop and not self.detokenize:
             raise InvalidParameter("Stop strings need detokenize=True.", param="stop")
 
@@ -260,6 +258,17 @@ def _token_id(key: object, param: str) -> int:
     if token_id < 0:
         raise InvalidParameter(f"The keys of {param} must be token ids.", f"Got {key!r}.", param=param)
     return int(token_id)
+
+
+def _require_structured_outputs(value: object) -> None:
+    from localllm.text.structured import StructuredOutputsParams  # the command line's parsers need only the fields
+
+    if not isinstance(value, StructuredOutputsParams):
+        raise InvalidParameter(
+            "structured_outputs must be a StructuredOutputsParams.",
+            f"Got {type(value).__name__}.",
+            param="structured_outputs",
+        )
 
 
 def _whole(value: object, param: str, low: float, high: float | None = None) -> None:

@@ -1,5 +1,5 @@
-"""The folders of this program's own files, by the XDG Base Directory Specification and its defaults, and how such
-files are written.
+"""The folders of this program's own files, by the XDG Base Directory Specification and, on macOS and Windows, by the
+conventions of the platform; and how such files are written.
 
 Does not know: which files, or whether they exist.
 """
@@ -7,24 +7,60 @@ Does not know: which files, or whether they exist.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from platformdirs.api import PlatformDirsABC
+
+NAME = "localllm"
 
 
 def config_home(environ: Mapping[str, str] | None = None) -> Path:
-    """Return $XDG_CONFIG_HOME, the configuration folder of all programs."""
+    """Return $XDG_CONFIG_HOME, the folder on Linux in which each program has its configuration."""
     environ = os.environ if environ is None else environ
     return Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
 
 
+def config_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Return $XDG_CONFIG_HOME/localllm, or the platform's folder."""
+    return _folder("XDG_CONFIG_HOME", "~/.config", "user_config_path", os.environ if environ is None else environ)
+
+
 def data_folder() -> Path:
-    """Return $XDG_DATA_HOME/localllm."""
-    return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "localllm"
+    """Return $XDG_DATA_HOME/localllm, or the platform's folder."""
+    return _folder("XDG_DATA_HOME", "~/.local/share", "user_data_path", os.environ)
 
 
 def cache_folder() -> Path:
-    """Return $XDG_CACHE_HOME/localllm: files that may be deleted at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "localllm"
+    """Return $XDG_CACHE_HOME/localllm, or the platform's folder: files that may be deleted at any time."""
+    return _folder("XDG_CACHE_HOME", "~/.cache", "user_cache_path", os.environ)
+
+
+def _folder(variable: str, default: str, kind: str, environ: Mapping[str, str]) -> Path:
+    """Return one of our folders: inside the folder that `variable` names, else where the platform has it.
+
+    default: on Linux. Older versions had it on macOS and Windows too: there our folder stays in use if it exists.
+    kind: the property of platformdirs on other systems.
+    """
+    folder = Path(environ.get(variable) or default).expanduser() / NAME
+    if environ.get(variable) or sys.platform not in ("darwin", "win32") or folder.exists():
+        return folder
+    found: Path = getattr(_platform_folders(), kind)
+    return found
+
+
+def _platform_folders() -> PlatformDirsABC:
+    """Return the folders of macOS (~/Library/...) or Windows (%LOCALAPPDATA%)."""
+    if sys.platform == "darwin":
+        from platformdirs.macos import MacOS
+
+        return MacOS(NAME)
+    from platformdirs.windows import Windows
+
+    return Windows(NAME, appauthor=False)
 
 
 def make_private(folder: Path) -> None:

@@ -81,6 +81,15 @@ class LogFile(RotatingFileHandler):
             self.stream = self._open()
         return os.fstat(self.stream.fileno()).st_size >= self.maxBytes
 
+    def doRollover(self) -> None:
+        """Rename the files. Windows does not rename a file that another program has open, such as `localllm logs`:
+        lines are then added to the same file, and the next one tries again."""
+        try:
+            super().doRollover()
+        except PermissionError:
+            if sys.platform != "win32":
+                raise
+
     def _open(self) -> TextIOWrapper:
         path = Path(self.baseFilename)
         make_private(path.parent)

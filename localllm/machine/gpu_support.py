@@ -12,6 +12,7 @@ import shutil
 import sysconfig
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,12 +52,13 @@ class TorchFacts(NamedTuple):
 
 
 class CompilerFacts(NamedTuple):
-    """Programs and headers on this machine that Triton needs to launch kernels."""
+    """Triton, and the programs and headers on this machine that it needs to launch kernels."""
 
-    triton: tuple[int, int] | None  # None: not installed
+    triton: tuple[int, int] | None  # None: unknown
     compiler: str | None  # its path
     header: Path  # Python.h
     has_header: bool
+    has_triton: bool = True
 
 
 def gpu_problems() -> list[GpuProblem]:
@@ -102,7 +104,9 @@ def judge_driver(nvidia: NvidiaFacts) -> list[GpuProblem]:
 
 
 def judge_compiler(facts: CompilerFacts) -> list[GpuProblem]:
-    """Return a problem if Triton lacks the C compiler or the Python headers that its older versions need."""
+    """Return a problem if Triton is missing, or lacks the C compiler or the Python headers that older versions need."""
+    if not facts.has_triton:
+        return [GpuProblem("Triton is not installed, and kernels on a GPU need it.", how_to_install("localllm[gpu]"))]
     if facts.triton is None or facts.triton >= TRITON_BUILDS_WITH_C:
         return []
     missing = [] if facts.compiler else ["there is no C compiler (gcc, clang or $CC)"]
@@ -130,7 +134,7 @@ def read_compiler() -> CompilerFacts:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
-    return CompilerFacts(triton, compiler, header, header.exists())
+    return CompilerFacts(triton, compiler, header, header.exists(), find_spec("triton") is not None)
 
 
 def _driver_problems(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator[GpuProblem]:

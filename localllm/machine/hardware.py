@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -153,7 +154,18 @@ def _read_cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         name, _, value = line.partition(":")
         if name.strip() == "model name":
             return value.strip()
-    return platform.processor() or platform.machine()
+    return _mac_cpu_name() or platform.processor() or platform.machine()
+
+
+def _mac_cpu_name() -> str:
+    """Return the name that macOS shows, e.g. "Apple M2 Pro", where `platform` says only "arm"; empty elsewhere."""
+    if sys.platform != "darwin":
+        return ""
+    try:
+        told = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return told.stdout.strip()
 
 
 def count_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:

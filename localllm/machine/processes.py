@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,8 +21,10 @@ NODES = Path("/sys/devices/system/node")
 def end_with_parent(parent: int) -> None:
     """Have the system kill this process when the thread that started it ends, and end it now if that has happened.
 
-    parent: id of the process that should be the parent.
+    parent: id of the process that should be the parent. Only Linux can do this; elsewhere nothing happens.
     """
+    if sys.platform != "linux":
+        return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

@@ -63,14 +63,24 @@ def listener_in_words(port: int) -> str:
     if own is not None:
         return f"It is yours: localllm (pid {own.pid}) serves {own.model} at {own.url}."
     try:
-        pids = [
+        found = [
             connection.pid
             for connection in psutil.net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
         ]
-        return f"{psutil.Process(pids[0]).name()} (pid {pids[0]}) is listening on it." if pids else ""
+        pid = next(filter(None, found), None)
+        if pid is not None:
+            return f"{_program(pid)} (pid {pid}) is listening on it."
+        return "A program of another user is listening on it." if found else ""
     except psutil.Error:
         return ""
+
+
+def _program(pid: int) -> str:
+    """Name a program; a server of this package that has no file yet, because its model loads, by its command line."""
+    process = psutil.Process(pid)
+    is_ours = any(Path(word).name == "localllm" for word in process.cmdline()[:4])  # python -P -m localllm, or a script
+    return "localllm" if is_ours else str(process.name())
 
 
 @cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ def start_torch(on_phase: OnPhase, limits: LoadLimits) -> Hardware:
     from localllm.machine.hardware import read_hardware
 
     with report_phase("torch", on_phase) as report:
+        if "torch" not in sys.modules:
+            report("importing torch")
         import torch
 
         from localllm.runner.device_memory import empty_cache

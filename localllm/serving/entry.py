@@ -137,6 +137,14 @@ class ModelEntry:
             return self.adapters.find(name) is not None
         return self.settings is not None and any(name == each.name for each in self.settings.engine.lora_modules)
 
+    @property
+    def progress(self) -> str:
+        """The current phase of the load, as a sentence."""
+        phase = next(reversed(self.phases.values()), None)
+        if phase is None:
+            return "It is waiting for another load to finish."
+        return f"The present phase is {phase.name}{': ' if phase.detail else ''}{phase.detail}."
+
     def record_phase(self, phase: Phase) -> None:
         """Store the latest report of a loading phase and pass it on."""
         self.phases[phase.name] = phase

@@ -5,11 +5,16 @@ Does not know: models, engines.
 
 from __future__ import annotations
 
+import sys
 import traceback
 
 
 def release_cached_memory() -> None:
-    """Return freed memory to the device and the system; otherwise both allocators would keep it."""
+    """Return freed memory to the device and the system; otherwise both allocators would keep it. Does nothing in a
+    process that has not imported torch, which has held no model.
+    """
+    if "torch" not in sys.modules:
+        return
     from localllm.models.loader import trim_heap
     from localllm.runner.device_memory import empty_cache
 

@@ -86,6 +86,13 @@ class ModelManager:
     def num_open(self) -> int:
         return sum(model.client.num_open for model in self.ready)
 
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a model answers requests, loads, is tuned, or is waited for."""
+        return bool(self.num_open) or any(
+            entry.num_leases or entry.waiters or entry.is_loading or entry.state == "tuning" for entry in self.entries
+        )
+
     def statuses(self) -> list[ModelStatus]:
         """Return the status of every known model, ready models first."""
         order = ("ready", "tuning", "loading", "unloading", "sleeping", "failed", "unloaded")
@@ -95,8 +102,10 @@ class ModelManager:
     def require_working(self) -> None:
         """Raise the error that a request without a name would get now: still loading, being tuned, or load failed."""
         entry = self.default
-        if entry is None or entry.state == "loading":
-            raise ModelLoading(f"{entry.name if entry else 'The model'} is loading.", "Try again in a moment.")
+        if entry is None:
+            raise ModelLoading("The model is loading.", hint="Try again in a moment.")
+        if entry.state == "loading":
+            raise ModelLoading(f"{entry.name} is loading.", entry.progress, "Try again in a moment.")
         if entry.state == "tuning":
             self.lending.require_no_loan()
         if entry.state == "failed" and entry.error is not None:
@@ -204,13 +213,18 @@ class ModelManager:
 
     # Start, tick, close -----------------------------------------------------------------------------------------
 
-    async def start(self, settings: Settings, on_phase: OnPhase = lambda phase: None) -> ServedModel:
-        """Load the first model. `on_phase` is called on this event loop. Raises what a load raises."""
+    async def start(self, settings: Settings, on_phase: OnPhase = lambda phase: None) -> ServedModel | None:
+        """Register the first model and load it. `on_phase` is called on this event loop. Raises what a load raises.
+
+        Return None if the model is not to be loaded at the start: the first request that needs it loads it.
+        """
         self.register.settings, self.transitions.closing = settings, False
         own = settings.of_first_model()
         entry = self.register.add(own, settings.engine.model, keep_alive_s=math.inf)
-        entry.on_phase = on_phase
         self._spawn(self._tick_forever())
+        if not settings.server.load_at_start:
+            return None
+        entry.on_phase = on_phase
         try:
             (await self._claim(entry)).release()
         except asyncio.CancelledError:
@@ -281,13 +295,8 @@ class ModelManager:
             async with asyncio.timeout(WAIT_S):
                 return await waiter
         except TimeoutError:
-            phase = next(reversed(entry.phases.values()), None)
-            where = (
-                f"The present phase is {phase.name}: {phase.detail}."
-                if phase
-                else "It is waiting for another load to finish."
-            )
-            raise ModelLoading(f"{entry.name} is not ready after {WAIT_S:.0f} s.", where, "Try again later.") from None
+            what = f"{entry.name} is not ready after {WAIT_S:.0f} s."
+            raise ModelLoading(what, entry.progress, "Try again later.") from None
         except BaseException:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 waiter.result().release()  # the load ended in the same moment in which the request was cancelled

@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING
 import uvicorn
 from litestar import Litestar
 from litestar.datastructures import State
+from litestar.plugins import PluginProtocol
+from litestar.plugins.core import MsgspecDIPlugin
 from litestar.types import ControllerRouterHandler
 
 from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.logs.fault_log import FaultLog
 from localllm.machine.install_kind import how_to_install
+from localllm.machine.platforms import use_port_alone
 from localllm.models.library.hub.downloads import Downloads
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
@@ -33,6 +36,7 @@ from localllm.web.access.limits import Guesses
 from localllm.web.access.scopes import API_RULES
 from localllm.web.access.tls import check_certificate
 from localllm.web.access.uncached import keep_nothing_of_requests
+from localllm.web.activity import Activity, Closing
 from localllm.web.api import anthropic, ollama, openai, responses, router
 from localllm.web.api.openapi import openapi_json
 from localllm.web.api.own import health, hub, running
@@ -46,11 +50,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LAST_S = 0.2
+"""How long a server that ends because it is idle waits for requests on connections that it has accepted."""
+
+
+class Application(Litestar):
+    """Litestar without its plugins for pydantic and attrs: importing pydantic takes a tenth of a second, and no
+    handler's parameter is a model of either."""
+
+    @staticmethod
+    def _get_default_plugins(plugins: list[PluginProtocol]) -> list[PluginProtocol]:
+        return [*plugins, MsgspecDIPlugin()]
+
 
 def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | None = None) -> Litestar:
     """Return the application. Its `app.state` holds `manager`, `settings`, `downloads`, `responses` (the stored ones),
-    `key_ring`, `guesses`, `http_counts`, `watchdog`, and `closing`, which is set at shutdown. `faults` records
-    unhandled errors.
+    `key_ring`, `guesses`, `http_counts`, `watchdog`, `activity`, and `closing`, which is set at shutdown. `faults`
+    records unhandled errors.
     """
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
     handlers += [*openai.routes(), *responses.routes(), *anthropic.routes(), *ollama.routes()]
@@ -65,7 +81,8 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
     counts: Counter[tuple[str, str, int]] = Counter()
     guesses = Guesses()
     watchdog = Watchdog(manager, faults or FaultLog())
-    app = Litestar(
+    activity = Activity()
+    app = Application(
         handlers,
         state=State(
             {
@@ -77,7 +94,8 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
                 "guesses": guesses,
                 "http_counts": counts,
                 "watchdog": watchdog,
-                "closing": asyncio.Event(),
+                "activity": activity,
+                "closing": Closing(),
             }
         ),
         exception_handlers={Exception: handle_exception},
@@ -88,7 +106,7 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
     )
     keep_nothing_of_requests(app)
     # This wraps the router, so it sees unknown URLs as well.
-    app.asgi_handler = FrontDoor(app.asgi_handler, settings.server, keys, counts, guesses, rules)
+    app.asgi_handler = FrontDoor(activity.around(app.asgi_handler), settings.server, keys, counts, guesses, rules)
     app.on_startup.append(watchdog.start)
     app.on_shutdown.append(watchdog.stop)
     if settings.server.ui:
@@ -118,9 +136,9 @@ def _traces() -> type[Traces]:
 # The server ---------------------------------------------------------------------------------------------------------
 
 
-def bind(config: ServerConfig) -> socket.socket:
+def bind(config: ServerConfig, passed: socket.socket | None = None) -> socket.socket:
     """Return a listening socket. Raises `PortInUse`; the server never picks another port, which would break saved
-    clients.
+    clients. `passed`: the socket that a service manager passed, whose address `config` has; it is returned.
 
     Raises `ConfigError` if the address cannot be bound for another reason (unknown host, privileged port), or if a
     setting needs something that is missing: a key, a valid certificate, OpenTelemetry.
@@ -135,10 +153,12 @@ def bind(config: ServerConfig) -> socket.socket:
             f"localllm keys add NAME, or localllm up --host {config.host} --api-key YOUR-KEY",
             param="host",
         )
+    if passed is not None:
+        return passed
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # the protocol makes asyncio set TCP_NODELAY
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        use_port_alone(sock)
         sock.bind((config.host, config.port))
         sock.listen(2048)
         sock.setblocking(False)
@@ -185,6 +205,10 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.app.state.closing.set()
         self.app.state.downloads.close()
+        if self.app.state.closing.is_idle:  # a client that connected in this moment still sends its request
+            for server in self.servers:
+                server.close()
+            await asyncio.sleep(LAST_S)
         drained = asyncio.get_running_loop().call_later(self.drain_s, self._stop_engine)
         try:
             await super().shutdown(sockets)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal
 
 from localllm.logs.fault_log import Fault, FaultLog
 from localllm.machine import memory
+from localllm.machine.systemd import notify, watchdog_s
 from localllm.units import format_bytes
 from localllm.version import __version__
 from localllm.web.shape import Shape
@@ -189,8 +190,17 @@ class Watchdog:
         while not self._ended.wait(LOOK_EVERY_S):
             try:
                 self._look(time.monotonic())
+                self._ping()
             except Exception as error:  # the manager changes while it is read; the next check may succeed
                 self.faults.record("watchdog", error)
+
+    def _ping(self) -> None:
+        """Tell systemd, if it asks, that nothing is stuck. Only a new process recovers from what is stuck; a dead
+        engine is loaded again by itself, and stuck compilers let other requests through."""
+        if watchdog_s() is None:
+            return
+        if not any(each.state == "stuck" and not each.part.startswith("compilers") for each in self.parts()):
+            notify("WATCHDOG=1")
 
     def _look(self, now_s: float) -> None:
         self._look_at_loop(now_s)

@@ -67,7 +67,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCache:
 def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A demo model of our own: what the package ships is tested with the demo."""
     folder = make_folder(tmp_path / "the-demo")
-    monkeypatch.setattr(catalog, "_demo_path", lambda: folder)
+    monkeypatch.setattr(catalog, "demo_path", lambda: folder)
     return folder
 
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from localllm.config.settings import EngineConfig, ServerConfig, Settings
-from localllm.models.library.catalog import resolve_model
+from localllm.config.settings import EngineConfig, PicksTable, ServerConfig, Settings
+from localllm.errors import LocalLLMError
+from localllm.models.library.catalog import DEMO_NAME, resolve_model
 from localllm.serving import manager
 from localllm.serving.names import short_name
 from localllm.serving.phases import OnPhase, Phase
@@ -25,6 +26,7 @@ class Loads:
     def __init__(self, folder: Path) -> None:
         self.folder, self.gate = folder, threading.Event()
         self.gate.set()
+        self.error: LocalLLMError | None = None  # what a load that is not the demo's raises
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, fake in (("build_engine", self.build), ("put_to_sleep", self.sleep), ("wake_up", self.wake)):
@@ -35,6 +37,8 @@ class Loads:
         on_phase(Phase("weights", "2.3 of 5.7 GiB", fraction=0.4))
         while not self.gate.wait(0.02):
             on_phase(Phase("weights", "2.3 of 5.7 GiB", fraction=0.4))
+        if self.error is not None and found.name != DEMO_NAME:
+            raise self.error
         name = next(iter(settings.server.served_model_name), short_name(found.name))
         return replace(fake_model(self.folder, PacedRunner()), name=name, path=found.path, aliases=frozenset())
 
@@ -46,8 +50,23 @@ class Loads:
         return self.build(settings, on_phase, limits)
 
 
+def only_pick(name: str, num_bytes: int = 300_000, title: str = "Tiny") -> PicksTable:
+    """A list of suggested models with one entry, as a config file has it."""
+    sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
+    entry = {
+        "name": name, "title": title, "says": "Answers anything.", "license": "apache-2.0", "bytes": num_bytes,
+        "parameters": num_bytes // 2, "config": {"architectures": ["LlamaForCausalLM"], **sizes, **heads},
+    }  # fmt: skip
+    return PicksTable(Path("config.toml"), entries=(entry,))
+
+
 class LibraryServer(ManagedServer):
     """With the demo loaded."""
 
-    def __init__(self, engine: EngineConfig | None = None, port: int = 0, api_key: str | None = None) -> None:
-        super().__init__(Settings(engine or EngineConfig(), ServerConfig(port=port, ui=True, api_key=api_key)))
+    def __init__(
+        self, engine: EngineConfig | None = None, port: int = 0, api_key: str | None = None,
+        picks: PicksTable | None = None,
+    ) -> None:  # fmt: skip
+        server = ServerConfig(port=port, ui=True, api_key=api_key)
+        super().__init__(Settings(engine or EngineConfig(), server, picks=picks))

@@ -162,7 +162,7 @@ def test_a_shell_s_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(up.resource, "setrlimit", lambda _, limits: made.append(limits))
     for limits in ((1024, 1_048_576), (1024, 4096), (1024, infinity), (infinity, infinity), (65_536, 65_536)):
         monkeypatch.setattr(up.resource, "getrlimit", lambda _, limits=limits: limits)
-        up.raise_file_limit()
+        up.raise_file_limit(up.MOST_FILES)
     assert made == [(65_536, 1_048_576), (4096, 4096), (65_536, infinity)]
     connection.most_connections.cache_clear()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -92,6 +93,36 @@ def test_a_thread_that_has_ended_is_dead(watched: Any, engine: Engine) -> None:
     engine.is_alive = False
     assert watched.look_for(2) == "dead"
     assert watched.dog.faults.count == 1
+
+
+def test_systemd_gets_a_sign_of_life_unless_an_engine_is_stuck(
+    watched: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+
+        def pings() -> list[bytes]:
+            watched.dog._ping()
+            try:
+                return [manager.recv(99)]
+            except BlockingIOError:
+                return []
+
+        assert pings() == []  # systemd does not ask
+        monkeypatch.setenv("WATCHDOG_USEC", "120000000")
+        assert pings() == [b"WATCHDOG=1"]
+        engine.has_work = True
+        assert watched.look_for(1500, busy=0.9) == "slow"
+        assert pings() == [b"WATCHDOG=1"]
+        assert watched.look_for(2000) == "stuck"
+        assert pings() == []
+        engine.is_alive = False
+        assert watched.look_for(1) == "dead"  # loaded again by itself
+        assert pings() == [b"WATCHDOG=1"]
+        monkeypatch.setenv("WATCHDOG_PID", "1")
+        assert pings() == []
 
 
 def test_cpu_time_of_a_thread_is_its_own() -> None:

@@ -31,10 +31,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import platformdirs
 import torch
 
-from localllm.files.folders import write_whole
+from localllm.files.folders import cache_folder, write_whole
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED, launch_options, triton
 
 log = logging.getLogger(__name__)
@@ -125,7 +124,7 @@ class Table:
 @cache
 def table() -> Table:
     """Return this process's table, for its first GPU. GPUs of different models share it."""
-    folder = Path(platformdirs.user_cache_dir("localllm", appauthor=False)) / "kernels"
+    folder = cache_folder() / "kernels"
     on_gpu = torch.cuda.is_available() and not INTERPRETED
     gpu = torch.cuda.get_device_name(torch.cuda.current_device()) if on_gpu else None
     return Table(folder, gpu, triton.__version__ if HAS_TRITON else "none")
@@ -161,7 +160,7 @@ def ensure_triton_cache() -> Path:
     asked = triton_cache_dir()
     if is_writable(asked):
         return asked
-    own = Path(platformdirs.user_cache_dir("localllm", appauthor=False)) / "triton"
+    own = cache_folder() / "triton"
     instead = own if is_writable(own) else Path(tempfile.mkdtemp(prefix="localllm-triton-"))
     kept = "" if instead == own else "; kernels will be compiled again at every start"
     log.warning(

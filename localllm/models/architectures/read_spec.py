@@ -11,7 +11,6 @@ from typing import Any
 
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.files.json_file import read_json_object
-from localllm.models.architectures.registry import FAMILY_OF
 from localllm.models.formats.checkpoint import is_gguf
 from localllm.models.formats.opening import open_checkpoint
 from localllm.models.formats.registry import linear_format
@@ -86,9 +85,17 @@ def weights_bytes(path: Path) -> int:
         return sum(info.num_bytes for info in checkpoint.tensors.values())
 
 
+def families() -> Mapping[str, Family]:
+    """Return every family by the class names in config.json. The descriptions, about fifty modules, are imported when
+    the first model is read."""
+    from localllm.models.architectures.registry import FAMILY_OF
+
+    return FAMILY_OF
+
+
 def family_of(spec: ModelSpec) -> Family:
     """Return the family of the model, which knows how its checkpoints store tensors."""
-    return FAMILY_OF[spec.architecture]
+    return families()[spec.architecture]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -142,7 +149,7 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _has_family(config: Mapping[str, Any]) -> bool:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    return not isinstance(name, str) or name in FAMILY_OF  # a config without architecture is refused by `_family_of`
+    return not isinstance(name, str) or name in families()  # a config without architecture is refused by `_family_of`
 
 
 def _through_transformers(path: Path, config: dict[str, Any], *, trust_remote_code: bool) -> ModelSpec:
@@ -178,12 +185,12 @@ def _generation(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dic
 
 def _family_of(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures")
-    supported = f"Supported: {', '.join(sorted(FAMILY_OF))}."
+    supported = f"Supported: {', '.join(sorted(families()))}."
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise UnsupportedModel("config.json names no architecture.", supported)
-    if names[0] not in FAMILY_OF:
+    if names[0] not in families():
         raise UnsupportedModel(f"{names[0]} is not supported.", supported)
-    return FAMILY_OF[names[0]]
+    return families()[names[0]]
 
 
 def _filled(config: Mapping[str, Any], family: Family) -> dict[str, Any]:

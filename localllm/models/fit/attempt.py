@@ -18,7 +18,7 @@ from dataclasses import replace
 from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
-from localllm.models.architectures.registry import FAMILY_OF
+from localllm.models.architectures.read_spec import families
 from localllm.models.fit.devices import (
     free_and_reserve,
     too_old,
@@ -121,8 +121,9 @@ class PlanAttempt:
 
     def _first_notes(self) -> list[str]:
         spec, config, notes = self.spec, self.config, list(quantization_notes(self.spec.quantization))
-        if spec.architecture in FAMILY_OF and (note := FAMILY_OF[spec.architecture].note):
-            notes.append(note)
+        family = families().get(spec.architecture)
+        if family is not None and family.note:
+            notes.append(family.note)
         if spec.context_limit:
             notes.append(f"Context {format_count(spec.max_position)} tokens: {spec.context_limit}")
         if config.trust_remote_code and spec.implementation != "remote":

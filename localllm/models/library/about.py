@@ -5,8 +5,10 @@ Does not know: how they are drawn, the machine.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,14 @@ SOURCES = {
     "jan": "Jan",
 }
 _DAY_S = 24 * 3600
+
+
+@cache
+def count_parameters(path: Path) -> int:
+    """Return the number of parameters of a safetensors checkpoint that is not quantised, from its headers."""
+    from localllm.models.formats.safetensors import read_headers
+
+    return sum(math.prod(tensor.shape) for tensor in read_headers(path).values())
 
 
 def gguf_rows(path: Path) -> dict[str, str]:

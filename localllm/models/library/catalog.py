@@ -171,7 +171,7 @@ def _list_own_names() -> list[ResolvedModel]:
     found = []
     for repo_id in _cached_repositories():
         found += _skip_broken(repo_id, partial(_list_repository, repo_id))
-    demo = [ResolvedModel(DEMO_NAME, _demo_path(), "demo")] if (_demo_path() / "config.json").is_file() else []
+    demo = [ResolvedModel(DEMO_NAME, demo_path(), "demo")] if (demo_path() / "config.json").is_file() else []
     return [*demo, *found, *_skip_broken("other programs", _list_programs)]
 
 
@@ -237,19 +237,20 @@ def hub_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     return Path(os.path.expandvars(direct or os.path.join(home, "hub"))).expanduser()
 
 
-def _demo_path() -> Path:
+def demo_path() -> Path:
+    """Return the folder of the bundled demo model."""
     return Path(__file__).parent.parent / "demo"
 
 
 def _demo() -> ResolvedModel:
-    if not (_demo_path() / "config.json").is_file():
+    if not (demo_path() / "config.json").is_file():
         raise ModelNotFound(
             "The demo model is not part of this installation.",
-            f"{_demo_path()} holds no config.json.",
+            f"{demo_path()} holds no config.json.",
             "In a checkout, make it with scripts/make_demo_model.",
             param="model",
         )
-    return ResolvedModel(DEMO_NAME, _demo_path(), "demo")
+    return ResolvedModel(DEMO_NAME, demo_path(), "demo")
 
 
 def _no_revision(name: str, revision: str | None) -> None:

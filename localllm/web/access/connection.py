@@ -21,6 +21,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from localllm.errors import LocalLLMError
+from localllm.machine.platforms import most_open_files
 from localllm.units import format_count
 from localllm.web.errors import HeadTooLarge, MalformedRequest, RequestTimeout, UrlTooLong, openai_error
 
@@ -289,10 +290,8 @@ def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
 @cache
 def most_connections() -> int:
     """Return how many connections the process's limit of open files allows."""
-    import resource
-
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most_files == resource.RLIM_INFINITY:
+    most_files = most_open_files()
+    if most_files is None:
         return MAX_CONNECTIONS
     return max(64, min(MAX_CONNECTIONS, most_files - OTHER_FILES))
 

@@ -43,7 +43,7 @@
   document.addEventListener("htmx:error", (event) => isComposer(event) && giveBack());
 
   // Keep the end of the conversation in view unless the user has scrolled away.
-  let following = true;
+  let following = !find("#empty-chat");
   const scroller = find("#chat-scroll");
   if (scroller) {
     const toEnd = () => following && (scroller.scrollTop = scroller.scrollHeight);

@@ -5,6 +5,7 @@ Does not know: routes, templates, how a reply is generated.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,9 +15,13 @@ from typing import Any
 from litestar import Request
 
 from localllm.errors import LocalLLMError
+from localllm.models.library.about import count_parameters
+from localllm.models.library.catalog import demo_path
 from localllm.serving.served import ModelCard
+from localllm.units import format_parameters
 from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import message_presenters
+from localllm.web.pages.chat.offer_presenters import live_url_of, shown_offer
 from localllm.web.pages.chat.settings import NAMES
 from localllm.web.pages.chat.sidebar_views import ChatGroup, ChatHead, ChatList, ChatRow, Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
@@ -28,8 +33,10 @@ from localllm.web.pages.chat.views import (
     Composer,
     ComposerAction,
     EmptyChat,
+    Examples,
     MessageList,
     ModelChoice,
+    ModelChoices,
     Sampling,
 )
 from localllm.web.pages.frame.errors import notice
@@ -44,10 +51,16 @@ PLAIN = str.maketrans("", "", "*`#|")
 """Removes Markdown characters from a snippet."""
 
 EXAMPLES = (
-    "What is paged attention?",
-    "How do I start localllm?",
-    "Give me a JSON object describing a book",
+    "Explain in simple words why the sky is blue",
+    "Write a Python function that finds the longest common prefix of a list of strings",
+    "Plan three quick dinners for two, with a shopping list",
 )
+DEMO_EXAMPLES = (
+    "What is paged attention in simple words?",
+    "Why do we need continuous batching?",
+    "Write a function that reverses a string.",
+)
+"""The demo answers little, and these well: its own test asks them."""
 
 
 async def chat_page(
@@ -68,22 +81,23 @@ async def chat_page(
     waits = state.pages.card is None
     card = card_of(state, settings)
     writing = state.replies.unfinished(chat.id) if chat else None
-    composer, empty = None, None
+    composer, empty, offer = None, None, await shown_offer(request, is_new=chat is None)
     if not waits:
         action = ComposerAction(message_presenters.stop_url(writing) if writing else None)
-        drawer = await _drawer(state, owner, card, settings)
-        composer = Composer(chat.id if chat else "", drawer, action, models=await _models(state, settings))
+        sampling = await drawer(state, owner, card, settings)
+        composer = Composer(chat.id if chat else "", sampling, action, models=await model_choices(state, settings))
         if chat is None and card is not None:
-            empty = EmptyChat(card.name, card.plan.max_model_len, EXAMPLES)
+            empty = await asyncio.to_thread(empty_chat, card)
     messages = [state.replies.current(message) for message in branch.messages]
     return ChatPage(
-        shell=state.pages.shell(request, chat.title if chat else "New chat", "chat", waits=waits),
+        shell=state.pages.shell(request, chat.title if chat else "New chat", "chat", live_url_of(offer), waits=waits),
         head=message_presenters.head(chat, messages, card),
         chats=await chat_list(state, owner, chat),
         list=await message_presenters.message_list(state.replies, chat.id, branch, editing=editing) if chat else None,
         composer=composer,
         empty=empty,
-        loading=state.pages.loading() if waits else None,
+        loading=state.pages.loading() if waits and (offer is None or state.pages.manager.default is not None) else None,
+        offer=offer,
         undo=undo,
         notice=_store_notice(state),
     )
@@ -138,6 +152,14 @@ def _bounded_text(text: str) -> str:
     return text if len(text) < 100_000 else ""
 
 
+def empty_chat(card: ModelCard) -> EmptyChat:
+    """Return the start of a new chat with this model. Blocking: it reads the demo's header once."""
+    is_demo = card.path == demo_path()
+    toy_size = format_parameters(count_parameters(card.path)) if is_demo else ""
+    examples = Examples(DEMO_EXAMPLES if is_demo else EXAMPLES)
+    return EmptyChat(card.name, card.plan.max_model_len, examples, toy_size)
+
+
 def card_of(state: ChatState, settings: Mapping[str, str]) -> ModelCard | None:
     """Return facts about the model that the next message goes to."""
     name = settings.get("model")
@@ -145,7 +167,7 @@ def card_of(state: ChatState, settings: Mapping[str, str]) -> ModelCard | None:
     return entry.card if entry is not None else state.pages.card if not name else None
 
 
-async def _models(state: ChatState, settings: Mapping[str, str]) -> tuple[ModelChoice, ...]:
+async def model_choices(state: ChatState, settings: Mapping[str, str]) -> ModelChoices:
     """Return every model that can answer; the chat's own model first, even if it is gone."""
     default = state.pages.manager.default
     chosen = settings.get("model") or (default.name if default else "")
@@ -159,10 +181,11 @@ async def _models(state: ChatState, settings: Mapping[str, str]) -> tuple[ModelC
         known = state.pages.manager.register.find(chosen)
         notes = {chosen: "not installed"} | notes if known is None else notes
         chosen = known.name if known is not None else chosen
-    return tuple(ModelChoice(name, name == chosen, note) for name, note in notes.items())
+    return ModelChoices(tuple(ModelChoice(name, name == chosen, note) for name, note in notes.items()))
 
 
-async def _drawer(state: ChatState, owner: str, card: ModelCard | None, settings: Mapping[str, str]) -> Sampling:
+async def drawer(state: ChatState, owner: str, card: ModelCard | None, settings: Mapping[str, str]) -> Sampling:
+    """Return the settings drawer, with the defaults of the model."""
     try:
         presets = await state.store.call(Chats.presets, owner)
     except ChatsUnavailable:

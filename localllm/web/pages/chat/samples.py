@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from localllm.web.pages.chat import message_views as m
+from localllm.web.pages.chat import offer_views as o
 from localllm.web.pages.chat import sidebar_views as c
 from localllm.web.pages.chat import views as v
 from localllm.web.pages.chat.markdown import code_block, render_markdown
@@ -75,9 +76,17 @@ def samples(shell: views.Shell) -> list[views.View]:
         sampling(),
         v.Composer("", sampling(), v.ComposerAction(), "Hello", views.ErrorNotice("The message is empty.")),
         v.Composer(
-            "", v.Sampling(), stop, models=(v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))
+            "",
+            v.Sampling(),
+            stop,
+            models=v.ModelChoices((v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))),
         ),
-        v.EmptyChat("demo", 4096, ("What is paged attention?", "How do I start localllm?")),
+        v.ModelChoices(),
+        v.EmptyChat("demo", 4096, v.Examples(("What is paged attention?", "How do I start localllm?"))),
+        v.EmptyChat("demo", 2048, v.Examples(("Hi",)), "4 M"),
+        v.Examples(("What is paged attention?",)),
+        *offers(),
+        o.Announcement("Qwen3.5 2B is ready."),
         v.MessageList((v.ChatMessage("sample-8", "user", "Hi"),), "/c/sample?before=8", 460, "/c/sample"),
         v.ChatTurn(user, reply, stop, "sample", head(), chat_list()),
         v.ChatUpdate(full, v.ComposerAction(), head(), "Version 2 of 3", undo()),
@@ -89,6 +98,23 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
         *around(),
         *pages(shell, full),
+    ]
+
+
+def offers() -> list[o.OfferCard]:
+    """Return the card of the offered model in each of its states."""
+    facts = ("1.9 GiB to download", "up to 32,384 tokens of context", "about 8 to 12 tokens/s", "apache-2.0")
+    name, title, says = "unsloth/Qwen3.5-2B-GGUF:Q8_0", "Qwen3.5 2B", "Everyday questions; quick on a CPU."
+    start, stop = o.OfferButton("start", "Download and use (1.9 GiB)", True), o.OfferButton("stop", "Cancel")
+    line, why = "0.6 GiB of 1.9 GiB · 11.2 MiB/s · 1 min 58 s left", views.ErrorNotice("The hub cannot be reached.")
+    phases = (views.LoadPhase("weights", False, 0.4, "0.8 of 1.9 GiB"),)
+    return [
+        o.OfferCard(name, title, "absent", says, facts, buttons=(start,)),
+        o.OfferCard(name, title, "downloading", says, facts, line, 0.31, buttons=(stop,)),
+        o.OfferCard(name, title, "loading", says, facts, phases=phases, buttons=(stop,)),
+        o.OfferCard(name, title, "failed", says, facts, error=why, buttons=(start,), takes_path=True),
+        o.OfferCard(name, title, "absent", says, facts, refusal="Your key can use models but not download them."),
+        o.OfferCard(name, title, "ready"),
     ]
 
 
@@ -124,7 +150,15 @@ def pages(shell: views.Shell, messages: v.MessageList) -> list[views.View]:
     composer = v.Composer("", sampling(), v.ComposerAction())
     aside = views.ErrorNotice("The chats in chats.db were damaged. They were set aside as chats.db.broken-1.")
     return [
-        v.ChatPage(shell, c.ChatHead("New chat"), chat_list(), None, composer, v.EmptyChat("demo", 512, ("Hi",))),
+        v.ChatPage(
+            shell,
+            c.ChatHead("New chat"),
+            chat_list(),
+            None,
+            composer,
+            v.EmptyChat("demo", 512, v.Examples(("Hi",))),
+            offer=offers()[0],
+        ),
         v.ChatPage(shell, head(), chat_list(), messages, composer, undo=undo(), notice=aside),
         v.ChatPage(shell, head(), chat_list(), loading=views.Loading("demo")),
         v.ChatPage(shell, c.ChatHead("Chats"), c.ChatList(), panel=c.ManageChats("/home/me/chats.db")),

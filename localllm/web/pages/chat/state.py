@@ -1,4 +1,6 @@
-"""The state that the chat's handlers share: stored chats, unfinished replies, attached files. One per application.
+"""The state that the chat's handlers share: stored chats, unfinished replies, attached files, the offered model.
+
+There is one per application.
 
 Does not know: routes, the requests to the engine.
 """
@@ -9,6 +11,7 @@ from typing import Any
 
 from litestar import Litestar, Request
 
+from localllm.serving.model_offer import ModelOffer
 from localllm.web.pages.chat.active_replies import ActiveReplies
 from localllm.web.pages.chat.attachments import PendingAttachments
 from localllm.web.pages.chat.store import ChatStore
@@ -19,8 +22,8 @@ from localllm.web.pages.frame.state import PagesState, once_per_app, pages_state
 class ChatState:
     """The shared state of the chat page."""
 
-    def __init__(self, pages: PagesState, *, on_disk: bool) -> None:
-        self.pages = pages
+    def __init__(self, pages: PagesState, offers: ModelOffer, *, on_disk: bool) -> None:
+        self.pages, self.offers = pages, offers
         self.store = ChatStore(chats_path() if on_disk else None)
         self.replies = ActiveReplies(self.store)
         self.attachments = PendingAttachments()
@@ -33,7 +36,12 @@ def chat_state(request: Request[Any, Any, Any]) -> ChatState:
 
 def _state_of(app: Litestar) -> ChatState:
     on_disk = app.state["settings"].server.chat_history
-    return once_per_app(app, "chats", lambda: ChatState(pages_state_of(app), on_disk=on_disk))
+
+    def make() -> ChatState:
+        offers = ModelOffer(app.state["manager"], app.state["downloads"], app.state["settings"])
+        return ChatState(pages_state_of(app), offers, on_disk=on_disk)
+
+    return once_per_app(app, "chats", make)
 
 
 async def open_chats(app: Litestar) -> None:
@@ -46,3 +54,4 @@ async def open_chats(app: Litestar) -> None:
 async def close_chats(app: Litestar) -> None:
     """Save the replies that are still being written, at shutdown."""
     await _state_of(app).replies.close()
+    await _state_of(app).offers.close()

@@ -14,6 +14,7 @@ from localllm.web.pages.chat.message_views import (
     ToolCallCard,
     ToolResult,
 )
+from localllm.web.pages.chat.offer_views import Announcement, OfferCard
 from localllm.web.pages.chat.sidebar_views import ChatHead, ChatList, Undo
 from localllm.web.pages.frame.views import ErrorNotice, Loading, Shell, View
 
@@ -135,6 +136,14 @@ class ModelChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelChoices(View):
+    """The list from which the model of the next message is chosen. With one model or none there is no list."""
+
+    template: ClassVar[str] = "chat/_model_choices.html"
+    choices: tuple[ModelChoice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Composer(View):
     """The form where the next message is typed."""
 
@@ -145,17 +154,26 @@ class Composer(View):
     text: str = ""
     error: ErrorNotice | None = None
     attachments: Attachments = field(default_factory=Attachments)
-    models: tuple[ModelChoice, ...] = ()  # empty if there is only one model
+    models: ModelChoices = field(default_factory=ModelChoices)
+
+
+@dataclass(frozen=True, slots=True)
+class Examples(View):
+    """Messages to begin with: a click sends one."""
+
+    template: ClassVar[str] = "chat/_examples.html"
+    texts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EmptyChat(View):
-    """The start of a new chat: the model's name, and three example messages."""
+    """The start of a new chat: what the model is. The page shows the examples below the offered model."""
 
     template: ClassVar[str] = "chat/_empty_chat.html"
     model: str
     context_tokens: int
-    examples: tuple[str, ...]
+    examples: Examples
+    toy_size: str = ""  # parameters of the demo, such as 4 M; empty: another model
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +200,8 @@ class ChatPage(View):
     empty: EmptyChat | None = None
     loading: Loading | None = None
     panel: View | None = None  # a form or a list, shown instead of a chat
+    offer: OfferCard | None = None  # a model that fits this machine
+    status: Announcement = field(default_factory=Announcement)
     undo: Undo | None = None
     notice: ErrorNotice | None = None
 

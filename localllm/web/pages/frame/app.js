@@ -38,5 +38,9 @@
   document.addEventListener("htmx:error", () => setGone(true));
   document.addEventListener("htmx:sse:error", () => setGone(true));
   document.addEventListener("htmx:sse:after:connection", (event) => event.target.id === "live" && setGone(false));
+  document.addEventListener("asleep", () => { // connecting again would start the server, without anybody asking
+    find("#connection").textContent = "The server has stopped, because nothing was asked for a while. Reload this page to connect again.";
+    setGone(true);
+  });
   document.addEventListener("ready", () => location.reload());
 })();

@@ -13,7 +13,11 @@ from typing import Any
 from litestar.datastructures import State
 from litestar.response import Stream
 
+from localllm.web.activity import Closing
+
 PING_S = 15.0
+ASLEEP = "asleep"
+"""The event that closes a live connection for good (`hx-sse:close`): the server ends because nothing was asked."""
 _LINE_END = re.compile(r"\r\n|\r|\n")
 
 
@@ -68,6 +72,8 @@ async def until_closing(events: AsyncIterator[bytes], closing: asyncio.Event) ->
             except StopAsyncIteration:
                 return
             yield event
+        if isinstance(closing, Closing) and closing.is_idle:
+            yield sse("", ASLEEP)
     finally:
         stop.cancel()
         if news is not None:

@@ -1,4 +1,4 @@
-"""The description of a page: its entry in the navigation bar, its routes, who may use them, its samples.
+"""The description of a page: its entry in the navigation bar, its routes, who may use them.
 
 Each page has one `Page` in its folder's `page.py`; `web/pages/__init__.py` lists them.
 Does not know: the pages.
@@ -13,18 +13,17 @@ from litestar import Litestar
 from litestar.handlers import HTTPRouteHandler
 
 from localllm.web.access.scopes import RouteRules
-from localllm.web.pages.frame.views import NavEntry, Shell, View
+from localllm.web.pages.frame.views import NavEntry
 
 Hook = Callable[[Litestar], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page. Its templates, style sheets and scripts are found by their place in its folder."""
+    """One page. Its templates, style sheets, scripts and samples are found by their place in its folder."""
 
     entry: NavEntry  # `entry.key` is the name of the folder
     handlers: Sequence[HTTPRouteHandler]
-    samples: Callable[[Shell], list[View]]  # at least one view of each template
     rules: RouteRules  # a route in none of the rules needs the scope admin
     on_startup: tuple[Hook, ...] = ()
     on_shutdown: tuple[Hook, ...] = ()

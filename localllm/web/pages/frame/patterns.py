@@ -1,12 +1,14 @@
 """`/dev/patterns`: every partial template with sample data, on one page. The template tests use the same samples.
 
-Each page's folder has samples of its own views (`samples.py`).
+Each page's folder has samples of its own views: `samples.py` has a function `samples` that takes the shell and returns
+at least one view of each template. The samples are imported when they are drawn.
 Does not know: the pages, the engine; all figures here are invented.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from litestar import Request, get
@@ -41,7 +43,10 @@ def samples(pages: Sequence[Page]) -> list[v.View]:
     def shell(here: str) -> v.Shell:
         return v.Shell("Sample", here, entries, pill, "auto", "/live/status", 2)
 
-    return [*_shared(shell("")), *(sample for page in pages for sample in page.samples(shell(page.entry.key)))]
+    found = _shared(shell(""))
+    for page in pages:
+        found += import_module(f"localllm.web.pages.{page.entry.key}.samples").samples(shell(page.entry.key))
+    return found
 
 
 def _shared(shell: v.Shell) -> list[v.View]:

@@ -6,11 +6,9 @@ from localllm.web.access.scopes import RouteRules
 from localllm.web.pages.frame.page import Page
 from localllm.web.pages.frame.views import NavEntry
 from localllm.web.pages.logs import handlers
-from localllm.web.pages.logs.samples import samples
 
 PAGE = Page(
     NavEntry("logs", "Logs", "/logs", "M3 5h14M3 10h9m-9 5h12"),
     handlers=handlers.HANDLERS,
-    samples=samples,
     rules=RouteRules(),
 )

@@ -6,11 +6,9 @@ from localllm.web.access.scopes import Paths, RouteRules
 from localllm.web.pages.frame.page import Page
 from localllm.web.pages.frame.views import NavEntry
 from localllm.web.pages.playground import handlers
-from localllm.web.pages.playground.samples import samples
 
 PAGE = Page(
     NavEntry("playground", "Playground", "/playground", "M6.5 5.5 2.5 10l4 4.5m7-9 4 4.5-4 4.5M11.5 4l-3 12"),
     handlers=handlers.HANDLERS,
-    samples=samples,
     rules=RouteRules(infer=Paths("/playground"), linked=Paths("/playground")),
 )

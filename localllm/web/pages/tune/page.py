@@ -6,7 +6,6 @@ from localllm.web.access.scopes import RouteRules
 from localllm.web.pages.frame.page import Page
 from localllm.web.pages.frame.views import NavEntry
 from localllm.web.pages.tune import handlers
-from localllm.web.pages.tune.samples import samples
 
 PAGE = Page(
     NavEntry(
@@ -16,6 +15,5 @@ PAGE = Page(
         "M3 6h7m4 0h3M3 14h3m4 0h7M14 6a2 2 0 1 1-4 0 2 2 0 0 1 4 0zm-4 8a2 2 0 1 1-4 0 2 2 0 0 1 4 0z",
     ),
     handlers=handlers.HANDLERS,
-    samples=samples,
     rules=RouteRules(),
 )

@@ -1,0 +1,142 @@
+"""What is imported when: the command line answers with the standard library, and the pages without torch.
+
+Each test starts an interpreter, since this one has imported everything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from scripts.layout import ROOT
+
+HEAVY = {"torch", "triton", "transformers", "pydantic", "attrs", "gguf", "huggingface_hub", "llguidance"}
+MOST_MODULES_OF_HELP = 90
+"""Besides those of a bare interpreter."""
+
+
+def modules_after(program: str, *flags: str) -> set[str]:
+    """Run a program in a fresh interpreter and return the names of the modules that it has then imported."""
+    code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{program}\nimport json\n"
+    code += "print(json.dumps(sorted(set(sys.modules) - {'json', 'json.decoder', 'json.encoder', 'json.scanner'})))"
+    ended = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=False, cwd="/")
+    assert ended.returncode == 0, ended.stderr
+    return set(json.loads(ended.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("module", ["localllm.web.pages", "localllm.up", "localllm.cli.announce"])
+def test_a_module_of_the_server_is_imported_without_torch(module: str) -> None:
+    assert not HEAVY & modules_after(f"import {module}")
+
+
+def test_the_application_is_created_without_torch() -> None:
+    program = """
+from localllm.config.resolve import resolve
+from localllm.serving.manager import ModelManager
+from localllm.web.app import create_app
+create_app(ModelManager(), resolve({}))"""
+    assert not HEAVY & modules_after(program)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["up", "--help"], ["--version"], ["nonsense"]])
+def test_help_needs_few_modules_and_no_packages(words: list[str]) -> None:
+    """Counted instead of timed, since a count is the same on a loaded machine. -S: without site-packages."""
+    program = f"""
+import contextlib, io
+from localllm.cli import main
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()):
+        main({words!r})"""
+    found = modules_after(program, "-I", "-S") - modules_after("", "-I", "-S")
+    assert len(found) <= MOST_MODULES_OF_HELP, sorted(found)
+
+
+# ---- a running server ------------------------------------------------------------------------------------------------
+
+SERVE = """
+import sys
+{before}
+import localllm.cli.announce as announce
+told = announce.JsonAnnouncer._say
+def say(self, event, **facts):
+    told(self, event, imported=sorted({names!r} & set(sys.modules)), **facts)
+announce.JsonAnnouncer._say = say
+from localllm.cli import main
+sys.exit(main({words!r}))
+"""
+
+
+@contextmanager
+def serving(folder: Path, *words: str, before: str = "") -> Iterator[Iterator[dict[str, Any]]]:
+    """Run `localllm serve ... --json` in an interpreter of its own; yield its events, with what it has imported."""
+    code = SERVE.format(before=before, names=HEAVY, words=["serve", *words, "--port", "0", "--json"])
+    environ = os.environ | {name: str(folder) for name in ("XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield (json.loads(line) for line in process.stdout)
+        finally:
+            process.kill()
+
+
+def ask(url: str) -> str:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=100)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_a_server_without_a_model_serves_its_pages_without_torch_and_loads_on_request(tmp_path: Path) -> None:
+    with serving(tmp_path, "demo", "--no-load-at-start", "--max-model-len", "256") as events:
+        ready = next(event for event in events if event["event"] == "ready")
+        url, pid = ready["url"], psutil.Process().children()[-1].pid
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        for path in (
+            "/",
+            "/dashboard",
+            "/models",
+            "/playground",
+            "/settings",
+            "/logs",
+            "/tune",
+            "/metrics",
+            "/v1/models",
+        ):
+            assert httpx.get(url + path, timeout=60).status_code == 200, path
+        mapped = Path(f"/proc/{pid}/maps")
+        if mapped.exists():
+            assert "libtorch" not in mapped.read_text()
+        assert ready["imported"] == []
+        assert ask(url)
+        if mapped.exists():
+            assert "libtorch" in mapped.read_text()
+
+
+def test_the_demo_answers_where_triton_is_not_installed_and_torch_is_imported_in_its_phase(tmp_path: Path) -> None:
+    hidden = "sys.modules['triton'] = sys.modules['triton.language'] = None"
+    with serving(tmp_path, "demo", "--max-model-len", "256", before=hidden) as events:
+        at: dict[str, set[str]] = {}
+        for event in events:
+            at[event.get("phase", event["event"])] = set(event["imported"])
+            if event["event"] == "ready":
+                assert ask(event["url"])
+                break
+    assert "torch" not in at["starting"] | at["find"]
+    assert "torch" in at["torch"]
