@@ -96,6 +96,14 @@ For programs: http://h:1/v1
 All figures: localllm up --verbose, or http://h:1/dashboard""",
         ),
         (
+            Started("http://h:1", 0.5, "org/name", False),
+            """\
+Ready after 500 ms: http://h:1   (--open opens a browser, Ctrl+C stops)
+The first request loads org/name.
+For programs: http://h:1/v1
+All figures: localllm up --verbose, or http://h:1/dashboard""",
+        ),
+        (
             Started("http://h:1", 0.5, "org/embed", False, 512, generates=False, has_pages=False),
             """\
 Ready after 500 ms: http://h:1/v1   (Ctrl+C stops)

@@ -11,6 +11,7 @@ import json
 import logging
 import platform
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from localllm.cli.start_lines import Started, first_line, machine_in_words, ready_lines
@@ -129,7 +130,7 @@ class TerminalAnnouncer:
 
 def started_facts(ready: Ready, settings: Settings, hardware: Hardware | None) -> Started:
     """Return the facts for start_lines.py; with the demo, the model to try instead."""
-    model, is_demo = ready.model, settings.engine.model == DEMO_NAME
+    is_demo = settings.engine.model == DEMO_NAME
     installed = installed_model() if is_demo else None
     pick = None
     if is_demo and installed is None:
@@ -137,12 +138,14 @@ def started_facts(ready: Ready, settings: Settings, hardware: Hardware | None) -
             pick = best_pick(settings, hardware)
         except LocalLLMError as error:  # a wrong list in the config file must not end a start
             log.warning("no suggested model reason=%s", error)
-    length = None if model is None else model.plan.max_model_len
-    generates, notes = model is None or model.spec.task == "generate", () if model is None else tuple(model.plan.notes)
-    return Started(
-        ready.url, ready.seconds, ready.name, is_demo, length, generates, ready.has_pages, ready.needs_key, notes,
-        installed, pick,
+    facts = Started(
+        ready.url, ready.seconds, ready.name, is_demo, has_pages=ready.has_pages, needs_key=ready.needs_key,
+        installed=installed, pick=pick,
     )  # fmt: skip
+    if ready.model is None:
+        return facts
+    plan, generates = ready.model.plan, ready.model.spec.task == "generate"
+    return replace(facts, max_model_len=plan.max_model_len, generates=generates, notes=tuple(plan.notes))
 
 
 class LogAnnouncer:

@@ -26,7 +26,7 @@ class Started:
     seconds: float
     model: str
     is_demo: bool
-    max_model_len: int | None  # None: the first request loads the model
+    max_model_len: int | None = None  # None: the first request loads the model
     generates: bool = True  # else the model embeds or scores
     has_pages: bool = True
     needs_key: bool = False
@@ -60,16 +60,20 @@ def ready_lines(started: Started) -> Iterator[str]:
     yield f"Ready after {format_seconds(started.seconds)}: {address}   ({opens})"
     if started.is_demo:
         yield from _demo_lines(started)
-    elif started.max_model_len is None:
-        yield f"Model {started.model}: loaded by the first request that needs it"
     else:
-        context = "of context" if started.generates else "for each input at most"
-        yield f"Model {started.model}: {format_count(started.max_model_len)} tokens {context}"
+        yield _model_line(started)
         yield from (f"Note: {note}" for note in started.notes)
     key = ", with your API key" if started.needs_key else ""
     yield f"For programs: {started.url}/v1{key}"
     dashboard = f", or {started.url}/dashboard" if started.has_pages else ""
     yield f"All figures: localllm up --verbose{dashboard}"
+
+
+def _model_line(started: Started) -> str:
+    if started.max_model_len is None:
+        return f"Model {started.model}: loaded by the first request that needs it"
+    context = "of context" if started.generates else "for each input at most"
+    return f"Model {started.model}: {format_count(started.max_model_len)} tokens {context}"
 
 
 def _demo_lines(started: Started) -> Iterator[str]:

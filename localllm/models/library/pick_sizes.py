@@ -28,7 +28,7 @@ BYTE = 8
 
 
 class Speed(NamedTuple):
-    """How a step relates to reading its weights at full bandwidth."""
+    """The time of a step, relative to reading its weights at full bandwidth."""
 
     share: tuple[float, float]  # of the bandwidth, worst and best
     extra_s: tuple[float, float]  # beside the weights, worst and best
