@@ -26,7 +26,7 @@ class GroupCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """What one request takes of the memory that a plan divides."""
+    """The memory of one request, by KV group and recurrent state."""
 
     groups: tuple[GroupCost, ...] = ()
     state_layers: int = 0
@@ -44,7 +44,7 @@ class RequestCost:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether each token takes the same memory, and a request nothing else."""
+        """Return whether each token takes the same memory, and a request nothing else."""
         return not self.state_bytes and all(group.window is None for group in self.groups)
 
     def of(self, num_tokens: int, block_size: int) -> int:
