@@ -99,7 +99,7 @@ All figures: localllm up --verbose, or http://h:1/dashboard""",
             Started("http://h:1", 0.5, "org/name", False),
             """\
 Ready after 500 ms: http://h:1   (--open opens a browser, Ctrl+C stops)
-The first request loads org/name.
+Model org/name: loaded by the first request that needs it
 For programs: http://h:1/v1
 All figures: localllm up --verbose, or http://h:1/dashboard""",
         ),

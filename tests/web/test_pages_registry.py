@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +39,6 @@ def samples(shell: Shell) -> list[View]:
 NOTES = Page(
     NavEntry("notes", "Notes", "/notes", "M3 5h14"),
     handlers=(notes_page,),
-    samples=samples,
     rules=RouteRules(infer=Paths("/notes"), linked=Paths("/notes")),
 )
 
@@ -45,6 +46,7 @@ NOTES = Page(
 def test_one_line_gives_a_page_its_route_its_entry_its_scope_and_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pages.rules().scope_of("GET", "/notes") == "admin"
     monkeypatch.setattr(pages, "PAGES", (*pages.PAGES, NOTES))
+    monkeypatch.setitem(sys.modules, "localllm.web.pages.notes.samples", SimpleNamespace(samples=samples))
     with LiveServer(StubModel(), settings(ui=True)) as server:  # type: ignore[arg-type]
         assert "Two notes." in server.get("/notes").text
         assert '<a class="nav__link" href="/notes">' in server.get("/dashboard").text
