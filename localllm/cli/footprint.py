@@ -31,7 +31,7 @@ DATA = {"keys": "keys", "chats": "chats", "logs": "logs", "profiles": "profiles"
 
 
 class Group(StrEnum):
-    """How `uninstall` treats a part."""
+    """Groups of parts, by how `uninstall` treats them."""
 
     PROGRAM = "removed"
     DATA = "asked for"

@@ -69,7 +69,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class WheelFacts:
-    """What an update changes, as the wheel says."""
+    """Facts of a wheel that decide what an update changes."""
 
     size_bytes: int
     requirements: tuple[str, ...]  # Requires-Dist of its metadata

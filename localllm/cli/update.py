@@ -363,7 +363,7 @@ def _pull(root: Path) -> str:
 
 
 def _update_bundle(options: argparse.Namespace) -> int:
-    """With --back: start the version that is unpacked beside this one. Else print how to get a newer bundle."""
+    """Start the version that is unpacked beside this one (--back), or print how to get a newer bundle."""
     folder = bundle_folder()
     assert folder is not None, "an offline bundle has a folder"
     if options.back:

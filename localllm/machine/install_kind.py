@@ -1,4 +1,4 @@
-"""How this localllm was installed, and the command that adds a package to its environment.
+"""The way this localllm was installed, and the command that adds a package to its environment.
 
 Read from marks that installers leave: uv's receipt, pipx's metadata, the BUNDLE file of an offline bundle, pip's
 record of an editable install, and the marks of container engines.

@@ -1,4 +1,4 @@
-"""What differs between operating systems: the event loop, signals, the options of a listening socket, limits of files,
+"""Differences between operating systems: the event loop, signals, the options of a listening socket, limits of files,
 and what is promised on each.
 
 Linux is tested in full. macOS and Windows are supported on the CPU; what they lack has a replacement here.
@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Promise(NamedTuple):
-    """What is supported on a platform, and what would do more."""
+    """The support that a platform has, and what would do more."""
 
     is_full: bool
     text: str

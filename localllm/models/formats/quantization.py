@@ -1,4 +1,4 @@
-"""What quantises a checkpoint's matrices, stored or at load: which method applies, and how it is described to users.
+"""The methods that quantise a checkpoint's matrices, stored or at load: which one applies, and how users read of it.
 
 Decided from the names and dictionaries of the settings and config.json alone, so a plan or a page needs no torch. Only
 describing how stored matrices run imports their format.
