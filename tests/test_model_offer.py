@@ -135,7 +135,7 @@ def test_another_server_resumes_what_an_ended_one_left(hub: LocalHub, loads: Loa
     run(first)
     hub.go_on.set()
     run(second)
-    assert hub.bytes_sent(WEIGHTS) == next(iter(hub.repos[NAME].commits.values()))[WEIGHTS].size
+    assert any(each.range.startswith("bytes=100000-") for each in hub.sent)
 
 
 def test_discarded_files_are_gone(hub: LocalHub, loads: Loads) -> None:

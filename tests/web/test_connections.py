@@ -10,6 +10,7 @@ import time
 import pytest
 
 from localllm import up
+from localllm.machine.platforms import raise_file_limit
 from localllm.web.access import connection
 from tests.web.live_server import LiveServer, wait_until
 from tests.web.test_bounds import answers, connect
@@ -159,10 +160,10 @@ def test_a_connection_with_a_request_does_not_give_way(server: LiveServer, monke
 def test_a_shell_s_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, int]] = []
     infinity = resource.RLIM_INFINITY
-    monkeypatch.setattr(up.resource, "setrlimit", lambda _, limits: made.append(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: made.append(limits))
     for limits in ((1024, 1_048_576), (1024, 4096), (1024, infinity), (infinity, infinity), (65_536, 65_536)):
-        monkeypatch.setattr(up.resource, "getrlimit", lambda _, limits=limits: limits)
-        up.raise_file_limit(up.MOST_FILES)
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        raise_file_limit(up.MOST_FILES)
     assert made == [(65_536, 1_048_576), (4096, 4096), (65_536, infinity)]
     connection.most_connections.cache_clear()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))

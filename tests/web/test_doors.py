@@ -66,7 +66,7 @@ ADMIN = {
     "GET /tune", "GET /tune/limits", "GET /tune/run", "POST /tune/run", "POST /tune/run/cancel", "GET /tune/result",
     "POST /tune/result/apply", "POST /tune/result/save", "GET /tune/result/flags.txt", "GET /tune/result/profile.toml",
     "POST /tune/plans/apply", "POST /tune/plans/delete", "POST /library/models", "POST /library/delete",
-    "POST /library/downloads/x", "POST /library/partial",
+    "POST /library/downloads/x", "POST /library/partial", "POST /chat/model",
 }  # fmt: skip
 
 

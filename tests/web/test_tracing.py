@@ -14,6 +14,7 @@ import pytest
 
 from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError
+from localllm.machine.install_kind import how_to_install
 from localllm.web.app import bind
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.test_disconnect import open_request
@@ -128,7 +129,7 @@ def test_without_opentelemetry_the_flag_is_refused_with_the_command(monkeypatch:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ConfigError) as caught:
         bind(ServerConfig(port=0, otlp_traces_endpoint="http://h:4318"))
-    assert "localllm[otel]" in caught.value.hint
+    assert caught.value.hint == how_to_install("localllm[otel]")
 
 
 def test_without_the_flag_nothing_is_imported() -> None:

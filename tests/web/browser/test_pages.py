@@ -98,11 +98,11 @@ def test_settings_apply_and_close_with_escape(open_page: Callable[..., Page], mo
     page.keyboard.press("Escape")
     assert page.locator(".drawer[open]").count() == 0
     assert page.evaluate("document.activeElement.textContent") == "Settings"
-    page.click("text=How do I start localllm?")
+    page.click("text=Explain in simple words why the sky is blue")
     page.wait_for_selector(".figures")
     assert "5 out" in reply_text(page)
     asked = "".join(map(chr, model.client.asked[-1].prompt_token_ids))
-    assert asked == "system: Answer in French.\nuser: How do I start localllm?"
+    assert asked == "system: Answer in French.\nuser: Explain in simple words why the sky is blue"
     assert page.locator("#empty-chat").count() == 0
 
 
