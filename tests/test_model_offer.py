@@ -62,6 +62,15 @@ async def reach(offer: ModelOffer, *states: str) -> list[str]:
     return seen
 
 
+async def begin_and_stop(offer: ModelOffer, hub: LocalHub) -> None:
+    """Start a download, and stop it where the hub stalls."""
+    offer.start(NAME)
+    await asyncio.to_thread(wait_until_stalled, hub)
+    await offer.stop(NAME)
+    hub.go_on.set()
+    await reach(offer, "stopped")
+
+
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(scenario())  # type: ignore[arg-type]
 
@@ -101,11 +110,7 @@ def test_a_cancelled_download_keeps_its_bytes_and_resumes(hub: LocalHub, loads: 
 
     async def scenario() -> None:
         async with served() as offer:
-            offer.start(NAME)
-            await asyncio.to_thread(wait_until_stalled, hub)
-            await offer.stop(NAME)
-            hub.go_on.set()
-            await reach(offer, "stopped")
+            await begin_and_stop(offer, hub)
             status = await offer.status(NAME)
             assert (status.state, status.held_bytes >= 100_000) == ("stopped", True)
             offer.start(NAME)
@@ -143,11 +148,7 @@ def test_discarded_files_are_gone(hub: LocalHub, loads: Loads) -> None:
 
     async def scenario() -> None:
         async with served() as offer:
-            offer.start(NAME)
-            await asyncio.to_thread(wait_until_stalled, hub)
-            await offer.stop(NAME)
-            hub.go_on.set()
-            await reach(offer, "stopped")
+            await begin_and_stop(offer, hub)
             assert await offer.discard(NAME) >= 100_000
             assert (await offer.status(NAME)).state == "absent"
             assert not cache.repository_folder(NAME).exists()

@@ -370,15 +370,20 @@ def _update_bundle(options: argparse.Namespace) -> int:
         refuse_servers("update")
         return _bundle_back(folder)
     _say_installed(InstallKind.BUNDLE)
-    wanted = options.to or "VERSION"
-    if options.check:
-        source = _source(options)
-        chosen, _ = _choose(find_releases(source), None)
-        print(f"Newest:    {chosen.version}, at {source.shown}")
-        wanted = chosen.version
+    wanted = _version_to_name(options)
     print("To update, run the file of the new version; this version is kept beside it, for --back:")
     print(f"  sh localllm-{wanted}-linux-x86_64-cpu.run")
     return 0
+
+
+def _version_to_name(options: argparse.Namespace) -> str:
+    """Return the version for a printed command: with --check the newest one, which is looked for and printed."""
+    if not options.check:
+        return options.to or "VERSION"
+    source = _source(options)
+    chosen, newest = _choose(find_releases(source), None)
+    print(f"Newest:    {newest.version}, at {source.shown}")
+    return chosen.version
 
 
 def _bundle_back(folder: Path) -> int:
@@ -402,12 +407,7 @@ def _bundle_back(folder: Path) -> int:
 def _update_container(options: argparse.Namespace) -> int:
     """Print how to change the image's tag. With --check: look for the newest release."""
     _say_installed(InstallKind.CONTAINER)
-    tag = options.to or "VERSION"
-    if options.check:
-        source = _source(options)
-        chosen, newest = _choose(find_releases(source), None)
-        print(f"Newest:    {newest.version}, at {source.shown}")
-        tag = chosen.version
+    tag = _version_to_name(options)
     print(f"A container is updated by its image. Set the image's tag to {tag}-cpu or {tag}-cu130, then:")
     print_table(
         [

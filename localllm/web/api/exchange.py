@@ -6,9 +6,7 @@ Does not know: any dialect's fields.
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +15,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.config.settings import Task
 from localllm.errors import InvalidParameter
+from localllm.machine.memory import paused_collection
 from localllm.serving.manager import ModelManager
 from localllm.serving.served import ServedModel
 from localllm.units import format_count, parse_keep_alive
@@ -67,7 +66,7 @@ def parse_json(raw: bytes) -> Any:
     """
     require_few_values(raw)
     try:
-        with _uncollected():
+        with paused_collection():
             parsed = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedBody("The body is not valid JSON.", f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
@@ -89,21 +88,6 @@ def require_few_values(raw: bytes) -> None:
             f"It has {format_count(count)} commas and opening brackets; the limit is {format_count(MAX_VALUES)}.",
             "Send it in parts.",
         )
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Turn garbage collection off, which would scan all new lists and dicts repeatedly and take ten times as long.
-
-    The parser holds the GIL meanwhile, so no other thread misses a collection.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _require_shallow(parsed: Any) -> None:
