@@ -242,6 +242,7 @@ def test_an_interrupt_says_that_a_second_run_continues(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command, env=sandbox.environ(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
         text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
     )  # fmt: skip
     until = time.monotonic() + 30
     while not (sandbox.log / "uv-runs").exists():
