@@ -78,6 +78,7 @@ def test_a_sleeping_hybrid_forgets_its_states(family: str, tiny_model_path: Path
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_hybrids_take_turns(tiny_model_path: PathOf) -> None:
     """Two models with unlike states, of which one is in memory at a time."""
     paths = {"": tiny_model_path("qwen3_5"), "other": tiny_model_path("lfm2")}

@@ -90,6 +90,7 @@ def ranks_of(manager: ModelManager) -> list[int]:
     return [process.pid for process in executor.processes]
 
 
+@pytest.mark.slow
 def test_a_manager_keeps_a_model_over_ranks(checkpoint: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One story, since each start of ranks takes seconds: adapters, sleep, tuning, and deaths at any time."""
     monkeypatch.setattr(managing, "STABLE_S", 0.0)

@@ -105,6 +105,7 @@ def send(port: int, method: str, path: str, body: Any = None) -> HTTPConnection:
     return connection
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_stopped_server_starts_for_a_request_answers_it_and_ends_when_idle(
     manager: Manager, tiny_llama_path: Path

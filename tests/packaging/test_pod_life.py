@@ -52,6 +52,7 @@ def of_hub(hub: LocalHub) -> dict[str, str]:
     return {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "LOCALLLM_MODEL": "org/tiny"}
 
 
+@pytest.mark.slow
 def test_a_pod_downloads_serves_fails_to_load_recovers_and_drains(stalled_hub: LocalHub, tmp_path: Path) -> None:
     with Pod(tmp_path, **of_hub(stalled_hub)) as pod:
         pod.wait_for("liveness", 200)

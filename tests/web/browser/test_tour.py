@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 hub = hub_fixtures.hub
 QUESTIONS = ("What is paged attention?", "How do I start localllm?", "What is a KV cache?")
 MOST_TABS = 150
+SLOW = pytest.mark.slow  # half a minute each
 
 
 class Hand(Protocol):
@@ -211,8 +212,8 @@ class Tour:
 @pytest.mark.parametrize(
     ("look", "width", "hand", "options"),
     [
-        pytest.param("-small", 360, Finger(), {"has_touch": True, "is_mobile": True}, id="finger-360"),
-        pytest.param("-dark", 768, Mouse(), {"color_scheme": "dark"}, id="mouse-768"),
+        pytest.param("-small", 360, Finger(), {"has_touch": True, "is_mobile": True}, id="finger-360", marks=SLOW),
+        pytest.param("-dark", 768, Mouse(), {"color_scheme": "dark"}, id="mouse-768", marks=SLOW),
         pytest.param("", 1280, Keyboard(), {}, id="keyboard-1280"),
     ],
 )
