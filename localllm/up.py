@@ -50,12 +50,14 @@ class Ready:
 
 
 class Announcer(Protocol):
-    """Displays events of the server. Called on the event loop, so it must not block."""
+    """Displays events of the server. Called on the event loop, so it must not block, except where a method says so."""
 
     def starting(self, settings: Settings) -> None: ...
     def found(self, hardware: Hardware) -> None: ...
     def phase(self, phase: Phase) -> None: ...
-    def ready(self, ready: Ready) -> None: ...
+    def ready(self, ready: Ready) -> None:
+        """Called in a thread of its own: looking for a model that fits takes a tenth of a second and longer."""
+
     def stopping(self, num_requests: int) -> None: ...
 
 
@@ -139,7 +141,8 @@ class _Serving:
         name = self.manager.entries[0].name if self.model is None else self.model.name
         with announced(url, name):
             seconds, needs_key = time.perf_counter() - self.started_s, self.server.app.state.key_ring.is_locked
-            self.announcer.ready(Ready(url, name, self.model, seconds, needs_key, server.ui))
+            ready = Ready(url, name, self.model, seconds, needs_key, server.ui)
+            await asyncio.to_thread(self.announcer.ready, ready)
             if server.open_browser:
                 asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
             stop = asyncio.create_task(self.stop.wait())

@@ -217,10 +217,11 @@ class ModelOffer:
         return self._fitting
 
     def _fit_now(self) -> tuple[Offer, ...]:
-        if not self._picks():
+        picks = self._picks()
+        if not picks:
             return ()
         hardware = hardware_once_free(read_hardware(), self._manager.entries)
-        found = fitting_picks(hardware, self._settings, memory_bandwidth(hardware), count=len(self._picks()))
+        found = fitting_picks(hardware, self._settings, memory_bandwidth(hardware), count=len(picks))
         return tuple(Offer(each.pick, each.max_model_len, each.speed) for each in found)
 
     def _picks(self) -> tuple[Pick, ...]:

@@ -156,7 +156,7 @@ def _require_possible(pick: Pick, where: str) -> None:
     if pick.bytes_per_token > pick.bytes:
         raise ConfigError(f"{where}: bytes_per_token is more than bytes.", "A token reads each weight once at most.")
     try:
-        assert pick.spec.num_layers > 0
+        _ = pick.spec  # worked out here, so that an error names the entry
     except LocalLLMError as error:
         raise ConfigError(f"{where}: its config describes no model that localllm runs.", str(error)) from error
 
