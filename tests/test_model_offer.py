@@ -30,10 +30,7 @@ PICKS = only_pick(NAME)
 def loads(hub: LocalHub, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Loads:
     hub.add_repo(NAME, checkpoint)
     monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "60")  # a stalled answer stays stalled on a loaded machine
-    (tmp_path / "made").mkdir()
-    loads = Loads(tmp_path / "made")
-    loads.patch(monkeypatch)
-    return loads
+    return Loads(tmp_path / "made", monkeypatch)
 
 
 @asynccontextmanager

@@ -23,12 +23,12 @@ from tests.web.live_server import ManagedServer, PacedRunner, fake_model
 class Loads:
     """Stands where models are built. `gate`: cleared, a load stands still at its weights."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """folder: for the models that are made."""
+        folder.mkdir(exist_ok=True)
         self.folder, self.gate = folder, threading.Event()
         self.gate.set()
         self.error: DoesNotFit | None = None  # why no model but the demo can be loaded
-
-    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, fake in (("build_engine", self.build), ("put_to_sleep", self.sleep), ("wake_up", self.wake)):
             monkeypatch.setattr(manager, name, fake)
         monkeypatch.setattr(model_offer, "memory_bandwidth", lambda _: 25e9)  # of a machine with nothing else to do

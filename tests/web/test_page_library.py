@@ -28,10 +28,7 @@ SCRIPTED = {"hx-request": "true"}
 
 @pytest.fixture
 def loads(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loads:
-    (tmp_path / "made").mkdir()
-    loads = Loads(tmp_path / "made")
-    loads.patch(monkeypatch)
-    return loads
+    return Loads(tmp_path / "made", monkeypatch)
 
 
 @pytest.fixture
@@ -318,7 +315,7 @@ def test_refusals_come_as_a_page_and_as_a_fragment(
 def refusing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("home")))
-        Loads(tmp_path_factory.mktemp("made")).patch(patch)
+        Loads(tmp_path_factory.mktemp("made"), patch)
         with LibraryServer() as live, browser_of(live) as client:
             yield client
 

@@ -39,10 +39,7 @@ def loads(hub: LocalHub, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.M
     hub.add_repo(NAME, checkpoint)
     monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "60")  # a stalled answer stays stalled on a loaded machine
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    (tmp_path / "made").mkdir()
-    loads = Loads(tmp_path / "made")
-    loads.patch(monkeypatch)
-    return loads
+    return Loads(tmp_path / "made", monkeypatch)
 
 
 @pytest.fixture
@@ -302,7 +299,7 @@ def test_refusals(refusing: httpx.Client, form: dict[str, str], status: int) -> 
 def refusing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("home")))
-        Loads(tmp_path_factory.mktemp("made")).patch(patch)
+        Loads(tmp_path_factory.mktemp("made"), patch)
         with LibraryServer(picks=PICKS) as live, browser_of(live) as client:
             yield client
 

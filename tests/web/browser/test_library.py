@@ -27,8 +27,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def server(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
-    (tmp_path / "made").mkdir()
-    Loads(tmp_path / "made").patch(monkeypatch)
+    Loads(tmp_path / "made", monkeypatch)
     with LibraryServer() as live:
         yield live
 
