@@ -1,4 +1,4 @@
-"""The files of localllm on this machine: which there are, how large, and which of them belong to somebody else.
+"""The files of localllm on this machine, their sizes, and those that other programs use, too.
 
 Does not know: which are removed, how (uninstall.py).
 """
@@ -27,7 +27,7 @@ PROGRAMS = ("tools", "python", "cache", "bin", "torch", "app")
 """Folders and a file in the data folder that install.sh and an offline bundle make."""
 
 DATA = {"keys": "keys", "chats": "chats", "logs": "logs", "profiles": "profiles", "aliases": "names of models"}
-"""What a file of the data folder holds, by its name up to the first dot."""
+"""Contents of a file of the data folder, by its name up to the first dot."""
 
 
 class Group(StrEnum):
@@ -104,7 +104,7 @@ def _existing(paths: Iterable[Path]) -> Iterator[Path]:
 def _units() -> Iterator[Path]:
     """Yield the unit files and the agent of launchd that localllm wrote, and the links by which units are enabled."""
     agent = launchd.plist_path()
-    if agent.is_file() and launchd.MARK in agent.read_text(errors="replace"):
+    if _has_mark(agent, launchd.MARK):
         yield agent
     folder = unit_path().parent
     for path in [*folder.glob("localllm*.service"), *folder.glob("localllm*.socket")]:
@@ -113,8 +113,8 @@ def _units() -> Iterator[Path]:
             yield from folder.glob(f"*.wants/{path.name}")
 
 
-def _has_mark(path: Path) -> bool:
-    return path.is_file() and MARK in path.read_text(errors="replace")
+def _has_mark(path: Path, mark: str = MARK) -> bool:
+    return path.is_file() and mark in path.read_text(errors="replace")
 
 
 def _links(environment: Iterable[Path]) -> Iterator[Path]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.tell import print_table
+from localllm.cli.tell import confirmed, print_table
 from localllm.errors import ConfigError, UnsupportedModel
 from localllm.models.library.about import SOURCES, ago, gguf_rows, spec_or_reason, spec_rows
 from localllm.models.library.hub.facts import plan_facts
@@ -82,8 +82,7 @@ def remove_model(options: argparse.Namespace) -> int:
         what = f"({format_bytes(target.size_bytes)}) from the Hugging Face cache"
         if target.alias_of is not None:
             what = f"as a second name of {target.alias_of}, which is kept"
-        answer = input(f"Delete {target.name} {what}? [y/N] ")
-        if answer.strip().lower() not in ("y", "yes"):
+        if not confirmed(f"Delete {target.name} {what}?"):
             print("Not deleted.")
             return 0
     removed = remove_target(target)

@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 def offer(settings: Settings) -> str | None:
     """Ask at the terminal whether to run the model that fits. Return its name; None: the answer was no.
 
-    Raises `ConfigError` with the command to type where nobody can be asked, where no model fits, and without a network
+    Raises `ConfigError` with the command to type without a terminal, where no model fits, and without a network
     for a model that would have to be downloaded.
     """
     from localllm.cli.start_lines import offer_lines

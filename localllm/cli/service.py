@@ -183,7 +183,7 @@ def _start(manager: Systemd, options: argparse.Namespace, server: ServerConfig) 
     if options.socket:
         _say(f"systemd listens on {server.host}:{server.port}; the first request starts the server.")
         if server.exit_when_idle is None:
-            _say("It then runs until it is stopped; --exit-when-idle 30m ends it while nobody uses it.")
+            _say("It then runs until it is stopped; --exit-when-idle 30m ends it when it is not used.")
     else:
         _say(f"Started; it starts with {'the machine' if options.system else 'each session'}.")
     _say(f"See localllm service status{flag} and {'journalctl -u localllm' if options.system else 'localllm logs'}.")

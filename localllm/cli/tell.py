@@ -1,4 +1,5 @@
-"""The verbs `config` and `version`, which only print facts: as text, or as JSON with --json.
+"""The verbs `config` and `version`, which only print facts: as text, or as JSON with --json. Also a table and a
+question at a terminal, for all verbs.
 
 Does not know: models.
 """
@@ -60,6 +61,12 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def confirmed(question: str, *, default: bool = False) -> bool:
+    """Ask a question at the terminal. default: what an empty answer means."""
+    answer = input(f"{question} [{'Y/n' if default else 'y/N'}] ").strip().lower()
+    return answer in ("y", "yes") or (default and not answer)
 
 
 def print_table(rows: Sequence[Sequence[str]], out: TextIO | None = None) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from localllm.cli.footprint import Group, Part, footprint, own_root, remove_path, removes_package_only
 from localllm.cli.installed_wheel import drop_kept
-from localllm.cli.tell import print_table
+from localllm.cli.tell import confirmed, print_table
 from localllm.cli.update import refuse_servers, running_services
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.files.folders import cache_folder, config_home, data_folder
@@ -43,14 +43,14 @@ def uninstall(options: argparse.Namespace) -> int:
     chosen = [part for part in parts if part.group is Group.PROGRAM]
     if options.all:
         chosen += [part for part in parts if part.group is Group.DATA]
-    if not options.yes and not _asked(f"Remove {', '.join(part.what for part in chosen)}?"):
+    if not options.yes and not confirmed(f"Remove {', '.join(part.what for part in chosen)}?"):
         print("Nothing was changed.")
         return 1
     if not (options.all or options.keep_data or options.yes):
         chosen += [
             part
             for part in parts
-            if part.group is Group.DATA and _asked(f"Remove {part.what}, too ({format_bytes(part.size_bytes)})?")
+            if part.group is Group.DATA and confirmed(f"Remove {part.what}, too ({format_bytes(part.size_bytes)})?")
         ]
     _remove(chosen)
     left = [part for part in parts if part not in chosen and part.group is Group.DATA]
@@ -74,10 +74,6 @@ def _require_answers(options: argparse.Namespace) -> None:
     if not options.yes and not sys.stdin.isatty():
         hint = "localllm uninstall --yes --keep-data, or: localllm uninstall --yes --all"
         raise ConfigError("Nothing was changed.", "There is no terminal to ask at.", hint)
-
-
-def _asked(question: str) -> bool:
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _remove(parts: Iterable[Part]) -> None:

@@ -34,7 +34,7 @@ from localllm.cli.releases import (
     source_of,
 )
 from localllm.cli.service import Systemd
-from localllm.cli.tell import print_table
+from localllm.cli.tell import confirmed, print_table
 from localllm.cli.unit import SERVICE
 from localllm.errors import ConfigError
 from localllm.machine.install_kind import InstallKind, bundle_folder, checkout_folder, install_kind, uv
@@ -429,4 +429,4 @@ def _confirmed(question: str) -> bool:
         raise ConfigError(
             question.replace(" Continue?", ""), "There is no terminal to ask at.", "localllm update --yes"
         )
-    return input(f"{question} [Y/n] ").strip().lower() in ("", "y", "yes")
+    return confirmed(question, default=True)
