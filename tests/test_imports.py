@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from scripts.layout import ROOT
@@ -78,15 +77,17 @@ sys.exit(main({words!r}))
 
 
 @contextmanager
-def serving(folder: Path, *words: str, before: str = "") -> Iterator[Iterator[dict[str, Any]]]:
-    """Run `localllm serve ... --json` in an interpreter of its own; yield its events, with what it has imported."""
+def serving(folder: Path, *words: str, before: str = "") -> Iterator[tuple[int, Iterator[dict[str, Any]]]]:
+    """Run `localllm serve ... --json` in an interpreter of its own; yield its pid and its events, each with the heavy
+    packages imported by then.
+    """
     code = SERVE.format(before=before, names=HEAVY, words=["serve", *words, "--port", "0", "--json"])
     environ = os.environ | {name: str(folder) for name in ("XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}
     quiet: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environ, **quiet) as process:
         assert process.stdout is not None
         try:
-            yield (json.loads(line) for line in process.stdout)
+            yield process.pid, (json.loads(line) for line in process.stdout)
         finally:
             process.kill()
 
@@ -99,9 +100,9 @@ def ask(url: str) -> str:
 
 
 def test_a_server_without_a_model_serves_its_pages_without_torch_and_loads_on_request(tmp_path: Path) -> None:
-    with serving(tmp_path, "demo", "--no-load-at-start", "--max-model-len", "256") as events:
+    with serving(tmp_path, "demo", "--no-load-at-start", "--max-model-len", "256") as (pid, events):
         ready = next(event for event in events if event["event"] == "ready")
-        url, pid = ready["url"], psutil.Process().children()[-1].pid
+        url = ready["url"]
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}
         for path in PAGES:
             assert httpx.get(url + path, timeout=60).status_code == 200, path
@@ -116,7 +117,7 @@ def test_a_server_without_a_model_serves_its_pages_without_torch_and_loads_on_re
 
 def test_the_demo_answers_where_triton_is_not_installed_and_torch_is_imported_in_its_phase(tmp_path: Path) -> None:
     hidden = "sys.modules['triton'] = sys.modules['triton.language'] = None"
-    with serving(tmp_path, "demo", "--max-model-len", "256", before=hidden) as events:
+    with serving(tmp_path, "demo", "--max-model-len", "256", before=hidden) as (_, events):
         at: dict[str, set[str]] = {}
         for event in events:
             at[event.get("phase", event["event"])] = set(event["imported"])

@@ -97,8 +97,8 @@ class FaultLog:
         place = f"{_short(at[-1].filename)}:{at[-1].lineno}" if at else "-"
         said = " ".join(str(error).split())[:_LONGEST]
         what = f"{type(error).__name__}: {said}" if said else type(error).__name__
-        self._store(Fault(time.time(), where, f"{what} at {place}"))
         self._write("".join(traceback.format_exception(error)), f"{where}: {what}")
+        self._store(Fault(time.time(), where, f"{what} at {place}"))
         log.error(
             "unhandled fault where=%r error=%r at=%s details=%s report=%r", where, what, place, self._details, REPORT,
             exc_info=None if has_file else error,
@@ -106,13 +106,13 @@ class FaultLog:
 
     def record_stall(self, where: str, what: str) -> None:
         """Log the line, and write the stacks of all threads to the file."""
-        self._store(Fault(time.time(), where, what))
         with self._lock:
             if self._file is not None and self._has_room():
                 with suppress(OSError, ValueError):
                     self._file.write(f"\n{_now()} {where}: {what}\n")
                     self._file.flush()
                     faulthandler.dump_traceback(self._file, all_threads=True)
+        self._store(Fault(time.time(), where, what))
         log.error("thread is stuck where=%r what=%r stacks=%s report=%r", where, what, self._details, REPORT)
 
     def on_event_loop(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
@@ -147,6 +147,7 @@ class FaultLog:
         return str(self.path) if self._file is not None else "-"
 
     def _store(self, fault: Fault) -> None:
+        """Count it, once it is in the file: who sees the count finds the text."""
         with self._lock:
             self.last, self.count = fault, self.count + 1
 
