@@ -8,16 +8,14 @@ Does not know: threads (chat_store.py), how the file is opened (database.py).
 from __future__ import annotations
 
 import json
-import secrets
-import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from localllm.machine.running_servers import is_of_other_process, process_mark
 from localllm.web.pages.chat.store import search
 from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Role, StoredMessage
+from localllm.web.pages.chat.store.tables import Tables, as_json, new_id
 from localllm.web.pages.chat.store.tree import Tree
 
 ADD_MESSAGE = """INSERT INTO message (id, chat_id, parent_id, role, text, details, created_s, writer)
@@ -30,22 +28,14 @@ HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND paren
 GONE_HINT = "Reload the page, or start a new chat."
 
 
-def new_id() -> str:
-    """Return an unguessable id."""
-    return secrets.token_urlsafe(12)
-
-
-class Chats:
+class Chats(Tables):
     """The operations on the tables."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
 
     # Chats ------------------------------------------------------------------------------------------------------
 
     def create(self, owner: str, title: str, settings: Mapping[str, str]) -> Chat:
         chat_id = new_id()
-        row = (chat_id, owner, title, _json(settings), time.time())
+        row = (chat_id, owner, title, as_json(settings), time.time())
         self._db.execute("INSERT INTO chat (id, owner, title, settings, updated_s) VALUES (?, ?, ?, ?, ?)", row)
         return self.get(owner, chat_id)
 
@@ -65,7 +55,7 @@ class Chats:
         self._change(owner, chat_id, "pinned = ?", pinned)
 
     def configure(self, owner: str, chat_id: str, settings: Mapping[str, str]) -> None:
-        self._change(owner, chat_id, "settings = ?", _json(settings))
+        self._change(owner, chat_id, "settings = ?", as_json(settings))
 
     def _change(self, owner: str, chat_id: str, assignment: str, value: object) -> None:
         self.get(owner, chat_id)
@@ -99,7 +89,7 @@ class Chats:
         with self._whole():
             self._db.execute(
                 ADD_MESSAGE,
-                (message_id, chat_id, parent_id, role, text, _json(details or {}), now_s, process_mark()),
+                (message_id, chat_id, parent_id, role, text, as_json(details or {}), now_s, process_mark()),
             )
             self._db.execute("UPDATE chat SET leaf = ?, updated_s = ? WHERE id = ?", (message_id, now_s, chat_id))
         return StoredMessage(message_id, parent_id, role, text, details or {}, now_s)
@@ -113,7 +103,7 @@ class Chats:
         with self._whole():
             chat = self.create(owner, title, settings)
             rows = [
-                (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, _json(m.details), m.created_s or now_s, "")
+                (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, as_json(m.details), m.created_s or now_s, "")
                 for m in messages
             ]
             self._db.executemany(ADD_MESSAGE, rows)
@@ -124,7 +114,7 @@ class Chats:
         """Save the current state of a reply. A reply that was deleted meanwhile stays deleted."""
         self._db.execute(
             "UPDATE message SET text = ?, details = ?, writer = ? WHERE id = ?",
-            (text, _json(details), process_mark(), message_id),
+            (text, as_json(details), process_mark(), message_id),
         )
 
     def message(self, chat_id: str, message_id: str) -> StoredMessage:
@@ -239,11 +229,6 @@ class Chats:
         self._db.execute("PRAGMA wal_checkpoint (TRUNCATE)")
         return count
 
-    def _new_deletion(self, leaf: str | None) -> str:
-        deletion = new_id()
-        self._db.execute("INSERT INTO deletion (id, at_s, leaf) VALUES (?, ?, ?)", (deletion, time.time(), leaf))
-        return deletion
-
     # Presets, and server start --------------------------------------------------------------------------------------
 
     def presets(self, owner: str) -> dict[str, dict[str, str]]:
@@ -252,7 +237,7 @@ class Chats:
         return {name: json.loads(settings) for name, settings in rows}
 
     def save_preset(self, owner: str, name: str, settings: Mapping[str, str]) -> None:
-        self._db.execute("INSERT OR REPLACE INTO preset VALUES (?, ?, ?)", (owner, name, _json(settings)))
+        self._db.execute("INSERT OR REPLACE INTO preset VALUES (?, ?, ?)", (owner, name, as_json(settings)))
 
     def remove_preset(self, owner: str, name: str) -> None:
         self._db.execute("DELETE FROM preset WHERE owner = ? AND name = ?", (owner, name))
@@ -269,17 +254,3 @@ class Chats:
                     f"WHERE {UNFINISHED} AND writer = ?",
                     (writer,),
                 )
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
-
-
-def _json(values: Mapping[str, Any]) -> str:
-    return json.dumps(dict(values))
