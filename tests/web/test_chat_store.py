@@ -186,7 +186,7 @@ class StoreWalk(RuleBasedStateMachine):
             with pytest.raises(ChatNotFound):
                 self.store.archive("me", chats, archived)
             return
-        assert self.store.archive("me", chats, archived) == len(there)
+        assert set(self.store.archive("me", chats, archived)) == there
         for chat in there:
             self.plain[chat].archived = archived
 
@@ -200,7 +200,7 @@ class StoreWalk(RuleBasedStateMachine):
         with pytest.raises(ChatNotFound if not project else ProjectNotFound):
             self.store.move("you", chats, project)
         if there:
-            assert self.store.move("me", chats, project) == len(there)
+            assert set(self.store.move("me", chats, project)) == there
             for chat in there:
                 self.plain[chat].project = project
 
@@ -211,7 +211,8 @@ class StoreWalk(RuleBasedStateMachine):
                 self.store.project("me", project)
             return multiple()
         chats = {chat for chat, plain in self.plain.items() if plain.project == project and chat not in self.deleted}
-        deletion = self.store.delete_project("me", project, with_chats=with_chats)
+        deletion, gone = self.store.delete_project("me", project, with_chats=with_chats)
+        assert set(gone) == (chats if with_chats else set())
         self.projects_gone.add(project)
         self.deleted |= chats if with_chats else set()
         return deletion, project, chats if with_chats else set()
@@ -223,8 +224,8 @@ class StoreWalk(RuleBasedStateMachine):
             with pytest.raises(ChatNotFound):
                 self.store.delete_chats("me", chats)
             return multiple()
-        deletion, count = self.store.delete_chats("me", chats)
-        assert count == len(there)
+        deletion, gone = self.store.delete_chats("me", chats)
+        assert set(gone) == there
         self.deleted |= there
         return deletion, "", there
 
@@ -647,7 +648,7 @@ def test_the_newest_chats_of_each_project_are_listed_and_its_files_go_with_it() 
         assert [(file.name, file.text) for file in store.project_files(one.id)] == [("b.txt", "b"), ("a.txt", "new")]
         with pytest.raises(ProjectNotFound):
             store.add_file("you", one.id, "c.txt", "c")
-        deletion = store.delete_project("me", one.id, with_chats=False)
+        deletion, _ = store.delete_project("me", one.id, with_chats=False)
         assert store.project_files(one.id) == []
         store.undo("me", deletion)
         assert len(store.project_files(one.id)) == 2

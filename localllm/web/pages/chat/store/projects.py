@@ -72,20 +72,20 @@ class Projects(Tables):
         """Return a project's chats, without archived ones."""
         return search.list_chats(self._db, owner, limit, project_id=project_id)
 
-    def delete_project(self, owner: str, project_id: str, *, with_chats: bool) -> str:
-        """Delete a project, and its chats if asked; return the id with which `undo` restores all. Chats that stay are
-        in no project.
+    def delete_project(self, owner: str, project_id: str, *, with_chats: bool) -> tuple[str, list[str]]:
+        """Delete a project, and its chats if asked; return the id with which `undo` restores all, and the ids of the
+        deleted chats. Chats that stay are in no project.
         """
         self.project(owner, project_id)
+        doomed = "project_id = ? AND owner = ? AND deletion IS NULL"
         with self._whole():
-            deletion = self._new_deletion()
+            deletion, chats = self._new_deletion(), list[str]()
             self._db.execute("UPDATE project SET deletion = ? WHERE id = ?", (deletion, project_id))
             if with_chats:
-                self._db.execute(
-                    "UPDATE chat SET deletion = ? WHERE project_id = ? AND owner = ? AND deletion IS NULL",
-                    (deletion, project_id, owner),
-                )
-        return deletion
+                rows = self._db.execute(f"SELECT id FROM chat WHERE {doomed}", (project_id, owner))
+                chats = [row[0] for row in rows]
+                self._db.execute(f"UPDATE chat SET deletion = ? WHERE {doomed}", (deletion, project_id, owner))
+        return deletion, chats
 
     def project_files(self, project_id: str | None) -> list[ProjectFile]:
         """Return the files of a project, in the order in which they were added."""

@@ -99,9 +99,9 @@ class Prompts(Tables):
 
     # Presets: prompts with settings, by name --------------------------------------------------------------------------
 
-    def presets(self, owner: str) -> dict[str, Mapping[str, str]]:
+    def presets(self, owner: str) -> dict[str, dict[str, str]]:
         """Return the settings of the prompts that have some, by name."""
-        return {each.name: each.settings for each in self.prompts(owner) if each.settings}
+        return {each.name: dict(each.settings) for each in self.prompts(owner) if each.settings}
 
     def save_preset(self, owner: str, name: str, settings: Mapping[str, str]) -> None:
         """Save settings under a name. A prompt of that name keeps its text."""

@@ -30,18 +30,20 @@ class Selections(Projects):
         """Return the newest chats of every project, at most `each` of one, without pinned chats."""
         return search.list_in_projects(self._db, owner, each)
 
-    def archive(self, owner: str, ids: Sequence[str], archived: bool) -> int:
-        """Archive chats or return them to the list; return how many there are. Raises `ChatNotFound` for none."""
+    def archive(self, owner: str, ids: Sequence[str], archived: bool) -> list[str]:
+        """Archive chats or return them to the list; return the ids of those that exist. Raises `ChatNotFound` for
+        none.
+        """
         return self._set(owner, ids, "archived = ?", archived)
 
-    def move(self, owner: str, ids: Sequence[str], project_id: str) -> int:
-        """Move chats to a project, or out of theirs (an empty id); return how many there are. Raises `ChatNotFound` for
-        none, `ProjectNotFound`.
+    def move(self, owner: str, ids: Sequence[str], project_id: str) -> list[str]:
+        """Move chats to a project, or out of theirs (an empty id); return the ids of those that exist. Raises
+        `ChatNotFound` for none, `ProjectNotFound`.
         """
         return self._set(owner, ids, "project_id = ?", self.project(owner, project_id).id if project_id else None)
 
-    def delete_chats(self, owner: str, ids: Sequence[str]) -> tuple[str, int]:
-        """Delete chats; return the id with which `undo` restores all of them, and how many there are. Raises
+    def delete_chats(self, owner: str, ids: Sequence[str]) -> tuple[str, list[str]]:
+        """Delete chats; return the id with which `undo` restores all of them, and the ids of those that existed. Raises
         `ChatNotFound` for none.
         """
         with self._whole():
@@ -70,14 +72,12 @@ class Selections(Projects):
             """,
             (chat_id,),
         ).fetchone()
-        return ChatTotals(*map(int, row[:4]), row[4])
+        messages, prompt, cached, completion, duration_s = row
+        return ChatTotals(messages, int(prompt), int(cached), int(completion), duration_s)
 
-    def _set(self, owner: str, ids: Sequence[str], assignment: str, value: object) -> int:
-        changed = 0
-        for chat_id in dict.fromkeys(ids):
-            changed += self._db.execute(
-                f"UPDATE chat SET {assignment} WHERE id = ? AND owner = ? AND deletion IS NULL", (value, chat_id, owner)
-            ).rowcount
+    def _set(self, owner: str, ids: Sequence[str], assignment: str, value: object) -> list[str]:
+        change = f"UPDATE chat SET {assignment} WHERE id = ? AND owner = ? AND deletion IS NULL"
+        changed = [each for each in dict.fromkeys(ids) if self._db.execute(change, (value, each, owner)).rowcount]
         if not changed:
-            raise ChatNotFound("No chat is chosen, or the chosen chats are not on the server.", hint=GONE_HINT)
+            raise ChatNotFound("No chat was chosen, or the chosen chats are not on the server.", hint=GONE_HINT)
         return changed
