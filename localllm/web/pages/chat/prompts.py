@@ -21,7 +21,7 @@ from localllm.web.pages.chat.store.prompts import MAX_PROMPTS
 MAX_NAME_CHARS = 60
 MAX_PLACEHOLDERS = 20
 FORMAT, VERSION = "localllm-prompts", 1
-_PLACEHOLDER = re.compile(r"\{\{[ \t]*([^{}\n]{1,60}?)[ \t]*\}\}")
+_PLACEHOLDER = re.compile(r"\{\{[ \t]*([^{}\s][^{}\n]{0,59}?)[ \t]*\}\}")
 
 
 class NotPrompts(RequestError):
