@@ -1,4 +1,4 @@
-"""What the model reads of a chat: the messages of the shown branch, in the form of a chat template's input.
+"""Messages that the model reads: those of a chat's shown branch, in the form of a chat template's input.
 
 Does not know: HTTP, templates, which model reads them.
 """
