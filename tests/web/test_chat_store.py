@@ -25,8 +25,8 @@ from localllm.web.pages.chat.store import chats as chat_rows
 from localllm.web.pages.chat.store.chats import UNDO_S
 from localllm.web.pages.chat.store.database import MIGRATIONS, open_database
 from localllm.web.pages.chat.store.projects import ProjectNotFound
-from localllm.web.pages.chat.store.prompts import MAX_PROMPTS, PromptExists, PromptNotFound, TooManyPrompts
-from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable, Prompt
+from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable, SavedPrompt
+from localllm.web.pages.chat.store.saved_prompts import MAX_PROMPTS, PromptExists, PromptNotFound, TooManyPrompts
 
 Result = TypeVar("Result")
 WORDS = ("alpha", "Beta", "gämma", "delta-wing", '"quoted"', "AND", "naïve")
@@ -614,7 +614,12 @@ def test_prompts_have_one_name_each_and_imported_ones_get_a_number() -> None:
         with pytest.raises(PromptExists):
             store.change_prompt("me", other.id, "Review", "", {})
         store.change_prompt("me", other.id, "Other", "changed", {})
-        assert store.add_prompts("me", [first, Prompt("", "Review", "new", {}), Prompt("", "Review", "newer", {})]) == 2
+        assert (
+            store.add_prompts(
+                "me", [first, SavedPrompt("", "Review", "new", {}), SavedPrompt("", "Review", "newer", {})]
+            )
+            == 2
+        )
         assert [(each.name, each.text) for each in store.prompts("me")] == [
             ("Other", "changed"),
             ("Review", "Look at {{code}}"),
@@ -629,7 +634,7 @@ def test_prompts_have_one_name_each_and_imported_ones_get_a_number() -> None:
         assert store.undo("me", deletion).kind == "prompt"
         assert store.prompt("me", first.id) == first
         with pytest.raises(TooManyPrompts):
-            store.add_prompts("me", [Prompt("", str(number), "", {}) for number in range(MAX_PROMPTS)])
+            store.add_prompts("me", [SavedPrompt("", str(number), "", {}) for number in range(MAX_PROMPTS)])
         assert len(store.prompts("me")) == 4
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.chat import prompts
+from localllm.web.pages.chat import saved_prompts
 from localllm.web.pages.chat.projects import with_project_files
 from localllm.web.pages.chat.store.database import chats_path
 from tests.web.live_server import LiveServer, settings, wait_until
@@ -68,11 +68,11 @@ def undo(browser: httpx.Client, page: str) -> httpx.Response:
     ],
 )
 def test_placeholders_are_the_names_in_double_braces(text: str, names: tuple[str, ...]) -> None:
-    assert prompts.placeholders(text) == names
+    assert saved_prompts.placeholders(text) == names
 
 
 def test_a_value_is_put_in_once_and_never_read_as_a_placeholder() -> None:
-    assert prompts.filled("{{a}} {{ b }} {{a}}", {"a": "{{b}}", "b": r"\1"}) == r"{{b}} \1 {{b}}"
+    assert saved_prompts.filled("{{a}} {{ b }} {{a}}", {"a": "{{b}}", "b": r"\1"}) == r"{{b}} \1 {{b}}"
 
 
 def test_a_prompt_is_made_changed_used_and_deleted_with_undo(served: Pages, browser: httpx.Client) -> None:

@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 
 from localllm.web.pages.chat import message_presenters, presenters
 from localllm.web.pages.chat.prompt_views import PromptForm, PromptList, PromptRow, PromptUsed, SettingsForm
-from localllm.web.pages.chat.prompts import placeholders
+from localllm.web.pages.chat.saved_prompts import placeholders
 from localllm.web.pages.chat.settings import SETTINGS
 from localllm.web.pages.chat.sidebar_views import Choice
 from localllm.web.pages.chat.state import ChatState
-from localllm.web.pages.chat.store import Chats, Prompt
+from localllm.web.pages.chat.store import Chats, SavedPrompt
 from localllm.web.pages.frame.views import ErrorNotice
 
 BEGINNING_CHARS = 90
 MOST_CHOICES = 8
 
 
-def prompt_row(prompt: Prompt) -> PromptRow:
+def prompt_row(prompt: SavedPrompt) -> PromptRow:
     text = " ".join(prompt.text.split())
     beginning = text if len(text) <= BEGINNING_CHARS else f"{text[: BEGINNING_CHARS - 1].rstrip()}…"
     asks = bool(placeholders(prompt.text))
@@ -34,7 +34,7 @@ def notes_of(settings: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def choices(prompts: Sequence[Prompt], typed: str) -> PromptList:
+def choices(prompts: Sequence[SavedPrompt], typed: str) -> PromptList:
     """Return the prompts whose name contains every typed word; those that begin with the first word come first."""
     words = typed.lower().removeprefix("/").split()
     found = [each for each in prompts if all(word in each.name.lower() for word in words)]
@@ -54,13 +54,13 @@ async def settings_form(state: ChatState, settings: Mapping[str, str], *, is_ope
 
 
 async def prompt_form(
-    state: ChatState, url: str, prompt: Prompt, *, is_new: bool, error: ErrorNotice | None = None
+    state: ChatState, url: str, prompt: SavedPrompt, *, is_new: bool, error: ErrorNotice | None = None
 ) -> PromptForm:
     form = await settings_form(state, prompt.settings, is_open=error is not None)
     return PromptForm(url, prompt.name, prompt.text, form, is_new, error)
 
 
-async def used(state: ChatState, owner: str, prompt: Prompt, text: str, model: str) -> PromptUsed:
+async def used(state: ChatState, owner: str, prompt: SavedPrompt, text: str, model: str) -> PromptUsed:
     """Return the answer to the choice of a prompt. One without settings leaves those of the chat."""
     if not prompt.settings:
         return PromptUsed(prompt.name, text)

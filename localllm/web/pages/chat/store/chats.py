@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from localllm.machine.running_servers import is_of_other_process, process_mark
 from localllm.web.pages.chat.store import search
-from localllm.web.pages.chat.store.prompts import Prompts
 from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Restored, Role, StoredMessage
+from localllm.web.pages.chat.store.saved_prompts import SavedPrompts
 from localllm.web.pages.chat.store.selections import Selections
 from localllm.web.pages.chat.store.tables import GONE_HINT, as_json, new_id
 from localllm.web.pages.chat.store.tree import Tree
@@ -29,7 +29,7 @@ HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND paren
     (SELECT 1 FROM message AS parent WHERE parent.id = it.parent_id AND ifnull(parent.deletion, :it) = :it)"""
 
 
-class Chats(Prompts, Selections):
+class Chats(SavedPrompts, Selections):
     """The operations on the tables. Those on prompts, projects and several chats are in modules of their own."""
 
     # Chats ------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class SavedPrompt:
     """A named prompt: text for the composer, settings for a chat, or both."""
 
     id: str

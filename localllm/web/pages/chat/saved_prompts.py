@@ -15,8 +15,8 @@ import msgspec
 from localllm.errors import InvalidParameter, RequestError
 from localllm.units import format_count
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, NAMES, typed
-from localllm.web.pages.chat.store import Prompt
-from localllm.web.pages.chat.store.prompts import MAX_PROMPTS
+from localllm.web.pages.chat.store import SavedPrompt
+from localllm.web.pages.chat.store.saved_prompts import MAX_PROMPTS
 
 MAX_NAME_CHARS = 60
 MAX_PLACEHOLDERS = 20
@@ -63,7 +63,7 @@ def checked_name(name: str, what: str = "prompt") -> str:
     return found
 
 
-def checked(name: str, text: str, settings: Mapping[str, str]) -> Prompt:
+def checked(name: str, text: str, settings: Mapping[str, str]) -> SavedPrompt:
     """Return a prompt, without an id. Raises `RequestError` for one that cannot be used."""
     name, text = checked_name(name), text.strip().replace("\r\n", "\n")
     if not text and not settings:
@@ -75,16 +75,16 @@ def checked(name: str, text: str, settings: Mapping[str, str]) -> Prompt:
     if len(placeholders(text)) > MAX_PLACEHOLDERS:
         why = f"It has {len(placeholders(text))}; at most {MAX_PLACEHOLDERS} are allowed."
         raise InvalidParameter(f"The prompt {name!r} has too many placeholders.", why, param="text")
-    return Prompt("", name, text, settings)
+    return SavedPrompt("", name, text, settings)
 
 
-def as_file(prompts: Sequence[Prompt]) -> bytes:
+def as_file(prompts: Sequence[SavedPrompt]) -> bytes:
     """Return prompts as a file that can be imported."""
     items = [_Item(each.name, each.text, dict(each.settings)) for each in prompts]
     return msgspec.json.format(msgspec.json.encode(_File(items)), indent=1)
 
 
-def read(body: bytes) -> list[Prompt]:
+def read(body: bytes) -> list[SavedPrompt]:
     """Parse a file of prompts. Raises `NotPrompts`, and the errors of a prompt's settings."""
     try:
         file = msgspec.json.decode(body, type=_File)
