@@ -59,10 +59,9 @@ class ActiveReplies:
     def get(self, message_id: str) -> ActiveReply | None:
         return self._writings.get(message_id)
 
-    def unfinished(self, chat_id: str) -> ActiveReply | None:
-        """Return the unfinished reply of a chat."""
-        found = (each for each in self._writings.values() if each.chat_id == chat_id and not each.reply.done)
-        return next(found, None)
+    def unfinished(self, chat_id: str) -> list[ActiveReply]:
+        """Return the unfinished replies of a chat: one, or those of a comparison."""
+        return [each for each in self._writings.values() if each.chat_id == chat_id and not each.reply.done]
 
     def current(self, message: StoredMessage) -> StoredMessage:
         """Return the message in its current state; the store may be seconds behind."""
@@ -73,9 +72,11 @@ class ActiveReplies:
         return StoredMessage(now.id, now.parent_id, now.role, now.text, now.details, now.created_s, message.versions)
 
     @contextlib.contextmanager
-    def lock(self, chat_id: str) -> Iterator[None]:
-        """Allow only one change of a chat at a time. Raises `StillWriting`."""
-        if chat_id in self._taken or self.unfinished(chat_id) is not None:
+    def lock(self, chat_id: str, *, beside: str = "") -> Iterator[None]:
+        """Allow only one change of a chat at a time, and none while a reply is being written. `beside`: the message of
+        a reply that may continue meanwhile. Raises `StillWriting`.
+        """
+        if chat_id in self._taken or any(each.message.id != beside for each in self.unfinished(chat_id)):
             raise StillWriting("A reply is still being written.", hint="Stop it, or wait until it ends.")
         self._taken.add(chat_id)
         try:
@@ -93,6 +94,15 @@ class ActiveReplies:
         for writing in self._writings.values():
             if writing.chat_id == chat_id or writing.owner == owner:
                 writing.reply.cancel()
+
+    def stop(self, owner: str, chat_id: str) -> bool:
+        """Stop the owner's replies in a chat; return whether there are any. The store is not used, so a locked one
+        blocks nothing.
+        """
+        found = [each for each in self.unfinished(chat_id) if each.owner == owner]
+        for writing in found:
+            writing.reply.cancel()
+        return bool(found)
 
     def purge_later(self) -> None:
         """Schedule a purge, because something was deleted now or before the last shutdown."""
