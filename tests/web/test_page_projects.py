@@ -14,7 +14,6 @@ import pytest
 
 from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat import saved_prompts
-from localllm.web.pages.chat.projects import with_project_files
 from localllm.web.pages.chat.store.database import chats_path
 from tests.web.live_server import LiveServer, settings, wait_until
 from tests.web.test_page_chat import message_urls, own_data, quick, said, start_chat  # noqa: F401
@@ -200,8 +199,9 @@ def test_a_chat_of_a_project_starts_with_its_settings_and_reads_its_files(served
     hidden = re.search(r'name="project" value="([^"]+)"', page)
     assert hidden
     chat, page = start_chat(browser, "first", project=hidden[1], system="Be short.")
-    files = "File `a.md`:\n\n```md\nalpha\n```\n\nFile `b.txt`:\n\n```txt\nbeta\n```\n\n"
-    assert said(served) == f"system: Be short.\nuser: {files}first"
+    files = "File `a.md`:\n\n```md\nalpha\n```\n\nFile `b.txt`:\n\n```txt\nbeta\n```"
+    assert said(served) == f"system: Be short.\n\n{files}\nuser: first"
+    assert "Be short.</textarea>" in page  # the files are no part of the settings
     assert f'class="head__project" href="{project}"' in page
     listed = browser.get("/").text
     assert listed.index(f'class="chats__group-link" href="{project}"') < listed.index(f'href="{chat}"')
@@ -212,25 +212,14 @@ def test_a_chat_of_a_project_starts_with_its_settings_and_reads_its_files(served
     assert file_id
     browser.post(f"{project}/files/remove", data={"file": file_id[1]})
     browser.post(f"{message_urls(page)[1]}/regenerate")
-    assert said(served) == "system: Be short.\nuser: File `a.md`:\n\n```md\nchanged\n```\n\nfirst"
+    assert said(served) == "system: Be short.\n\nFile `a.md`:\n\n```md\nchanged\n```\nuser: first"
     browser.post(f"{chat}/move", data={"project": ""})
     browser.post("/chat", data={"message": "more", "conversation": chat[3:]})
     assert "File `" not in said(served)
     browser.post(f"{chat}/move", data={"project": hidden[1]})
     browser.post("/chat", data={"message": "again", "conversation": chat[3:]})
-    assert said(served).startswith("system: Be short.\nuser: File `a.md`")
+    assert said(served).startswith("system: Be short.\n\nFile `a.md`:\n\n```md\nchanged\n```\nuser: first\n")
     assert f'href="{chat}"' in browser.get(project).text
-
-
-def test_files_stand_before_the_first_message_of_the_user() -> None:
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "user", "content": "v"}]
-    found = with_project_files(messages, [("x", "1")])
-    assert [each["content"] for each in found] == ["s", "File `x`:\n\n```\n1\n```\n\nu", "v"]
-    assert messages[1]["content"] == "u"
-    assert with_project_files(messages, []) == messages
-    assert with_project_files([{"role": "system", "content": "s"}], [("x", "1")]) == [
-        {"role": "system", "content": "s"}
-    ]
 
 
 def test_a_project_is_deleted_with_its_chats_or_without_and_comes_back(browser: httpx.Client) -> None:
