@@ -154,7 +154,10 @@ async def _reply_events(
     assert chat is not None
     action = message_presenters.composer_action(state.replies, chat.id)
     card = presenters.card_of(state, chat.settings)
-    yield sse(render(message_presenters.reply_finished(chat, message, writing, action, card)))
+    finished = message_presenters.reply_finished(chat, message, writing, action, card)
+    if writing is not None and state.titles.is_pending(chat.id, writing.reply.model):
+        finished = replace(finished, head=replace(finished.head, title_url=f"/c/{chat.id}/title"))
+    yield sse(render(finished))
 
 
 async def until_written(request: Request[Any, Any, Any], writing: ActiveReply) -> None:

@@ -199,6 +199,8 @@ def around() -> list[views.View]:
         c.ManageChat("/c/sample", "", False, True, error=views.ErrorNotice("The title is empty.")),
         c.ManageChats(""),
         c.ChatsChanged(chat_list(), head(), "Chat renamed"),
+        c.ChatTitled(chat_list(), head()),
+        c.ChatHead("New chat", title_url="/c/sample/title"),
         c.ChatsChanged(chat_list(), None, "Chat deleted", undo()),
         undo(),
     ]

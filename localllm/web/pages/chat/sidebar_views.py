@@ -29,6 +29,7 @@ class ChatHead(View):
     project_name: str = ""
     project_url: str = ""
     time: str = ""  # of the chat's last change
+    title_url: str = ""  # answers once the model has written a title; empty: it writes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,15 @@ class Undo(View):
     template: ClassVar[str] = "chat/_undo.html"
     text: str
     url: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTitled(View):
+    """The head and the list, drawn again once the model has written the title of a chat."""
+
+    template: ClassVar[str] = "chat/_chat_titled.html"
+    chats: ChatList
+    head: ChatHead
 
 
 @dataclass(frozen=True, slots=True)

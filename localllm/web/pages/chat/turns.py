@@ -52,7 +52,9 @@ async def ask(state: ChatState, owner: str, form: Mapping[str, str], files: Sequ
             read = await _fit(state, owner, None, [], new, settings, claim, form)
             title = title_of(text or files[0].name)
             chat = await state.store.call(Chats.create, owner, title, settings, form.get("project", ""))
-            return await _answer(state, owner, chat, None, new, read, settings, claim)
+            turn = await _answer(state, owner, chat, None, new, read, settings, claim)
+            state.titles.write_after(owner, chat, text, turn.writing.reply)
+            return turn
     chat = await state.store.call(Chats.get, owner, form["conversation"])
     return await _send(state, owner, chat, chat.leaf, new, form)
 

@@ -56,6 +56,11 @@ class Chats(SavedPrompts, Selections):
     def rename(self, owner: str, chat_id: str, title: str) -> None:
         self._change(owner, chat_id, "title = ?", title)
 
+    def retitle(self, owner: str, chat_id: str, before: str, title: str) -> None:
+        """Rename a chat unless it was renamed since it was called `before`."""
+        if self.get(owner, chat_id).title == before:
+            self.rename(owner, chat_id, title)
+
     def pin(self, owner: str, chat_id: str, pinned: bool) -> None:
         self._change(owner, chat_id, "pinned = ?", pinned)
 
