@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from localllm.web.access.scopes import Paths, RouteRules
-from localllm.web.pages.chat import attachment_handlers, handlers, message_handlers, offer_handlers, sidebar_handlers
+from localllm.web.pages.chat import (
+    attachment_handlers,
+    composer_handlers,
+    handlers,
+    message_handlers,
+    offer_handlers,
+    sidebar_handlers,
+)
 from localllm.web.pages.chat.state import close_chats, open_chats
 from localllm.web.pages.frame.page import Page
 from localllm.web.pages.frame.views import NavEntry
@@ -14,10 +21,14 @@ PAGE = Page(
         *handlers.HANDLERS,
         *message_handlers.HANDLERS,
         *attachment_handlers.HANDLERS,
+        *composer_handlers.HANDLERS,
         *sidebar_handlers.HANDLERS,
         *offer_handlers.HANDLERS,
     ),
-    rules=RouteRules(infer=Paths("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat"), linked=Paths("/", "/c/*")),
+    rules=RouteRules(
+        infer=Paths("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat", "/live/chat/model"),
+        linked=Paths("/", "/c/*"),
+    ),
     on_startup=(open_chats,),
     on_shutdown=(close_chats,),
 )
