@@ -182,7 +182,6 @@ class StubClient:
         lines = tuple(self.running.values())
         used = sum(line.num_blocks for line in lines)
         cached = min(BLOCKS - used, 5 * len(self.finished))
-        busy = bool(lines)
         rate = len(lines) / max(self.every_s, 1e-3)
         latency = _histogram(self.latencies[-400:])
         ttft = _histogram([line.ttft_s or 0.0 for line in self.finished])

@@ -20,7 +20,7 @@ from localllm.web.pages.chat import composer_presenters, message_presenters, pre
 from localllm.web.pages.chat.attachment_handlers import MAX_UPLOAD_BYTES, attached_files
 from localllm.web.pages.chat.attachments import Attachment
 from localllm.web.pages.chat.claims import claimed, entry_for, served_for
-from localllm.web.pages.chat.composer_views import LoadProgress, ModelPicked
+from localllm.web.pages.chat.composer_views import ContextMeter, LoadProgress, ModelPicked
 from localllm.web.pages.chat.handlers import (
     MAX_BODY_BYTES,
     model_cookie,
@@ -118,7 +118,12 @@ async def bring_back(request: Request[Any, Any, Any]) -> Response[Any]:
         await state.store.call(Chats.bring_back, owner, chat.id)
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}", status_code=303)
-    return html(await presenters.update(request, chat, "The model reads all messages again"))
+    view = await presenters.update(request, chat, "The model reads all messages again")
+    try:
+        await turns.require_fit(state, owner, {"conversation": chat.id}, ())
+    except ChatFull as full:  # the last reply was counted without them
+        view = replace(view, head=replace(view.head, meter=ContextMeter(full.used_tokens, full.context_tokens)))
+    return html(view)
 
 
 @post(
