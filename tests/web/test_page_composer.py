@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import html
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from localllm.errors import DoesNotFit
 from localllm.web.pages.chat.composer_views import ContextMeter
 from localllm.web.pages.frame.render import render
 from tests.text.templates import CHATML
-from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
+from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import CONTEXT, REPLY, StubModel
 from tests.web.test_page_chat import message_urls, said, start_chat, typed
 from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen, stream_url
@@ -300,6 +304,34 @@ def test_model_is_picked_kept_by_its_chat_and_remembered(served: Pages, browser:
     finally:
         served.live.manager.entries.remove(entry)
     assert '<option value="demo" selected>' in browser.get("/").text
+
+
+def test_picked_model_loads_with_its_progress_in_place_of_send(
+    served: Pages, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, come = served.live.manager, asyncio.Event()
+    acquire = manager.acquire
+
+    async def acquire_later(name: str | None = None) -> Any:
+        await come.wait()
+        if name == "broken":
+            raise DoesNotFit("It does not fit.", "9 GiB needed.", "Take a smaller one.")
+        return await acquire(name)
+
+    monkeypatch.setattr(manager, "acquire", acquire_later)
+    picked = {
+        name: browser.post("/chats/model", data={"model": name}, headers=SCRIPTED).text for name in ("demo", "broken")
+    }
+    for name, answer in picked.items():
+        assert f"Loading {name}" in answer
+        assert "data-send" not in answer
+    come._loop.call_soon_threadsafe(come.set)  # type: ignore[attr-defined]
+    told = {name: listen(browser, html.unescape(stream_url(answer))) for name, answer in picked.items()}
+    assert all("data-send" in each for each in told.values())
+    assert "9 GiB needed." in told["broken"]
+    assert "notice" not in told["demo"]
+    wait_until(lambda: all(entry.num_leases == 0 for entry in manager.entries))
+    assert "data-send" in listen(browser, "/live/chat/model?model=never-picked")  # nothing is loaded by a look
 
 
 def test_thinking_and_a_schema_reach_the_model(tmp_path: Path) -> None:
