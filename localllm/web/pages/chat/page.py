@@ -5,6 +5,7 @@ from __future__ import annotations
 from localllm.web.access.scopes import Paths, RouteRules
 from localllm.web.pages.chat import (
     attachment_handlers,
+    composer_handlers,
     handlers,
     message_handlers,
     offer_handlers,
@@ -23,6 +24,7 @@ PAGE = Page(
         *handlers.HANDLERS,
         *message_handlers.HANDLERS,
         *attachment_handlers.HANDLERS,
+        *composer_handlers.HANDLERS,
         *sidebar_handlers.HANDLERS,
         *offer_handlers.HANDLERS,
         *prompt_handlers.HANDLERS,
@@ -31,7 +33,7 @@ PAGE = Page(
     ),
     rules=RouteRules(
         infer=Paths(
-            *("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat", "/palette"),
+            *("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat", "/live/chat/model", "/palette"),
             *("/prompts", "/prompts/*", "/projects", "/projects/*"),
         ),
         linked=Paths("/", "/c/*"),

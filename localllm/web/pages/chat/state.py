@@ -14,6 +14,7 @@ from litestar import Litestar, Request
 from localllm.serving.model_offer import ModelOffer
 from localllm.web.pages.chat.active_replies import ActiveReplies
 from localllm.web.pages.chat.attachments import PendingAttachments
+from localllm.web.pages.chat.model_picker import ModelPicker
 from localllm.web.pages.chat.store import ChatStore
 from localllm.web.pages.chat.store.database import chats_path
 from localllm.web.pages.chat.titles import Titles
@@ -29,6 +30,7 @@ class ChatState:
         self.replies = ActiveReplies(self.store)
         self.attachments = PendingAttachments()
         self.titles = Titles(pages, self.store, titles)
+        self.picker = ModelPicker(pages.manager)
 
 
 def chat_state(request: Request[Any, Any, Any]) -> ChatState:
@@ -58,3 +60,4 @@ async def close_chats(app: Litestar) -> None:
     await _state_of(app).titles.close()
     await _state_of(app).replies.close()
     await _state_of(app).offers.close()
+    await _state_of(app).picker.close()
