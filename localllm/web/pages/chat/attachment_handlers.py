@@ -37,7 +37,7 @@ async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
     error, files = None, list[Attachment]()
     try:
         files = state.attachments.get(owner, [each for each in form.getall("attachment", []) if each != removed])
-        for upload in _uploads(form):
+        for upload in uploads(form):
             state.attachments.require_count(len(files) + 1)
             files.append(await _store_file(state, owner, upload, model))
     except RequestError as problem:
@@ -50,13 +50,13 @@ async def attached_files(request: Request[Any, Any, Any]) -> list[Attachment]:
     """Return the files of the message that is being sent. Raises `RequestError`."""
     state, owner, form = chat_state(request), owner_of(request), await request.form()
     files = state.attachments.get(owner, form.getall("attachment", []))
-    for upload in _uploads(form):
+    for upload in uploads(form):
         state.attachments.require_count(len(files) + 1)
         files.append(await _store_file(state, owner, upload, form.get("model", "")))
     return files
 
 
-def _uploads(form: Any) -> list[UploadFile]:
+def uploads(form: Any) -> list[UploadFile]:
     """Return the chosen files; an empty field is sent as a file without a name."""
     return [each for each in form.getall("file", []) if isinstance(each, UploadFile) and each.filename]
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from localllm.units import format_count
+from localllm.web.pages.chat.projects import files_of_chat, with_project_files
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats
@@ -25,10 +26,11 @@ async def history(
     """Return the messages for the chat template; `new_chars` will be added."""
     branch = await state.store.call(Chats.branch, chat.id, leaf)
     messages = [state.replies.current(message) for message in branch.messages]
-    length = sum(num_chars(message) for message in messages)
+    files = await files_of_chat(state, chat)
+    length = sum(num_chars(message) for message in messages) + sum(len(text) for _, text in files)
     if length + new_chars > MAX_CONVERSATION_CHARS:
         raise too_long("This chat", length + new_chars, MAX_CONVERSATION_CHARS, "Start a new chat.")
-    return messages_of(settings.get("system", ""), messages)
+    return with_project_files(messages_of(settings.get("system", ""), messages), files)
 
 
 def too_long(

@@ -43,7 +43,7 @@ async def ask(state: ChatState, owner: str, form: Mapping[str, str], files: Sequ
         settings = typed(form, {})
         async with claimed(state, owner, settings) as claim:
             title = title_of(text or files[0].name)
-            chat = await state.store.call(Chats.create, owner, title, settings)
+            chat = await state.store.call(Chats.create, owner, title, settings, form.get("project", ""))
             return await _answer(state, owner, chat, None, (text, details), settings, claim)
     chat = await state.store.call(Chats.get, owner, form["conversation"])
     return await _send(state, owner, chat, chat.leaf, (text, details), form)

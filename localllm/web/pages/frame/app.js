@@ -10,7 +10,7 @@
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
     if (event.target.closest("input, textarea, select, [contenteditable]")) return;
-    if (event.key === "?") find("#help").showModal();
+    if (event.key === "?") find("#help")?.showModal();
     else if (event.key === "g") going = event.timeStamp;
     else if (event.timeStamp - going < 1500) document.querySelectorAll(".nav a")[event.key - 1]?.click();
   });
