@@ -157,4 +157,6 @@ def title_of(text: str) -> str:
 
 
 def _figures_only(details: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: details[name] for name in ("prompt_tokens", "completion_tokens", "ttft_s") if name in details}
+    return {
+        name: details[name] for name in ("prompt_tokens", "completion_tokens", "ttft_s", "edited") if name in details
+    }
