@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.web.pages.chat.live_reply import Reply
+from localllm.web.pages.chat.prompts import ChatFull
 from localllm.web.pages.chat.store import Chats, ChatStore, StoredMessage
 from localllm.web.pages.chat.store.chats import UNDO_S
 from localllm.web.pages.chat.store.records import ChatsUnavailable
@@ -36,12 +37,13 @@ class ActiveReply:
     reply: Reply
     before: Mapping[str, Any] = field(default_factory=dict)  # statistics of the reply that this one continues
     save_task: asyncio.Task[None] | None = None
+    kept: Mapping[str, Any] = field(default_factory=dict)  # details that the reply does not change
 
     @property
     def now(self) -> StoredMessage:
         """The message in its current state."""
         it = self.message
-        details = details_of(self.reply, self.before)
+        details = {**self.kept, **details_of(self.reply, self.before)}
         return StoredMessage(it.id, it.parent_id, it.role, self.reply.text, details, it.created_s, it.versions)
 
 
@@ -165,6 +167,8 @@ def details_of(reply: Reply, before: Mapping[str, Any]) -> dict[str, Any]:
         found["calls"] = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in reply.calls]
     if reply.error is not None:
         found["error"] = [reply.error.what, reply.error.why, reply.error.hint]
+    if isinstance(reply.error, ChatFull):
+        found |= {"full_tokens": reply.error.used_tokens, "context_tokens": reply.error.context_tokens}
     usage, timings = reply.usage, reply.timings
     if usage is None:
         return {**before, **found}

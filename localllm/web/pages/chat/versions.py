@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from localllm.web.pages.chat.readable import SUMMARY_OF
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.turns import checked_message
 from localllm.web.pages.frame.errors import StillWriting
 
-KEPT = ("model", "calls")
+KEPT = ("model", "calls", SUMMARY_OF)
 """Details that an edited version has, too. Figures and reasoning belong to the model's own text."""
 
 

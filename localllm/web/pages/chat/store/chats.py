@@ -109,11 +109,13 @@ class Chats(Tables):
         with self._whole():
             chat = self.get(owner, chat_id)
             branch = self.branch(chat_id, self.message(chat_id, message_id).id).messages
-            return self._add_all(owner, self._next_title(owner, chat.title), chat.settings, branch, message_id)
+            title, left_out = self._next_title(owner, chat.title), self._left_out(chat_id)
+            return self._add_all(owner, title, chat.settings, branch, message_id, left_out)
 
     def _add_all(
-        self, owner: str, title: str, settings: Mapping[str, str], messages: Sequence[StoredMessage], leaf: str | None
-    ) -> Chat:
+        self, owner: str, title: str, settings: Mapping[str, str], messages: Sequence[StoredMessage], leaf: str | None,
+        left_out: Sequence[str] = (),
+    ) -> Chat:  # fmt: skip
         ids: dict[str | None, str | None] = {None: None} | {message.id: new_id() for message in messages}
         now_s = time.time()
         chat = self.create(owner, title, settings)
@@ -122,7 +124,8 @@ class Chats(Tables):
             for m in messages
         ]
         self._db.executemany(ADD_MESSAGE, rows)
-        self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (ids[leaf], chat.id))
+        marks = json.dumps([ids[each] for each in left_out if each in ids])
+        self._db.execute("UPDATE chat SET leaf = ?, left_out = ? WHERE id = ?", (ids[leaf], marks, chat.id))
         return self.get(owner, chat.id)
 
     def _next_title(self, owner: str, title: str) -> str:
@@ -168,9 +171,11 @@ class Chats(Tables):
         path = tree.path(leaf)
         end = path.index(before) if before in path else len(path)
         start = 0 if limit is None else max(0, end - limit)
-        messages = self._messages(chat_id, tree, path[start:end])
-        beside = self._messages(chat_id, tree, _compared(messages)) if end == len(path) else []
-        return Branch(tuple(messages), start, len(path) - end, tuple(beside))
+        messages = tuple(self._messages(chat_id, tree, path[start:end]))
+        beside = tuple(self._messages(chat_id, tree, _compared(messages))) if end == len(path) else ()
+        marks = self._left_out(chat_id)
+        num_left_out = next((at + 1 for at in reversed(range(len(path))) if path[at] in marks), 0)
+        return Branch(messages, start, len(path) - end, num_left_out, beside)
 
     def questions(self, chat_id: str, leaf: str | None) -> list[tuple[int, StoredMessage]]:
         """Return the user's messages that lead to a leaf, each with its place among all of them."""
@@ -195,6 +200,23 @@ class Chats(Tables):
                 "UPDATE message SET details = json_remove(details, '$.compared') WHERE id = ?", (parent_id,)
             )
         return str(leaf)
+
+    def leave_out(self, owner: str, chat_id: str, message_id: str) -> None:
+        """Leave this message, and all before it on its branch, out of what the model reads. Raises `ChatNotFound`."""
+        self.message(chat_id, message_id)
+        marks = json.dumps([*self._left_out(chat_id), message_id])
+        self._change(owner, chat_id, "left_out = ?", marks)
+
+    def bring_back(self, owner: str, chat_id: str) -> None:
+        """Let the model read the whole of the shown branch again."""
+        path = self._tree(chat_id).path(self.get(owner, chat_id).leaf)
+        marks = json.dumps([each for each in self._left_out(chat_id) if each not in path])
+        self._change(owner, chat_id, "left_out = ?", marks)
+
+    def _left_out(self, chat_id: str) -> list[str]:
+        row = self._db.execute("SELECT left_out FROM chat WHERE id = ?", (chat_id,)).fetchone()
+        found: list[str] = json.loads(row[0]) if row is not None else []
+        return found
 
     def _tree(self, chat_id: str) -> Tree:
         return Tree(
