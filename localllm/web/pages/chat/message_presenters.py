@@ -27,6 +27,7 @@ from localllm.web.pages.chat.sidebar_views import ChatHead, ContextMeter
 from localllm.web.pages.chat.store import Branch, Chat, StoredMessage
 from localllm.web.pages.chat.views import (
     ChatMessage,
+    Comparison,
     ComposerAction,
     EditForm,
     MessageActions,
@@ -47,14 +48,25 @@ async def message_list(
 ) -> MessageList:
     """Return a branch in its current state. Markdown is rendered off the event loop, and cached."""
     messages = [replies.current(message) for message in branch.messages]
-    finished = [m for m in messages if m.role == "assistant" and replies.get(m.id) is None]
+    finished = [m for m in (*messages, *branch.beside) if m.role == "assistant" and replies.get(m.id) is None]
     await asyncio.to_thread(
         lambda: [cached_html(text) for m in finished for text in (m.text, m.details.get("reasoning", ""))]
     )
-    views = tuple(one_message(chat_id, message, replies.get(message.id), editing=editing) for message in messages)
+    views: list[ChatMessage | Comparison] = [
+        one_message(chat_id, message, replies.get(message.id), editing=editing) for message in messages
+    ]
+    if branch.beside:
+        views[-1] = _comparison(replies, chat_id, [branch.messages[-1], *branch.beside])
     earlier = f"/c/{chat_id}?before={messages[0].id}" if branch.num_earlier and messages else ""
     later = f"/c/{chat_id}" if branch.num_later and outside else ""
-    return MessageList(views, earlier, branch.num_earlier, later)
+    return MessageList(tuple(views), earlier, branch.num_earlier, later)
+
+
+def _comparison(replies: ActiveReplies, chat_id: str, compared: Sequence[StoredMessage]) -> Comparison:
+    """Return replies beside each other, in the order of their creation."""
+    ordered = sorted(compared, key=lambda message: compared[0].versions.index(message.id))
+    views = [one_message(chat_id, replies.current(message), replies.get(message.id)) for message in ordered]
+    return Comparison(tuple(views), tuple(f"/c/{chat_id}/m/{message.id}" for message in ordered))
 
 
 def one_message(
@@ -137,7 +149,7 @@ def head(chat: Chat | None, messages: Sequence[StoredMessage], card: ModelCard |
             used = message.details["prompt_tokens"] + message.details.get("completion_tokens", 0)
             size = size or message.details.get("context_tokens", 0)
     meter = ContextMeter(min(used, size), size) if used and size else None
-    return ChatHead(chat.title, f"/c/{chat.id}/manage", meter)
+    return ChatHead(chat.title, f"/c/{chat.id}/manage", meter, f"/c/{chat.id}/outline")
 
 
 def sampling(
@@ -153,7 +165,7 @@ def sampling(
     fields = []
     for name, info in SETTINGS.items():
         default, source = effective(name, card)
-        fields.append(SettingField(name, info.label, info.kind, settings.get(name, ""), default, source, note(info)))
+        fields.append(SettingField(name, info.label, info.kind, settings.get(name, ""), default, source, note(name)))
     said = settings.get("system", "")
     return Sampling(said, tuple(fields), tuple(presets), preset, is_open, error, settings.get("tools", ""))
 

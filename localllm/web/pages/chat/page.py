@@ -8,6 +8,7 @@ from localllm.web.pages.chat import (
     handlers,
     message_handlers,
     offer_handlers,
+    outline,
     previews,
     sidebar_handlers,
 )
@@ -21,6 +22,7 @@ PAGE = Page(
         *handlers.HANDLERS,
         *message_handlers.HANDLERS,
         *previews.HANDLERS,
+        *outline.HANDLERS,
         *attachment_handlers.HANDLERS,
         *sidebar_handlers.HANDLERS,
         *offer_handlers.HANDLERS,

@@ -2,10 +2,10 @@
 
 A model, or an imported chat, wrote the block, so it is run as hostile code:
 
-- The page shows it in `<iframe sandbox="allow-scripts">`, and the answer itself says `sandbox allow-scripts`, also if its
-  address is opened without the frame. Its origin is opaque: it has no cookies and no storage, and it cannot read the
-  page around it or send requests as the user. It opens no windows, forms, dialogs or downloads, and cannot navigate
-  the page.
+- The page shows it in `<iframe sandbox="allow-scripts">`, and the answer itself says `sandbox allow-scripts`, so the
+  same holds if its address is opened without the frame. Its origin is opaque: it has no cookies and no storage, and it
+  can neither read the page around it nor send requests as the user. It opens no windows, forms, dialogs or downloads,
+  and cannot navigate the page.
 - `default-src 'none'` forbids all requests. Scripts, styles, images, fonts and media are inline or data. The page's own
   policy lets its frames show this server alone, so the frame cannot leave for another site and take data along.
 - The route takes ids and the digest of a block, and answers only with what is stored in a chat of the caller: a link
@@ -41,6 +41,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+
 
 @get("/c/{conversation_id:str}/m/{message_id:str}/preview/{digest:str}")
 async def preview(request: Request[Any, Any, Any]) -> Response[str]:

@@ -65,15 +65,12 @@ def samples(shell: views.Shell) -> list[views.View]:
         failed,
         actions,
         versions,
+        *ways(reply, writing),
         edit,
         v.ChatMessage("sample-6", "user", edit=edit),
-        v.ChatMessage("sample-14", "assistant", html="<p>Mine.</p>", model="demo", is_edited=True, actions=versions),
-        v.EditForm("sample-15", "/c/sample/m/15", "/c/sample/m/15", "It is a table.", "assistant"),
         v.OpenBlock("sample-5", "code", "def f():\n    return"),
         v.OpenBlock("sample-7", "note", "Loading Qwen3-8B-AWQ …"),
         figures,
-        v.ReplyFigures(("256 tokens",), "cut off: token limit", is_broken=True, details=more),
-        v.ReplyFigures((), "interrupted: the server stopped", is_broken=True),
         v.ComposerAction(),
         stop,
         sampling(),
@@ -138,6 +135,25 @@ def result() -> m.ToolResult:
     return m.ToolResult("get_weather", "21 °C, clear")
 
 
+def ways(reply: v.ChatMessage, writing: v.ChatMessage) -> list[views.View]:
+    """Return samples of what a message's menu opens, and of two replies to compare."""
+    names = (v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))
+    compared = v.Comparison((reply, writing), ("/c/sample/m/2", "/c/sample/m/3"))
+    refused = views.ErrorNotice("Choose two different models.", "Both are demo.")
+    return [
+        compared,
+        v.ReplyFigures(("256 tokens",), "cut off: token limit", is_broken=True, details=(("Read", "12 tokens"),)),
+        v.ReplyFigures((), "interrupted: the server stopped", is_broken=True),
+        v.ChatMessage("sample-14", "assistant", html="<p>Mine.</p>", model="demo", is_edited=True),
+        v.EditForm("sample-15", "/c/sample/m/15", "/c/sample/m/15", "It is a table.", "assistant"),
+        v.OtherModel("/c/sample/m/2", names, "org/big"),
+        v.OtherModel("/c/sample/m/2", names, "demo", "org/big", refused),
+        v.OtherModel("/c/sample/m/2", names[:1], ""),
+        v.Outline((("What is paged attention?", "/c/sample#m-1"), ("And a block table?", "/c/sample?before=9#m-5"))),
+        v.Outline(()),
+    ]
+
+
 def inside() -> list[views.View]:
     """Return samples of the parts of a message and its composer."""
     chip = m.AttachmentChip("notes.py", 412, 131, "a1")
@@ -189,7 +205,7 @@ def around() -> list[views.View]:
 
 
 def head() -> c.ChatHead:
-    return c.ChatHead("What is paged attention?", "/c/sample/manage", c.ContextMeter(1522, 4096))
+    return c.ChatHead("What is paged attention?", "/c/sample/manage", c.ContextMeter(1522, 4096), "/c/sample/outline")
 
 
 def undo() -> c.Undo:

@@ -25,6 +25,7 @@ class ChatHead(View):
     title: str
     manage_url: str = ""
     meter: ContextMeter | None = None
+    outline_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)

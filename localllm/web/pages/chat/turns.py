@@ -74,8 +74,12 @@ async def send_results(
     return await _send(state, owner, chat, message.id, new, form)
 
 
-async def regenerate(state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]) -> Turn:
-    """Write another reply beside this one, or a first reply to a message without one."""
+async def regenerate(
+    state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str], *, once: bool = False
+) -> Turn:
+    """Write another reply beside this one, or a first reply to a message without one. `once`: the form's settings are
+    for this reply, and the chat keeps its own.
+    """
     settings = typed(form, chat.settings)
     parent = message.id if message.role == "user" else message.parent_id
     with state.replies.lock(chat.id):
@@ -84,7 +88,8 @@ async def regenerate(state: ChatState, owner: str, chat: Chat, message: StoredMe
                 return Turn(chat, None, await rewrite_summary(state, owner, chat, message, claim))
             messages = await history(state, chat, parent)
             read = await _fit(state, owner, chat, messages, None, settings, claim, form)
-            await configure(state, owner, chat, settings)
+            if not once:
+                await configure(state, owner, chat, settings)
             return await _begin(state, owner, chat, parent, None, read, settings, claim)
 
 

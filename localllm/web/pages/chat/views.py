@@ -92,6 +92,35 @@ class ChatMessage(View):
 
 
 @dataclass(frozen=True, slots=True)
+class Comparison(View):
+    """Replies of two models to one message, beside each other, until one is kept."""
+
+    template: ClassVar[str] = "chat/_comparison.html"
+    replies: tuple[ChatMessage, ...]
+    urls: tuple[str, ...]  # of the messages
+
+
+@dataclass(frozen=True, slots=True)
+class OtherModel(View):
+    """The form that has a message answered by another model, or by two."""
+
+    template: ClassVar[str] = "chat/_other_model.html"
+    url: str  # of the message
+    names: tuple[ModelChoice, ...]
+    model: str
+    beside: str = ""
+    error: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outline(View):
+    """The questions of a chat, as links to them: (text, URL)."""
+
+    template: ClassVar[str] = "chat/_outline.html"
+    questions: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ComposerAction(View):
     """The button of the composer: Send, or Stop while a reply is being written."""
 
@@ -181,7 +210,7 @@ class MessageList(View):
     """A range of a chat's messages, with links to earlier and later ones."""
 
     template: ClassVar[str] = "chat/_message_list.html"
-    messages: tuple[ChatMessage, ...] = ()
+    messages: tuple[ChatMessage | Comparison, ...] = ()
     earlier_url: str = ""
     num_earlier: int = 0
     later_url: str = ""
@@ -229,6 +258,7 @@ class ChatUpdate(View):
     head: ChatHead
     announcement: str
     undo: Undo | None = None
+    is_redrawn: bool = False  # the messages are made anew, because one that moves is being written
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,11 +177,12 @@ class Chats(Tables):
         num_left_out = next((at + 1 for at in reversed(range(len(path))) if path[at] in marks), 0)
         return Branch(messages, start, len(path) - end, num_left_out, beside)
 
-    def questions(self, chat_id: str, leaf: str | None) -> list[tuple[int, StoredMessage]]:
-        """Return the user's messages that lead to a leaf, each with its place among all of them."""
+    def questions(self, chat_id: str, leaf: str | None) -> tuple[list[tuple[int, StoredMessage]], list[str]]:
+        """Return the user's messages that lead to a leaf, each with its place, and the ids of all that lead to it."""
         tree = self._tree(chat_id)
-        messages = self._messages(chat_id, tree, tree.path(leaf))
-        return [(place, message) for place, message in enumerate(messages) if message.role == "user"]
+        path = tree.path(leaf)
+        messages = self._messages(chat_id, tree, path)
+        return [(place, message) for place, message in enumerate(messages) if message.role == "user"], path
 
     def all_messages(self, chat_id: str) -> list[StoredMessage]:
         """Return the messages of every branch, oldest first."""
