@@ -17,7 +17,7 @@ from localllm.errors import RequestError
 from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import presenters
 from localllm.web.pages.chat.attachments import MAX_PDF_BYTES, Attachment, read_file
-from localllm.web.pages.chat.message_views import AttachmentChip, Attachments
+from localllm.web.pages.chat.composer_presenters import attachments_view
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.template_messages import with_files
 from localllm.web.pages.frame.errors import notice
@@ -37,26 +37,26 @@ async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
     error, files = None, list[Attachment]()
     try:
         files = state.attachments.get(owner, [each for each in form.getall("attachment", []) if each != removed])
-        for upload in _uploads(form):
+        for upload in uploads(form):
             state.attachments.require_count(len(files) + 1)
             files.append(await _store_file(state, owner, upload, model))
     except RequestError as problem:
         error = notice(problem)
     card = presenters.card_of(state, {"model": model} if model else {})
-    return html(_attachments_view(files, card.plan.max_model_len if card is not None else 0, error))
+    return html(attachments_view(files, card.plan.max_model_len if card is not None else 0, error))
 
 
 async def attached_files(request: Request[Any, Any, Any]) -> list[Attachment]:
     """Return the files of the message that is being sent. Raises `RequestError`."""
     state, owner, form = chat_state(request), owner_of(request), await request.form()
     files = state.attachments.get(owner, form.getall("attachment", []))
-    for upload in _uploads(form):
+    for upload in uploads(form):
         state.attachments.require_count(len(files) + 1)
         files.append(await _store_file(state, owner, upload, form.get("model", "")))
     return files
 
 
-def _uploads(form: Any) -> list[UploadFile]:
+def uploads(form: Any) -> list[UploadFile]:
     """Return the chosen files; an empty field is sent as a file without a name."""
     return [each for each in form.getall("file", []) if isinstance(each, UploadFile) and each.filename]
 
@@ -76,13 +76,6 @@ async def _num_tokens(state: ChatState, name: str, text: str, settings: Mapping[
     return len(
         await asyncio.to_thread(served.tokenizer.encode, with_files("", [(name, text)]), add_special_tokens=False)
     )
-
-
-def _attachments_view(files: list[Attachment], context_tokens: int, error: Any) -> Attachments:
-    chips = tuple(AttachmentChip(file.name, file.num_bytes, file.num_tokens, file.id) for file in files)
-    counts = [file.num_tokens for file in files]
-    total = sum(count for count in counts if count is not None) if files and None not in counts else None
-    return Attachments(chips, total, context_tokens, error)
 
 
 HANDLERS = (attach,)

@@ -54,8 +54,8 @@ async def _compare(
     state: ChatState, owner: str, chat: Chat, parent_id: str, names: list[str], form: Mapping[str, str]
 ) -> Turn:
     settings = {name: typed({**form, "model": name}, chat.settings) for name in names}
-    in_turn = sorted(names, key=lambda name: not _is_ready(state, name))  # one that is loaded answers first
-    at_once = in_turn if _is_ready(state, in_turn[1]) else in_turn[:1]
+    in_turn = sorted(names, key=lambda name: not state.picker.is_ready(name))  # one that is loaded answers first
+    at_once = in_turn if state.picker.is_ready(in_turn[1]) else in_turn[:1]
     async with AsyncExitStack() as stack:
         claims = {name: await stack.enter_async_context(claimed(state, owner, settings[name])) for name in at_once}
         read = messages_of(settings[names[0]].get("system", ""), await history(state, chat, parent_id))
@@ -78,11 +78,6 @@ async def _compare(
             start(writings[name], claim_later(state, owner, name, first.ended, reply.announce), read, settings[name])
             reply.announce(f"{name} has to be loaded: it answers after {first.model}.")
         return Turn(chat, None, writings[names[0]])
-
-
-def _is_ready(state: ChatState, name: str) -> bool:
-    entry = state.pages.manager.register.find(name)
-    return entry is not None and entry.state == "ready"
 
 
 async def stop_others(state: ChatState, chat: Chat, message: StoredMessage) -> bool:

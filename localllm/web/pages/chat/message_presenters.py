@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from localllm.serving.served import ModelCard
 from localllm.units import format_count
 from localllm.web.pages.chat.active_replies import ActiveReplies, ActiveReply
+from localllm.web.pages.chat.composer_presenters import summary_origin
+from localllm.web.pages.chat.composer_views import ContextMeter
 from localllm.web.pages.chat.figures import figures
 from localllm.web.pages.chat.markdown_stream import cached_html
 from localllm.web.pages.chat.part_presenters import (
@@ -22,8 +25,10 @@ from localllm.web.pages.chat.part_presenters import (
     results,
     stored_thinking,
 )
-from localllm.web.pages.chat.settings import SETTINGS, effective, note
-from localllm.web.pages.chat.sidebar_views import ChatHead, ContextMeter
+from localllm.web.pages.chat.readable import has_failed, is_summary
+from localllm.web.pages.chat.settings import BEHAVIOUR, FIRST, SETTINGS, effective, label, note, num_set
+from localllm.web.pages.chat.sidebar_presenters import when
+from localllm.web.pages.chat.sidebar_views import ChatHead
 from localllm.web.pages.chat.store import Branch, Chat, StoredMessage
 from localllm.web.pages.chat.views import (
     ChatMessage,
@@ -52,14 +57,18 @@ async def message_list(
     await asyncio.to_thread(
         lambda: [cached_html(text) for m in finished for text in (m.text, m.details.get("reasoning", ""))]
     )
+    num_left_out = max(0, branch.num_left_out - branch.num_earlier)  # of these messages
     views: list[ChatMessage | Comparison] = [
-        one_message(chat_id, message, replies.get(message.id), editing=editing) for message in messages
+        replace(one_message(chat_id, message, replies.get(message.id), editing=editing), is_left_out=at < num_left_out)
+        for at, message in enumerate(messages)
     ]
     if branch.beside:
         views[-1] = _comparison(replies, chat_id, [branch.messages[-1], *branch.beside])
+    last = messages[num_left_out - 1].id if 0 < num_left_out <= len(messages) else ""
     earlier = f"/c/{chat_id}?before={messages[0].id}" if branch.num_earlier and messages else ""
     later = f"/c/{chat_id}" if branch.num_later and outside else ""
-    return MessageList(tuple(views), earlier, branch.num_earlier, later)
+    bring_back = f"/c/{chat_id}/bring-back" if last else ""
+    return MessageList(tuple(views), earlier, branch.num_earlier, later, last, bring_back)
 
 
 def _comparison(replies: ActiveReplies, chat_id: str, compared: Sequence[StoredMessage]) -> Comparison:
@@ -114,6 +123,8 @@ def _assistant_message(
         thinking=thinking,
         calls=() if live else call_cards(details),
         result_form=None if live else result_form(f"/c/{chat_id}/m/{message.id}", message.id, details),
+        has_failed=not live and has_failed(message),
+        origin=summary_origin(message),
     )
 
 
@@ -126,7 +137,8 @@ def actions(chat_id: str, message: StoredMessage) -> MessageActions:
         edits="results" not in message.details,
         goes_on=bool(message.text)
         and (message.details.get("finish_reason") in GOES_ON or "edited" in message.details)
-        and "calls" not in message.details,
+        and "calls" not in message.details
+        and not is_summary(message),
         version=at + 1,
         versions=max(1, len(select)),
         previous_url=select[at - 1] if at > 0 else "",
@@ -139,17 +151,21 @@ def edit_form(chat_id: str, message: StoredMessage) -> EditForm:
     return EditForm(message.id, url, url, message.text, message.role)
 
 
-def head(chat: Chat | None, messages: Sequence[StoredMessage], card: ModelCard | None) -> ChatHead:
+def head(chat: Chat, messages: Sequence[StoredMessage], card: ModelCard | None) -> ChatHead:
     """Return the title, and the use of the context after the last counted reply."""
-    if chat is None:
-        return ChatHead("New chat")
     used, size = 0, card.plan.max_model_len if card is not None else 0
     for message in messages:
         if "prompt_tokens" in message.details:
             used = message.details["prompt_tokens"] + message.details.get("completion_tokens", 0)
             size = size or message.details.get("context_tokens", 0)
-    meter = ContextMeter(min(used, size), size) if used and size else None
-    return ChatHead(chat.title, f"/c/{chat.id}/manage", meter, f"/c/{chat.id}/outline")
+        elif "full_tokens" in message.details:
+            used, size = message.details["full_tokens"], size or message.details["context_tokens"]
+    meter = ContextMeter(used, size if used else 0)
+    project_url = f"/projects/{chat.project_id}" if chat.project_id else ""
+    outline_url = f"/c/{chat.id}/outline"
+    return ChatHead(
+        chat.title, f"/c/{chat.id}/manage", meter, chat.project_name, project_url, when(chat.updated_s), "", outline_url
+    )
 
 
 def sampling(
@@ -160,14 +176,31 @@ def sampling(
     preset: str = "",
     is_open: bool = False,
     error: ErrorNotice | None = None,
+    wrong: str = "",
 ) -> Sampling:
-    """Return the settings drawer, with the defaults that apply to empty fields."""
-    fields = []
-    for name, info in SETTINGS.items():
-        default, source = effective(name, card)
-        fields.append(SettingField(name, info.label, info.kind, settings.get(name, ""), default, source, note(name)))
-    said = settings.get("system", "")
-    return Sampling(said, tuple(fields), tuple(presets), preset, is_open, error, settings.get("tools", ""))
+    """Return the drawer, with the defaults that apply to empty fields. `wrong`: a field whose value was refused."""
+    return Sampling(
+        system=settings.get("system", ""),
+        fields=tuple(
+            _field(name, card, settings, wrong) for name in sorted(SETTINGS, key=lambda each: each not in FIRST)
+        ),
+        presets=tuple(presets),
+        preset=preset,
+        is_open=is_open or wrong in BEHAVIOUR,
+        error=error,
+        tools=settings.get("tools", ""),
+        schema=settings.get("schema", ""),
+        num_set=num_set(settings),
+        wrong=wrong,
+    )
+
+
+def _field(name: str, card: ModelCard | None, settings: Mapping[str, str], wrong: str) -> SettingField:
+    info, (default, source) = SETTINGS[name], effective(name, card)
+    return SettingField(
+        name, label(name), info.kind, settings.get(name, ""), default, source, note(name), info.low, info.high,
+        name in FIRST, name == wrong,
+    )  # fmt: skip
 
 
 def composer_action(replies: ActiveReplies, chat_id: str) -> ComposerAction:
@@ -176,10 +209,12 @@ def composer_action(replies: ActiveReplies, chat_id: str) -> ComposerAction:
 
 
 def reply_finished(
-    chat: Chat, message: StoredMessage, writing: ActiveReply | None, action: ComposerAction, card: ModelCard | None
-) -> ReplyFinished:
+    chat: Chat, before: Sequence[StoredMessage], message: StoredMessage, writing: ActiveReply | None,
+    action: ComposerAction, card: ModelCard | None,
+) -> ReplyFinished:  # fmt: skip
+    """Return the last update of a reply. `before`: messages before it, for the use of the context."""
     view = one_message(chat.id, message, writing)
-    return ReplyFinished(view, action, head(chat, [message], card), announcement(message.details))
+    return ReplyFinished(view, action, head(chat, [*before, message], card), announcement(message.details))
 
 
 def announcement(details: Mapping[str, Any]) -> str:

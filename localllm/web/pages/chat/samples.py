@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from localllm.web.pages.chat import composer_views as w
 from localllm.web.pages.chat import message_views as m
 from localllm.web.pages.chat import offer_views as o
+from localllm.web.pages.chat import palette_views as k
+from localllm.web.pages.chat import project_views as j
+from localllm.web.pages.chat import prompt_views as p
 from localllm.web.pages.chat import sidebar_views as c
 from localllm.web.pages.chat import views as v
 from localllm.web.pages.chat.markdown import code_block, render_markdown
+from localllm.web.pages.chat.store.records import ChatTotals
 from localllm.web.pages.frame import views
 
 MARKDOWN = """Paged attention keeps the KV cache in **blocks** of `block_size` tokens.
@@ -50,6 +55,13 @@ def samples(shell: views.Shell) -> list[views.View]:
         "sample-11", "assistant", model="demo", thinking=thought("sample-11", thinks=True),
         open=v.OpenBlock("sample-11"),
     )  # fmt: skip
+    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
+    unsent = v.ChatMessage(
+        "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
+    )
+    summary = v.ChatMessage(
+        "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
+    )
     with_file = v.ChatMessage(
         "sample-12", "user", "What does it do?", files=(m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"),)
     )
@@ -58,7 +70,8 @@ def samples(shell: views.Shell) -> list[views.View]:
     full = v.MessageList((user, reply, writing), "/c/sample?before=1", 460, "/c/sample")
     return [
         user,
-        *(called, answered, thinks, with_file),
+        *(called, answered, thinks, with_file, unsent, summary),
+        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
         *inside(),
         writing,
         reply,
@@ -82,6 +95,7 @@ def samples(shell: views.Shell) -> list[views.View]:
             models=v.ModelChoices((v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))),
         ),
         v.ModelChoices(),
+        *beside_the_text(),
         v.EmptyChat("demo", 4096, v.Examples(("What is paged attention?", "How do I start localllm?"))),
         v.EmptyChat("demo", 2048, v.Examples(("Hi",)), "4 M"),
         v.Examples(("What is paged attention?",)),
@@ -90,6 +104,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.MessageList((v.ChatMessage("sample-8", "user", "Hi"),), "/c/sample?before=8", 460, "/c/sample"),
         v.ChatTurn(user, reply, stop, "sample", head(), chat_list()),
         v.ChatUpdate(full, v.ComposerAction(), head(), "Version 2 of 3", undo()),
+        v.ChatUpdate(full, stop, head(), "Generating", clears_composer=True, chats=chat_list()),
         v.ReplyProgress("sample-3", "<p>A block.</p>", True, v.OpenBlock("sample-3", "text", "The next")),
         v.ReplyProgress("sample-3", appended=" words"),
         v.ReplyProgress("sample-11", thinking=thought("sample-11", thinks=True)),
@@ -97,6 +112,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.ReplyProgress("sample-11", thinking_appended=" and"),
         v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
         *around(),
+        *library(),
         *pages(shell, full),
     ]
 
@@ -189,33 +205,102 @@ def around() -> list[views.View]:
     locked = views.ErrorNotice("The chats are locked by another program.", "chats.db: database is locked.", "Close it.")
     return [
         head(),
-        c.ContextMeter(1522, 4096),
+        *(w.ContextMeter(1522, 4096), w.ContextMeter(2173, 2048), w.ContextMeter()),
         chat_list(),
         c.ChatList((c.ChatGroup("Found", chat_list().groups[0].rows),), "paged"),
         c.ChatList((), "nothing"),
         c.ChatList(error=locked),
-        c.ChatListPage(chat_list()),
-        c.ManageChat("/c/sample", "What is a block table?", True),
-        c.ManageChat("/c/sample", "", False, views.ErrorNotice("The title is empty.")),
+        c.ChatListPage(
+            (chat_row(note="Kernels"), chat_row(snippet=("a ", "paged", " b"))),
+            projects=project_choices(),
+            ages=(c.Choice("30", "30 days (2 chats)"),),
+            newer_url="/chats",
+            older_url="/chats?page=3",
+        ),
+        c.ChatListPage(archived=True, error=locked),
+        c.ManageChat(
+            "/c/sample",
+            "What is a block table?",
+            True,
+            time="23 Nov 2026, 08:14",
+            projects=project_choices(),
+            sums=ChatTotals(24, 12_345, 8_000, 3_210, 72.0),
+        ),
+        c.ManageChat("/c/sample", "", False, True, error=views.ErrorNotice("The title is empty.")),
         c.ManageChats(""),
         c.ChatsChanged(chat_list(), head(), "Chat renamed"),
+        c.ChatTitled(chat_list(), head()),
+        c.ChatHead("New chat", title_url="/c/sample/title"),
         c.ChatsChanged(chat_list(), None, "Chat deleted", undo()),
         undo(),
     ]
 
 
 def head() -> c.ChatHead:
-    return c.ChatHead("What is paged attention?", "/c/sample/manage", c.ContextMeter(1522, 4096), "/c/sample/outline")
+    return c.ChatHead(
+        "What is paged attention?", "/c/sample/manage", w.ContextMeter(1522, 4096), "Kernels", "/projects/p", "23 Nov",
+        "", "/c/sample/outline",
+    )  # fmt: skip
 
 
 def undo() -> c.Undo:
     return c.Undo("The chat is deleted.", "/chats/undo/sample")
 
 
+def chat_row(
+    title: str = "What is a block table?",
+    *,
+    note: str = "",
+    current: bool = False,
+    snippet: tuple[str, str, str] = ("", "", ""),
+    shows_time: bool = False,
+) -> c.ChatRow:
+    return c.ChatRow("2", title, "/c/2", "/c/2/manage", "23 Nov 2026, 08:14", current, snippet, shows_time, note)
+
+
+def library() -> list[views.View]:
+    """Return samples of prompts, projects and the list behind Ctrl K."""
+    models = (c.Choice("", "The one that is chosen in the chat", True), c.Choice("demo", "demo"))
+    form = p.SettingsForm("Be brief.", sampling().fields, models, True)
+    wrong = views.ErrorNotice("The prompt has no name.", "", "Type one first.")
+    translate = p.PromptRow("Translate", "/prompts/1", "Translate into {{language}}: …", asks=True)
+    rows = (translate, p.PromptRow("Exact", "/prompts/2", notes=("the system prompt", "temperature")))
+    file = j.PinnedFile("1", "notes.md", 412, "# Notes\n")
+    commands = (k.PaletteEntry(0, "New chat", "/"), k.PaletteEntry(1, "Keyboard shortcuts", "", "?"))
+    chats = (k.PaletteEntry(2, "What is a block table?", "/c/2", "23 Nov 2026, 08:14"),)
+    return [
+        form,
+        p.SettingsForm(),
+        p.PromptLibrary(rows),
+        p.PromptLibrary(error=views.ErrorNotice("This file does not hold prompts.")),
+        p.PromptForm("/prompts", "Translate", "Translate into {{language}}:\n{{text}}", form, True, wrong),
+        p.PromptForm("/prompts/1", "Exact"),
+        p.PromptQuestions("/prompts/1/use", "Translate", "Translate into {{language}}", ("language", "text")),
+        p.PromptList(rows),
+        p.PromptList(is_empty=True),
+        p.PromptList(),
+        p.PromptUsed("Exact", "Hello", sampling(), v.ModelChoices((v.ModelChoice("demo", True),))),
+        p.PromptUsed("Translate", "Translate into French: tree"),
+        j.ProjectList((j.ProjectRow("Kernels", "/projects/p", 12),)),
+        j.ProjectList((), "x" * 61, wrong),
+        j.ProjectPage(
+            "/projects/p", "Kernels", "/?project=p", 12, (chat_row(),), (file,), 131, 64, "Kernels", form, wrong
+        ),
+        j.ProjectPage("/projects/p", "Empty", "/?project=p", typed_name="Empty"),
+        k.Palette((k.PaletteGroup("Go to", commands), k.PaletteGroup("Chats", chats))),
+        k.Palette(error=views.ErrorNotice("The chats are locked by another program.")),
+    ]
+
+
+def project_choices() -> tuple[c.Choice, ...]:
+    return c.Choice("", "No project"), c.Choice("p", "Kernels", True)
+
+
 def chat_list() -> c.ChatList:
-    found = c.ChatRow("Block tables", "/c/1", "/c/1/manage", True, ("keeps the cache in ", "paged", " blocks"))
-    rows = (c.ChatRow("What is a block table?", "/c/2", "/c/2/manage"), c.ChatRow("A very long title " * 6, "/", "/"))
-    return c.ChatList((c.ChatGroup("Pinned", (found,)), c.ChatGroup("Today", rows)), has_more=True)
+    found = chat_row("Block tables", current=True, snippet=("keeps the cache in ", "paged", " blocks"))
+    rows = (chat_row(shows_time=True), chat_row(shows_time=True), chat_row("A very long title " * 6))
+    project = c.ChatGroup("Kernels", (chat_row("Which grid?"),), "/projects/p", "/?project=p")
+    return c.ChatList((c.ChatGroup("Pinned", (found,)), project, c.ChatGroup("Today", rows)), has_more=True)
 
 
 def sampling() -> v.Sampling:
@@ -223,8 +308,44 @@ def sampling() -> v.Sampling:
         v.SettingField(
             "temperature", "Temperature", "real", "0.2", "0.7", "the model's generation_config", "0 is dull."
         ),
-        v.SettingField("max_tokens", "Most tokens", "whole", "", "what is left of 4,096", "this server's default", ""),
+        v.SettingField(
+            "max_tokens",
+            "Longest reply, tokens",
+            "whole",
+            "",
+            "what is left of 4,096",
+            "this server's default",
+            "",
+            1,
+            None,
+            True,
+            True,
+        ),
         v.SettingField("stop", "Stop at", "strings", "END", "nothing", "OpenAI's default", "Texts, one a line."),
     )
     wrong = views.ErrorNotice("The preset has no name.", "", "Type one first.")
-    return v.Sampling("Be brief.", fields, ("Precise", "Wild"), "Wild", True, wrong)
+    return v.Sampling("Be brief.", fields, ("Precise", "Wild"), "Wild", True, wrong, num_set=2, wrong="max_tokens")
+
+
+def beside_the_text() -> list[views.View]:
+    """Return samples of what the composer shows when its message does not fit, and while a model loads."""
+    full = w.Refusal(
+        "This chat is full: 2,173 of 2,048 tokens.", "Its messages need 1,917, and 256 are kept free for the reply.",
+        "/chat", "/c/sample", True,
+    )  # fmt: skip
+    long = w.Refusal("Too long by 12,965 tokens.", "This message needs 15,013 tokens.", "/chat", file_tokens=1900)
+    progress = w.LoadProgress("org/big", 0.4, "weights 0.4 of 0.6 GiB")
+    load = v.ComposerAction(load=progress, load_url="/live/chat/model?model=org%2Fbig")
+    return [
+        *(full, long, progress, load, v.ComposerAction(over_tokens=12965)),
+        w.FitUpdate(v.ComposerAction(over_tokens=125), full, w.ContextMeter(2173, 2048), True),
+        w.FitUpdate(v.ComposerAction()),
+        *(w.BehaviourChip("Speak like a pirate.", "/c/sample?behaviour=1#system"), w.BehaviourChip()),
+        w.SummaryOrigin("What is paged attention?", "/c/sample"),
+        w.ModelPicked(load),
+        w.ModelPicked(
+            v.ComposerAction(), v.Sampling(), w.ThinkingChoice(True), v.ModelChoices(), views.ErrorNotice("Too large.")
+        ),
+        *(w.ThinkingChoice(True, "off"), w.ThinkingChoice()),
+        w.SettingRefused(views.ErrorNotice("Temperature must be a number such as 0.7."), v.Sampling(is_open=True)),
+    ]

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+from localllm.web.pages.chat.composer_views import ContextMeter
+from localllm.web.pages.chat.store.records import ChatTotals
 from localllm.web.pages.frame.views import ErrorNotice, View
-
-
-@dataclass(frozen=True, slots=True)
-class ContextMeter(View):
-    """The share of the model's context that the chat uses."""
-
-    template: ClassVar[str] = "chat/_context_meter.html"
-    used_tokens: int
-    size_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +17,11 @@ class ChatHead(View):
     template: ClassVar[str] = "chat/_chat_head.html"
     title: str
     manage_url: str = ""
-    meter: ContextMeter | None = None
+    meter: ContextMeter = field(default_factory=ContextMeter)
+    project_name: str = ""
+    project_url: str = ""
+    time: str = ""  # of the chat's last change
+    title_url: str = ""  # answers once the model has written a title; empty: it writes none
     outline_url: str = ""
 
 
@@ -32,19 +29,25 @@ class ChatHead(View):
 class ChatRow:
     """One chat in the list."""
 
+    id: str
     title: str
     url: str
     manage_url: str
+    time: str  # of its last change, such as 23 Nov 2026, 08:14
     current: bool = False
     snippet: tuple[str, str, str] = ("", "", "")  # text before, inside and after the match of a search
+    shows_time: bool = False  # another chat of the list has the same title
+    note: str = ""  # "archived", or the name of its project
 
 
 @dataclass(frozen=True, slots=True)
 class ChatGroup:
-    """Chats of the same period, such as a day."""
+    """Chats of the same period, such as a day, or of a project."""
 
     title: str
     rows: tuple[ChatRow, ...]
+    url: str = ""  # of the project
+    new_url: str = ""  # starts a chat in the project
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,15 @@ class ChatList(View):
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """One entry of a select."""
+
+    value: str
+    title: str
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ManageChat(View):
     """The form with the actions of one chat."""
 
@@ -66,6 +78,10 @@ class ManageChat(View):
     url: str
     title: str
     pinned: bool
+    archived: bool = False
+    time: str = ""  # of its last change
+    projects: tuple[Choice, ...] = ()  # empty: there are none
+    sums: ChatTotals | None = None
     error: ErrorNotice | None = None
 
 
@@ -80,10 +96,17 @@ class ManageChats(View):
 
 @dataclass(frozen=True, slots=True)
 class ChatListPage(View):
-    """The list of chats with its search form, as a separate page."""
+    """The list of chats as a separate page: search, actions on several chats, and deletion by age."""
 
     template: ClassVar[str] = "chat/_chat_list_page.html"
-    chats: ChatList
+    rows: tuple[ChatRow, ...] = ()
+    query: str = ""
+    archived: bool = False
+    projects: tuple[Choice, ...] = ()
+    ages: tuple[Choice, ...] = ()  # days -> how many chats have not changed for so long; empty: none is old
+    newer_url: str = ""
+    older_url: str = ""
+    error: ErrorNotice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +116,15 @@ class Undo(View):
     template: ClassVar[str] = "chat/_undo.html"
     text: str
     url: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTitled(View):
+    """The head and the list, drawn again once the model has written the title of a chat."""
+
+    template: ClassVar[str] = "chat/_chat_titled.html"
+    chats: ChatList
+    head: ChatHead
 
 
 @dataclass(frozen=True, slots=True)
