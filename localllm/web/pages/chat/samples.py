@@ -105,15 +105,22 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.ChatTurn(user, reply, stop, "sample", head(), chat_list()),
         v.ChatUpdate(full, v.ComposerAction(), head(), "Version 2 of 3", undo()),
         v.ChatUpdate(full, stop, head(), "Generating", clears_composer=True, chats=chat_list()),
+        *progress(),
+        v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
+        *around(),
+        *library(),
+        *pages(shell, full),
+    ]
+
+
+def progress() -> list[views.View]:
+    """Return samples of the live updates of a reply."""
+    return [
         v.ReplyProgress("sample-3", "<p>A block.</p>", True, v.OpenBlock("sample-3", "text", "The next")),
         v.ReplyProgress("sample-3", appended=" words"),
         v.ReplyProgress("sample-11", thinking=thought("sample-11", thinks=True)),
         v.ReplyProgress("sample-11", thinking_html="<p>Then.</p>", thinking_open=v.OpenBlock("sample-11-thinking")),
         v.ReplyProgress("sample-11", thinking_appended=" and"),
-        v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
-        *around(),
-        *library(),
-        *pages(shell, full),
     ]
 
 
