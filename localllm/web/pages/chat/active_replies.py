@@ -35,13 +35,14 @@ class ActiveReply:
     message: StoredMessage
     reply: Reply
     before: Mapping[str, Any] = field(default_factory=dict)  # statistics of the reply that this one continues
+    sources: Mapping[str, Any] = field(default_factory=dict)  # details about the passages that the model read
     save_task: asyncio.Task[None] | None = None
 
     @property
     def now(self) -> StoredMessage:
         """The message in its current state."""
         it = self.message
-        details = details_of(self.reply, self.before)
+        details = details_of(self.reply, self.before) | dict(self.sources)
         return StoredMessage(it.id, it.parent_id, it.role, self.reply.text, details, it.created_s, it.versions)
 
 

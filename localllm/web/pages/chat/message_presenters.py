@@ -19,6 +19,7 @@ from localllm.web.pages.chat.part_presenters import (
     live_thinking,
     result_form,
     results,
+    sources,
     stored_thinking,
 )
 from localllm.web.pages.chat.settings import SETTINGS, effective, note
@@ -97,6 +98,7 @@ def _assistant_message(chat_id: str, message: StoredMessage, writing: ActiveRepl
         thinking=thinking,
         calls=() if live else call_cards(details),
         result_form=None if live else result_form(f"/c/{chat_id}/m/{message.id}", message.id, details),
+        sources=sources(details),
     )
 
 

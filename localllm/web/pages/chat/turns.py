@@ -15,6 +15,7 @@ from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.attachments import Attachment
 from localllm.web.pages.chat.claims import Claim, claimed, reply_of, start
 from localllm.web.pages.chat.history import history, too_long
+from localllm.web.pages.chat.long_files import keep_long_files, with_passages, with_sources
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
@@ -38,7 +39,7 @@ class Turn:
 async def ask(state: ChatState, owner: str, form: Mapping[str, str], files: Sequence[Attachment] = ()) -> Turn:
     """Add a message to a chat, or to a new one. Raises `RequestError`, `ChatsUnavailable`."""
     text = checked_message(form, or_nothing=bool(files))
-    details = {"files": [{"name": file.name, "text": file.text} for file in files]} if files else {}
+    details = {"files": [file.details() for file in files]} if files else {}
     if not form.get("conversation"):
         settings = typed(form, {})
         async with claimed(state, owner, settings) as claim:
@@ -86,10 +87,12 @@ async def continue_reply(
     settings = typed(form, chat.settings)
     with state.replies.lock(chat.id):
         async with claimed(state, owner, settings) as claim:
-            read = await history(state, chat, message.parent_id, settings)
-            reply = reply_of(claim, message.id)
-            writing = ActiveReply(owner, chat.id, message, reply, _figures_only(message.details))
             said = message.details
+            read = await history(state, chat, message.parent_id, settings)
+            read = with_sources(read, said.get("sources"))
+            reply = reply_of(claim, message.id)
+            sources = {"sources": said["sources"]} if "sources" in said else {}
+            writing = ActiveReply(owner, chat.id, message, reply, _figures_only(said), sources)
             thought = (said.get("reasoning", ""), said.get("reasoning_s", 0.0), said.get("reasoning_tokens", 0))
             await reply.continue_from(message.text, *thought)
             state.replies.add(writing)
@@ -113,6 +116,7 @@ async def _answer(
     text, details = said
     new = num_chars(StoredMessage("", parent, "user", text, details))
     await history(state, chat, parent, settings, new)  # refuses a chat that is too long before saving
+    details = await keep_long_files(state, chat.id, details)
     user = await state.store.call(Chats.add, chat.id, parent, "user", text, details)
     return await _begin(state, owner, chat, user.id, user, settings, claim)
 
@@ -122,11 +126,12 @@ async def _begin(
     settings: Mapping[str, str], claim: Claim,
 ) -> Turn:  # fmt: skip
     read = await history(state, chat, parent, settings)
-    details = {"model": claim.name, "finish_reason": ""}
+    read, sources = await with_passages(state, owner, chat, parent, read, claim)
+    details = {"model": claim.name, "finish_reason": "", **sources}
     message = await state.store.call(Chats.add, chat.id, parent, "assistant", "", details)
     message = await state.store.call(Chats.message, chat.id, message.id)
     chat = await state.store.call(Chats.get, owner, chat.id)
-    writing = ActiveReply(owner, chat.id, message, reply_of(claim, message.id))
+    writing = ActiveReply(owner, chat.id, message, reply_of(claim, message.id), sources=sources)
     state.replies.add(writing)
     start(writing, claim, read, settings)  # from here on the reply owns the lease, so nothing may fail
     return Turn(chat, user, writing)

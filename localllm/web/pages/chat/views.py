@@ -11,6 +11,7 @@ from localllm.web.pages.chat.message_views import (
     Attachments,
     ReasoningView,
     ResultForm,
+    Sources,
     ToolCallCard,
     ToolResult,
 )
@@ -89,6 +90,7 @@ class ChatMessage(View):
     result_form: ResultForm | None = None
     results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
     files: tuple[AttachmentChip, ...] = ()
+    sources: Sources | None = None  # passages of long files that the model read before it answered
 
 
 @dataclass(frozen=True, slots=True)

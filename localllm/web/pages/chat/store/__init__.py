@@ -3,6 +3,7 @@
 records.py  plain values and errors                  database.py    the file: schema, migrations, damaged files
 tree.py     which messages of a tree are shown       chats.py       operations on chats and messages
 search.py   the list, and the search                 chat_store.py  the one thread that runs all of them
+file_passages.py  long files and the search in them
 Does not know: HTTP, templates, the engine.
 """
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from localllm.machine.running_servers import is_of_other_process, process_mark
 from localllm.web.pages.chat.store import search
+from localllm.web.pages.chat.store.file_passages import FilePassages
 from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Role, StoredMessage
 from localllm.web.pages.chat.store.tables import Tables, as_json, new_id
 from localllm.web.pages.chat.store.tree import Tree
@@ -28,7 +29,7 @@ HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND paren
 GONE_HINT = "Reload the page, or start a new chat."
 
 
-class Chats(Tables):
+class Chats(FilePassages, Tables):
     """The operations on the tables."""
 
     # Chats ------------------------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ class Chats(Tables):
         with self._whole():
             self._db.execute("DELETE FROM preset WHERE owner = ?", (owner,))
             count = self._db.execute("DELETE FROM chat WHERE owner = ?", (owner,)).rowcount
-            for table in ("message_words", "title_words"):
+            for table in ("message_words", "title_words", "passage_words"):
                 # A search index keeps the words of deleted rows until it is rebuilt.
                 self._db.execute(f"INSERT INTO {table} ({table}) VALUES ('rebuild')")
         self._db.execute("VACUUM")
