@@ -8,22 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from localllm.web.api.off_loop import off_loop
 from localllm.web.pages.chat.claims import Claim
 from localllm.web.pages.chat.passage_vectors import ranked_by_meaning
 from localllm.web.pages.chat.passages import question
-from localllm.web.pages.chat.passages.cut import cut, estimated_tokens
+from localllm.web.pages.chat.passages.cut import OWN_BYTES, cut, estimated_tokens
 from localllm.web.pages.chat.passages.ranking import by_sentence, fitting, fused
 from localllm.web.pages.chat.presenters import card_of
+from localllm.web.pages.chat.prompts import ChatFull, prompt_of, reply_room
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.store.records import ChatNotFound, FilePassage
 from localllm.web.pages.chat.template_messages import fenced
-
-if TYPE_CHECKING:
-    from localllm.serving.served import ServedModel
 
 UNKNOWN_CONTEXT = 8_192
 """Tokens of context of a model that is not loaded yet."""
@@ -34,8 +32,17 @@ MAX_READ_TOKENS = 3_000
 SHARE = 3
 """The passages take at most this part of the context: a third."""
 
+MIN_READ_TOKENS = 400
+"""The passages may take this many tokens even if that is more than their share: one passage."""
+
 REPLY_SHARE = 4
+"""Part of the context that whole files must leave free."""
+
 CANDIDATES = 40
+INTRODUCTION = "Passages of the attached {}, found by a search for this message:"
+SAMPLES = "No passage has the words of the question, so these are samples of the whole file."
+NO_ROOM = "The chat is so full that no passage of its files fits. Leave out the oldest messages, or start a new chat."
+GONE = "A file of this chat is not on this server, so it was not searched."
 Messages = list[dict[str, Any]]
 
 
@@ -81,38 +88,55 @@ async def _kept(state: ChatState, chat_id: str, file: Mapping[str, Any]) -> dict
 
 
 async def with_passages(
-    state: ChatState, owner: str, chat: Chat, leaf: str | None, read: Messages, claim: Claim
+    state: ChatState, chat: Chat, leaf: str | None, read: Messages, settings: Mapping[str, str], claim: Claim
 ) -> tuple[Messages, dict[str, Any]]:
     """Return what the model reads, with the passages that match its last message; and the details to store with the
-    reply: nothing if the branch has no long file.
+    reply: nothing if the branch has no long file. The claim's prompt is made anew.
     """
     branch = await state.store.call(Chats.branch, chat.id, leaf)
     asked = _question(branch.messages)
     if not asked.file_ids:
         return read, {}
     known = await state.store.call(Chats.known_files, chat.id, asked.file_ids)
-    ranking, matched = await _ranking(state, owner, chat.id, known, asked)
-    served = claim.lease.result().model if claim.lease.done() else None
+    ranking, matched = await _ranking(state, chat.id, known, asked)
     found = await state.store.call(Chats.passages, chat.id, ranking)
-    chosen = await _fitting(found, [each for each in ranking if each in found], read, served)
-    note = "" if matched else "No passage has the words of the question, so these are samples of the whole file."
-    if len(known) < len(set(asked.file_ids)):
-        note = "A file of this chat is not on this server, so it was not searched."
+    chosen = await _fitting(found, [each for each in ranking if each in found], read, claim)
+    note = "" if matched else SAMPLES
+    if known and not chosen:
+        note = NO_ROOM
+    elif len(known) < len(asked.file_ids):
+        note = GONE
     sources = {"note": note, "passages": [{"name": it.name, "where": it.where, "text": it.text} for it in chosen]}
-    return with_sources(read, sources), {"sources": sources}
+    details = {"sources": sources}
+    try:
+        return await resumed(read, details, settings, claim), details
+    except ChatFull:  # the template needs more than was counted
+        return read, {"sources": {"note": NO_ROOM, "passages": []}}
 
 
-def with_sources(read: Messages, sources: Mapping[str, Any] | None) -> Messages:
-    """Return what the model reads, with stored passages before the last message of the user."""
-    passages = (sources or {}).get("passages", [])
+async def resumed(read: Messages, details: Mapping[str, Any], settings: Mapping[str, str], claim: Claim) -> Messages:
+    """Return what the model reads, with the passages that are stored with a reply. Raises `ChatFull`."""
+    passages = details.get("sources", {}).get("passages", [])
     at = max((index for index, message in enumerate(read) if message["role"] == "user"), default=None)
     if not passages or at is None:
         return read
     names = ", ".join(dict.fromkeys(f"`{each['name']}`" for each in passages))
-    parts = [f"Passages of the attached {names}, found by a search for this message:"]
-    parts += [f"{each['name']}, {each['where']}:\n\n{fenced(each['text'].strip())}" for each in passages]
-    message = {**read[at], "content": "\n\n".join([*parts, read[at]["content"]])}
-    return [*read[:at], message, *read[at + 1 :]]
+    blocks = [_block(each["name"], each["where"], each["text"]) for each in passages]
+    content = "\n\n".join([INTRODUCTION.format(names), *blocks, read[at]["content"]])
+    found = [*read[:at], {**read[at], "content": content}, *read[at + 1 :]]
+    if claim.prompt is not None and claim.served is not None:
+        goes_on = bool(claim.prompt.conversation.template.get("continue_final_message"))
+        claim.prompt = await prompt_of(claim.served, found, settings, goes_on=goes_on)
+    return found
+
+
+def sources_of(details: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a reply's details that this module stored."""
+    return {"sources": details["sources"]} if "sources" in details else {}
+
+
+def _block(name: str, where: str, text: str) -> str:
+    return f"{name}, {where}:\n\n{fenced(text.strip())}"
 
 
 def _question(messages: Sequence[StoredMessage]) -> _Question:
@@ -122,9 +146,7 @@ def _question(messages: Sequence[StoredMessage]) -> _Question:
     return _Question(typed[-1] if typed else "", typed[-2] if len(typed) > 1 else "", tuple(dict.fromkeys(files)))
 
 
-async def _ranking(
-    state: ChatState, owner: str, chat_id: str, file_ids: Sequence[str], asked: _Question
-) -> tuple[list[int], bool]:
+async def _ranking(state: ChatState, chat_id: str, file_ids: Sequence[str], asked: _Question) -> tuple[list[int], bool]:
     """Return the best passages by words and by meaning, and whether any matched; if not, samples of the files."""
     terms = question.with_context(asked.text, asked.before)
     rankings = []
@@ -144,18 +166,25 @@ async def _ranking(
 
 
 async def _fitting(
-    found: Mapping[int, FilePassage], ranking: Sequence[int], read: Messages, served: ServedModel | None
+    found: Mapping[int, FilePassage], ranking: Sequence[int], read: Messages, claim: Claim
 ) -> list[FilePassage]:
-    """Return the passages that fit into their share of the context, in the order of the files; at least the best."""
+    """Return the best passages that fit into their share of the context, in the order of the files."""
+    served, prompt = claim.served, claim.prompt
     context = served.plan.max_model_len if served is not None else UNKNOWN_CONTEXT
-    left = context - context // REPLY_SHARE - sum(estimated_tokens(str(message["content"])) for message in read)
-    room = min(context // SHARE, MAX_READ_TOKENS, left)
+    used = sum(estimated_tokens(str(message["content"])) for message in read)
+    if prompt is not None:
+        used = len(prompt.token_ids) + reply_room(context, prompt.params.max_tokens)
 
-    def count() -> dict[int, int]:
-        if served is None:
-            return {each: estimated_tokens(found[each].text) for each in ranking}
-        encode = served.tokenizer.encode
-        return {each: len(encode(found[each].text, add_special_tokens=False)) for each in ranking}
+    def tokens(text: str) -> int:
+        return (
+            estimated_tokens(text) if served is None else len(served.tokenizer.encode(text, add_special_tokens=False))
+        )
 
-    sizes = await off_loop(len(ranking) * 1_000, count)
-    return [found[each] for each in fitting(ranking, sizes, room) or ranking[:1]]
+    def choose() -> list[int]:
+        names = {f"`{each.name}`" for each in found.values()}
+        room = min(max(context // SHARE, MIN_READ_TOKENS), MAX_READ_TOKENS, context - used)
+        room -= tokens(INTRODUCTION.format(", ".join(names)))
+        sizes = {each: tokens(f"{_block(it.name, it.where, it.text)}\n\n") for each, it in found.items()}
+        return fitting(ranking, sizes, room)
+
+    return [found[each] for each in await off_loop(len(ranking) * OWN_BYTES, choose)]

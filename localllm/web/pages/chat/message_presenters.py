@@ -169,15 +169,16 @@ def sampling(
     return Sampling(said, tuple(fields), tuple(presets), preset, is_open, error, settings.get("tools", ""))
 
 
-def stop_url(writing: ActiveReply) -> str:
-    return f"/c/{writing.chat_id}/m/{writing.message.id}/stop"
+def composer_action(replies: ActiveReplies, chat_id: str) -> ComposerAction:
+    """Return the composer's button: it stops every reply of the chat that is being written, else it sends."""
+    return ComposerAction(f"/c/{chat_id}/stop" if replies.unfinished(chat_id) else None)
 
 
 def reply_finished(
-    chat: Chat, message: StoredMessage, writing: ActiveReply | None, card: ModelCard | None
+    chat: Chat, message: StoredMessage, writing: ActiveReply | None, action: ComposerAction, card: ModelCard | None
 ) -> ReplyFinished:
     view = one_message(chat.id, message, writing)
-    return ReplyFinished(view, ComposerAction(), head(chat, [message], card), announcement(message.details))
+    return ReplyFinished(view, action, head(chat, [message], card), announcement(message.details))
 
 
 def announcement(details: Mapping[str, Any]) -> str:

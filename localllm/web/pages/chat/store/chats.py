@@ -128,7 +128,10 @@ class Chats(FilePassages, Tables):
         path = tree.path(leaf)
         end = path.index(before) if before in path else len(path)
         start = 0 if limit is None else max(0, end - limit)
-        return Branch(tuple(self._messages(chat_id, tree, path[start:end])), start, len(path) - end)
+        messages = tuple(self._messages(chat_id, tree, path[start:end]))
+        marks = self._left_out(chat_id)
+        num_left_out = next((at + 1 for at in reversed(range(len(path))) if path[at] in marks), 0)
+        return Branch(messages, start, len(path) - end, num_left_out)
 
     def all_messages(self, chat_id: str) -> list[StoredMessage]:
         """Return the messages of every branch, oldest first."""
@@ -141,6 +144,23 @@ class Chats(FilePassages, Tables):
         leaf = self._tree(chat_id).newest_leaf(message_id)
         self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (leaf, chat_id))
         return str(leaf)
+
+    def leave_out(self, owner: str, chat_id: str, message_id: str) -> None:
+        """Leave this message, and all before it on its branch, out of what the model reads. Raises `ChatNotFound`."""
+        self.message(chat_id, message_id)
+        marks = json.dumps([*self._left_out(chat_id), message_id])
+        self._change(owner, chat_id, "left_out = ?", marks)
+
+    def bring_back(self, owner: str, chat_id: str) -> None:
+        """Let the model read the whole of the shown branch again."""
+        path = self._tree(chat_id).path(self.get(owner, chat_id).leaf)
+        marks = json.dumps([each for each in self._left_out(chat_id) if each not in path])
+        self._change(owner, chat_id, "left_out = ?", marks)
+
+    def _left_out(self, chat_id: str) -> list[str]:
+        row = self._db.execute("SELECT left_out FROM chat WHERE id = ?", (chat_id,)).fetchone()
+        found: list[str] = json.loads(row[0]) if row is not None else []
+        return found
 
     def _tree(self, chat_id: str) -> Tree:
         return Tree(

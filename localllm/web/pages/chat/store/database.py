@@ -76,6 +76,9 @@ MIGRATIONS = (
     ALTER TABLE message ADD COLUMN writer TEXT NOT NULL DEFAULT '';
     """,  # the process that wrote it last; tells whether an unfinished reply may still be finished
     """
+    ALTER TABLE chat ADD COLUMN left_out TEXT NOT NULL DEFAULT '[]';
+    """,  # a list of message ids: on a branch, the model reads only what follows the last of them
+    """
     CREATE TABLE file (
         number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
         chat_id TEXT NOT NULL REFERENCES chat (id) ON DELETE CASCADE, name TEXT NOT NULL, paged INTEGER NOT NULL,
