@@ -238,7 +238,7 @@ def test_without_scripts_a_file_comes_with_the_message_even_alone(stub: Pages) -
         ("a.out", b"\x7fELF\x00\x00", "is not text"),
         ("latin.txt", "käse".encode("latin-1"), "is not text in UTF-8"),
         ("zero.txt", b"", "is empty"),
-        ("big.txt", b"x" * 1_000_001, "too large"),
+        ("big.txt", b"x" * (20 * 1024**2 + 1), "at most 20.0 MiB"),
         ("bad.pdf", b"%PDF-1.7 nothing", "is damaged, or it is not a PDF"),
         ("../../<b>`x`\n.txt", b"\x00", "bx.txt is not text"),
     ],

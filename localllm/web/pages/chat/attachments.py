@@ -25,10 +25,10 @@ from localllm.units import format_bytes, format_count
 from localllm.web.api.off_loop import off_loop
 from localllm.web.pages.chat.passages.cut import PAGE
 
-MAX_FILE_BYTES = 20_000_000
+MAX_FILE_BYTES = 20 * 1024**2
 """Most bytes of a text file, and of the text of a PDF: some ten long books."""
 
-MAX_PDF_BYTES = 50_000_000
+MAX_PDF_BYTES = 50 * 1024**2
 MAX_PDF_PAGES = 5_000
 PDF_S = 120.0
 MAX_FILES = 10

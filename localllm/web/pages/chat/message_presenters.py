@@ -164,7 +164,7 @@ def sampling(
     fields = []
     for name, info in SETTINGS.items():
         default, source = effective(name, card)
-        fields.append(SettingField(name, info.label, info.kind, settings.get(name, ""), default, source, note(info)))
+        fields.append(SettingField(name, info.label, info.kind, settings.get(name, ""), default, source, note(name)))
     said = settings.get("system", "")
     return Sampling(said, tuple(fields), tuple(presets), preset, is_open, error, settings.get("tools", ""))
 

@@ -89,7 +89,9 @@ def sources(details: Mapping[str, Any]) -> Sources | None:
     for each in found["passages"]:
         by_name.setdefault(each["name"], []).append(each["where"])
     title = "; ".join(f"{name}, {', '.join(dict.fromkeys(where))}" for name, where in by_name.items())
-    passages = tuple(SourcePassage(f"{each['name']}, {each['where']}", each["text"]) for each in found["passages"])
+    passages = tuple(
+        SourcePassage(f"{each['name']}, {each['where']}", each["text"].strip()) for each in found["passages"]
+    )
     return Sources(f"From {title}" if title else "No passage was found", passages, found.get("note", ""))
 
 

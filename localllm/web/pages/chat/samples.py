@@ -41,6 +41,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     failed = v.ChatMessage(
         "sample-4", "assistant", model="demo", error=views.ErrorNotice("The step failed.", "", "Retry.")
     )
+    searched = v.ChatMessage("sample-14", "assistant", html="<p>412 degrees.</p>", model="demo", sources=sources())
     called = v.ChatMessage(
         "sample-9", "assistant", model="demo", thinking=thought(), calls=(call(),), result_form=form(), figures=figures
     )
@@ -57,7 +58,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     full = v.MessageList((user, reply, writing), "/c/sample?before=1", 460, "/c/sample")
     return [
         user,
-        *(called, answered, thinks, with_file),
+        *(called, answered, thinks, with_file, searched),
         *inside(),
         writing,
         reply,
@@ -138,12 +139,21 @@ def result() -> m.ToolResult:
 def inside() -> list[views.View]:
     """Return samples of the parts of a message and its composer."""
     chip = m.AttachmentChip("notes.py", 412, 131, "a1")
+    long = m.AttachmentChip("paper.pdf", 1_412_000, 353_000, "a2", is_estimate=True, searched=True)
     return [
         *(thought("sample-13"), call(), form(), result(), chip),
         m.ToolCallCard("get_weather", code_block('{"city": "Pa', ""), broken=True),
         m.Attachments((chip,), 131, 4096),
+        m.Attachments((chip, long), 131, 4096),
+        m.AttachmentChip("paper.pdf", 1_412_000, searched=True),
+        *(sources(), m.Sources("No passage was found", (), "The chat is full.")),
         m.Attachments((chip,), 131, 64, views.ErrorNotice("cat.png is an image, which the model cannot see.")),
     ]
+
+
+def sources() -> m.Sources:
+    passage = m.SourcePassage("paper.pdf, p. 3", "The melting point of zorbium is 412 degrees.\n\nIt is grey.")
+    return m.Sources("From paper.pdf, p. 3", (passage,))
 
 
 def pages(shell: views.Shell, messages: v.MessageList) -> list[views.View]:
