@@ -1,6 +1,6 @@
-"""Actions on chats: search, rename, pin, delete with undo, export, import, delete all; and presets.
+"""Actions on chats: search, rename, pin, delete with undo; and presets.
 
-Does not know: how chats are stored (store/), the format of an exported file (transfer.py).
+Does not know: how chats are stored (store/), exports and imports (transfer_handlers.py).
 """
 
 from __future__ import annotations
@@ -99,53 +99,6 @@ async def undo_delete(request: Request[Any, Any, Any]) -> Redirect:
     return Redirect(f"/c/{chat_id}", status_code=303)
 
 
-@get("/c/{conversation_id:str}/export/{kind:str}")
-async def export_chat(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """Export the shown branch as Markdown, or everything as JSON."""
-    state, chat = chat_state(request), await requested_chat(request)
-    kind = request.path_params["kind"]
-    branch = await state.store.call(Chats.branch, chat.id, chat.leaf)
-    shown_now = [state.replies.current(message) for message in branch.messages]
-    if kind == "md":
-        body, media_type = transfer.as_markdown(chat, shown_now), "text/markdown"
-    elif kind == "json":
-        everything = [state.replies.current(m) for m in await state.store.call(Chats.all_messages, chat.id)]
-        body, media_type = transfer.as_json(chat, shown_now, everything), "application/json"
-    else:
-        raise InvalidParameter(f"Chats are not exported as {kind[:20]!r}.", hint="Use md or json.", param="kind")
-    disposition = f'attachment; filename="{transfer.file_name(chat)}.{kind}"'
-    return Response(body, media_type=media_type, headers={"Content-Disposition": disposition})
-
-
-@post("/chats/import", guards=[same_origin], status_code=303, request_max_body_size=MAX_UPLOAD_BYTES)
-async def import_chat(request: Request[Any, Any, Any]) -> Redirect:
-    """Import an exported file, or OpenAI's messages."""
-    file = (await request.form()).get("file")
-    if not isinstance(file, UploadFile):
-        raise MissingParameter("No file was chosen.", hint="Choose a JSON file.", param="file")
-    raw = await file.read()
-    require_few_values(raw)
-    found = await anyio.to_thread.run_sync(transfer.read, raw)
-    chat = await chat_state(request).store.call(
-        Chats.add_all, owner_of(request), found.title, found.settings, found.messages, found.leaf
-    )
-    return Redirect(f"/c/{chat.id}", status_code=303)
-
-
-@post("/chats/wipe", guards=[same_origin], status_code=303)
-async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
-    """Delete everything of the caller, permanently."""
-    if not (await fields_of(request)).get("sure"):
-        raise MissingParameter("Nothing was deleted.", hint="Tick the box to confirm.", param="sure")
-    state, owner = chat_state(request), owner_of(request)
-    state.replies.cancel(owner=owner)
-    await state.store.call(Chats.wipe, owner)
-    cached_html.clear()
-    redirect = Redirect("/", status_code=303)
-    redirect.delete_cookie(COOKIE)
-    return redirect
-
-
 @post("/chats/preset/{action:str}", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
     """Use, save or remove a preset; answer with the drawer, or with the page and the drawer open."""
@@ -205,8 +158,5 @@ HANDLERS = (
     pin_chat,
     delete_chat,
     undo_delete,
-    export_chat,
-    import_chat,
-    wipe_chats,
     change_presets,
 )
