@@ -16,7 +16,7 @@ import pytest
 
 from localllm.errors import ContextTooLong, DoesNotFit
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.chat import active_replies, turns
+from localllm.web.pages.chat import active_replies, claims
 from localllm.web.pages.chat.store import Chats, database
 from localllm.web.pages.chat.store.database import chats_path
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
@@ -166,7 +166,7 @@ def test_chats_are_renamed_pinned_and_found(browser: httpx.Client) -> None:
     changed = browser.post(
         f"{chat}/rename", data={"title": " Striped \n horses ", "conversation": chat[3:]}, headers=SCRIPTED
     )
-    assert 'class="head__title" dir="auto">Striped horses</h1>' in changed.text
+    assert re.search(r'class="head__title" dir="auto" title="[^"]+">Striped horses</h1>', changed.text)
     browser.post(f"{chat}/pin", data={"pinned": "1"})
     page = browser.get("/").text
     assert page.index(">Pinned</h2>") < page.index("Striped horses")
@@ -433,7 +433,7 @@ def test_model_that_has_to_come_first_is_waited_for_in_the_reply(
             raise DoesNotFit("It does not fit.", "9 GiB needed.", "Take a smaller one.")
         return await acquire(name)
 
-    monkeypatch.setattr(turns, "MODEL_WAIT_S", 0.01)
+    monkeypatch.setattr(claims, "MODEL_WAIT_S", 0.01)
     monkeypatch.setattr(manager, "acquire", acquire_later)
     answers = {
         name: browser.post("/chat", data={"message": "hi", "model": name}, headers=SCRIPTED).text

@@ -13,7 +13,7 @@ import pytest
 
 from localllm.errors import ContextTooLong
 from localllm.serving.phases import Phase
-from localllm.web.pages.chat import turns
+from localllm.web.pages.chat import history
 from localllm.web.pages.frame.security import CONTENT_SECURITY_POLICY
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import StubModel
@@ -173,7 +173,7 @@ def test_second_message_waits_for_the_first(served: Pages, browser: httpx.Client
 
 def test_chat_that_grew_too_long_is_refused(browser: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     turn = browser.post("/chat", data={"message": "hi"})
-    monkeypatch.setattr(turns, "MAX_CONVERSATION_CHARS", 100)
+    monkeypatch.setattr(history, "MAX_CONVERSATION_CHARS", 100)
     conversation = str(turn.url).partition("/c/")[2].partition("#")[0]
     again = browser.post("/chat", data={"message": "more", "conversation": conversation}, headers=SCRIPTED)
     assert again.status_code == 413

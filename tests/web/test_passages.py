@@ -208,7 +208,7 @@ def test_the_answer_is_in_the_first_three_passages_of_nine_in_ten_questions(chat
     assert len(FACTS) == 60
     text = book()
     chat = chats.create("", "t", {})
-    file_id = chats.add_file(chat.id, "book.txt", False, cut(text))
+    file_id = chats.add_long_file(chat.id, "book.txt", False, cut(text))
     assert len(cut(text)) > 150
     found = [any(fact in passage for passage in search(chats, chat.id, file_id, asked)) for fact, asked in FACTS]
     assert sum(found) >= 54, [asked for (_, asked), hit in zip(FACTS, found, strict=True) if not hit]
@@ -216,7 +216,7 @@ def test_the_answer_is_in_the_first_three_passages_of_nine_in_ten_questions(chat
 
 def test_a_short_question_is_understood_with_the_one_before_it(chats: Chats) -> None:
     chat = chats.create("", "t", {})
-    file_id = chats.add_file(chat.id, "book.txt", False, cut(book()))
+    file_id = chats.add_long_file(chat.id, "book.txt", False, cut(book()))
     passages = search(chats, chat.id, file_id, "And in Tamsk?", "Who designed the lighthouse in Ocre?")
     assert any("Ada Stern4" in passage for passage in passages)
 
@@ -224,7 +224,7 @@ def test_a_short_question_is_understood_with_the_one_before_it(chats: Chats) -> 
 def test_words_are_found_in_other_forms_without_accents_and_in_chinese(chats: Chats) -> None:
     chat = chats.create("", "t", {})
     texts = ["Résumés of the running committees.", "这座图书馆建于一九五零年。", "Nothing else."]
-    file_id = chats.add_file(chat.id, "a.txt", False, [each for text in texts for each in cut(text)])
+    file_id = chats.add_long_file(chat.id, "a.txt", False, [each for text in texts for each in cut(text)])
     for asked, answer in (("resume", 0), ("committee", 0), ("run", 0), ("图书馆是什么时候建的", 1)):
         assert search(chats, chat.id, file_id, asked, most=1) == [texts[answer]]
 
@@ -234,7 +234,7 @@ def test_words_are_found_in_other_forms_without_accents_and_in_chinese(chats: Ch
 
 def test_passages_of_another_chat_or_owner_are_not_found(chats: Chats) -> None:
     one, two = chats.create("ann", "t", {}), chats.create("bob", "t", {})
-    file_id = chats.add_file(one.id, "secret.txt", True, cut("The secret is zinc."))
+    file_id = chats.add_long_file(one.id, "secret.txt", True, cut("The secret is zinc."))
     query = question.query(["secret"])
     (number,) = chats.matching(one.id, [file_id], query, 5)
     assert chats.passages(one.id, [number])[number].where == "p. 1"
@@ -253,7 +253,7 @@ def test_a_deleted_chat_takes_its_files_with_it_and_wipe_leaves_no_word(tmp_path
     chats = Chats(db)
     kept, gone = chats.create("", "kept", {}), chats.create("", "gone", {})
     for chat in (kept, gone):
-        file_id = chats.add_file(chat.id, "a.txt", False, cut(f"Xylophones and {chat.title} zithers. " * 90))
+        file_id = chats.add_long_file(chat.id, "a.txt", False, cut(f"Xylophones and {chat.title} zithers. " * 90))
         numbers = chats.matching(chat.id, [file_id], "xylophones", 9)
         chats.add_vectors("m", dict.fromkeys(numbers, b"\0\0"))
     chats.delete("", gone.id)
@@ -269,7 +269,7 @@ def test_a_deleted_chat_takes_its_files_with_it_and_wipe_leaves_no_word(tmp_path
 
 def test_embeddings_are_asked_for_once_and_only_of_the_beginning_of_a_long_file(chats: Chats) -> None:
     chat = chats.create("", "t", {})
-    file_id = chats.add_file(chat.id, "a.txt", False, cut("word " * 2_000))
+    file_id = chats.add_long_file(chat.id, "a.txt", False, cut("word " * 2_000))
     rows = chats.without_vector(chat.id, "m", 100, 4)
     assert len(rows) == 4
     chats.add_vectors("m", {rows[0][0]: b"ab", 10**9: b"cd"})
@@ -280,7 +280,7 @@ def test_embeddings_are_asked_for_once_and_only_of_the_beginning_of_a_long_file(
 
 def test_a_copy_is_of_the_other_chat_and_outlives_the_original(chats: Chats) -> None:
     one, two = chats.create("", "t", {}), chats.create("", "t", {})
-    file_id = chats.add_file(one.id, "a.txt", True, cut("First.\fSecond zinc.", paged=True))
+    file_id = chats.add_long_file(one.id, "a.txt", True, cut("First.\fSecond zinc.", paged=True))
     copies = chats.copy_files(one.id, two.id)
     chats.delete("", one.id)
     chats.purge(1e12)
@@ -303,6 +303,6 @@ def test_chats_of_the_version_before_keep_their_messages(tmp_path: Path) -> None
     chats = Chats(upgraded)
     assert notice == ""
     assert chats.all_messages("c") == [StoredMessage("m", None, "user", "hello", {}, 1.0, ("m",))]
-    file_id = chats.add_file("c", "a.txt", False, cut("zinc"))
+    file_id = chats.add_long_file("c", "a.txt", False, cut("zinc"))
     assert len(chats.matching("c", [file_id], "zinc", 5)) == 1
     upgraded.close()

@@ -57,13 +57,17 @@ async def attached_files(request: Request[Any, Any, Any]) -> list[Attachment]:
 
 
 async def _add_uploads(state: ChatState, owner: str, form: Any, files: list[Attachment]) -> None:
-    """Read the chosen files; an empty field is sent as a file without a name."""
-    for upload in form.getall("file", []):
-        if isinstance(upload, UploadFile) and upload.filename:
-            state.attachments.require_count(len(files) + 1)
-            file = await read_file(upload.filename, await upload.read())
-            num_tokens, is_estimate = await _num_tokens(state, file, _model(form))
-            files.append(state.attachments.put(owner, file, num_tokens, is_estimate=is_estimate))
+    """Read the chosen files and add them to `files`."""
+    for upload in uploads(form):
+        state.attachments.require_count(len(files) + 1)
+        file = await read_file(upload.filename, await upload.read())
+        num_tokens, is_estimate = await _num_tokens(state, file, _model(form))
+        files.append(state.attachments.put(owner, file, num_tokens, is_estimate=is_estimate))
+
+
+def uploads(form: Any) -> list[UploadFile]:
+    """Return the chosen files; an empty field is sent as a file without a name."""
+    return [each for each in form.getall("file", []) if isinstance(each, UploadFile) and each.filename]
 
 
 def _model(form: Any) -> Mapping[str, str]:

@@ -34,7 +34,7 @@ PDF_S = 120.0
 MAX_FILES = 10
 """Most files per message."""
 
-MAX_WHOLE_CHARS = 1_000_000
+MAX_WHOLE_BYTES = 1_000_000
 """A longer file is searched, whatever the model's context is."""
 
 MAX_TRAY_FILES = 100
@@ -70,6 +70,11 @@ class FileText:
     text: str
     paged: bool = False
 
+    @property
+    def whole(self) -> str:
+        """The text as a model reads it."""
+        return re.sub(f"{PAGE}+", "\n\n", self.text).strip("\n") if self.paged else self.text
+
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
@@ -86,15 +91,10 @@ class Attachment:
     def name(self) -> str:
         return self.file.name
 
-    @property
-    def text(self) -> str:
-        """The text as a model reads it."""
-        return re.sub(f"{PAGE}+", "\n\n", self.file.text).strip("\n") if self.file.paged else self.file.text
-
     def details(self) -> dict[str, Any]:
         """Return what is stored with the message; long_files.py stores the text of a searched file elsewhere."""
         if not self.searched:
-            return {"name": self.name, "text": self.text}
+            return {"name": self.name, "text": self.file.whole}
         paged = self.file.paged
         return {
             "name": self.name,
@@ -109,7 +109,7 @@ def divided(files: Sequence[Attachment], room_tokens: int) -> list[Attachment]:
     """Return the files, and mark as searched those that do not fit into the room beside the ones before them."""
     found = []
     for file in files:
-        searched = file.num_tokens > room_tokens or len(file.file.text) > MAX_WHOLE_CHARS
+        searched = file.num_tokens > room_tokens or file.num_bytes > MAX_WHOLE_BYTES
         room_tokens -= 0 if searched else file.num_tokens
         found.append(replace(file, searched=searched))
     return found

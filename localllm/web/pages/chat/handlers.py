@@ -25,6 +25,9 @@ from localllm.web.errors import wants_html
 from localllm.web.pages.chat import message_presenters, part_presenters, presenters, turns
 from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.attachment_handlers import attached_files
+from localllm.web.pages.chat.projects import named_project
+from localllm.web.pages.chat.settings import MAX_MODEL_CHARS
+from localllm.web.pages.chat.sidebar_presenters import chat_list
 from localllm.web.pages.chat.sidebar_views import Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
@@ -46,7 +49,11 @@ async def new_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """Show an empty chat; a program, which does not ask for HTML, is told that the server is running."""
     if not wants_html(request.scope):
         return is_running()
-    return html(await presenters.chat_page(request, None, undo=_undo(request, "The chat is deleted.")))
+    query = request.query_params
+    project = await named_project(chat_state(request), owner_of(request), query)
+    settings = {"model": query["model"][:MAX_MODEL_CHARS]} if query.get("model") else None
+    undo = undo_of(request, "The chat is deleted.")
+    return html(await presenters.chat_page(request, None, undo=undo, settings=settings, project=project))
 
 
 @get("/chat")
@@ -66,7 +73,7 @@ async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     chat, query = await requested_chat(request), request.query_params
     if "before" in query and is_scripted(request):
         return html(await presenters.earlier(request, chat, query["before"]))
-    undo = _undo(request, "The message is deleted.")
+    undo = undo_of(request, "The message is deleted.")
     view = await presenters.chat_page(
         request, chat, before=query.get("before"), editing=query.get("edit", ""), undo=undo
     )
@@ -97,7 +104,7 @@ async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
         action=message_presenters.composer_action(state.replies, turn.chat.id),
         conversation_id=turn.chat.id,
         head=message_presenters.head(turn.chat, messages, presenters.card_of(state, turn.chat.settings)),
-        chats=await presenters.chat_list(state, owner, turn.chat),
+        chats=await chat_list(state, owner, turn.chat),
     )
     return html(view, headers={"HX-Replace-Url": f"/c/{turn.chat.id}"}, cookies=[cookie])
 
@@ -186,7 +193,7 @@ def _own_reply(request: Request[Any, Any, Any]) -> ActiveReply | None:
     return found if found is not None and found.owner == owner_of(request) else None
 
 
-def _undo(request: Request[Any, Any, Any], text: str) -> Undo | None:
+def undo_of(request: Request[Any, Any, Any], text: str) -> Undo | None:
     """Return the undo notice that the URL asks for after a redirect."""
     deletion = request.query_params.get("deleted", "")
     return Undo(text, f"/chats/undo/{deletion}") if re.fullmatch(r"[\w-]{1,64}", deletion) else None
@@ -203,7 +210,8 @@ async def _page_with_error(request: Request[Any, Any, Any], form: Mapping[str, s
             chat = await chat_state(request).store.call(Chats.get, owner_of(request), form["conversation"])
         except ChatNotFound:
             chat = None
-    return presenters.with_error(await presenters.chat_page(request, chat), form, notice(error))
+    project = None if chat is not None else await named_project(chat_state(request), owner_of(request), form)
+    return presenters.with_error(await presenters.chat_page(request, chat, project=project), form, notice(error))
 
 
 HANDLERS = (new_chat, latest_chat, open_chat, send_message, follow_reply, stop_reply, stop_chat)

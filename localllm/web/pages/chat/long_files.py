@@ -83,7 +83,7 @@ async def keep_long_files(state: ChatState, chat_id: str, details: Mapping[str, 
 async def _kept(state: ChatState, chat_id: str, file: Mapping[str, Any]) -> dict[str, Any]:
     found = await off_loop(len(file["body"]), lambda: cut(file["body"], paged=file["paged"]))
     passages = [each for each in found if each.text.strip()]
-    file_id = await state.store.call(Chats.add_file, chat_id, file["name"], file["paged"], passages)
+    file_id = await state.store.call(Chats.add_long_file, chat_id, file["name"], file["paged"], passages)
     return {"name": file["name"], "num_bytes": file["num_bytes"], "searched": True, "file": file_id}
 
 

@@ -23,6 +23,7 @@ from localllm.web.pages.chat.part_presenters import (
     stored_thinking,
 )
 from localllm.web.pages.chat.settings import SETTINGS, effective, note
+from localllm.web.pages.chat.sidebar_presenters import when
 from localllm.web.pages.chat.sidebar_views import ChatHead, ContextMeter
 from localllm.web.pages.chat.store import Branch, Chat, StoredMessage
 from localllm.web.pages.chat.views import (
@@ -138,17 +139,16 @@ def figures(details: Mapping[str, Any]) -> ReplyFigures | None:
     )
 
 
-def head(chat: Chat | None, messages: Sequence[StoredMessage], card: ModelCard | None) -> ChatHead:
+def head(chat: Chat, messages: Sequence[StoredMessage], card: ModelCard | None) -> ChatHead:
     """Return the title, and the use of the context after the last counted reply."""
-    if chat is None:
-        return ChatHead("New chat")
     used, size = 0, card.plan.max_model_len if card is not None else 0
     for message in messages:
         if "prompt_tokens" in message.details:
             used = message.details["prompt_tokens"] + message.details.get("completion_tokens", 0)
             size = size or message.details.get("context_tokens", 0)
     meter = ContextMeter(min(used, size), size) if used and size else None
-    return ChatHead(chat.title, f"/c/{chat.id}/manage", meter)
+    project_url = f"/projects/{chat.project_id}" if chat.project_id else ""
+    return ChatHead(chat.title, f"/c/{chat.id}/manage", meter, chat.project_name, project_url, when(chat.updated_s))
 
 
 def sampling(

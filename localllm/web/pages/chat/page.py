@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from localllm.web.access.scopes import Paths, RouteRules
-from localllm.web.pages.chat import attachment_handlers, handlers, message_handlers, offer_handlers, sidebar_handlers
+from localllm.web.pages.chat import (
+    attachment_handlers,
+    handlers,
+    message_handlers,
+    offer_handlers,
+    palette_handlers,
+    project_handlers,
+    prompt_handlers,
+    sidebar_handlers,
+    transfer_handlers,
+)
 from localllm.web.pages.chat.state import close_chats, open_chats
 from localllm.web.pages.frame.page import Page
 from localllm.web.pages.frame.views import NavEntry
@@ -15,9 +25,19 @@ PAGE = Page(
         *message_handlers.HANDLERS,
         *attachment_handlers.HANDLERS,
         *sidebar_handlers.HANDLERS,
+        *transfer_handlers.HANDLERS,
         *offer_handlers.HANDLERS,
+        *prompt_handlers.HANDLERS,
+        *project_handlers.HANDLERS,
+        *palette_handlers.HANDLERS,
     ),
-    rules=RouteRules(infer=Paths("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat"), linked=Paths("/", "/c/*")),
+    rules=RouteRules(
+        infer=Paths(
+            *("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat", "/palette"),
+            *("/prompts", "/prompts/*", "/projects", "/projects/*"),
+        ),
+        linked=Paths("/", "/c/*"),
+    ),
     on_startup=(open_chats,),
     on_shutdown=(close_chats,),
 )

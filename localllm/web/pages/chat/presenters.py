@@ -6,15 +6,12 @@ Does not know: routes, templates, how a reply is generated.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import datetime, timedelta
 from typing import Any
 
 from litestar import Request
 
-from localllm.errors import LocalLLMError
 from localllm.models.library.about import count_parameters
 from localllm.models.library.catalog import demo_path
 from localllm.serving.served import ModelCard
@@ -23,9 +20,10 @@ from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import message_presenters
 from localllm.web.pages.chat.offer_presenters import live_url_of, shown_offer
 from localllm.web.pages.chat.settings import NAMES
-from localllm.web.pages.chat.sidebar_views import ChatGroup, ChatHead, ChatList, ChatRow, Undo
+from localllm.web.pages.chat.sidebar_presenters import chat_list
+from localllm.web.pages.chat.sidebar_views import ChatHead, Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
-from localllm.web.pages.chat.store import Branch, Chat, Chats, FoundChat
+from localllm.web.pages.chat.store import Branch, Chat, Chats, Project
 from localllm.web.pages.chat.store.records import ChatsUnavailable
 from localllm.web.pages.chat.views import (
     ChatPage,
@@ -39,16 +37,10 @@ from localllm.web.pages.chat.views import (
     ModelChoices,
     Sampling,
 )
-from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.views import ErrorNotice, View
 
 WINDOW = 40
 """Messages of a chat that are shown at first; earlier ones load when the user scrolls up."""
-
-LISTED = 60
-MOST_LISTED = 1000
-PLAIN = str.maketrans("", "", "*`#|")
-"""Removes Markdown characters from a snippet."""
 
 EXAMPLES = (
     "Explain in simple words why the sky is blue",
@@ -71,10 +63,14 @@ async def chat_page(
     editing: str = "",
     undo: Undo | None = None,
     settings: Mapping[str, str] | None = None,
+    project: Project | None = None,
 ) -> ChatPage:
-    """Return the page of a chat, or of a new one. There is a composer even if the model sleeps: a message wakes it."""
+    """Return the page of a chat, or of a new one, which may be in a project. There is a composer even if the model
+    sleeps: a message wakes it.
+    """
     state, owner = chat_state(request), owner_of(request)
-    settings = settings if settings is not None else chat.settings if chat else {}
+    if settings is None:
+        settings = chat.settings if chat else project.settings if project else {}
     branch = Branch(())
     if chat is not None:
         branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
@@ -84,13 +80,15 @@ async def chat_page(
     if not waits:
         action = message_presenters.composer_action(state.replies, chat.id) if chat else ComposerAction()
         sampling = await drawer(state, owner, card, settings)
-        composer = Composer(chat.id if chat else "", sampling, action, models=await model_choices(state, settings))
+        models = await model_choices(state, settings)
+        project_id = project.id if project else ""
+        composer = Composer(chat.id if chat else "", sampling, action, models=models, project_id=project_id)
         if chat is None and card is not None:
             empty = await asyncio.to_thread(empty_chat, card)
     messages = [state.replies.current(message) for message in branch.messages]
     return ChatPage(
         shell=state.pages.shell(request, chat.title if chat else "New chat", "chat", live_url_of(offer), waits=waits),
-        head=message_presenters.head(chat, messages, card),
+        head=new_head(project) if chat is None else message_presenters.head(chat, messages, card),
         chats=await chat_list(state, owner, chat),
         list=await message_presenters.message_list(state.replies, chat.id, branch, editing=editing) if chat else None,
         composer=composer,
@@ -102,11 +100,18 @@ async def chat_page(
     )
 
 
-async def panel_page(request: Request[Any, Any, Any], title: str, panel: View) -> ChatPage:
-    """Return a page with a form or a list in place of a chat; with scripts it is a dialog."""
+def new_head(project: Project | None) -> ChatHead:
+    """Return the head of a chat that has not begun."""
+    if project is None:
+        return ChatHead("New chat")
+    return ChatHead("New chat", project_name=project.name, project_url=f"/projects/{project.id}")
+
+
+async def panel_page(request: Request[Any, Any, Any], title: str, panel: View, undo: Undo | None = None) -> ChatPage:
+    """Return a page with a form or a list in place of a chat; with scripts a small one is a dialog."""
     state = chat_state(request)
     chats = await chat_list(state, owner_of(request), None)
-    return ChatPage(state.pages.shell(request, title, "chat"), ChatHead(title), chats, panel=panel)
+    return ChatPage(state.pages.shell(request, title, "chat"), ChatHead(title), chats, panel=panel, undo=undo)
 
 
 async def update(
@@ -193,43 +198,3 @@ async def drawer(state: ChatState, owner: str, card: ModelCard | None, settings:
 
 def _store_notice(state: ChatState) -> ErrorNotice | None:
     return ErrorNotice(state.store.notice) if state.store.notice else None
-
-
-# The list ----------------------------------------------------------------------------------------------------------
-
-
-async def chat_list(
-    state: ChatState, owner: str, current: Chat | None, query: str = "", limit: int = LISTED
-) -> ChatList:
-    """Return the chats by date, or the results of a search. If the store cannot be read, the list shows the error."""
-    try:
-        if query.strip():
-            found = await state.store.call(Chats.search, owner, query, limit)
-            rows = tuple(_row(each, current) for each in found)
-            return ChatList((ChatGroup("Found", rows),) if rows else (), query)
-        chats = await state.store.call(Chats.latest, owner, limit + 1)
-    except LocalLLMError as error:
-        return ChatList(query=query, error=notice(error))
-    groups: dict[str, list[ChatRow]] = {}
-    for chat in chats[:limit]:
-        groups.setdefault(_group(chat), []).append(_row(FoundChat(chat), current))
-    return ChatList(tuple(ChatGroup(title, tuple(rows)) for title, rows in groups.items()), has_more=len(chats) > limit)
-
-
-def _row(found: FoundChat, current: Chat | None) -> ChatRow:
-    chat = found.chat
-    is_current = current is not None and current.id == chat.id
-    before, word, after = (part.translate(PLAIN) for part in found.snippet)
-    return ChatRow(chat.title, f"/c/{chat.id}", f"/c/{chat.id}/manage", is_current, (before, word, after))
-
-
-def _group(chat: Chat) -> str:
-    """Return the group of a chat, by days in the server's time zone."""
-    if chat.pinned:
-        return "Pinned"
-    day, today = datetime.fromtimestamp(chat.updated_s).date(), datetime.fromtimestamp(time.time()).date()
-    if day >= today:
-        return "Today"
-    if day == today - timedelta(days=1):
-        return "Yesterday"
-    return "Last 7 days" if day > today - timedelta(days=7) else day.strftime("%B %Y")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from localllm.web.pages.chat import message_views as m
 from localllm.web.pages.chat import offer_views as o
+from localllm.web.pages.chat import palette_views as w
+from localllm.web.pages.chat import project_views as j
+from localllm.web.pages.chat import prompt_views as p
 from localllm.web.pages.chat import sidebar_views as c
 from localllm.web.pages.chat import views as v
 from localllm.web.pages.chat.markdown import code_block, render_markdown
+from localllm.web.pages.chat.store.records import ChatTotals
 from localllm.web.pages.frame import views
 
 MARKDOWN = """Paged attention keeps the KV cache in **blocks** of `block_size` tokens.
@@ -98,6 +102,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.ReplyProgress("sample-11", thinking_appended=" and"),
         v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
         *around(),
+        *library(),
         *pages(shell, full),
     ]
 
@@ -171,7 +176,7 @@ def pages(shell: views.Shell, messages: v.MessageList) -> list[views.View]:
         ),
         v.ChatPage(shell, head(), chat_list(), messages, composer, undo=undo(), notice=aside),
         v.ChatPage(shell, head(), chat_list(), loading=views.Loading("demo")),
-        v.ChatPage(shell, c.ChatHead("Chats"), c.ChatList(), panel=c.ManageChats("/home/me/chats.db")),
+        v.ChatPage(shell, c.ChatHead("Chats"), c.ChatList(), panel=c.ManageChats()),
     ]
 
 
@@ -185,28 +190,100 @@ def around() -> list[views.View]:
         c.ChatList((c.ChatGroup("Found", chat_list().groups[0].rows),), "paged"),
         c.ChatList((), "nothing"),
         c.ChatList(error=locked),
-        c.ChatListPage(chat_list()),
-        c.ManageChat("/c/sample", "What is a block table?", True),
-        c.ManageChat("/c/sample", "", False, views.ErrorNotice("The title is empty.")),
-        c.ManageChats(""),
+        c.ChatListPage(
+            (chat_row(note="Kernels"), chat_row(snippet=("a ", "paged", " b"))),
+            projects=project_choices(),
+            ages=(c.Choice("30", "30 days (2 chats)"),),
+            newer_url="/chats",
+            older_url="/chats?page=3",
+        ),
+        c.ChatListPage(archived=True, error=locked),
+        c.ManageChat(
+            "/c/sample",
+            "What is a block table?",
+            True,
+            time="23 Nov 2026, 08:14",
+            projects=project_choices(),
+            sums=ChatTotals(24, 12_345, 8_000, 3_210, 72.0),
+        ),
+        c.ManageChat("/c/sample", "", False, True, error=views.ErrorNotice("The title is empty.")),
+        c.ManageChats(refused()),
+        *(refused(), c.WipeChats()),
         c.ChatsChanged(chat_list(), head(), "Chat renamed"),
         c.ChatsChanged(chat_list(), None, "Chat deleted", undo()),
         undo(),
     ]
 
 
+def refused() -> c.ImportRefused:
+    broken = views.ErrorNotice("chats.json: This file holds no messages.", "", "Choose a chat export.")
+    return c.ImportRefused((broken, views.ErrorNotice("3 chats are imported.")), chat_list())
+
+
 def head() -> c.ChatHead:
-    return c.ChatHead("What is paged attention?", "/c/sample/manage", c.ContextMeter(1522, 4096))
+    return c.ChatHead(
+        "What is paged attention?", "/c/sample/manage", c.ContextMeter(1522, 4096), "Kernels", "/projects/p", "23 Nov"
+    )
 
 
 def undo() -> c.Undo:
     return c.Undo("The chat is deleted.", "/chats/undo/sample")
 
 
+def chat_row(
+    title: str = "What is a block table?",
+    *,
+    note: str = "",
+    current: bool = False,
+    snippet: tuple[str, str, str] = ("", "", ""),
+    shows_time: bool = False,
+) -> c.ChatRow:
+    return c.ChatRow("2", title, "/c/2", "/c/2/manage", "23 Nov 2026, 08:14", current, snippet, shows_time, note)
+
+
+def library() -> list[views.View]:
+    """Return samples of prompts, projects and the list behind Ctrl K."""
+    models = (c.Choice("", "The one that is chosen in the chat", True), c.Choice("demo", "demo"))
+    form = p.SettingsForm("Be brief.", sampling().fields, models, True)
+    wrong = views.ErrorNotice("The prompt has no name.", "", "Type one first.")
+    translate = p.PromptRow("Translate", "/prompts/1", "Translate into {{language}}: …", asks=True)
+    rows = (translate, p.PromptRow("Exact", "/prompts/2", notes=("the system prompt", "temperature")))
+    file = j.PinnedFile("1", "notes.md", 412, "# Notes\n")
+    commands = (w.PaletteEntry(0, "New chat", "/"), w.PaletteEntry(1, "Keyboard shortcuts", "", "?"))
+    chats = (w.PaletteEntry(2, "What is a block table?", "/c/2", "23 Nov 2026, 08:14"),)
+    return [
+        form,
+        p.SettingsForm(),
+        p.PromptLibrary(rows),
+        p.PromptLibrary(error=views.ErrorNotice("This file does not hold prompts.")),
+        p.PromptForm("/prompts", "Translate", "Translate into {{language}}:\n{{text}}", form, True, wrong),
+        p.PromptForm("/prompts/1", "Exact"),
+        p.PromptQuestions("/prompts/1/use", "Translate", "Translate into {{language}}", ("language", "text")),
+        p.PromptList(rows),
+        p.PromptList(is_empty=True),
+        p.PromptList(),
+        p.PromptUsed("Exact", "Hello", sampling(), v.ModelChoices((v.ModelChoice("demo", True),))),
+        p.PromptUsed("Translate", "Translate into French: tree"),
+        j.ProjectList((j.ProjectRow("Kernels", "/projects/p", 12),)),
+        j.ProjectList((), "x" * 61, wrong),
+        j.ProjectPage(
+            "/projects/p", "Kernels", "/?project=p", 12, (chat_row(),), (file,), 131, 64, "Kernels", form, wrong
+        ),
+        j.ProjectPage("/projects/p", "Empty", "/?project=p", typed_name="Empty"),
+        w.Palette((w.PaletteGroup("Go to", commands), w.PaletteGroup("Chats", chats))),
+        w.Palette(error=views.ErrorNotice("The chats are locked by another program.")),
+    ]
+
+
+def project_choices() -> tuple[c.Choice, ...]:
+    return c.Choice("", "No project"), c.Choice("p", "Kernels", True)
+
+
 def chat_list() -> c.ChatList:
-    found = c.ChatRow("Block tables", "/c/1", "/c/1/manage", True, ("keeps the cache in ", "paged", " blocks"))
-    rows = (c.ChatRow("What is a block table?", "/c/2", "/c/2/manage"), c.ChatRow("A very long title " * 6, "/", "/"))
-    return c.ChatList((c.ChatGroup("Pinned", (found,)), c.ChatGroup("Today", rows)), has_more=True)
+    found = chat_row("Block tables", current=True, snippet=("keeps the cache in ", "paged", " blocks"))
+    rows = (chat_row(shows_time=True), chat_row(shows_time=True), chat_row("A very long title " * 6))
+    project = c.ChatGroup("Kernels", (chat_row("Which grid?"),), "/projects/p", "/?project=p")
+    return c.ChatList((c.ChatGroup("Pinned", (found,)), project, c.ChatGroup("Today", rows)), has_more=True)
 
 
 def sampling() -> v.Sampling:

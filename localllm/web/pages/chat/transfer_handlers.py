@@ -24,6 +24,7 @@ from localllm.web.pages.chat.handlers import COOKIE, requested_chat
 from localllm.web.pages.chat.imports.files import chats_of
 from localllm.web.pages.chat.imports.records import NotAChat
 from localllm.web.pages.chat.markdown_stream import cached_html
+from localllm.web.pages.chat.sidebar_presenters import chat_list
 from localllm.web.pages.chat.sidebar_views import ImportRefused, ManageChats
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats
@@ -120,9 +121,7 @@ async def _import_file(state: ChatState, owner: str, file: UploadFile, imported:
     try:
         while (found := await anyio.to_thread.run_sync(next, chats, None)) is not None:
             imported.append(
-                await state.store.call(
-                    Chats.add_all, owner, found.title, found.settings, found.messages, found.leaf
-                )
+                await state.store.call(Chats.add_all, owner, found.title, found.settings, found.messages, found.leaf)
             )
     except NotAChat as error:
         if count := len(imported) - before:
@@ -139,7 +138,7 @@ async def _refused(
     if imported:
         errors = (*errors, ErrorNotice(f"{_chats(len(imported))} {'are' if len(imported) > 1 else 'is'} imported."))
     if is_scripted(request):
-        chats = await presenters.chat_list(state, owner, None) if imported else None
+        chats = await chat_list(state, owner, None) if imported else None
         return html(ImportRefused(errors, chats), 400)
     form = ManageChats(ImportRefused(errors))
     return html(await presenters.panel_page(request, "Chats", form), 400)

@@ -16,6 +16,7 @@ from localllm.web.pages.chat.attachments import Attachment
 from localllm.web.pages.chat.claims import Claim, claimed, reply_of, start
 from localllm.web.pages.chat.history import history, too_long
 from localllm.web.pages.chat.long_files import keep_long_files, resumed, sources_of, with_passages
+from localllm.web.pages.chat.projects import with_project_files
 from localllm.web.pages.chat.prompts import ChatFull, beginning_that_fits, prompt_of
 from localllm.web.pages.chat.readable import is_summary, is_typed
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
@@ -50,7 +51,8 @@ async def ask(state: ChatState, owner: str, form: Mapping[str, str], files: Sequ
         settings = typed(form, {})
         async with claimed(state, owner, settings) as claim:
             read = await _fit(state, owner, None, [], new, settings, claim, form)
-            chat = await state.store.call(Chats.create, owner, title_of(text or files[0].name), settings)
+            title = title_of(text or files[0].name)
+            chat = await state.store.call(Chats.create, owner, title, settings, form.get("project", ""))
             return await _answer(state, owner, chat, None, new, read, settings, claim)
     chat = await state.store.call(Chats.get, owner, form["conversation"])
     return await _send(state, owner, chat, chat.leaf, new, form)
@@ -168,6 +170,7 @@ async def _fit(
     If that does not fit into the context, the oldest messages are left out of the chat where the form asks for it;
     otherwise `ChatFull` is raised. A model that is still loading cannot count: then the reply checks the same.
     """
+    settings = await with_project_files(state, owner, chat, form, settings)
     last, system = [new] if new is not None else [], settings.get("system", "")
     read = messages_of(system, [*messages, *last])
     served = claim.served
@@ -190,10 +193,11 @@ async def _fit(
 async def require_fit(state: ChatState, owner: str, form: Mapping[str, str], files: Sequence[Attachment]) -> None:
     """Raise `ChatFull` if the composer's message would not fit. Nothing is loaded, stored or sent."""
     chat = await state.store.call(Chats.get, owner, form["conversation"]) if form.get("conversation") else None
-    settings = typed(form, chat.settings if chat is not None else {})
+    settings: Mapping[str, str] = typed(form, chat.settings if chat is not None else {})
     entry = state.pages.manager.register.find(settings["model"]) if "model" in settings else state.pages.manager.default
     if entry is None or entry.state != "ready" or entry.served is None:
         return
+    settings = await with_project_files(state, owner, chat, form, settings)
     messages = await history(state, chat, chat.leaf) if chat is not None else []
     new = typed_message(form.get("message", "").strip().replace("\r\n", "\n"), files)
     try:

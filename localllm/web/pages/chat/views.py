@@ -157,6 +157,7 @@ class Composer(View):
     error: ErrorNotice | None = None
     attachments: Attachments = field(default_factory=Attachments)
     models: ModelChoices = field(default_factory=ModelChoices)
+    project_id: str = ""  # of a new chat
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from localllm.machine.running_servers import is_of_other_process, process_mark
 from localllm.web.pages.chat.store import search
 from localllm.web.pages.chat.store.file_passages import FilePassages
-from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Role, StoredMessage
-from localllm.web.pages.chat.store.tables import Tables, as_json, new_id
+from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Restored, Role, StoredMessage
+from localllm.web.pages.chat.store.saved_prompts import SavedPrompts
+from localllm.web.pages.chat.store.selections import Selections
+from localllm.web.pages.chat.store.tables import GONE_HINT, as_json, new_id
 from localllm.web.pages.chat.store.tree import Tree
 
 ADD_MESSAGE = """INSERT INTO message (id, chat_id, parent_id, role, text, details, created_s, writer)
@@ -26,18 +28,21 @@ UNDO_S = 120.0
 """How long a deletion can be undone."""
 HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND parent_id IS NOT NULL AND NOT EXISTS
     (SELECT 1 FROM message AS parent WHERE parent.id = it.parent_id AND ifnull(parent.deletion, :it) = :it)"""
-GONE_HINT = "Reload the page, or start a new chat."
 
 
-class Chats(FilePassages, Tables):
-    """The operations on the tables."""
+class Chats(FilePassages, SavedPrompts, Selections):
+    """The operations on the tables. Those on files, prompts, projects and several chats are in modules of their own."""
 
     # Chats ------------------------------------------------------------------------------------------------------
 
-    def create(self, owner: str, title: str, settings: Mapping[str, str]) -> Chat:
+    def create(self, owner: str, title: str, settings: Mapping[str, str], project_id: str = "") -> Chat:
+        """Create a chat, in a project if one is named. Raises `ProjectNotFound`."""
+        project = self.project(owner, project_id).id if project_id else None
         chat_id = new_id()
-        row = (chat_id, owner, title, as_json(settings), time.time())
-        self._db.execute("INSERT INTO chat (id, owner, title, settings, updated_s) VALUES (?, ?, ?, ?, ?)", row)
+        row = (chat_id, owner, title, as_json(settings), time.time(), project)
+        self._db.execute(
+            "INSERT INTO chat (id, owner, title, settings, updated_s, project_id) VALUES (?, ?, ?, ?, ?, ?)", row
+        )
         return self.get(owner, chat_id)
 
     def get(self, owner: str, chat_id: str) -> Chat:
@@ -62,13 +67,14 @@ class Chats(FilePassages, Tables):
         self.get(owner, chat_id)
         self._db.execute(f"UPDATE chat SET {assignment} WHERE id = ?", (value, chat_id))
 
-    def latest(self, owner: str, limit: int) -> list[Chat]:
-        """Return chats, pinned ones first, then the newest."""
-        return search.list_chats(self._db, owner, limit)
-
     def search(self, owner: str, words: str, limit: int) -> list[FoundChat]:
         """Return chats whose title or messages contain words that begin with each of these."""
         return search.search(self._db, owner, words, limit)
+
+    def ids(self, owner: str) -> list[str]:
+        """Return the ids of all chats of an owner, the oldest first, archived ones too."""
+        rows = self._db.execute("SELECT id FROM chat WHERE owner = ? AND deletion IS NULL ORDER BY updated_s", (owner,))
+        return [chat_id for (chat_id,) in rows]
 
     def count(self, owner: str) -> int:
         """Return how many chats an owner has, without deleted ones."""
@@ -85,14 +91,16 @@ class Chats(FilePassages, Tables):
         text: str,
         details: Mapping[str, Any] | None = None,
     ) -> StoredMessage:
-        """Add a message; it becomes the end of the shown branch."""
+        """Add a message; it becomes the end of the shown branch. An archived chat returns to the list."""
         message_id, now_s = new_id(), time.time()
         with self._whole():
             self._db.execute(
                 ADD_MESSAGE,
                 (message_id, chat_id, parent_id, role, text, as_json(details or {}), now_s, process_mark()),
             )
-            self._db.execute("UPDATE chat SET leaf = ?, updated_s = ? WHERE id = ?", (message_id, now_s, chat_id))
+            self._db.execute(
+                "UPDATE chat SET leaf = ?, updated_s = ?, archived = 0 WHERE id = ?", (message_id, now_s, chat_id)
+            )
         return StoredMessage(message_id, parent_id, role, text, details or {}, now_s)
 
     def add_all(
@@ -209,59 +217,64 @@ class Chats(FilePassages, Tables):
                 self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (shown, chat_id))
         return deletion
 
-    def undo(self, owner: str, deletion: str) -> str:
-        """Undo a deletion; return the chat's id. Raises `ChatNotFound` if it was purged."""
+    def undo(self, owner: str, deletion: str) -> Restored:
+        """Undo a deletion; return what was restored. Raises `ChatNotFound` if it was purged."""
         with self._whole():
-            row = self._db.execute(
-                "SELECT id, 1 FROM chat WHERE deletion = :it AND owner = :owner UNION ALL "
-                "SELECT chat.id, 0 FROM message JOIN chat ON chat.id = chat_id "
-                "WHERE message.deletion = :it AND owner = :owner LIMIT 1",
-                {"it": deletion, "owner": owner},
-            ).fetchone()
-            if row is None:
+            found = self._deleted_by(owner, deletion)
+            if found is None:
                 raise ChatNotFound("It cannot be restored.", "The time for undo is over, or it is already restored.")
-            chat_id, is_chat = row
-            if is_chat:
-                self._db.execute("UPDATE chat SET deletion = NULL WHERE id = ?", (chat_id,))
-            elif self._db.execute(HANGS_ON_NOTHING, {"it": deletion}).fetchone() is not None:
-                raise ChatNotFound("It cannot be restored.", "The message before it was deleted later.")
+            if found.kind == "message":
+                self._restore_messages(deletion)
             else:
-                self._db.execute("UPDATE message SET deletion = NULL WHERE deletion = ?", (deletion,))
-                self._db.execute(
-                    "UPDATE chat SET leaf = coalesce((SELECT leaf FROM deletion WHERE id = ?), leaf) WHERE id = ?",
-                    (deletion, chat_id),
-                )
+                for table in ("chat", "project", "prompt"):
+                    self._db.execute(f"UPDATE {table} SET deletion = NULL WHERE deletion = ?", (deletion,))
             self._db.execute("DELETE FROM deletion WHERE id = ?", (deletion,))
-        return str(chat_id)
+        return found
+
+    def _deleted_by(self, owner: str, deletion: str) -> Restored | None:
+        kinds: tuple[Literal["project", "prompt", "chat"], ...] = ("project", "prompt", "chat")
+        for kind in kinds:
+            rows = self._db.execute(f"SELECT id FROM {kind} WHERE deletion = ? AND owner = ?", (deletion, owner))
+            if ids := [row[0] for row in rows]:
+                return Restored(kind, ids[0], len(ids))
+        row = self._db.execute(
+            "SELECT chat.id FROM message JOIN chat ON chat.id = chat_id "
+            "WHERE message.deletion = ? AND owner = ? LIMIT 1",
+            (deletion, owner),
+        ).fetchone()
+        return Restored("message", row[0]) if row is not None else None
+
+    def _restore_messages(self, deletion: str) -> None:
+        if self._db.execute(HANGS_ON_NOTHING, {"it": deletion}).fetchone() is not None:
+            raise ChatNotFound("It cannot be restored.", "The message before it was deleted later.")
+        chat_id = "(SELECT chat_id FROM message WHERE deletion = :it LIMIT 1)"
+        self._db.execute(
+            f"UPDATE chat SET leaf = coalesce((SELECT leaf FROM deletion WHERE id = :it), leaf) WHERE id = {chat_id}",
+            {"it": deletion},
+        )
+        self._db.execute("UPDATE message SET deletion = NULL WHERE deletion = ?", (deletion,))
 
     def purge(self, before_s: float) -> None:
         """Remove permanently what was deleted before a time."""
         self._db.execute("DELETE FROM deletion WHERE at_s <= ?", (before_s,))
 
     def wipe(self, owner: str) -> int:
-        """Remove everything of an owner, presets too, immediately and permanently; return the number of chats."""
+        """Remove everything of an owner, prompts and projects too, immediately and permanently; return the number of
+        chats. The file may be of an older version, which has fewer tables.
+        """
         with self._whole():
-            self._db.execute("DELETE FROM preset WHERE owner = ?", (owner,))
             count = self._db.execute("DELETE FROM chat WHERE owner = ?", (owner,)).rowcount
-            for table in ("message_words", "title_words", "passage_words"):
+            tables = {row[0] for row in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            for table in tables & {"preset", "prompt", "project"}:
+                self._db.execute(f"DELETE FROM {table} WHERE owner = ?", (owner,))
+            for table in tables & {"message_words", "title_words", "passage_words"}:
                 # A search index keeps the words of deleted rows until it is rebuilt.
                 self._db.execute(f"INSERT INTO {table} ({table}) VALUES ('rebuild')")
         self._db.execute("VACUUM")
         self._db.execute("PRAGMA wal_checkpoint (TRUNCATE)")
         return count
 
-    # Presets, and server start --------------------------------------------------------------------------------------
-
-    def presets(self, owner: str) -> dict[str, dict[str, str]]:
-        """Return the saved settings by name."""
-        rows = self._db.execute("SELECT name, settings FROM preset WHERE owner = ? ORDER BY name", (owner,))
-        return {name: json.loads(settings) for name, settings in rows}
-
-    def save_preset(self, owner: str, name: str, settings: Mapping[str, str]) -> None:
-        self._db.execute("INSERT OR REPLACE INTO preset VALUES (?, ?, ?)", (owner, name, as_json(settings)))
-
-    def remove_preset(self, owner: str, name: str) -> None:
-        self._db.execute("DELETE FROM preset WHERE owner = ? AND name = ?", (owner, name))
+    # Server start ------------------------------------------------------------------------------------------------
 
     def close_unfinished(self) -> None:
         """Mark replies without an end as interrupted, at server start. Another server on the same file may still be

@@ -21,7 +21,7 @@ COLUMNS = "passage.number, file.name, file.paged, passage.first, passage.last, p
 class FilePassages(Tables):
     """The operations on the tables of files and passages."""
 
-    def add_file(self, chat_id: str, name: str, paged: bool, passages: Sequence[Passage]) -> str:
+    def add_long_file(self, chat_id: str, name: str, paged: bool, passages: Sequence[Passage]) -> str:
         """Add a file; return its id."""
         file_id = new_id()
         with self._whole():
@@ -47,7 +47,7 @@ class FilePassages(Tables):
             "SELECT number, id, name, paged FROM file WHERE chat_id = ?", (from_chat,)
         ).fetchall():
             rows = self._db.execute("SELECT text, 0, first, last FROM passage WHERE file = ? ORDER BY number", (at,))
-            copies[file_id] = self.add_file(to_chat, name, bool(paged), [Passage(*row) for row in rows])
+            copies[file_id] = self.add_long_file(to_chat, name, bool(paged), [Passage(*row) for row in rows])
         return copies
 
     def known_files(self, chat_id: str, file_ids: Collection[str]) -> list[str]:
