@@ -15,6 +15,7 @@ MAX_ELEMENT_BYTES = 16 * 1024**2
 """Largest chat."""
 
 CHUNK_BYTES = 2**20
+BOM = b"\xef\xbb\xbf"
 MAX_NESTING = 128
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},]|"', re.DOTALL)
 """A whole string, a mark of the structure, or a quote whose string has not arrived yet."""
@@ -23,11 +24,10 @@ _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},]|"', re.DOTALL)
 def elements(stream: IO[bytes]) -> Iterator[bytes]:
     """Yield the elements of an array. A value that is not an array is its own only element. Raises `NotAChat`."""
     head = b""
-    while not head:
-        chunk = stream.read(CHUNK_BYTES)
-        if not chunk:
-            raise no_messages("It is empty.")
-        head = chunk.removeprefix(b"\xef\xbb\xbf").lstrip()
+    while len(head) < len(BOM) + 1 and (chunk := stream.read(CHUNK_BYTES)):
+        head = (head + chunk).removeprefix(BOM).lstrip()
+    if not head:
+        raise no_messages("It is empty.")
     if head[:1] != b"[":
         whole = head + stream.read(MAX_ELEMENT_BYTES)
         if len(whole) > MAX_ELEMENT_BYTES:

@@ -16,22 +16,22 @@ from localllm.web.pages.chat.imports.records import Imported, not_a_chat
 
 
 class _ProbedMessage(msgspec.Struct):
-    versions: msgspec.Raw | None = None
-    role: msgspec.Raw | None = None
+    versions: msgspec.Raw = msgspec.Raw()
+    role: msgspec.Raw = msgspec.Raw()
 
 
 class _Probe(msgspec.Struct):
     """The fields that tell the formats apart; their values are not parsed."""
 
-    mapping: msgspec.Raw | None = None
-    chat: msgspec.Raw | None = None
+    mapping: msgspec.Raw = msgspec.Raw()
+    chat: msgspec.Raw = msgspec.Raw()
     messages: list[_ProbedMessage] = []
 
 
 def is_message(raw: bytes) -> bool:
     """Return whether an element is a message of OpenAI's API, and so a part of one chat."""
     try:
-        return msgspec.json.decode(raw, type=_ProbedMessage).role is not None
+        return bool(bytes(msgspec.json.decode(raw, type=_ProbedMessage).role))
     except (msgspec.DecodeError, RecursionError):
         return False
 
@@ -47,8 +47,8 @@ def read(raw: bytes) -> Imported | None:
 
 
 def _other_format(probe: _Probe) -> Callable[[Mapping[str, Any]], Imported | None] | None:
-    if probe.mapping is not None:
+    if bytes(probe.mapping):
         return chatgpt.read
-    if probe.chat is not None:
+    if bytes(probe.chat):
         return open_webui.read
-    return lm_studio.read if any(message.versions is not None for message in probe.messages) else None
+    return lm_studio.read if any(bytes(message.versions) for message in probe.messages) else None
