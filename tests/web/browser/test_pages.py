@@ -84,12 +84,12 @@ def test_skip_link_and_tab_order_reach_everything(open_page: Callable[..., Page]
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     seen = []
-    for _ in range(2 + len(REGISTERED)):
+    for _ in range(3 + len(REGISTERED)):
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.textContent.trim().split(/\\s/)[0]"))
         outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline == "solid", seen
-    assert seen == ["", *(page.entry.title for page in REGISTERED), "Theme:"]
+    assert seen == ["", *(page.entry.title for page in REGISTERED), "?Shortcuts", "Theme:"]
 
 
 def test_settings_apply_and_close_with_escape(open_page: Callable[..., Page], model: StubModel) -> None:

@@ -17,7 +17,8 @@ class SettingRow:
     meaning: str  # the text with the allowed values and the note
     value: str
     unit: str
-    now: str  # the value that was decided if the setting leaves it open; empty: none
+    now: str  # the value that was chosen at the start if the setting leaves it open; empty: none
+    typed: str  # the value in force, as it can be typed; empty: none
     allowed: str
     default: str
     source: str  # flag, environment, file, profile, default
@@ -37,6 +38,15 @@ class SettingGroup(View):
     rows: tuple[SettingRow, ...]
     num_set: int  # not at their default
     is_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SettingGroups(View):
+    """All groups, or those with a setting that a search found."""
+
+    template: ClassVar[str] = "settings/_groups.html"
+    groups: tuple[SettingGroup, ...]
+    query: str = ""  # empty: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +122,7 @@ class SettingsPage(View):
 
     template: ClassVar[str] = "settings/page.html"
     shell: Shell
-    groups: tuple[SettingGroup, ...]
+    groups: SettingGroups
     keys: KeysCard
     storage: StorageCard
     versions: tuple[Fact, ...]
@@ -125,6 +135,15 @@ class SettingsPage(View):
 
 
 @dataclass(frozen=True, slots=True)
+class Restart(View):
+    """How to restart this server, so that a change of the file takes effect."""
+
+    template: ClassVar[str] = "settings/_restart.html"
+    what: str  # what to do
+    command: str = ""  # to be typed on the server's machine; empty: a command alone does not do it
+
+
+@dataclass(frozen=True, slots=True)
 class ChangePage(View):
     """`/settings/change`: a line for config.toml, before and after it is written."""
 
@@ -132,8 +151,10 @@ class ChangePage(View):
     shell: Shell
     row: SettingRow
     choices: tuple[str, ...]
-    text: str  # as typed
+    text: str  # as typed; before that, the value in force
     config_file: str
+    restart: Restart
+    has_line: bool = False  # the file has a line for this setting
     line: str = ""  # the line that would be written
     old_line: str = ""  # the current line of the file
     removes: bool = False  # the line would be removed
