@@ -26,6 +26,7 @@ from localllm.web.pages.chat.settings import SETTINGS, effective, note
 from localllm.web.pages.chat.sidebar_presenters import when
 from localllm.web.pages.chat.sidebar_views import ChatHead, ContextMeter
 from localllm.web.pages.chat.store import Branch, Chat, StoredMessage
+from localllm.web.pages.chat.user_text import cached_user_html
 from localllm.web.pages.chat.views import (
     ChatMessage,
     ComposerAction,
@@ -50,8 +51,12 @@ async def message_list(
     """Return a branch in its current state. Markdown is rendered off the event loop, and cached."""
     messages = [replies.current(message) for message in branch.messages]
     finished = [m for m in messages if m.role == "assistant" and replies.get(m.id) is None]
+    typed = [m.text for m in messages if m.role == "user"]
     await asyncio.to_thread(
-        lambda: [cached_html(text) for m in finished for text in (m.text, m.details.get("reasoning", ""))]
+        lambda: [
+            *(cached_html(text) for m in finished for text in (m.text, m.details.get("reasoning", ""))),
+            *(cached_user_html(text) for text in typed),
+        ]
     )
     views = tuple(one_message(chat_id, message, replies.get(message.id), editing=editing) for message in messages)
     earlier = f"/c/{chat_id}?before={messages[0].id}" if branch.num_earlier and messages else ""
@@ -73,6 +78,7 @@ def _user_message(chat_id: str, message: StoredMessage, *, editing: str) -> Chat
         id=message.id,
         role="user",
         text=message.text,
+        html=cached_user_html(message.text) if "`" in message.text or "~~~" in message.text else "",
         actions=None if edit else actions(chat_id, message),
         edit=edit,
         results=results(message.details),

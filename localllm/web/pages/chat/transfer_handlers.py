@@ -28,6 +28,7 @@ from localllm.web.pages.chat.sidebar_presenters import chat_list
 from localllm.web.pages.chat.sidebar_views import ImportRefused, ManageChats
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats
+from localllm.web.pages.chat.user_text import cached_user_html
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.security import same_origin
@@ -162,6 +163,7 @@ async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
     state.replies.cancel(owner=owner)
     await state.store.call(Chats.wipe, owner)
     cached_html.clear()
+    cached_user_html.clear()
     redirect = Redirect("/", status_code=303)
     redirect.delete_cookie(COOKIE)
     return redirect

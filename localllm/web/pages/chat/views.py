@@ -71,7 +71,7 @@ class EditForm(View):
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage(View):
-    """One message. `html` is safe markup from markdown.py; `text` is what the user typed."""
+    """One message. `html` is safe markup, of a user's message only if it has code; `text` is what the user typed."""
 
     template: ClassVar[str] = "chat/_message.html"
     id: str
