@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import httpx
@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from localllm.config.settings import MAX_UPLOAD_BYTES
+from localllm.engine.pooling_client import Answers
 from tests.web.live_server import LiveServer, settings
-from tests.web.pages_stub import StubModel, stub_plan
+from tests.web.pages_stub import StubModel, stub_plan, stub_spec
 from tests.web.test_page_messages import attach, chips, conversation
 from tests.web.test_pages_http import SCRIPTED, browser_of
 from tests.web.test_passages import FACTS, FILLER, book
@@ -49,7 +50,7 @@ def prompt(model: StubModel) -> str:
 def ask(browser: httpx.Client, message: str, page: str = "", **fields: object) -> str:
     data = {"message": message, "conversation": conversation(page) if page else "", **fields}
     answer = browser.post("/chat", data=data)
-    assert answer.status_code == 200, answer.text
+    assert answer.status_code == 200, re.findall(r'class="notice__.*', answer.text)
     return answer.text
 
 
@@ -143,6 +144,48 @@ def test_an_edited_question_searches_the_same_file(browser: httpx.Client, model:
     page = browser.post(f"{url}/edit", data={"message": FACTS[20][1]}).text
     assert FACTS[20][0] in prompt(model)
     assert len(sources(page)) == 1
+
+
+class Concepts:
+    """An embedding model that knows which words mean the same; it counts what it was asked to embed."""
+
+    def __init__(self) -> None:
+        self.prompts = {"query": "query: ", "document": ""}
+        self.words = ({"car", "automobile"}, {"colour", "scarlet"}, {"ship", "vessel"})
+        self.texts: list[str] = []
+
+    async def embed(self, texts: Sequence[str], *, truncate: int | None, prompt: str) -> Answers:
+        assert truncate == -1
+        self.texts += [prompt + text for text in texts]
+        found = [set(re.findall(r"\w+", text.lower())) for text in texts]
+        return Answers([[float(bool(words & group)) for group in self.words] + [0.01] for words in found], 1)
+
+
+def test_a_loaded_embedding_model_finds_what_is_meant_and_none_is_loaded_for_it(
+    browser: httpx.Client, model: StubModel, server: LiveServer
+) -> None:
+    fact = "Her car was scarlet."
+    text = "\n\n".join([*[f"The automobile number {n} was sold. {FILLER}" for n in range(60)], fact + FILLER])
+    asked = "Which automobile had which colour?"
+    ids = chips(attach(browser, ("cars.txt", text.encode())).text)
+    ask(browser, asked, attachment=ids)
+    assert fact not in prompt(model), "by words alone the others are nearer"
+    concepts = Concepts()
+    other = StubModel(name="concepts", spec=replace(stub_spec(), task="embed"))
+    other.pooler = concepts  # type: ignore[attr-defined]
+    entry = server.manager.adopt(other)  # type: ignore[arg-type]
+    try:
+        ids = chips(attach(browser, ("cars.txt", text.encode()), model="demo").text)
+        page = ask(browser, asked, attachment=ids, model="demo")
+        assert fact in prompt(model)
+        assert concepts.texts.count("query: " + asked) == 1
+        passages = len(concepts.texts)
+        ask(browser, asked, page, model="demo")
+        assert len(concepts.texts) == passages + 1, "the passages are not embedded again"
+    finally:
+        server.manager.entries.remove(entry)
+    ask(browser, asked, page, model="demo")
+    assert len(concepts.texts) == passages + 1
 
 
 def test_a_file_of_two_hundred_megabytes_is_refused_before_it_is_sent(server: LiveServer) -> None:

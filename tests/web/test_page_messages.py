@@ -193,8 +193,11 @@ def test_a_model_without_tools_says_so(stub: Pages) -> None:
 # Files -------------------------------------------------------------------------------------------------------------
 
 
-def attach(browser: httpx.Client, *files: tuple[str, bytes], ids: Sequence[str] = ()) -> httpx.Response:
-    return browser.post("/chats/attach", files=[("file", file) for file in files], data={"attachment": list(ids)})
+def attach(
+    browser: httpx.Client, *files: tuple[str, bytes], ids: Sequence[str] = (), model: str = ""
+) -> httpx.Response:
+    data = {"attachment": list(ids), "model": model}
+    return browser.post("/chats/attach", files=[("file", file) for file in files], data=data)
 
 
 def chips(html: str) -> list[str]:

@@ -327,3 +327,50 @@ def test_everything_exported_is_the_same_after_an_import(browser: httpx.Client) 
 def test_an_export_of_all_is_of_the_caller_alone_and_empty_without_chats(browser: httpx.Client) -> None:
     with zipfile.ZipFile(io.BytesIO(browser.get("/chats/export").content)) as archive:
         assert archive.namelist() == []
+
+
+# One HTML file ------------------------------------------------------------------------------------------------------
+
+REPLY = """<think>Hm, *well*.</think>A [link](https://a.example) and ![img](https://b.example/x.png)
+
+- [x] done
+
+```python
+x = "<b>" # 1
+```
+
+$E = mc^2$ <script>alert(1)</script> [x](javascript:alert(1))
+"""
+
+
+def test_a_chat_is_saved_as_one_file_that_runs_and_loads_nothing(browser: httpx.Client) -> None:
+    messages = [
+        {"role": "system", "content": "Be <i>brief</i>."}, {"role": "user", "content": "Why `a < b`?\n```\ncode\n```"},
+        {"role": "assistant", "content": REPLY}, {"role": "user", "content": "</style><script>alert(2)</script>"},
+    ]  # fmt: skip
+    answer = browser.post("/chats/import", files=files(("a.json", messages)), headers=SCRIPTED)
+    url = answer.headers["hx-redirect"]
+    saved = browser.get(f"{url}/export/html")
+    assert saved.headers["content-type"].startswith("text/html")
+    assert saved.headers["content-disposition"] == 'attachment; filename="why-a-b-code.html"'
+    body = saved.text.replace(re.findall(r"<style>.*?</style>", saved.text, re.S)[0], "")
+    assert "content=\"default-src 'none'; style-src 'unsafe-inline'" in body
+    assert not re.search(r"<(script|link|img|iframe|object|form|button|base)\b", body)
+    assert not re.search(r"\s(src|srcset|style|on\w+|hx-[\w:-]+|action)=", re.sub(r">[^<]*<", "><", body))
+    assert re.findall(r'href="([^"]*)"', body) == ["https://a.example", "https://b.example/x.png"]
+    for part in ("Hm, <em>well</em>", "E = mc^2", "&lt;script&gt;alert(1)", "Be &lt;i&gt;brief",
+                 'checked aria-label="Done"',
+                 "<code>a &lt; b</code>", '<span class="s2">', "&lt;/style&gt;&lt;script&gt;alert(2)"):  # fmt: skip
+        assert part in body
+    assert "url(" not in saved.text
+    assert "@import" not in saved.text
+    assert browser.get(url).text.count(f"{url}/manage") >= 1
+    assert f"{url}/export/html" in browser.get(f"{url}/manage").text
+
+
+def test_only_the_shown_branch_is_saved(browser: httpx.Client) -> None:
+    answer = browser.post("/chats/import", files=files(("a.json", chatgpt())), headers=SCRIPTED)
+    saved = browser.get(f"{answer.headers['hx-redirect']}/export/html").text
+    assert "A &lt;b&gt;cat&lt;/b&gt;." in saved
+    assert "Five." not in saved
+    assert "Sums &lt;script&gt;" in saved

@@ -110,8 +110,9 @@ def test_no_typed_text_is_an_operator_of_the_query(text: str) -> None:
 
 
 def test_rankings_are_joined_by_rank_and_one_alone_counts_too() -> None:
-    assert fused([[1, 2, 3], [3, 1, 4]]) == [1, 3, 2, 4]
+    assert fused([[1, 2, 3, 5], [1, 3, 4]]) == [1, 3, 2, 4, 5]
     assert fused([[5, 6], []]) == [5, 6]
+    assert fused([[1, 2, 3], [9, 2, 1]])[:3] == [1, 9, 2], "the best by one ranking is not below those of two"
     assert fused([]) == []
 
 

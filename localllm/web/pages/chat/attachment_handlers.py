@@ -78,9 +78,11 @@ async def _num_tokens(state: ChatState, file: FileText, settings: Mapping[str, s
     """Return the token count, and whether it is an estimate: of a long file, or if the model that the message goes to
     is not loaded.
     """
-    card, served = presenters.card_of(state, settings), state.pages.served
-    if card is None or served is None or served.name != card.name:
+    name, manager = settings.get("model"), state.pages.manager
+    entry = manager.register.find(name) if name else manager.default
+    if entry is None or entry.state != "ready" or entry.served is None:
         return estimated_tokens(file.text), True
+    served = entry.served
     text = with_files("", [(file.name, file.text[:MAX_COUNTED_CHARS])])
     counted = await off_loop(len(text), lambda: len(served.tokenizer.encode(text, add_special_tokens=False)))
     if len(file.text) <= MAX_COUNTED_CHARS:

@@ -12,7 +12,7 @@ from typing import Any
 
 from localllm.web.api.off_loop import off_loop
 from localllm.web.pages.chat.claims import Claim
-from localllm.web.pages.chat.passage_vectors import ranked_by_meaning
+from localllm.web.pages.chat.passage_vectors import embed_later, embedder, ranked_by_meaning
 from localllm.web.pages.chat.passages import question
 from localllm.web.pages.chat.passages.cut import OWN_BYTES, cut, estimated_tokens
 from localllm.web.pages.chat.passages.ranking import by_sentence, fitting, fused
@@ -77,6 +77,8 @@ async def keep_long_files(state: ChatState, chat_id: str, details: Mapping[str, 
         await _kept(state, chat_id, file) if file.get("searched") and "body" in file else file
         for file in details.get("files", [])
     ]
+    if any("file" in file for file in files) and (name := embedder(state)) is not None:
+        embed_later(state, chat_id, name)
     return {**details, "files": files} if files else dict(details)
 
 

@@ -7,6 +7,7 @@ from localllm.web.pages.chat import offer_views as o
 from localllm.web.pages.chat import palette_views as w
 from localllm.web.pages.chat import project_views as j
 from localllm.web.pages.chat import prompt_views as p
+from localllm.web.pages.chat import shared_views as sh
 from localllm.web.pages.chat import sidebar_views as c
 from localllm.web.pages.chat import views as v
 from localllm.web.pages.chat.markdown import code_block, render_markdown
@@ -208,11 +209,22 @@ def around() -> list[views.View]:
         ),
         c.ManageChat("/c/sample", "", False, True, error=views.ErrorNotice("The title is empty.")),
         c.ManageChats(refused()),
-        *(refused(), c.WipeChats()),
+        *(refused(), c.WipeChats(), *shared()),
         c.ChatsChanged(chat_list(), head(), "Chat renamed"),
         c.ChatsChanged(chat_list(), None, "Chat deleted", undo()),
         undo(),
     ]
+
+
+def shared() -> list[views.View]:
+    """Return a chat that is saved as a file, and its messages."""
+    chip, answer = m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"), render_markdown(MARKDOWN)
+    messages = (
+        sh.SharedMessage("user", "You", "What is it?", files=(chip,)),
+        sh.SharedMessage("assistant", "demo", answer, "<p>Hm.</p>", (result(),), sources=sources(), error="It failed."),
+        sh.SharedMessage("user", "You", "", results=(result(),)),
+    )
+    return [sh.SharedChat("What is paged attention?", "2026-11-23", messages, "Be brief."), *messages]
 
 
 def refused() -> c.ImportRefused:

@@ -19,7 +19,7 @@ from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import InvalidParameter, LocalLLMError, RequestError
 from localllm.web.access.caller import owner_of
 from localllm.web.errors import MissingParameter
-from localllm.web.pages.chat import presenters, transfer
+from localllm.web.pages.chat import presenters, sharing, transfer
 from localllm.web.pages.chat.handlers import COOKIE, requested_chat
 from localllm.web.pages.chat.imports.files import chats_of
 from localllm.web.pages.chat.imports.records import NotAChat
@@ -45,7 +45,7 @@ async def manage_chats(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/c/{conversation_id:str}/export/{kind:str}")
 async def export_chat(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """Export the shown branch as Markdown, or everything as JSON."""
+    """Export the shown branch as Markdown or as a page, or everything as JSON."""
     state, chat, kind = chat_state(request), await requested_chat(request), request.path_params["kind"]
     branch = await state.store.call(Chats.branch, chat.id, chat.leaf)
     shown_now = [state.replies.current(message) for message in branch.messages]
@@ -54,8 +54,10 @@ async def export_chat(request: Request[Any, Any, Any]) -> Response[bytes]:
     elif kind == "json":
         everything = [state.replies.current(m) for m in await state.store.call(Chats.all_messages, chat.id)]
         body, media_type = transfer.as_json(chat, shown_now, everything), "application/json"
+    elif kind == "html":
+        body, media_type = await anyio.to_thread.run_sync(sharing.as_html, chat, shown_now), "text/html"
     else:
-        raise InvalidParameter(f"Chats are not exported as {kind[:20]!r}.", hint="Use md or json.", param="kind")
+        raise InvalidParameter(f"Chats are not exported as {kind[:20]!r}.", hint="Use md, html or json.", param="kind")
     return Response(body, media_type=media_type, headers=_as_file(f"{transfer.file_name(chat)}.{kind}"))
 
 

@@ -24,12 +24,15 @@ _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_]+?(?=[\u304
 
 
 def fused(rankings: Sequence[Sequence[int]]) -> list[int]:
-    """Return all ids, best first; an id gains 1 / (60 + rank) from each ranking that has it."""
+    """Return all ids, best first; an id gains 1 / (60 + rank) from each ranking that has it. The first of each ranking
+    precedes the others, which may all be in two rankings.
+    """
     scores: defaultdict[int, float] = defaultdict(float)
     for ranking in rankings:
         for rank, each in enumerate(ranking, 1):
             scores[each] += 1 / (FUSION_K + rank)
-    return sorted(scores, key=lambda each: (-scores[each], each))
+    firsts = {ranking[0] for ranking in rankings if ranking}
+    return sorted(scores, key=lambda each: (each not in firsts, -scores[each], each))
 
 
 def by_sentence(terms: Sequence[str], texts: Mapping[int, str]) -> list[int]:
