@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from localllm.errors import StepFailed
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.chat import saved_prompts
-from localllm.web.pages.chat.store.database import chats_path
+from localllm.web.pages.chat import saved_prompts, titles
+from localllm.web.pages.chat.store import Chats
+from localllm.web.pages.chat.store.database import chats_path, open_database
 from tests.web.live_server import LiveServer, settings, wait_until
-from tests.web.test_page_chat import message_urls, own_data, quick, said, start_chat  # noqa: F401
-from tests.web.test_pages_http import SCRIPTED, Pages, browser_of
+from tests.web.test_page_chat import fresh_data, message_urls, own_data, quick, said, start_chat  # noqa: F401
+from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen, stream_url
 
 
 @pytest.fixture(scope="module")
@@ -426,3 +431,89 @@ def test_prompts_and_projects_belong_to_a_key(own_data: None) -> None:  # noqa: 
         for each in (ann, bob):
             each.close()
     keys_path().unlink()
+
+
+# Titles -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ('\n"Zebras and stripes."\nMore.', "Zebras and stripes"),
+        ("**Title:** Zebras", "Zebras"),
+        ("# Zebras", "Zebras"),
+        ("w" * 30 + " " + "x" * 40, "w" * 30 + "…"),
+        ("y" * 80, "y" * 59 + "…"),
+        (' \n "" ', ""),
+        ("a\x07b\u202ec", "abc"),
+    ],
+)
+def test_a_title_is_the_first_line_without_ornament(text: str, title: str) -> None:
+    assert titles.cleaned(text) == title
+
+
+def test_the_model_writes_a_title_that_delays_nothing(fresh_data: Path) -> None:  # noqa: F811
+    model = quick()
+    with LiveServer(model, settings(ui=True, chat_titles="on")) as server, browser_of(server) as browser:  # type: ignore[arg-type]
+        turn = browser.post("/chat", data={"message": "What are zebras?"}, headers=SCRIPTED)
+        chat = turn.headers["hx-replace-url"]
+        finished = listen(browser, stream_url(turn.text))
+        titled = browser.get(f"{chat}/title", headers=SCRIPTED)
+        if titled.status_code == 200:  # otherwise the title was there before it was asked for
+            assert 'hx-target="#chat-head"' in titled.text
+        else:
+            assert titled.status_code == 204
+        assert 'class="head__title" dir="auto" title="Paged attention' in browser.get(chat).text
+        reply, title = model.client.asked
+        assert f'hx-get="{chat}/title"' in finished or len(model.client.asked) == 2
+        assert (title.options.priority > reply.options.priority, title.params.max_tokens) == (True, titles.TITLE_TOKENS)
+        assert title.options.cache_salt == reply.options.cache_salt
+        browser.post("/chat", data={"message": "more", "conversation": chat[3:]})
+        wait_until(lambda: not model.client.running)
+        assert len(model.client.asked) == 3  # the second reply asks for no title
+
+
+def test_a_title_is_given_up_silently(fresh_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The request fails, takes too long, or the chat was renamed: the chat stays as it is, and no message waits."""
+    model = quick()
+    generate = model.client.generate
+    first = list[str]()
+
+    async def failing(request: Any) -> Any:
+        if not request.request_id.startswith("title-"):
+            async for event in generate(request):
+                yield event
+            return
+        first.append(request.request_id)
+        if len(first) == 1:
+            raise StepFailed("The step failed.")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(model.client, "generate", failing)
+    monkeypatch.setattr(titles, "TITLE_S", 0.2)
+    with LiveServer(model, settings(ui=True, chat_titles="on")) as server, browser_of(server) as browser:  # type: ignore[arg-type]
+        for number in (1, 2):
+            chat, _ = start_chat(browser, f"zebra {number}")
+            wait_until(lambda number=number: len(first) == number)
+            browser.post("/chat", data={"message": "at once", "conversation": chat[3:]})
+            assert browser.get(f"{chat}/title", headers=SCRIPTED).status_code == 204
+            assert f'title="zebra {number} ·' in browser.get(chat).text
+        wait_until(lambda: first[1] in model.client.cancelled)
+        wait_until(lambda: all(entry.num_leases == 0 for entry in server.manager.entries))
+
+
+def test_a_renamed_chat_keeps_its_name_and_a_model_on_a_cpu_writes_no_title(fresh_data: Path) -> None:  # noqa: F811
+    with closing(open_database(None)[0]) as db:
+        store = Chats(db)
+        chat = store.create("me", "first words", {})
+        store.rename("me", chat.id, "My name")
+        store.retitle("me", chat.id, "first words", "Written")
+        assert store.get("me", chat.id).title == "My name"
+        store.retitle("me", chat.id, "My name", "Written")
+        assert store.get("me", chat.id).title == "Written"
+    model = quick()
+    with LiveServer(model, settings(ui=True)) as server, browser_of(server) as browser:  # type: ignore[arg-type]
+        turn = browser.post("/chat", data={"message": "hi"}, headers=SCRIPTED)
+        assert "/title" not in listen(browser, stream_url(turn.text))
+        start_chat(browser, "other")
+        assert len(model.client.asked) == 2

@@ -199,16 +199,32 @@ def test_a_service_is_restarted_by_its_manager(
 ) -> None:
     monkeypatch.setattr(restart, "CGROUP", tmp_path / "cgroup")
     monkeypatch.setattr(restart, "install_kind", lambda: InstallKind.PIP)
-    assert restart.how_to_restart().what == restart.AT_A_TERMINAL
+    request: Any = SimpleNamespace(app=SimpleNamespace(state={}))
+    assert restart.how_to_restart(request).what == restart.AT_A_TERMINAL
     (tmp_path / "cgroup").write_text(cgroup)
-    assert restart.how_to_restart().command == ""  # a terminal that a service started, for example
+    assert restart.how_to_restart(request).command == ""  # a terminal that a service started, for example
     monkeypatch.setenv("NOTIFY_SOCKET", "/run/notify")
-    assert restart.how_to_restart().command == (f"{command}localllm.service" if command else "")
+    assert restart.how_to_restart(request).command == (f"{command}localllm.service" if command else "")
+
+
+def test_a_server_that_may_not_replace_itself_says_how_it_is_restarted(server: LiveServer) -> None:
+    refused = server.http.post("/settings/restart", headers={"accept": "text/html"})
+    assert refused.status_code == 409
+    assert "This server cannot restart itself." in refused.text
+    back = server.get("/settings/restarting", params={"from": "another process"})
+    assert (back.status_code, back.headers["location"]) == (303, "/settings")
+    assert "event: ready" in server.get("/settings/live/restart", params={"from": "another process"}).text
 
 
 def test_posts_of_other_sites_change_nothing(server: LiveServer, home: Path) -> None:
     before = (home / "config.toml").read_text()
-    for path in ("/settings/change", "/settings/keys", "/settings/keys/a/remove", "/settings/log-level"):
+    for path in (
+        "/settings/change",
+        "/settings/keys",
+        "/settings/keys/a/remove",
+        "/settings/log-level",
+        "/settings/restart",
+    ):
         sent = {"name": "port", "value": "1", "scope": "admin", "level": "error"}
         assert server.http.post(path, data=sent, headers={"sec-fetch-site": "cross-site"}).status_code == 403
     assert (home / "config.toml").read_text() == before

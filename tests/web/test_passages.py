@@ -279,14 +279,21 @@ def test_embeddings_are_asked_for_once_and_only_of_the_beginning_of_a_long_file(
     assert chats.vectors(chat.id, [file_id], "m") == [(rows[0][0], b"ab")]
 
 
-def test_a_copy_is_of_the_other_chat_and_outlives_the_original(chats: Chats) -> None:
-    one, two = chats.create("", "t", {}), chats.create("", "t", {})
-    file_id = chats.add_long_file(one.id, "a.txt", True, cut("First.\fSecond zinc.", paged=True))
-    copies = chats.copy_files(one.id, two.id)
-    chats.delete("", one.id)
+def test_a_forked_chat_has_its_own_copy_of_the_files_on_its_branch(chats: Chats) -> None:
+    chat = chats.create("", "t", {})
+    file_id = chats.add_long_file(chat.id, "a.txt", True, cut("First.\fSecond zinc.", paged=True))
+    chats.add_long_file(chat.id, "b.txt", False, cut("On another branch."))
+    details = {"files": [{"name": "a.txt", "file": file_id, "num_bytes": 9}, {"name": "c.txt", "text": "whole"}]}
+    question = chats.add(chat.id, None, "user", "?", details)
+    fork = chats.fork("", chat.id, question.id)
+    (copied, whole) = chats.all_messages(fork.id)[0].details["files"]
+    assert whole == details["files"][1]
+    chats.delete("", chat.id)
     chats.purge(1e12)
-    (number,) = chats.matching(two.id, [copies[file_id]], "zinc", 5)
-    assert chats.passages(two.id, [number])[number].where == "p. 2"
+    assert chats.known_files(fork.id, [copied["file"]]) == [copied["file"]] != [file_id]
+    (number,) = chats.matching(fork.id, [copied["file"]], "zinc", 5)
+    assert chats.passages(fork.id, [number])[number].where == "p. 2"
+    assert chats.sampled(fork.id, [copied["file"]], 9) == [number - 1, number], "the other branch's file is not copied"
 
 
 def test_chats_of_the_version_before_keep_their_messages(tmp_path: Path) -> None:

@@ -160,6 +160,8 @@ class ActiveReplies:
 def details_of(reply: Reply, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the details stored beside the text. While the reply grows its finish reason is empty."""
     found: dict[str, Any] = {"model": reply.model, "finish_reason": reply.finish_reason or ""}
+    if "edited" in before:
+        found["edited"] = True
     if reply.thinking.text:
         found |= {
             "reasoning": reply.thinking.text,

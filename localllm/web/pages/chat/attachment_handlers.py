@@ -5,7 +5,7 @@ Does not know: how a file is read (attachments.py) or searched (long_files.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from litestar import Request, post
@@ -18,8 +18,8 @@ from localllm.web.access.caller import owner_of
 from localllm.web.api.off_loop import off_loop
 from localllm.web.pages.chat import presenters
 from localllm.web.pages.chat.attachments import Attachment, FileText, divided, read_file
+from localllm.web.pages.chat.composer_presenters import attachments_view
 from localllm.web.pages.chat.long_files import free_tokens
-from localllm.web.pages.chat.message_views import AttachmentChip, Attachments
 from localllm.web.pages.chat.passages.cut import estimated_tokens
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.template_messages import with_files
@@ -45,7 +45,13 @@ async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
         error = notice(problem)
     files = divided(files, await free_tokens(state, owner, form))
     card = presenters.card_of(state, _model(form))
-    return html(_attachments_view(files, card.plan.max_model_len if card is not None else 0, error))
+    return html(attachments_view(files, card.plan.max_model_len if card is not None else 0, error))
+
+
+async def waiting_files(state: ChatState, owner: str, form: Any) -> list[Attachment]:
+    """Return the uploaded files that a form names, as they would be sent now. Raises `RequestError`."""
+    files = state.attachments.get(owner, form.getall("attachment", []))
+    return divided(files, await free_tokens(state, owner, form)) if files else []
 
 
 async def attached_files(request: Request[Any, Any, Any]) -> list[Attachment]:
@@ -88,16 +94,6 @@ async def _num_tokens(state: ChatState, file: FileText, settings: Mapping[str, s
     if len(file.text) <= MAX_COUNTED_CHARS:
         return counted, False
     return counted * len(file.text) // MAX_COUNTED_CHARS, True
-
-
-def _attachments_view(files: Sequence[Attachment], context_tokens: int, error: Any) -> Attachments:
-    chips = tuple(
-        AttachmentChip(file.name, file.num_bytes, file.num_tokens, file.id, "", file.is_estimate, file.searched)
-        for file in files
-    )
-    whole = [file for file in files if not file.searched]
-    total = sum(file.num_tokens for file in whole) if whole else None
-    return Attachments(chips, total, context_tokens, error)
 
 
 HANDLERS = (attach,)

@@ -20,12 +20,24 @@ from localllm.web.pages.chat.prompts import Prompt, prompt_of
 from localllm.web.pages.chat.state import ChatState
 
 if TYPE_CHECKING:
-    from localllm.serving.entry import Lease
+    from localllm.serving.entry import Lease, ModelEntry
     from localllm.serving.served import ServedModel
     from localllm.text.answers.reader import AnswerReader
 
 MODEL_WAIT_S = 1.0
 """If the model takes longer to load, the reply waits for it and not the handler."""
+
+
+def entry_for(state: ChatState, settings: Mapping[str, str]) -> ModelEntry | None:
+    """Return the model that the next message goes to, if the manager knows it."""
+    manager, name = state.pages.manager, settings.get("model")
+    return manager.register.find(name) if name else manager.default
+
+
+def served_for(state: ChatState, settings: Mapping[str, str]) -> ServedModel | None:
+    """Return the model that the next message goes to, if it is ready."""
+    entry = entry_for(state, settings)
+    return entry.served if entry is not None and entry.state == "ready" else None
 
 
 @dataclass(slots=True)
@@ -62,6 +74,19 @@ async def _claim(state: ChatState, owner: str, settings: Mapping[str, str]) -> C
         return Claim(found.model.name, lease, state.pages.cache_salt(owner))
     default = state.pages.manager.default
     return Claim(name or (default.name if default else ""), lease, state.pages.cache_salt(owner))
+
+
+def claim_later(
+    state: ChatState, owner: str, name: str, ended: asyncio.Event, announce: Callable[[str], None]
+) -> Claim:
+    """Request the model once another reply has ended, and announce the load then."""
+
+    async def acquire() -> Lease:
+        await ended.wait()
+        announce(f"Loading {name} …")
+        return await state.pages.manager.acquire(name)
+
+    return Claim(name, asyncio.create_task(acquire()), state.pages.cache_salt(owner))
 
 
 @asynccontextmanager

@@ -26,6 +26,7 @@ from pygments.lexers import get_all_lexers, get_lexer_by_name
 
 from localllm.web.pages.chat.markdown_rules import add_rules
 from localllm.web.pages.chat.maths import add_maths, maths_html
+from localllm.web.pages.chat.preview_blocks import preview_button
 
 MAX_HIGHLIGHT_CHARS = 4_000
 MAX_EMPTY_LINES = 200
@@ -175,7 +176,7 @@ def fenced_code(source: str, language: str, env: MutableMapping[str, Any]) -> st
     return (
         f'<div class="code"><div class="code__bar"><span class="code__language">{name}</span>'
         '<button class="code__copy" type="button" aria-pressed="false" data-wrap>Wrap</button>'
-        '<button class="code__copy" type="button" data-copy>Copy</button></div>'
+        f'{preview_button(language, source)}<button class="code__copy" type="button" data-copy>Copy</button></div>'
         f'<pre tabindex="0"><code>{_highlighted(source, language)}</code></pre></div>\n'
     )
 

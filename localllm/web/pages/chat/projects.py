@@ -24,17 +24,17 @@ async def named_project(state: ChatState, owner: str, form: Mapping[str, str]) -
 
 async def with_project_files(
     state: ChatState, owner: str, chat: Chat | None, form: Mapping[str, str], settings: Mapping[str, str]
-) -> Mapping[str, str]:
+) -> dict[str, str]:
     """Return the settings as the model reads them: the files of the chat's project follow the system prompt. `chat`
     None: a new chat, whose form names the project. Raises `ProjectNotFound`.
     """
     project_id = chat.project_id if chat is not None else form.get("project")
     if not project_id:
-        return settings
+        return dict(settings)
     project = await state.store.call(Chats.project, owner, project_id)
     files = [(file.name, file.text) for file in await state.store.call(Chats.project_files, project.id)]
     system = [settings["system"]] if settings.get("system") else []
-    return {**settings, "system": "\n\n".join([*system, with_files("", files)])} if files else settings
+    return {**settings, "system": "\n\n".join([*system, with_files("", files)])} if files else dict(settings)
 
 
 def require_room(files: Sequence[ProjectFile], name: str, text: str) -> None:

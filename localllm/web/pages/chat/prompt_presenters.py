@@ -30,6 +30,7 @@ def prompt_row(prompt: SavedPrompt) -> PromptRow:
 def notes_of(settings: Mapping[str, str]) -> tuple[str, ...]:
     """Return what the settings set, in words."""
     names = {"system": "the system prompt", "model": f"the model {settings.get('model')}", "tools": "tools"}
+    names |= {"schema": "a JSON schema", "thinking": "thinking"}
     found = [names.get(name) or SETTINGS[name].label.lower() for name in settings if name in names or name in SETTINGS]
     return tuple(found)
 
@@ -46,7 +47,7 @@ def choices(prompts: Sequence[SavedPrompt], typed: str) -> PromptList:
 async def settings_form(state: ChatState, settings: Mapping[str, str], *, is_open: bool = False) -> SettingsForm:
     """Return the fields of these settings, with the defaults of their model."""
     drawer = message_presenters.sampling(presenters.card_of(state, settings), settings)
-    models = await presenters.model_choices(state, settings)
+    models = await state.picker.choices(settings)
     chosen = settings.get("model", "")
     names = [Choice("", "The one that is chosen in the chat", not chosen)]
     names += [Choice(each.name, each.name, each.name == chosen) for each in models.choices]
@@ -67,7 +68,7 @@ async def used(state: ChatState, owner: str, prompt: SavedPrompt, text: str, mod
     settings = with_model(prompt.settings, model)
     names = tuple(await state.store.call(Chats.presets, owner))
     sampling = message_presenters.sampling(presenters.card_of(state, settings), settings, names, preset=prompt.name)
-    models = await presenters.model_choices(state, settings) if "model" in prompt.settings else None
+    models = await state.picker.choices(settings) if "model" in prompt.settings else None
     return PromptUsed(prompt.name, text, sampling, models)
 
 

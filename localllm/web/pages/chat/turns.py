@@ -13,7 +13,7 @@ from typing import Any
 from localllm.errors import InvalidParameter
 from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.attachments import Attachment
-from localllm.web.pages.chat.claims import Claim, claimed, reply_of, start
+from localllm.web.pages.chat.claims import Claim, claimed, reply_of, served_for, start
 from localllm.web.pages.chat.history import history, too_long
 from localllm.web.pages.chat.long_files import keep_long_files, resumed, sources_of, with_passages
 from localllm.web.pages.chat.projects import with_project_files
@@ -53,7 +53,9 @@ async def ask(state: ChatState, owner: str, form: Mapping[str, str], files: Sequ
             read = await _fit(state, owner, None, [], new, settings, claim, form)
             title = title_of(text or files[0].name)
             chat = await state.store.call(Chats.create, owner, title, settings, form.get("project", ""))
-            return await _answer(state, owner, chat, None, new, read, settings, claim)
+            turn = await _answer(state, owner, chat, None, new, read, settings, claim)
+            state.titles.write_after(owner, chat, text, turn.writing.reply)
+            return turn
     chat = await state.store.call(Chats.get, owner, form["conversation"])
     return await _send(state, owner, chat, chat.leaf, new, form)
 
@@ -77,8 +79,12 @@ async def send_results(
     return await _send(state, owner, chat, message.id, new, form)
 
 
-async def regenerate(state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]) -> Turn:
-    """Write another reply beside this one, or a first reply to a message without one."""
+async def regenerate(
+    state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str], *, once: bool = False
+) -> Turn:
+    """Write another reply beside this one, or a first reply to a message without one. `once`: the form's settings are
+    for this reply, and the chat keeps its own.
+    """
     settings = typed(form, chat.settings)
     parent = message.id if message.role == "user" else message.parent_id
     with state.replies.lock(chat.id):
@@ -87,7 +93,8 @@ async def regenerate(state: ChatState, owner: str, chat: Chat, message: StoredMe
                 return Turn(chat, None, await rewrite_summary(state, owner, chat, message, claim))
             messages = await history(state, chat, parent)
             read = await _fit(state, owner, chat, messages, None, settings, claim, form)
-            await configure(state, owner, chat, settings)
+            if not once:
+                await configure(state, owner, chat, settings)
             return await _begin(state, owner, chat, parent, None, read, settings, claim)
 
 
@@ -181,8 +188,8 @@ async def _fit(
         return read
     except ChatFull as full:
         start = await beginning_that_fits(served, settings, messages, new, goes_on=goes_on)
-        full.can_leave_out = chat is not None and start is not None
-        if chat is None or start is None or form.get(FULL) != LEAVE_OUT:
+        full.can_leave_out = True
+        if chat is None or form.get(FULL) != LEAVE_OUT:
             raise
         await state.store.call(Chats.leave_out, owner, chat.id, messages[start - 1].id)
         read = messages_of(system, [*messages[start:], *last])
@@ -194,16 +201,17 @@ async def require_fit(state: ChatState, owner: str, form: Mapping[str, str], fil
     """Raise `ChatFull` if the composer's message would not fit. Nothing is loaded, stored or sent."""
     chat = await state.store.call(Chats.get, owner, form["conversation"]) if form.get("conversation") else None
     settings: Mapping[str, str] = typed(form, chat.settings if chat is not None else {})
-    entry = state.pages.manager.register.find(settings["model"]) if "model" in settings else state.pages.manager.default
-    if entry is None or entry.state != "ready" or entry.served is None:
+    served = served_for(state, settings)
+    if served is None:
         return
     settings = await with_project_files(state, owner, chat, form, settings)
     messages = await history(state, chat, chat.leaf) if chat is not None else []
     new = typed_message(form.get("message", "").strip().replace("\r\n", "\n"), files)
     try:
-        await prompt_of(entry.served, messages_of(settings.get("system", ""), [*messages, new]), settings)
+        await prompt_of(served, messages_of(settings.get("system", ""), [*messages, new]), settings)
     except ChatFull as full:
-        full.can_leave_out = await beginning_that_fits(entry.served, settings, messages, new) is not None
+        await beginning_that_fits(served, settings, messages, new)
+        full.can_leave_out = True
         raise
 
 
@@ -233,4 +241,6 @@ def title_of(text: str) -> str:
 
 
 def _figures_only(details: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: details[name] for name in ("prompt_tokens", "completion_tokens", "ttft_s") if name in details}
+    return {
+        name: details[name] for name in ("prompt_tokens", "completion_tokens", "ttft_s", "edited") if name in details
+    }

@@ -20,9 +20,8 @@ from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
-from localllm.web.pages.settings import doctor, key_handlers, setting_rows
+from localllm.web.pages.settings import doctor, key_handlers, restart, setting_rows
 from localllm.web.pages.settings.presenters import LEVELS, file_of, keys_card, settings_of, whole_page
-from localllm.web.pages.settings.restart import how_to_restart
 from localllm.web.pages.settings.views import ChangePage, DoctorReport
 
 log = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ def _change(
         choices=SETTINGS[name].options,
         text=row.typed if value is None else value,
         config_file=str(path),
-        restart=how_to_restart(),
+        restart=restart.how_to_restart(request),
         has_line=not removes if written else has_line,
         line=change.line if change else "",
         old_line=change.old_line if change else "",
@@ -131,4 +130,4 @@ def _change(
     return page, page.written
 
 
-HANDLERS = (settings_page, change_page, write_change, set_log_level, examine, *key_handlers.HANDLERS)
+HANDLERS = (settings_page, change_page, write_change, set_log_level, examine, *restart.HANDLERS, *key_handlers.HANDLERS)

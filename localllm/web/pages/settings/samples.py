@@ -62,6 +62,8 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.SettingGroups((), "nothing"),
         restart,
         v.Restart("Stop the server with Ctrl+C."),
+        v.Restart(""),
+        v.RestartingPage(shell),
         keys,
         refused,
         storage,

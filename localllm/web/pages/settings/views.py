@@ -141,8 +141,16 @@ class Restart(View):
     """How to restart this server, so that a change of the file takes effect."""
 
     template: ClassVar[str] = "settings/_restart.html"
-    what: str  # what to do
+    what: str  # what to do; empty: the page offers it
     command: str = ""  # to be typed on the server's machine; empty: a command alone does not do it
+
+
+@dataclass(frozen=True, slots=True)
+class RestartingPage(View):
+    """Shown until the server has restarted."""
+
+    template: ClassVar[str] = "settings/restarting.html"
+    shell: Shell
 
 
 @dataclass(frozen=True, slots=True)

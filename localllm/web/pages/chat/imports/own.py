@@ -141,6 +141,7 @@ def _details(node: _Node) -> dict[str, Any]:
         for name, value in node.details.items()
         if name in kinds and isinstance(value, kinds[name]) and not isinstance(value, bool)
     }
+    found |= {"edited": True} if node.details.get("edited") is True else {}
     found |= {name: kept for name, keys in LISTS.items() if (kept := _rows(node.details.get(name), keys))}
     if files := _rows(node.details.get("files"), ("name", "text")) + _searched(node.details.get("files")):
         found["files"] = files

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from localllm.web.pages.chat.passages.cut import Passage
 from localllm.web.pages.chat.passages.question import indexed
 from localllm.web.pages.chat.passages.ranking import spread
-from localllm.web.pages.chat.store.records import FilePassage
+from localllm.web.pages.chat.store.records import FilePassage, StoredMessage
 from localllm.web.pages.chat.store.tables import Tables, new_id
 
 COLUMNS = "passage.number, file.name, file.paged, passage.first, passage.last, passage.text"
@@ -23,32 +25,48 @@ class FilePassages(Tables):
 
     def add_long_file(self, chat_id: str, name: str, paged: bool, passages: Sequence[Passage]) -> str:
         """Add a file; return its id."""
-        file_id = new_id()
         with self._whole():
-            row = (file_id, chat_id, name, paged, time.time())
-            at = self._db.execute(
-                "INSERT INTO file (id, chat_id, name, paged, created_s) VALUES (?, ?, ?, ?, ?)", row
-            ).lastrowid
-            first = self._db.execute("SELECT ifnull(max(number), 0) + 1 FROM passage").fetchone()[0]
-            self._db.executemany(
-                "INSERT INTO passage (number, file, first, last, text) VALUES (?, ?, ?, ?, ?)",
-                ((number, at, each.first, each.last, each.text) for number, each in enumerate(passages, first)),
-            )
-            self._db.executemany(
-                "INSERT INTO passage_words (rowid, text) VALUES (?, ?)",
-                ((number, indexed(each.text)) for number, each in enumerate(passages, first)),
-            )
+            return self._insert_file(chat_id, name, paged, passages)
+
+    def _insert_file(self, chat_id: str, name: str, paged: bool, passages: Sequence[Passage]) -> str:
+        file_id = new_id()
+        at = self._db.execute(
+            "INSERT INTO file (id, chat_id, name, paged, created_s) VALUES (?, ?, ?, ?, ?)",
+            (file_id, chat_id, name, paged, time.time()),
+        ).lastrowid
+        first = self._db.execute("SELECT ifnull(max(number), 0) + 1 FROM passage").fetchone()[0]
+        self._db.executemany(
+            "INSERT INTO passage (number, file, first, last, text) VALUES (?, ?, ?, ?, ?)",
+            ((number, at, each.first, each.last, each.text) for number, each in enumerate(passages, first)),
+        )
+        self._db.executemany(
+            "INSERT INTO passage_words (rowid, text) VALUES (?, ?)",
+            ((number, indexed(each.text)) for number, each in enumerate(passages, first)),
+        )
         return file_id
 
-    def copy_files(self, from_chat: str, to_chat: str) -> dict[str, str]:
-        """Copy the files of a chat to another one; return the new id of each. Their embeddings are made anew."""
+    def _with_copied_files(
+        self, messages: Sequence[StoredMessage], from_chat: str, to_chat: str
+    ) -> list[StoredMessage]:
+        """Return messages that are copied to another chat, with the ids of their files there: the files are copied,
+        too. Their embeddings are made anew.
+        """
+        wanted = {file["file"] for message in messages for file in message.details.get("files", []) if "file" in file}
         copies = {}
         for at, file_id, name, paged in self._db.execute(
             "SELECT number, id, name, paged FROM file WHERE chat_id = ?", (from_chat,)
         ).fetchall():
-            rows = self._db.execute("SELECT text, 0, first, last FROM passage WHERE file = ? ORDER BY number", (at,))
-            copies[file_id] = self.add_long_file(to_chat, name, bool(paged), [Passage(*row) for row in rows])
-        return copies
+            if file_id in wanted:
+                rows = self._db.execute(
+                    "SELECT text, 0, first, last FROM passage WHERE file = ? ORDER BY number", (at,)
+                )
+                copies[file_id] = self._insert_file(to_chat, name, bool(paged), [Passage(*row) for row in rows])
+        return [
+            replace(message, details={**message.details, "files": _renamed(message.details["files"], copies)})
+            if "files" in message.details
+            else message
+            for message in messages
+        ]
 
     def known_files(self, chat_id: str, file_ids: Collection[str]) -> list[str]:
         """Return those of the files that the chat has."""
@@ -136,3 +154,7 @@ def _passage(row: tuple[int, str, int, int, int, str]) -> FilePassage:
     number, name, paged, first, last, text = row
     span = str(first) if first == last else f"{first}–{last}"
     return FilePassage(number, name, f"p. {span}" if paged else f"line{'s' * (first != last)} {span}", text)
+
+
+def _renamed(files: Sequence[Mapping[str, Any]], copies: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [{**file, "file": copies[file["file"]]} if file.get("file") in copies else dict(file) for file in files]
