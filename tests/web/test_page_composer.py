@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.errors import DoesNotFit
+from localllm.errors import DoesNotFit, StepFailed
+from localllm.web.pages.chat import claims
 from localllm.web.pages.chat.composer_views import ContextMeter
 from localllm.web.pages.frame.render import render
 from tests.text.templates import CHATML
@@ -178,13 +179,36 @@ def test_beginning_of_a_file_is_attached_that_just_fits(served: Pages, browser: 
 def test_failed_turn_is_dimmed_and_says_that_it_is_not_sent(served: Pages, browser: httpx.Client) -> None:
     _, page = start_chat(browser, "fail now")
     assert "message--failed" not in page  # it failed behind its first words, which the model reads
-    model = served.model.client
-    model.reply, before = "", model.reply
-    try:
-        _, page = start_chat(browser, "first")
-        assert "Not sent to the model" not in page  # empty is not failed
-    finally:
-        model.reply = before
+    served.model.client.failure = StepFailed("The step failed.", "The runner raised.", "Send it again.")
+    chat, page = start_chat(browser, "lost")
+    served.model.client.failure = None
+    assert page.count("message--failed") == page.count("Not sent to the model") == 1
+    assert page.index("The step failed.") < page.index("Not sent to the model")
+    browser.post("/chat", data={"message": "next", "conversation": chat[3:]})
+    assert said(served) == "user: next"
+
+
+def test_model_that_loads_first_counts_in_the_reply_and_the_meter_stays(
+    served: Pages, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, come, acquire = full_chat(browser), asyncio.Event(), served.live.manager.acquire
+
+    async def acquire_later(name: str | None = None) -> Any:
+        await come.wait()
+        return await acquire(name)
+
+    monkeypatch.setattr(claims, "MODEL_WAIT_S", 0.01)
+    monkeypatch.setattr(served.live.manager, "acquire", acquire_later)
+    turn = browser.post("/chat", data={"message": LONG, "conversation": chat}, headers=SCRIPTED)
+    come._loop.call_soon_threadsafe(come.set)  # type: ignore[attr-defined]
+    told = listen(browser, stream_url(turn.text))
+    for shown in (told, browser.get(f"/c/{chat}").text):
+        assert "This chat is full: " in shown
+        assert "context--full" in shown
+        assert "Not sent to the model" in shown
+    monkeypatch.undo()
+    question = message_urls(browser.get(f"/c/{chat}").text)[2]
+    assert "Leave out the oldest messages" in browser.post(f"{question}/regenerate", headers=SCRIPTED).text
 
 
 def test_typed_text_waits_in_the_new_chat_while_the_summary_is_written(served: Pages, browser: httpx.Client) -> None:
