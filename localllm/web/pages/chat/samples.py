@@ -50,13 +50,6 @@ def samples(shell: views.Shell) -> list[views.View]:
         "sample-11", "assistant", model="demo", thinking=thought("sample-11", thinks=True),
         open=v.OpenBlock("sample-11"),
     )  # fmt: skip
-    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
-    unsent = v.ChatMessage(
-        "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
-    )
-    summary = v.ChatMessage(
-        "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
-    )
     with_file = v.ChatMessage(
         "sample-12", "user", "What does it do?", files=(m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"),)
     )
@@ -65,8 +58,8 @@ def samples(shell: views.Shell) -> list[views.View]:
     full = v.MessageList((user, reply, writing), "/c/sample?before=1", 460, "/c/sample")
     return [
         user,
-        *(called, answered, thinks, with_file, unsent, summary),
-        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
+        *(called, answered, thinks, with_file),
+        *not_read(user),
         *inside(),
         writing,
         reply,
@@ -101,14 +94,36 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.ChatTurn(user, reply, stop, "sample", head(), chat_list()),
         v.ChatUpdate(full, v.ComposerAction(), head(), "Version 2 of 3", undo()),
         v.ChatUpdate(full, stop, head(), "Generating", clears_composer=True, chats=chat_list()),
+        *progress(),
+        v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
+        *around(),
+        *pages(shell, full),
+    ]
+
+
+def not_read(user: v.ChatMessage) -> list[views.View]:
+    """Return samples of messages that the model does not read, or reads in another place."""
+    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
+    unsent = v.ChatMessage(
+        "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
+    )
+    summary = v.ChatMessage(
+        "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
+    )
+    return [
+        *(unsent, summary),
+        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
+    ]
+
+
+def progress() -> list[v.ReplyProgress]:
+    """Return samples of the live updates of a reply."""
+    return [
         v.ReplyProgress("sample-3", "<p>A block.</p>", True, v.OpenBlock("sample-3", "text", "The next")),
         v.ReplyProgress("sample-3", appended=" words"),
         v.ReplyProgress("sample-11", thinking=thought("sample-11", thinks=True)),
         v.ReplyProgress("sample-11", thinking_html="<p>Then.</p>", thinking_open=v.OpenBlock("sample-11-thinking")),
         v.ReplyProgress("sample-11", thinking_appended=" and"),
-        v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
-        *around(),
-        *pages(shell, full),
     ]
 
 
