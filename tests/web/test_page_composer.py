@@ -172,6 +172,12 @@ def test_beginning_of_a_file_is_attached_that_just_fits(served: Pages, browser: 
     prompt = said(served)
     assert body[:1000] in prompt
     assert CONTEXT - ROOM - 40 < len(prompt) <= CONTEXT - ROOM
+    tray = browser.post("/chats/attach", files={"file": ("n.txt", body.encode())}, headers=SCRIPTED).text
+    form["attachment"] = re.findall(r'name="attachment" value="([^"]+)"', tray)[0]
+    plain = browser.post("/chats/attach/first", data=form)
+    assert (plain.status_code, "sum it up</textarea>" in plain.text) == (200, True)
+    assert re.search(r'name="attachment" value="([^"]+)"', plain.text)
+    assert "refusal" not in plain.text
     plain = browser.post("/chats/attach/first", data={**form, "attachment": shorter[1]})
     assert (plain.status_code, "no longer on the server" in plain.text) == (400, True)
 
@@ -349,13 +355,16 @@ def test_picked_model_loads_with_its_progress_in_place_of_send(
     for name, answer in picked.items():
         assert f"Loading {name}" in answer
         assert "data-send" not in answer
+    counted = browser.post("/chats/count", data={"model": "demo", "message": "typed meanwhile"}, headers=SCRIPTED)
+    assert "Loading demo" in counted.text
     come._loop.call_soon_threadsafe(come.set)  # type: ignore[attr-defined]
     told = {name: listen(browser, html.unescape(stream_url(answer))) for name, answer in picked.items()}
     assert all("data-send" in each for each in told.values())
     assert "9 GiB needed." in told["broken"]
     assert "notice" not in told["demo"]
     wait_until(lambda: all(entry.num_leases == 0 for entry in manager.entries))
-    assert "data-send" in listen(browser, "/live/chat/model?model=never-picked")  # nothing is loaded by a look
+    looked = listen(browser, "/live/chat/model?model=never-picked")
+    assert ("data-send" in looked, "notice" in looked) == (True, False)  # nothing is loaded by a look
 
 
 def test_thinking_and_a_schema_reach_the_model(tmp_path: Path) -> None:
