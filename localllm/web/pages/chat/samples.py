@@ -57,13 +57,6 @@ def samples(shell: views.Shell) -> list[views.View]:
         "sample-11", "assistant", model="demo", thinking=thought("sample-11", thinks=True),
         open=v.OpenBlock("sample-11"),
     )  # fmt: skip
-    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
-    unsent = v.ChatMessage(
-        "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
-    )
-    summary = v.ChatMessage(
-        "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
-    )
     with_file = v.ChatMessage(
         "sample-12", "user", "What does it do?", files=(m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"),)
     )
@@ -72,8 +65,8 @@ def samples(shell: views.Shell) -> list[views.View]:
     full = v.MessageList((user, reply, writing), "/c/sample?before=1", 460, "/c/sample")
     return [
         user,
-        *(called, answered, thinks, with_file, searched, unsent, summary),
-        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
+        *(called, answered, thinks, with_file, searched),
+        *not_read(user),
         *inside(),
         writing,
         reply,
@@ -112,6 +105,21 @@ def samples(shell: views.Shell) -> list[views.View]:
         *around(),
         *library(),
         *pages(shell, full),
+    ]
+
+
+def not_read(user: v.ChatMessage) -> list[views.View]:
+    """Return samples of messages that the model does not read, or reads in another place."""
+    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
+    unsent = v.ChatMessage(
+        "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
+    )
+    summary = v.ChatMessage(
+        "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
+    )
+    return [
+        *(unsent, summary),
+        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
     ]
 
 
