@@ -122,7 +122,7 @@ def test_reply_that_was_cut_off_goes_on_in_place(served: Pages, browser: httpx.C
     assert said(served) == f"user: go\nassistant: {first}"
     assert browser.get(f"{reply}/raw").text == first + served.model.client.reply
     assert message_urls(page) == message_urls(browser.get(chat).text)
-    out = re.search(r">(\d+) out<", page)
+    out = re.search(r"· (\d+) tokens", page)
     assert out
     assert int(out[1]) == 4 + -(-len(served.model.client.reply) // 20)
     again = browser.post(f"{message_urls(page)[0]}/continue", headers=SCRIPTED)
@@ -135,7 +135,7 @@ def test_real_template_leaves_the_text_open_to_go_on(tmp_path: Path) -> None:
         reply = message_urls(page)[1]
         before = browser.get(f"{reply}/raw").text
         page = browser.post(f"{reply}/continue").text
-        assert "12 out" in page
+        assert "12 tokens" in page
         assert browser.get(f"{reply}/raw").text.startswith(before)
 
 
@@ -201,7 +201,7 @@ def test_exported_chat_comes_back_with_its_branches(browser: httpx.Client) -> No
     assert 'hidden">Version </span>2/2' in page
     assert "second</div>" in page
     assert typed(page, "temperature") == "0.3"
-    assert "TTFT" in page
+    assert "to first word" in page
     again = json.loads(browser.get(f"{re.search(r'/c/[^/]+', message_urls(page)[0])[0]}/export/json").content)  # type: ignore[index]
     without_ids = [[(m["role"], m["content"], m["details"]) for m in each["tree"]] for each in (exported, again)]
     assert without_ids[0] == without_ids[1]
@@ -226,9 +226,9 @@ TREE = [{"id": "a", "role": "user", "content": "x"}]
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (b"", "truncated"),
+        (b"", "holds no messages"),
         (b"\xff\xfe", "malformed"),
-        (b"[" * 100_000, "Expected `object`"),
+        (b"[" * 100_000, "more than 128 levels"),
         (b'"text"', "Expected `object`"),
         ({"messages": []}, "no messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "no message of a user"),
@@ -243,7 +243,7 @@ TREE = [{"id": "a", "role": "user", "content": "x"}]
         ({"tree": TREE, "version": 2}, "localllm-chat 2"),
         ({"tree": TREE, "settings": {"temperature": "hot"}}, "Temperature must be a number"),
         ({"tree": TREE, "settings": {"temperature": 3}}, "Expected `str`"),
-        ({"tree": TREE * 20_001}, "more than 20000"),
+        ({"tree": TREE * 20_001}, "more than 20,000"),
         (None, "No file was chosen."),
     ],
 )

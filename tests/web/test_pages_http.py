@@ -84,7 +84,7 @@ def test_without_scripts_a_post_ends_on_the_page_with_the_whole_reply(browser: h
     assert answer.status_code == 200
     assert answer.history[0].status_code == 303
     assert "<strong>Paged attention</strong>" in answer.text
-    assert "TTFT" in answer.text
+    assert "to first word" in answer.text
     assert 'hx-sse:connect="/c/' not in answer.text
 
 
@@ -280,7 +280,7 @@ def test_chat_runs_through_the_real_engine_and_stop_returns_the_blocks(tmp_path:
     model = fake_model(tmp_path, runner)
     with LiveServer(model, settings(ui=True)) as server, browser_of(server) as browser:
         page = browser.post("/chat", data={"message": "hello", "max_tokens": "12"})
-        assert "12 out" in page.text
+        assert "12 tokens" in page.text
         assert "cut off: token limit" in page.text
         runner.step_s = 0.01
         turn = browser.post("/chat", data={"message": "go on"}, headers=SCRIPTED)

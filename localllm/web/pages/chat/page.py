@@ -9,10 +9,13 @@ from localllm.web.pages.chat import (
     handlers,
     message_handlers,
     offer_handlers,
+    outline,
     palette_handlers,
+    previews,
     project_handlers,
     prompt_handlers,
     sidebar_handlers,
+    transfer_handlers,
 )
 from localllm.web.pages.chat.state import close_chats, open_chats
 from localllm.web.pages.frame.page import Page
@@ -23,9 +26,12 @@ PAGE = Page(
     handlers=(
         *handlers.HANDLERS,
         *message_handlers.HANDLERS,
+        *previews.HANDLERS,
+        *outline.HANDLERS,
         *attachment_handlers.HANDLERS,
         *composer_handlers.HANDLERS,
         *sidebar_handlers.HANDLERS,
+        *transfer_handlers.HANDLERS,
         *offer_handlers.HANDLERS,
         *prompt_handlers.HANDLERS,
         *project_handlers.HANDLERS,

@@ -8,6 +8,7 @@ from localllm.web.pages.chat import offer_views as o
 from localllm.web.pages.chat import palette_views as k
 from localllm.web.pages.chat import project_views as j
 from localllm.web.pages.chat import prompt_views as p
+from localllm.web.pages.chat import shared_views as sh
 from localllm.web.pages.chat import sidebar_views as c
 from localllm.web.pages.chat import views as v
 from localllm.web.pages.chat.markdown import code_block, render_markdown
@@ -37,7 +38,8 @@ def slot(block_table: list[int], position: int, block_size: int = 16) -> int:
 def samples(shell: views.Shell) -> list[views.View]:
     actions = v.MessageActions("/c/sample/m/1", "user")
     versions = v.MessageActions("/c/sample/m/2", "assistant", True, 2, 3, "/c/s/m/1/select", "/c/s/m/3/select")
-    figures = v.ReplyFigures(1204, 1024, 318, "stop", 0.21, 62.1)
+    more = (("Read", "1,204 tokens, 85% of it from the prefix cache"),)
+    figures = v.ReplyFigures(("0.21 s to first word", "62.1 tok/s", "318 tokens"), details=more)
     user = v.ChatMessage("sample-1", "user", "What is paged attention?\nIn short, please.", actions=actions)
     reply = v.ChatMessage(
         "sample-2", "assistant", html=render_markdown(MARKDOWN), model="demo", figures=figures, actions=versions
@@ -46,6 +48,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     failed = v.ChatMessage(
         "sample-4", "assistant", model="demo", error=views.ErrorNotice("The step failed.", "", "Retry.")
     )
+    searched = v.ChatMessage("sample-14", "assistant", html="<p>412 degrees.</p>", model="demo", sources=sources())
     called = v.ChatMessage(
         "sample-9", "assistant", model="demo", thinking=thought(), calls=(call(),), result_form=form(), figures=figures
     )
@@ -54,13 +57,6 @@ def samples(shell: views.Shell) -> list[views.View]:
         "sample-11", "assistant", model="demo", thinking=thought("sample-11", thinks=True),
         open=v.OpenBlock("sample-11"),
     )  # fmt: skip
-    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
-    unsent = v.ChatMessage(
-        "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
-    )
-    summary = v.ChatMessage(
-        "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
-    )
     with_file = v.ChatMessage(
         "sample-12", "user", "What does it do?", files=(m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"),)
     )
@@ -69,21 +65,20 @@ def samples(shell: views.Shell) -> list[views.View]:
     full = v.MessageList((user, reply, writing), "/c/sample?before=1", 460, "/c/sample")
     return [
         user,
-        *(called, answered, thinks, with_file, unsent, summary),
-        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
+        *(called, answered, thinks, with_file, searched),
+        *not_read(user),
         *inside(),
         writing,
         reply,
         failed,
         actions,
         versions,
+        *ways(reply, writing),
         edit,
         v.ChatMessage("sample-6", "user", edit=edit),
         v.OpenBlock("sample-5", "code", "def f():\n    return"),
         v.OpenBlock("sample-7", "note", "Loading Qwen3-8B-AWQ …"),
         figures,
-        v.ReplyFigures(12, 0, 256, "length"),
-        v.ReplyFigures(0, 0, 0, "interrupted"),
         v.ComposerAction(),
         stop,
         sampling(),
@@ -105,15 +100,37 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.ChatTurn(user, reply, stop, "sample", head(), chat_list()),
         v.ChatUpdate(full, v.ComposerAction(), head(), "Version 2 of 3", undo()),
         v.ChatUpdate(full, stop, head(), "Generating", clears_composer=True, chats=chat_list()),
+        *progress(),
+        v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
+        *around(),
+        *library(),
+        *pages(shell, full),
+    ]
+
+
+def not_read(user: v.ChatMessage) -> list[views.View]:
+    """Return samples of messages that the model does not read, or reads in another place."""
+    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
+    unsent = v.ChatMessage(
+        "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
+    )
+    summary = v.ChatMessage(
+        "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
+    )
+    return [
+        *(unsent, summary),
+        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
+    ]
+
+
+def progress() -> list[views.View]:
+    """Return samples of the live updates of a reply."""
+    return [
         v.ReplyProgress("sample-3", "<p>A block.</p>", True, v.OpenBlock("sample-3", "text", "The next")),
         v.ReplyProgress("sample-3", appended=" words"),
         v.ReplyProgress("sample-11", thinking=thought("sample-11", thinks=True)),
         v.ReplyProgress("sample-11", thinking_html="<p>Then.</p>", thinking_open=v.OpenBlock("sample-11-thinking")),
         v.ReplyProgress("sample-11", thinking_appended=" and"),
-        v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
-        *around(),
-        *library(),
-        *pages(shell, full),
     ]
 
 
@@ -151,15 +168,43 @@ def result() -> m.ToolResult:
     return m.ToolResult("get_weather", "21 °C, clear")
 
 
+def ways(reply: v.ChatMessage, writing: v.ChatMessage) -> list[views.View]:
+    """Return samples of what a message's menu opens, and of two replies to compare."""
+    names = (v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))
+    compared = v.Comparison((reply, writing), ("/c/sample/m/2", "/c/sample/m/3"))
+    refused = views.ErrorNotice("Choose two different models.", "Both are demo.")
+    return [
+        compared,
+        v.ReplyFigures(("256 tokens",), "cut off: token limit", is_broken=True, details=(("Read", "12 tokens"),)),
+        v.ReplyFigures((), "interrupted: the server stopped", is_broken=True),
+        v.ChatMessage("sample-14", "assistant", html="<p>Mine.</p>", model="demo", is_edited=True),
+        v.EditForm("sample-15", "/c/sample/m/15", "/c/sample/m/15", "It is a table.", "assistant"),
+        v.OtherModel("/c/sample/m/2", names, "org/big"),
+        v.OtherModel("/c/sample/m/2", names, "demo", "org/big", refused),
+        v.OtherModel("/c/sample/m/2", names[:1], ""),
+        v.Outline((("What is paged attention?", "/c/sample#m-1"), ("And a block table?", "/c/sample?before=9#m-5"))),
+        v.Outline(()),
+    ]
+
+
 def inside() -> list[views.View]:
     """Return samples of the parts of a message and its composer."""
     chip = m.AttachmentChip("notes.py", 412, 131, "a1")
+    long = m.AttachmentChip("paper.pdf", 1_412_000, 353_000, "a2", is_estimate=True, searched=True)
     return [
         *(thought("sample-13"), call(), form(), result(), chip),
         m.ToolCallCard("get_weather", code_block('{"city": "Pa', ""), broken=True),
         m.Attachments((chip,), 131, 4096),
+        m.Attachments((chip, long), 131, 4096),
+        m.AttachmentChip("paper.pdf", 1_412_000, searched=True),
+        *(sources(), m.Sources("No passage was found", (), "The chat is full.")),
         m.Attachments((chip,), 131, 64, views.ErrorNotice("cat.png is an image, which the model cannot see.")),
     ]
+
+
+def sources() -> m.Sources:
+    passage = m.SourcePassage("paper.pdf, p. 3", "The melting point of zorbium is 412 degrees.\n\nIt is grey.")
+    return m.Sources("From paper.pdf, p. 3", (passage,))
 
 
 def pages(shell: views.Shell, messages: v.MessageList) -> list[views.View]:
@@ -177,7 +222,7 @@ def pages(shell: views.Shell, messages: v.MessageList) -> list[views.View]:
         ),
         v.ChatPage(shell, head(), chat_list(), messages, composer, undo=undo(), notice=aside),
         v.ChatPage(shell, head(), chat_list(), loading=views.Loading("demo")),
-        v.ChatPage(shell, c.ChatHead("Chats"), c.ChatList(), panel=c.ManageChats("/home/me/chats.db")),
+        v.ChatPage(shell, c.ChatHead("Chats"), c.ChatList(), panel=c.ManageChats()),
     ]
 
 
@@ -208,7 +253,8 @@ def around() -> list[views.View]:
             sums=ChatTotals(24, 12_345, 8_000, 3_210, 72.0),
         ),
         c.ManageChat("/c/sample", "", False, True, error=views.ErrorNotice("The title is empty.")),
-        c.ManageChats(""),
+        c.ManageChats(refused()),
+        *(refused(), c.WipeChats(), *shared()),
         c.ChatsChanged(chat_list(), head(), "Chat renamed"),
         c.ChatTitled(chat_list(), head()),
         c.ChatHead("New chat", title_url="/c/sample/title"),
@@ -217,10 +263,27 @@ def around() -> list[views.View]:
     ]
 
 
+def shared() -> list[views.View]:
+    """Return a chat that is saved as a file, and its messages."""
+    chip, answer = m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"), render_markdown(MARKDOWN)
+    messages = (
+        sh.SharedMessage("user", "You", "What is it?", files=(chip,)),
+        sh.SharedMessage("assistant", "demo", answer, "<p>Hm.</p>", (result(),), sources=sources(), error="It failed."),
+        sh.SharedMessage("user", "You", "", results=(result(),)),
+    )
+    return [sh.SharedChat("What is paged attention?", "2026-11-23", messages, "Be brief."), *messages]
+
+
+def refused() -> c.ImportRefused:
+    broken = views.ErrorNotice("chats.json: This file holds no messages.", "", "Choose a chat export.")
+    return c.ImportRefused((broken, views.ErrorNotice("3 chats are imported.")), chat_list())
+
+
 def head() -> c.ChatHead:
     return c.ChatHead(
-        "What is paged attention?", "/c/sample/manage", w.ContextMeter(1522, 4096), "Kernels", "/projects/p", "23 Nov"
-    )
+        "What is paged attention?", "/c/sample/manage", w.ContextMeter(1522, 4096), "Kernels", "/projects/p", "23 Nov",
+        "", "/c/sample/outline",
+    )  # fmt: skip
 
 
 def undo() -> c.Undo:

@@ -18,6 +18,7 @@ from localllm.web.pages.chat.message_views import (
     Attachments,
     ReasoningView,
     ResultForm,
+    Sources,
     ToolCallCard,
     ToolResult,
 )
@@ -28,15 +29,13 @@ from localllm.web.pages.frame.views import ErrorNotice, Loading, Shell, View
 
 @dataclass(frozen=True, slots=True)
 class ReplyFigures(View):
-    """The line of statistics below a finished reply."""
+    """The line of statistics below a finished reply, and the details that it opens."""
 
     template: ClassVar[str] = "chat/_figures.html"
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    finish_reason: str  # stop, length, abort, error, interrupted
-    ttft_s: float | None = None
-    tokens_per_s: float | None = None
+    line: tuple[str, ...]
+    end: str = ""  # why the reply ended, if it is unusual
+    is_broken: bool = False  # it ended by an error or a limit
+    details: tuple[tuple[str, str], ...] = ()  # (name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +72,12 @@ class EditForm(View):
     url: str  # of the message
     cancel_url: str
     text: str
+    role: Literal["user", "assistant"] = "user"
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage(View):
-    """One message. `html` is safe markup from markdown.py; `text` is what the user typed."""
+    """One message. `html` is safe markup, of a user's message only if it has code; `text` is what the user typed."""
 
     template: ClassVar[str] = "chat/_message.html"
     id: str
@@ -85,6 +85,7 @@ class ChatMessage(View):
     text: str = ""
     html: str = ""
     model: str = ""
+    is_edited: bool = False  # the user changed the reply's text
     open: OpenBlock | None = None  # present while the reply is being written
     stream_url: str | None = None  # URL of the reply's live events
     figures: ReplyFigures | None = None
@@ -96,9 +97,39 @@ class ChatMessage(View):
     result_form: ResultForm | None = None
     results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
     files: tuple[AttachmentChip, ...] = ()
+    sources: Sources | None = None  # passages of long files that the model read before it answered
     is_left_out: bool = False  # the model does not read it any more
     has_failed: bool = False  # the turn failed, so the model does not read it
     origin: SummaryOrigin | None = None  # of a summary
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison(View):
+    """Replies of two models to one message, beside each other, until one is kept."""
+
+    template: ClassVar[str] = "chat/_comparison.html"
+    replies: tuple[ChatMessage, ...]
+    urls: tuple[str, ...]  # of the messages
+
+
+@dataclass(frozen=True, slots=True)
+class OtherModel(View):
+    """The form that has a message answered by another model, or by two."""
+
+    template: ClassVar[str] = "chat/_other_model.html"
+    url: str  # of the message
+    names: tuple[ModelChoice, ...]
+    model: str
+    beside: str = ""
+    error: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outline(View):
+    """The questions of a chat, as links to them: (text, URL)."""
+
+    template: ClassVar[str] = "chat/_outline.html"
+    questions: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +236,7 @@ class MessageList(View):
     """A range of a chat's messages, with links to earlier and later ones."""
 
     template: ClassVar[str] = "chat/_message_list.html"
-    messages: tuple[ChatMessage, ...] = ()
+    messages: tuple[ChatMessage | Comparison, ...] = ()
     earlier_url: str = ""
     num_earlier: int = 0
     later_url: str = ""
@@ -257,6 +288,7 @@ class ChatUpdate(View):
     head: ChatHead
     announcement: str
     undo: Undo | None = None
+    is_redrawn: bool = False  # the messages are made anew, because one that moves is being written
     chip: BehaviourChip = field(default_factory=BehaviourChip)
     clears_composer: bool = False  # its message was sent
     chats: ChatList | None = None

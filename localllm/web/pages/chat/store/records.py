@@ -111,6 +111,7 @@ class Branch:
     num_earlier: int = 0  # number of earlier messages of the same branch
     num_later: int = 0
     num_left_out: int = 0  # number of messages at the start of the whole branch that the model does not read any more
+    beside: tuple[StoredMessage, ...] = ()  # other replies that are shown beside the last message
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +120,13 @@ class FoundChat:
 
     chat: Chat
     snippet: tuple[str, str, str] = ("", "", "")
+
+
+@dataclass(frozen=True, slots=True)
+class FilePassage:
+    """A passage of a long file."""
+
+    number: int  # ascending in the order of the file
+    name: str  # of the file
+    where: str  # such as "p. 3" or "lines 12–40"
+    text: str
