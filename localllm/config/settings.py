@@ -240,6 +240,9 @@ class ServerConfig:
         True, SERVER, "serve the chat and dashboard pages")
     chat_history: bool = setting(
         True, SERVER, "store the page's chats on disk, in chats.db of the data folder")
+    chat_titles: str = setting(
+        "auto", SERVER, "have the model write a title for each new chat, after its first reply",
+        choices=("auto", "on", "off"), note="auto: only a model on a GPU")
     open_browser: bool = setting(
         False, SERVER, "open the chat page in a browser when ready", aliases=("--open",))
     exit_when_idle: float | None = setting(

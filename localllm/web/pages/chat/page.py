@@ -5,10 +5,13 @@ from __future__ import annotations
 from localllm.web.access.scopes import Paths, RouteRules
 from localllm.web.pages.chat import (
     attachment_handlers,
+    composer_handlers,
     handlers,
     message_handlers,
     offer_handlers,
+    outline,
     palette_handlers,
+    previews,
     project_handlers,
     prompt_handlers,
     sidebar_handlers,
@@ -22,7 +25,10 @@ PAGE = Page(
     handlers=(
         *handlers.HANDLERS,
         *message_handlers.HANDLERS,
+        *previews.HANDLERS,
+        *outline.HANDLERS,
         *attachment_handlers.HANDLERS,
+        *composer_handlers.HANDLERS,
         *sidebar_handlers.HANDLERS,
         *offer_handlers.HANDLERS,
         *prompt_handlers.HANDLERS,
@@ -31,7 +37,7 @@ PAGE = Page(
     ),
     rules=RouteRules(
         infer=Paths(
-            *("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat", "/palette"),
+            *("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat", "/live/chat/model", "/palette"),
             *("/prompts", "/prompts/*", "/projects", "/projects/*"),
         ),
         linked=Paths("/", "/c/*"),

@@ -14,7 +14,6 @@ from litestar.response import Response
 
 from localllm.errors import LocalLLMError
 from localllm.web.access.caller import owner_of
-from localllm.web.pages.chat import presenters
 from localllm.web.pages.chat.palette_views import Palette, PaletteEntry, PaletteGroup
 from localllm.web.pages.chat.sidebar_presenters import when
 from localllm.web.pages.chat.state import ChatState, chat_state
@@ -51,7 +50,7 @@ async def palette(request: Request[Any, Any, Any]) -> Response[str]:
     except LocalLLMError as problem:
         error = notice(problem)
     if query:
-        models = (await presenters.model_choices(state, {})).choices
+        models = (await state.picker.choices({})).choices
         names = [(each.name, f"/?{urlencode({'model': each.name})}", f"new chat · {each.note}") for each in models]
         found.append(("Models", _matching([(n, url, note.rstrip(" ·")) for n, url, note in names], query)))
     return html(Palette(tuple(_numbered(found)), error))

@@ -21,7 +21,7 @@ from localllm.web.pages.chat.handlers import MAX_BODY_BYTES, undo_of
 from localllm.web.pages.chat.project_presenters import project_page
 from localllm.web.pages.chat.project_views import ProjectList, ProjectRow
 from localllm.web.pages.chat.projects import require_room
-from localllm.web.pages.chat.prompts import checked_name
+from localllm.web.pages.chat.saved_prompts import checked_name
 from localllm.web.pages.chat.settings import typed
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats, Project

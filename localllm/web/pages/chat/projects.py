@@ -1,13 +1,12 @@
 """What a chat has of its project: the settings with which it starts, and the files that the model reads every time.
 
-The files come before the first message of the user, in the form of attached files: every chat template has a user.
+The files follow the system prompt, in the form of attached files: leaving out the oldest messages leaves them in.
 Does not know: HTTP, how a file is read (attachments.py), where projects are stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from localllm.units import format_bytes
 from localllm.web.pages.chat.attachments import MAX_FILE_BYTES, MAX_FILES, FileTooLarge
@@ -23,20 +22,19 @@ async def named_project(state: ChatState, owner: str, form: Mapping[str, str]) -
     return await state.store.call(Chats.project, owner, project_id) if project_id else None
 
 
-async def files_of_chat(state: ChatState, chat: Chat) -> list[tuple[str, str]]:
-    """Return the (name, text) pairs of the files of a chat's project."""
-    if chat.project_id is None:
-        return []
-    return [(file.name, file.text) for file in await state.store.call(Chats.project_files, chat.project_id)]
-
-
-def with_project_files(messages: list[dict[str, Any]], files: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Return messages in which the first one of the user begins with the files."""
-    found = list(messages)
-    first = next((at for at, message in enumerate(found) if message["role"] == "user"), None)
-    if files and first is not None:
-        found[first] = {**found[first], "content": with_files(found[first]["content"], files)}
-    return found
+async def with_project_files(
+    state: ChatState, owner: str, chat: Chat | None, form: Mapping[str, str], settings: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the settings as the model reads them: the files of the chat's project follow the system prompt. `chat`
+    None: a new chat, whose form names the project. Raises `ProjectNotFound`.
+    """
+    project_id = chat.project_id if chat is not None else form.get("project")
+    if not project_id:
+        return dict(settings)
+    project = await state.store.call(Chats.project, owner, project_id)
+    files = [(file.name, file.text) for file in await state.store.call(Chats.project_files, project.id)]
+    system = [settings["system"]] if settings.get("system") else []
+    return {**settings, "system": "\n\n".join([*system, with_files("", files)])} if files else dict(settings)
 
 
 def require_room(files: Sequence[ProjectFile], name: str, text: str) -> None:

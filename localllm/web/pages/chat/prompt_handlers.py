@@ -1,6 +1,6 @@
 """The library of prompts: make, change, delete with undo, import, export; and use one in a chat.
 
-Does not know: how prompts are stored, placeholders (prompts.py).
+Does not know: how prompts are stored, placeholders (saved_prompts.py).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from localllm.errors import RequestError
 from localllm.web.access.caller import owner_of
 from localllm.web.api.exchange import require_few_values
 from localllm.web.errors import MissingParameter
-from localllm.web.pages.chat import presenters, prompt_presenters, prompts
+from localllm.web.pages.chat import presenters, prompt_presenters, saved_prompts
 from localllm.web.pages.chat.handlers import MAX_BODY_BYTES, undo_of
 from localllm.web.pages.chat.prompt_views import PromptLibrary, PromptQuestions
 from localllm.web.pages.chat.settings import NAMES, typed
 from localllm.web.pages.chat.state import chat_state
-from localllm.web.pages.chat.store import Chats, Prompt
+from localllm.web.pages.chat.store import Chats, SavedPrompt
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice
 
-NEW = Prompt("", "", "", {})
+NEW = SavedPrompt("", "", "", {})
 ONE = "/prompts/{prompt_id:str}"
 
 
@@ -91,7 +91,7 @@ async def delete_prompt(request: Request[Any, Any, Any]) -> Redirect:
 @get("/prompts/export")
 async def export_prompts(request: Request[Any, Any, Any]) -> Response[bytes]:
     """Export all prompts as JSON."""
-    body = prompts.as_file(await chat_state(request).store.call(Chats.prompts, owner_of(request)))
+    body = saved_prompts.as_file(await chat_state(request).store.call(Chats.prompts, owner_of(request)))
     disposition = 'attachment; filename="prompts.json"'
     return Response(body, media_type="application/json", headers={"Content-Disposition": disposition})
 
@@ -105,7 +105,7 @@ async def import_prompts(request: Request[Any, Any, Any]) -> Response[Any]:
             raise MissingParameter("No file was chosen.", hint="Choose a JSON file.", param="file")
         raw = await file.read()
         require_few_values(raw)
-        found = await anyio.to_thread.run_sync(prompts.read, raw)
+        found = await anyio.to_thread.run_sync(saved_prompts.read, raw)
         await chat_state(request).store.call(Chats.add_prompts, owner_of(request), found)
     except RequestError as error:
         return html(await _library_page(request, notice(error)), error.status)
@@ -123,7 +123,7 @@ async def choose_prompt(request: Request[Any, Any, Any]) -> Response[str]:
 async def ask_for_values(request: Request[Any, Any, Any]) -> Response[Any]:
     """Ask for the values of a prompt's placeholders; show a prompt without any in a new chat."""
     prompt = await _requested(request)
-    asked = prompts.placeholders(prompt.text)
+    asked = saved_prompts.placeholders(prompt.text)
     query = request.query_params
     if not asked:
         return await _used(request, prompt, prompt.text, query)
@@ -137,15 +137,17 @@ async def ask_for_values(request: Request[Any, Any, Any]) -> Response[Any]:
 async def use_prompt(request: Request[Any, Any, Any]) -> Response[Any]:
     """Put a prompt's text into the composer, and its settings into the drawer."""
     prompt, form = await _requested(request), await fields_of(request)
-    asked = prompts.placeholders(prompt.text)
+    asked = saved_prompts.placeholders(prompt.text)
     values = {name: form.get(f"value-{number}", "").strip() for number, name in enumerate(asked)}
     missing = next((name for name, value in values.items() if not value), None)
     if missing is not None:
         raise MissingParameter(f"{missing} has no value.", hint="Type one, or close this form.", param=missing)
-    return await _used(request, prompt, prompts.filled(prompt.text, values), form)
+    return await _used(request, prompt, saved_prompts.filled(prompt.text, values), form)
 
 
-async def _used(request: Request[Any, Any, Any], prompt: Prompt, text: str, form: Mapping[str, str]) -> Response[Any]:
+async def _used(
+    request: Request[Any, Any, Any], prompt: SavedPrompt, text: str, form: Mapping[str, str]
+) -> Response[Any]:
     state, owner = chat_state(request), owner_of(request)
     if is_scripted(request):
         return html(await prompt_presenters.used(state, owner, prompt, text, form.get("model", "")))
@@ -158,7 +160,7 @@ async def _used(request: Request[Any, Any, Any], prompt: Prompt, text: str, form
     return html(replace(view, composer=replace(view.composer, text=text)))
 
 
-async def _requested(request: Request[Any, Any, Any]) -> Prompt:
+async def _requested(request: Request[Any, Any, Any]) -> SavedPrompt:
     """Return the prompt in the URL. Raises `PromptNotFound`, also for another owner's prompt."""
     return await chat_state(request).store.call(Chats.prompt, owner_of(request), request.path_params["prompt_id"])
 
@@ -170,7 +172,7 @@ async def _library_page(request: Request[Any, Any, Any], error: ErrorNotice | No
 
 
 async def _form(
-    request: Request[Any, Any, Any], url: str, prompt: Prompt, *, is_new: bool, error: RequestError | None = None
+    request: Request[Any, Any, Any], url: str, prompt: SavedPrompt, *, is_new: bool, error: RequestError | None = None
 ) -> Response[str]:
     state = chat_state(request)
     view = await prompt_presenters.prompt_form(
@@ -179,13 +181,13 @@ async def _form(
     return html(await presenters.panel_page(request, "Prompts", view), error.status if error else 200)
 
 
-def _read(form: Mapping[str, str], before: Prompt) -> Prompt:
-    return prompts.checked(form.get("name", ""), form.get("text", ""), typed(form, before.settings))
+def _read(form: Mapping[str, str], before: SavedPrompt) -> SavedPrompt:
+    return saved_prompts.checked(form.get("name", ""), form.get("text", ""), typed(form, before.settings))
 
 
-def _as_typed(form: Mapping[str, str]) -> Prompt:
+def _as_typed(form: Mapping[str, str]) -> SavedPrompt:
     settings = {name: form[name] for name in NAMES if form.get(name)}
-    return Prompt("", form.get("name", ""), form.get("text", ""), settings)
+    return SavedPrompt("", form.get("name", ""), form.get("text", ""), settings)
 
 
 HANDLERS = (

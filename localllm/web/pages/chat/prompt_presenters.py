@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 
 from localllm.web.pages.chat import message_presenters, presenters
 from localllm.web.pages.chat.prompt_views import PromptForm, PromptList, PromptRow, PromptUsed, SettingsForm
-from localllm.web.pages.chat.prompts import placeholders
+from localllm.web.pages.chat.saved_prompts import placeholders
 from localllm.web.pages.chat.settings import SETTINGS
 from localllm.web.pages.chat.sidebar_views import Choice
 from localllm.web.pages.chat.state import ChatState
-from localllm.web.pages.chat.store import Chats, Prompt
+from localllm.web.pages.chat.store import Chats, SavedPrompt
 from localllm.web.pages.frame.views import ErrorNotice
 
 BEGINNING_CHARS = 90
 MOST_CHOICES = 8
 
 
-def prompt_row(prompt: Prompt) -> PromptRow:
+def prompt_row(prompt: SavedPrompt) -> PromptRow:
     text = " ".join(prompt.text.split())
     beginning = text if len(text) <= BEGINNING_CHARS else f"{text[: BEGINNING_CHARS - 1].rstrip()}…"
     asks = bool(placeholders(prompt.text))
@@ -30,11 +30,12 @@ def prompt_row(prompt: Prompt) -> PromptRow:
 def notes_of(settings: Mapping[str, str]) -> tuple[str, ...]:
     """Return what the settings set, in words."""
     names = {"system": "the system prompt", "model": f"the model {settings.get('model')}", "tools": "tools"}
+    names |= {"schema": "a JSON schema", "thinking": "thinking"}
     found = [names.get(name) or SETTINGS[name].label.lower() for name in settings if name in names or name in SETTINGS]
     return tuple(found)
 
 
-def choices(prompts: Sequence[Prompt], typed: str) -> PromptList:
+def choices(prompts: Sequence[SavedPrompt], typed: str) -> PromptList:
     """Return the prompts whose name contains every typed word; those that begin with the first word come first."""
     words = typed.lower().removeprefix("/").split()
     found = [each for each in prompts if all(word in each.name.lower() for word in words)]
@@ -46,7 +47,7 @@ def choices(prompts: Sequence[Prompt], typed: str) -> PromptList:
 async def settings_form(state: ChatState, settings: Mapping[str, str], *, is_open: bool = False) -> SettingsForm:
     """Return the fields of these settings, with the defaults of their model."""
     drawer = message_presenters.sampling(presenters.card_of(state, settings), settings)
-    models = await presenters.model_choices(state, settings)
+    models = await state.picker.choices(settings)
     chosen = settings.get("model", "")
     names = [Choice("", "The one that is chosen in the chat", not chosen)]
     names += [Choice(each.name, each.name, each.name == chosen) for each in models.choices]
@@ -54,20 +55,20 @@ async def settings_form(state: ChatState, settings: Mapping[str, str], *, is_ope
 
 
 async def prompt_form(
-    state: ChatState, url: str, prompt: Prompt, *, is_new: bool, error: ErrorNotice | None = None
+    state: ChatState, url: str, prompt: SavedPrompt, *, is_new: bool, error: ErrorNotice | None = None
 ) -> PromptForm:
     form = await settings_form(state, prompt.settings, is_open=error is not None)
     return PromptForm(url, prompt.name, prompt.text, form, is_new, error)
 
 
-async def used(state: ChatState, owner: str, prompt: Prompt, text: str, model: str) -> PromptUsed:
+async def used(state: ChatState, owner: str, prompt: SavedPrompt, text: str, model: str) -> PromptUsed:
     """Return the answer to the choice of a prompt. One without settings leaves those of the chat."""
     if not prompt.settings:
         return PromptUsed(prompt.name, text)
     settings = with_model(prompt.settings, model)
     names = tuple(await state.store.call(Chats.presets, owner))
     sampling = message_presenters.sampling(presenters.card_of(state, settings), settings, names, preset=prompt.name)
-    models = await presenters.model_choices(state, settings) if "model" in prompt.settings else None
+    models = await state.picker.choices(settings) if "model" in prompt.settings else None
     return PromptUsed(prompt.name, text, sampling, models)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from localllm.web.pages.chat import composer_views as w
 from localllm.web.pages.chat import message_views as m
 from localllm.web.pages.chat import offer_views as o
-from localllm.web.pages.chat import palette_views as w
+from localllm.web.pages.chat import palette_views as k
 from localllm.web.pages.chat import project_views as j
 from localllm.web.pages.chat import prompt_views as p
 from localllm.web.pages.chat import sidebar_views as c
@@ -36,7 +37,8 @@ def slot(block_table: list[int], position: int, block_size: int = 16) -> int:
 def samples(shell: views.Shell) -> list[views.View]:
     actions = v.MessageActions("/c/sample/m/1", "user")
     versions = v.MessageActions("/c/sample/m/2", "assistant", True, 2, 3, "/c/s/m/1/select", "/c/s/m/3/select")
-    figures = v.ReplyFigures(1204, 1024, 318, "stop", 0.21, 62.1)
+    more = (("Read", "1,204 tokens, 85% of it from the prefix cache"),)
+    figures = v.ReplyFigures(("0.21 s to first word", "62.1 tok/s", "318 tokens"), details=more)
     user = v.ChatMessage("sample-1", "user", "What is paged attention?\nIn short, please.", actions=actions)
     reply = v.ChatMessage(
         "sample-2", "assistant", html=render_markdown(MARKDOWN), model="demo", figures=figures, actions=versions
@@ -53,6 +55,13 @@ def samples(shell: views.Shell) -> list[views.View]:
         "sample-11", "assistant", model="demo", thinking=thought("sample-11", thinks=True),
         open=v.OpenBlock("sample-11"),
     )  # fmt: skip
+    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
+    unsent = v.ChatMessage(
+        "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
+    )
+    summary = v.ChatMessage(
+        "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
+    )
     with_file = v.ChatMessage(
         "sample-12", "user", "What does it do?", files=(m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"),)
     )
@@ -61,20 +70,20 @@ def samples(shell: views.Shell) -> list[views.View]:
     full = v.MessageList((user, reply, writing), "/c/sample?before=1", 460, "/c/sample")
     return [
         user,
-        *(called, answered, thinks, with_file),
+        *(called, answered, thinks, with_file, unsent, summary),
+        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
         *inside(),
         writing,
         reply,
         failed,
         actions,
         versions,
+        *ways(reply, writing),
         edit,
         v.ChatMessage("sample-6", "user", edit=edit),
         v.OpenBlock("sample-5", "code", "def f():\n    return"),
         v.OpenBlock("sample-7", "note", "Loading Qwen3-8B-AWQ …"),
         figures,
-        v.ReplyFigures(12, 0, 256, "length"),
-        v.ReplyFigures(0, 0, 0, "interrupted"),
         v.ComposerAction(),
         stop,
         sampling(),
@@ -86,6 +95,7 @@ def samples(shell: views.Shell) -> list[views.View]:
             models=v.ModelChoices((v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))),
         ),
         v.ModelChoices(),
+        *beside_the_text(),
         v.EmptyChat("demo", 4096, v.Examples(("What is paged attention?", "How do I start localllm?"))),
         v.EmptyChat("demo", 2048, v.Examples(("Hi",)), "4 M"),
         v.Examples(("What is paged attention?",)),
@@ -94,15 +104,23 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.MessageList((v.ChatMessage("sample-8", "user", "Hi"),), "/c/sample?before=8", 460, "/c/sample"),
         v.ChatTurn(user, reply, stop, "sample", head(), chat_list()),
         v.ChatUpdate(full, v.ComposerAction(), head(), "Version 2 of 3", undo()),
+        v.ChatUpdate(full, stop, head(), "Generating", clears_composer=True, chats=chat_list()),
+        *progress(),
+        v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
+        *around(),
+        *library(),
+        *pages(shell, full),
+    ]
+
+
+def progress() -> list[views.View]:
+    """Return samples of the live updates of a reply."""
+    return [
         v.ReplyProgress("sample-3", "<p>A block.</p>", True, v.OpenBlock("sample-3", "text", "The next")),
         v.ReplyProgress("sample-3", appended=" words"),
         v.ReplyProgress("sample-11", thinking=thought("sample-11", thinks=True)),
         v.ReplyProgress("sample-11", thinking_html="<p>Then.</p>", thinking_open=v.OpenBlock("sample-11-thinking")),
         v.ReplyProgress("sample-11", thinking_appended=" and"),
-        v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
-        *around(),
-        *library(),
-        *pages(shell, full),
     ]
 
 
@@ -140,6 +158,25 @@ def result() -> m.ToolResult:
     return m.ToolResult("get_weather", "21 °C, clear")
 
 
+def ways(reply: v.ChatMessage, writing: v.ChatMessage) -> list[views.View]:
+    """Return samples of what a message's menu opens, and of two replies to compare."""
+    names = (v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))
+    compared = v.Comparison((reply, writing), ("/c/sample/m/2", "/c/sample/m/3"))
+    refused = views.ErrorNotice("Choose two different models.", "Both are demo.")
+    return [
+        compared,
+        v.ReplyFigures(("256 tokens",), "cut off: token limit", is_broken=True, details=(("Read", "12 tokens"),)),
+        v.ReplyFigures((), "interrupted: the server stopped", is_broken=True),
+        v.ChatMessage("sample-14", "assistant", html="<p>Mine.</p>", model="demo", is_edited=True),
+        v.EditForm("sample-15", "/c/sample/m/15", "/c/sample/m/15", "It is a table.", "assistant"),
+        v.OtherModel("/c/sample/m/2", names, "org/big"),
+        v.OtherModel("/c/sample/m/2", names, "demo", "org/big", refused),
+        v.OtherModel("/c/sample/m/2", names[:1], ""),
+        v.Outline((("What is paged attention?", "/c/sample#m-1"), ("And a block table?", "/c/sample?before=9#m-5"))),
+        v.Outline(()),
+    ]
+
+
 def inside() -> list[views.View]:
     """Return samples of the parts of a message and its composer."""
     chip = m.AttachmentChip("notes.py", 412, 131, "a1")
@@ -175,7 +212,7 @@ def around() -> list[views.View]:
     locked = views.ErrorNotice("The chats are locked by another program.", "chats.db: database is locked.", "Close it.")
     return [
         head(),
-        c.ContextMeter(1522, 4096),
+        *(w.ContextMeter(1522, 4096), w.ContextMeter(2173, 2048), w.ContextMeter()),
         chat_list(),
         c.ChatList((c.ChatGroup("Found", chat_list().groups[0].rows),), "paged"),
         c.ChatList((), "nothing"),
@@ -199,6 +236,8 @@ def around() -> list[views.View]:
         c.ManageChat("/c/sample", "", False, True, error=views.ErrorNotice("The title is empty.")),
         c.ManageChats(""),
         c.ChatsChanged(chat_list(), head(), "Chat renamed"),
+        c.ChatTitled(chat_list(), head()),
+        c.ChatHead("New chat", title_url="/c/sample/title"),
         c.ChatsChanged(chat_list(), None, "Chat deleted", undo()),
         undo(),
     ]
@@ -206,8 +245,9 @@ def around() -> list[views.View]:
 
 def head() -> c.ChatHead:
     return c.ChatHead(
-        "What is paged attention?", "/c/sample/manage", c.ContextMeter(1522, 4096), "Kernels", "/projects/p", "23 Nov"
-    )
+        "What is paged attention?", "/c/sample/manage", w.ContextMeter(1522, 4096), "Kernels", "/projects/p", "23 Nov",
+        "", "/c/sample/outline",
+    )  # fmt: skip
 
 
 def undo() -> c.Undo:
@@ -233,8 +273,8 @@ def library() -> list[views.View]:
     translate = p.PromptRow("Translate", "/prompts/1", "Translate into {{language}}: …", asks=True)
     rows = (translate, p.PromptRow("Exact", "/prompts/2", notes=("the system prompt", "temperature")))
     file = j.PinnedFile("1", "notes.md", 412, "# Notes\n")
-    commands = (w.PaletteEntry(0, "New chat", "/"), w.PaletteEntry(1, "Keyboard shortcuts", "", "?"))
-    chats = (w.PaletteEntry(2, "What is a block table?", "/c/2", "23 Nov 2026, 08:14"),)
+    commands = (k.PaletteEntry(0, "New chat", "/"), k.PaletteEntry(1, "Keyboard shortcuts", "", "?"))
+    chats = (k.PaletteEntry(2, "What is a block table?", "/c/2", "23 Nov 2026, 08:14"),)
     return [
         form,
         p.SettingsForm(),
@@ -254,8 +294,8 @@ def library() -> list[views.View]:
             "/projects/p", "Kernels", "/?project=p", 12, (chat_row(),), (file,), 131, 64, "Kernels", form, wrong
         ),
         j.ProjectPage("/projects/p", "Empty", "/?project=p", typed_name="Empty"),
-        w.Palette((w.PaletteGroup("Go to", commands), w.PaletteGroup("Chats", chats))),
-        w.Palette(error=views.ErrorNotice("The chats are locked by another program.")),
+        k.Palette((k.PaletteGroup("Go to", commands), k.PaletteGroup("Chats", chats))),
+        k.Palette(error=views.ErrorNotice("The chats are locked by another program.")),
     ]
 
 
@@ -275,8 +315,44 @@ def sampling() -> v.Sampling:
         v.SettingField(
             "temperature", "Temperature", "real", "0.2", "0.7", "the model's generation_config", "0 is dull."
         ),
-        v.SettingField("max_tokens", "Most tokens", "whole", "", "what is left of 4,096", "this server's default", ""),
+        v.SettingField(
+            "max_tokens",
+            "Longest reply, tokens",
+            "whole",
+            "",
+            "what is left of 4,096",
+            "this server's default",
+            "",
+            1,
+            None,
+            True,
+            True,
+        ),
         v.SettingField("stop", "Stop at", "strings", "END", "nothing", "OpenAI's default", "Texts, one a line."),
     )
     wrong = views.ErrorNotice("The preset has no name.", "", "Type one first.")
-    return v.Sampling("Be brief.", fields, ("Precise", "Wild"), "Wild", True, wrong)
+    return v.Sampling("Be brief.", fields, ("Precise", "Wild"), "Wild", True, wrong, num_set=2, wrong="max_tokens")
+
+
+def beside_the_text() -> list[views.View]:
+    """Return samples of what the composer shows when its message does not fit, and while a model loads."""
+    full = w.Refusal(
+        "This chat is full: 2,173 of 2,048 tokens.", "Its messages need 1,917, and 256 are kept free for the reply.",
+        "/chat", "/c/sample", True,
+    )  # fmt: skip
+    long = w.Refusal("Too long by 12,965 tokens.", "This message needs 15,013 tokens.", "/chat", file_tokens=1900)
+    progress = w.LoadProgress("org/big", 0.4, "weights 0.4 of 0.6 GiB")
+    load = v.ComposerAction(load=progress, load_url="/live/chat/model?model=org%2Fbig")
+    return [
+        *(full, long, progress, load, v.ComposerAction(over_tokens=12965)),
+        w.FitUpdate(v.ComposerAction(over_tokens=125), full, w.ContextMeter(2173, 2048), True),
+        w.FitUpdate(v.ComposerAction()),
+        *(w.BehaviourChip("Speak like a pirate.", "/c/sample?behaviour=1#system"), w.BehaviourChip()),
+        w.SummaryOrigin("What is paged attention?", "/c/sample"),
+        w.ModelPicked(load),
+        w.ModelPicked(
+            v.ComposerAction(), v.Sampling(), w.ThinkingChoice(True), v.ModelChoices(), views.ErrorNotice("Too large.")
+        ),
+        *(w.ThinkingChoice(True, "off"), w.ThinkingChoice()),
+        w.SettingRefused(views.ErrorNotice("Temperature must be a number such as 0.7."), v.Sampling(is_open=True)),
+    ]

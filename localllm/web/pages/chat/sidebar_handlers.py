@@ -26,9 +26,9 @@ from localllm.web.pages.chat.markdown_stream import cached_html
 from localllm.web.pages.chat.projects import named_project
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
 from localllm.web.pages.chat.sidebar_presenters import AGES, DAY_S, MOST_PAGES, chat_list, list_page, manage_form
-from localllm.web.pages.chat.sidebar_views import ChatsChanged, ManageChats, Undo
+from localllm.web.pages.chat.sidebar_views import ChatHead, ChatsChanged, ChatTitled, ManageChats, Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
-from localllm.web.pages.chat.store import Chats
+from localllm.web.pages.chat.store import Chat, Chats
 from localllm.web.pages.chat.views import Sampling
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.security import same_origin
@@ -81,6 +81,19 @@ async def pin_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     pinned = bool((await fields_of(request)).get("pinned"))
     await chat_state(request).store.call(Chats.pin, owner_of(request), chat.id, pinned)
     return await _list_changed(request, "Chat pinned" if pinned else "Chat unpinned")
+
+
+@get("/c/{conversation_id:str}/title")
+async def written_title(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Wait for the title that the model writes, and show it. If there is none, nothing changes."""
+    state, before = chat_state(request), await requested_chat(request)
+    await state.titles.wait(before.id)
+    chat = await requested_chat(request)
+    if not is_scripted(request):
+        return Redirect(f"/c/{chat.id}", status_code=303)
+    if chat.title == before.title:
+        return Response(None, status_code=204)
+    return html(ChatTitled(await chat_list(state, owner_of(request), chat), await _head(state, chat)))
 
 
 @post("/c/{conversation_id:str}/archive", guards=[same_origin], status_code=200)
@@ -253,11 +266,13 @@ async def _list_changed(request: Request[Any, Any, Any], announcement: str, undo
         return Redirect(f"/c/{changed}", status_code=303)
     open_id = (await fields_of(request)).get("conversation", "")
     chat = await state.store.call(Chats.get, owner, open_id) if open_id else None
-    head = None
-    if chat is not None and open_id == changed:
-        branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=presenters.WINDOW)
-        head = message_presenters.head(chat, branch.messages, presenters.card_of(state, chat.settings))
+    head = await _head(state, chat) if chat is not None and open_id == changed else None
     return html(ChatsChanged(await chat_list(state, owner, chat), head, announcement, undo))
+
+
+async def _head(state: ChatState, chat: Chat) -> ChatHead:
+    branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=presenters.WINDOW)
+    return message_presenters.head(chat, branch.messages, presenters.card_of(state, chat.settings))
 
 
 HANDLERS = (
@@ -266,6 +281,7 @@ HANDLERS = (
     manage_chats,
     rename_chat,
     pin_chat,
+    written_title,
     archive_chat,
     move_chat,
     change_selected,

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+from localllm.web.pages.chat.composer_views import ContextMeter
 from localllm.web.pages.chat.store.records import ChatTotals
 from localllm.web.pages.frame.views import ErrorNotice, View
-
-
-@dataclass(frozen=True, slots=True)
-class ContextMeter(View):
-    """The share of the model's context that the chat uses."""
-
-    template: ClassVar[str] = "chat/_context_meter.html"
-    used_tokens: int
-    size_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +17,12 @@ class ChatHead(View):
     template: ClassVar[str] = "chat/_chat_head.html"
     title: str
     manage_url: str = ""
-    meter: ContextMeter | None = None
+    meter: ContextMeter = field(default_factory=ContextMeter)
     project_name: str = ""
     project_url: str = ""
     time: str = ""  # of the chat's last change
+    title_url: str = ""  # answers once the model has written a title; empty: it writes none
+    outline_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +116,15 @@ class Undo(View):
     template: ClassVar[str] = "chat/_undo.html"
     text: str
     url: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTitled(View):
+    """The head and the list, drawn again once the model has written the title of a chat."""
+
+    template: ClassVar[str] = "chat/_chat_titled.html"
+    chats: ChatList
+    head: ChatHead
 
 
 @dataclass(frozen=True, slots=True)

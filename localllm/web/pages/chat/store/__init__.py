@@ -3,13 +3,13 @@
 records.py  plain values and errors                  database.py    the file: schema, migrations, damaged files
 tree.py     which messages of a tree are shown       chats.py       operations on chats and messages
 search.py   the lists, and the search                selections.py  operations on several chats
-prompts.py  operations on prompts                    projects.py    operations on projects
+saved_prompts.py  operations on prompts              projects.py    operations on projects
 tables.py   transactions and deletions               chat_store.py  the one thread that runs all of them
 Does not know: HTTP, templates, the engine.
 """
 
 from localllm.web.pages.chat.store.chat_store import ChatStore
 from localllm.web.pages.chat.store.chats import Chats
-from localllm.web.pages.chat.store.records import Branch, Chat, FoundChat, Project, Prompt, StoredMessage
+from localllm.web.pages.chat.store.records import Branch, Chat, FoundChat, Project, SavedPrompt, StoredMessage
 
-__all__ = ["Branch", "Chat", "ChatStore", "Chats", "FoundChat", "Project", "Prompt", "StoredMessage"]
+__all__ = ["Branch", "Chat", "ChatStore", "Chats", "FoundChat", "Project", "SavedPrompt", "StoredMessage"]

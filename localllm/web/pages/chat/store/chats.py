@@ -8,14 +8,16 @@ Does not know: threads (chat_store.py), how the file is opened (database.py).
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any, Literal
 
 from localllm.machine.running_servers import is_of_other_process, process_mark
 from localllm.web.pages.chat.store import search
-from localllm.web.pages.chat.store.prompts import Prompts
 from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Restored, Role, StoredMessage
+from localllm.web.pages.chat.store.saved_prompts import SavedPrompts
 from localllm.web.pages.chat.store.selections import Selections
 from localllm.web.pages.chat.store.tables import GONE_HINT, as_json, new_id
 from localllm.web.pages.chat.store.tree import Tree
@@ -27,9 +29,10 @@ UNDO_S = 120.0
 """How long a deletion can be undone."""
 HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND parent_id IS NOT NULL AND NOT EXISTS
     (SELECT 1 FROM message AS parent WHERE parent.id = it.parent_id AND ifnull(parent.deletion, :it) = :it)"""
+NUMBERED = re.compile(r" \(\d{1,6}\)$")
 
 
-class Chats(Prompts, Selections):
+class Chats(SavedPrompts, Selections):
     """The operations on the tables. Those on prompts, projects and several chats are in modules of their own."""
 
     # Chats ------------------------------------------------------------------------------------------------------
@@ -55,6 +58,11 @@ class Chats(Prompts, Selections):
 
     def rename(self, owner: str, chat_id: str, title: str) -> None:
         self._change(owner, chat_id, "title = ?", title)
+
+    def retitle(self, owner: str, chat_id: str, before: str, title: str) -> None:
+        """Rename a chat unless it was renamed since it was called `before`."""
+        if self.get(owner, chat_id).title == before:
+            self.rename(owner, chat_id, title)
 
     def pin(self, owner: str, chat_id: str, pinned: bool) -> None:
         self._change(owner, chat_id, "pinned = ?", pinned)
@@ -101,17 +109,59 @@ class Chats(Prompts, Selections):
         self, owner: str, title: str, settings: Mapping[str, str], messages: Sequence[StoredMessage], leaf: str | None
     ) -> Chat:
         """Add a chat from elsewhere. Parents must precede their children; ids are replaced by new ones."""
+        with self._whole():
+            return self._fill(owner, self.create(owner, title, settings), messages, leaf)
+
+    def fork(self, owner: str, chat_id: str, message_id: str) -> Chat:
+        """Copy the messages that lead to one message, itself included, into a new chat of the same settings and
+        project.
+        """
+        with self._whole():
+            chat = self.get(owner, chat_id)
+            branch = self.branch(chat_id, self.message(chat_id, message_id).id).messages
+            title = self._next_title(owner, chat.title)
+            copy = self.create(owner, title, chat.settings, chat.project_id or "")
+            return self._fill(owner, copy, branch, message_id, self._left_out(chat_id))
+
+    def _fill(
+        self, owner: str, chat: Chat, messages: Sequence[StoredMessage], leaf: str | None, left_out: Sequence[str] = ()
+    ) -> Chat:
         ids: dict[str | None, str | None] = {None: None} | {message.id: new_id() for message in messages}
         now_s = time.time()
+        rows = [
+            (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, as_json(_own(m.details)), m.created_s or now_s, "")
+            for m in messages
+        ]
+        self._db.executemany(ADD_MESSAGE, rows)
+        marks = json.dumps([ids[each] for each in left_out if each in ids])
+        self._db.execute("UPDATE chat SET leaf = ?, left_out = ? WHERE id = ?", (ids[leaf], marks, chat.id))
+        return self.get(owner, chat.id)
+
+    def _next_title(self, owner: str, title: str) -> str:
+        """'Blocks' -> 'Blocks (2)', then 'Blocks (3)': the first number that no chat of the owner has."""
+        stem = NUMBERED.sub("", title)
+        rows = self._db.execute("SELECT title FROM chat WHERE owner = ? AND deletion IS NULL", (owner,))
+        taken = {found for (found,) in rows}
+        return next(f"{stem} ({number})" for number in count(2) if f"{stem} ({number})" not in taken)
+
+    def compare(self, chat_id: str, parent_id: str, replies: Sequence[Mapping[str, Any]]) -> list[StoredMessage]:
+        """Add empty replies with these details to one message, to be shown beside each other until one is selected.
+        The first becomes the end of the shown branch.
+        """
+        ids, now_s = [new_id() for _ in replies], time.time()
         with self._whole():
-            chat = self.create(owner, title, settings)
+            self.message(chat_id, parent_id)
             rows = [
-                (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, as_json(m.details), m.created_s or now_s, "")
-                for m in messages
+                (message_id, chat_id, parent_id, "assistant", "", as_json(details), now_s, process_mark())
+                for message_id, details in zip(ids, replies, strict=True)
             ]
             self._db.executemany(ADD_MESSAGE, rows)
-            self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (ids[leaf], chat.id))
-        return self.get(owner, chat.id)
+            self._db.execute(
+                "UPDATE message SET details = json_set(details, '$.compared', json(?)) WHERE id = ?",
+                (json.dumps(ids), parent_id),
+            )
+            self._db.execute("UPDATE chat SET leaf = ?, updated_s = ? WHERE id = ?", (ids[0], now_s, chat_id))
+        return self._messages(chat_id, self._tree(chat_id), ids)
 
     def write(self, message_id: str, text: str, details: Mapping[str, Any]) -> None:
         """Save the current state of a reply. A reply that was deleted meanwhile stays deleted."""
@@ -130,7 +180,18 @@ class Chats(Prompts, Selections):
         path = tree.path(leaf)
         end = path.index(before) if before in path else len(path)
         start = 0 if limit is None else max(0, end - limit)
-        return Branch(tuple(self._messages(chat_id, tree, path[start:end])), start, len(path) - end)
+        messages = tuple(self._messages(chat_id, tree, path[start:end]))
+        beside = tuple(self._messages(chat_id, tree, _compared(messages))) if end == len(path) else ()
+        marks = self._left_out(chat_id)
+        num_left_out = next((at + 1 for at in reversed(range(len(path))) if path[at] in marks), 0)
+        return Branch(messages, start, len(path) - end, num_left_out, beside)
+
+    def questions(self, chat_id: str, leaf: str | None) -> tuple[list[tuple[int, StoredMessage]], list[str]]:
+        """Return the user's messages that lead to a leaf, each with its place, and the ids of all that lead to it."""
+        tree = self._tree(chat_id)
+        path = tree.path(leaf)
+        messages = self._messages(chat_id, tree, path)
+        return [(place, message) for place, message in enumerate(messages) if message.role == "user"], path
 
     def all_messages(self, chat_id: str) -> list[StoredMessage]:
         """Return the messages of every branch, oldest first."""
@@ -138,11 +199,34 @@ class Chats(Prompts, Selections):
         return self._messages(chat_id, tree, list(tree.parents))
 
     def select(self, chat_id: str, message_id: str) -> str:
-        """Show the branch with this message up to its newest leaf; return that leaf."""
-        self.message(chat_id, message_id)
+        """Show the branch with this message up to its newest leaf; return that leaf. A comparison that the message
+        was a part of is over.
+        """
+        parent_id = self.message(chat_id, message_id).parent_id
         leaf = self._tree(chat_id).newest_leaf(message_id)
-        self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (leaf, chat_id))
+        with self._whole():
+            self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (leaf, chat_id))
+            self._db.execute(
+                "UPDATE message SET details = json_remove(details, '$.compared') WHERE id = ?", (parent_id,)
+            )
         return str(leaf)
+
+    def leave_out(self, owner: str, chat_id: str, message_id: str) -> None:
+        """Leave this message, and all before it on its branch, out of what the model reads. Raises `ChatNotFound`."""
+        self.message(chat_id, message_id)
+        marks = json.dumps([*self._left_out(chat_id), message_id])
+        self._change(owner, chat_id, "left_out = ?", marks)
+
+    def bring_back(self, owner: str, chat_id: str) -> None:
+        """Let the model read the whole of the shown branch again."""
+        path = self._tree(chat_id).path(self.get(owner, chat_id).leaf)
+        marks = json.dumps([each for each in self._left_out(chat_id) if each not in path])
+        self._change(owner, chat_id, "left_out = ?", marks)
+
+    def _left_out(self, chat_id: str) -> list[str]:
+        row = self._db.execute("SELECT left_out FROM chat WHERE id = ?", (chat_id,)).fetchone()
+        found: list[str] = json.loads(row[0]) if row is not None else []
+        return found
 
     def _tree(self, chat_id: str) -> Tree:
         return Tree(
@@ -262,3 +346,16 @@ class Chats(Prompts, Selections):
                     f"WHERE {UNFINISHED} AND writer = ?",
                     (writer,),
                 )
+
+
+def _own(details: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the details without those that name other messages: a copy has others beside it."""
+    return {name: value for name, value in details.items() if name != "compared"}
+
+
+def _compared(messages: Sequence[StoredMessage]) -> list[str]:
+    """Return the ids of the replies that are shown beside the last message, in the order of their creation."""
+    if len(messages) < 2:
+        return []
+    ids, last = messages[-2].details.get("compared", []), messages[-1]
+    return [each for each in last.versions if each in ids and each != last.id] if last.id in ids else []

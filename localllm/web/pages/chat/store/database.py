@@ -101,6 +101,9 @@ MIGRATIONS = (
     ALTER TABLE chat ADD COLUMN archived INTEGER NOT NULL DEFAULT 0;
     CREATE INDEX chat_by_project ON chat (project_id) WHERE project_id IS NOT NULL;
     """,  # prompts, which the presets become; projects; archived chats
+    """
+    ALTER TABLE chat ADD COLUMN left_out TEXT NOT NULL DEFAULT '[]';
+    """,  # a list of message ids: on a branch, the model reads only what follows the last of them
 )
 """The migrations, each to the next version of the schema (`PRAGMA user_version`). Released migrations are never
 changed.

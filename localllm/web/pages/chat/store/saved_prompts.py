@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from localllm.errors import RequestError
-from localllm.web.pages.chat.store.records import Prompt
+from localllm.web.pages.chat.store.records import SavedPrompt
 from localllm.web.pages.chat.store.tables import Tables, as_json, new_id
 
 MAX_PROMPTS = 500
@@ -33,10 +33,10 @@ class TooManyPrompts(RequestError):
     code = "too_many_prompts"
 
 
-class Prompts(Tables):
+class SavedPrompts(Tables):
     """The operations on prompts."""
 
-    def prompts(self, owner: str) -> list[Prompt]:
+    def prompts(self, owner: str) -> list[SavedPrompt]:
         """Return an owner's prompts by name."""
         rows = self._db.execute(
             "SELECT id, name, text, settings FROM prompt WHERE owner = ? AND deletion IS NULL "
@@ -45,7 +45,7 @@ class Prompts(Tables):
         )
         return [_prompt(row) for row in rows]
 
-    def prompt(self, owner: str, prompt_id: str) -> Prompt:
+    def prompt(self, owner: str, prompt_id: str) -> SavedPrompt:
         """Return a prompt. Raises `PromptNotFound`."""
         row = self._db.execute(
             "SELECT id, name, text, settings FROM prompt WHERE id = ? AND owner = ? AND deletion IS NULL",
@@ -56,7 +56,7 @@ class Prompts(Tables):
             raise PromptNotFound(what, "It was deleted, or it never existed.", "Open the list of prompts.")
         return _prompt(row)
 
-    def add_prompt(self, owner: str, name: str, text: str, settings: Mapping[str, str]) -> Prompt:
+    def add_prompt(self, owner: str, name: str, text: str, settings: Mapping[str, str]) -> SavedPrompt:
         """Add a prompt. Raises `PromptExists`, `TooManyPrompts`."""
         self._require_free_name(owner, name, "")
         self._require_room(owner, 1)
@@ -71,7 +71,7 @@ class Prompts(Tables):
             (name, text, as_json(settings), prompt_id),
         )
 
-    def add_prompts(self, owner: str, prompts: Sequence[Prompt]) -> int:
+    def add_prompts(self, owner: str, prompts: Sequence[SavedPrompt]) -> int:
         """Add prompts from a file; return how many. One whose name is in use gets a number behind it, one that is
         already there word for word is left out. Raises `TooManyPrompts`.
         """
@@ -116,7 +116,7 @@ class Prompts(Tables):
         found = next((each for each in self.prompts(owner) if each.name == name), None)
         return self.delete_prompt(owner, found.id if found is not None else "")
 
-    def _insert(self, owner: str, name: str, text: str, settings: Mapping[str, str]) -> Prompt:
+    def _insert(self, owner: str, name: str, text: str, settings: Mapping[str, str]) -> SavedPrompt:
         prompt_id = new_id()
         row = (prompt_id, owner, name, text, as_json(settings))
         self._db.execute("INSERT INTO prompt (id, owner, name, text, settings) VALUES (?, ?, ?, ?, ?)", row)
@@ -133,6 +133,6 @@ class Prompts(Tables):
             raise TooManyPrompts("There are too many prompts.", why, "Delete some that are no longer needed.")
 
 
-def _prompt(row: tuple[str, str, str, str]) -> Prompt:
+def _prompt(row: tuple[str, str, str, str]) -> SavedPrompt:
     prompt_id, name, text, settings = row
-    return Prompt(prompt_id, name, text, json.loads(settings))
+    return SavedPrompt(prompt_id, name, text, json.loads(settings))
