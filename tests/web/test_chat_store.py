@@ -683,6 +683,22 @@ def test_prompts_have_one_name_each_and_imported_ones_get_a_number() -> None:
         assert len(store.prompts("me")) == 4
 
 
+def test_presets_are_the_prompts_with_settings() -> None:
+    with closing(open_database(None)[0]) as db:
+        store = Chats(db)
+        store.save_preset("me", "Exact", {"temperature": "0"})
+        store.add_prompt("me", "Review", "Look at {{code}}", {})
+        assert store.presets("me") == {"Exact": {"temperature": "0"}}
+        store.save_preset("me", "Review", {"system": "Be strict."})
+        assert store.presets("me").keys() == {"Exact", "Review"}
+        for name in ("Exact", "Review"):
+            store.remove_preset("me", name)
+        assert [(each.name, each.text) for each in store.prompts("me")] == [("Review", "Look at {{code}}")]
+        assert store.presets("me") == {}
+        with pytest.raises(PromptNotFound):
+            store.remove_preset("me", "Exact")
+
+
 def test_the_newest_chats_of_each_project_are_listed_and_its_files_go_with_it() -> None:
     with closing(open_database(None)[0]) as db:
         store = Chats(db)

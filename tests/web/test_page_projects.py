@@ -442,6 +442,7 @@ def test_prompts_and_projects_belong_to_a_key(own_data: None) -> None:  # noqa: 
         ('\n"Zebras and stripes."\nMore.', "Zebras and stripes"),
         ("**Title:** Zebras", "Zebras"),
         ("# Zebras", "Zebras"),
+        ("**Zebras** and `stripes` of snake_case", "Zebras and stripes of snake_case"),
         ("w" * 30 + " " + "x" * 40, "w" * 30 + "…"),
         ("y" * 80, "y" * 59 + "…"),
         (' \n "" ', ""),

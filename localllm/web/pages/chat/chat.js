@@ -3,7 +3,7 @@
   "use strict";
   const find = (selector) => document.querySelector(selector);
   const text = find("#composer-message");
-  let following = !find("#empty-chat");
+  let following = !find("#empty-chat, .panel");
 
   // Composer: Enter sends, Shift+Enter inserts a line break, Esc closes the drawer or stops the reply.
   document.addEventListener("keydown", (event) => {

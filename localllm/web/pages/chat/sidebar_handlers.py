@@ -238,6 +238,7 @@ async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
         await state.store.call(Chats.save_preset, owner, name, settings)
     elif action == "remove":
         await state.store.call(Chats.remove_preset, owner, name)
+        state.replies.purge_later()
         name = ""
     else:
         raise InvalidParameter(f"Unknown action {action[:20]!r}.", hint="use, save or remove.", param="action")

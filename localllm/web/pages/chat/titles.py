@@ -36,6 +36,7 @@ READ_CHARS = 1000
 """Characters of the question, and of the reply, that the model reads for a title."""
 
 MAX_TITLE_CHARS = 60
+ORNAMENT = str.maketrans("", "", "#*`\"“”«»")
 PRIORITY = 1_000_000
 """Larger than that of any reply: under the policy `priority` a title runs when nothing else wants to."""
 
@@ -129,7 +130,7 @@ class Titles:
 def cleaned(text: str) -> str:
     """Return the first line of a model's answer as a title, without quotes and Markdown; empty if nothing is left."""
     line = next((line for line in text.strip().splitlines() if line.strip()), "")
-    line = line.strip(" \t#*_`\"'“”«»").removeprefix("Title:").strip(" \t*_`\"'“”«».")
+    line = line.translate(ORNAMENT).strip(" \t_'").removeprefix("Title:").strip(" \t_'.")
     if len(line) > MAX_TITLE_CHARS:
         line = f"{line[:MAX_TITLE_CHARS].rpartition(' ')[0] or line[: MAX_TITLE_CHARS - 1]}…"
     return "".join(each for each in line if each.isprintable())
