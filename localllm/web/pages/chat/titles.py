@@ -36,7 +36,7 @@ READ_CHARS = 1000
 """Characters of the question, and of the reply, that the model reads for a title."""
 
 MAX_TITLE_CHARS = 60
-ORNAMENT = str.maketrans("", "", "#*`\"“”«»")
+ORNAMENT = str.maketrans("", "", '#*`"“”«»')
 PRIORITY = 1_000_000
 """Larger than that of any reply: under the policy `priority` a title runs when nothing else wants to."""
 
