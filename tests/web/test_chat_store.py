@@ -418,6 +418,23 @@ def test_a_window_of_a_long_branch_says_what_is_outside() -> None:
     db.close()
 
 
+def test_a_fork_keeps_what_was_left_out_and_the_project() -> None:
+    with closing(open_database(None)[0]) as db:
+        chats = Chats(db)
+        project = chats.add_project("me", "Kernels")
+        chat = chats.create("me", "Blocks", {}, project.id)
+        parent, ids = None, []
+        for number in range(6):
+            parent = chats.add(chat.id, parent, "user" if number % 2 == 0 else "assistant", str(number)).id
+            ids.append(parent)
+        chats.leave_out("me", chat.id, ids[1])
+        copy = chats.fork("me", chat.id, ids[3])
+        assert (copy.project_id, chats.branch(copy.id, copy.leaf).num_left_out) == (project.id, 2)
+        chats.bring_back("me", copy.id)
+        assert chats.branch(chat.id, ids[3]).num_left_out == 2
+        assert [chats.fork("me", copy.id, copy.leaf or "").title for _ in range(2)] == ["Blocks (3)", "Blocks (4)"]
+
+
 def test_what_is_kept_survives_and_an_unfinished_reply_was_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "localllm" / "chats.db"
     chat_id = on(path, _new_chat)
