@@ -148,7 +148,7 @@ class StoreWalk(RuleBasedStateMachine):
         assert re.sub(r" \(\d+\)$", "", copy.title) == re.sub(r" \(\d+\)$", "", plain.title)
         made = self.plain[copy.id] = PlainChat("me", copy.title)
         made.messages = {m.id: (m.parent_id, m.text) for m in after.messages}
-        made.leaf = copy.leaf
+        made.leaf, made.project = copy.leaf, self.project_of(plain)
         return copy.id
 
     @rule(message=messages, text=texts)
