@@ -389,7 +389,7 @@ def test_a_model_that_has_to_be_loaded_answers_after_the_other(
     assert "Reply stopped" in listen(browser, waits)
     _open(gate)
     assert ["Reply finished" in listen(browser, stream) for stream in streams(update) if stream != waits] == [True]
-    assert [each[0] for each in running_at_load].count(later) == 1, "a model that is not waited for any more is not loaded"
+    assert [each[0] for each in running_at_load].count(later) == 1, "a stopped reply loads nothing"
     entry_of(served, later).state = "ready"
     wait_until(lambda: all(entry.num_leases == 0 for entry in manager.entries))
 
