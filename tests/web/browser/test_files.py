@@ -38,6 +38,10 @@ def test_a_long_pdf_is_asked_about_chats_are_imported_and_one_is_saved(
     pages[16] = "The melting point of zorbium is 412 degrees."
     (tmp_path / "paper.pdf").write_bytes(pdf_of(pages))
     page = open_page("/", width=360, height=740)
+    with (tmp_path / "huge.txt").open("wb") as huge:
+        huge.truncate(200_000_000)
+    page.set_input_files("#composer-file", tmp_path / "huge.txt")
+    page.get_by_text("Too large: 191 MiB. The files may have 64 MiB together.").wait_for()
     page.set_input_files("#composer-file", tmp_path / "paper.pdf")
     assert page.locator(".file__searched").inner_text() == "search in it"
     assert page.locator(".attachments__sum").count() == 0

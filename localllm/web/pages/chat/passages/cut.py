@@ -1,8 +1,8 @@
 """Cut a long text into passages: whole paragraphs where they fit, else sentences, words, and at last characters.
 
 Sizes are bytes of UTF-8, of which a token has about four in most languages. A passage begins with the end of the one
-before it, so that a sentence at a border is whole in one of the two; a page begins with nothing of another. The own parts, joined,
-are the text again.
+before it, so that a sentence at a border is whole in one of the two; a page begins with nothing of another. The own
+parts, joined, are the text again.
 Does not know: files, models.
 """
 
