@@ -60,6 +60,7 @@ class AttachmentChip(View):
     id: str = ""
     text: str = ""  # extracted text of a file in a sent message
     is_estimate: bool = False  # `num_tokens` is not counted exactly
+    is_missing: bool = False  # its chat was imported, and an export does not contain it
     searched: bool = False  # too long to be read whole: the passages that match the question are read
 
 

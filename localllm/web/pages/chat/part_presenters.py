@@ -76,7 +76,10 @@ def file_chips(details: Mapping[str, Any]) -> tuple[AttachmentChip, ...]:
     searched = [file for file in details.get("files", []) if "text" not in file]
     return (
         *(AttachmentChip(name, len(text.encode()), text=_preview(text)) for name, text in files_of(details)),
-        *(AttachmentChip(file["name"], file.get("num_bytes", 0), searched=True) for file in searched),
+        *(
+            AttachmentChip(file["name"], file.get("num_bytes", 0), searched=True, is_missing="file" not in file)
+            for file in searched
+        ),
     )
 
 

@@ -197,6 +197,7 @@ def inside() -> list[views.View]:
         m.Attachments((chip,), 131, 4096),
         m.Attachments((chip, long), 131, 4096),
         m.AttachmentChip("paper.pdf", 1_412_000, searched=True),
+        m.AttachmentChip("paper.pdf", 1_412_000, searched=True, is_missing=True),
         *(sources(), m.Sources("No passage was found", (), "The chat is full.")),
         m.Attachments((chip,), 131, 64, views.ErrorNotice("cat.png is an image, which the model cannot see.")),
     ]
@@ -254,7 +255,7 @@ def around() -> list[views.View]:
         ),
         c.ManageChat("/c/sample", "", False, True, error=views.ErrorNotice("The title is empty.")),
         c.ManageChats(refused()),
-        *(refused(), c.WipeChats(), *shared()),
+        *(refused(), c.WipeChats(), c.ManageChats(wipe=c.WipeChats()), *shared()),
         c.ChatsChanged(chat_list(), head(), "Chat renamed"),
         c.ChatTitled(chat_list(), head()),
         c.ChatHead("New chat", title_url="/c/sample/title"),
