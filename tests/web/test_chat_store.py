@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import sqlite3
 import stat
@@ -38,6 +39,7 @@ class PlainChat:
         self.owner, self.title, self.pinned, self.leaf = owner, title, False, None
         self.messages: dict[str, tuple[str | None, str]] = {}  # in order: parent, text
         self.gone: set[str] = set()
+        self.compared: dict[str, list[str]] = {}  # parent -> the replies that are shown beside each other
 
     def alive(self) -> list[str]:
         return [each for each in self.messages if each not in self.gone]
@@ -48,6 +50,10 @@ class PlainChat:
             found.insert(0, at)
             at = self.messages[at][0]
         return found
+
+    def beside(self) -> list[str]:
+        shown = self.compared.get(self.messages[self.leaf][0] or "", []) if self.leaf else []
+        return [each for each in self.alive() if each in shown and each != self.leaf] if self.leaf in shown else []
 
     def versions(self, message_id: str) -> list[str]:
         return [each for each in self.alive() if self.messages[each][0] == self.messages[message_id][0]]
@@ -103,12 +109,49 @@ class StoreWalk(RuleBasedStateMachine):
         plain.messages[message.id], plain.leaf = (parent, text), message.id
         return chat, message.id
 
+    @rule(target=messages, message=messages)
+    def compare(self, message: tuple[str, str]) -> Any:
+        chat, parent = message
+        if not self.here(chat) or parent not in self.plain[chat].alive():
+            return multiple()
+        plain = self.plain[chat]
+        replies = self.store.compare(chat, parent, [{"model": "a"}, {"model": "b"}])
+        assert [each.details for each in replies] == [{"model": "a"}, {"model": "b"}]
+        plain.messages |= {each.id: (parent, "") for each in replies}
+        plain.compared[parent], plain.leaf = [each.id for each in replies], replies[0].id
+        return multiple(*((chat, each.id) for each in replies))
+
+    @rule(target=chats, message=messages)
+    def fork(self, message: tuple[str, str]) -> Any:
+        chat, message_id = message
+        if not self.here(chat) or message_id not in self.plain[chat].alive():
+            return multiple()
+        plain = self.plain[chat]
+        with pytest.raises(ChatNotFound):
+            self.store.fork("you", chat, message_id)
+        copy = self.store.fork("me", chat, message_id)
+        before = self.store.branch(chat, message_id).messages
+        after = self.store.branch(copy.id, copy.leaf)
+        assert [(m.role, m.text) for m in after.messages] == [(m.role, m.text) for m in before]
+        assert [m.details for m in after.messages] == [
+            {name: value for name, value in m.details.items() if name != "compared"} for m in before
+        ]
+        assert copy.settings == self.store.get("me", chat).settings
+        titles = [each.title for name, each in self.plain.items() if name not in self.deleted]
+        assert copy.title not in titles
+        assert re.sub(r" \(\d+\)$", "", copy.title) == re.sub(r" \(\d+\)$", "", plain.title)
+        made = self.plain[copy.id] = PlainChat("me", copy.title)
+        made.messages = {m.id: (m.parent_id, m.text) for m in after.messages}
+        made.leaf = copy.leaf
+        return copy.id
+
     @rule(message=messages, text=texts)
     def write(self, message: tuple[str, str], text: str) -> None:
         chat, message_id = message
         self.store.write(message_id, text, {})
         if chat in self.plain and message_id in self.plain[chat].messages:
             self.plain[chat].messages[message_id] = (self.plain[chat].messages[message_id][0], text)
+            self.plain[chat].compared.pop(message_id, None)  # it is among the details
 
     @rule(chat=chats, title=texts, pinned=st.booleans())
     def rename_and_pin(self, chat: str, title: str, pinned: bool) -> None:
@@ -123,6 +166,7 @@ class StoreWalk(RuleBasedStateMachine):
         if self.here(chat) and message_id in self.plain[chat].alive():
             leaf = self.store.select(chat, message_id)
             self.plain[chat].leaf = self.plain[chat].newest_leaf(message_id)
+            self.plain[chat].compared.pop(self.plain[chat].messages[message_id][0] or "", None)
             assert leaf == self.plain[chat].leaf
 
     @rule(target=deletions, chat=chats)
@@ -206,6 +250,7 @@ class StoreWalk(RuleBasedStateMachine):
             assert [m.id for m in branch.messages] == plain.path()
             assert [m.text for m in branch.messages] == [plain.messages[m][1] for m in plain.path()]
             assert [list(m.versions) for m in branch.messages] == [plain.versions(m) for m in plain.path()]
+            assert [m.id for m in branch.beside] == plain.beside()
             assert [m.id for m in self.store.all_messages(chat_id)] == plain.alive()
 
     @invariant()

@@ -16,7 +16,7 @@ import pytest
 
 from localllm.errors import ContextTooLong, DoesNotFit
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.chat import active_replies, turns
+from localllm.web.pages.chat import active_replies, claims
 from localllm.web.pages.chat.store import Chats, database
 from localllm.web.pages.chat.store.database import chats_path
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
@@ -116,7 +116,7 @@ def test_reply_that_was_cut_off_goes_on_in_place(served: Pages, browser: httpx.C
     assert said(served) == f"user: go\nassistant: {first}"
     assert browser.get(f"{reply}/raw").text == first + served.model.client.reply
     assert message_urls(page) == message_urls(browser.get(chat).text)
-    out = re.search(r">(\d+) out<", page)
+    out = re.search(r"· (\d+) tokens", page)
     assert out
     assert int(out[1]) == 4 + -(-len(served.model.client.reply) // 20)
     again = browser.post(f"{message_urls(page)[0]}/continue", headers=SCRIPTED)
@@ -129,7 +129,7 @@ def test_real_template_leaves_the_text_open_to_go_on(tmp_path: Path) -> None:
         reply = message_urls(page)[1]
         before = browser.get(f"{reply}/raw").text
         page = browser.post(f"{reply}/continue").text
-        assert "12 out" in page
+        assert "12 tokens" in page
         assert browser.get(f"{reply}/raw").text.startswith(before)
 
 
@@ -195,7 +195,7 @@ def test_exported_chat_comes_back_with_its_branches(browser: httpx.Client) -> No
     assert 'hidden">Version </span>2/2' in page
     assert "second</div>" in page
     assert 'name="temperature" inputmode="decimal" autocomplete="off" value="0.3"' in page
-    assert "TTFT" in page
+    assert "to first word" in page
     again = json.loads(browser.get(f"{re.search(r'/c/[^/]+', message_urls(page)[0])[0]}/export/json").content)  # type: ignore[index]
     without_ids = [[(m["role"], m["content"], m["details"]) for m in each["tree"]] for each in (exported, again)]
     assert without_ids[0] == without_ids[1]
@@ -433,7 +433,7 @@ def test_model_that_has_to_come_first_is_waited_for_in_the_reply(
             raise DoesNotFit("It does not fit.", "9 GiB needed.", "Take a smaller one.")
         return await acquire(name)
 
-    monkeypatch.setattr(turns, "MODEL_WAIT_S", 0.01)
+    monkeypatch.setattr(claims, "MODEL_WAIT_S", 0.01)
     monkeypatch.setattr(manager, "acquire", acquire_later)
     answers = {
         name: browser.post("/chat", data={"message": "hi", "model": name}, headers=SCRIPTED).text

@@ -15,7 +15,7 @@ import pytest
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.pages.chat import attachments, turns
+from localllm.web.pages.chat import attachments, claims
 from tests.text.templates import CHATML
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen, stream_url
@@ -72,7 +72,7 @@ def say(monkeypatch: pytest.MonkeyPatch, hermes: LiveServer, prompts: list[str])
             said = replace(params, structured_outputs=StructuredOutputsParams(choice=[text]))
             return GenerationRequest(name, token_ids, said, **others)
 
-        monkeypatch.setattr(turns, "GenerationRequest", saying)
+        monkeypatch.setattr(claims, "GenerationRequest", saying)
 
     return say
 

@@ -13,7 +13,7 @@ import pytest
 
 from localllm.errors import ContextTooLong
 from localllm.serving.phases import Phase
-from localllm.web.pages.chat import turns
+from localllm.web.pages.chat import history
 from localllm.web.pages.frame.security import CONTENT_SECURITY_POLICY
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import StubModel
@@ -85,7 +85,7 @@ def test_without_scripts_a_post_ends_on_the_page_with_the_whole_reply(browser: h
     assert answer.status_code == 200
     assert answer.history[0].status_code == 303
     assert "<strong>Paged attention</strong>" in answer.text
-    assert "TTFT" in answer.text
+    assert "to first word" in answer.text
     assert 'hx-sse:connect="/c/' not in answer.text
 
 
@@ -173,7 +173,7 @@ def test_second_message_waits_for_the_first(served: Pages, browser: httpx.Client
 
 def test_chat_that_grew_too_long_is_refused(browser: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     turn = browser.post("/chat", data={"message": "hi"})
-    monkeypatch.setattr(turns, "MAX_CONVERSATION_CHARS", 100)
+    monkeypatch.setattr(history, "MAX_CONVERSATION_CHARS", 100)
     conversation = str(turn.url).partition("/c/")[2].partition("#")[0]
     again = browser.post("/chat", data={"message": "more", "conversation": conversation}, headers=SCRIPTED)
     assert again.status_code == 413
@@ -290,7 +290,7 @@ def test_chat_runs_through_the_real_engine_and_stop_returns_the_blocks(tmp_path:
     model = fake_model(tmp_path, runner)
     with LiveServer(model, settings(ui=True)) as server, browser_of(server) as browser:
         page = browser.post("/chat", data={"message": "hello", "max_tokens": "12"})
-        assert "12 out" in page.text
+        assert "12 tokens" in page.text
         assert "cut off: token limit" in page.text
         runner.step_s = 0.01
         turn = browser.post("/chat", data={"message": "go on"}, headers=SCRIPTED)

@@ -28,7 +28,7 @@ from localllm.web.pages.chat.sidebar_views import Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
-from localllm.web.pages.chat.views import ChatTurn, ComposerAction
+from localllm.web.pages.chat.views import ChatTurn
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.live import closing, event_stream, sse, until_closing
@@ -93,7 +93,7 @@ async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
     view = ChatTurn(
         user=message_presenters.one_message(turn.chat.id, turn.user),
         reply=message_presenters.one_message(turn.chat.id, messages[0], turn.writing),
-        action=ComposerAction(message_presenters.stop_url(turn.writing)),
+        action=message_presenters.composer_action(state.replies, turn.chat.id),
         conversation_id=turn.chat.id,
         head=message_presenters.head(turn.chat, messages, presenters.card_of(state, turn.chat.settings)),
         chats=await presenters.chat_list(state, owner, turn.chat),
@@ -123,6 +123,15 @@ async def stop_reply(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/c/{request.path_params['conversation_id']}", status_code=303)
 
 
+@post("/c/{conversation_id:str}/stop", guards=[same_origin], status_code=200)
+async def stop_chat(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Stop every reply of a chat that is being written."""
+    chat_id = request.path_params["conversation_id"]
+    if not chat_state(request).replies.stop(owner_of(request), chat_id):
+        await requested_chat(request)
+    return Response(None, status_code=204) if is_scripted(request) else Redirect(f"/c/{chat_id}", status_code=303)
+
+
 async def _reply_events(
     state: ChatState, owner: str, chat: Chat | None, message: StoredMessage, writing: ActiveReply | None
 ) -> AsyncIterator[bytes]:
@@ -136,9 +145,9 @@ async def _reply_events(
         except (ChatNotFound, ChatsUnavailable):  # deleted, or the file is locked; the text is in memory
             chat = chat or Chat(writing.chat_id, "", False, message.id, {}, 0.0)
     assert chat is not None
-    yield sse(
-        render(message_presenters.reply_finished(chat, message, writing, presenters.card_of(state, chat.settings)))
-    )
+    action = message_presenters.composer_action(state.replies, chat.id)
+    card = presenters.card_of(state, chat.settings)
+    yield sse(render(message_presenters.reply_finished(chat, message, writing, action, card)))
 
 
 async def until_written(request: Request[Any, Any, Any], writing: ActiveReply) -> None:
@@ -196,4 +205,4 @@ async def _page_with_error(request: Request[Any, Any, Any], form: Mapping[str, s
     return presenters.with_error(await presenters.chat_page(request, chat), form, notice(error))
 
 
-HANDLERS = (new_chat, latest_chat, open_chat, send_message, follow_reply, stop_reply)
+HANDLERS = (new_chat, latest_chat, open_chat, send_message, follow_reply, stop_reply, stop_chat)

@@ -25,6 +25,7 @@ from pygments.lexer import Lexer
 from pygments.lexers import get_all_lexers, get_lexer_by_name
 
 from localllm.web.pages.chat.maths import add_maths, maths_html
+from localllm.web.pages.chat.preview_blocks import preview_button
 
 MAX_HIGHLIGHT_CHARS = 4_000
 MAX_EMPTY_LINES = 200
@@ -166,7 +167,7 @@ def _code(source: str, language: str, env: MutableMapping[str, Any]) -> str:
     return (
         f'<div class="code"><div class="code__bar"><span class="code__language">{name}</span>'
         '<button class="code__copy" type="button" aria-pressed="false" data-wrap>Wrap</button>'
-        '<button class="code__copy" type="button" data-copy>Copy</button></div>'
+        f'{preview_button(language, source)}<button class="code__copy" type="button" data-copy>Copy</button></div>'
         f'<pre tabindex="0"><code>{_highlighted(source, language)}</code></pre></div>\n'
     )
 

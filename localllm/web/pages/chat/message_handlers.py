@@ -23,6 +23,7 @@ from localllm.web.pages.chat.sidebar_views import Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.turns import Turn
+from localllm.web.pages.chat.versions import edit_reply, fork
 from localllm.web.pages.chat.views import ChatMessage
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.security import same_origin
@@ -56,13 +57,18 @@ async def edit_form(request: Request[Any, Any, Any]) -> Response[Any]:
     chat, message = await requested_message(request)
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}?edit={message.id}#m-{message.id}", status_code=303)
-    return html(ChatMessage(message.id, message.role, edit=message_presenters.edit_form(chat.id, message)))
+    model = str(message.details.get("model") or "Assistant")
+    return html(ChatMessage(message.id, message.role, model=model, edit=message_presenters.edit_form(chat.id, message)))
 
 
 @post(f"{ONE}/edit", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def edit_message(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Send an edited message as a branch beside the original."""
-    return await _answered(request, turns.edit)
+    """Send an edited message as a branch beside the original; save an edited reply as a version of it."""
+    chat, message = await requested_message(request)
+    if message.role == "user":
+        return await _answered(request, turns.edit)
+    edited = await edit_reply(chat_state(request), chat, message, await fields_of(request))
+    return await _updated_page(request, chat, "Version saved", f"#m-{edited.id}")
 
 
 @post(f"{ONE}/regenerate", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
@@ -92,6 +98,16 @@ async def select_version(request: Request[Any, Any, Any]) -> Response[Any]:
         await state.store.call(Chats.select, chat.id, message.id)
     at, count = message.versions.index(message.id) + 1, len(message.versions)
     return await _updated_page(request, chat, f"Version {at} of {count}", f"#m-{message.id}")
+
+
+@post(f"{ONE}/fork", guards=[same_origin], status_code=200)
+async def fork_chat(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Copy the branch up to this message into a new chat, and open it."""
+    chat, message = await requested_message(request)
+    copy = await fork(chat_state(request), owner_of(request), chat, message)
+    if is_scripted(request):
+        return Response(None, status_code=200, headers={"HX-Redirect": f"/c/{copy.id}"})
+    return Redirect(f"/c/{copy.id}", status_code=303)
 
 
 @post(f"{ONE}/delete", guards=[same_origin], status_code=200)
@@ -132,5 +148,6 @@ HANDLERS = (
     continue_reply,
     send_results,
     select_version,
+    fork_chat,
     delete_message,
 )

@@ -12,6 +12,7 @@ from typing import Any
 from localllm.serving.served import ModelCard
 from localllm.units import format_count
 from localllm.web.pages.chat.active_replies import ActiveReplies, ActiveReply
+from localllm.web.pages.chat.figures import figures
 from localllm.web.pages.chat.markdown_stream import cached_html
 from localllm.web.pages.chat.part_presenters import (
     call_cards,
@@ -31,7 +32,6 @@ from localllm.web.pages.chat.views import (
     MessageActions,
     MessageList,
     OpenBlock,
-    ReplyFigures,
     ReplyFinished,
     Sampling,
     SettingField,
@@ -62,7 +62,7 @@ def one_message(
 ) -> ChatMessage:
     if message.role == "user":
         return _user_message(chat_id, message, editing=editing)
-    return _assistant_message(chat_id, message, writing)
+    return _assistant_message(chat_id, message, writing, editing=editing)
 
 
 def _user_message(chat_id: str, message: StoredMessage, *, editing: str) -> ChatMessage:
@@ -78,9 +78,13 @@ def _user_message(chat_id: str, message: StoredMessage, *, editing: str) -> Chat
     )
 
 
-def _assistant_message(chat_id: str, message: StoredMessage, writing: ActiveReply | None) -> ChatMessage:
+def _assistant_message(
+    chat_id: str, message: StoredMessage, writing: ActiveReply | None, *, editing: str
+) -> ChatMessage:
     """Return the reply in its current state; while it is being written, with the URL of its events."""
     details = message.details
+    if editing == message.id and writing is None:
+        return ChatMessage(message.id, "assistant", edit=edit_form(chat_id, message))
     live = writing is not None and not writing.reply.done
     open_block = OpenBlock(message.id, *writing.reply.body.settled[1:]) if writing is not None and live else None
     thinking = live_thinking(message.id, writing.reply) if writing else stored_thinking(message.id, details)
@@ -89,6 +93,7 @@ def _assistant_message(chat_id: str, message: StoredMessage, writing: ActiveRepl
         role="assistant",
         html=writing.reply.body.html if writing is not None else cached_html(message.text),
         model=str(details.get("model") or "Assistant"),
+        is_edited=bool(details.get("edited")),
         open=open_block,
         stream_url=f"/c/{chat_id}/m/{message.id}/stream" if live else None,
         figures=None if live else figures(details),
@@ -108,7 +113,7 @@ def actions(chat_id: str, message: StoredMessage) -> MessageActions:
         role=message.role,
         edits="results" not in message.details,
         goes_on=bool(message.text)
-        and message.details.get("finish_reason") in GOES_ON
+        and (message.details.get("finish_reason") in GOES_ON or "edited" in message.details)
         and "calls" not in message.details,
         version=at + 1,
         versions=max(1, len(select)),
@@ -119,21 +124,7 @@ def actions(chat_id: str, message: StoredMessage) -> MessageActions:
 
 def edit_form(chat_id: str, message: StoredMessage) -> EditForm:
     url = f"/c/{chat_id}/m/{message.id}"
-    return EditForm(message.id, url, url, message.text)
-
-
-def figures(details: Mapping[str, Any]) -> ReplyFigures | None:
-    """Return the line below a finished reply; None if there are no counts and no finish reason."""
-    if "prompt_tokens" not in details:
-        return ReplyFigures(0, 0, 0, "interrupted") if details.get("finish_reason") == "interrupted" else None
-    return ReplyFigures(
-        prompt_tokens=details["prompt_tokens"],
-        cached_tokens=details.get("cached_tokens", 0),
-        completion_tokens=details.get("completion_tokens", 0),
-        finish_reason=details.get("finish_reason", ""),
-        ttft_s=details.get("ttft_s"),
-        tokens_per_s=details.get("tokens_per_s"),
-    )
+    return EditForm(message.id, url, url, message.text, message.role)
 
 
 def head(chat: Chat | None, messages: Sequence[StoredMessage], card: ModelCard | None) -> ChatHead:
@@ -167,15 +158,16 @@ def sampling(
     return Sampling(said, tuple(fields), tuple(presets), preset, is_open, error, settings.get("tools", ""))
 
 
-def stop_url(writing: ActiveReply) -> str:
-    return f"/c/{writing.chat_id}/m/{writing.message.id}/stop"
+def composer_action(replies: ActiveReplies, chat_id: str) -> ComposerAction:
+    """Return the composer's button: it stops every reply of the chat that is being written, else it sends."""
+    return ComposerAction(f"/c/{chat_id}/stop" if replies.unfinished(chat_id) else None)
 
 
 def reply_finished(
-    chat: Chat, message: StoredMessage, writing: ActiveReply | None, card: ModelCard | None
+    chat: Chat, message: StoredMessage, writing: ActiveReply | None, action: ComposerAction, card: ModelCard | None
 ) -> ReplyFinished:
     view = one_message(chat.id, message, writing)
-    return ReplyFinished(view, ComposerAction(), head(chat, [message], card), announcement(message.details))
+    return ReplyFinished(view, action, head(chat, [message], card), announcement(message.details))
 
 
 def announcement(details: Mapping[str, Any]) -> str:

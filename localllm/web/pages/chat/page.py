@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from localllm.web.access.scopes import Paths, RouteRules
-from localllm.web.pages.chat import attachment_handlers, handlers, message_handlers, offer_handlers, sidebar_handlers
+from localllm.web.pages.chat import (
+    attachment_handlers,
+    handlers,
+    message_handlers,
+    offer_handlers,
+    previews,
+    sidebar_handlers,
+)
 from localllm.web.pages.chat.state import close_chats, open_chats
 from localllm.web.pages.frame.page import Page
 from localllm.web.pages.frame.views import NavEntry
@@ -13,6 +20,7 @@ PAGE = Page(
     handlers=(
         *handlers.HANDLERS,
         *message_handlers.HANDLERS,
+        *previews.HANDLERS,
         *attachment_handlers.HANDLERS,
         *sidebar_handlers.HANDLERS,
         *offer_handlers.HANDLERS,

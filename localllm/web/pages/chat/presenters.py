@@ -80,10 +80,9 @@ async def chat_page(
         branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
     waits = state.pages.card is None
     card = card_of(state, settings)
-    writing = state.replies.unfinished(chat.id) if chat else None
     composer, empty, offer = None, None, await shown_offer(request, is_new=chat is None)
     if not waits:
-        action = ComposerAction(message_presenters.stop_url(writing) if writing else None)
+        action = message_presenters.composer_action(state.replies, chat.id) if chat else ComposerAction()
         sampling = await drawer(state, owner, card, settings)
         composer = Composer(chat.id if chat else "", sampling, action, models=await model_choices(state, settings))
         if chat is None and card is not None:
@@ -116,10 +115,9 @@ async def update(
     """Return the changed parts of an open page after messages changed."""
     state = chat_state(request)
     branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW)
-    writing = state.replies.unfinished(chat.id)
     return ChatUpdate(
         list=await message_presenters.message_list(state.replies, chat.id, branch),
-        action=ComposerAction(message_presenters.stop_url(writing) if writing else None),
+        action=message_presenters.composer_action(state.replies, chat.id),
         head=message_presenters.head(
             chat, [state.replies.current(m) for m in branch.messages], card_of(state, chat.settings)
         ),

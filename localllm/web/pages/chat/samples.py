@@ -32,7 +32,8 @@ def slot(block_table: list[int], position: int, block_size: int = 16) -> int:
 def samples(shell: views.Shell) -> list[views.View]:
     actions = v.MessageActions("/c/sample/m/1", "user")
     versions = v.MessageActions("/c/sample/m/2", "assistant", True, 2, 3, "/c/s/m/1/select", "/c/s/m/3/select")
-    figures = v.ReplyFigures(1204, 1024, 318, "stop", 0.21, 62.1)
+    more = (("Read", "1,204 tokens, 85% of it from the prefix cache"),)
+    figures = v.ReplyFigures(("0.21 s to first word", "62.1 tok/s", "318 tokens"), details=more)
     user = v.ChatMessage("sample-1", "user", "What is paged attention?\nIn short, please.", actions=actions)
     reply = v.ChatMessage(
         "sample-2", "assistant", html=render_markdown(MARKDOWN), model="demo", figures=figures, actions=versions
@@ -66,11 +67,13 @@ def samples(shell: views.Shell) -> list[views.View]:
         versions,
         edit,
         v.ChatMessage("sample-6", "user", edit=edit),
+        v.ChatMessage("sample-14", "assistant", html="<p>Mine.</p>", model="demo", is_edited=True, actions=versions),
+        v.EditForm("sample-15", "/c/sample/m/15", "/c/sample/m/15", "It is a table.", "assistant"),
         v.OpenBlock("sample-5", "code", "def f():\n    return"),
         v.OpenBlock("sample-7", "note", "Loading Qwen3-8B-AWQ …"),
         figures,
-        v.ReplyFigures(12, 0, 256, "length"),
-        v.ReplyFigures(0, 0, 0, "interrupted"),
+        v.ReplyFigures(("256 tokens",), "cut off: token limit", is_broken=True, details=more),
+        v.ReplyFigures((), "interrupted: the server stopped", is_broken=True),
         v.ComposerAction(),
         stop,
         sampling(),

@@ -202,6 +202,7 @@ def _details(node: _Node) -> dict[str, Any]:
         for name, value in node.details.items()
         if name in kinds and isinstance(value, kinds[name]) and not isinstance(value, bool)
     }
+    found |= {"edited": True} if node.details.get("edited") is True else {}
     return found | {name: rows for name, keys in LISTS.items() if (rows := _rows(node.details.get(name), keys))}
 
 

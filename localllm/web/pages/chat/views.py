@@ -21,15 +21,13 @@ from localllm.web.pages.frame.views import ErrorNotice, Loading, Shell, View
 
 @dataclass(frozen=True, slots=True)
 class ReplyFigures(View):
-    """The line of statistics below a finished reply."""
+    """The line of statistics below a finished reply, and the details that it opens."""
 
     template: ClassVar[str] = "chat/_figures.html"
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    finish_reason: str  # stop, length, abort, error, interrupted
-    ttft_s: float | None = None
-    tokens_per_s: float | None = None
+    line: tuple[str, ...]
+    end: str = ""  # why the reply ended, if it is unusual
+    is_broken: bool = False  # it ended by an error or a limit
+    details: tuple[tuple[str, str], ...] = ()  # (name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +64,7 @@ class EditForm(View):
     url: str  # of the message
     cancel_url: str
     text: str
+    role: Literal["user", "assistant"] = "user"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,7 @@ class ChatMessage(View):
     text: str = ""
     html: str = ""
     model: str = ""
+    is_edited: bool = False  # the user changed the reply's text
     open: OpenBlock | None = None  # present while the reply is being written
     stream_url: str | None = None  # URL of the reply's live events
     figures: ReplyFigures | None = None

@@ -8,16 +8,16 @@ Does not know: threads (chat_store.py), how the file is opened (database.py).
 from __future__ import annotations
 
 import json
-import secrets
-import sqlite3
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from localllm.machine.running_servers import is_of_other_process, process_mark
 from localllm.web.pages.chat.store import search
 from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Role, StoredMessage
+from localllm.web.pages.chat.store.tables import Tables, as_json, new_id
 from localllm.web.pages.chat.store.tree import Tree
 
 ADD_MESSAGE = """INSERT INTO message (id, chat_id, parent_id, role, text, details, created_s, writer)
@@ -27,25 +27,18 @@ UNDO_S = 120.0
 """How long a deletion can be undone."""
 HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND parent_id IS NOT NULL AND NOT EXISTS
     (SELECT 1 FROM message AS parent WHERE parent.id = it.parent_id AND ifnull(parent.deletion, :it) = :it)"""
+NUMBERED = re.compile(r" \(\d{1,6}\)$")
 GONE_HINT = "Reload the page, or start a new chat."
 
 
-def new_id() -> str:
-    """Return an unguessable id."""
-    return secrets.token_urlsafe(12)
-
-
-class Chats:
+class Chats(Tables):
     """The operations on the tables."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
 
     # Chats ------------------------------------------------------------------------------------------------------
 
     def create(self, owner: str, title: str, settings: Mapping[str, str]) -> Chat:
         chat_id = new_id()
-        row = (chat_id, owner, title, _json(settings), time.time())
+        row = (chat_id, owner, title, as_json(settings), time.time())
         self._db.execute("INSERT INTO chat (id, owner, title, settings, updated_s) VALUES (?, ?, ?, ?, ?)", row)
         return self.get(owner, chat_id)
 
@@ -65,7 +58,7 @@ class Chats:
         self._change(owner, chat_id, "pinned = ?", pinned)
 
     def configure(self, owner: str, chat_id: str, settings: Mapping[str, str]) -> None:
-        self._change(owner, chat_id, "settings = ?", _json(settings))
+        self._change(owner, chat_id, "settings = ?", as_json(settings))
 
     def _change(self, owner: str, chat_id: str, assignment: str, value: object) -> None:
         self.get(owner, chat_id)
@@ -99,7 +92,7 @@ class Chats:
         with self._whole():
             self._db.execute(
                 ADD_MESSAGE,
-                (message_id, chat_id, parent_id, role, text, _json(details or {}), now_s, process_mark()),
+                (message_id, chat_id, parent_id, role, text, as_json(details or {}), now_s, process_mark()),
             )
             self._db.execute("UPDATE chat SET leaf = ?, updated_s = ? WHERE id = ?", (message_id, now_s, chat_id))
         return StoredMessage(message_id, parent_id, role, text, details or {}, now_s)
@@ -108,23 +101,64 @@ class Chats:
         self, owner: str, title: str, settings: Mapping[str, str], messages: Sequence[StoredMessage], leaf: str | None
     ) -> Chat:
         """Add a chat from elsewhere. Parents must precede their children; ids are replaced by new ones."""
+        with self._whole():
+            return self._add_all(owner, title, settings, messages, leaf)
+
+    def fork(self, owner: str, chat_id: str, message_id: str) -> Chat:
+        """Copy the messages that lead to one message, itself included, into a new chat with the same settings."""
+        with self._whole():
+            chat = self.get(owner, chat_id)
+            branch = self.branch(chat_id, self.message(chat_id, message_id).id).messages
+            title, left_out = self._next_title(owner, chat.title), self._left_out(chat_id)
+            return self._add_all(owner, title, chat.settings, branch, message_id, left_out)
+
+    def _add_all(
+        self, owner: str, title: str, settings: Mapping[str, str], messages: Sequence[StoredMessage], leaf: str | None,
+        left_out: Sequence[str] = (),
+    ) -> Chat:  # fmt: skip
         ids: dict[str | None, str | None] = {None: None} | {message.id: new_id() for message in messages}
         now_s = time.time()
+        chat = self.create(owner, title, settings)
+        rows = [
+            (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, as_json(_own(m.details)), m.created_s or now_s, "")
+            for m in messages
+        ]
+        self._db.executemany(ADD_MESSAGE, rows)
+        marks = json.dumps([ids[each] for each in left_out if each in ids])
+        self._db.execute("UPDATE chat SET leaf = ?, left_out = ? WHERE id = ?", (ids[leaf], marks, chat.id))
+        return self.get(owner, chat.id)
+
+    def _next_title(self, owner: str, title: str) -> str:
+        """'Blocks' -> 'Blocks (2)', then 'Blocks (3)': the first number that no chat of the owner has."""
+        stem = NUMBERED.sub("", title)
+        rows = self._db.execute("SELECT title FROM chat WHERE owner = ? AND deletion IS NULL", (owner,))
+        taken = {found for (found,) in rows}
+        return next(f"{stem} ({number})" for number in count(2) if f"{stem} ({number})" not in taken)
+
+    def compare(self, chat_id: str, parent_id: str, replies: Sequence[Mapping[str, Any]]) -> list[StoredMessage]:
+        """Add empty replies with these details to one message, to be shown beside each other until one is selected.
+        The first becomes the end of the shown branch.
+        """
+        ids, now_s = [new_id() for _ in replies], time.time()
         with self._whole():
-            chat = self.create(owner, title, settings)
+            self.message(chat_id, parent_id)
             rows = [
-                (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, _json(m.details), m.created_s or now_s, "")
-                for m in messages
+                (message_id, chat_id, parent_id, "assistant", "", as_json(details), now_s, process_mark())
+                for message_id, details in zip(ids, replies, strict=True)
             ]
             self._db.executemany(ADD_MESSAGE, rows)
-            self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (ids[leaf], chat.id))
-        return self.get(owner, chat.id)
+            self._db.execute(
+                "UPDATE message SET details = json_set(details, '$.compared', json(?)) WHERE id = ?",
+                (json.dumps(ids), parent_id),
+            )
+            self._db.execute("UPDATE chat SET leaf = ?, updated_s = ? WHERE id = ?", (ids[0], now_s, chat_id))
+        return self._messages(chat_id, self._tree(chat_id), ids)
 
     def write(self, message_id: str, text: str, details: Mapping[str, Any]) -> None:
         """Save the current state of a reply. A reply that was deleted meanwhile stays deleted."""
         self._db.execute(
             "UPDATE message SET text = ?, details = ?, writer = ? WHERE id = ?",
-            (text, _json(details), process_mark(), message_id),
+            (text, as_json(details), process_mark(), message_id),
         )
 
     def message(self, chat_id: str, message_id: str) -> StoredMessage:
@@ -137,7 +171,17 @@ class Chats:
         path = tree.path(leaf)
         end = path.index(before) if before in path else len(path)
         start = 0 if limit is None else max(0, end - limit)
-        return Branch(tuple(self._messages(chat_id, tree, path[start:end])), start, len(path) - end)
+        messages = tuple(self._messages(chat_id, tree, path[start:end]))
+        beside = tuple(self._messages(chat_id, tree, _compared(messages))) if end == len(path) else ()
+        marks = self._left_out(chat_id)
+        num_left_out = next((at + 1 for at in reversed(range(len(path))) if path[at] in marks), 0)
+        return Branch(messages, start, len(path) - end, num_left_out, beside)
+
+    def questions(self, chat_id: str, leaf: str | None) -> list[tuple[int, StoredMessage]]:
+        """Return the user's messages that lead to a leaf, each with its place among all of them."""
+        tree = self._tree(chat_id)
+        messages = self._messages(chat_id, tree, tree.path(leaf))
+        return [(place, message) for place, message in enumerate(messages) if message.role == "user"]
 
     def all_messages(self, chat_id: str) -> list[StoredMessage]:
         """Return the messages of every branch, oldest first."""
@@ -145,11 +189,34 @@ class Chats:
         return self._messages(chat_id, tree, list(tree.parents))
 
     def select(self, chat_id: str, message_id: str) -> str:
-        """Show the branch with this message up to its newest leaf; return that leaf."""
-        self.message(chat_id, message_id)
+        """Show the branch with this message up to its newest leaf; return that leaf. A comparison that the message
+        was a part of is over.
+        """
+        parent_id = self.message(chat_id, message_id).parent_id
         leaf = self._tree(chat_id).newest_leaf(message_id)
-        self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (leaf, chat_id))
+        with self._whole():
+            self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (leaf, chat_id))
+            self._db.execute(
+                "UPDATE message SET details = json_remove(details, '$.compared') WHERE id = ?", (parent_id,)
+            )
         return str(leaf)
+
+    def leave_out(self, owner: str, chat_id: str, message_id: str) -> None:
+        """Leave this message, and all before it on its branch, out of what the model reads. Raises `ChatNotFound`."""
+        self.message(chat_id, message_id)
+        marks = json.dumps([*self._left_out(chat_id), message_id])
+        self._change(owner, chat_id, "left_out = ?", marks)
+
+    def bring_back(self, owner: str, chat_id: str) -> None:
+        """Let the model read the whole of the shown branch again."""
+        path = self._tree(chat_id).path(self.get(owner, chat_id).leaf)
+        marks = json.dumps([each for each in self._left_out(chat_id) if each not in path])
+        self._change(owner, chat_id, "left_out = ?", marks)
+
+    def _left_out(self, chat_id: str) -> list[str]:
+        row = self._db.execute("SELECT left_out FROM chat WHERE id = ?", (chat_id,)).fetchone()
+        found: list[str] = json.loads(row[0]) if row is not None else []
+        return found
 
     def _tree(self, chat_id: str) -> Tree:
         return Tree(
@@ -239,11 +306,6 @@ class Chats:
         self._db.execute("PRAGMA wal_checkpoint (TRUNCATE)")
         return count
 
-    def _new_deletion(self, leaf: str | None) -> str:
-        deletion = new_id()
-        self._db.execute("INSERT INTO deletion (id, at_s, leaf) VALUES (?, ?, ?)", (deletion, time.time(), leaf))
-        return deletion
-
     # Presets, and server start --------------------------------------------------------------------------------------
 
     def presets(self, owner: str) -> dict[str, dict[str, str]]:
@@ -252,7 +314,7 @@ class Chats:
         return {name: json.loads(settings) for name, settings in rows}
 
     def save_preset(self, owner: str, name: str, settings: Mapping[str, str]) -> None:
-        self._db.execute("INSERT OR REPLACE INTO preset VALUES (?, ?, ?)", (owner, name, _json(settings)))
+        self._db.execute("INSERT OR REPLACE INTO preset VALUES (?, ?, ?)", (owner, name, as_json(settings)))
 
     def remove_preset(self, owner: str, name: str) -> None:
         self._db.execute("DELETE FROM preset WHERE owner = ? AND name = ?", (owner, name))
@@ -270,16 +332,15 @@ class Chats:
                     (writer,),
                 )
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+
+def _own(details: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the details without those that name other messages: a copy has others beside it."""
+    return {name: value for name, value in details.items() if name != "compared"}
 
 
-def _json(values: Mapping[str, Any]) -> str:
-    return json.dumps(dict(values))
+def _compared(messages: Sequence[StoredMessage]) -> list[str]:
+    """Return the ids of the replies that are shown beside the last message, in the order of their creation."""
+    if len(messages) < 2:
+        return []
+    ids, last = messages[-2].details.get("compared", []), messages[-1]
+    return [each for each in last.versions if each in ids and each != last.id] if last.id in ids else []

@@ -75,6 +75,9 @@ MIGRATIONS = (
     """
     ALTER TABLE message ADD COLUMN writer TEXT NOT NULL DEFAULT '';
     """,  # the process that wrote it last; tells whether an unfinished reply may still be finished
+    """
+    ALTER TABLE chat ADD COLUMN left_out TEXT NOT NULL DEFAULT '[]';
+    """,  # a list of message ids: on a branch, the model reads only what follows the last of them
 )
 """The migrations, each to the next version of the schema (`PRAGMA user_version`). Released migrations are never
 changed.

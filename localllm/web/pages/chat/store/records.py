@@ -58,6 +58,8 @@ class Branch:
     messages: tuple[StoredMessage, ...]
     num_earlier: int = 0  # number of earlier messages of the same branch
     num_later: int = 0
+    num_left_out: int = 0  # number of messages at the start of the whole branch that the model does not read any more
+    beside: tuple[StoredMessage, ...] = ()  # other replies that are shown beside the last message
 
 
 @dataclass(frozen=True, slots=True)
