@@ -14,17 +14,11 @@ from localllm.units import format_count
 from localllm.web.pages.chat.active_replies import ActiveReplies, ActiveReply
 from localllm.web.pages.chat.figures import figures
 from localllm.web.pages.chat.markdown_stream import cached_html
-from localllm.web.pages.chat.part_presenters import (
-    call_cards,
-    file_chips,
-    live_thinking,
-    result_form,
-    results,
-    stored_thinking,
-)
+from localllm.web.pages.chat.part_presenters import file_chips, live_thinking, stored_thinking
 from localllm.web.pages.chat.settings import SETTINGS, effective, note
 from localllm.web.pages.chat.sidebar_views import ChatHead, ContextMeter
 from localllm.web.pages.chat.store import Branch, Chat, StoredMessage
+from localllm.web.pages.chat.tool_presenters import call_cards, follows_calls, result_form, results
 from localllm.web.pages.chat.views import (
     ChatMessage,
     ComposerAction,
@@ -85,7 +79,9 @@ def _assistant_message(
     details = message.details
     if editing == message.id and writing is None:
         return ChatMessage(message.id, "assistant", edit=edit_form(chat_id, message))
+    url = f"/c/{chat_id}/m/{message.id}"
     live = writing is not None and not writing.reply.done
+    follows = not live and follows_calls(details, is_saved=writing is None)
     open_block = OpenBlock(message.id, *writing.reply.body.settled[1:]) if writing is not None and live else None
     thinking = live_thinking(message.id, writing.reply) if writing else stored_thinking(message.id, details)
     return ChatMessage(
@@ -95,13 +91,13 @@ def _assistant_message(
         model=str(details.get("model") or "Assistant"),
         is_edited=bool(details.get("edited")),
         open=open_block,
-        stream_url=f"/c/{chat_id}/m/{message.id}/stream" if live else None,
+        stream_url=f"{url}/stream" if live else f"{url}/calls" if follows else None,
         figures=None if live else figures(details),
         error=ErrorNotice(*details["error"]) if details.get("error") else None,
         actions=None if live else actions(chat_id, message),
         thinking=thinking,
-        calls=() if live else call_cards(details),
-        result_form=None if live else result_form(f"/c/{chat_id}/m/{message.id}", message.id, details),
+        calls=() if live else call_cards(url, details),
+        result_form=None if live else result_form(url, message.id, details),
     )
 
 
@@ -153,7 +149,7 @@ def sampling(
     fields = []
     for name, info in SETTINGS.items():
         default, source = effective(name, card)
-        fields.append(SettingField(name, info.label, info.kind, settings.get(name, ""), default, source, note(info)))
+        fields.append(SettingField(name, info.label, info.kind, settings.get(name, ""), default, source, note(name)))
     said = settings.get("system", "")
     return Sampling(said, tuple(fields), tuple(presets), preset, is_open, error, settings.get("tools", ""))
 

@@ -10,8 +10,10 @@ from localllm.web.pages.chat import (
     offer_handlers,
     previews,
     sidebar_handlers,
+    tool_handlers,
 )
 from localllm.web.pages.chat.state import close_chats, open_chats
+from localllm.web.pages.chat.tool_runs import close_tools, open_tools
 from localllm.web.pages.frame.page import Page
 from localllm.web.pages.frame.views import NavEntry
 
@@ -24,8 +26,9 @@ PAGE = Page(
         *attachment_handlers.HANDLERS,
         *sidebar_handlers.HANDLERS,
         *offer_handlers.HANDLERS,
+        *tool_handlers.HANDLERS,
     ),
     rules=RouteRules(infer=Paths("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat"), linked=Paths("/", "/c/*")),
-    on_startup=(open_chats,),
-    on_shutdown=(close_chats,),
+    on_startup=(open_chats, open_tools),
+    on_shutdown=(close_tools, close_chats),
 )

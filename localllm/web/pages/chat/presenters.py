@@ -20,7 +20,7 @@ from localllm.models.library.catalog import demo_path
 from localllm.serving.served import ModelCard
 from localllm.units import format_parameters
 from localllm.web.access.caller import owner_of
-from localllm.web.pages.chat import message_presenters
+from localllm.web.pages.chat import message_presenters, tool_presenters
 from localllm.web.pages.chat.offer_presenters import live_url_of, shown_offer
 from localllm.web.pages.chat.settings import NAMES
 from localllm.web.pages.chat.sidebar_views import ChatGroup, ChatHead, ChatList, ChatRow, Undo
@@ -188,7 +188,8 @@ async def drawer(state: ChatState, owner: str, card: ModelCard | None, settings:
         presets = await state.store.call(Chats.presets, owner)
     except ChatsUnavailable:
         presets = {}
-    return message_presenters.sampling(card, settings, tuple(presets))
+    found = message_presenters.sampling(card, settings, tuple(presets))
+    return replace(found, tool_servers=tool_presenters.tool_servers(state, owner, settings))
 
 
 def _store_notice(state: ChatState) -> ErrorNotice | None:

@@ -42,6 +42,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
+
 @get("/c/{conversation_id:str}/m/{message_id:str}/preview/{digest:str}")
 async def preview(request: Request[Any, Any, Any]) -> Response[str]:
     """Return the page of one block. Raises `ChatNotFound`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from localllm.web.pages.chat import message_views as m
 from localllm.web.pages.chat import offer_views as o
 from localllm.web.pages.chat import sidebar_views as c
+from localllm.web.pages.chat import tool_samples
 from localllm.web.pages.chat import views as v
 from localllm.web.pages.chat.markdown import code_block, render_markdown
 from localllm.web.pages.frame import views
@@ -100,6 +101,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.ReplyProgress("sample-11", thinking_appended=" and"),
         v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
         *around(),
+        *tool_samples.samples(),
         *pages(shell, full),
     ]
 
@@ -131,7 +133,7 @@ def call() -> m.ToolCallCard:
 
 
 def form() -> m.ResultForm:
-    return m.ResultForm("/c/sample/m/sample-9", "sample-9", ("get_weather",))
+    return m.ResultForm("/c/sample/m/sample-9", "sample-9", ((0, "get_weather"),))
 
 
 def result() -> m.ToolResult:

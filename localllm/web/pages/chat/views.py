@@ -12,6 +12,7 @@ from localllm.web.pages.chat.message_views import (
     ReasoningView,
     ResultForm,
     ToolCallCard,
+    ToolNotes,
     ToolResult,
 )
 from localllm.web.pages.chat.offer_views import Announcement, OfferCard
@@ -85,7 +86,7 @@ class ChatMessage(View):
     actions: MessageActions | None = None  # None while the reply is being written
     edit: EditForm | None = None  # shown instead of the text
     thinking: ReasoningView | None = None
-    calls: tuple[ToolCallCard, ...] = ()
+    calls: tuple[ToolCallCard | ToolNotes, ...] = ()
     result_form: ResultForm | None = None
     results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
     files: tuple[AttachmentChip, ...] = ()
@@ -113,6 +114,24 @@ class SettingField:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerChoice:
+    """A server whose tools the chat offers to the model, or not."""
+
+    name: str
+    chosen: bool
+    note: str = ""  # its state, if it is of interest
+
+
+@dataclass(frozen=True, slots=True)
+class ToolServers(View):
+    """The choice of servers in the drawer."""
+
+    template: ClassVar[str] = "chat/_tool_servers.html"
+    choices: tuple[ServerChoice, ...]
+    note: str = ""  # why none of them is used
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling(View):
     """The settings drawer: system prompt, sampling and presets."""
 
@@ -124,6 +143,7 @@ class Sampling(View):
     is_open: bool = False
     error: ErrorNotice | None = None
     tools: str = ""  # a JSON list, as it was typed
+    tool_servers: ToolServers | None = None  # None: the user has none
 
 
 @dataclass(frozen=True, slots=True)

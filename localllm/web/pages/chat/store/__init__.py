@@ -8,6 +8,6 @@ Does not know: HTTP, templates, the engine.
 
 from localllm.web.pages.chat.store.chat_store import ChatStore
 from localllm.web.pages.chat.store.chats import Chats
-from localllm.web.pages.chat.store.records import Branch, Chat, FoundChat, StoredMessage
+from localllm.web.pages.chat.store.records import Branch, Chat, Consent, FoundChat, StoredMessage
 
-__all__ = ["Branch", "Chat", "ChatStore", "Chats", "FoundChat", "StoredMessage"]
+__all__ = ["Branch", "Chat", "ChatStore", "Chats", "Consent", "FoundChat", "StoredMessage"]

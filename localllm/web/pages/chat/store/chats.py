@@ -16,7 +16,7 @@ from typing import Any
 
 from localllm.machine.running_servers import is_of_other_process, process_mark
 from localllm.web.pages.chat.store import search
-from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Role, StoredMessage
+from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, Consent, FoundChat, Role, StoredMessage
 from localllm.web.pages.chat.store.tables import Tables, as_json, new_id
 from localllm.web.pages.chat.store.tree import Tree
 
@@ -295,9 +295,10 @@ class Chats(Tables):
         self._db.execute("DELETE FROM deletion WHERE at_s <= ?", (before_s,))
 
     def wipe(self, owner: str) -> int:
-        """Remove everything of an owner, presets too, immediately and permanently; return the number of chats."""
+        """Remove everything of an owner, presets and consents too, immediately and for good; return the number of chats."""
         with self._whole():
             self._db.execute("DELETE FROM preset WHERE owner = ?", (owner,))
+            self._db.execute("DELETE FROM tool_consent WHERE owner = ?", (owner,))
             count = self._db.execute("DELETE FROM chat WHERE owner = ?", (owner,)).rowcount
             for table in ("message_words", "title_words"):
                 # A search index keeps the words of deleted rows until it is rebuilt.
@@ -318,6 +319,25 @@ class Chats(Tables):
 
     def remove_preset(self, owner: str, name: str) -> None:
         self._db.execute("DELETE FROM preset WHERE owner = ? AND name = ?", (owner, name))
+
+    # Consent to tools -----------------------------------------------------------------------------------------------
+
+    def consents(self, owner: str) -> list[Consent]:
+        """Return what an owner decided about tools, by server and tool."""
+        rows = self._db.execute(
+            "SELECT server, tool, digest, choice, at_s FROM tool_consent WHERE owner = ? ORDER BY server, tool",
+            (owner,),
+        )
+        return [Consent(*row) for row in rows]
+
+    def set_consent(self, owner: str, server: str, tool: str, digest: str, choice: str) -> None:
+        row = (owner, server, tool, digest, choice, time.time())
+        self._db.execute("INSERT OR REPLACE INTO tool_consent VALUES (?, ?, ?, ?, ?, ?)", row)
+
+    def revoke_consent(self, owner: str, server: str, tool: str) -> None:
+        """Have a tool ask again."""
+        where = (owner, server, tool)
+        self._db.execute("DELETE FROM tool_consent WHERE owner = ? AND server = ? AND tool = ?", where)
 
     def close_unfinished(self) -> None:
         """Mark replies without an end as interrupted, at server start. Another server on the same file may still be

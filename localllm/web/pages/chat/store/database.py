@@ -78,6 +78,12 @@ MIGRATIONS = (
     """
     ALTER TABLE chat ADD COLUMN left_out TEXT NOT NULL DEFAULT '[]';
     """,  # a list of message ids: on a branch, the model reads only what follows the last of them
+    """
+    CREATE TABLE tool_consent (
+        owner TEXT NOT NULL, server TEXT NOT NULL, tool TEXT NOT NULL, digest TEXT NOT NULL, choice TEXT NOT NULL,
+        at_s REAL NOT NULL, PRIMARY KEY (owner, server, tool)
+    );
+    """,
 )
 """The migrations, each to the next version of the schema (`PRAGMA user_version`). Released migrations are never
 changed.
