@@ -6,12 +6,15 @@ Does not know: the protocol's messages (connection.py), where the text is shown.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from localllm.units import format_bytes, format_count
 
 MIN_RESULT_CHARS, MAX_RESULT_CHARS = 2_000, 64_000
+
+_CUT = re.compile(r"\n\[cut: the result has ([\d,]+) characters, [\d,]+ are given\]$")
 
 
 def limit_for(context_tokens: int) -> int:
@@ -27,12 +30,12 @@ def text_of(content: Sequence[Any], structured: Any = None) -> str:
 
 
 def bounded(text: str, limit: int) -> str:
-    """Return the text; a long one is cut, which its last line says."""
+    """Return the text; a long one is cut, and its last line says so. A text that was cut before may be cut again."""
     if len(text) <= limit:
         return text
-    return (
-        f"{text[:limit]}\n[cut: the result has {format_count(len(text))} characters, {format_count(limit)} are given]"
-    )
+    before = _CUT.search(text)
+    whole = before[1] if before else format_count(len(text))
+    return f"{text[:limit]}\n[cut: the result has {whole} characters, {format_count(limit)} are given]"
 
 
 def _text(block: Any) -> str:

@@ -101,7 +101,6 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.ReplyProgress("sample-11", thinking_appended=" and"),
         v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
         *around(),
-        *tool_samples.samples(),
         *pages(shell, full),
     ]
 
@@ -174,6 +173,7 @@ def around() -> list[views.View]:
     """Return samples of the views beside the messages."""
     locked = views.ErrorNotice("The chats are locked by another program.", "chats.db: database is locked.", "Close it.")
     return [
+        *tool_samples.samples(),
         head(),
         c.ContextMeter(1522, 4096),
         chat_list(),

@@ -19,6 +19,7 @@ from localllm.errors import InvalidParameter, LocalLLMError
 from localllm.mcp.results import bounded, limit_for
 from localllm.web.pages.chat import turns
 from localllm.web.pages.chat.active_replies import ActiveReply
+from localllm.web.pages.chat.prompts import ChatFull
 from localllm.web.pages.chat.state import ChatState, chat_state_of
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.template_messages import calls_of
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 MAX_ROUNDS = 8
 MAX_KEPT = 200
 """Rounds in memory; of older ones the calls ask again."""
+MAX_CUTS = 4
 DECISIONS = ("once", "always", "never", "stop")
 NEVER = "The user does not allow this tool. Do not call it again."
 WENT_ON = (
@@ -194,6 +196,7 @@ class ToolRuns:
         run.text = bounded(run.text.strip() or "(empty)", limit_for(round_.message.details.get("context_tokens", 0)))
         run.state = "done"
         log.info("tool called server=%s tool=%s characters=%d", call["server"], call["tool"], len(run.text))
+        round_.change()
         await self._advance(round_)
 
     async def _advance(self, round_: Round) -> None:
@@ -208,7 +211,7 @@ class ToolRuns:
             if chat.leaf != round_.message.id:
                 round_.failure = WENT_ON
                 return
-            turn = await turns.send_results(state, round_.owner, chat, round_.message, {})
+            turn = await self._sent(round_, chat)
             self._automatic[turn.writing.message.id] = 0 if round_.was_asked else round_.num_before + 1
             round_.next_id = turn.writing.message.id
         except LocalLLMError as error:
@@ -216,6 +219,16 @@ class ToolRuns:
         finally:
             round_.starting = False
             round_.change()
+
+    async def _sent(self, round_: Round, chat: Chat) -> turns.Turn:
+        """Send the results; those that do not fit into the context are cut to half their length, a few times."""
+        for _ in range(MAX_CUTS):
+            try:
+                return await turns.send_results(self._state, round_.owner, chat, round_.message, {})
+            except ChatFull:
+                for run in round_.runs.values():
+                    run.text = bounded(run.text, len(run.text) // 2)
+        return await turns.send_results(self._state, round_.owner, chat, round_.message, {})
 
 
 def tool_runs_of(app: Litestar) -> ToolRuns:
