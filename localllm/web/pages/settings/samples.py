@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.web.pages.frame import views
+from localllm.web.pages.settings import mcp_samples
 from localllm.web.pages.settings import views as v
 
 _WHAT = "longest prompt and output together"
@@ -44,6 +45,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     file = "~/.config/localllm/config.toml"
     shown = v.ChangePage(shell, row, (), "8k", file, 'max_model_len = "8k"', "max_model_len = 4096", beaten_by="flag")
     return [
+        *mcp_samples.samples(shell),
         group,
         keys,
         refused,
