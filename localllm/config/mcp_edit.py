@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +78,15 @@ def _toml(value: Any) -> str:
 
 
 def _tables(lines: list[str], name: str) -> list[tuple[int, int]]:
-    """Return the first and the last line, exclusive, of each table of a server; comments before the next are not its
-    own.
+    """Return the first line of each table of a server, and the line after its last. Comments directly before the next
+    table belong to that.
     """
     own = re.compile(rf"""\s*\[\s*mcp\s*\.\s*servers\s*\.\s*["']?{re.escape(name)}["']?\s*[.\]]""")
     heads = [at for at, line in enumerate(lines) if _HEADER.match(line)]
     found = []
-    for start, end in zip(heads, [*heads[1:], len(lines)], strict=True):
+    for start, end in pairwise([*heads, len(lines)]):
         if own.match(lines[start]):
-            while end > start + 1 and end < len(lines) and re.match(r"\s*(#|$)", lines[end - 1]):
+            while end > start + 1 and end < len(lines) and re.match(r"\s*#", lines[end - 1]):
                 end -= 1
             found.append((start, end))
     return found
