@@ -97,7 +97,7 @@ def test_settings_apply_and_close_with_escape(open_page: Callable[..., Page], mo
     page.fill("#max-tokens", "5")
     page.keyboard.press("Escape")
     assert page.locator(".drawer[open]").count() == 0
-    assert page.evaluate("document.activeElement.textContent") == "Settings"
+    assert page.evaluate("document.activeElement.ariaLabel") == "Model behaviour"
     page.click("text=Explain in simple words why the sky is blue")
     page.wait_for_selector(".figures")
     assert "5 out" in reply_text(page)
@@ -123,15 +123,23 @@ def test_tab_that_reloads_mid_reply_misses_nothing(open_page: Callable[..., Page
 def test_refusal_gives_the_message_back(open_page: Callable[..., Page]) -> None:
     page = open_page(expect="Failed to load resource: the server responded with a status of 400 (Bad Request)")
     page.click(".drawer summary")
-    page.fill("#temperature", "warm")
+    page.fill("#temperature", "-1")
     page.fill("#composer-message", "keep me")
+    page.click("[data-close-drawer]")
+    page.press("#composer-message", "Enter")  # a number out of range is not even sent
+    until(page, "document.activeElement.id === 'temperature' && document.activeElement.ariaInvalid === 'true'")
+    page.fill("#temperature", "")
+    page.click(".drawer__more summary")
+    page.fill("#tools", "{")
     page.keyboard.press("Escape")
     with page.expect_response("**/chat") as refused:
         page.press("#composer-message", "Enter")
     assert refused.value.status == 400
     page.wait_for_selector("#composer-error .notice")
-    assert "Temperature must be a number" in page.locator("#composer-error").inner_text()
+    assert "Tools must be a JSON list" in page.locator("#composer-error").inner_text()
     assert page.input_value("#composer-message") == "keep me"
+    assert page.get_attribute("#tools", "aria-invalid") == "true"
+    assert page.locator("#tools").is_visible()
 
 
 def test_hostile_reply_does_nothing(open_page: Callable[..., Page]) -> None:
@@ -274,6 +282,13 @@ def test_server_that_goes_away_is_noticed_and_found_again(chromium: Browser) -> 
         port = int(first.url.rsplit(":", 1)[1])
     page.wait_for_selector("#connection:not([hidden])", timeout=10_000)
     assert "does not answer" in page.locator("#connection").inner_text()
+    page.fill("#composer-message", "are you there?")
+    page.press("#composer-message", "Enter")
+    page.wait_for_selector("#composer-error :text('Not sent: the server is away.')")
+    assert page.input_value("#composer-message") == "are you there?"
     with LiveServer(model, settings(ui=True, port=port)):  # type: ignore[arg-type]
         page.wait_for_selector("#connection", state="hidden", timeout=15_000)
+        page.wait_for_selector(".message__text:text('are you there?')")
+        page.wait_for_selector(".figures")
+        assert page.input_value("#composer-message") == ""
         page.close()

@@ -17,7 +17,7 @@ from localllm.errors import RequestError
 from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import presenters
 from localllm.web.pages.chat.attachments import MAX_PDF_BYTES, Attachment, read_file
-from localllm.web.pages.chat.message_views import AttachmentChip, Attachments
+from localllm.web.pages.chat.composer_presenters import attachments_view
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.template_messages import with_files
 from localllm.web.pages.frame.errors import notice
@@ -43,7 +43,7 @@ async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
     except RequestError as problem:
         error = notice(problem)
     card = presenters.card_of(state, {"model": model} if model else {})
-    return html(_attachments_view(files, card.plan.max_model_len if card is not None else 0, error))
+    return html(attachments_view(files, card.plan.max_model_len if card is not None else 0, error))
 
 
 async def attached_files(request: Request[Any, Any, Any]) -> list[Attachment]:
@@ -76,13 +76,6 @@ async def _num_tokens(state: ChatState, name: str, text: str, settings: Mapping[
     return len(
         await asyncio.to_thread(served.tokenizer.encode, with_files("", [(name, text)]), add_special_tokens=False)
     )
-
-
-def _attachments_view(files: list[Attachment], context_tokens: int, error: Any) -> Attachments:
-    chips = tuple(AttachmentChip(file.name, file.num_bytes, file.num_tokens, file.id) for file in files)
-    counts = [file.num_tokens for file in files]
-    total = sum(count for count in counts if count is not None) if files and None not in counts else None
-    return Attachments(chips, total, context_tokens, error)
 
 
 HANDLERS = (attach,)

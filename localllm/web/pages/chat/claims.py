@@ -21,12 +21,24 @@ from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.tool_offer import OfferedTools, offered_tools
 
 if TYPE_CHECKING:
-    from localllm.serving.entry import Lease
+    from localllm.serving.entry import Lease, ModelEntry
     from localllm.serving.served import ServedModel
     from localllm.text.answers.reader import AnswerReader
 
 MODEL_WAIT_S = 1.0
 """If the model takes longer to load, the reply waits for it and not the handler."""
+
+
+def entry_for(state: ChatState, settings: Mapping[str, str]) -> ModelEntry | None:
+    """Return the model that the next message goes to, if the manager knows it."""
+    manager, name = state.pages.manager, settings.get("model")
+    return manager.register.find(name) if name else manager.default
+
+
+def served_for(state: ChatState, settings: Mapping[str, str]) -> ServedModel | None:
+    """Return the model that the next message goes to, if it is ready."""
+    entry = entry_for(state, settings)
+    return entry.served if entry is not None and entry.state == "ready" else None
 
 
 @dataclass(slots=True)

@@ -12,13 +12,17 @@ from typing import Any
 from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
+from localllm.errors import RequestError
 from localllm.web.access.caller import owner_of
-from localllm.web.pages.chat import message_presenters, presenters, turns
+from localllm.web.pages.chat import composer_presenters, message_presenters, presenters, turns
 from localllm.web.pages.chat.handlers import (
     MAX_BODY_BYTES,
+    page_with_error,
+    refused_in_place,
     requested_message,
     until_written,
 )
+from localllm.web.pages.chat.prompts import ChatFull
 from localllm.web.pages.chat.sidebar_views import Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
@@ -124,7 +128,19 @@ async def delete_message(request: Request[Any, Any, Any]) -> Response[Any]:
 
 async def _answered(request: Request[Any, Any, Any], ask: Ask) -> Response[Any]:
     chat, message = await requested_message(request)
-    turn = await ask(chat_state(request), owner_of(request), chat, message, await fields_of(request))
+    form = await fields_of(request)
+    try:
+        turn = await ask(chat_state(request), owner_of(request), chat, message, form)
+    except ChatFull as full:
+        field_id = f"edit-{message.id}" if request.url.path.endswith("/edit") else "composer-message"
+        refusal = composer_presenters.refusal(full, request.url.path, chat, field_id=field_id)
+        if is_scripted(request):
+            return html(refusal, full.status)
+        return html(await page_with_error(request, {"conversation": chat.id, **form}, full, (), refusal), full.status)
+    except RequestError as error:
+        if not is_scripted(request):
+            raise
+        return await refused_in_place(request, form, error)
     if not is_scripted(request):
         await until_written(request, turn.writing)
     return await _updated_page(request, chat, "Generating", f"#m-{turn.writing.message.id}")

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from localllm.serving.served import ModelCard
 from localllm.units import format_count
 from localllm.web.pages.chat.active_replies import ActiveReplies, ActiveReply
+from localllm.web.pages.chat.composer_presenters import summary_origin
+from localllm.web.pages.chat.composer_views import ContextMeter
 from localllm.web.pages.chat.figures import figures
 from localllm.web.pages.chat.markdown_stream import cached_html
 from localllm.web.pages.chat.part_presenters import file_chips, live_thinking, stored_thinking
-from localllm.web.pages.chat.settings import SETTINGS, effective, note
-from localllm.web.pages.chat.sidebar_views import ChatHead, ContextMeter
+from localllm.web.pages.chat.readable import has_failed, is_summary
+from localllm.web.pages.chat.settings import BEHAVIOUR, FIRST, SETTINGS, effective, label, note, num_set
+from localllm.web.pages.chat.sidebar_views import ChatHead
 from localllm.web.pages.chat.store import Branch, Chat, StoredMessage
 from localllm.web.pages.chat.tool_presenters import call_cards, follows_calls, result_form, results
 from localllm.web.pages.chat.views import (
@@ -45,10 +49,15 @@ async def message_list(
     await asyncio.to_thread(
         lambda: [cached_html(text) for m in finished for text in (m.text, m.details.get("reasoning", ""))]
     )
-    views = tuple(one_message(chat_id, message, replies.get(message.id), editing=editing) for message in messages)
+    num_left_out = max(0, branch.num_left_out - branch.num_earlier)  # of these messages
+    views = tuple(
+        replace(one_message(chat_id, message, replies.get(message.id), editing=editing), is_left_out=at < num_left_out)
+        for at, message in enumerate(messages)
+    )
+    last = messages[num_left_out - 1].id if 0 < num_left_out <= len(messages) else ""
     earlier = f"/c/{chat_id}?before={messages[0].id}" if branch.num_earlier and messages else ""
     later = f"/c/{chat_id}" if branch.num_later and outside else ""
-    return MessageList(views, earlier, branch.num_earlier, later)
+    return MessageList(views, earlier, branch.num_earlier, later, last, f"/c/{chat_id}/bring-back" if last else "")
 
 
 def one_message(
@@ -98,6 +107,8 @@ def _assistant_message(
         thinking=thinking,
         calls=() if live else call_cards(url, details),
         result_form=None if live else result_form(url, message.id, details),
+        has_failed=not live and has_failed(message),
+        origin=summary_origin(message),
     )
 
 
@@ -110,7 +121,8 @@ def actions(chat_id: str, message: StoredMessage) -> MessageActions:
         edits="results" not in message.details,
         goes_on=bool(message.text)
         and (message.details.get("finish_reason") in GOES_ON or "edited" in message.details)
-        and "calls" not in message.details,
+        and "calls" not in message.details
+        and not is_summary(message),
         version=at + 1,
         versions=max(1, len(select)),
         previous_url=select[at - 1] if at > 0 else "",
@@ -132,8 +144,9 @@ def head(chat: Chat | None, messages: Sequence[StoredMessage], card: ModelCard |
         if "prompt_tokens" in message.details:
             used = message.details["prompt_tokens"] + message.details.get("completion_tokens", 0)
             size = size or message.details.get("context_tokens", 0)
-    meter = ContextMeter(min(used, size), size) if used and size else None
-    return ChatHead(chat.title, f"/c/{chat.id}/manage", meter)
+        elif "full_tokens" in message.details:
+            used, size = message.details["full_tokens"], size or message.details["context_tokens"]
+    return ChatHead(chat.title, f"/c/{chat.id}/manage", ContextMeter(used, size if used else 0))
 
 
 def sampling(
@@ -144,14 +157,31 @@ def sampling(
     preset: str = "",
     is_open: bool = False,
     error: ErrorNotice | None = None,
+    wrong: str = "",
 ) -> Sampling:
-    """Return the settings drawer, with the defaults that apply to empty fields."""
-    fields = []
-    for name, info in SETTINGS.items():
-        default, source = effective(name, card)
-        fields.append(SettingField(name, info.label, info.kind, settings.get(name, ""), default, source, note(name)))
-    said = settings.get("system", "")
-    return Sampling(said, tuple(fields), tuple(presets), preset, is_open, error, settings.get("tools", ""))
+    """Return the drawer, with the defaults that apply to empty fields. `wrong`: a field whose value was refused."""
+    return Sampling(
+        system=settings.get("system", ""),
+        fields=tuple(
+            _field(name, card, settings, wrong) for name in sorted(SETTINGS, key=lambda each: each not in FIRST)
+        ),
+        presets=tuple(presets),
+        preset=preset,
+        is_open=is_open or wrong in BEHAVIOUR,
+        error=error,
+        tools=settings.get("tools", ""),
+        schema=settings.get("schema", ""),
+        num_set=num_set(settings),
+        wrong=wrong,
+    )
+
+
+def _field(name: str, card: ModelCard | None, settings: Mapping[str, str], wrong: str) -> SettingField:
+    info, (default, source) = SETTINGS[name], effective(name, card)
+    return SettingField(
+        name, label(name), info.kind, settings.get(name, ""), default, source, note(name), info.low, info.high,
+        name in FIRST, name == wrong,
+    )  # fmt: skip
 
 
 def composer_action(replies: ActiveReplies, chat_id: str) -> ComposerAction:
@@ -160,10 +190,12 @@ def composer_action(replies: ActiveReplies, chat_id: str) -> ComposerAction:
 
 
 def reply_finished(
-    chat: Chat, message: StoredMessage, writing: ActiveReply | None, action: ComposerAction, card: ModelCard | None
-) -> ReplyFinished:
+    chat: Chat, before: Sequence[StoredMessage], message: StoredMessage, writing: ActiveReply | None,
+    action: ComposerAction, card: ModelCard | None,
+) -> ReplyFinished:  # fmt: skip
+    """Return the last update of a reply. `before`: messages before it, for the use of the context."""
     view = one_message(chat.id, message, writing)
-    return ReplyFinished(view, action, head(chat, [message], card), announcement(message.details))
+    return ReplyFinished(view, action, head(chat, [*before, message], card), announcement(message.details))
 
 
 def announcement(details: Mapping[str, Any]) -> str:

@@ -84,7 +84,7 @@ async def _switched(request: Request[Any, Any, Any], entry: ModelEntry) -> dict[
     """Return the parts of a page that depend on the model of the next message. Typed text in them stays."""
     state, settings = chat_state(request), {"model": entry.name}
     parts = {
-        "model-choices": render(await presenters.model_choices(state, settings)),
+        "model-choices": render(await state.picker.choices(settings)),
         "sampling": render(await presenters.drawer(state, owner_of(request), entry.card, {})),
     }
     if entry.card is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from localllm.web.access.scopes import Paths, RouteRules
 from localllm.web.pages.chat import (
     attachment_handlers,
+    composer_handlers,
     handlers,
     message_handlers,
     offer_handlers,
@@ -24,11 +25,15 @@ PAGE = Page(
         *message_handlers.HANDLERS,
         *previews.HANDLERS,
         *attachment_handlers.HANDLERS,
+        *composer_handlers.HANDLERS,
         *sidebar_handlers.HANDLERS,
         *offer_handlers.HANDLERS,
         *tool_handlers.HANDLERS,
     ),
-    rules=RouteRules(infer=Paths("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat"), linked=Paths("/", "/c/*")),
+    rules=RouteRules(
+        infer=Paths("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat", "/live/chat/model"),
+        linked=Paths("/", "/c/*"),
+    ),
     on_startup=(open_chats, open_tools),
     on_shutdown=(close_tools, close_chats),
 )

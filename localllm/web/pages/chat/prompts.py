@@ -42,7 +42,7 @@ class ChatFull(ContextTooLong):
             "Choose Reply or Regenerate under the message: the ways on are offered there.",
         )
         self.used_tokens, self.room_tokens, self.context_tokens = used_tokens, room_tokens, context_tokens
-        self.can_leave_out = False  # whether the message fits once older ones are left out
+        self.can_leave_out = False  # whether the last turn fits once older ones are left out
 
     @property
     def over_tokens(self) -> int:
@@ -89,23 +89,27 @@ def reply_room(context_tokens: int, max_tokens: int | None) -> int:
 async def beginning_that_fits(
     served: ServedModel, settings: Mapping[str, str], messages: Sequence[StoredMessage], new: StoredMessage | None,
     *, goes_on: bool = False,
-) -> int | None:  # fmt: skip
-    """Return the index of the first message to keep, so that the rest fits with the new message; None: the rest never
-    fits. The prompt gets shorter with each turn that is left out, so the search halves the turns.
+) -> int:  # fmt: skip
+    """Return the index of the first message to keep, so that the rest fits with the new message. Raises `ChatFull` if
+    the last turn does not fit even alone. The prompt gets shorter with each turn that is left out, so the search halves
+    the turns.
     """
     beginnings, sizes = turn_beginnings(messages, new), dict[int, int]()
     last = [new] if new is not None else []
     size = served.plan.max_model_len
 
+    async def prompt_from(at: int) -> Prompt:
+        read = messages_of(settings.get("system", ""), [*messages[at:], *last])
+        return await prompt_of(served, read, settings, goes_on=goes_on)
+
     async def used(at: int) -> int:
         if at not in sizes:
             try:
-                read = messages_of(settings.get("system", ""), [*messages[at:], *last])
-                sizes[at] = len((await prompt_of(served, read, settings, goes_on=goes_on)).token_ids)
+                sizes[at] = len((await prompt_from(at)).token_ids)
             except ChatFull as full:
-                sizes[at] = full.used_tokens
+                sizes[at] = max(full.used_tokens, size + 1)
             except ContextTooLong:  # too long to be tokenised at all
-                sizes[at] = 2 * size + 1
+                sizes[at] = size + 1
         return sizes[at]
 
     for limit in (int(size * USED_AFTER_LEAVING_OUT), size):
@@ -115,4 +119,5 @@ async def beginning_that_fits(
             low, high = (low, middle) if await used(beginnings[middle]) <= limit else (middle + 1, high)
         if low < len(beginnings):
             return beginnings[low]
-    return None
+    await prompt_from(beginnings[-1] if beginnings else 0)
+    raise AssertionError("the last turn fits alone, so the search has found it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from localllm.web.pages.chat import composer_views as w
 from localllm.web.pages.chat import message_views as m
 from localllm.web.pages.chat import offer_views as o
 from localllm.web.pages.chat import sidebar_views as c
@@ -51,6 +52,13 @@ def samples(shell: views.Shell) -> list[views.View]:
         "sample-11", "assistant", model="demo", thinking=thought("sample-11", thinks=True),
         open=v.OpenBlock("sample-11"),
     )  # fmt: skip
+    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
+    unsent = v.ChatMessage(
+        "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
+    )
+    summary = v.ChatMessage(
+        "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
+    )
     with_file = v.ChatMessage(
         "sample-12", "user", "What does it do?", files=(m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"),)
     )
@@ -59,7 +67,8 @@ def samples(shell: views.Shell) -> list[views.View]:
     full = v.MessageList((user, reply, writing), "/c/sample?before=1", 460, "/c/sample")
     return [
         user,
-        *(called, answered, thinks, with_file),
+        *(called, answered, thinks, with_file, unsent, summary),
+        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
         *inside(),
         writing,
         reply,
@@ -86,6 +95,7 @@ def samples(shell: views.Shell) -> list[views.View]:
             models=v.ModelChoices((v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))),
         ),
         v.ModelChoices(),
+        *beside_the_text(),
         v.EmptyChat("demo", 4096, v.Examples(("What is paged attention?", "How do I start localllm?"))),
         v.EmptyChat("demo", 2048, v.Examples(("Hi",)), "4 M"),
         v.Examples(("What is paged attention?",)),
@@ -94,6 +104,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.MessageList((v.ChatMessage("sample-8", "user", "Hi"),), "/c/sample?before=8", 460, "/c/sample"),
         v.ChatTurn(user, reply, stop, "sample", head(), chat_list()),
         v.ChatUpdate(full, v.ComposerAction(), head(), "Version 2 of 3", undo()),
+        v.ChatUpdate(full, stop, head(), "Generating", clears_composer=True, chats=chat_list()),
         v.ReplyProgress("sample-3", "<p>A block.</p>", True, v.OpenBlock("sample-3", "text", "The next")),
         v.ReplyProgress("sample-3", appended=" words"),
         v.ReplyProgress("sample-11", thinking=thought("sample-11", thinks=True)),
@@ -175,7 +186,7 @@ def around() -> list[views.View]:
     return [
         *tool_samples.samples(),
         head(),
-        c.ContextMeter(1522, 4096),
+        *(w.ContextMeter(1522, 4096), w.ContextMeter(2173, 2048), w.ContextMeter()),
         chat_list(),
         c.ChatList((c.ChatGroup("Found", chat_list().groups[0].rows),), "paged"),
         c.ChatList((), "nothing"),
@@ -191,7 +202,7 @@ def around() -> list[views.View]:
 
 
 def head() -> c.ChatHead:
-    return c.ChatHead("What is paged attention?", "/c/sample/manage", c.ContextMeter(1522, 4096))
+    return c.ChatHead("What is paged attention?", "/c/sample/manage", w.ContextMeter(1522, 4096))
 
 
 def undo() -> c.Undo:
@@ -209,8 +220,44 @@ def sampling() -> v.Sampling:
         v.SettingField(
             "temperature", "Temperature", "real", "0.2", "0.7", "the model's generation_config", "0 is dull."
         ),
-        v.SettingField("max_tokens", "Most tokens", "whole", "", "what is left of 4,096", "this server's default", ""),
+        v.SettingField(
+            "max_tokens",
+            "Longest reply, tokens",
+            "whole",
+            "",
+            "what is left of 4,096",
+            "this server's default",
+            "",
+            1,
+            None,
+            True,
+            True,
+        ),
         v.SettingField("stop", "Stop at", "strings", "END", "nothing", "OpenAI's default", "Texts, one a line."),
     )
     wrong = views.ErrorNotice("The preset has no name.", "", "Type one first.")
-    return v.Sampling("Be brief.", fields, ("Precise", "Wild"), "Wild", True, wrong)
+    return v.Sampling("Be brief.", fields, ("Precise", "Wild"), "Wild", True, wrong, num_set=2, wrong="max_tokens")
+
+
+def beside_the_text() -> list[views.View]:
+    """Return samples of what the composer shows when its message does not fit, and while a model loads."""
+    full = w.Refusal(
+        "This chat is full: 2,173 of 2,048 tokens.", "Its messages need 1,917, and 256 are kept free for the reply.",
+        "/chat", "/c/sample", True,
+    )  # fmt: skip
+    long = w.Refusal("Too long by 12,965 tokens.", "This message needs 15,013 tokens.", "/chat", file_tokens=1900)
+    progress = w.LoadProgress("org/big", 0.4, "weights 0.4 of 0.6 GiB")
+    load = v.ComposerAction(load=progress, load_url="/live/chat/model?model=org%2Fbig")
+    return [
+        *(full, long, progress, load, v.ComposerAction(over_tokens=12965)),
+        w.FitUpdate(v.ComposerAction(over_tokens=125), full, w.ContextMeter(2173, 2048), True),
+        w.FitUpdate(v.ComposerAction()),
+        *(w.BehaviourChip("Speak like a pirate.", "/c/sample?behaviour=1#system"), w.BehaviourChip()),
+        w.SummaryOrigin("What is paged attention?", "/c/sample"),
+        w.ModelPicked(load),
+        w.ModelPicked(
+            v.ComposerAction(), v.Sampling(), w.ThinkingChoice(True), v.ModelChoices(), views.ErrorNotice("Too large.")
+        ),
+        *(w.ThinkingChoice(True, "off"), w.ThinkingChoice()),
+        w.SettingRefused(views.ErrorNotice("Temperature must be a number such as 0.7."), v.Sampling(is_open=True)),
+    ]

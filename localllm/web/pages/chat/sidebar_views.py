@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+from localllm.web.pages.chat.composer_views import ContextMeter
 from localllm.web.pages.frame.views import ErrorNotice, View
-
-
-@dataclass(frozen=True, slots=True)
-class ContextMeter(View):
-    """The share of the model's context that the chat uses."""
-
-    template: ClassVar[str] = "chat/_context_meter.html"
-    used_tokens: int
-    size_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +16,7 @@ class ChatHead(View):
     template: ClassVar[str] = "chat/_chat_head.html"
     title: str
     manage_url: str = ""
-    meter: ContextMeter | None = None
+    meter: ContextMeter = field(default_factory=ContextMeter)
 
 
 @dataclass(frozen=True, slots=True)

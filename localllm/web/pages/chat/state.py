@@ -15,6 +15,7 @@ from localllm.mcp.servers import McpServers
 from localllm.serving.model_offer import ModelOffer
 from localllm.web.pages.chat.active_replies import ActiveReplies
 from localllm.web.pages.chat.attachments import PendingAttachments
+from localllm.web.pages.chat.model_picker import ModelPicker
 from localllm.web.pages.chat.store import ChatStore
 from localllm.web.pages.chat.store.database import chats_path
 from localllm.web.pages.frame.state import PagesState, once_per_app, pages_state_of
@@ -28,6 +29,7 @@ class ChatState:
         self.store = ChatStore(chats_path() if on_disk else None)
         self.replies = ActiveReplies(self.store)
         self.attachments = PendingAttachments()
+        self.picker = ModelPicker(pages.manager)
 
 
 def chat_state(request: Request[Any, Any, Any]) -> ChatState:
@@ -56,3 +58,4 @@ async def close_chats(app: Litestar) -> None:
     """Save the replies that are still being written, at shutdown."""
     await chat_state_of(app).replies.close()
     await chat_state_of(app).offers.close()
+    await chat_state_of(app).picker.close()

@@ -97,7 +97,7 @@ def _said(message: StoredMessage) -> str:
 async def _last_prompt(writing: ActiveReply, claim: Claim, served: ServedModel, transcript: str) -> Prompt:
     """Sum up all pieces but the last, and return the prompt for the summary of the whole."""
     most = min(SUMMARY_TOKENS, served.plan.max_model_len // 4)
-    around = await _prompt(served, "", "", most)
+    around = await _prompt(served, " ", "", most)
     piece_tokens = served.plan.max_model_len - len(around.token_ids) - 2 * most - SPARE_TOKENS
     if piece_tokens < 1:
         raise InvalidParameter(
@@ -110,6 +110,7 @@ async def _last_prompt(writing: ActiveReply, claim: Claim, served: ServedModel, 
         writing.reply.announce(f"Reading part {number} of {len(pieces)} …")
         prompt = await _prompt(served, summary, piece, most)
         summary = await _answer(f"{writing.reply.request_id}-{number}", claim, served, prompt)
+        summary = (await _pieces(served, summary, most))[0] if summary else ""  # its text may need more tokens again
     return await _prompt(served, summary, pieces[-1], most)
 
 

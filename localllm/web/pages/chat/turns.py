@@ -13,7 +13,7 @@ from typing import Any
 from localllm.errors import InvalidParameter
 from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.attachments import Attachment
-from localllm.web.pages.chat.claims import Claim, claimed, reply_of, start
+from localllm.web.pages.chat.claims import Claim, claimed, reply_of, served_for, start
 from localllm.web.pages.chat.history import history, too_long
 from localllm.web.pages.chat.prompts import ChatFull, beginning_that_fits, prompt_of
 from localllm.web.pages.chat.readable import is_summary, is_typed
@@ -174,8 +174,8 @@ async def _fit(
         return read
     except ChatFull as full:
         start = await beginning_that_fits(served, settings, messages, new, goes_on=goes_on)
-        full.can_leave_out = chat is not None and start is not None
-        if chat is None or start is None or form.get(FULL) != LEAVE_OUT:
+        full.can_leave_out = True
+        if chat is None or form.get(FULL) != LEAVE_OUT:
             raise
         await state.store.call(Chats.leave_out, owner, chat.id, messages[start - 1].id)
         read = messages_of(system, [*messages[start:], *last])
@@ -187,15 +187,16 @@ async def require_fit(state: ChatState, owner: str, form: Mapping[str, str], fil
     """Raise `ChatFull` if the composer's message would not fit. Nothing is loaded, stored or sent."""
     chat = await state.store.call(Chats.get, owner, form["conversation"]) if form.get("conversation") else None
     settings = typed(form, chat.settings if chat is not None else {})
-    entry = state.pages.manager.register.find(settings["model"]) if "model" in settings else state.pages.manager.default
-    if entry is None or entry.state != "ready" or entry.served is None:
+    served = served_for(state, settings)
+    if served is None:
         return
     messages = await history(state, chat, chat.leaf) if chat is not None else []
     new = typed_message(form.get("message", "").strip().replace("\r\n", "\n"), files)
     try:
-        await prompt_of(entry.served, messages_of(settings.get("system", ""), [*messages, new]), settings)
+        await prompt_of(served, messages_of(settings.get("system", ""), [*messages, new]), settings)
     except ChatFull as full:
-        full.can_leave_out = await beginning_that_fits(entry.served, settings, messages, new) is not None
+        await beginning_that_fits(served, settings, messages, new)
+        full.can_leave_out = True
         raise
 
 

@@ -6,6 +6,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from localllm.engine.params import Kind
+from localllm.web.pages.chat.composer_views import (
+    BehaviourChip,
+    LoadProgress,
+    Refusal,
+    SummaryOrigin,
+    ThinkingChoice,
+)
 from localllm.web.pages.chat.message_views import (
     AttachmentChip,
     Attachments,
@@ -90,14 +97,20 @@ class ChatMessage(View):
     result_form: ResultForm | None = None
     results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
     files: tuple[AttachmentChip, ...] = ()
+    is_left_out: bool = False  # the model does not read it any more
+    has_failed: bool = False  # the turn failed, so the model does not read it
+    origin: SummaryOrigin | None = None  # of a summary
 
 
 @dataclass(frozen=True, slots=True)
 class ComposerAction(View):
-    """The button of the composer: Send, or Stop while a reply is being written."""
+    """The button of the composer: Send, Stop while a reply is being written, or why neither is possible now."""
 
     template: ClassVar[str] = "chat/_composer_action.html"
     stop_url: str | None = None
+    over_tokens: int = 0  # tokens that the message is too long by
+    load: LoadProgress | None = None  # of the model that was picked
+    load_url: str = ""  # URL of the load's live events
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,10 @@ class SettingField:
     default: str
     source: str  # where the default comes from
     note: str
+    low: float | None = None
+    high: float | None = None
+    is_first: bool = False  # shown at once, not behind `More sampling`
+    is_wrong: bool = False  # the value was refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +150,7 @@ class ToolServers(View):
 
 @dataclass(frozen=True, slots=True)
 class Sampling(View):
-    """The settings drawer: system prompt, sampling and presets."""
+    """The drawer with the model's behaviour in this chat: system prompt, sampling and presets."""
 
     template: ClassVar[str] = "chat/_sampling_drawer.html"
     system: str = ""
@@ -143,6 +160,9 @@ class Sampling(View):
     is_open: bool = False
     error: ErrorNotice | None = None
     tools: str = ""  # a JSON list, as it was typed
+    schema: str = ""  # a JSON object, as it was typed
+    num_set: int = 0  # number of fields that are filled in
+    wrong: str = ""  # name of the field whose value was refused; the drawer is open then
     tool_servers: ToolServers | None = None  # None: the user has none
 
 
@@ -152,12 +172,12 @@ class ModelChoice:
 
     name: str
     chosen: bool
-    note: str = ""  # "sleeping" or "not loaded"
+    note: str = ""  # state and size: "not loaded · 610 MiB"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelChoices(View):
-    """The list from which the model of the next message is chosen. With one model or none there is no list."""
+    """The list from which the model of the next message is chosen."""
 
     template: ClassVar[str] = "chat/_model_choices.html"
     choices: tuple[ModelChoice, ...] = ()
@@ -175,6 +195,9 @@ class Composer(View):
     error: ErrorNotice | None = None
     attachments: Attachments = field(default_factory=Attachments)
     models: ModelChoices = field(default_factory=ModelChoices)
+    thinking: ThinkingChoice = field(default_factory=ThinkingChoice)
+    refusal: Refusal | None = None
+    context_tokens: int = 0  # of the model; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +228,8 @@ class MessageList(View):
     earlier_url: str = ""
     num_earlier: int = 0
     later_url: str = ""
+    last_left_out: str = ""  # id of the last message that the model does not read any more; a line follows it
+    bring_back_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +249,7 @@ class ChatPage(View):
     status: Announcement = field(default_factory=Announcement)
     undo: Undo | None = None
     notice: ErrorNotice | None = None
+    chip: BehaviourChip = field(default_factory=BehaviourChip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +263,7 @@ class ChatTurn(View):
     conversation_id: str
     head: ChatHead
     chats: ChatList
+    chip: BehaviourChip = field(default_factory=BehaviourChip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +276,9 @@ class ChatUpdate(View):
     head: ChatHead
     announcement: str
     undo: Undo | None = None
+    chip: BehaviourChip = field(default_factory=BehaviourChip)
+    clears_composer: bool = False  # its message was sent
+    chats: ChatList | None = None
 
 
 @dataclass(frozen=True, slots=True)

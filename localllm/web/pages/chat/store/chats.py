@@ -295,7 +295,7 @@ class Chats(Tables):
         self._db.execute("DELETE FROM deletion WHERE at_s <= ?", (before_s,))
 
     def wipe(self, owner: str) -> int:
-        """Remove everything of an owner, presets and consents too, immediately and for good; return the number of chats."""
+        """Remove all of an owner, presets and consents too, immediately and for good; return the number of chats."""
         with self._whole():
             self._db.execute("DELETE FROM preset WHERE owner = ?", (owner,))
             self._db.execute("DELETE FROM tool_consent WHERE owner = ?", (owner,))
