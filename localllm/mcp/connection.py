@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -89,8 +89,7 @@ class Connection:
         for _ in range(MAX_PAGES):
             params = types.PaginatedRequestParams(cursor=cursor) if cursor else None
             page = await self._within(LIST_S, "the list of its tools", self._session.list_tools(params=params))
-            for tool in page.tools:
-                self._take(tool, found, refused)
+            await asyncio.to_thread(self._take_all, page.tools, found, refused)
             cursor = page.next_cursor
             if cursor is None or len(found) > MAX_TOOLS:
                 break
@@ -102,7 +101,7 @@ class Connection:
 
     async def call(self, tool: Tool, arguments: Mapping[str, Any]) -> CallResult:
         """Call a tool. Raises `ToolRefused` for arguments that do not fit, and `ToolServerFailed`."""
-        if wrong := schemas.wrong_argument(arguments, tool.schema):
+        if wrong := await asyncio.to_thread(schemas.wrong_argument, arguments, tool.schema):
             raise ToolRefused(f"The arguments do not fit the schema of {tool.name}.", f"{wrong}.")
         request = types.CallToolRequest(params=types.CallToolRequestParams(name=tool.name, arguments=dict(arguments)))
         asked = self._session.send_request(request, types.CallToolResult, self.server.timeout_s)
@@ -112,6 +111,12 @@ class Connection:
         finally:
             self.calls -= 1
         return CallResult(text_of(result.content, result.structured_content), result.is_error)
+
+    def _take_all(self, tools: Sequence[types.Tool], found: dict[str, Tool], refused: list[str]) -> None:
+        """Take the tools of a page, up to one more than is allowed. Blocking: schemas are checked."""
+        for tool in tools:
+            if len(found) <= MAX_TOOLS and len(refused) <= MAX_TOOLS:
+                self._take(tool, found, refused)
 
     def _take(self, tool: types.Tool, found: dict[str, Tool], refused: list[str]) -> None:
         name = tool.name[:200]

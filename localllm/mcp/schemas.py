@@ -8,13 +8,14 @@ Does not know: the protocol.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from localllm.units import format_count
 
 MAX_SCHEMA_CHARS = 32_768
 MAX_DEPTH = 24
+MAX_REFERENCES = 2_000
 UNCHECKED = frozenset({"pattern", "patternProperties", "propertyNames", "format", "$schema"})
 """Keywords that are left out of the check. Regular expressions of others could keep this process busy for ever."""
 _NAMED = frozenset({"properties", "$defs", "definitions", "dependentSchemas"})
@@ -42,20 +43,43 @@ def wrong_argument(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> s
     """Return what is wrong with the arguments of a call; empty: they fit. Needs the package `jsonschema`, which `mcp`
     brings along.
     """
-    from jsonschema import Draft202012Validator, ValidationError
     from jsonschema.exceptions import best_match
-    from referencing import Registry
     from referencing.exceptions import Unresolvable
 
     try:
-        validator = Draft202012Validator(checkable(schema), registry=Registry())
-        error = best_match(validator.iter_errors(arguments))
-    except (Unresolvable, ValidationError, RecursionError) as wrong:
-        return f"the schema cannot be applied ({type(wrong).__name__})"
+        error = best_match(_validator(schema).iter_errors(arguments))
+    except (Unresolvable, RecursionError, _TooManyReferences) as wrong:
+        return f"the schema cannot be applied ({type(wrong).__name__.strip('_')})"
     if error is None:
         return ""
     where = ".".join(map(str, error.absolute_path))
     return f"{where + ': ' if where else ''}{error.message[:300]}"
+
+
+def _validator(schema: Mapping[str, Any]) -> Any:
+    """Return a validator that follows at most MAX_REFERENCES references, all of them inside the schema: references to
+    references can double the work with each level.
+    """
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import extend
+    from referencing import Registry
+
+    left = iter(range(MAX_REFERENCES))
+
+    def counted(keyword: str) -> Callable[..., Iterator[Any]]:
+        def check(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+            if next(left, None) is None:
+                raise _TooManyReferences
+            yield from Draft202012Validator.VALIDATORS[keyword](validator, value, instance, schema) or ()
+
+        return check
+
+    kind = extend(Draft202012Validator, {keyword: counted(keyword) for keyword in ("$ref", "$dynamicRef")})
+    return kind(checkable(schema), registry=Registry())
+
+
+class _TooManyReferences(Exception):
+    """The check of the arguments would follow too many references."""
 
 
 def checkable(schema: Any) -> Any:

@@ -41,6 +41,13 @@ def test_the_digest_is_of_all_that_was_consented_to() -> None:
     assert tool("a", "read", "Reads.").digest == first.digest
 
 
+DOUBLING = {
+    "properties": {"a": {"$ref": "#/$defs/d0"}},
+    "$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(60)} | {"d60": {}},
+}
+"""Each level doubles the work of a check."""
+
+
 @pytest.mark.parametrize(
     ("schema", "arguments", "says"),
     [
@@ -51,6 +58,7 @@ def test_the_digest_is_of_all_that_was_consented_to() -> None:
         ({"additionalProperties": False}, {"a": 1}, "Additional properties"),
         ({"required": ["a"]}, {}, "'a' is a required property"),
         ({"properties": {"a": {"$ref": "#/$defs/gone"}}}, {"a": 1}, "cannot be applied"),
+        (DOUBLING, {"a": 1}, "TooManyReferences"),
     ],
 )
 def test_arguments_are_checked_without_patterns(schema: Any, arguments: Any, says: str) -> None:
