@@ -58,7 +58,11 @@ class Round:
             await self._changed.wait()
 
     def shown(self, details: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the details of the message with the present state of its calls."""
+        """Return the details of the message with the present state of its calls. Results that were sent are in the next
+        message.
+        """
+        if self.next_id:
+            return dict(details)
         calls = [dict(call) for call in details.get("calls", [])]
         for number, run in self.runs.items():
             calls[number] |= {"state": run.state, "note": run.note}

@@ -17,6 +17,8 @@ from litestar import Litestar
 
 from localllm.errors import InvalidParameter, LocalLLMError
 from localllm.mcp.results import bounded, limit_for
+from localllm.mcp.servers import require_mcp
+from localllm.mcp.values import McpMissing
 from localllm.web.pages.chat import turns
 from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.prompts import ChatFull
@@ -66,7 +68,9 @@ class ToolRuns:
         if decision in ("always", "never"):
             consent = (owner, call["server"], call["tool"], call["digest"], decision)
             await self._state.store.call(Chats.set_consent, *consent)
-        round_ = self.get(message.id) or self._new_round(owner, chat.id, message)
+        round_ = self.get(message.id)
+        if round_ is None or round_.next_id:  # the messages after it were deleted
+            round_ = self._new_round(owner, chat.id, message)
         round_.was_asked, round_.failure = True, None
         run = round_.runs[number]
         if decision == "stop":
@@ -237,7 +241,12 @@ def tool_runs_of(app: Litestar) -> ToolRuns:
 
 
 async def open_tools(app: Litestar) -> None:
-    """From now on, begin with the calls of each finished reply."""
+    """From now on, begin with the calls of each finished reply. Say what to install if servers cannot be used."""
+    if chat_state_of(app).mcp.servers:
+        try:
+            require_mcp()
+        except McpMissing as error:
+            log.warning("%s Install it with: %s", error, error.hint)
     chat_state_of(app).replies.when_ended = tool_runs_of(app).reply_ended
 
 
