@@ -113,12 +113,12 @@ def choose(*names: str) -> dict[str, str]:
 
 
 def decisions(page: str) -> list[str]:
-    """The addresses to which the buttons of the last call post."""
+    """The addresses to which the buttons of the calls post; those before the last message are hidden."""
     return re.findall(r'(?:form)?action="(/c/[^"]+/calls/\d+/\w+)"', page)
 
 
 def url_of(page: str, decision: str) -> str:
-    return next(url for url in decisions(page) if url.endswith(f"/{decision}"))
+    return [url for url in decisions(page) if url.endswith(f"/{decision}")][-1]
 
 
 def conversation(page: str) -> str:
@@ -189,7 +189,7 @@ def test_several_calls_each_ask_and_continue_together(browser: httpx.Client, scr
 def test_a_result_can_still_be_typed(browser: httpx.Client, script: Script) -> None:
     script.says(called() + called(arguments={"n": 2}), "Thanks.")
     page = browser.post("/chat", data={"message": "go"}).text
-    page = browser.post(url_of(page, "once")).text
+    page = browser.post(decisions(page)[0]).text
     action = re.findall(r'<form class="results" action="([^"]+)"', page)[-1]
     page = browser.post(action, data={"result-1": "typed"}).text
     assert "Thanks." in page
@@ -316,6 +316,22 @@ def test_what_nobody_offered_runs_nothing(browser: httpx.Client, script: Script)
     assert "Run this" not in none
     assert "Does things" not in script.prompts[-1]
     assert browser.post(once, headers={"origin": "http://evil.example"}).status_code == 403
+
+
+def test_the_choice_of_servers_is_the_chats_own_and_survives_a_refusal(browser: httpx.Client, script: Script) -> None:
+    def checked(page: str) -> list[str]:
+        return re.findall(r'name="mcp-(\w+)" value="on" checked', page)
+
+    assert checked(browser.get("/").text) == ["plain"]
+    refused = browser.post("/chat", data={"message": "go", "temperature": "hot", **choose("dies", "long")}).text
+    assert "hot" in refused
+    assert checked(refused) == ["dies", "long"]
+    script.says("Ok.")
+    page = browser.post("/chat", data={"message": "go", **choose("long")}).text
+    assert checked(page) == ["long"]
+    assert "Does things" in script.prompts[-1]
+    again = browser.post("/chat", data={"message": "go", "conversation": conversation(page)}).text
+    assert checked(again) == ["long"], "a form without the choice keeps it"
 
 
 def test_keys_use_the_servers_that_their_scope_allows_and_see_their_own_consents(

@@ -198,6 +198,7 @@ def refused_drawer(drawer: Sampling, form: Mapping[str, str], param: str | None)
         tools=typed["tools"],
         schema=typed["schema"],
         fields=tuple(replace(field, value=typed[field.name], is_wrong=field.name == wrong) for field in drawer.fields),
+        tool_servers=tool_presenters.chosen_again(drawer.tool_servers, form),
         num_set=num_set(typed),
         is_open=bool(wrong),
         wrong=wrong,

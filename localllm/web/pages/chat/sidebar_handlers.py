@@ -18,7 +18,7 @@ from localllm.errors import InvalidParameter
 from localllm.web.access.caller import owner_of
 from localllm.web.api.exchange import require_few_values
 from localllm.web.errors import MissingParameter
-from localllm.web.pages.chat import message_presenters, presenters, transfer
+from localllm.web.pages.chat import message_presenters, presenters, tool_presenters, transfer
 from localllm.web.pages.chat.handlers import COOKIE, MAX_BODY_BYTES, requested_chat
 from localllm.web.pages.chat.markdown_stream import cached_html
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
@@ -169,6 +169,7 @@ async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
     names = tuple(await state.store.call(Chats.presets, owner))
     model = {"model": form["model"]} if form.get("model") else {}
     drawer = message_presenters.sampling(presenters.card_of(state, model), settings, names, preset=name, is_open=True)
+    drawer = replace(drawer, tool_servers=tool_presenters.tool_servers(state, owner, settings))
     return html(drawer) if is_scripted(request) else html(await _page_with(request, form, drawer))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -101,6 +102,14 @@ def tool_servers(state: ChatState, owner: str, settings: Mapping[str, str]) -> T
     note = f"{served.shown_name} cannot call tools." if served is not None and not calls_tools(served) else ""
     choices = (_choice(state.mcp.state(server.name), settings) for server in servers)
     return ToolServers(tuple(choices), note)
+
+
+def chosen_again(shown: ToolServers | None, form: Mapping[str, str]) -> ToolServers | None:
+    """Return the choice as it was typed into a form that was refused."""
+    if shown is None or "mcp_shown" not in form:
+        return shown
+    choices = tuple(replace(choice, chosen=f"mcp-{choice.name}" in form) for choice in shown.choices)
+    return replace(shown, choices=choices)
 
 
 def _choice(state: ServerState, settings: Mapping[str, str]) -> ServerChoice:
