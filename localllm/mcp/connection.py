@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 START_S = 60.0
 """Least time for a start: a first start may download the server."""
 LIST_S = 30.0
+CLOSE_S = 10.0
+"""How long the end of a session may take: a server at a URL is told, and may not answer."""
 MAX_TOOLS, MAX_PAGES = 128, 16
 MAX_DESCRIPTION_CHARS = 4_000
 MAX_ERROR_CHARS = 500
@@ -76,9 +78,10 @@ class Connection:
         """End the server and wait until it is gone."""
         self._closing.set()
         if self._task is not None and not self._task.done():
-            if not self._ready.is_set():
-                self._task.cancel()
-            await asyncio.wait({self._task})
+            if self._ready.is_set():
+                await asyncio.wait({self._task}, timeout=CLOSE_S)
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=CLOSE_S)
 
     async def list_tools(self) -> Listing:
         """Return the tools of the server now. Raises `ToolServerFailed`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -88,7 +89,7 @@ def call(request: dict[str, Any]) -> None:
     elif MODE == "asks":
         say({"jsonrpc": "2.0", "id": "q", "method": "sampling/createMessage", "params": {"messages": []}})
         text(request, f"the answer to my question: {sys.stdin.readline()}")
-    elif MODE == "spawns":
+    elif MODE in ("spawns", "stays"):
         child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], stdin=subprocess.DEVNULL)
         text(request, f"{os.getpid()} {child.pid}")
     elif MODE == "noisy":
@@ -100,6 +101,8 @@ def call(request: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    if MODE == "stays":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if MODE == "exits":
         print("missing configuration", file=sys.stderr)
         sys.exit(7)
@@ -121,6 +124,8 @@ def main() -> None:
             call(request)
         elif "id" in request:
             say({"jsonrpc": "2.0", "id": request["id"], "error": {"code": -32601, "message": "Method not found"}})
+    if MODE == "stays":  # although nobody speaks to it any more
+        time.sleep(600)
 
 
 main()

@@ -138,7 +138,7 @@ from localllm.mcp.servers import McpServers
 from tests.mcp.programs import hostile
 from tests.mcp.test_servers import call
 async def main():
-    each = McpServers({"spawns": hostile("spawns")})
+    each = McpServers({"stays": hostile("stays")})
     print((await call(each, "tool", {"n": 1})).text, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())

@@ -23,6 +23,8 @@ from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.tools import MAX_TOOLS_CHARS, is_chosen, read_tools
 
 CHARS_PER_TOKEN = 4
+MAX_OFFERED = 256
+"""Most tools of servers that a reply is offered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +40,16 @@ class OfferedTools:
         if not calls_tools(served):
             return OfferedTools()
         taken = {tool["function"]["name"] for tool in typed}
-        most = min(MAX_TOOLS_CHARS, served.plan.max_model_len // 2 * CHARS_PER_TOKEN) - len(settings.get("tools", ""))
+        most = min(MAX_TOOLS_CHARS, served.plan.max_model_len // 2 * CHARS_PER_TOKEN) - len(msgspec.json.encode(typed))
         found, left_out = dict[str, Tool](), dict[str, int]()
         for name, tool in function_names(self.by_name.values(), taken).items():
-            most -= len(msgspec.json.encode(function_of(name, tool)))
-            if most < 0:
+            most -= len(msgspec.json.encode(function_of(name, tool))) + 1
+            if most < 0 or len(found) == MAX_OFFERED:
                 left_out[tool.server] = left_out.get(tool.server, 0) + 1
             else:
                 found[name] = tool
         notes = [
-            f"{format_count(count)} tools of {server} are left out: their descriptions would take half of the context."
+            f"{format_count(count)} tools of {server} are left out: with them the descriptions are too long."
             for server, count in left_out.items()
         ]
         return OfferedTools(found, (*self.notes, *notes))
