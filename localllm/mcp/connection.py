@@ -35,7 +35,7 @@ LIST_S = 30.0
 CLOSE_S = 10.0
 """How long the end of a session may take: a server at a URL is told, and may not answer."""
 MAX_TOOLS, MAX_PAGES = 128, 16
-MAX_DESCRIPTION_CHARS = 4_000
+MAX_NAME_CHARS, MAX_DESCRIPTION_CHARS = 128, 4_000
 MAX_ERROR_CHARS = 500
 
 
@@ -107,7 +107,7 @@ class Connection:
         if wrong := await asyncio.to_thread(schemas.wrong_argument, arguments, tool.schema):
             raise ToolRefused(f"The arguments do not fit the schema of {tool.name}.", f"{wrong}.")
         request = types.CallToolRequest(params=types.CallToolRequestParams(name=tool.name, arguments=dict(arguments)))
-        asked = self._session.send_request(request, types.CallToolResult, self.server.timeout_s)
+        asked = self._session.send_request(request, types.CallToolResult, self.server.timeout_s + LIST_S)
         self.calls += 1
         try:
             result = await self._within(self.server.timeout_s, f"the call of {tool.name}", asked)
@@ -122,10 +122,11 @@ class Connection:
                 self._take(tool, found, refused)
 
     def _take(self, tool: types.Tool, found: dict[str, Tool], refused: list[str]) -> None:
-        name = tool.name[:200]
-        why = "its name is not printable" if not name.isprintable() or not name else schemas.refusal(tool.input_schema)
+        name = tool.name
+        is_name = name.isprintable() and 0 < len(name) <= MAX_NAME_CHARS
+        why = schemas.refusal(tool.input_schema) if is_name else "its name is too long, empty or not printable"
         if why or name in found:
-            refused.append(f"{name!r} is left out: {why or 'another tool has the same name'}")
+            refused.append(f"{name[:MAX_NAME_CHARS]!r} is left out: {why or 'another tool has the same name'}")
             return
         said = "".join(each for each in tool.description or "" if each.isprintable() or each == "\n")
         if len(said) > MAX_DESCRIPTION_CHARS:

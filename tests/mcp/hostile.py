@@ -93,7 +93,7 @@ def call(request: dict[str, Any]) -> None:
         child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], stdin=subprocess.DEVNULL)
         text(request, f"{os.getpid()} {child.pid}")
     elif MODE == "noisy":
-        for n in range(20_000):
+        for n in range(2_000):
             print(f"line {n} \x1b[31m" + "e" * 2000, file=sys.stderr)
         text(request, "done")
     else:

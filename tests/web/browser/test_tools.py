@@ -20,7 +20,9 @@ from tests.web.browser.looks import opened, overflow, small_targets
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.slow
 
 CALL = '<tool_call>\n{"name": "tool", "arguments": {"n": 1}}\n</tool_call>'
 
@@ -43,15 +45,24 @@ def tooled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServ
         yield server
 
 
+def serious(page: Page) -> list[str]:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    found = axe.Axe().run(page).response["violations"]
+    return [each["id"] for each in found if each["impact"] in ("serious", "critical")]
+
+
 def test_a_person_allows_a_tool_always_and_the_chat_goes_on_by_itself(chromium: Browser, tooled: LiveServer) -> None:
     """By keyboard, on a phone."""
-    with opened(chromium, 360, 740) as page:
+    with opened(chromium, 360, 740, bypass_csp=True) as page:  # axe itself is put into the page
         page.goto(f"{tooled.url}/")
         page.get_by_label("Message", exact=True).fill("go")
         page.get_by_label("Message", exact=True).press("Enter")
         page.get_by_text("Run this on the server files?").wait_for()
         assert overflow(page) == 0
         assert small_targets(page) == []
+        for scheme in ("dark", "light"):
+            page.emulate_media(color_scheme=scheme)
+            assert serious(page) == []
         always = page.get_by_role("button", name="Always for this tool")
         always.focus()
         page.keyboard.press("Enter")
@@ -72,3 +83,9 @@ def test_a_person_allows_a_tool_always_and_the_chat_goes_on_by_itself(chromium: 
             assert small_targets(page) == []
         page.get_by_role("button", name="Test and list its tools").click()
         page.get_by_text("Tools (1)").wait_for()
+        assert serious(page) == []
+        page.locator("#server-name").fill("mine")
+        page.locator("#server-command").fill("my-server --root '/my notes'")
+        page.get_by_role("button", name="Show what will be saved").click()
+        page.get_by_text("/my notes", exact=False).first.wait_for()
+        assert serious(page) == []
