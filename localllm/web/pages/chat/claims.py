@@ -87,6 +87,19 @@ async def _claim(state: ChatState, owner: str, settings: Mapping[str, str]) -> C
     return Claim(name or (default.name if default else ""), lease, state.pages.cache_salt(owner), offer)
 
 
+def claim_later(
+    state: ChatState, owner: str, name: str, ended: asyncio.Event, announce: Callable[[str], None]
+) -> Claim:
+    """Request the model once another reply has ended, and announce the load then."""
+
+    async def acquire() -> Lease:
+        await ended.wait()
+        announce(f"Loading {name} …")
+        return await state.pages.manager.acquire(name)
+
+    return Claim(name, asyncio.create_task(acquire()), state.pages.cache_salt(owner))
+
+
 @asynccontextmanager
 async def claimed(state: ChatState, owner: str, settings: Mapping[str, str]) -> AsyncIterator[Claim]:
     """Request the model for the block, which passes the claim on or fails: then the claim is released."""

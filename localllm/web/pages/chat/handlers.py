@@ -18,16 +18,20 @@ from litestar import Request, get, post
 from litestar.datastructures import Cookie
 from litestar.response import Redirect, Response, Stream
 
+from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import LocalLLMError, RequestError
 from localllm.web.access.caller import owner_of
 from localllm.web.api.own.health import is_running
 from localllm.web.errors import wants_html
 from localllm.web.pages.chat import composer_presenters, message_presenters, part_presenters, presenters, turns
 from localllm.web.pages.chat.active_replies import ActiveReply
-from localllm.web.pages.chat.attachment_handlers import MAX_UPLOAD_BYTES, attached_files
+from localllm.web.pages.chat.attachment_handlers import attached_files
 from localllm.web.pages.chat.attachments import Attachment
 from localllm.web.pages.chat.composer_views import Refusal, SettingRefused
+from localllm.web.pages.chat.projects import named_project
 from localllm.web.pages.chat.prompts import ChatFull
+from localllm.web.pages.chat.settings import MAX_MODEL_CHARS
+from localllm.web.pages.chat.sidebar_presenters import chat_list
 from localllm.web.pages.chat.sidebar_views import ChatHead, Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
@@ -50,8 +54,14 @@ async def new_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """Show an empty chat; a program, which does not ask for HTML, is told that the server is running."""
     if not wants_html(request.scope):
         return is_running()
-    undo, shows = _undo(request, "The chat is deleted."), "behaviour" in request.query_params
-    return html(await presenters.chat_page(request, None, undo=undo, shows_behaviour=shows))
+    query = request.query_params
+    project = await named_project(chat_state(request), owner_of(request), query)
+    settings = {"model": query["model"][:MAX_MODEL_CHARS]} if query.get("model") else None
+    undo, shows = undo_of(request, "The chat is deleted."), "behaviour" in query
+    page = await presenters.chat_page(
+        request, None, undo=undo, settings=settings, project=project, shows_behaviour=shows
+    )
+    return html(page)
 
 
 @get("/chat")
@@ -71,7 +81,7 @@ async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     chat, query = await requested_chat(request), request.query_params
     if "before" in query and is_scripted(request):
         return html(await presenters.earlier(request, chat, query["before"]))
-    undo = _undo(request, "The message is deleted.")
+    undo = undo_of(request, "The message is deleted.")
     view = await presenters.chat_page(
         request,
         chat,
@@ -112,7 +122,7 @@ async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
         action=message_presenters.composer_action(state.replies, turn.chat.id),
         conversation_id=turn.chat.id,
         head=await head_of(state, turn.chat),
-        chats=await presenters.chat_list(state, owner, turn.chat),
+        chats=await chat_list(state, owner, turn.chat),
         chip=composer_presenters.chip(turn.chat, turn.chat.settings),
     )
     return html(view, headers={"HX-Replace-Url": f"/c/{turn.chat.id}"}, cookies=cookies)
@@ -197,7 +207,10 @@ async def _reply_events(
     action = message_presenters.composer_action(state.replies, chat.id)
     card = presenters.card_of(state, chat.settings)
     before = await _messages_before(state, chat, message)
-    yield sse(render(message_presenters.reply_finished(chat, before, message, writing, action, card)))
+    finished = message_presenters.reply_finished(chat, before, message, writing, action, card)
+    if writing is not None and state.titles.is_pending(chat.id, writing.reply.model):
+        finished = replace(finished, head=replace(finished.head, title_url=f"/c/{chat.id}/title"))
+    yield sse(render(finished))
 
 
 async def _messages_before(state: ChatState, chat: Chat, message: StoredMessage) -> list[StoredMessage]:
@@ -245,7 +258,7 @@ def _own_reply(request: Request[Any, Any, Any]) -> ActiveReply | None:
     return found if found is not None and found.owner == owner_of(request) else None
 
 
-def _undo(request: Request[Any, Any, Any], text: str) -> Undo | None:
+def undo_of(request: Request[Any, Any, Any], text: str) -> Undo | None:
     """Return the undo notice that the URL asks for after a redirect."""
     deletion = request.query_params.get("deleted", "")
     return Undo(text, f"/chats/undo/{deletion}") if re.fullmatch(r"[\w-]{1,64}", deletion) else None
@@ -271,9 +284,10 @@ async def page_with_error(
 ) -> ChatPage:
     """Return the page with what was typed and attached, for a browser without scripts."""
     chat = await _chat_of_form(request, form)
-    settings = dict(chat.settings) if chat is not None else {}
+    project = await named_project(chat_state(request), owner_of(request), form) if chat is None else None
+    settings = dict(chat.settings if chat is not None else project.settings if project is not None else {})
     settings |= {name: form[name] for name in ("model", "thinking") if form.get(name)}
-    page = await presenters.chat_page(request, chat, settings=settings)
+    page = await presenters.chat_page(request, chat, settings=settings, project=project)
     return presenters.with_error(page, form, error, files, refusal)
 
 

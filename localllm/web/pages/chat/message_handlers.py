@@ -7,6 +7,7 @@ Does not know: how the actions work (turns.py, store/).
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from litestar import Request, get, post
@@ -15,6 +16,7 @@ from litestar.response import Redirect, Response
 from localllm.errors import RequestError
 from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import composer_presenters, message_presenters, presenters, turns
+from localllm.web.pages.chat.comparisons import answer_with, stop_others
 from localllm.web.pages.chat.handlers import (
     MAX_BODY_BYTES,
     page_with_error,
@@ -28,7 +30,7 @@ from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.turns import Turn
 from localllm.web.pages.chat.versions import edit_reply, fork
-from localllm.web.pages.chat.views import ChatMessage
+from localllm.web.pages.chat.views import ChatMessage, OtherModel
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
@@ -93,15 +95,34 @@ async def send_results(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _answered(request, turns.send_results)
 
 
+@get(f"{ONE}/models")
+async def other_models(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Show the form that has the message answered by another model, or by two."""
+    chat, message = await requested_message(request)
+    names = (await chat_state(request).picker.choices(chat.settings)).choices
+    own = str(message.details.get("model") or next((each.name for each in names if each.chosen), ""))
+    other = next((each.name for each in names if each.name != own), "")
+    url = f"/c/{chat.id}/m/{message.id}"
+    form = OtherModel(url, names, own, other) if "compare" in request.query_params else OtherModel(url, names, other)
+    return html(form if is_scripted(request) else await presenters.panel_page(request, chat.title, form))
+
+
+@post(f"{ONE}/answer", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+async def answer_with_other(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Have the message answered by another model, or by two whose replies are shown beside each other."""
+    return await _answered(request, answer_with)
+
+
 @post(f"{ONE}/select", guards=[same_origin], status_code=200)
 async def select_version(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Show the branch with this message."""
+    """Show the branch with this message. Of replies that are compared, it is the one that is kept."""
     state = chat_state(request)
     chat, message = await requested_message(request)
-    with state.replies.lock(chat.id):
+    compared = await stop_others(state, chat, message)
+    with state.replies.lock(chat.id, beside=message.id if compared else ""):
         await state.store.call(Chats.select, chat.id, message.id)
     at, count = message.versions.index(message.id) + 1, len(message.versions)
-    return await _updated_page(request, chat, f"Version {at} of {count}", f"#m-{message.id}")
+    return await _updated_page(request, chat, f"Version {at} of {count}", f"#m-{message.id}", is_redrawn=compared)
 
 
 @post(f"{ONE}/fork", guards=[same_origin], status_code=200)
@@ -142,17 +163,19 @@ async def _answered(request: Request[Any, Any, Any], ask: Ask) -> Response[Any]:
             raise
         return await refused_in_place(request, form, error)
     if not is_scripted(request):
-        await until_written(request, turn.writing)
+        for writing in chat_state(request).replies.unfinished(chat.id):
+            await until_written(request, writing)
     return await _updated_page(request, chat, "Generating", f"#m-{turn.writing.message.id}")
 
 
 async def _updated_page(
-    request: Request[Any, Any, Any], chat: Chat, announcement: str, where: str, undo: Undo | None = None
-) -> Response[Any]:
+    request: Request[Any, Any, Any], chat: Chat, announcement: str, where: str, undo: Undo | None = None,
+    *, is_redrawn: bool = False,
+) -> Response[Any]:  # fmt: skip
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}{where}", status_code=303)
     chat = await chat_state(request).store.call(Chats.get, owner_of(request), chat.id)
-    return html(await presenters.update(request, chat, announcement, undo))
+    return html(replace(await presenters.update(request, chat, announcement, undo), is_redrawn=is_redrawn))
 
 
 HANDLERS = (
@@ -163,6 +186,8 @@ HANDLERS = (
     regenerate,
     continue_reply,
     send_results,
+    other_models,
+    answer_with_other,
     select_version,
     fork_chat,
     delete_message,

@@ -17,14 +17,17 @@ from localllm.web.pages.chat.composer_presenters import summary_origin
 from localllm.web.pages.chat.composer_views import ContextMeter
 from localllm.web.pages.chat.figures import figures
 from localllm.web.pages.chat.markdown_stream import cached_html
-from localllm.web.pages.chat.part_presenters import file_chips, live_thinking, stored_thinking
+from localllm.web.pages.chat.part_presenters import file_chips, live_thinking, sources, stored_thinking
 from localllm.web.pages.chat.readable import has_failed, is_summary
 from localllm.web.pages.chat.settings import BEHAVIOUR, FIRST, SETTINGS, effective, label, note, num_set
+from localllm.web.pages.chat.sidebar_presenters import when
 from localllm.web.pages.chat.sidebar_views import ChatHead
 from localllm.web.pages.chat.store import Branch, Chat, StoredMessage
 from localllm.web.pages.chat.tool_presenters import call_cards, follows_calls, result_form, results
+from localllm.web.pages.chat.user_text import cached_user_html
 from localllm.web.pages.chat.views import (
     ChatMessage,
+    Comparison,
     ComposerAction,
     EditForm,
     MessageActions,
@@ -45,19 +48,33 @@ async def message_list(
 ) -> MessageList:
     """Return a branch in its current state. Markdown is rendered off the event loop, and cached."""
     messages = [replies.current(message) for message in branch.messages]
-    finished = [m for m in messages if m.role == "assistant" and replies.get(m.id) is None]
+    finished = [m for m in (*messages, *branch.beside) if m.role == "assistant" and replies.get(m.id) is None]
+    typed = [m.text for m in messages if m.role == "user"]
     await asyncio.to_thread(
-        lambda: [cached_html(text) for m in finished for text in (m.text, m.details.get("reasoning", ""))]
+        lambda: [
+            *(cached_html(text) for m in finished for text in (m.text, m.details.get("reasoning", ""))),
+            *(cached_user_html(text) for text in typed),
+        ]
     )
     num_left_out = max(0, branch.num_left_out - branch.num_earlier)  # of these messages
-    views = tuple(
+    views: list[ChatMessage | Comparison] = [
         replace(one_message(chat_id, message, replies.get(message.id), editing=editing), is_left_out=at < num_left_out)
         for at, message in enumerate(messages)
-    )
+    ]
+    if branch.beside:
+        views[-1] = _comparison(replies, chat_id, [branch.messages[-1], *branch.beside])
     last = messages[num_left_out - 1].id if 0 < num_left_out <= len(messages) else ""
     earlier = f"/c/{chat_id}?before={messages[0].id}" if branch.num_earlier and messages else ""
     later = f"/c/{chat_id}" if branch.num_later and outside else ""
-    return MessageList(views, earlier, branch.num_earlier, later, last, f"/c/{chat_id}/bring-back" if last else "")
+    bring_back = f"/c/{chat_id}/bring-back" if last else ""
+    return MessageList(tuple(views), earlier, branch.num_earlier, later, last, bring_back)
+
+
+def _comparison(replies: ActiveReplies, chat_id: str, compared: Sequence[StoredMessage]) -> Comparison:
+    """Return replies beside each other, in the order of their creation."""
+    ordered = sorted(compared, key=lambda message: compared[0].versions.index(message.id))
+    views = [one_message(chat_id, replies.current(message), replies.get(message.id)) for message in ordered]
+    return Comparison(tuple(views), tuple(f"/c/{chat_id}/m/{message.id}" for message in ordered))
 
 
 def one_message(
@@ -74,6 +91,7 @@ def _user_message(chat_id: str, message: StoredMessage, *, editing: str) -> Chat
         id=message.id,
         role="user",
         text=message.text,
+        html=cached_user_html(message.text) if "`" in message.text or "~~~" in message.text else "",
         actions=None if edit else actions(chat_id, message),
         edit=edit,
         results=results(message.details),
@@ -107,6 +125,7 @@ def _assistant_message(
         thinking=thinking,
         calls=() if live else call_cards(url, details),
         result_form=None if live else result_form(url, message.id, details),
+        sources=sources(details),
         has_failed=not live and has_failed(message),
         origin=summary_origin(message),
     )
@@ -135,10 +154,8 @@ def edit_form(chat_id: str, message: StoredMessage) -> EditForm:
     return EditForm(message.id, url, url, message.text, message.role)
 
 
-def head(chat: Chat | None, messages: Sequence[StoredMessage], card: ModelCard | None) -> ChatHead:
+def head(chat: Chat, messages: Sequence[StoredMessage], card: ModelCard | None) -> ChatHead:
     """Return the title, and the use of the context after the last counted reply."""
-    if chat is None:
-        return ChatHead("New chat")
     used, size = 0, card.plan.max_model_len if card is not None else 0
     for message in messages:
         if "prompt_tokens" in message.details:
@@ -146,7 +163,12 @@ def head(chat: Chat | None, messages: Sequence[StoredMessage], card: ModelCard |
             size = size or message.details.get("context_tokens", 0)
         elif "full_tokens" in message.details:
             used, size = message.details["full_tokens"], size or message.details["context_tokens"]
-    return ChatHead(chat.title, f"/c/{chat.id}/manage", ContextMeter(used, size if used else 0))
+    meter = ContextMeter(used, size if used else 0)
+    project_url = f"/projects/{chat.project_id}" if chat.project_id else ""
+    outline_url = f"/c/{chat.id}/outline"
+    return ChatHead(
+        chat.title, f"/c/{chat.id}/manage", meter, chat.project_name, project_url, when(chat.updated_s), "", outline_url
+    )
 
 
 def sampling(

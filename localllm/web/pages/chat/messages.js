@@ -102,7 +102,7 @@
     if (!message) return;
     event.preventDefault();
     find("#manage").close();
-    message.scrollIntoView();
+    scroller.scrollTop += message.getBoundingClientRect().top - scroller.getBoundingClientRect().top - 16;
     message.focus({ preventScroll: true });
   }
 

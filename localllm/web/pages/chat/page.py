@@ -9,9 +9,14 @@ from localllm.web.pages.chat import (
     handlers,
     message_handlers,
     offer_handlers,
+    outline,
+    palette_handlers,
     previews,
+    project_handlers,
+    prompt_handlers,
     sidebar_handlers,
     tool_handlers,
+    transfer_handlers,
 )
 from localllm.web.pages.chat.state import close_chats, open_chats
 from localllm.web.pages.chat.tool_runs import close_tools, open_tools
@@ -24,14 +29,22 @@ PAGE = Page(
         *handlers.HANDLERS,
         *message_handlers.HANDLERS,
         *previews.HANDLERS,
+        *outline.HANDLERS,
         *attachment_handlers.HANDLERS,
         *composer_handlers.HANDLERS,
         *sidebar_handlers.HANDLERS,
+        *transfer_handlers.HANDLERS,
         *offer_handlers.HANDLERS,
         *tool_handlers.HANDLERS,
+        *prompt_handlers.HANDLERS,
+        *project_handlers.HANDLERS,
+        *palette_handlers.HANDLERS,
     ),
     rules=RouteRules(
-        infer=Paths("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat", "/live/chat/model"),
+        infer=Paths(
+            *("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat", "/live/chat/model", "/palette"),
+            *("/prompts", "/prompts/*", "/projects", "/projects/*"),
+        ),
         linked=Paths("/", "/c/*"),
     ),
     on_startup=(open_chats, open_tools),

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,16 +21,17 @@ from localllm.serving.served import ModelCard
 from localllm.units import format_parameters
 from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import message_presenters, tool_presenters
-from localllm.web.pages.chat.attachments import Attachment
+from localllm.web.pages.chat.attachments import Attachment, divided
 from localllm.web.pages.chat.composer_presenters import attachments_view, thinking_choice
 from localllm.web.pages.chat.composer_presenters import chip as behaviour_chip
 from localllm.web.pages.chat.composer_views import Refusal
 from localllm.web.pages.chat.offer_presenters import live_url_of, shown_offer
 from localllm.web.pages.chat.readable import is_summary
 from localllm.web.pages.chat.settings import BEHAVIOUR, NAMES, num_set
-from localllm.web.pages.chat.sidebar_views import ChatGroup, ChatHead, ChatList, ChatRow, Undo
+from localllm.web.pages.chat.sidebar_presenters import chat_list
+from localllm.web.pages.chat.sidebar_views import ChatHead, Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
-from localllm.web.pages.chat.store import Branch, Chat, Chats, FoundChat
+from localllm.web.pages.chat.store import Branch, Chat, Chats, Project
 from localllm.web.pages.chat.store.records import ChatsUnavailable
 from localllm.web.pages.chat.views import (
     ChatPage,
@@ -52,11 +51,6 @@ WINDOW = 40
 
 MODEL_COOKIE = "localllm_model"
 """The name of the model that this browser sent to or picked last, percent-encoded."""
-
-LISTED = 60
-MOST_LISTED = 1000
-PLAIN = str.maketrans("", "", "*`#|")
-"""Removes Markdown characters from a snippet."""
 
 EXAMPLES = (
     "Explain in simple words why the sky is blue",
@@ -79,12 +73,16 @@ async def chat_page(
     editing: str = "",
     undo: Undo | None = None,
     settings: Mapping[str, str] | None = None,
+    project: Project | None = None,
     shows_behaviour: bool = False,
 ) -> ChatPage:
-    """Return the page of a chat, or of a new one. There is a composer even if the model sleeps: a message wakes it."""
+    """Return the page of a chat, or of a new one, which may be in a project. There is a composer even if the model
+    sleeps: a message wakes it.
+    """
     state, owner = chat_state(request), owner_of(request)
     if settings is None:
-        settings = chat.settings if chat is not None else chosen_last(request)
+        start = {**chosen_last(request), **(project.settings if project is not None else {})}
+        settings = chat.settings if chat is not None else start
     branch = Branch(())
     if chat is not None:
         branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
@@ -101,6 +99,7 @@ async def chat_page(
             models=await state.picker.choices(settings),
             thinking=thinking_choice(state, settings),
             context_tokens=card.plan.max_model_len if card is not None else 0,
+            project_id=project.id if project is not None else "",
         )
         if chat is None and card is not None:
             empty = await asyncio.to_thread(empty_chat, card)
@@ -109,7 +108,7 @@ async def chat_page(
         composer = await _with_draft(state, owner, composer, messages[-1].details)
     return ChatPage(
         shell=state.pages.shell(request, chat.title if chat else "New chat", "chat", live_url_of(offer), waits=waits),
-        head=message_presenters.head(chat, messages, card),
+        head=new_head(project) if chat is None else message_presenters.head(chat, messages, card),
         chats=await chat_list(state, owner, chat),
         list=await message_presenters.message_list(state.replies, chat.id, branch, editing=editing) if chat else None,
         composer=composer,
@@ -122,21 +121,28 @@ async def chat_page(
     )
 
 
+def new_head(project: Project | None) -> ChatHead:
+    """Return the head of a chat that has not begun."""
+    if project is None:
+        return ChatHead("New chat")
+    return ChatHead("New chat", project_name=project.name, project_url=f"/projects/{project.id}")
+
+
 async def _with_draft(state: ChatState, owner: str, composer: Composer, details: Mapping[str, Any]) -> Composer:
     """Return the composer with the text and the files that waited while a summary was written."""
     try:
         files = state.attachments.get(owner, details.get("draft_files", []))
     except RequestError:  # the server was restarted since
         files = []
-    attachments = attachments_view(files, composer.context_tokens)
+    attachments = attachments_view(divided(files, composer.context_tokens * 3 // 4), composer.context_tokens)
     return replace(composer, text=details.get("draft", ""), attachments=attachments)
 
 
-async def panel_page(request: Request[Any, Any, Any], title: str, panel: View) -> ChatPage:
-    """Return a page with a form or a list in place of a chat; with scripts it is a dialog."""
+async def panel_page(request: Request[Any, Any, Any], title: str, panel: View, undo: Undo | None = None) -> ChatPage:
+    """Return a page with a form or a list in place of a chat; with scripts a small one is a dialog."""
     state = chat_state(request)
     chats = await chat_list(state, owner_of(request), None)
-    return ChatPage(state.pages.shell(request, title, "chat"), ChatHead(title), chats, panel=panel)
+    return ChatPage(state.pages.shell(request, title, "chat"), ChatHead(title), chats, panel=panel, undo=undo)
 
 
 async def update(
@@ -251,43 +257,3 @@ async def drawer(
 
 def _store_notice(state: ChatState) -> ErrorNotice | None:
     return ErrorNotice(state.store.notice) if state.store.notice else None
-
-
-# The list ----------------------------------------------------------------------------------------------------------
-
-
-async def chat_list(
-    state: ChatState, owner: str, current: Chat | None, query: str = "", limit: int = LISTED
-) -> ChatList:
-    """Return the chats by date, or the results of a search. If the store cannot be read, the list shows the error."""
-    try:
-        if query.strip():
-            found = await state.store.call(Chats.search, owner, query, limit)
-            rows = tuple(_row(each, current) for each in found)
-            return ChatList((ChatGroup("Found", rows),) if rows else (), query)
-        chats = await state.store.call(Chats.latest, owner, limit + 1)
-    except LocalLLMError as error:
-        return ChatList(query=query, error=notice(error))
-    groups: dict[str, list[ChatRow]] = {}
-    for chat in chats[:limit]:
-        groups.setdefault(_group(chat), []).append(_row(FoundChat(chat), current))
-    return ChatList(tuple(ChatGroup(title, tuple(rows)) for title, rows in groups.items()), has_more=len(chats) > limit)
-
-
-def _row(found: FoundChat, current: Chat | None) -> ChatRow:
-    chat = found.chat
-    is_current = current is not None and current.id == chat.id
-    before, word, after = (part.translate(PLAIN) for part in found.snippet)
-    return ChatRow(chat.title, f"/c/{chat.id}", f"/c/{chat.id}/manage", is_current, (before, word, after))
-
-
-def _group(chat: Chat) -> str:
-    """Return the group of a chat, by days in the server's time zone."""
-    if chat.pinned:
-        return "Pinned"
-    day, today = datetime.fromtimestamp(chat.updated_s).date(), datetime.fromtimestamp(time.time()).date()
-    if day >= today:
-        return "Today"
-    if day == today - timedelta(days=1):
-        return "Yesterday"
-    return "Last 7 days" if day > today - timedelta(days=7) else day.strftime("%B %Y")

@@ -15,6 +15,8 @@ from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.attachments import Attachment
 from localllm.web.pages.chat.claims import Claim, claimed, reply_of, served_for, start
 from localllm.web.pages.chat.history import history, too_long
+from localllm.web.pages.chat.long_files import keep_long_files, resumed, sources_of, with_passages
+from localllm.web.pages.chat.projects import with_project_files
 from localllm.web.pages.chat.prompts import ChatFull, beginning_that_fits, prompt_of
 from localllm.web.pages.chat.readable import is_summary, is_typed
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
@@ -49,8 +51,11 @@ async def ask(state: ChatState, owner: str, form: Mapping[str, str], files: Sequ
         settings = typed(form, {})
         async with claimed(state, owner, settings) as claim:
             read = await _fit(state, owner, None, [], new, settings, claim, form)
-            chat = await state.store.call(Chats.create, owner, title_of(text or files[0].name), settings)
-            return await _answer(state, owner, chat, None, new, read, settings, claim)
+            title = title_of(text or files[0].name)
+            chat = await state.store.call(Chats.create, owner, title, settings, form.get("project", ""))
+            turn = await _answer(state, owner, chat, None, new, read, settings, claim)
+            state.titles.write_after(owner, chat, text, turn.writing.reply)
+            return turn
     chat = await state.store.call(Chats.get, owner, form["conversation"])
     return await _send(state, owner, chat, chat.leaf, new, form)
 
@@ -74,8 +79,12 @@ async def send_results(
     return await _send(state, owner, chat, message.id, new, form)
 
 
-async def regenerate(state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]) -> Turn:
-    """Write another reply beside this one, or a first reply to a message without one."""
+async def regenerate(
+    state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str], *, once: bool = False
+) -> Turn:
+    """Write another reply beside this one, or a first reply to a message without one. `once`: the form's settings are
+    for this reply, and the chat keeps its own.
+    """
     settings = typed(form, chat.settings)
     parent = message.id if message.role == "user" else message.parent_id
     with state.replies.lock(chat.id):
@@ -84,7 +93,8 @@ async def regenerate(state: ChatState, owner: str, chat: Chat, message: StoredMe
                 return Turn(chat, None, await rewrite_summary(state, owner, chat, message, claim))
             messages = await history(state, chat, parent)
             read = await _fit(state, owner, chat, messages, None, settings, claim, form)
-            await configure(state, owner, chat, settings)
+            if not once:
+                await configure(state, owner, chat, settings)
             return await _begin(state, owner, chat, parent, None, read, settings, claim)
 
 
@@ -101,8 +111,10 @@ async def continue_reply(
         async with claimed(state, owner, settings) as claim:
             messages = [*await history(state, chat, message.parent_id), message]
             read = await _fit(state, owner, chat, messages, None, settings, claim, form, goes_on=True)
+            read = await resumed(read, message.details, settings, claim)
             reply = reply_of(claim, message.id)
             writing = ActiveReply(owner, chat.id, message, reply, _figures_only(message.details))
+            writing.kept = sources_of(message.details)
             said = message.details
             thought = (said.get("reasoning", ""), said.get("reasoning_s", 0.0), said.get("reasoning_tokens", 0))
             await reply.continue_from(message.text, *thought)
@@ -127,7 +139,8 @@ async def _answer(
     state: ChatState, owner: str, chat: Chat, parent: str | None, new: StoredMessage, read: Read,
     settings: Mapping[str, str], claim: Claim,
 ) -> Turn:  # fmt: skip
-    user = await state.store.call(Chats.add, chat.id, parent, "user", new.text, new.details)
+    details = await keep_long_files(state, chat.id, new.details)
+    user = await state.store.call(Chats.add, chat.id, parent, "user", new.text, details)
     return await _begin(state, owner, chat, user.id, user, read, settings, claim)
 
 
@@ -135,11 +148,12 @@ async def _begin(
     state: ChatState, owner: str, chat: Chat, parent: str | None, user: StoredMessage | None, read: Read,
     settings: Mapping[str, str], claim: Claim,
 ) -> Turn:  # fmt: skip
-    details = {"model": claim.name, "finish_reason": ""}
+    read, sources = await with_passages(state, chat, parent, read, settings, claim)
+    details = {"model": claim.name, "finish_reason": "", **sources}
     message = await state.store.call(Chats.add, chat.id, parent, "assistant", "", details)
     message = await state.store.call(Chats.message, chat.id, message.id)
     chat = await state.store.call(Chats.get, owner, chat.id)
-    writing = ActiveReply(owner, chat.id, message, reply_of(claim, message.id))
+    writing = ActiveReply(owner, chat.id, message, reply_of(claim, message.id), kept=sources)
     state.replies.add(writing)
     start(writing, claim, read, settings)  # from here on the reply owns the lease, so nothing may fail
     return Turn(chat, user, writing)
@@ -163,6 +177,7 @@ async def _fit(
     If that does not fit into the context, the oldest messages are left out of the chat where the form asks for it;
     otherwise `ChatFull` is raised. A model that is still loading cannot count: then the reply checks the same.
     """
+    settings = await with_project_files(state, owner, chat, form, settings)
     last, system = [new] if new is not None else [], settings.get("system", "")
     read = messages_of(system, [*messages, *last])
     served = claim.served
@@ -186,10 +201,11 @@ async def _fit(
 async def require_fit(state: ChatState, owner: str, form: Mapping[str, str], files: Sequence[Attachment]) -> None:
     """Raise `ChatFull` if the composer's message would not fit. Nothing is loaded, stored or sent."""
     chat = await state.store.call(Chats.get, owner, form["conversation"]) if form.get("conversation") else None
-    settings = typed(form, chat.settings if chat is not None else {})
+    settings: Mapping[str, str] = typed(form, chat.settings if chat is not None else {})
     served = served_for(state, settings)
     if served is None:
         return
+    settings = await with_project_files(state, owner, chat, form, settings)
     messages = await history(state, chat, chat.leaf) if chat is not None else []
     new = typed_message(form.get("message", "").strip().replace("\r\n", "\n"), files)
     try:
@@ -202,7 +218,7 @@ async def require_fit(state: ChatState, owner: str, form: Mapping[str, str], fil
 
 def typed_message(text: str, files: Sequence[Attachment]) -> StoredMessage:
     """Return a message of the composer as it will be stored, without its id and place."""
-    details = {"files": [{"name": file.name, "text": file.text} for file in files]} if files else {}
+    details = {"files": [file.details() for file in files]} if files else {}
     return StoredMessage("", None, "user", text, details)
 
 

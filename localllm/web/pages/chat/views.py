@@ -18,6 +18,7 @@ from localllm.web.pages.chat.message_views import (
     Attachments,
     ReasoningView,
     ResultForm,
+    Sources,
     ToolCallCard,
     ToolNotes,
     ToolResult,
@@ -77,7 +78,7 @@ class EditForm(View):
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage(View):
-    """One message. `html` is safe markup from markdown.py; `text` is what the user typed."""
+    """One message. `html` is safe markup, of a user's message only if it has code; `text` is what the user typed."""
 
     template: ClassVar[str] = "chat/_message.html"
     id: str
@@ -97,9 +98,39 @@ class ChatMessage(View):
     result_form: ResultForm | None = None
     results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
     files: tuple[AttachmentChip, ...] = ()
+    sources: Sources | None = None  # passages of long files that the model read before it answered
     is_left_out: bool = False  # the model does not read it any more
     has_failed: bool = False  # the turn failed, so the model does not read it
     origin: SummaryOrigin | None = None  # of a summary
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison(View):
+    """Replies of two models to one message, beside each other, until one is kept."""
+
+    template: ClassVar[str] = "chat/_comparison.html"
+    replies: tuple[ChatMessage, ...]
+    urls: tuple[str, ...]  # of the messages
+
+
+@dataclass(frozen=True, slots=True)
+class OtherModel(View):
+    """The form that has a message answered by another model, or by two."""
+
+    template: ClassVar[str] = "chat/_other_model.html"
+    url: str  # of the message
+    names: tuple[ModelChoice, ...]
+    model: str
+    beside: str = ""
+    error: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outline(View):
+    """The questions of a chat, as links to them: (text, URL)."""
+
+    template: ClassVar[str] = "chat/_outline.html"
+    questions: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +229,7 @@ class Composer(View):
     thinking: ThinkingChoice = field(default_factory=ThinkingChoice)
     refusal: Refusal | None = None
     context_tokens: int = 0  # of the model; 0: not known
+    project_id: str = ""  # of a new chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +256,7 @@ class MessageList(View):
     """A range of a chat's messages, with links to earlier and later ones."""
 
     template: ClassVar[str] = "chat/_message_list.html"
-    messages: tuple[ChatMessage, ...] = ()
+    messages: tuple[ChatMessage | Comparison, ...] = ()
     earlier_url: str = ""
     num_earlier: int = 0
     later_url: str = ""
@@ -276,6 +308,7 @@ class ChatUpdate(View):
     head: ChatHead
     announcement: str
     undo: Undo | None = None
+    is_redrawn: bool = False  # the messages are made anew, because one that moves is being written
     chip: BehaviourChip = field(default_factory=BehaviourChip)
     clears_composer: bool = False  # its message was sent
     chats: ChatList | None = None

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+GONE_HINT = "Reload the page, or start a new chat."
+
 
 class Tables:
     """A database, whose rows are marked with a deletion before they are purged."""
