@@ -593,6 +593,27 @@ def test_older_file_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert on(path, _titles) == (["kept!"], "")  # once
 
 
+def test_consents_are_an_owners_own_and_are_wiped_with_the_chats(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    with sqlite3.connect(path) as db:  # of the version before consents
+        for script in MIGRATIONS[: next(at for at, each in enumerate(MIGRATIONS) if "tool_consent" in each)]:
+            db.executescript(script)
+        db.execute(f"PRAGMA user_version = {next(at for at, each in enumerate(MIGRATIONS) if 'tool_consent' in each)}")
+    db.close()
+
+    async def look(store: ChatStore) -> list[list[tuple[str, str, str]]]:
+        for owner, choice in (("alice", "never"), ("alice", "always"), ("bob", "never")):
+            await store.call(Chats.set_consent, owner, "files", "read", f"digest of {choice}", choice)
+        found = [await store.call(Chats.consents, owner) for owner in ("alice", "bob", "eve")]
+        await store.call(Chats.revoke_consent, "bob", "files", "write")
+        await store.call(Chats.wipe, "alice")
+        found += [await store.call(Chats.consents, owner) for owner in ("alice", "bob")]
+        return [[(each.tool, each.digest, each.choice) for each in rows] for rows in found]
+
+    always, never = ("read", "digest of always", "always"), ("read", "digest of never", "never")
+    assert on(path, look) == [[always], [never], [], [], [never]]
+
+
 def test_chats_of_the_first_version_stay(tmp_path: Path) -> None:
     path = tmp_path / "chats.db"
     with sqlite3.connect(path) as db:
