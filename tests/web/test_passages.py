@@ -53,7 +53,7 @@ def test_the_own_parts_are_the_text_again_and_no_passage_is_too_large(text: str,
 @given(TEXTS)
 def test_no_passage_is_of_two_pages(text: str) -> None:
     for each in cut(text, paged=True):
-        assert PAGE not in each.text[each.overlap :].removesuffix(PAGE)
+        assert PAGE not in each.text.removesuffix(PAGE)
 
 
 def test_borders_are_those_of_paragraphs_then_sentences_then_words() -> None:
