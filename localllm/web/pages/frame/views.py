@@ -105,7 +105,7 @@ class Shell:
 
     @property
     def is_in_menu(self) -> bool:
-        """Whether the entry of this page is in the menu of a narrow screen."""
+        """Return whether the entry of this page is in the menu of a narrow screen."""
         return any(entry.key == self.here for entry in self.in_menu)
 
     @property
