@@ -29,8 +29,9 @@ MODEL, ADAPTERS, REQUESTS, MEMORY, SCHEDULING = "Model", "Adapters", "Requests",
 PARALLEL = "Several GPUs"
 SERVER, ACCESS, SEVERAL_MODELS = "Server", "Access", "Several models"
 
-MAX_UPLOAD_BYTES = 16 * 1024**2
-"""The largest file that a page accepts as an upload; not a setting."""
+MAX_UPLOAD_BYTES = 64 * 1024**2
+"""The largest body with files that a page accepts; not a setting. Files are received to disk."""
+MIN_INFLIGHT_BODY_BYTES = 16 * 1024**2
 
 
 def _parse_length(raw: Any) -> int | None:
@@ -262,7 +263,7 @@ class ServerConfig:
         note="raise it for large prompt_embeds")
     max_inflight_body_bytes: int = setting(
         256 * 1024**2, SERVER, "largest total size of the bodies of all running requests", unit="bytes",
-        low=MAX_UPLOAD_BYTES, note="never less than max_body_bytes")
+        low=MIN_INFLIGHT_BODY_BYTES, note="never less than max_body_bytes")
 
     api_key: str | tuple[str, ...] | None = setting(
         None, ACCESS, "admin key that clients must send",

@@ -707,6 +707,9 @@ def test_the_newest_chats_of_each_project_are_listed_and_its_files_go_with_it() 
             store.create("me", str(number), {}, (one.id, two.id)[number % 2])
         with pytest.raises(ProjectNotFound):
             store.create("you", "not mine", {}, one.id)
+        pinned = store.create("me", "pinned", {}, one.id).id
+        store.pin("me", pinned, True)
+        assert [chat.id for chat in store.outside_projects("me", 9)] == [pinned]
         assert [chat.title for chat in store.in_projects("me", 2)] == ["11", "10", "9", "8"]
         store.add_file("me", one.id, "a.txt", "old")
         store.add_file("me", one.id, "b.txt", "b")
@@ -722,6 +725,7 @@ def test_the_newest_chats_of_each_project_are_listed_and_its_files_go_with_it() 
         store.purge(time.time() + 1)
         assert db.execute("SELECT count(*) FROM project_file").fetchone() == (0,)
         assert {chat.project_name for chat in store.latest("me", 100)} == {"two"}
+        assert store.outside_projects("me", 9) == []
 
 
 def test_old_chats_are_those_that_have_not_changed_and_are_not_pinned() -> None:

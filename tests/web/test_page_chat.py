@@ -226,9 +226,9 @@ TREE = [{"id": "a", "role": "user", "content": "x"}]
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (b"", "truncated"),
+        (b"", "holds no messages"),
         (b"\xff\xfe", "malformed"),
-        (b"[" * 100_000, "Expected `object`"),
+        (b"[" * 100_000, "more than 128 levels"),
         (b'"text"', "Expected `object`"),
         ({"messages": []}, "no messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "no message of a user"),
@@ -243,7 +243,7 @@ TREE = [{"id": "a", "role": "user", "content": "x"}]
         ({"tree": TREE, "version": 2}, "localllm-chat 2"),
         ({"tree": TREE, "settings": {"temperature": "hot"}}, "Temperature must be a number"),
         ({"tree": TREE, "settings": {"temperature": 3}}, "Expected `str`"),
-        ({"tree": TREE * 20_001}, "more than 20000"),
+        ({"tree": TREE * 20_001}, "more than 20,000"),
         (None, "No file was chosen."),
     ],
 )

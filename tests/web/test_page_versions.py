@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,17 @@ def test_a_model_that_has_to_be_loaded_answers_after_the_other(
     told = [listen(browser, stream) for stream in streams(update)]
     assert ("watch the blocks" in told[0], "own words." in told[1]) == (True, True)
     assert running_at_load == [[]]
+
+    served.model.client.gate = second.client.gate = gate = asyncio.Event()
+    entry_of(served, not_loaded).state = "unloaded"
+    update = compare(browser, message_urls(page)[1], model="demo", beside="second").text
+    waits = streams(update)[("demo", "second").index(not_loaded)]
+    assert browser.post(waits.replace("/stream", "/stop"), headers=SCRIPTED).status_code == 204
+    assert "Reply stopped" in listen(browser, waits)
+    _open(gate)
+    assert ["Reply finished" in listen(browser, stream) for stream in streams(update) if stream != waits] == [True]
+    assert running_at_load == [[]], "a model that is not waited for any more is not loaded"
+    entry_of(served, not_loaded).state = "ready"
     wait_until(lambda: all(entry.num_leases == 0 for entry in manager.entries))
 
 
@@ -393,6 +405,26 @@ def test_a_model_that_does_not_fit_says_so_beside_the_other_reply(
     told = [listen(browser, stream) for stream in streams(update)]
     assert ("9.0 GiB needed" in told[0], "watch the blocks" in told[1]) == (True, True)
     entry_of(served, "second").state = "ready"
+
+
+def test_without_scripts_both_replies_are_waited_for(served: Pages, browser: httpx.Client, second: StubModel) -> None:
+    second.client.every_s = 0.01
+    _, page = start_chat(browser, "question", model="demo")
+    page = browser.post(f"{message_urls(page)[1]}/answer", data={"model": "demo", "beside": "second"}).text
+    assert page.count("to first word") == 2
+    assert streams(page) == []
+
+
+def test_a_chat_too_long_for_one_of_two_models_is_refused_before_anything_is_stored(
+    browser: httpx.Client, second: StubModel
+) -> None:
+    second.plan = replace(second.plan, max_model_len=64)
+    chat, page = start_chat(browser, "A question that is long. " * 4, model="demo")
+    for names in ({"model": "demo", "beside": "second"}, {"model": "second"}):
+        refused = compare(browser, message_urls(page)[1], **names)
+        assert (refused.status_code, "This chat is full" in refused.text) == (400, True)
+        assert "leave-out" not in refused.text
+    assert message_urls(browser.get(chat).text) == message_urls(page)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,11 @@ class ActiveReplies:
     def get(self, message_id: str) -> ActiveReply | None:
         return self._writings.get(message_id)
 
+    @property
+    def is_writing(self) -> bool:
+        """Return whether any reply is being written."""
+        return any(not each.reply.done for each in self._writings.values())
+
     def unfinished(self, chat_id: str) -> list[ActiveReply]:
         """Return the unfinished replies of a chat: one, or those of a comparison."""
         return [each for each in self._writings.values() if each.chat_id == chat_id and not each.reply.done]

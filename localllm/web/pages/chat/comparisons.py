@@ -12,12 +12,13 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
-from localllm.errors import InvalidParameter
+from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.claims import claim_later, claimed, reply_of, start
 from localllm.web.pages.chat.history import history
 from localllm.web.pages.chat.live_reply import Reply
-from localllm.web.pages.chat.prompts import prompt_of
+from localllm.web.pages.chat.long_files import with_passages
+from localllm.web.pages.chat.prompts import ChatFull, prompt_of
 from localllm.web.pages.chat.settings import typed
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
@@ -35,6 +36,15 @@ async def answer_with(
     """Answer a message with the form's `model`, and beside it with its `beside` if that is set. The chat keeps its own
     model. Raises `RequestError`, `ChatsUnavailable`.
     """
+    try:
+        return await _answer_with(state, owner, chat, message, form)
+    except ChatFull as full:  # its ways on would answer with the chat's own model
+        raise ContextTooLong(full.what, full.why, full.hint) from full
+
+
+async def _answer_with(
+    state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]
+) -> Turn:
     names = [name for name in (form.get("model", "").strip(), form.get("beside", "").strip()) if name]
     entries = [await state.pages.manager.register.look_up(name) for name in names]
     if len(names) < 2:
@@ -62,18 +72,27 @@ async def _compare(
         for name, claim in claims.items():
             if claim.served is not None:  # refuses a chat that is too long before anything is stored
                 claim.prompt = await prompt_of(claim.served, read, settings[name])
-        details = [{"model": claims[name].name if name in claims else name, "finish_reason": ""} for name in names]
+        found = {
+            name: await with_passages(state, chat, parent_id, read, settings[name], claims[name]) for name in claims
+        }
+        found = {name: found.get(name, found[in_turn[0]]) for name in names}
+        details = [
+            {"model": claims[name].name if name in claims else name, "finish_reason": "", **found[name][1]}
+            for name in names
+        ]
         stored = await state.store.call(Chats.compare, chat.id, parent_id, details)
         messages = dict(zip(names, stored, strict=True))
         chat = await state.store.call(Chats.get, owner, chat.id)
         writings = {}
         for name, claim in claims.items():  # from here on the replies own the leases, so nothing may fail
-            writing = writings[name] = ActiveReply(owner, chat.id, messages[name], reply_of(claim, messages[name].id))
+            reply, (read, sources) = reply_of(claim, messages[name].id), found[name]
+            writing = writings[name] = ActiveReply(owner, chat.id, messages[name], reply, kept=sources)
             state.replies.add(writing)
             start(writing, claim, read, settings[name])
         for name in in_turn[len(claims) :]:
             first, reply = writings[in_turn[0]].reply, Reply(f"chat-{messages[name].id}", name, 0)
-            writings[name] = ActiveReply(owner, chat.id, messages[name], reply)
+            read, sources = found[name]
+            writings[name] = ActiveReply(owner, chat.id, messages[name], reply, kept=sources)
             state.replies.add(writings[name])
             start(writings[name], claim_later(state, owner, name, first.ended, reply.announce), read, settings[name])
             reply.announce(f"{name} has to be loaded: it answers after {first.model}.")

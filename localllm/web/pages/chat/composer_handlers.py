@@ -14,11 +14,12 @@ from urllib.parse import urlencode
 from litestar import Request, get, post
 from litestar.response import Redirect, Response, Stream
 
+from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import LocalLLMError
 from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import composer_presenters, message_presenters, presenters, summaries, turns
-from localllm.web.pages.chat.attachment_handlers import MAX_UPLOAD_BYTES, attached_files
-from localllm.web.pages.chat.attachments import Attachment
+from localllm.web.pages.chat.attachment_handlers import attached_files, waiting_files
+from localllm.web.pages.chat.attachments import Attachment, FileText
 from localllm.web.pages.chat.claims import claimed, entry_for, served_for
 from localllm.web.pages.chat.composer_views import ContextMeter, LoadProgress, ModelPicked
 from localllm.web.pages.chat.handlers import (
@@ -56,13 +57,13 @@ async def count_message(request: Request[Any, Any, Any]) -> Response[Any]:
     try:
         if form.get("conversation"):
             chat = await state.store.call(Chats.get, owner, form["conversation"])
-        files = state.attachments.get(owner, (await request.form()).getall("attachment", []))
+        files = await waiting_files(state, owner, await request.form())
         await turns.require_fit(state, owner, form, files)
     except ChatFull as error:
         full = error
     except LocalLLMError:
         pass
-    action = message_presenters.composer_action(state.replies, chat.id) if chat is not None else ComposerAction()
+    action = _load_action(state, form.get("model", ""), chat) or _action(state, chat)
     return html(composer_presenters.fit_update(full, chat, files, action))
 
 
@@ -95,17 +96,16 @@ async def _beginning(
     served, num_tokens = served_for(state, settings), composer_presenters.first_tokens(full, files)
     if served is None or not num_tokens:
         return None
-    longest = max(files, key=lambda file: file.num_tokens or 0)
-    around = (longest.num_tokens or 0) - len(
-        await asyncio.to_thread(served.tokenizer.encode, longest.text, add_special_tokens=False)
-    )
+    longest = max((file for file in files if not file.searched), key=lambda file: file.num_tokens)
+    text = longest.file.whole
+    around = longest.num_tokens - len(await asyncio.to_thread(served.tokenizer.encode, text, add_special_tokens=False))
 
     def cut() -> str:
-        ids = served.tokenizer.encode(longest.text, add_special_tokens=False)
+        ids = served.tokenizer.encode(text, add_special_tokens=False)
         return served.tokenizer.decode(ids[: max(1, num_tokens - max(0, around))]).rstrip("\ufffd")
 
-    text = await asyncio.to_thread(cut)
-    shorter = state.attachments.put(owner, longest.name, text, num_tokens)
+    beginning = FileText(longest.name, await asyncio.to_thread(cut))
+    shorter = state.attachments.put(owner, beginning, num_tokens, is_estimate=False)
     state.attachments.drop([longest])
     return [shorter if file is longest else file for file in files]
 
@@ -176,11 +176,21 @@ async def pick_model(request: Request[Any, Any, Any]) -> Response[Any]:
     await asyncio.wait({task}, timeout=LOOK_S)
     if task.done():
         return html(await _picked(state, owner, chat, dict(form), _error_of(task)), cookies=model_cookie(form))
-    entry = entry_for(state, {"model": name})
-    progress = LoadProgress(entry.name if entry is not None else name)
-    query = urlencode({"model": name, "chat": chat.id if chat is not None else ""})
-    action = ComposerAction(load=progress, load_url=f"/live/chat/model?{query}")
+    action = _load_action(state, name, chat) or _action(state, chat)
     return html(ModelPicked(action), cookies=model_cookie(form))
+
+
+def _load_action(state: ChatState, name: str, chat: Chat | None) -> ComposerAction | None:
+    """Return the progress of a load that a pick of this model started; None: no such load runs."""
+    task = state.picker.running(name)
+    if task is None or task.done():
+        return None
+    query = urlencode({"model": name, "chat": chat.id if chat is not None else ""})
+    return ComposerAction(load=_progress(state, name), load_url=f"/live/chat/model?{query}")
+
+
+def _action(state: ChatState, chat: Chat | None) -> ComposerAction:
+    return message_presenters.composer_action(state.replies, chat.id) if chat is not None else ComposerAction()
 
 
 @get("/live/chat/model")
@@ -222,9 +232,8 @@ async def _picked(
     state: ChatState, owner: str, chat: Chat | None, form: dict[str, str], error: LocalLLMError | None
 ) -> ModelPicked:
     settings = {name: form[name] for name in ("model", "thinking") if form.get(name)}
-    action = message_presenters.composer_action(state.replies, chat.id) if chat is not None else ComposerAction()
     return ModelPicked(
-        action,
+        _action(state, chat),
         thinking=composer_presenters.thinking_choice(state, settings),
         models=await state.picker.choices(settings),
         error=notice(error) if error is not None else None,

@@ -58,7 +58,7 @@ def refusal(
 
 def first_tokens(full: ChatFull, files: Sequence[Attachment]) -> int:
     """Return how many tokens of the longest file fit; 0: too few."""
-    longest = max((file.num_tokens or 0 for file in files), default=0)
+    longest = max((file.num_tokens for file in files if not file.searched), default=0)
     left = longest - full.over_tokens - MARGIN_TOKENS
     return left if left >= LEAST_FILE_TOKENS else 0
 
@@ -71,7 +71,7 @@ def fit_update(
         return FitUpdate(action, clears_error=sent)
     shown = refusal(full, "/chat", chat, files)
     meter = ContextMeter(full.used_tokens, full.context_tokens)
-    if action.stop_url is None:
+    if action.stop_url is None and action.load is None:
         action = ComposerAction(over_tokens=full.over_tokens)
     return FitUpdate(action, shown, meter, sent)
 
@@ -97,8 +97,11 @@ def summary_origin(message: StoredMessage) -> SummaryOrigin | None:
 
 
 def attachments_view(files: Sequence[Attachment], context_tokens: int, error: ErrorNotice | None = None) -> Attachments:
-    """Return the files of the next message, with the sum of their tokens."""
-    chips = tuple(AttachmentChip(file.name, file.num_bytes, file.num_tokens, file.id) for file in files)
-    counts = [file.num_tokens for file in files]
-    total = sum(count for count in counts if count is not None) if files and None not in counts else None
+    """Return the files of the next message, with the sum of the tokens of those that are read whole."""
+    chips = tuple(
+        AttachmentChip(file.name, file.num_bytes, file.num_tokens, file.id, "", file.is_estimate, file.searched)
+        for file in files
+    )
+    whole = [file for file in files if not file.searched]
+    total = sum(file.num_tokens for file in whole) if whole else None
     return Attachments(chips, total, context_tokens, error)

@@ -18,13 +18,14 @@ from litestar import Request, get, post
 from litestar.datastructures import Cookie
 from litestar.response import Redirect, Response, Stream
 
+from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import LocalLLMError, RequestError
 from localllm.web.access.caller import owner_of
 from localllm.web.api.own.health import is_running
 from localllm.web.errors import wants_html
 from localllm.web.pages.chat import composer_presenters, message_presenters, part_presenters, presenters, turns
 from localllm.web.pages.chat.active_replies import ActiveReply
-from localllm.web.pages.chat.attachment_handlers import MAX_UPLOAD_BYTES, attached_files
+from localllm.web.pages.chat.attachment_handlers import attached_files
 from localllm.web.pages.chat.attachments import Attachment
 from localllm.web.pages.chat.composer_views import Refusal, SettingRefused
 from localllm.web.pages.chat.projects import named_project

@@ -23,6 +23,7 @@ from localllm.web.pages.chat.part_presenters import (
     live_thinking,
     result_form,
     results,
+    sources,
     stored_thinking,
 )
 from localllm.web.pages.chat.readable import has_failed, is_summary
@@ -30,6 +31,7 @@ from localllm.web.pages.chat.settings import BEHAVIOUR, FIRST, SETTINGS, effecti
 from localllm.web.pages.chat.sidebar_presenters import when
 from localllm.web.pages.chat.sidebar_views import ChatHead
 from localllm.web.pages.chat.store import Branch, Chat, StoredMessage
+from localllm.web.pages.chat.user_text import cached_user_html
 from localllm.web.pages.chat.views import (
     ChatMessage,
     Comparison,
@@ -54,8 +56,12 @@ async def message_list(
     """Return a branch in its current state. Markdown is rendered off the event loop, and cached."""
     messages = [replies.current(message) for message in branch.messages]
     finished = [m for m in (*messages, *branch.beside) if m.role == "assistant" and replies.get(m.id) is None]
+    typed = [m.text for m in messages if m.role == "user"]
     await asyncio.to_thread(
-        lambda: [cached_html(text) for m in finished for text in (m.text, m.details.get("reasoning", ""))]
+        lambda: [
+            *(cached_html(text) for m in finished for text in (m.text, m.details.get("reasoning", ""))),
+            *(cached_user_html(text) for text in typed),
+        ]
     )
     num_left_out = max(0, branch.num_left_out - branch.num_earlier)  # of these messages
     views: list[ChatMessage | Comparison] = [
@@ -92,6 +98,7 @@ def _user_message(chat_id: str, message: StoredMessage, *, editing: str) -> Chat
         id=message.id,
         role="user",
         text=message.text,
+        html=cached_user_html(message.text) if "`" in message.text or "~~~" in message.text else "",
         actions=None if edit else actions(chat_id, message),
         edit=edit,
         results=results(message.details),
@@ -123,6 +130,7 @@ def _assistant_message(
         thinking=thinking,
         calls=() if live else call_cards(details),
         result_form=None if live else result_form(f"/c/{chat_id}/m/{message.id}", message.id, details),
+        sources=sources(details),
         has_failed=not live and has_failed(message),
         origin=summary_origin(message),
     )

@@ -15,6 +15,7 @@ from localllm.web.pages.chat import (
     project_handlers,
     prompt_handlers,
     sidebar_handlers,
+    transfer_handlers,
 )
 from localllm.web.pages.chat.state import close_chats, open_chats
 from localllm.web.pages.frame.page import Page
@@ -30,6 +31,7 @@ PAGE = Page(
         *attachment_handlers.HANDLERS,
         *composer_handlers.HANDLERS,
         *sidebar_handlers.HANDLERS,
+        *transfer_handlers.HANDLERS,
         *offer_handlers.HANDLERS,
         *prompt_handlers.HANDLERS,
         *project_handlers.HANDLERS,

@@ -21,7 +21,7 @@ from localllm.serving.served import ModelCard
 from localllm.units import format_parameters
 from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import message_presenters
-from localllm.web.pages.chat.attachments import Attachment
+from localllm.web.pages.chat.attachments import Attachment, divided
 from localllm.web.pages.chat.composer_presenters import attachments_view, thinking_choice
 from localllm.web.pages.chat.composer_presenters import chip as behaviour_chip
 from localllm.web.pages.chat.composer_views import Refusal
@@ -134,7 +134,7 @@ async def _with_draft(state: ChatState, owner: str, composer: Composer, details:
         files = state.attachments.get(owner, details.get("draft_files", []))
     except RequestError:  # the server was restarted since
         files = []
-    attachments = attachments_view(files, composer.context_tokens)
+    attachments = attachments_view(divided(files, composer.context_tokens * 3 // 4), composer.context_tokens)
     return replace(composer, text=details.get("draft", ""), attachments=attachments)
 
 

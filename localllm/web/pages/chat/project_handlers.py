@@ -11,11 +11,12 @@ from typing import Any
 from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
+from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import InvalidParameter, RequestError
 from localllm.web.access.caller import owner_of
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.chat import presenters
-from localllm.web.pages.chat.attachment_handlers import MAX_UPLOAD_BYTES, uploads
+from localllm.web.pages.chat.attachment_handlers import uploads
 from localllm.web.pages.chat.attachments import read_file
 from localllm.web.pages.chat.handlers import MAX_BODY_BYTES, undo_of
 from localllm.web.pages.chat.project_presenters import project_page
@@ -78,7 +79,8 @@ async def add_files(request: Request[Any, Any, Any]) -> Response[Any]:
         if not chosen:
             raise MissingParameter("No file was chosen.", hint="Choose text, code or a PDF.", param="file")
         for upload in chosen:
-            name, text = await read_file(upload.filename, await upload.read())
+            file = await read_file(upload.filename, await upload.read())
+            name, text = file.name, file.whole
             require_room(await state.store.call(Chats.project_files, project.id), name, text)
             await state.store.call(Chats.add_file, owner, project.id, name, text)
     except RequestError as error:

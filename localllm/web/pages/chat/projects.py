@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from localllm.units import format_bytes
-from localllm.web.pages.chat.attachments import MAX_FILE_BYTES, MAX_FILES, FileTooLarge
+from localllm.web.pages.chat.attachments import MAX_FILES, MAX_WHOLE_BYTES, FileTooLarge
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, Project
 from localllm.web.pages.chat.store.records import ProjectFile
@@ -44,6 +44,6 @@ def require_room(files: Sequence[ProjectFile], name: str, text: str) -> None:
         why = f"A project may have at most {MAX_FILES} files."
         raise FileTooLarge(f"{name} is one file too many.", why, "Remove a file first.")
     size = sum(len(file.text.encode()) for file in others) + len(text.encode())
-    if size > MAX_FILE_BYTES:
-        why = f"With it they have {format_bytes(size)} of text; at most {format_bytes(MAX_FILE_BYTES)} are allowed."
+    if size > MAX_WHOLE_BYTES:
+        why = f"With it they have {format_bytes(size)} of text; at most {format_bytes(MAX_WHOLE_BYTES)} are allowed."
         raise FileTooLarge(f"{name} is too large beside the files of the project.", why, "Remove a file first.")

@@ -8,6 +8,7 @@ from localllm.web.pages.chat import offer_views as o
 from localllm.web.pages.chat import palette_views as k
 from localllm.web.pages.chat import project_views as j
 from localllm.web.pages.chat import prompt_views as p
+from localllm.web.pages.chat import shared_views as sh
 from localllm.web.pages.chat import sidebar_views as c
 from localllm.web.pages.chat import views as v
 from localllm.web.pages.chat.markdown import code_block, render_markdown
@@ -47,6 +48,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     failed = v.ChatMessage(
         "sample-4", "assistant", model="demo", error=views.ErrorNotice("The step failed.", "", "Retry.")
     )
+    searched = v.ChatMessage("sample-14", "assistant", html="<p>412 degrees.</p>", model="demo", sources=sources())
     called = v.ChatMessage(
         "sample-9", "assistant", model="demo", thinking=thought(), calls=(call(),), result_form=form(), figures=figures
     )
@@ -55,13 +57,6 @@ def samples(shell: views.Shell) -> list[views.View]:
         "sample-11", "assistant", model="demo", thinking=thought("sample-11", thinks=True),
         open=v.OpenBlock("sample-11"),
     )  # fmt: skip
-    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
-    unsent = v.ChatMessage(
-        "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
-    )
-    summary = v.ChatMessage(
-        "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
-    )
     with_file = v.ChatMessage(
         "sample-12", "user", "What does it do?", files=(m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"),)
     )
@@ -70,8 +65,8 @@ def samples(shell: views.Shell) -> list[views.View]:
     full = v.MessageList((user, reply, writing), "/c/sample?before=1", 460, "/c/sample")
     return [
         user,
-        *(called, answered, thinks, with_file, unsent, summary),
-        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
+        *(called, answered, thinks, with_file, searched),
+        *not_read(user),
         *inside(),
         writing,
         reply,
@@ -110,6 +105,21 @@ def samples(shell: views.Shell) -> list[views.View]:
         *around(),
         *library(),
         *pages(shell, full),
+    ]
+
+
+def not_read(user: v.ChatMessage) -> list[views.View]:
+    """Return samples of messages that the model does not read, or reads in another place."""
+    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
+    unsent = v.ChatMessage(
+        "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
+    )
+    summary = v.ChatMessage(
+        "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
+    )
+    return [
+        *(unsent, summary),
+        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
     ]
 
 
@@ -180,12 +190,21 @@ def ways(reply: v.ChatMessage, writing: v.ChatMessage) -> list[views.View]:
 def inside() -> list[views.View]:
     """Return samples of the parts of a message and its composer."""
     chip = m.AttachmentChip("notes.py", 412, 131, "a1")
+    long = m.AttachmentChip("paper.pdf", 1_412_000, 353_000, "a2", is_estimate=True, searched=True)
     return [
         *(thought("sample-13"), call(), form(), result(), chip),
         m.ToolCallCard("get_weather", code_block('{"city": "Pa', ""), broken=True),
         m.Attachments((chip,), 131, 4096),
+        m.Attachments((chip, long), 131, 4096),
+        m.AttachmentChip("paper.pdf", 1_412_000, searched=True),
+        *(sources(), m.Sources("No passage was found", (), "The chat is full.")),
         m.Attachments((chip,), 131, 64, views.ErrorNotice("cat.png is an image, which the model cannot see.")),
     ]
+
+
+def sources() -> m.Sources:
+    passage = m.SourcePassage("paper.pdf, p. 3", "The melting point of zorbium is 412 degrees.\n\nIt is grey.")
+    return m.Sources("From paper.pdf, p. 3", (passage,))
 
 
 def pages(shell: views.Shell, messages: v.MessageList) -> list[views.View]:
@@ -203,7 +222,7 @@ def pages(shell: views.Shell, messages: v.MessageList) -> list[views.View]:
         ),
         v.ChatPage(shell, head(), chat_list(), messages, composer, undo=undo(), notice=aside),
         v.ChatPage(shell, head(), chat_list(), loading=views.Loading("demo")),
-        v.ChatPage(shell, c.ChatHead("Chats"), c.ChatList(), panel=c.ManageChats("/home/me/chats.db")),
+        v.ChatPage(shell, c.ChatHead("Chats"), c.ChatList(), panel=c.ManageChats()),
     ]
 
 
@@ -234,13 +253,30 @@ def around() -> list[views.View]:
             sums=ChatTotals(24, 12_345, 8_000, 3_210, 72.0),
         ),
         c.ManageChat("/c/sample", "", False, True, error=views.ErrorNotice("The title is empty.")),
-        c.ManageChats(""),
+        c.ManageChats(refused()),
+        *(refused(), c.WipeChats(), *shared()),
         c.ChatsChanged(chat_list(), head(), "Chat renamed"),
         c.ChatTitled(chat_list(), head()),
         c.ChatHead("New chat", title_url="/c/sample/title"),
         c.ChatsChanged(chat_list(), None, "Chat deleted", undo()),
         undo(),
     ]
+
+
+def shared() -> list[views.View]:
+    """Return a chat that is saved as a file, and its messages."""
+    chip, answer = m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"), render_markdown(MARKDOWN)
+    messages = (
+        sh.SharedMessage("user", "You", "What is it?", files=(chip,)),
+        sh.SharedMessage("assistant", "demo", answer, "<p>Hm.</p>", (result(),), sources=sources(), error="It failed."),
+        sh.SharedMessage("user", "You", "", results=(result(),)),
+    )
+    return [sh.SharedChat("What is paged attention?", "2026-11-23", messages, "Be brief."), *messages]
+
+
+def refused() -> c.ImportRefused:
+    broken = views.ErrorNotice("chats.json: This file holds no messages.", "", "Choose a chat export.")
+    return c.ImportRefused((broken, views.ErrorNotice("3 chats are imported.")), chat_list())
 
 
 def head() -> c.ChatHead:

@@ -1,6 +1,6 @@
-"""Actions on chats: search, rename, pin, archive, move, delete with undo, export, import, delete all; and presets.
+"""Actions on chats: search, rename, pin, archive, move, delete with undo; and presets.
 
-Does not know: how chats are stored (store/), the format of an exported file (transfer.py).
+Does not know: how chats are stored (store/), exports and imports (transfer_handlers.py).
 """
 
 from __future__ import annotations
@@ -10,27 +10,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import anyio.to_thread
 from litestar import Request, get, post
-from litestar.datastructures import UploadFile
 from litestar.response import Redirect, Response
 
-from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import InvalidParameter
 from localllm.web.access.caller import owner_of
-from localllm.web.api.exchange import require_few_values
 from localllm.web.errors import MissingParameter
-from localllm.web.pages.chat import message_presenters, presenters, transfer
-from localllm.web.pages.chat.handlers import COOKIE, MAX_BODY_BYTES, requested_chat, undo_of
-from localllm.web.pages.chat.markdown_stream import cached_html
+from localllm.web.pages.chat import message_presenters, presenters
+from localllm.web.pages.chat.handlers import MAX_BODY_BYTES, requested_chat, undo_of
 from localllm.web.pages.chat.projects import named_project
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
 from localllm.web.pages.chat.sidebar_presenters import AGES, DAY_S, MOST_PAGES, chat_list, list_page, manage_form
-from localllm.web.pages.chat.sidebar_views import ChatHead, ChatsChanged, ChatTitled, ManageChats, Undo
+from localllm.web.pages.chat.sidebar_views import ChatHead, ChatsChanged, ChatTitled, Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats
 from localllm.web.pages.chat.views import Sampling
 from localllm.web.pages.frame.forms import fields_of, is_scripted
+from localllm.web.pages.frame.live import closing
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 
@@ -57,14 +53,6 @@ async def manage_chat(request: Request[Any, Any, Any]) -> Response[str]:
     return html(form if is_scripted(request) else await presenters.panel_page(request, chat.title, form))
 
 
-@get("/chats/manage")
-async def manage_chats(request: Request[Any, Any, Any]) -> Response[str]:
-    """Show the forms to import a chat and to delete all chats."""
-    path = chat_state(request).store.path
-    form = ManageChats(str(path) if path is not None else "")
-    return html(form if is_scripted(request) else await presenters.panel_page(request, "Chats", form))
-
-
 @post("/c/{conversation_id:str}/rename", guards=[same_origin], status_code=200)
 async def rename_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     chat = await requested_chat(request)
@@ -87,7 +75,7 @@ async def pin_chat(request: Request[Any, Any, Any]) -> Response[Any]:
 async def written_title(request: Request[Any, Any, Any]) -> Response[Any]:
     """Wait for the title that the model writes, and show it. If there is none, nothing changes."""
     state, before = chat_state(request), await requested_chat(request)
-    await state.titles.wait(before.id)
+    await state.titles.wait(before.id, closing(request.app.state))
     chat = await requested_chat(request)
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}", status_code=303)
@@ -174,53 +162,6 @@ async def undo_delete(request: Request[Any, Any, Any]) -> Redirect:
     return Redirect(one if found.count == 1 else lists[found.kind], status_code=303)
 
 
-@get("/c/{conversation_id:str}/export/{kind:str}")
-async def export_chat(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """Export the shown branch as Markdown, or everything as JSON."""
-    state, chat = chat_state(request), await requested_chat(request)
-    kind = request.path_params["kind"]
-    branch = await state.store.call(Chats.branch, chat.id, chat.leaf)
-    shown_now = [state.replies.current(message) for message in branch.messages]
-    if kind == "md":
-        body, media_type = transfer.as_markdown(chat, shown_now), "text/markdown"
-    elif kind == "json":
-        everything = [state.replies.current(m) for m in await state.store.call(Chats.all_messages, chat.id)]
-        body, media_type = transfer.as_json(chat, shown_now, everything), "application/json"
-    else:
-        raise InvalidParameter(f"Chats are not exported as {kind[:20]!r}.", hint="Use md or json.", param="kind")
-    disposition = f'attachment; filename="{transfer.file_name(chat)}.{kind}"'
-    return Response(body, media_type=media_type, headers={"Content-Disposition": disposition})
-
-
-@post("/chats/import", guards=[same_origin], status_code=303, request_max_body_size=MAX_UPLOAD_BYTES)
-async def import_chat(request: Request[Any, Any, Any]) -> Redirect:
-    """Import an exported file, or OpenAI's messages."""
-    file = (await request.form()).get("file")
-    if not isinstance(file, UploadFile):
-        raise MissingParameter("No file was chosen.", hint="Choose a JSON file.", param="file")
-    raw = await file.read()
-    require_few_values(raw)
-    found = await anyio.to_thread.run_sync(transfer.read, raw)
-    chat = await chat_state(request).store.call(
-        Chats.add_all, owner_of(request), found.title, found.settings, found.messages, found.leaf
-    )
-    return Redirect(f"/c/{chat.id}", status_code=303)
-
-
-@post("/chats/wipe", guards=[same_origin], status_code=303)
-async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
-    """Delete everything of the caller, permanently."""
-    if not (await fields_of(request)).get("sure"):
-        raise MissingParameter("Nothing was deleted.", hint="Tick the box to confirm.", param="sure")
-    state, owner = chat_state(request), owner_of(request)
-    state.replies.cancel(owner=owner)
-    await state.store.call(Chats.wipe, owner)
-    cached_html.clear()
-    redirect = Redirect("/", status_code=303)
-    redirect.delete_cookie(COOKIE)
-    return redirect
-
-
 @post("/chats/preset/{action:str}", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
     """Use, save or remove a preset; answer with the drawer, or with the page and the drawer open."""
@@ -279,7 +220,6 @@ async def _head(state: ChatState, chat: Chat) -> ChatHead:
 HANDLERS = (
     find_chats,
     manage_chat,
-    manage_chats,
     rename_chat,
     pin_chat,
     written_title,
@@ -289,8 +229,5 @@ HANDLERS = (
     delete_old_chats,
     delete_chat,
     undo_delete,
-    export_chat,
-    import_chat,
-    wipe_chats,
     change_presets,
 )

@@ -86,12 +86,27 @@ class ManageChat(View):
 
 
 @dataclass(frozen=True, slots=True)
+class ImportRefused(View):
+    """What was not imported and why; and the list, if it has new chats from the other files."""
+
+    template: ClassVar[str] = "chat/_import_refused.html"
+    errors: tuple[ErrorNotice, ...]
+    chats: ChatList | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ManageChats(View):
-    """The form with the actions of all chats: import one, delete everything."""
+    """The form with the actions of all chats: import some, export all."""
 
     template: ClassVar[str] = "chat/_manage_chats.html"
-    kept_at: str  # path of the database; empty: chats are in memory
-    error: ErrorNotice | None = None
+    refused: ImportRefused | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WipeChats(View):
+    """The form that deletes all chats; the settings page shows it under Privacy."""
+
+    template: ClassVar[str] = "chat/_wipe_chats.html"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ Does not know: routes, the requests to the engine.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from litestar import Litestar, Request
@@ -29,6 +30,7 @@ class ChatState:
         self.store = ChatStore(chats_path() if on_disk else None)
         self.replies = ActiveReplies(self.store)
         self.attachments = PendingAttachments()
+        self.embedding: dict[str, asyncio.Task[None]] = {}  # the work on long files, by chat
         self.titles = Titles(pages, self.store, titles)
         self.picker = ModelPicker(pages.manager)
 
@@ -57,6 +59,8 @@ async def open_chats(app: Litestar) -> None:
 
 async def close_chats(app: Litestar) -> None:
     """Save the replies that are still being written, at shutdown."""
+    for task in _state_of(app).embedding.values():
+        task.cancel()
     await _state_of(app).titles.close()
     await _state_of(app).replies.close()
     await _state_of(app).offers.close()

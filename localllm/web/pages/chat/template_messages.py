@@ -77,17 +77,19 @@ def calls_of(details: Mapping[str, Any]) -> list[ToolCall]:
 
 
 def files_of(details: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the (name, text) pairs of the files."""
-    return [(file["name"], file["text"]) for file in details.get("files", [])]
+    """Return the (name, text) pairs of the files that are read whole."""
+    return [(file["name"], file["text"]) for file in details.get("files", []) if "text" in file]
 
 
 def with_files(text: str, files: Sequence[tuple[str, str]]) -> str:
     """Return each file under its name, in a fence that nothing inside closes, followed by the user's text."""
-    return "\n\n".join([*(_fenced(name, content) for name, content in files), *([text] if text else [])])
+    found = [f"File `{name}`:\n\n{fenced(content, PurePath(name).suffix[1:])}" for name, content in files]
+    return "\n\n".join([*found, *([text] if text else [])])
 
 
-def _fenced(name: str, text: str) -> str:
+def fenced(text: str, language: str = "") -> str:
+    """Return the text in a fence that nothing inside closes."""
     longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
     fence = "`" * (longest + 1)
     end = "" if text.endswith("\n") else "\n"
-    return f"File `{name}`:\n\n{fence}{PurePath(name).suffix[1:]}\n{text}{end}{fence}"
+    return f"{fence}{language}\n{text}{end}{fence}"

@@ -70,10 +70,14 @@ class Titles:
     def _is_on(self, plan: MemoryPlan) -> bool:
         return self._setting == "on" or (self._setting == "auto" and plan.device != "cpu")
 
-    async def wait(self, chat_id: str) -> None:
-        """Wait until the title of a chat is written, or until it is known that there will be none."""
-        if task := self._tasks.get(chat_id):
-            await asyncio.wait({task}, timeout=TITLE_S)
+    async def wait(self, chat_id: str, stop: asyncio.Event) -> None:
+        """Wait until the title of a chat is written, until it is known that there will be none, or until `stop`."""
+        task = self._tasks.get(chat_id)
+        if task is None:
+            return
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({task, stopped}, timeout=TITLE_S, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
 
     async def close(self) -> None:
         """Stop writing titles, at shutdown."""

@@ -15,6 +15,7 @@ from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.attachments import Attachment
 from localllm.web.pages.chat.claims import Claim, claimed, reply_of, served_for, start
 from localllm.web.pages.chat.history import history, too_long
+from localllm.web.pages.chat.long_files import keep_long_files, resumed, sources_of, with_passages
 from localllm.web.pages.chat.projects import with_project_files
 from localllm.web.pages.chat.prompts import ChatFull, beginning_that_fits, prompt_of
 from localllm.web.pages.chat.readable import is_summary, is_typed
@@ -110,8 +111,10 @@ async def continue_reply(
         async with claimed(state, owner, settings) as claim:
             messages = [*await history(state, chat, message.parent_id), message]
             read = await _fit(state, owner, chat, messages, None, settings, claim, form, goes_on=True)
+            read = await resumed(read, message.details, settings, claim)
             reply = reply_of(claim, message.id)
             writing = ActiveReply(owner, chat.id, message, reply, _figures_only(message.details))
+            writing.kept = sources_of(message.details)
             said = message.details
             thought = (said.get("reasoning", ""), said.get("reasoning_s", 0.0), said.get("reasoning_tokens", 0))
             await reply.continue_from(message.text, *thought)
@@ -136,7 +139,8 @@ async def _answer(
     state: ChatState, owner: str, chat: Chat, parent: str | None, new: StoredMessage, read: Read,
     settings: Mapping[str, str], claim: Claim,
 ) -> Turn:  # fmt: skip
-    user = await state.store.call(Chats.add, chat.id, parent, "user", new.text, new.details)
+    details = await keep_long_files(state, chat.id, new.details)
+    user = await state.store.call(Chats.add, chat.id, parent, "user", new.text, details)
     return await _begin(state, owner, chat, user.id, user, read, settings, claim)
 
 
@@ -144,11 +148,12 @@ async def _begin(
     state: ChatState, owner: str, chat: Chat, parent: str | None, user: StoredMessage | None, read: Read,
     settings: Mapping[str, str], claim: Claim,
 ) -> Turn:  # fmt: skip
-    details = {"model": claim.name, "finish_reason": ""}
+    read, sources = await with_passages(state, chat, parent, read, settings, claim)
+    details = {"model": claim.name, "finish_reason": "", **sources}
     message = await state.store.call(Chats.add, chat.id, parent, "assistant", "", details)
     message = await state.store.call(Chats.message, chat.id, message.id)
     chat = await state.store.call(Chats.get, owner, chat.id)
-    writing = ActiveReply(owner, chat.id, message, reply_of(claim, message.id))
+    writing = ActiveReply(owner, chat.id, message, reply_of(claim, message.id), kept=sources)
     state.replies.add(writing)
     start(writing, claim, read, settings)  # from here on the reply owns the lease, so nothing may fail
     return Turn(chat, user, writing)
@@ -195,7 +200,7 @@ async def _fit(
 async def require_fit(state: ChatState, owner: str, form: Mapping[str, str], files: Sequence[Attachment]) -> None:
     """Raise `ChatFull` if the composer's message would not fit. Nothing is loaded, stored or sent."""
     chat = await state.store.call(Chats.get, owner, form["conversation"]) if form.get("conversation") else None
-    settings = typed(form, chat.settings if chat is not None else {})
+    settings: Mapping[str, str] = typed(form, chat.settings if chat is not None else {})
     served = served_for(state, settings)
     if served is None:
         return
@@ -212,7 +217,7 @@ async def require_fit(state: ChatState, owner: str, form: Mapping[str, str], fil
 
 def typed_message(text: str, files: Sequence[Attachment]) -> StoredMessage:
     """Return a message of the composer as it will be stored, without its id and place."""
-    details = {"files": [{"name": file.name, "text": file.text} for file in files]} if files else {}
+    details = {"files": [file.details() for file in files]} if files else {}
     return StoredMessage("", None, "user", text, details)
 
 

@@ -18,6 +18,7 @@ from localllm.web.pages.chat.message_views import (
     Attachments,
     ReasoningView,
     ResultForm,
+    Sources,
     ToolCallCard,
     ToolResult,
 )
@@ -76,7 +77,7 @@ class EditForm(View):
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage(View):
-    """One message. `html` is safe markup from markdown.py; `text` is what the user typed."""
+    """One message. `html` is safe markup, of a user's message only if it has code; `text` is what the user typed."""
 
     template: ClassVar[str] = "chat/_message.html"
     id: str
@@ -96,6 +97,7 @@ class ChatMessage(View):
     result_form: ResultForm | None = None
     results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
     files: tuple[AttachmentChip, ...] = ()
+    sources: Sources | None = None  # passages of long files that the model read before it answered
     is_left_out: bool = False  # the model does not read it any more
     has_failed: bool = False  # the turn failed, so the model does not read it
     origin: SummaryOrigin | None = None  # of a summary

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from localllm.web.pages.chat.sidebar_views import WipeChats
 from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View
 
 
@@ -132,6 +133,7 @@ class SettingsPage(View):
     log_levels: tuple[str, ...]
     config_file: str
     chats_path: str  # empty: chats are in memory only
+    wipe: View = field(default_factory=WipeChats)  # the form that deletes all chats
 
 
 @dataclass(frozen=True, slots=True)

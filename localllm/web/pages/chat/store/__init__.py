@@ -4,6 +4,7 @@ records.py  plain values and errors                  database.py    the file: sc
 tree.py     which messages of a tree are shown       chats.py       operations on chats and messages
 search.py   the lists, and the search                selections.py  operations on several chats
 saved_prompts.py  operations on prompts              projects.py    operations on projects
+file_passages.py  operations on long files
 tables.py   transactions and deletions               chat_store.py  the one thread that runs all of them
 Does not know: HTTP, templates, the engine.
 """

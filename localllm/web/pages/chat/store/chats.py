@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from localllm.machine.running_servers import is_of_other_process, process_mark
 from localllm.web.pages.chat.store import search
+from localllm.web.pages.chat.store.file_passages import FilePassages
 from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Restored, Role, StoredMessage
 from localllm.web.pages.chat.store.saved_prompts import SavedPrompts
 from localllm.web.pages.chat.store.selections import Selections
@@ -32,8 +33,8 @@ HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND paren
 NUMBERED = re.compile(r" \(\d{1,6}\)$")
 
 
-class Chats(SavedPrompts, Selections):
-    """The operations on the tables. Those on prompts, projects and several chats are in modules of their own."""
+class Chats(FilePassages, SavedPrompts, Selections):
+    """The operations on the tables. Those on files, prompts, projects and several chats are in modules of their own."""
 
     # Chats ------------------------------------------------------------------------------------------------------
 
@@ -78,6 +79,11 @@ class Chats(SavedPrompts, Selections):
         """Return chats whose title or messages contain words that begin with each of these."""
         return search.search(self._db, owner, words, limit)
 
+    def ids(self, owner: str) -> list[str]:
+        """Return the ids of all chats of an owner, the oldest first, archived ones too."""
+        rows = self._db.execute("SELECT id FROM chat WHERE owner = ? AND deletion IS NULL ORDER BY updated_s", (owner,))
+        return [chat_id for (chat_id,) in rows]
+
     def count(self, owner: str) -> int:
         """Return how many chats an owner has, without deleted ones."""
         row = self._db.execute("SELECT count(*) FROM chat WHERE owner = ? AND deletion IS NULL", (owner,)).fetchone()
@@ -121,7 +127,8 @@ class Chats(SavedPrompts, Selections):
             branch = self.branch(chat_id, self.message(chat_id, message_id).id).messages
             title = self._next_title(owner, chat.title)
             copy = self.create(owner, title, chat.settings, chat.project_id or "")
-            return self._fill(owner, copy, branch, message_id, self._left_out(chat_id))
+            messages = self._with_copied_files(branch, chat_id, copy.id)
+            return self._fill(owner, copy, messages, message_id, self._left_out(chat_id))
 
     def _fill(
         self, owner: str, chat: Chat, messages: Sequence[StoredMessage], leaf: str | None, left_out: Sequence[str] = ()
@@ -325,7 +332,7 @@ class Chats(SavedPrompts, Selections):
             tables = {row[0] for row in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             for table in tables & {"preset", "prompt", "project"}:
                 self._db.execute(f"DELETE FROM {table} WHERE owner = ?", (owner,))
-            for table in ("message_words", "title_words"):
+            for table in tables & {"message_words", "title_words", "passage_words"}:
                 # A search index keeps the words of deleted rows until it is rebuilt.
                 self._db.execute(f"INSERT INTO {table} ({table}) VALUES ('rebuild')")
         self._db.execute("VACUUM")

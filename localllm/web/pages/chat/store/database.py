@@ -104,6 +104,27 @@ MIGRATIONS = (
     """
     ALTER TABLE chat ADD COLUMN left_out TEXT NOT NULL DEFAULT '[]';
     """,  # a list of message ids: on a branch, the model reads only what follows the last of them
+    """
+    CREATE TABLE file (
+        number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
+        chat_id TEXT NOT NULL REFERENCES chat (id) ON DELETE CASCADE, name TEXT NOT NULL, paged INTEGER NOT NULL,
+        created_s REAL NOT NULL
+    );
+    CREATE INDEX file_by_chat ON file (chat_id);
+    CREATE TABLE passage (
+        number INTEGER PRIMARY KEY, file INTEGER NOT NULL REFERENCES file (number) ON DELETE CASCADE,
+        first INTEGER NOT NULL, last INTEGER NOT NULL, text TEXT NOT NULL
+    );
+    CREATE INDEX passage_by_file ON passage (file, number);
+    CREATE VIRTUAL TABLE passage_words USING fts5 (text, tokenize = 'porter unicode61 remove_diacritics 2');
+    CREATE TRIGGER passage_removed AFTER DELETE ON passage BEGIN
+        DELETE FROM passage_words WHERE rowid = old.number;
+    END;
+    CREATE TABLE passage_vector (
+        passage INTEGER NOT NULL REFERENCES passage (number) ON DELETE CASCADE, model TEXT NOT NULL,
+        vector BLOB NOT NULL, PRIMARY KEY (passage, model)
+    );
+    """,  # long files, which are searched instead of read whole
 )
 """The migrations, each to the next version of the schema (`PRAGMA user_version`). Released migrations are never
 changed.

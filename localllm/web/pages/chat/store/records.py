@@ -120,3 +120,13 @@ class FoundChat:
 
     chat: Chat
     snippet: tuple[str, str, str] = ("", "", "")
+
+
+@dataclass(frozen=True, slots=True)
+class FilePassage:
+    """A passage of a long file."""
+
+    number: int  # ascending in the order of the file
+    name: str  # of the file
+    where: str  # such as "p. 3" or "lines 12–40"
+    text: str
