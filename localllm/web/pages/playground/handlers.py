@@ -107,7 +107,7 @@ def _page(
     params = card.default_params
     defaults = {name: f"{getattr(params, name, None) or 0:g}" for name in forms.NUMBERS if name != "seed"}
     defaults |= {"max_tokens": "16" if tab == "completions" else "up to the context", "seed": "random"}
-    return PlaygroundPage(shell, tabs, forms.editor(tab, form, defaults), result)
+    return PlaygroundPage(shell, tabs, forms.editor(tab, form, defaults), result, presenters.EMPTY[tab])
 
 
 def _body(request: Request[Any, Any, Any], editor: Editor) -> dict[str, Any]:
