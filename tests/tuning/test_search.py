@@ -167,7 +167,7 @@ def test_what_the_guess_reached_in_brief_counts_as_well() -> None:
     space = Space((Axis("seqs", (1, 2, 4, 8, 16, 32, 64)),))
     start = (6,)
     for seen, first in ((146, start), (128, (0,))):
-        brief = {point: 100.0 for point in space.points()} | {start: float(seen), (0,): 150.0}
+        brief = dict.fromkeys(space.points(), 100.0) | {start: float(seen), (0,): 150.0}
         full = {point: [100.0] * 3 for point in space.points()} | {start: [129.0, 130.0, 129.0], (0,): [146.0] * 3}
         found = search(space, start, Scripted(brief, full, {}), share=3.0)
         assert (found.ranking[0], found.is_clear) == (first, first != start), seen

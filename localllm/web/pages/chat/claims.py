@@ -119,7 +119,10 @@ def start(
             prompt_token_ids = await asyncio.to_thread(lambda: conversation.encode(conversation.prompt(served), served))
             params, new_reader = conversation.reading(served, params, prompt_token_ids)
             asked = GenerationRequest(
-                reply.request_id, prompt_token_ids, params, options=RequestOptions(cache_salt=claim.cache_salt)
+                reply.request_id,
+                prompt_token_ids,
+                params,
+                options=RequestOptions(cache_salt=claim.cache_salt, source="chat"),
             )
             reply.start(served.generator, asked, new_reader and new_reader())
         except BaseException as error:
