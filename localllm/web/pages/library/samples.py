@@ -92,7 +92,7 @@ def _picks(*, offline: bool = False) -> v.Picks:
         "/",
         "Qwen3 8B",
         "All-round.",
-        "4.7 GiB",
+        "4.7 GiB, 8.2 B parameters",
         "5.5 GiB at 4,096 tokens (9.0 GiB at its longest, 33,408)",
         "11 to 24 tokens/s",
         "apache-2.0",

@@ -121,10 +121,10 @@ def _card(found: FittingPick, config: EngineConfig, hardware: Hardware) -> PickC
         url=page_url(pick.name),
         title=pick.title,
         says=" ".join(filter(None, (pick.says, found.gpus))),
-        download=format_bytes(pick.bytes),
+        download=f"{format_bytes(pick.bytes)}, {format_parameters(pick.parameters)} parameters",
         memory=needs_in_words(found.needs(config, hardware)),
         speed=found.speed,
-        license=", ".join(filter(None, (f"{format_parameters(pick.parameters)} parameters", pick.license))),
+        license=pick.license or "not stated",
     )
 
 

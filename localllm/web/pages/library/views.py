@@ -65,7 +65,7 @@ class PickCard:
     url: str
     title: str
     says: str
-    download: str  # 5.0 GiB
+    download: str  # 5.0 GiB, 8.2 B parameters
     memory: str  # 1.1 GiB at 4,096 tokens (10.7 GiB at its longest, 40,960)
     speed: str  # 11 to 24 tokens/s; empty: unknown
     license: str

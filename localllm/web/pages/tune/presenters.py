@@ -188,7 +188,8 @@ def trials(job: Job) -> TrialTable:
         rows.insert(0, TrialRow(began.number, cells, effort, "under-way", "", "", "", "", "", "", planned, ""))
     measured = sum(trial.was_measured for trial in job.trials)
     heads = tuple((LABELS[name], flags_of({name: "…"})) for name in names)
-    return TrialTable(tuple(rows), heads, job.goal.unit, measured, len(job.trials) - measured)
+    best_is = RUNS_NOW if job.result is not None and job.result.keeps_start else "best"
+    return TrialTable(tuple(rows), heads, job.goal.unit, measured, len(job.trials) - measured, best_is)
 
 
 def _cells(settings: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:

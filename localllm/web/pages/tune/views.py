@@ -151,6 +151,7 @@ class TrialTable(View):
     unit: str
     measured: int
     refused: int
+    best_is: str = "best"  # the tag of the best trial
 
 
 @dataclass(frozen=True, slots=True)
