@@ -147,6 +147,7 @@ GUESS, OTHER = (0,), (1,)
         ([100, 101, 115], [113, 114, 130], 0, GUESS, False),  # +13 %, and the guess was once as good
         ([100, 101, 100], [100.5, 100.6, 101.2], 0, GUESS, False),  # less than the least noise
         ([100, 101, 100], [100.5, 100.6, 101.2], 9, OTHER, False),  # as fast, with a longer context
+        ([97, 97, 106], [105, 113, 113.5], 0, GUESS, False),  # +11 %, but one of the guess's was better than one of its
         ([100, 101, 100], [120, 90, 122], 0, GUESS, False),  # below the guess once
     ],
 )
