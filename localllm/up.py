@@ -67,8 +67,10 @@ def up(
     *,
     started_s: float | None = None,
     passed: socket.socket | None = None,
-) -> None:
-    """Serve until a signal arrives, or until the server was idle for `exit_when_idle`.
+    can_restart: bool = False,
+) -> bool:
+    """Serve until a signal arrives, or until the server was idle for `exit_when_idle`. Return whether to start again,
+    which a person may ask for on the settings page if `can_restart`.
 
     `started_s`: when the command was given, by `time.perf_counter`. `passed`: a service manager's listening socket.
 
@@ -83,9 +85,12 @@ def up(
     with contextlib.closing(address), faults.installed(), asyncio.Runner(loop_factory=new_event_loop) as runner:
         with paused_collection():
             serving = _Serving(settings, announcer, address, started_s, faults)
+        if can_restart:
+            serving.server.app.state["restart"] = serving.restart
         was_ready = runner.run(serving.run())
-    if not was_ready:
+    if not was_ready and not serving.restarts:
         raise KeyboardInterrupt
+    return serving.restarts
 
 
 class _Serving:
@@ -99,6 +104,7 @@ class _Serving:
         self.manager = ModelManager()
         self.server = _Server(create_app(self.manager, settings, faults), drain_s=DRAIN_S)
         self.stop = asyncio.Event()
+        self.restarts = False
         self.model: ServedModel | None = None  # the first model; None: not loaded at the start
 
     async def run(self) -> bool:
@@ -115,6 +121,11 @@ class _Serving:
                 await serving
                 await self.manager.close()
         return was_ready
+
+    def restart(self) -> None:
+        """Stop as after a signal, and start again. Called on the event loop."""
+        self.restarts = True
+        self.stop.set()
 
     async def _load(self, serving: asyncio.Task[None]) -> bool:
         """Load the first model. Return False if a signal came first."""

@@ -67,9 +67,18 @@ SERVE = """
 import sys
 {before}
 import localllm.cli.announce as announce
+import localllm.serving.phases as phases
+def imported():
+    return sorted({names!r} & set(sys.modules))
+at_phase = {{}}  # a phase is announced by another thread, later than it is reported
+reported = phases.PhaseReporter.__call__
+def report(self, *args, **named):
+    at_phase[self.name] = imported()
+    reported(self, *args, **named)
+phases.PhaseReporter.__call__ = report
 told = announce.JsonAnnouncer._say
 def say(self, event, **facts):
-    told(self, event, imported=sorted({names!r} & set(sys.modules)), **facts)
+    told(self, event, imported=at_phase.get(facts.get("phase"), imported()), **facts)
 announce.JsonAnnouncer._say = say
 from localllm.cli import main
 sys.exit(main({words!r}))

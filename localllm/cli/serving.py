@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import sys
 import time
 from dataclasses import replace
@@ -18,6 +19,7 @@ from localllm.config.settings import Settings
 from localllm.logs.log_file import LogFile, log_path
 from localllm.logs.recent_logs import RecentLogs
 from localllm.machine.memory import paused_collection
+from localllm.machine.restart import can_restart, restart, was_restarted
 from localllm.machine.systemd import inherited_socket
 from localllm.machine.threads import set_thread_environment
 
@@ -37,7 +39,10 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
+    environ, again = dict(os.environ), was_restarted()
     settings, passed = settings_from(options), inherited_socket()
+    if again:  # the page that asked for the restart is still open
+        settings = replace(settings, server=replace(settings.server, open_browser=False))
     if passed is not None:  # keys, host names and the log depend on the address of the socket
         settings = replace(settings, server=settings.server.at(passed.getsockname()[:2]))
     set_thread_environment()
@@ -54,11 +59,15 @@ def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
     announcer = Announcers(*said, LogAnnouncer(), ServiceAnnouncer())
     try:
         with contextlib.closing(announcer):
-            go_up(settings, announcer, started_s=STARTED_S, passed=passed)
+            restarts = passed is None and can_restart()
+            again = go_up(settings, announcer, started_s=STARTED_S, passed=passed, can_restart=restarts)
     except Exception as error:
         log.info("ended error=%r", str(error))  # cli/__init__.py prints it at the terminal
         raise
-    log.info("ended")
+    log.info("ended, and starts again" if again else "ended")
+    if again:
+        logging.shutdown()
+        restart(environ)
     return 0
 
 

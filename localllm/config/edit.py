@@ -48,6 +48,11 @@ def planned(path: Path, name: str, asked: str | None) -> Change:
     return Change(path, name, line, old_line, new)
 
 
+def present_line(path: Path, name: str) -> str:
+    """Return the line of the file that sets `name`; empty if no line does. Raises `ConfigError`."""
+    return _replaced(_read(path), name, "")[0]
+
+
 def write(change: Change) -> None:
     """Replace the file atomically. Raises `ConfigError`."""
     path = change.path.resolve()  # a symbolic link stays one

@@ -139,6 +139,24 @@ class SettingSpec:
             return "for ever" if math.isinf(value) else f"{value:g}"
         return str(value)
 
+    def typed(self, value: Any) -> str:
+        """Return a value as it can be typed: `parse` reads the same value from it. Empty for None, a secret, and a
+        value that cannot be typed in one line.
+        """
+        if value is None or value == () or self.is_secret:
+            return ""
+        text = self._sized(value) if self.unit == "bytes" and isinstance(value, int) else self.shown(value)
+        try:
+            return text if self.parse(text) == value else str(value)
+        except ConfigError:
+            return "-1" if self.unit == "seconds" and math.isinf(value) else ""
+
+    @staticmethod
+    def _sized(size_bytes: int) -> str:
+        """Return the size in the largest unit that divides it."""
+        units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+        return next((f"{size_bytes // size}{unit}" for unit, size in units if not size_bytes % size), str(size_bytes))
+
 
 def setting(default: Any, group: str, text: str, **described: Any) -> Any:
     """Return a dataclass field with its description: arguments as for `SettingSpec`."""

@@ -29,8 +29,9 @@ MODEL, ADAPTERS, REQUESTS, MEMORY, SCHEDULING = "Model", "Adapters", "Requests",
 PARALLEL = "Several GPUs"
 SERVER, ACCESS, SEVERAL_MODELS = "Server", "Access", "Several models"
 
-MAX_UPLOAD_BYTES = 16 * 1024**2
-"""The largest file that a page accepts as an upload; not a setting."""
+MAX_UPLOAD_BYTES = 64 * 1024**2
+"""The largest body with files that a page accepts; not a setting. Files are received to disk."""
+MIN_INFLIGHT_BODY_BYTES = 16 * 1024**2
 
 
 def _parse_length(raw: Any) -> int | None:
@@ -240,6 +241,9 @@ class ServerConfig:
         True, SERVER, "serve the chat and dashboard pages")
     chat_history: bool = setting(
         True, SERVER, "store the page's chats on disk, in chats.db of the data folder")
+    chat_titles: str = setting(
+        "auto", SERVER, "have the model write a title for each new chat, after its first reply",
+        choices=("auto", "on", "off"), note="auto: only a model on a GPU")
     open_browser: bool = setting(
         False, SERVER, "open the chat page in a browser when ready", aliases=("--open",))
     exit_when_idle: float | None = setting(
@@ -259,7 +263,7 @@ class ServerConfig:
         note="raise it for large prompt_embeds")
     max_inflight_body_bytes: int = setting(
         256 * 1024**2, SERVER, "largest total size of the bodies of all running requests", unit="bytes",
-        low=MAX_UPLOAD_BYTES, note="never less than max_body_bytes")
+        low=MIN_INFLIGHT_BODY_BYTES, note="never less than max_body_bytes")
 
     api_key: str | tuple[str, ...] | None = setting(
         None, ACCESS, "admin key that clients must send",

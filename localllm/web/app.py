@@ -38,6 +38,7 @@ from localllm.web.access.tls import check_certificate
 from localllm.web.access.uncached import keep_nothing_of_requests
 from localllm.web.activity import Activity, Closing
 from localllm.web.api import anthropic, ollama, openai, responses, router
+from localllm.web.api.engine_ids import EngineIds
 from localllm.web.api.openapi import openapi_json
 from localllm.web.api.own import health, hub, running
 from localllm.web.api.responses.store import ResponseStore
@@ -65,8 +66,8 @@ class Application(Litestar):
 
 def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | None = None) -> Litestar:
     """Return the application. Its `app.state` holds `manager`, `settings`, `downloads`, `responses` (the stored ones),
-    `key_ring`, `guesses`, `http_counts`, `watchdog`, `activity`, and `closing`, which is set at shutdown. `faults`
-    records unhandled errors.
+    `key_ring`, `guesses`, `http_counts`, `engine_ids`, `watchdog`, `activity`, and `closing`, which is set at shutdown.
+    `faults` records unhandled errors.
     """
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
     handlers += [*openai.routes(), *responses.routes(), *anthropic.routes(), *ollama.routes()]
@@ -93,6 +94,7 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
                 "key_ring": keys,
                 "guesses": guesses,
                 "http_counts": counts,
+                "engine_ids": EngineIds(),
                 "watchdog": watchdog,
                 "activity": activity,
                 "closing": Closing(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import html
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self, cast
 
 import msgspec
@@ -63,6 +64,9 @@ API_PREFIXES = (
     "/health",
     "/ping",
 )
+
+ErrorPages = Callable[[Scope, LocalLLMError], tuple[str, Mapping[str, str]] | None]
+"""`app.state.error_page`, which the web pages set: returns the page of an error with its headers, or None."""
 
 Dialect = Literal["openai", "anthropic", "ollama"]
 ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
@@ -322,8 +326,8 @@ def handle_exception(request: Request[Any, Any, Any], error: Exception) -> Respo
     headers = retry_headers(local)
     if isinstance(error, HTTPException) and error.status_code == 405:
         headers["allow"] = _allowed_methods(error)
-    status, body, media_type = _render(request.scope, local)
-    headers |= _page_headers(media_type)
+    status, body, media_type, of_page = _render(request.scope, local)
+    headers |= of_page
     drop_frames(error)
     return Response(body, status_code=status, media_type=media_type, headers=headers)
 
@@ -342,13 +346,13 @@ def drop_frames(error: BaseException | None) -> None:
 
 def error_response(scope: Scope, error: LocalLLMError, headers: dict[str, str] | None = None) -> ASGIResponse:
     """Return the same answer for ASGI callers that run before Litestar has a request."""
-    status, body, media_type = _render(scope, error)
+    status, body, media_type, of_page = _render(scope, error)
     is_head = scope.get("method") == "HEAD"
     return ASGIResponse(
         body=b"" if is_head else body,
         status_code=status,
         media_type=media_type,
-        headers=retry_headers(error) | _page_headers(media_type) | (headers or {}),
+        headers=retry_headers(error) | of_page | (headers or {}),
         is_head_response=is_head,
     )
 
@@ -365,26 +369,34 @@ def wants_html(scope: Scope) -> bool:
     return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
 
 
-def _render(scope: Scope, error: LocalLLMError) -> tuple[int, bytes, str]:
-    """Return status, body and media type."""
+def _render(scope: Scope, error: LocalLLMError) -> tuple[int, bytes, str, dict[str, str]]:
+    """Return status, body, media type, and the headers that belong to the body."""
     status = error.status
     if wants_html(scope):
-        return status, _page(error).encode(), "text/html"
+        body, headers = _error_page(scope, error)
+        return status, body.encode(), "text/html", headers
     match dialect_of(scope["path"]):
         case "anthropic":
-            return _anthropic_status(error), to_json(anthropic_error(error, scope)), "application/json"
+            return _anthropic_status(error), to_json(anthropic_error(error, scope)), "application/json", {}
         case "ollama":
-            return status, to_json(ollama_error(error)), "application/json"
+            return status, to_json(ollama_error(error)), "application/json", {}
         case "openai":
-            return status, to_json(openai_error(error)), "application/json"
+            return status, to_json(openai_error(error)), "application/json", {}
 
 
-def _page_headers(media_type: str) -> dict[str, str]:
-    """Return the headers of an error page; its policy allows nothing but the page's own style."""
+def _error_page(scope: Scope, error: LocalLLMError) -> tuple[str, dict[str, str]]:
+    """Return a page with its headers: in the frame of the web pages if they are served and have one for this error,
+    else a small page whose policy allows nothing but its own style.
+    """
+    app = scope.get("litestar_app")
+    framed: ErrorPages | None = app.state.get("error_page") if app is not None else None
+    found = framed(scope, error) if framed is not None else None
+    if found is not None:
+        return found[0], dict(found[1])
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
     )
-    return {"content-security-policy": policy} if media_type == "text/html" else {}
+    return _page(error), {"content-security-policy": policy}
 
 
 def _page(error: LocalLLMError) -> str:

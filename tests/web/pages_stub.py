@@ -75,6 +75,9 @@ class StubTemplate:
     def __bool__(self) -> bool:
         return True
 
+    def reads(self, variable: str) -> bool:
+        return False
+
     def render(self, messages: Sequence[dict[str, Any]], **switches: Any) -> str:
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
@@ -180,8 +183,7 @@ class StubClient:
         lines = tuple(self.running.values())
         used = sum(line.num_blocks for line in lines)
         cached = min(BLOCKS - used, 5 * len(self.finished))
-        busy = bool(lines)
-        rate = 1 / self.every_s * len(lines) if busy else 0.0
+        rate = len(lines) / max(self.every_s, 1e-3)
         latency = _histogram(self.latencies[-400:])
         ttft = _histogram([line.ttft_s or 0.0 for line in self.finished])
         empty = _histogram([])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import sqlite3
 import stat
@@ -24,7 +25,9 @@ from localllm.web.pages.chat.store import Chats, ChatStore, StoredMessage, chat_
 from localllm.web.pages.chat.store import chats as chat_rows
 from localllm.web.pages.chat.store.chats import UNDO_S
 from localllm.web.pages.chat.store.database import MIGRATIONS, open_database
-from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
+from localllm.web.pages.chat.store.projects import ProjectNotFound
+from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable, SavedPrompt
+from localllm.web.pages.chat.store.saved_prompts import MAX_PROMPTS, PromptExists, PromptNotFound, TooManyPrompts
 
 Result = TypeVar("Result")
 WORDS = ("alpha", "Beta", "gämma", "delta-wing", '"quoted"', "AND", "naïve")
@@ -36,8 +39,10 @@ class PlainChat:
 
     def __init__(self, owner: str, title: str) -> None:
         self.owner, self.title, self.pinned, self.leaf = owner, title, False, None
+        self.archived, self.project = False, ""
         self.messages: dict[str, tuple[str | None, str]] = {}  # in order: parent, text
         self.gone: set[str] = set()
+        self.compared: dict[str, list[str]] = {}  # parent -> the replies that are shown beside each other
 
     def alive(self) -> list[str]:
         return [each for each in self.messages if each not in self.gone]
@@ -48,6 +53,10 @@ class PlainChat:
             found.insert(0, at)
             at = self.messages[at][0]
         return found
+
+    def beside(self) -> list[str]:
+        shown = self.compared.get(self.messages[self.leaf][0] or "", []) if self.leaf else []
+        return [each for each in self.alive() if each in shown and each != self.leaf] if self.leaf in shown else []
 
     def versions(self, message_id: str) -> list[str]:
         return [each for each in self.alive() if self.messages[each][0] == self.messages[message_id][0]]
@@ -64,6 +73,7 @@ class StoreWalk(RuleBasedStateMachine):
     """Any calls in any order."""
 
     chats, messages, deletions = Bundle("chats"), Bundle("messages"), Bundle("deletions")
+    projects, group_deletions = Bundle("projects"), Bundle("group_deletions")
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,6 +81,8 @@ class StoreWalk(RuleBasedStateMachine):
         self.store = Chats(self.db)
         self.plain: dict[str, PlainChat] = {}
         self.deleted: set[str] = set()
+        self.names: dict[str, str] = {}  # of projects, deleted ones too
+        self.projects_gone: set[str] = set()
 
     def teardown(self) -> None:
         self.db.close()
@@ -100,8 +112,44 @@ class StoreWalk(RuleBasedStateMachine):
         plain = self.plain[chat]
         parent = below[1] if below and below[0] == chat and below[1] in plain.alive() else plain.leaf
         message = self.store.add(chat, parent, "user", text, {"figures": 1})
-        plain.messages[message.id], plain.leaf = (parent, text), message.id
+        plain.messages[message.id], plain.leaf, plain.archived = (parent, text), message.id, False
         return chat, message.id
+
+    @rule(target=messages, message=messages)
+    def compare(self, message: tuple[str, str]) -> Any:
+        chat, parent = message
+        if not self.here(chat) or parent not in self.plain[chat].alive():
+            return multiple()
+        plain = self.plain[chat]
+        replies = self.store.compare(chat, parent, [{"model": "a"}, {"model": "b"}])
+        assert [each.details for each in replies] == [{"model": "a"}, {"model": "b"}]
+        plain.messages |= {each.id: (parent, "") for each in replies}
+        plain.compared[parent], plain.leaf = [each.id for each in replies], replies[0].id
+        return multiple(*((chat, each.id) for each in replies))
+
+    @rule(target=chats, message=messages)
+    def fork(self, message: tuple[str, str]) -> Any:
+        chat, message_id = message
+        if not self.here(chat) or message_id not in self.plain[chat].alive():
+            return multiple()
+        plain = self.plain[chat]
+        with pytest.raises(ChatNotFound):
+            self.store.fork("you", chat, message_id)
+        copy = self.store.fork("me", chat, message_id)
+        before = self.store.branch(chat, message_id).messages
+        after = self.store.branch(copy.id, copy.leaf)
+        assert [(m.role, m.text) for m in after.messages] == [(m.role, m.text) for m in before]
+        assert [m.details for m in after.messages] == [
+            {name: value for name, value in m.details.items() if name != "compared"} for m in before
+        ]
+        assert copy.settings == self.store.get("me", chat).settings
+        titles = [each.title for name, each in self.plain.items() if name not in self.deleted]
+        assert copy.title not in titles
+        assert re.sub(r" \(\d+\)$", "", copy.title) == re.sub(r" \(\d+\)$", "", plain.title)
+        made = self.plain[copy.id] = PlainChat("me", copy.title)
+        made.messages = {m.id: (m.parent_id, m.text) for m in after.messages}
+        made.leaf = copy.leaf
+        return copy.id
 
     @rule(message=messages, text=texts)
     def write(self, message: tuple[str, str], text: str) -> None:
@@ -109,6 +157,7 @@ class StoreWalk(RuleBasedStateMachine):
         self.store.write(message_id, text, {})
         if chat in self.plain and message_id in self.plain[chat].messages:
             self.plain[chat].messages[message_id] = (self.plain[chat].messages[message_id][0], text)
+            self.plain[chat].compared.pop(message_id, None)  # it is among the details
 
     @rule(chat=chats, title=texts, pinned=st.booleans())
     def rename_and_pin(self, chat: str, title: str, pinned: bool) -> None:
@@ -123,6 +172,7 @@ class StoreWalk(RuleBasedStateMachine):
         if self.here(chat) and message_id in self.plain[chat].alive():
             leaf = self.store.select(chat, message_id)
             self.plain[chat].leaf = self.plain[chat].newest_leaf(message_id)
+            self.plain[chat].compared.pop(self.plain[chat].messages[message_id][0] or "", None)
             assert leaf == self.plain[chat].leaf
 
     @rule(target=deletions, chat=chats)
@@ -159,16 +209,94 @@ class StoreWalk(RuleBasedStateMachine):
             with pytest.raises(ChatNotFound):
                 self.store.undo("me", name)
             return
-        assert self.store.undo("me", name) == chat
+        restored = self.store.undo("me", name)
+        assert (restored.kind, restored.id) == ("message" if doomed else "chat", chat)
         if doomed:
             plain.gone -= doomed
             plain.leaf = leaf or plain.leaf
         else:
             self.deleted.discard(chat)
 
+    @rule(target=projects, name=texts)
+    def create_project(self, name: str) -> Any:
+        project = self.store.add_project("me", name)
+        self.names[project.id] = name
+        return project.id
+
+    @rule(chats=st.lists(chats, max_size=3), archived=st.booleans())
+    def archive(self, chats: list[str], archived: bool) -> None:
+        there = {chat for chat in chats if self.here(chat)}
+        if not there:
+            with pytest.raises(ChatNotFound):
+                self.store.archive("me", chats, archived)
+            return
+        assert set(self.store.archive("me", chats, archived)) == there
+        for chat in there:
+            self.plain[chat].archived = archived
+
+    @rule(chats=st.lists(chats, min_size=1, max_size=3), project=projects | st.just(""))
+    def move(self, chats: list[str], project: str) -> None:
+        there = {chat for chat in chats if self.here(chat)}
+        if project and (project not in self.names or project in self.projects_gone):
+            with pytest.raises(ProjectNotFound):
+                self.store.move("me", chats, project)
+            return
+        with pytest.raises(ChatNotFound if not project else ProjectNotFound):
+            self.store.move("you", chats, project)
+        if there:
+            assert set(self.store.move("me", chats, project)) == there
+            for chat in there:
+                self.plain[chat].project = project
+
+    @rule(target=group_deletions, project=projects, with_chats=st.booleans())
+    def delete_project(self, project: str, with_chats: bool) -> Any:
+        if project not in self.names or project in self.projects_gone:
+            with pytest.raises(ProjectNotFound):
+                self.store.project("me", project)
+            return multiple()
+        chats = {chat for chat, plain in self.plain.items() if plain.project == project and chat not in self.deleted}
+        deletion, gone = self.store.delete_project("me", project, with_chats=with_chats)
+        assert set(gone) == (chats if with_chats else set())
+        self.projects_gone.add(project)
+        self.deleted |= chats if with_chats else set()
+        return deletion, project, chats if with_chats else set()
+
+    @rule(target=group_deletions, chats=st.lists(chats, min_size=1, max_size=3))
+    def delete_chats(self, chats: list[str]) -> Any:
+        there = {chat for chat in chats if self.here(chat)}
+        if not there:
+            with pytest.raises(ChatNotFound):
+                self.store.delete_chats("me", chats)
+            return multiple()
+        deletion, gone = self.store.delete_chats("me", chats)
+        assert set(gone) == there
+        self.deleted |= there
+        return deletion, "", there
+
+    @rule(deletion=consumes(group_deletions))
+    def undo_group(self, deletion: tuple[str, str, set[str]]) -> None:
+        name, project, chats = deletion
+        with pytest.raises(ChatNotFound):
+            self.store.undo("you", name)
+        if not (project in self.names if project else chats & self.plain.keys()):
+            with pytest.raises(ChatNotFound):
+                self.store.undo("me", name)
+            return
+        restored = self.store.undo("me", name)
+        assert restored.kind == ("project" if project else "chat")
+        assert restored.id in ({project} if project else chats)
+        assert restored.count == (1 if project else len(chats))
+        self.projects_gone.discard(project)
+        self.deleted -= chats
+
     @rule()
     def purge(self) -> None:
         self.store.purge(time.time() + 1)
+        for project in self.projects_gone:
+            self.names.pop(project)
+            for plain in self.plain.values():
+                plain.project = "" if plain.project == project else plain.project
+        self.projects_gone.clear()
         for chat in self.deleted:
             self.plain.pop(chat)
         self.deleted.clear()
@@ -202,17 +330,38 @@ class StoreWalk(RuleBasedStateMachine):
                 continue
             chat = self.store.get("me", chat_id)
             assert (chat.title, chat.pinned, chat.leaf) == (plain.title, plain.pinned, plain.leaf)
+            assert (chat.archived, chat.project_id or "") == (plain.archived, self.project_of(plain))
             branch = self.store.branch(chat_id, chat.leaf)
             assert [m.id for m in branch.messages] == plain.path()
             assert [m.text for m in branch.messages] == [plain.messages[m][1] for m in plain.path()]
             assert [list(m.versions) for m in branch.messages] == [plain.versions(m) for m in plain.path()]
+            assert [m.id for m in branch.beside] == plain.beside()
             assert [m.id for m in self.store.all_messages(chat_id)] == plain.alive()
+
+    def project_of(self, plain: PlainChat) -> str:
+        return "" if plain.project in self.projects_gone else plain.project
 
     @invariant()
     def list_holds_what_is_there(self) -> None:
-        listed = self.store.latest("me", 1000)
-        assert {chat.id for chat in listed} == self.plain.keys() - self.deleted
-        assert [chat.pinned for chat in listed] == sorted((chat.pinned for chat in listed), reverse=True)
+        there = {chat: plain for chat, plain in self.plain.items() if chat not in self.deleted}
+        for archived in (False, True):
+            listed = self.store.latest("me", 1000, archived=archived)
+            assert {chat.id for chat in listed} == {chat for chat, plain in there.items() if plain.archived == archived}
+            assert [chat.pinned for chat in listed] == sorted((chat.pinned for chat in listed), reverse=True)
+        beside = {chat for chat, plain in there.items() if not plain.archived}
+        grouped = {chat for chat in beside if self.project_of(there[chat]) and not there[chat].pinned}
+        assert {chat.id for chat in self.store.in_projects("me", 1000)} == grouped
+        assert {chat.id for chat in self.store.outside_projects("me", 1000)} == beside - grouped
+
+    @invariant()
+    def projects_are_those_of_the_model(self) -> None:
+        there = self.names.keys() - self.projects_gone
+        found = self.store.projects("me")
+        assert {each.id: each.name for each in found} == {each: self.names[each] for each in there}
+        for each in found:
+            chats = {chat for chat, plain in self.plain.items() if plain.project == each.id and not plain.archived}
+            assert each.num_chats == len(chats - self.deleted)
+            assert {chat.id for chat in self.store.chats_of_project("me", each.id, 1000)} == chats - self.deleted
 
 
 def _words(text: str) -> list[str]:
@@ -298,7 +447,7 @@ def test_a_second_server_on_the_file_takes_nothing_from_the_first(
 
         async def look(store: ChatStore) -> str:
             await store.call(Chats.latest, "", 1)
-            assert await store.call(Chats.undo, "", deletion) == chat_id
+            assert (await store.call(Chats.undo, "", deletion)).id == chat_id
             chat = await store.call(Chats.get, "", chat_id)
             reply = (await store.call(Chats.branch, chat.id, chat.leaf)).messages[-1]
             return str(reply.details["finish_reason"])
@@ -462,3 +611,130 @@ def test_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "localllm").write_text("a file")
     with pytest.raises(ChatsUnavailable, match="cannot be read or written"):
         on(tmp_path / "localllm" / "chats.db", _titles)
+
+
+def test_presets_of_the_version_before_prompts_become_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    with sqlite3.connect(path) as db:
+        for script in MIGRATIONS[:2]:
+            db.executescript(script)
+        db.execute("INSERT INTO chat (id, owner, title, updated_s) VALUES ('c', 'alice', 'kept', 1)")
+        db.execute("""INSERT INTO preset VALUES ('alice', 'Exact', '{"temperature": "0"}'), ('bob', 'Wild', '{}')""")
+        db.execute("PRAGMA user_version = 2")
+    db.close()
+
+    async def look(store: ChatStore) -> None:
+        chat = await store.call(Chats.get, "alice", "c")
+        assert (chat.title, chat.archived, chat.project_id) == ("kept", False, None)
+        (prompt,) = await store.call(Chats.prompts, "alice")
+        assert (prompt.name, prompt.text, prompt.settings) == ("Exact", "", {"temperature": "0"})
+        assert await store.call(Chats.presets, "alice") == {"Exact": {"temperature": "0"}}
+        with pytest.raises(PromptNotFound):
+            await store.call(Chats.prompt, "bob", prompt.id)
+
+    on(path, look)
+
+
+def test_a_file_of_the_version_before_prompts_can_be_wiped_from_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    with sqlite3.connect(path) as db:
+        for script in MIGRATIONS[:2]:
+            db.executescript(script)
+        db.execute("INSERT INTO preset VALUES ('alice', 'Exact', '{}')")
+    db.close()
+    with database.beside_a_server(path) as beside:
+        assert beside is not None
+        Chats(beside).wipe("alice")
+        assert beside.execute("SELECT count(*) FROM preset").fetchone() == (0,)
+
+
+def test_prompts_have_one_name_each_and_imported_ones_get_a_number() -> None:
+    with closing(open_database(None)[0]) as db:
+        store = Chats(db)
+        first = store.add_prompt("me", "Review", "Look at {{code}}", {})
+        store.add_prompt("you", "Review", "another owner's", {})
+        with pytest.raises(PromptExists):
+            store.add_prompt("me", "Review", "", {})
+        other = store.add_prompt("me", "Other", "", {"system": "x"})
+        with pytest.raises(PromptExists):
+            store.change_prompt("me", other.id, "Review", "", {})
+        store.change_prompt("me", other.id, "Other", "changed", {})
+        assert (
+            store.add_prompts(
+                "me", [first, SavedPrompt("", "Review", "new", {}), SavedPrompt("", "Review", "newer", {})]
+            )
+            == 2
+        )
+        assert [(each.name, each.text) for each in store.prompts("me")] == [
+            ("Other", "changed"),
+            ("Review", "Look at {{code}}"),
+            ("Review (2)", "new"),
+            ("Review (3)", "newer"),
+        ]
+        deletion = store.delete_prompt("me", first.id)
+        with pytest.raises(PromptNotFound):
+            store.prompt("me", first.id)
+        with pytest.raises(ChatNotFound):
+            store.undo("you", deletion)
+        assert store.undo("me", deletion).kind == "prompt"
+        assert store.prompt("me", first.id) == first
+        with pytest.raises(TooManyPrompts):
+            store.add_prompts("me", [SavedPrompt("", str(number), "", {}) for number in range(MAX_PROMPTS)])
+        assert len(store.prompts("me")) == 4
+
+
+def test_the_newest_chats_of_each_project_are_listed_and_its_files_go_with_it() -> None:
+    with closing(open_database(None)[0]) as db:
+        store = Chats(db)
+        one, two = store.add_project("me", "one"), store.add_project("me", "two")
+        for number in range(12):
+            store.create("me", str(number), {}, (one.id, two.id)[number % 2])
+        with pytest.raises(ProjectNotFound):
+            store.create("you", "not mine", {}, one.id)
+        assert [chat.title for chat in store.in_projects("me", 2)] == ["11", "10", "9", "8"]
+        store.add_file("me", one.id, "a.txt", "old")
+        store.add_file("me", one.id, "b.txt", "b")
+        store.add_file("me", one.id, "a.txt", "new")
+        assert [(file.name, file.text) for file in store.project_files(one.id)] == [("b.txt", "b"), ("a.txt", "new")]
+        with pytest.raises(ProjectNotFound):
+            store.add_file("you", one.id, "c.txt", "c")
+        deletion, _ = store.delete_project("me", one.id, with_chats=False)
+        assert store.project_files(one.id) == []
+        store.undo("me", deletion)
+        assert len(store.project_files(one.id)) == 2
+        store.delete_project("me", one.id, with_chats=True)
+        store.purge(time.time() + 1)
+        assert db.execute("SELECT count(*) FROM project_file").fetchone() == (0,)
+        assert {chat.project_name for chat in store.latest("me", 100)} == {"two"}
+
+
+def test_old_chats_are_those_that_have_not_changed_and_are_not_pinned() -> None:
+    with closing(open_database(None)[0]) as db:
+        store = Chats(db)
+        old, pinned, new = (store.create("me", title, {}).id for title in ("old", "pinned", "new"))
+        store.create("you", "not mine", {})
+        store.pin("me", pinned, True)
+        db.execute("UPDATE chat SET updated_s = 1000 WHERE id <> ?", (new,))
+        assert (store.count_old("me", 1000), store.count_old("me", 1001)) == (0, 1)
+        assert store.old("me", 1001) == [old]
+
+
+def test_totals_are_over_all_branches() -> None:
+    with closing(open_database(None)[0]) as db:
+        store = Chats(db)
+        chat = store.create("me", "", {})
+        first = store.add(chat.id, None, "user", "hi")
+        figures = {
+            "prompt_tokens": 10,
+            "cached_tokens": 4,
+            "completion_tokens": 21,
+            "ttft_s": 0.5,
+            "tokens_per_s": 10.0,
+        }
+        store.add(chat.id, first.id, "assistant", "x", figures)
+        store.add(chat.id, first.id, "assistant", "y", {**figures, "tokens_per_s": 0, "cached_tokens": 0})
+        store.add(chat.id, first.id, "assistant", "failed", {"error": ["x"]})
+        totals = store.totals(chat.id)
+        assert (totals.num_messages, totals.prompt_tokens, totals.cached_tokens) == (4, 20, 4)
+        assert (totals.completion_tokens, totals.duration_s) == (42, 3.0)
+        assert store.totals(store.create("me", "", {}).id).duration_s == 0.0

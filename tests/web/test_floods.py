@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from localllm.config.settings import MAX_UPLOAD_BYTES, ServerConfig
+from localllm.config.settings import MIN_INFLIGHT_BODY_BYTES, ServerConfig
 from localllm.errors import ConfigError
 from localllm.web.access.keys import Key, add_key, keys_path
 from localllm.web.access.limits import MOST_CLIENTS, WRONG_KEYS_PER_MINUTE, Bodies, Buckets, Guesses
@@ -107,7 +107,7 @@ def test_announcing_takes_no_room(narrow: Narrow) -> None:
 
 def test_one_body_always_fits() -> None:
     with pytest.raises(ConfigError, match="inflight"):
-        ServerConfig(max_inflight_body_bytes=MAX_UPLOAD_BYTES - 1)
+        ServerConfig(max_inflight_body_bytes=MIN_INFLIGHT_BODY_BYTES - 1)
     with pytest.raises(ConfigError, match="inflight"):
         ServerConfig(max_body_bytes=2**26, max_inflight_body_bytes=2**25)
 

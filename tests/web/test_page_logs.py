@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
 
 from localllm.errors import InvalidParameter
 from localllm.logs.recent_logs import LogLine, RecentLogs
-from localllm.web.pages.logs.filters import LogFilter, filter_from, row
-from tests.web.live_server import LiveServer, settings
+from localllm.web.pages.frame.render import render
+from localllm.web.pages.logs.filters import LogFilter, filter_from, request_urls, row
+from localllm.web.pages.logs.views import LogTable
+from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import StubModel
 
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s %(message)s"
@@ -55,6 +59,9 @@ def shown(page: str) -> list[str]:
         (LogFilter(text="/chat"), [1]),
         (LogFilter(request_id="abc"), [1, 3]),  # its choices are of the request too, another id is not
         (LogFilter(level="warning", text="load", request_id="abc"), [3]),
+        (LogFilter(kind="requests"), [1, 2]),
+        (LogFilter(kind="server"), [3, 4]),
+        (LogFilter(level="info", kind="requests"), [1]),
     ],
 )
 def test_lines_are_chosen_by_level_text_and_request(log_filter: LogFilter, numbers: list[int]) -> None:
@@ -62,7 +69,9 @@ def test_lines_are_chosen_by_level_text_and_request(log_filter: LogFilter, numbe
     assert filter_from(dict(httpx.QueryParams(log_filter.query))) == log_filter
 
 
-@pytest.mark.parametrize("given", [{"level": "loud"}, {"text": "x" * 201}, {"id": "a b"}, {"id": "x" * 129}])
+@pytest.mark.parametrize(
+    "given", [{"level": "loud"}, {"text": "x" * 201}, {"id": "a b"}, {"id": "x" * 129}, {"what": "me"}]
+)
 def test_a_choice_that_cannot_be_read_is_refused(given: dict[str, str], server: LiveServer) -> None:
     with pytest.raises(InvalidParameter):
         filter_from(given)
@@ -74,6 +83,66 @@ def test_a_line_is_taken_apart_and_one_of_another_make_stays_whole() -> None:
     assert row(LINES[2]).text == "load failed id=abc-0"
     assert (row(LINES[2]).kind, row(LINES[2]).logger) == ("warning", "serving")
     assert row(LINES[3]).text == LINES[3].text
+
+
+def test_a_long_id_is_short_and_leads_to_its_request() -> None:
+    request_id = "4f2a91cc0d5b47a09d1f3c5e7b9a1c2d"
+    line = replace(LINES[0], text=f"2026 INFO    localllm.access POST /v1 status=200 id={request_id} key=-")
+    urls = request_urls(["engine-0", "several-0/1"], [(request_id, "engine-0"), ("mine", "forgotten")])
+    assert urls == {"engine-0": "/dashboard/requests/engine-0", request_id: "/dashboard/requests/engine-0"}
+    unknown, known = row(line), row(line, urls)
+    assert (unknown.text, unknown.request_id, unknown.rest) == ("POST /v1 status=200 id=", request_id, " key=-")
+    assert (unknown.short_id, unknown.request_url) == ("4f2a91cc…", "")
+    assert known.request_url == urls[request_id]
+    assert row(LINES[0]).request_id == ""  # an id that a client chose may be short
+    drawn = render(LogTable((unknown, known)))
+    assert f'<abbr class="log__id" title="{request_id}">4f2a91cc…</abbr>' in drawn
+    assert 'href="/dashboard/requests/engine-0"' in drawn
+
+
+def test_files_and_streams_of_the_pages_are_logged_at_debug(server: LiveServer, recent: RecentLogs) -> None:
+    access = logging.getLogger("localllm.access")
+    access.setLevel(logging.DEBUG)
+    try:
+        [style] = re.findall(r'href="(/static/logs.css)', server.get("/logs").text)
+        server.get(style)
+        server.get("/static/nothing.css")
+        server.get("/logs?level=info", headers={"hx-request": "true"})
+        with server.http.stream("GET", "/live/status") as stream:
+            next(stream.iter_text())
+        wait_until(lambda: any("/live/status" in line.text for line in recent.after()))
+    finally:
+        access.setLevel(logging.NOTSET)
+    lines = [line.text.split() for line in recent.after() if line.logger == access.name]
+    assert [words[5] for words in lines if words[2] == "INFO"] == ["/logs", "/static/nothing.css"]
+    assert [words[5] for words in lines if words[2] == "DEBUG"] == [style, "/logs", "/live/status"]
+
+
+def test_the_line_of_a_request_leads_to_its_page(tmp_path: Path, recent: RecentLogs) -> None:
+    access = logging.getLogger("localllm.access")
+    access.setLevel(logging.INFO)
+    with LiveServer(fake_model(tmp_path, PacedRunner()), settings(ui=True)) as server:
+        asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        request_id = server.post("/v1/chat/completions", asked).headers["x-request-id"]
+        page = server.get("/logs", params={"what": "requests"}).text
+        [link] = re.findall(r'href="(/dashboard/requests/[^"]+)"', page)
+        assert server.get(link).status_code == 200
+        assert f'title="Open the request {request_id}"' in page
+        assert shown(server.get("/logs", params={"id": request_id, "what": "server"}).text) == []
+    access.setLevel(logging.NOTSET)
+
+
+def test_htmx_gets_the_lines_alone_and_the_address_of_the_filter(server: LiveServer, recent: RecentLogs) -> None:
+    log.warning("found")
+    asked = {"what": "server", "level": "", "text": "FOUND", "id": ""}
+    part = server.get("/logs", params=asked, headers={"hx-request": "true"})
+    assert part.text.startswith('<section class="card card--full logs__card" id="log-card"')
+    assert shown(part.text) == ["found"]
+    assert part.headers["hx-replace-url"] == "/logs?text=FOUND&what=server"
+    assert 'href="/logs/download?text=FOUND&amp;what=server"' in part.text
+    nothing = server.get("/logs", params={**asked, "text": "nowhere"}).text
+    assert "No line matches. New ones appear here." in nothing
+    assert '<option value="server" selected>' in nothing
 
 
 def test_a_filtered_url_shows_what_it_says_and_nothing_becomes_markup(server: LiveServer, recent: RecentLogs) -> None:

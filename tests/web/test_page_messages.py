@@ -15,7 +15,7 @@ import pytest
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.pages.chat import attachments, turns
+from localllm.web.pages.chat import attachments, claims
 from tests.text.templates import CHATML
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen, stream_url
@@ -72,7 +72,7 @@ def say(monkeypatch: pytest.MonkeyPatch, hermes: LiveServer, prompts: list[str])
             said = replace(params, structured_outputs=StructuredOutputsParams(choice=[text]))
             return GenerationRequest(name, token_ids, said, **others)
 
-        monkeypatch.setattr(turns, "GenerationRequest", saying)
+        monkeypatch.setattr(claims, "GenerationRequest", saying)
 
     return say
 
@@ -193,8 +193,11 @@ def test_a_model_without_tools_says_so(stub: Pages) -> None:
 # Files -------------------------------------------------------------------------------------------------------------
 
 
-def attach(browser: httpx.Client, *files: tuple[str, bytes], ids: Sequence[str] = ()) -> httpx.Response:
-    return browser.post("/chats/attach", files=[("file", file) for file in files], data={"attachment": list(ids)})
+def attach(
+    browser: httpx.Client, *files: tuple[str, bytes], ids: Sequence[str] = (), model: str = ""
+) -> httpx.Response:
+    data = {"attachment": list(ids), "model": model}
+    return browser.post("/chats/attach", files=[("file", file) for file in files], data=data)
 
 
 def chips(html: str) -> list[str]:
@@ -238,7 +241,7 @@ def test_without_scripts_a_file_comes_with_the_message_even_alone(stub: Pages) -
         ("a.out", b"\x7fELF\x00\x00", "is not text"),
         ("latin.txt", "käse".encode("latin-1"), "is not text in UTF-8"),
         ("zero.txt", b"", "is empty"),
-        ("big.txt", b"x" * 1_000_001, "too large"),
+        ("big.txt", b"x" * (20 * 1024**2 + 1), "at most 20.0 MiB"),
         ("bad.pdf", b"%PDF-1.7 nothing", "is damaged, or it is not a PDF"),
         ("../../<b>`x`\n.txt", b"\x00", "bx.txt is not text"),
     ],

@@ -81,7 +81,7 @@ def test_the_first_page_says_that_the_demo_is_a_toy_and_offers_a_real_model(
     browser: httpx.Client, hub: LocalHub
 ) -> None:
     page = browser.get("/").text
-    assert "<strong>demo</strong> is a toy of 4 M parameters that knows only localllm." in page
+    assert "<strong>demo</strong> is a 4 M-parameter toy that answers questions about localllm." in page
     shown = card_in(page)
     assert "Tiny" in shown
     assert "293 KiB to download · up to" in shown

@@ -15,8 +15,9 @@ import pytest
 
 from localllm.config.resolve import resolve
 from localllm.config.settings import SETTINGS, ModelTable, ServerConfig, Settings
+from localllm.machine.install_kind import InstallKind
 from localllm.web.access.keys import Key, add_key, keys_path, read_keys
-from localllm.web.pages.settings import doctor, setting_rows
+from localllm.web.pages.settings import doctor, restart, setting_rows
 from localllm.web.pages.settings.key_handlers import lockout_warning
 from tests.web.live_server import LiveServer
 from tests.web.pages_stub import StubModel, stub_plan
@@ -60,6 +61,49 @@ def test_every_setting_is_shown(server: LiveServer) -> None:
     assert set(re.findall(r'settings__name"><code>(\w+)</code>', page)) == set(SETTINGS)
 
 
+def test_the_server_is_folded_below_what_people_look_for(server: LiveServer) -> None:
+    page = server.get("/settings").text
+    at = [page.index(f'id="{name}"') for name in ("keys", "appearance", "privacy", "storage", "server", "about")]
+    assert at == sorted(at)
+    assert page.count('<details class="card card--full settings__group">') > 5
+    assert 'settings__group" open' not in page
+
+
+@pytest.mark.parametrize(
+    ("find", "finds", "leaves_out"),
+    [
+        ("max-num-seqs", {"max_num_seqs"}, {"port"}),
+        ("KV cache", {"kv_cache_dtype", "kv_cache_memory_bytes"}, {"host"}),
+        ("--open", {"open_browser"}, {"host"}),
+        ("<b>", set(), set(SETTINGS)),
+        ("", set(SETTINGS), set()),
+    ],
+)
+def test_settings_are_found_by_their_words(
+    server: LiveServer, find: str, finds: set[str], leaves_out: set[str]
+) -> None:
+    part = server.get("/settings", params={"find": find}, headers={"hx-request": "true"}).text
+    assert part.startswith('<div class="settings__sections" id="setting-groups">')
+    whole = server.get("/settings", params={"find": find}).text
+    for text in (part, whole):
+        shown = set(re.findall(r'settings__name"><code>(\w+)</code>', text))
+        assert finds <= shown
+        assert not leaves_out & shown
+    assert ("No setting contains" in part) == (not finds)
+    assert ('settings__group" open' in part) == (bool(find) and bool(finds))
+    assert server.get("/settings", params={"find": "x" * 201}).status_code == 400
+
+
+def test_a_value_is_typed_as_it_is_read_again() -> None:
+    for spec in SETTINGS.values():
+        text = spec.typed(spec.default)
+        assert not text or spec.parse(text) == spec.default, spec.name
+    for name, values in {"keep_alive": (float("inf"), 0.5, 12345678.25), "max_body_bytes": (2**30, 1000001)}.items():
+        for value in values:
+            assert SETTINGS[name].parse(SETTINGS[name].typed(value)) == value
+    assert SETTINGS["api_key"].typed("sk-secret") == ""
+
+
 def test_each_value_says_where_it_comes_from(server: LiveServer) -> None:
     settings = server.settings
     rows = {name: setting_rows.row(name, settings, None) for name in SETTINGS}
@@ -72,7 +116,10 @@ def test_each_value_says_where_it_comes_from(server: LiveServer) -> None:
     tuned = setting_rows.row("block_size", settings, model)
     assert (tuned.value, tuned.source) == ("32", "profile")
     assert setting_rows.row("max_num_seqs", settings, model).source == "file"
-    assert setting_rows.row("max_model_len", settings, model).now == "2,048"
+    assert setting_rows.row("max_model_len", settings, model).now == "2,048 tokens"
+    assert setting_rows.row("max_model_len", settings, model).typed == "2048"
+    assert setting_rows.row("max_body_bytes", settings, None).typed == "8MiB"
+    assert setting_rows.row("kv_cache_dtype", settings, model).typed == "auto"
     table = replace(settings, models={"demo": ModelTable("demo", {"block_size": 16})})
     assert (
         setting_rows.row("block_size", table, model).value,
@@ -91,15 +138,26 @@ def test_a_key_of_the_command_line_is_never_shown() -> None:
 def test_a_line_is_shown_before_it_is_written(server: LiveServer, home: Path) -> None:
     path = home / "config.toml"
     before = path.read_text()
+    first = change(server, "GET", name="max_model_len").text
+    assert "Longest prompt plus output, in tokens (<code>max_model_len</code>)" in first
+    assert "2,048 tokens (chosen at the start)" in first
+    assert 'name="value" required' in first
+    assert 'value="2048"' in first
+    assert "Remove the line" not in first
     page = change(server, "GET", name="max_model_len", value="8k").text
     assert "max_model_len = &#34;8k&#34;" in page
+    assert 'spellcheck="false" value="8k"' in page
     assert "takes effect at the next start" in page
     assert str(path) in page
     assert path.read_text() == before
-    assert "This line is now in" in change(server, "POST", name="max_model_len", value="8k").text
+    written = change(server, "POST", name="max_model_len", value="8k").text
+    assert "This line is now in" in written
+    assert "The change takes effect at the next start." in written
+    assert "Remove the line from the file" in written
     assert path.read_text() == before + 'max_model_len = "8k"\n'
     gone = change(server, "POST", name="max_model_len", remove="yes")
     assert "The line was removed" in gone.text
+    assert "Remove the line from the file" not in gone.text
     assert path.read_text() == before
     assert "overrides the file" in change(server, "GET", name="rate_limit", value="5").text
 
@@ -128,9 +186,45 @@ def test_what_a_start_would_refuse_is_not_written(
     assert (home / "config.toml").read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("cgroup", "command"),
+    [
+        ("0::/user.slice/user-7.slice/user@7.service/app.slice/localllm.service\n", "systemctl --user restart "),
+        ("0::/system.slice/localllm.service\n", "sudo systemctl restart "),
+        ("0::/user.slice/user-7.slice/user@7.service/app.slice/terminal.scope\n", ""),
+    ],
+)
+def test_a_service_is_restarted_by_its_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, command: str
+) -> None:
+    monkeypatch.setattr(restart, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(restart, "install_kind", lambda: InstallKind.PIP)
+    request: Any = SimpleNamespace(app=SimpleNamespace(state={}))
+    assert restart.how_to_restart(request).what == restart.AT_A_TERMINAL
+    (tmp_path / "cgroup").write_text(cgroup)
+    assert restart.how_to_restart(request).command == ""  # a terminal that a service started, for example
+    monkeypatch.setenv("NOTIFY_SOCKET", "/run/notify")
+    assert restart.how_to_restart(request).command == (f"{command}localllm.service" if command else "")
+
+
+def test_a_server_that_may_not_replace_itself_says_how_it_is_restarted(server: LiveServer) -> None:
+    refused = server.http.post("/settings/restart", headers={"accept": "text/html"})
+    assert refused.status_code == 409
+    assert "This server cannot restart itself." in refused.text
+    back = server.get("/settings/restarting", params={"from": "another process"})
+    assert (back.status_code, back.headers["location"]) == (303, "/settings")
+    assert "event: ready" in server.get("/settings/live/restart", params={"from": "another process"}).text
+
+
 def test_posts_of_other_sites_change_nothing(server: LiveServer, home: Path) -> None:
     before = (home / "config.toml").read_text()
-    for path in ("/settings/change", "/settings/keys", "/settings/keys/a/remove", "/settings/log-level"):
+    for path in (
+        "/settings/change",
+        "/settings/keys",
+        "/settings/keys/a/remove",
+        "/settings/log-level",
+        "/settings/restart",
+    ):
         sent = {"name": "port", "value": "1", "scope": "admin", "level": "error"}
         assert server.http.post(path, data=sent, headers={"sec-fetch-site": "cross-site"}).status_code == 403
     assert (home / "config.toml").read_text() == before
@@ -154,7 +248,11 @@ def test_the_log_level_changes_at_once(server: LiveServer) -> None:
 
 def test_the_first_admin_key_is_shown_once_and_logs_this_browser_in(unlocked: LiveServer) -> None:
     with httpx.Client(base_url=unlocked.url) as browser:
+        assert '<option value="admin" selected>' in browser.get("/settings").text  # another would lock this page
         made = browser.post("/settings/keys", data={"name": "laptop", "scope": "admin"})
+        assert "Key “laptop” is made" in made.text
+        assert 'data-copy="new-key"' in made.text
+        assert '<option value="infer" selected>' in browser.get("/settings").text
         [key] = re.findall(r"sk-local-[\w-]+", made.text)
         assert made.headers["cache-control"] == "no-store"
         page = browser.get("/settings").text
@@ -250,9 +348,15 @@ def test_storage_tells_sizes_as_they_are(
     assert links == ["/library/downloads", "/tune"]
     assert [server.get(link).status_code for link in links] == [200, 200]
     keys_path().parent.mkdir(parents=True, exist_ok=True)
-    keys_path().with_name("chats.db").write_bytes(b"x" * 4096)
-    assert 'data-label="Size">4.0 KiB<' in server.get("/settings").text
-    keys_path().with_name("chats.db").unlink()
+    chats = [keys_path().with_name(f"chats.db{ending}") for ending in ("", "-wal", "-shm")]
+    for path, size_bytes in zip(chats, (4096, 40960, 32768), strict=True):
+        path.write_bytes(b"x" * size_bytes)
+    page = server.get("/settings").text
+    assert 'data-label="Size">76.0 KiB<' in page
+    assert "Chats and presets are stored on this machine" in page
+    assert "<code>-wal</code>" in page
+    for path in chats:
+        path.unlink()
 
 
 def test_the_doctor_is_asked_in_a_process_of_its_own(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:

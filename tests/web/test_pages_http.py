@@ -13,7 +13,6 @@ import pytest
 
 from localllm.errors import ContextTooLong
 from localllm.serving.phases import Phase
-from localllm.web.pages.chat import turns
 from localllm.web.pages.frame.security import CONTENT_SECURITY_POLICY
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import StubModel
@@ -85,7 +84,7 @@ def test_without_scripts_a_post_ends_on_the_page_with_the_whole_reply(browser: h
     assert answer.status_code == 200
     assert answer.history[0].status_code == 303
     assert "<strong>Paged attention</strong>" in answer.text
-    assert "TTFT" in answer.text
+    assert "to first word" in answer.text
     assert 'hx-sse:connect="/c/' not in answer.text
 
 
@@ -129,7 +128,7 @@ def test_sampling_reaches_the_engine_and_empty_fields_keep_the_models_defaults(
         ({"message": "x", "temperature": "warm"}, 400, "Temperature must be a number"),
         ({"message": "x", "temperature": "-1"}, 400, "temperature must be between"),
         ({"message": "x", "temperature": "nan"}, 400, "temperature must be a finite number"),
-        ({"message": "x", "max_tokens": "1e9"}, 400, "Max tokens must be a whole number"),
+        ({"message": "x", "max_tokens": "1e9"}, 400, "Longest reply must be a whole number"),
         ({"message": "x", "max_tokens": "0"}, 400, "max_tokens must be"),
         ({"message": "x", "conversation": "gone"}, 404, "not on the server"),
         ({"message": "x" * 1_000_000}, 413, "The message is too long."),
@@ -169,15 +168,6 @@ def test_second_message_waits_for_the_first(served: Pages, browser: httpx.Client
     assert browser.post(stop, headers=SCRIPTED).status_code == 204
     assert "Reply stopped" in listen(browser, stream_url(turn.text))
     assert "stopped by you" in browser.get(f"/c/{conversation}").text
-
-
-def test_chat_that_grew_too_long_is_refused(browser: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = browser.post("/chat", data={"message": "hi"})
-    monkeypatch.setattr(turns, "MAX_CONVERSATION_CHARS", 100)
-    conversation = str(turn.url).partition("/c/")[2].partition("#")[0]
-    again = browser.post("/chat", data={"message": "more", "conversation": conversation}, headers=SCRIPTED)
-    assert again.status_code == 413
-    assert "Start a new chat." in again.text
 
 
 @pytest.mark.parametrize(
@@ -290,7 +280,7 @@ def test_chat_runs_through_the_real_engine_and_stop_returns_the_blocks(tmp_path:
     model = fake_model(tmp_path, runner)
     with LiveServer(model, settings(ui=True)) as server, browser_of(server) as browser:
         page = browser.post("/chat", data={"message": "hello", "max_tokens": "12"})
-        assert "12 out" in page.text
+        assert "12 tokens" in page.text
         assert "cut off: token limit" in page.text
         runner.step_s = 0.01
         turn = browser.post("/chat", data={"message": "go on"}, headers=SCRIPTED)

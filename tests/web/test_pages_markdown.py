@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 import time
-from html import escape
+from html import escape, unescape
 
 import pytest
 from hypothesis import given
@@ -14,17 +14,18 @@ from hypothesis import strategies as st
 from localllm.web.pages.chat import markdown
 from localllm.web.pages.chat.markdown import BlockSplitter, code_block, render_markdown
 from localllm.web.pages.chat.markdown_stream import text_html
+from localllm.web.pages.chat.user_text import user_html
 from tests.web.pages_stub import HOSTILE, REPLY
 
 ALLOWED_TAGS = {
     *("p", "em", "strong", "s", "code", "pre", "div", "span", "button", "a", "h3", "h4", "h5", "h6", "ul", "ol", "li"),
-    *("blockquote", "hr", "br", "table", "thead", "tbody", "tr", "th", "td"),
+    *("blockquote", "hr", "br", "table", "thead", "tbody", "tr", "th", "td", "input"),
 }
 PIECES = [
     "# heading\n", "text ", "*em* ", "\n", "\n\n", "- item\n", "1. one\n", "```python\n", "```\n", "~~~\n", "x = 1\n",
     "> quote\n", "| a | b |\n", "|---|--:|\n", "| 1 | 2 |\n", "    code\n", "---\n", "<script>alert(1)</script>",
     "[x](javascript:alert(1))", "![i](http://e.example/i.png)", "<img src=x onerror=y>", "  ", "\\", "`", "**", "[a]: http://b\n",
-    "$a$ ", "$$\n", "\\[\n", "\\]\n", "\\(x\\)", "$5 ",
+    "$a$ ", "$$\n", "\\[\n", "\\]\n", "\\(x\\)", "$5 ", "- [x] ", "https://a.b/(c). ", "http://", "http://[",
 ]  # fmt: skip
 
 
@@ -291,3 +292,68 @@ def test_a_long_open_block_is_not_parsed_again_at_every_line() -> None:
     for _ in range(6_000):
         splitter.push("a line of a list that does not end\n")
     assert time.process_time() - begin < 5
+
+
+# Task lists, addresses, and what a person typed -----------------------------------------------------------------------
+
+
+def test_a_list_of_tasks_has_boxes_that_cannot_be_clicked() -> None:
+    html = render_markdown("- [ ] todo\n- [x] **done**\n- [X] also\n- [] no\n- text [ ] no\n\n[ ] no list")
+    assert html.count("<input") == html.count("disabled") == 3
+    assert html.count('checked aria-label="Done"') == 2
+    assert '<li class="task"><input class="task__box" type="checkbox" disabled aria-label="Not done"> todo</li>' in html
+    assert "[ ] no list" in html
+    assert render_markdown("1. [ ] one\n\n2. [x] two").count("<input") == 2, "loose and ordered lists, too"
+
+
+@pytest.mark.parametrize(
+    ("text", "link", "rest"),
+    [
+        ("See https://a.example/b?c=d&e=f.", "https://a.example/b?c=d&amp;e=f", "."),
+        ("(https://a.example/b_(c))", "https://a.example/b_(c)", ")"),
+        ("http://a.example/x, and", "http://a.example/x", ", and"),
+        ("**https://a.example**", "https://a.example", "</strong>"),
+        ("看https://a.example/x。然后", "https://a.example/x", "。然后"),
+        ("https://127.0.0.1:8000/v1", "https://127.0.0.1:8000/v1", ""),
+    ],
+)
+def test_a_bare_address_is_a_link(text: str, link: str, rest: str) -> None:
+    html = render_markdown(text)
+    assert f'<a href="{link}" rel="noopener noreferrer nofollow" target="_blank">{link}</a>{rest}' in html
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["javascript://a.example", "file://a/b", "xhttp://a.example", "https://", "http://[", "https://.", "`https://a.b`",
+     "ftp://a.example"],
+)  # fmt: skip
+def test_other_addresses_and_code_stay_text(text: str) -> None:
+    assert "<a " not in render_markdown(text)
+
+
+def test_an_address_in_a_link_is_not_a_link_again() -> None:
+    assert render_markdown("[https://a.example](https://b.example)").count("<a ") == 1
+    assert render_markdown("<https://a.example>").count("<a ") == 1
+
+
+def test_code_of_a_person_is_drawn_and_all_else_stays_as_typed() -> None:
+    typed = "# *Not* a heading & <b>\n  `a < b` and ``c ` d`` but `` x\n```python\nx = 1 < 2\n```\nafter\n~~~\nopen"
+    html = user_html(typed)
+    assert html.startswith(
+        "# *Not* a heading &amp; &lt;b&gt;\n  <code>a &lt; b</code> and <code>c ` d</code> but `` x\n"
+    )
+    assert html.count('<div class="code">') == 2
+    assert "</div>after\n<div" in html
+    assert html.endswith("open</code></pre></div>")
+
+
+@given(st.lists(st.sampled_from([*PIECES, "``` `", "`` ` ", "\x0b", "\u2028"]), max_size=25).map("".join))
+def test_a_persons_text_loses_only_the_marks_of_its_code(text: str) -> None:
+    html = user_html(text)
+    assert tags(html) <= {"div", "span", "button", "pre", "code"}
+    bare = re.sub(r'<div class="code__bar">.*?</div>', "", html, flags=re.S)
+    left = unescape(re.sub(r"<[^>]*>", "", bare))
+    it = iter(text)
+    assert all(character in it for character in left), "a subsequence of what was typed"
+    if "`" not in text and "~~~" not in text:
+        assert left == text

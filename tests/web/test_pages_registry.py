@@ -29,7 +29,7 @@ LENT = {("settings", "chat")}
 @get("/notes", sync_to_thread=False)
 def notes_page(request: Request[Any, Any, Any]) -> Response[str]:
     shell = pages_state(request).shell(request, "Notes", "notes")
-    return html(ErrorPage(shell, 200, ErrorNotice("Two notes.")))
+    return html(ErrorPage(shell, ErrorNotice("Two notes.")))
 
 
 def samples(shell: Shell) -> list[View]:

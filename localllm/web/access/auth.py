@@ -57,7 +57,8 @@ log = logging.getLogger("localllm.access")
 
 SESSION_COOKIE = "localllm_session"
 QUIET_PATHS = PROBES | {"/metrics", "/localllm/v1/models/stats"}
-"""Machines poll these every few seconds, so they are logged at debug level only."""
+"""Machines poll these every few seconds, so they are logged at debug level only. So are the files, the
+parts and the live connections of our own pages: about eight lines for each page that is opened."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 ONCE = (b"host", b"origin", b"authorization", b"x-api-key")
@@ -136,7 +137,7 @@ class FrontDoor:
                     await self.app(scope, receive, answer.send)
         finally:
             self.counts[scope["method"], scope.get("path_template", "other"), answer.status] += 1
-            _log_access(scope, answer.status, time.perf_counter() - started_s, key)
+            _log_access(scope, answer, time.perf_counter() - started_s, key)
 
     def _refuse(self, scope: HTTPScope, headers: dict[bytes, bytes], refusal: LocalLLMError) -> ASGIApp:
         """Return the answer to a refused request: programs get the error in their dialect, a browser without a key is
@@ -259,17 +260,18 @@ def _is_preflight(scope: HTTPScope, headers: dict[bytes, bytes]) -> bool:
 
 
 class _Answer:
-    """Wraps `send`: adds the headers of every response and remembers the status."""
+    """Wraps `send`: adds the headers of every response, and remembers the status and whether it is an event stream."""
 
-    __slots__ = ("_headers", "_send", "status")
+    __slots__ = ("_headers", "_send", "is_stream", "status")
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        self._send, self._headers, self.status = send, headers, 0
+        self._send, self._headers, self.status, self.is_stream = send, headers, 0, False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            own = {name.lower() for name, _ in message["headers"]}
+            own = {name.lower(): value for name, value in message["headers"]}
+            self.is_stream = own.get(b"content-type", b"").startswith(b"text/event-stream")
             guards = [header for header in GUARDS if header[0] not in own]
             message["headers"] = [*message["headers"], *guards, *self._headers]
         await self._send(message)
@@ -349,18 +351,25 @@ def address_of(scope: HTTPScope) -> str:
     return client[0] if client else "-"
 
 
-def _log_access(scope: HTTPScope, status: int, seconds: float, key: Key | None) -> None:
+def _log_access(scope: HTTPScope, answer: _Answer, seconds: float, key: Key | None) -> None:
     log.log(
-        logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO,
+        logging.DEBUG if _is_quiet(scope, answer) else logging.INFO,
         "%s %s status=%s time=%s client=%s key=%s id=%s",
         scope["method"],
         _quoted(scope["path"]),
-        status or "none",
+        answer.status or "none",
         format_seconds(seconds),
         address_of(scope),
         _quoted(key.name) if key is not None else "-",
         scope["state"]["request_id"],
     )
+
+
+def _is_quiet(scope: HTTPScope, answer: _Answer) -> bool:
+    path = scope["path"]
+    is_part = scope["method"] == "GET" and any(name == b"hx-request" for name, _ in scope["headers"])
+    of_page = path.startswith("/static/") or ((answer.is_stream or is_part) and not is_api(path))
+    return path in QUIET_PATHS or (of_page and answer.status < 400)
 
 
 def _quoted(value: str) -> str:

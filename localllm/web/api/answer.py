@@ -24,10 +24,11 @@ from localllm.serving.served import ServedModel
 from localllm.text.answers.reader import AnswerReader
 from localllm.web.access.caller import salted
 from localllm.web.api.disconnect import EVENTS, EventStream, Framing, unless_disconnected
+from localllm.web.api.engine_ids import EngineIds
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.generation import Choice, Generation, Progress, collect
 from localllm.web.api.off_loop import off_loop
-from localllm.web.errors import as_local_error
+from localllm.web.errors import as_local_error, request_id_of
 from localllm.web.shape import Shape
 
 
@@ -81,6 +82,7 @@ async def streamed(
     """Return a streaming answer. The request is admitted first, so a refusal still has a status code; later errors are
     events.
     """
+    _note_id(request, generation)
     await generation.__aenter__()
     events = stream(generation, encoder, request.scope)
     return EventStream(events, generation.aclose, warning_headers(warnings), framing)
@@ -112,6 +114,11 @@ def _num_logprobs(said: Iterable[GenerationEvent | Choice]) -> int:
     return sum(len(entry.token_ids) for each in said for entry in (*each.logprobs, *(each.prompt_logprobs or ())))
 
 
+def _note_id(request: ApiRequest, generation: Generation) -> None:
+    ids: EngineIds = request.app.state.engine_ids
+    ids.note(request_id_of(request.scope), generation.engine_id)
+
+
 async def whole(
     request: ApiRequest,
     generation: Generation,
@@ -119,6 +126,8 @@ async def whole(
     warnings: Sequence[str],
 ) -> ASGIResponse:
     """Return the answer in one piece. If the client leaves before the end, the generation is cancelled."""
+
+    _note_id(request, generation)
 
     async def work() -> list[Choice]:
         async with generation:

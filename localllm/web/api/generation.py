@@ -123,6 +123,11 @@ class Generation:
         self._source = _events_of(client, requests[0]) if len(requests) == 1 else _merged(client, requests)
         self._first: asyncio.Future[list[GenerationEvent]] | None = None
 
+    @property
+    def engine_id(self) -> str:
+        """The engine's id of the first choice."""
+        return child_id(self._requests[0].request_id, 0, self._params.n)
+
     async def __aenter__(self) -> Generation:
         """Submit the requests. Raises the refusal if there is one (context too long, invalid grammar, queue full,
         engine stopped).

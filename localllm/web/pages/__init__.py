@@ -13,7 +13,7 @@ from localllm.web.access.scopes import RouteRules
 from localllm.web.pages.chat import page as chat
 from localllm.web.pages.dashboard import page as dashboard
 from localllm.web.pages.frame import handlers as frame
-from localllm.web.pages.frame.errors import handle_page_error
+from localllm.web.pages.frame.errors import handle_page_error, unrouted_page
 from localllm.web.pages.frame.forms import FormRequest
 from localllm.web.pages.frame.page import Page
 from localllm.web.pages.frame.render import template_config
@@ -29,8 +29,8 @@ __all__ = ["PAGES", "mount", "routes", "rules", "template_config"]
 
 PAGES: tuple[Page, ...] = (
     chat.PAGE,
-    dashboard.PAGE,
     library.PAGE,
+    dashboard.PAGE,
     tune.PAGE,
     playground.PAGE,
     logs.PAGE,
@@ -61,5 +61,6 @@ def mount(app: Litestar) -> None:
     """Give the application the pages' state, and start and stop it with the server."""
     app.state["navigation"] = tuple(page.entry for page in PAGES)
     app.state["registered_pages"] = PAGES
+    app.state["error_page"] = unrouted_page
     app.on_startup += [open_pages, *(hook for page in PAGES for hook in page.on_startup)]
     app.on_shutdown += [close_pages, *(hook for page in PAGES for hook in page.on_shutdown)]

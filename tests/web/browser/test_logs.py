@@ -30,7 +30,8 @@ def recent() -> Iterator[RecentLogs]:
 def test_lines_come_live_stay_in_view_and_can_be_held(open_page: Callable[..., Page], recent: RecentLogs) -> None:
     for number in range(60):
         log.warning("line %d", number)
-    page = open_page("/logs?level=warning")
+    refusal = "Failed to load resource: the server responded with a status of 400 (Bad Request)"
+    page = open_page("/logs?level=warning", expect=refusal)
     last = page.locator(".log__text").last
     bottom = "document.querySelector('{}').getBoundingClientRect().bottom"
     at_end = f"{bottom.format('.log__line:last-child')} <= {bottom.format('#log')} + 1"
@@ -45,7 +46,19 @@ def test_lines_come_live_stay_in_view_and_can_be_held(open_page: Callable[..., P
     assert page.locator(".log__text:text-is('held back')").count() == 0
     page.click("[data-pause]")
     page.locator(".log__text:text-is('held back')").wait_for()
-    page.fill("#log-text", "it came")
-    page.keyboard.press("Enter")
-    page.wait_for_url("**/logs?level=warning&text=it+came&id=")
+    page.locator("#log-text").press_sequentially("it came")
+    page.wait_for_url("**/logs?level=warning&text=it+came")
     assert page.locator(".log__text").all_inner_texts() == ["it came"]
+    page.click("[data-pause]")
+    page.select_option("#log-what", "server")  # another filter is live again
+    page.wait_for_url("**/logs?level=warning&text=it+came&what=server")
+    log.warning("and it came back")
+    page.locator(".log__text:text-is('and it came back')").wait_for()
+    with page.expect_response("**/logs?*") as refused:
+        page.fill("#log-id", "a b")
+    assert refused.value.status == 400
+    page.locator("#log-error .notice").wait_for()
+    assert page.locator(".log__text").count() == 2
+    assert page.input_value("#log-id") == "a b"
+    page.fill("#log-id", "")
+    page.locator("#log-error .notice").wait_for(state="detached")

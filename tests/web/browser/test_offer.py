@@ -55,7 +55,7 @@ def until_stalled(page: Page) -> str:
 def test_from_the_empty_page_to_an_answer_of_a_downloaded_model(open_page: Callable[..., Page], hub: LocalHub) -> None:
     hub.troubles[WEIGHTS] = Trouble(stall_after=200_000)
     page = open_page("/")
-    page.get_by_text("is a toy of 4 M parameters").wait_for()
+    page.get_by_text("is a 4 M-parameter toy").wait_for()
     shoot(page, "offered")
     page.set_viewport_size({"width": 360, "height": 740})
     page.reload()
@@ -83,7 +83,7 @@ def test_from_the_empty_page_to_an_answer_of_a_downloaded_model(open_page: Calla
     assert page.get_by_role("combobox", name="Model").input_value() == "tiny"
     message = page.get_by_role("textbox", name="Message")
     assert message.input_value() == "Once upon a time", "the draft is still there"
-    page.locator("#sampling summary").click()
+    page.locator("#sampling > summary").click()
     page.locator("[name=max_tokens]").fill("8")
     page.keyboard.press("Escape")
     message.press("Enter")

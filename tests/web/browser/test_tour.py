@@ -127,9 +127,13 @@ class Tour:
         self.pictures, self.look = pictures, look
 
     def go(self, title: str) -> None:
-        """By the rail."""
-        self.hand.press(self.page.get_by_role("navigation", name="Main").get_by_role("link", name=title, exact=True))
-        self.page.locator(f".nav__link[aria-current=page]:has-text('{title}')").wait_for()
+        """By the rail, or on a phone by the bar and its menu."""
+        bar = self.page.get_by_role("navigation", name="Main")
+        link = bar.get_by_role("link", name=title, exact=True)
+        if not link.is_visible():
+            self.hand.press(bar.get_by_role("button", name="More"))
+        self.hand.press(link)
+        self.page.locator(f".nav__link[aria-current=page]:has-text('{title}')").wait_for(state="attached")
         self.page.wait_for_load_state()
 
     def press(self, name: str, role: Any = "button") -> None:

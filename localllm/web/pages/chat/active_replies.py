@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.web.pages.chat.live_reply import Reply
+from localllm.web.pages.chat.prompts import ChatFull
 from localllm.web.pages.chat.store import Chats, ChatStore, StoredMessage
 from localllm.web.pages.chat.store.chats import UNDO_S
 from localllm.web.pages.chat.store.records import ChatsUnavailable
@@ -36,12 +37,13 @@ class ActiveReply:
     reply: Reply
     before: Mapping[str, Any] = field(default_factory=dict)  # statistics of the reply that this one continues
     save_task: asyncio.Task[None] | None = None
+    kept: Mapping[str, Any] = field(default_factory=dict)  # details that the reply does not change
 
     @property
     def now(self) -> StoredMessage:
         """The message in its current state."""
         it = self.message
-        details = details_of(self.reply, self.before)
+        details = {**self.kept, **details_of(self.reply, self.before)}
         return StoredMessage(it.id, it.parent_id, it.role, self.reply.text, details, it.created_s, it.versions)
 
 
@@ -57,10 +59,14 @@ class ActiveReplies:
     def get(self, message_id: str) -> ActiveReply | None:
         return self._writings.get(message_id)
 
-    def unfinished(self, chat_id: str) -> ActiveReply | None:
-        """Return the unfinished reply of a chat."""
-        found = (each for each in self._writings.values() if each.chat_id == chat_id and not each.reply.done)
-        return next(found, None)
+    @property
+    def is_writing(self) -> bool:
+        """Return whether any reply is being written."""
+        return any(not each.reply.done for each in self._writings.values())
+
+    def unfinished(self, chat_id: str) -> list[ActiveReply]:
+        """Return the unfinished replies of a chat: one, or those of a comparison."""
+        return [each for each in self._writings.values() if each.chat_id == chat_id and not each.reply.done]
 
     def current(self, message: StoredMessage) -> StoredMessage:
         """Return the message in its current state; the store may be seconds behind."""
@@ -71,9 +77,11 @@ class ActiveReplies:
         return StoredMessage(now.id, now.parent_id, now.role, now.text, now.details, now.created_s, message.versions)
 
     @contextlib.contextmanager
-    def lock(self, chat_id: str) -> Iterator[None]:
-        """Allow only one change of a chat at a time. Raises `StillWriting`."""
-        if chat_id in self._taken or self.unfinished(chat_id) is not None:
+    def lock(self, chat_id: str, *, beside: str = "") -> Iterator[None]:
+        """Allow only one change of a chat at a time, and none while a reply is being written. `beside`: the message of
+        a reply that may continue meanwhile. Raises `StillWriting`.
+        """
+        if chat_id in self._taken or any(each.message.id != beside for each in self.unfinished(chat_id)):
             raise StillWriting("A reply is still being written.", hint="Stop it, or wait until it ends.")
         self._taken.add(chat_id)
         try:
@@ -91,6 +99,15 @@ class ActiveReplies:
         for writing in self._writings.values():
             if writing.chat_id == chat_id or writing.owner == owner:
                 writing.reply.cancel()
+
+    def stop(self, owner: str, chat_id: str) -> bool:
+        """Stop the owner's replies in a chat; return whether there are any. The store is not used, so a locked one
+        blocks nothing.
+        """
+        found = [each for each in self.unfinished(chat_id) if each.owner == owner]
+        for writing in found:
+            writing.reply.cancel()
+        return bool(found)
 
     def purge_later(self) -> None:
         """Schedule a purge, because something was deleted now or before the last shutdown."""
@@ -143,6 +160,8 @@ class ActiveReplies:
 def details_of(reply: Reply, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the details stored beside the text. While the reply grows its finish reason is empty."""
     found: dict[str, Any] = {"model": reply.model, "finish_reason": reply.finish_reason or ""}
+    if "edited" in before:
+        found["edited"] = True
     if reply.thinking.text:
         found |= {
             "reasoning": reply.thinking.text,
@@ -153,6 +172,8 @@ def details_of(reply: Reply, before: Mapping[str, Any]) -> dict[str, Any]:
         found["calls"] = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in reply.calls]
     if reply.error is not None:
         found["error"] = [reply.error.what, reply.error.why, reply.error.hint]
+    if isinstance(reply.error, ChatFull):
+        found |= {"full_tokens": reply.error.used_tokens, "context_tokens": reply.error.context_tokens}
     usage, timings = reply.usage, reply.timings
     if usage is None:
         return {**before, **found}

@@ -1,49 +1,119 @@
-// The chat page: keys in the composer, scrolling with a reply.
+// The chat page: keys and drafts in the composer, the drawer, scrolling with a reply.
 (() => {
   "use strict";
   const find = (selector) => document.querySelector(selector);
+  const text = find("#composer-message");
+  let following = !find("#empty-chat");
 
-  // Composer: Enter sends, Shift+Enter inserts a line break, Esc closes the settings or stops the reply.
+  // Composer: Enter sends, Shift+Enter inserts a line break, Esc closes the drawer or stops the reply.
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && event.target.id === "composer-message" && !event.shiftKey && !event.isComposing) {
+    if (event.key === "Enter" && event.target === text && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
-      if (event.target.value.trim() && find("[data-send]")) event.target.form.requestSubmit(find("[data-send]"));
+      if (text.value.trim() && find("[data-send]")) text.form.requestSubmit(find("[data-send]"));
     } else if (event.key === "Escape") {
-      const drawer = find(".drawer[open]");
-      if (drawer) {
-        drawer.open = false;
-        drawer.querySelector("summary").focus();
-      } else {
-        find("[data-stop]")?.click();
-      }
+      if (!closeDrawer()) find("[data-stop]")?.click();
     }
   });
 
+  // The drawer opens at a field, counts what is filled in, and marks a value out of range.
+  function openDrawer(field) {
+    for (let at = field.closest("details"); at; at = at.parentElement.closest("details")) at.open = true;
+    field.focus();
+  }
+  function closeDrawer() {
+    const drawer = find(".drawer[open]");
+    if (!drawer) return false;
+    drawer.open = false;
+    drawer.querySelector("summary").focus();
+    return true;
+  }
   document.addEventListener("click", (event) => {
     for (const drawer of document.querySelectorAll(".drawer[open]")) {
       if (!drawer.contains(event.target)) drawer.open = false;
     }
+    if (event.target.closest("[data-close-drawer]")) closeDrawer();
+    if (event.target.closest("[data-behaviour]")) {
+      event.preventDefault();
+      openDrawer(find("#system"));
+    }
   });
+  const isWrong = (field) => !field.validity.valid && !(field.validity.stepMismatch && field.step !== "1");
+  document.addEventListener("input", (event) => {
+    if (!event.target.closest("#sampling")) return;
+    const fields = [...document.querySelectorAll("#sampling .field__input:not([name^=preset])")];
+    const set = fields.filter((field) => field.value.trim() || field.validity.badInput).length;
+    find("[data-num-set]").textContent = set ? `· ${set} set` : "";
+    event.target.ariaInvalid = isWrong(event.target);
+  });
+  document.addEventListener("submit", (event) => {
+    const wrong = event.target.id === "composer" && [...document.querySelectorAll("#sampling [type=number]")].find(isWrong);
+    if (!wrong || event.submitter?.matches("[data-stop]")) return;
+    event.preventDefault();
+    event.stopPropagation();
+    wrong.ariaInvalid = true;
+    openDrawer(wrong);
+    wrong.reportValidity();
+  }, true);
 
-  // The composer is cleared when its message is sent; the text returns if the server refuses it.
-  let sent = "";
-  const isComposer = (event) => event.detail.ctx?.sourceElement?.id === "composer";
-  document.addEventListener("htmx:before:request", (event) => {
-    if (!isComposer(event)) return;
-    sent = find("#composer-message").value;
-    find("#composer-message").value = "";
-    following = true;
-  });
-  const giveBack = () => {
-    const field = find("#composer-message");
-    if (!field.value) field.value = sent;
-    field.focus();
-  };
-  document.addEventListener("htmx:response:error", (event) => isComposer(event) && giveBack());
-  document.addEventListener("htmx:error", (event) => isComposer(event) && giveBack());
+  if (text) {
+    // A draft stays in the tab until its message is sent.
+    const draftOf = () => `draft:${find("#composer-conversation").value}`;
+    let draft = draftOf();
+    text.value ||= sessionStorage.getItem(draft) ?? "";
+
+    // The server counts the message once it may not fit: a character has at most three tokens, and rarely one.
+    const count = () => {
+      const meter = find("#context-meter meter");
+      const free = meter ? meter.max - meter.value : text.form.dataset.context;
+      if (find("#composer-fit > *") || find("#attachments .file") || text.value.length * 3 > free) htmx.trigger(text, "count");
+    };
+    document.addEventListener("htmx:after:swap", (event) => {
+      if (event.detail.ctx?.sourceElement?.matches?.("#composer-file, .file__remove, #model, #composer-action, [formaction='/chats/attach/first']")) count();
+    });
+
+    // The text is cleared when it is sent. It returns if it is refused, and is sent again once an absent server answers.
+    let sent = "", waits = false;
+    const isSend = (event) => {
+      const from = event.detail.ctx?.sourceElement;
+      return from?.id === "composer" || (from?.name === "full" && from.formAction.endsWith("/chat"));
+    };
+    const say = (words) => {
+      const notice = Object.assign(document.createElement("p"), { className: "notice", role: "alert", textContent: words });
+      find("#composer-error").replaceChildren(...(words ? [notice] : []));
+    };
+    text.addEventListener("input", () => {
+      sessionStorage.setItem(draftOf(), text.value);
+      if (waits) say("");
+      waits = false;
+      count();
+    });
+    document.addEventListener("htmx:before:request", (event) => {
+      if (!isSend(event)) return;
+      htmx.trigger(text, "htmx:abort"); // of a count
+      [draft, sent, text.value, following] = [draftOf(), text.value, "", true];
+    });
+    document.addEventListener("htmx:after:request", (event) => {
+      if (isSend(event) && event.detail.ctx.response?.raw.ok) sessionStorage.removeItem(draft);
+    });
+    const giveBack = () => {
+      text.value ||= sent;
+      text.focus();
+    };
+    document.addEventListener("htmx:response:error", (event) => isSend(event) && giveBack());
+    document.addEventListener("htmx:error", (event) => {
+      if (!isSend(event)) return;
+      giveBack();
+      waits = true;
+      say("Not sent: the server is away. It will be sent when it answers.");
+    });
+    document.addEventListener("htmx:sse:after:connection", (event) => {
+      if (!waits || event.target.id !== "live" || !find("[data-send]")) return;
+      waits = false;
+      text.form.requestSubmit(find("[data-send]"));
+    });
+  }
 
   // Keep the end of the conversation in view unless the user has scrolled away.
-  let following = !find("#empty-chat");
   const scroller = find("#chat-scroll");
   if (scroller) {
     const toEnd = () => following && (scroller.scrollTop = scroller.scrollHeight);
@@ -52,6 +122,6 @@
     }, { passive: true });
     new MutationObserver(toEnd).observe(scroller, { childList: true, subtree: true, characterData: true });
     new ResizeObserver(toEnd).observe(scroller);
-    if (!location.hash) toEnd();
+    if (!location.hash.startsWith("#m-")) toEnd();
   }
 })();

@@ -16,6 +16,7 @@
       field.setSelectionRange(field.value.length, field.value.length);
       field.closest(".message").scrollIntoView({ block: "nearest" });
     }
+    takePrompt(event.detail.ctx?.sourceElement);
     for (const notice of document.querySelectorAll("[data-passing]:not([data-seen])")) pass(notice);
   });
   document.addEventListener("htmx:after:request", (event) => {
@@ -23,6 +24,31 @@
     if (from?.closest("#manage") && event.detail.ctx.response?.raw.ok) find("#manage").close();
   });
   find("#manage")?.addEventListener("close", (event) => event.target.replaceChildren());
+
+  // "/" at the start of a message lists the prompts; the text of the chosen one replaces what was typed.
+  const asksForPrompt = () => /^\/[^\n]{0,60}$/.test(find("#composer-message")?.value ?? "");
+  document.addEventListener("input", (event) => {
+    if (event.target.id !== "composer-message" || !event.isTrusted) return;
+    if (asksForPrompt()) find("#prompt-list").dispatchEvent(new Event("prompts"));
+    else find("#prompt-list").replaceChildren();
+  });
+  function takePrompt(source) {
+    const list = find("#prompt-list");
+    const chosen = find("[data-composer-text]");
+    if (chosen) {
+      const field = find("#composer-message");
+      field.value = chosen.value;
+      field.dispatchEvent(new Event("input", { bubbles: true }));
+      field.focus();
+    }
+    if (list && (chosen || source !== list && list.contains(source) || !asksForPrompt())) list.replaceChildren();
+  }
+  document.addEventListener("click", (event) => event.target.closest("#composer") || find("#prompt-list")?.replaceChildren());
+
+  document.addEventListener("change", (event) => {
+    if (!event.target.matches("[data-choose-all]")) return;
+    for (const box of event.target.form.querySelectorAll("[name=chat]")) box.checked = event.target.checked;
+  });
 
   // An undo notice stays for some seconds, and longer while it is hovered or focused.
   function pass(notice) {
@@ -39,6 +65,11 @@
   const messages = () => [...document.querySelectorAll(".message")];
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+    if (event.key === "ArrowUp" && event.target.id === "composer-message" && !event.target.value) {
+      const edit = [...document.querySelectorAll(".message--user [data-key=e]")].at(-1);
+      if (edit) event.preventDefault();
+      edit?.click();
+    }
     if (event.target.closest("input, textarea, select, dialog, [contenteditable]")) return;
     const all = messages();
     const at = all.indexOf(document.activeElement?.closest(".message"));

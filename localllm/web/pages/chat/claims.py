@@ -6,26 +6,38 @@ Does not know: HTTP, templates, how conversations are stored.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from localllm.engine.client import GenerationRequest
 from localllm.engine.request import RequestOptions
-from localllm.errors import LocalLLMError, RequestError, UnsupportedOption
-from localllm.serving.chat import CONTINUE, Conversation, Tools, calls_tools
+from localllm.errors import LocalLLMError, RequestError
 from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.live_reply import Reply
-from localllm.web.pages.chat.settings import sampling_params
+from localllm.web.pages.chat.prompts import Prompt, prompt_of
 from localllm.web.pages.chat.state import ChatState
-from localllm.web.pages.chat.tools import read_tools
 
 if TYPE_CHECKING:
-    from localllm.serving.entry import Lease
+    from localllm.serving.entry import Lease, ModelEntry
+    from localllm.serving.served import ServedModel
+    from localllm.text.answers.reader import AnswerReader
 
 MODEL_WAIT_S = 1.0
 """If the model takes longer to load, the reply waits for it and not the handler."""
+
+
+def entry_for(state: ChatState, settings: Mapping[str, str]) -> ModelEntry | None:
+    """Return the model that the next message goes to, if the manager knows it."""
+    manager, name = state.pages.manager, settings.get("model")
+    return manager.register.find(name) if name else manager.default
+
+
+def served_for(state: ChatState, settings: Mapping[str, str]) -> ServedModel | None:
+    """Return the model that the next message goes to, if it is ready."""
+    entry = entry_for(state, settings)
+    return entry.served if entry is not None and entry.state == "ready" else None
 
 
 @dataclass(slots=True)
@@ -35,6 +47,12 @@ class Claim:
     name: str
     lease: asyncio.Task[Lease]
     cache_salt: str | None = None
+    prompt: Prompt | None = None  # of the next reply, if the model was ready to count its tokens
+
+    @property
+    def served(self) -> ServedModel | None:
+        """The model, if it is ready."""
+        return self.lease.result().model if self.lease.done() else None
 
 
 async def _claim(state: ChatState, owner: str, settings: Mapping[str, str]) -> Claim:
@@ -56,6 +74,19 @@ async def _claim(state: ChatState, owner: str, settings: Mapping[str, str]) -> C
         return Claim(found.model.name, lease, state.pages.cache_salt(owner))
     default = state.pages.manager.default
     return Claim(name or (default.name if default else ""), lease, state.pages.cache_salt(owner))
+
+
+def claim_later(
+    state: ChatState, owner: str, name: str, ended: asyncio.Event, announce: Callable[[str], None]
+) -> Claim:
+    """Request the model once another reply has ended, and announce the load then."""
+
+    async def acquire() -> Lease:
+        await ended.wait()
+        announce(f"Loading {name} …")
+        return await state.pages.manager.acquire(name)
+
+    return Claim(name, asyncio.create_task(acquire()), state.pages.cache_salt(owner))
 
 
 @asynccontextmanager
@@ -81,7 +112,7 @@ def _release(lease: asyncio.Task[Lease]) -> None:
 
 
 def reply_of(claim: Claim, message_id: str) -> Reply:
-    ready = claim.lease.result().model if claim.lease.done() else None
+    ready = claim.served
     return Reply(f"chat-{message_id}", claim.name, ready.plan.max_model_len if ready else 0)
 
 
@@ -94,6 +125,16 @@ def start(
     goes_on: bool = False,
 ) -> None:
     """Start the reply in a task: the model may have to be loaded first, and the user sees the chat meanwhile."""
+
+    async def request(served: ServedModel) -> None:
+        prompt = claim.prompt or await prompt_of(served, messages, settings, goes_on=goes_on)
+        await send(writing.reply, claim, served, prompt)
+
+    start_with(writing, claim, request)
+
+
+def start_with(writing: ActiveReply, claim: Claim, request: Callable[[ServedModel], Awaitable[None]]) -> None:
+    """Start a reply in a task that waits for the model and then calls `request`, which starts the reply."""
     reply = writing.reply
     if not claim.lease.done():
         reply.announce(f"Loading {claim.name} …")
@@ -111,20 +152,7 @@ def start(
             served = lease.model
             served.require("generate")
             reply.model, reply.context_tokens = served.name, served.plan.max_model_len
-            params, tools = sampling_params(served.sampling_defaults, settings), read_tools(settings.get("tools", ""))
-            if tools and not calls_tools(served):
-                raise _without_tools(served.name)
-            template = CONTINUE if goes_on else {"add_generation_prompt": True}
-            conversation = Conversation(messages, template, Tools(tools, tools))
-            prompt_token_ids = await asyncio.to_thread(lambda: conversation.encode(conversation.prompt(served), served))
-            params, new_reader = conversation.reading(served, params, prompt_token_ids)
-            asked = GenerationRequest(
-                reply.request_id,
-                prompt_token_ids,
-                params,
-                options=RequestOptions(cache_salt=claim.cache_salt, source="chat"),
-            )
-            reply.start(served.generator, asked, new_reader and new_reader())
+            await request(served)
         except BaseException as error:
             lease.release()
             if not isinstance(error, LocalLLMError):
@@ -136,9 +164,18 @@ def start(
     reply.prepare(begin())
 
 
-def _without_tools(name: str) -> UnsupportedOption:
-    return UnsupportedOption(
-        f"{name} cannot call tools.",
-        "Its chat template does not support tools, or its tool call format is unknown.",
-        "Empty the list of tools in the settings, or choose another model.",
-    )
+async def send(reply: Reply, claim: Claim, served: ServedModel, prompt: Prompt) -> None:
+    """Send the prompt to the engine; the reply is written from now on."""
+    asked, new_reader = request_of(reply.request_id, claim, served, prompt)
+    if asked.params.structured_outputs is not None:
+        await served.generator.prepare(asked.params)
+    reply.start(served.generator, asked, new_reader and new_reader())
+
+
+def request_of(
+    request_id: str, claim: Claim, served: ServedModel, prompt: Prompt
+) -> tuple[GenerationRequest, Callable[[], AnswerReader] | None]:
+    """Return the request to the engine, and what makes the reader of its answer (`Conversation.reading`)."""
+    params, new_reader = prompt.conversation.reading(served, prompt.params, prompt.token_ids)
+    options = RequestOptions(cache_salt=claim.cache_salt, source="chat")
+    return GenerationRequest(request_id, prompt.token_ids, params, options=options), new_reader

@@ -9,26 +9,34 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 from litestar import Request, get, post
 from litestar.datastructures import Cookie
 from litestar.response import Redirect, Response, Stream
 
+from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import LocalLLMError, RequestError
 from localllm.web.access.caller import owner_of
 from localllm.web.api.own.health import is_running
 from localllm.web.errors import wants_html
-from localllm.web.pages.chat import message_presenters, part_presenters, presenters, turns
+from localllm.web.pages.chat import composer_presenters, message_presenters, part_presenters, presenters, turns
 from localllm.web.pages.chat.active_replies import ActiveReply
-from localllm.web.pages.chat.attachment_handlers import MAX_UPLOAD_BYTES, attached_files
-from localllm.web.pages.chat.sidebar_views import Undo
+from localllm.web.pages.chat.attachment_handlers import attached_files
+from localllm.web.pages.chat.attachments import Attachment
+from localllm.web.pages.chat.composer_views import Refusal, SettingRefused
+from localllm.web.pages.chat.projects import named_project
+from localllm.web.pages.chat.prompts import ChatFull
+from localllm.web.pages.chat.settings import MAX_MODEL_CHARS
+from localllm.web.pages.chat.sidebar_presenters import chat_list
+from localllm.web.pages.chat.sidebar_views import ChatHead, Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
-from localllm.web.pages.chat.views import ChatTurn, ComposerAction
+from localllm.web.pages.chat.views import ChatPage, ChatTurn, ComposerAction
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.live import closing, event_stream, sse, until_closing
@@ -45,7 +53,14 @@ async def new_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """Show an empty chat; a program, which does not ask for HTML, is told that the server is running."""
     if not wants_html(request.scope):
         return is_running()
-    return html(await presenters.chat_page(request, None, undo=_undo(request, "The chat is deleted.")))
+    query = request.query_params
+    project = await named_project(chat_state(request), owner_of(request), query)
+    settings = {"model": query["model"][:MAX_MODEL_CHARS]} if query.get("model") else None
+    undo, shows = undo_of(request, "The chat is deleted."), "behaviour" in query
+    page = await presenters.chat_page(
+        request, None, undo=undo, settings=settings, project=project, shows_behaviour=shows
+    )
+    return html(page)
 
 
 @get("/chat")
@@ -65,9 +80,14 @@ async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     chat, query = await requested_chat(request), request.query_params
     if "before" in query and is_scripted(request):
         return html(await presenters.earlier(request, chat, query["before"]))
-    undo = _undo(request, "The message is deleted.")
+    undo = undo_of(request, "The message is deleted.")
     view = await presenters.chat_page(
-        request, chat, before=query.get("before"), editing=query.get("edit", ""), undo=undo
+        request,
+        chat,
+        before=query.get("before"),
+        editing=query.get("edit", ""),
+        undo=undo,
+        shows_behaviour="behaviour" in query,
     )
     return html(view, cookies=[_cookie(chat)])
 
@@ -76,29 +96,67 @@ async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
 async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """Send a message from the composer, or one of the examples."""
     state, owner, form = chat_state(request), owner_of(request), await fields_of(request)
+    files = list[Attachment]()
     try:
         files = await attached_files(request)
         turn = await turns.ask(state, owner, form, files)
-    except LocalLLMError as error:
-        if is_scripted(request) or not isinstance(error, RequestError):
-            raise
-        return html(await _page_with_error(request, form, error), error.status)
+    except ChatFull as full:
+        return await _chat_full(request, form, files, full)
+    except RequestError as error:
+        if not is_scripted(request):
+            return html(await page_with_error(request, form, error, files), error.status)
+        return await refused_in_place(request, form, error)
     state.attachments.drop(files)
-    cookie = _cookie(turn.chat)
+    cookies = [_cookie(turn.chat), *model_cookie(turn.chat.settings)]
     if not is_scripted(request):
         await until_written(request, turn.writing)
-        return Redirect(f"/c/{turn.chat.id}#m-{turn.writing.message.id}", status_code=303, cookies=[cookie])
+        return Redirect(f"/c/{turn.chat.id}#m-{turn.writing.message.id}", status_code=303, cookies=cookies)
+    if form.get(turns.FULL):  # the messages that were left out are drawn in another way now
+        return html(await presenters.update(request, turn.chat, "Generating", sent=True), cookies=cookies)
     assert turn.user is not None
     messages = [state.replies.current(turn.writing.message)]
     view = ChatTurn(
         user=message_presenters.one_message(turn.chat.id, turn.user),
         reply=message_presenters.one_message(turn.chat.id, messages[0], turn.writing),
-        action=ComposerAction(message_presenters.stop_url(turn.writing)),
+        action=message_presenters.composer_action(state.replies, turn.chat.id),
         conversation_id=turn.chat.id,
-        head=message_presenters.head(turn.chat, messages, presenters.card_of(state, turn.chat.settings)),
-        chats=await presenters.chat_list(state, owner, turn.chat),
+        head=await head_of(state, turn.chat),
+        chats=await chat_list(state, owner, turn.chat),
+        chip=composer_presenters.chip(turn.chat, turn.chat.settings),
     )
-    return html(view, headers={"HX-Replace-Url": f"/c/{turn.chat.id}"}, cookies=[cookie])
+    return html(view, headers={"HX-Replace-Url": f"/c/{turn.chat.id}"}, cookies=cookies)
+
+
+async def head_of(state: ChatState, chat: Chat) -> ChatHead:
+    """Return the head of a chat, with the use of the context after its last counted reply."""
+    branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=presenters.WINDOW)
+    messages = [state.replies.current(message) for message in branch.messages]
+    return message_presenters.head(chat, messages, presenters.card_of(state, chat.settings))
+
+
+async def _chat_full(
+    request: Request[Any, Any, Any], form: Mapping[str, str], files: list[Attachment], full: ChatFull
+) -> Response[Any]:
+    """Answer a message that does not fit: nothing was stored, and the ways on are offered."""
+    chat = await _chat_of_form(request, form)
+    if is_scripted(request):
+        view = composer_presenters.fit_update(full, chat, files, ComposerAction(), sent=True)
+        return html(view, full.status)
+    refusal = composer_presenters.refusal(full, "/chat", chat, files)
+    return html(await page_with_error(request, form, full, files, refusal), full.status)
+
+
+async def refused_in_place(
+    request: Request[Any, Any, Any], form: Mapping[str, str], error: RequestError
+) -> Response[Any]:
+    """Return the error for htmx; a wrong value in the drawer comes with the drawer open at its field."""
+    if not presenters.behaviour_field(error.param):
+        raise error
+    state = chat_state(request)
+    model = {"model": form["model"]} if form.get("model") else {}
+    drawer = await presenters.drawer(state, owner_of(request), presenters.card_of(state, model), {})
+    view = SettingRefused(notice(error), presenters.refused_drawer(drawer, form, error.param))
+    return html(view, error.status)
 
 
 @get("/c/{conversation_id:str}/m/{message_id:str}/stream")
@@ -123,6 +181,15 @@ async def stop_reply(request: Request[Any, Any, Any]) -> Response[Any]:
     return Redirect(f"/c/{request.path_params['conversation_id']}", status_code=303)
 
 
+@post("/c/{conversation_id:str}/stop", guards=[same_origin], status_code=200)
+async def stop_chat(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Stop every reply of a chat that is being written."""
+    chat_id = request.path_params["conversation_id"]
+    if not chat_state(request).replies.stop(owner_of(request), chat_id):
+        await requested_chat(request)
+    return Response(None, status_code=204) if is_scripted(request) else Redirect(f"/c/{chat_id}", status_code=303)
+
+
 async def _reply_events(
     state: ChatState, owner: str, chat: Chat | None, message: StoredMessage, writing: ActiveReply | None
 ) -> AsyncIterator[bytes]:
@@ -136,9 +203,21 @@ async def _reply_events(
         except (ChatNotFound, ChatsUnavailable):  # deleted, or the file is locked; the text is in memory
             chat = chat or Chat(writing.chat_id, "", False, message.id, {}, 0.0)
     assert chat is not None
-    yield sse(
-        render(message_presenters.reply_finished(chat, message, writing, presenters.card_of(state, chat.settings)))
-    )
+    action = message_presenters.composer_action(state.replies, chat.id)
+    card = presenters.card_of(state, chat.settings)
+    before = await _messages_before(state, chat, message)
+    finished = message_presenters.reply_finished(chat, before, message, writing, action, card)
+    if writing is not None and state.titles.is_pending(chat.id, writing.reply.model):
+        finished = replace(finished, head=replace(finished.head, title_url=f"/c/{chat.id}/title"))
+    yield sse(render(finished))
+
+
+async def _messages_before(state: ChatState, chat: Chat, message: StoredMessage) -> list[StoredMessage]:
+    try:
+        branch = await state.store.call(Chats.branch, chat.id, message.parent_id, limit=presenters.WINDOW)
+    except ChatsUnavailable:
+        return []
+    return list(branch.messages)
 
 
 async def until_written(request: Request[Any, Any, Any], writing: ActiveReply) -> None:
@@ -176,7 +255,7 @@ def _own_reply(request: Request[Any, Any, Any]) -> ActiveReply | None:
     return found if found is not None and found.owner == owner_of(request) else None
 
 
-def _undo(request: Request[Any, Any, Any], text: str) -> Undo | None:
+def undo_of(request: Request[Any, Any, Any], text: str) -> Undo | None:
     """Return the undo notice that the URL asks for after a redirect."""
     deletion = request.query_params.get("deleted", "")
     return Undo(text, f"/chats/undo/{deletion}") if re.fullmatch(r"[\w-]{1,64}", deletion) else None
@@ -186,14 +265,34 @@ def _cookie(chat: Chat) -> Cookie:
     return Cookie(key=COOKIE, value=chat.id, httponly=True, samesite="strict")
 
 
-async def _page_with_error(request: Request[Any, Any, Any], form: Mapping[str, str], error: LocalLLMError) -> Any:
-    chat = None
-    if form.get("conversation"):
-        try:
-            chat = await chat_state(request).store.call(Chats.get, owner_of(request), form["conversation"])
-        except ChatNotFound:
-            chat = None
-    return presenters.with_error(await presenters.chat_page(request, chat), form, notice(error))
+def model_cookie(settings: Mapping[str, str]) -> list[Cookie]:
+    """Return the cookie that remembers the chosen model; none if there was no choice."""
+    name = settings.get("model")
+    value = quote(name, safe="") if name else ""
+    return [Cookie(key=presenters.MODEL_COOKIE, value=value, httponly=True, samesite="strict")] if name else []
 
 
-HANDLERS = (new_chat, latest_chat, open_chat, send_message, follow_reply, stop_reply)
+async def page_with_error(
+    request: Request[Any, Any, Any],
+    form: Mapping[str, str],
+    error: LocalLLMError | None,
+    files: Sequence[Attachment] = (),
+    refusal: Refusal | None = None,
+) -> ChatPage:
+    """Return the page with what was typed and attached, for a browser without scripts."""
+    chat = await _chat_of_form(request, form)
+    project = await named_project(chat_state(request), owner_of(request), form) if chat is None else None
+    settings = dict(chat.settings if chat is not None else project.settings if project is not None else {})
+    settings |= {name: form[name] for name in ("model", "thinking") if form.get(name)}
+    page = await presenters.chat_page(request, chat, settings=settings, project=project)
+    return presenters.with_error(page, form, error, files, refusal)
+
+
+async def _chat_of_form(request: Request[Any, Any, Any], form: Mapping[str, str]) -> Chat | None:
+    try:
+        return await chat_state(request).store.call(Chats.get, owner_of(request), form.get("conversation", ""))
+    except ChatNotFound:
+        return None
+
+
+HANDLERS = (new_chat, latest_chat, open_chat, send_message, follow_reply, stop_reply, stop_chat)

@@ -1,34 +1,23 @@
-"""What the model reads of a chat: the messages of the shown branch, in the form of a chat template's input.
+"""What the model reads of a chat: the shown branch from the first message that is not left out.
 
-Does not know: HTTP, templates, which model reads them.
+Does not know: HTTP, templates, which model reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from localllm.units import format_count
+from localllm.web.pages.chat.readable import first_read
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS
 from localllm.web.pages.chat.state import ChatState
-from localllm.web.pages.chat.store import Chat, Chats
-from localllm.web.pages.chat.template_messages import messages_of, num_chars
+from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.frame.errors import MessageTooLong
 
-MAX_CONVERSATION_CHARS = 2_000_000
-"""A longer branch takes no further message, whatever the model's context is."""
 
-
-async def history(
-    state: ChatState, chat: Chat, leaf: str | None, settings: Mapping[str, str], new_chars: int = 0
-) -> list[dict[str, Any]]:
-    """Return the messages for the chat template; `new_chars` will be added."""
+async def history(state: ChatState, chat: Chat, leaf: str | None) -> list[StoredMessage]:
+    """Return the messages that lead to a leaf, in their current state, without those that were left out."""
     branch = await state.store.call(Chats.branch, chat.id, leaf)
     messages = [state.replies.current(message) for message in branch.messages]
-    length = sum(num_chars(message) for message in messages)
-    if length + new_chars > MAX_CONVERSATION_CHARS:
-        raise too_long("This chat", length + new_chars, MAX_CONVERSATION_CHARS, "Start a new chat.")
-    return messages_of(settings.get("system", ""), messages)
+    return messages[first_read(messages, branch.num_left_out) :]
 
 
 def too_long(

@@ -24,7 +24,9 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexer import Lexer
 from pygments.lexers import get_all_lexers, get_lexer_by_name
 
+from localllm.web.pages.chat.markdown_rules import add_rules
 from localllm.web.pages.chat.maths import add_maths, maths_html
+from localllm.web.pages.chat.preview_blocks import preview_button
 
 MAX_HIGHLIGHT_CHARS = 4_000
 MAX_EMPTY_LINES = 200
@@ -65,12 +67,12 @@ def render_markdown(text: str) -> str:
 
 @cache
 def _renderer() -> MarkdownIt:
-    md = add_maths(MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]))
+    md = add_rules(add_maths(MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])))
     md.validateLink = _is_safe_link  # type: ignore[method-assign]
     md.inline.parse = partial(_bounded, md.inline.parse)  # type: ignore[method-assign]
     for rule in (
         *(_link_open, _image, _fence, _code_block, _heading_open, _heading_close, _table_open, _table_close),
-        *(_maths_block, _maths_inline),
+        *(_maths_block, _maths_inline, _task),
     ):
         md.add_render_rule(rule.__name__.lstrip("_"), rule)
     md.add_render_rule("th_open", _cell_open)
@@ -127,13 +129,13 @@ def _image(
 def _fence(
     self: RendererHTML, tokens: Sequence[Token], idx: int, options: OptionsDict, env: MutableMapping[str, Any]
 ) -> str:
-    return _code(tokens[idx].content, tokens[idx].info.strip().split(" ")[0], env)
+    return fenced_code(tokens[idx].content, tokens[idx].info.strip().split(" ")[0], env)
 
 
 def _code_block(
     self: RendererHTML, tokens: Sequence[Token], idx: int, options: OptionsDict, env: MutableMapping[str, Any]
 ) -> str:
-    return _code(tokens[idx].content, "", env)
+    return fenced_code(tokens[idx].content, "", env)
 
 
 def _maths_block(
@@ -148,12 +150,20 @@ def _maths_inline(
     return maths_html(tokens[idx].content, display=False)
 
 
+def _task(
+    self: RendererHTML, tokens: Sequence[Token], idx: int, options: OptionsDict, env: MutableMapping[str, Any]
+) -> str:
+    """Return the box of a task, which only shows whether the task is done."""
+    state = 'checked aria-label="Done"' if tokens[idx].content else 'aria-label="Not done"'
+    return f'<input class="task__box" type="checkbox" disabled {state}> '
+
+
 def code_block(source: str, language: str) -> str:
     """Return a code block, for a reply's text that is not Markdown."""
-    return _code(source, language, {})
+    return fenced_code(source, language, {})
 
 
-def _code(source: str, language: str, env: MutableMapping[str, Any]) -> str:
+def fenced_code(source: str, language: str, env: MutableMapping[str, Any]) -> str:
     """Return a code block with its language, a switch for long lines and a copy button (both shown when
     scripts run).
     """
@@ -166,7 +176,7 @@ def _code(source: str, language: str, env: MutableMapping[str, Any]) -> str:
     return (
         f'<div class="code"><div class="code__bar"><span class="code__language">{name}</span>'
         '<button class="code__copy" type="button" aria-pressed="false" data-wrap>Wrap</button>'
-        '<button class="code__copy" type="button" data-copy>Copy</button></div>'
+        f'{preview_button(language, source)}<button class="code__copy" type="button" data-copy>Copy</button></div>'
         f'<pre tabindex="0"><code>{_highlighted(source, language)}</code></pre></div>\n'
     )
 

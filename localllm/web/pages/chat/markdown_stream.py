@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
@@ -105,10 +106,10 @@ def text_html(text: str) -> str:
 
 
 class HTMLCache:
-    """A cache of `text_html` for texts that no longer change. Thread-safe."""
+    """A cache of the HTML of texts that no longer change. Thread-safe."""
 
-    def __init__(self, most_chars: int) -> None:
-        self._most_chars, self._chars = most_chars, 0
+    def __init__(self, most_chars: int, draw: Callable[[str], str] = text_html) -> None:
+        self._most_chars, self._chars, self._draw = most_chars, 0, draw
         self._html: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -117,7 +118,7 @@ class HTMLCache:
             if (html := self._html.get(text)) is not None:
                 self._html.move_to_end(text)
                 return html
-        html = text_html(text)
+        html = self._draw(text)
         with self._lock:
             if text not in self._html:
                 self._html[text] = html

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from localllm.serving.served import ModelCard
 from localllm.units import format_count
 from localllm.web.pages.chat.active_replies import ActiveReplies, ActiveReply
+from localllm.web.pages.chat.composer_presenters import summary_origin
+from localllm.web.pages.chat.composer_views import ContextMeter
+from localllm.web.pages.chat.figures import figures
 from localllm.web.pages.chat.markdown_stream import cached_html
 from localllm.web.pages.chat.part_presenters import (
     call_cards,
@@ -19,19 +23,23 @@ from localllm.web.pages.chat.part_presenters import (
     live_thinking,
     result_form,
     results,
+    sources,
     stored_thinking,
 )
-from localllm.web.pages.chat.settings import SETTINGS, effective, note
-from localllm.web.pages.chat.sidebar_views import ChatHead, ContextMeter
+from localllm.web.pages.chat.readable import has_failed, is_summary
+from localllm.web.pages.chat.settings import BEHAVIOUR, FIRST, SETTINGS, effective, label, note, num_set
+from localllm.web.pages.chat.sidebar_presenters import when
+from localllm.web.pages.chat.sidebar_views import ChatHead
 from localllm.web.pages.chat.store import Branch, Chat, StoredMessage
+from localllm.web.pages.chat.user_text import cached_user_html
 from localllm.web.pages.chat.views import (
     ChatMessage,
+    Comparison,
     ComposerAction,
     EditForm,
     MessageActions,
     MessageList,
     OpenBlock,
-    ReplyFigures,
     ReplyFinished,
     Sampling,
     SettingField,
@@ -47,14 +55,33 @@ async def message_list(
 ) -> MessageList:
     """Return a branch in its current state. Markdown is rendered off the event loop, and cached."""
     messages = [replies.current(message) for message in branch.messages]
-    finished = [m for m in messages if m.role == "assistant" and replies.get(m.id) is None]
+    finished = [m for m in (*messages, *branch.beside) if m.role == "assistant" and replies.get(m.id) is None]
+    typed = [m.text for m in messages if m.role == "user"]
     await asyncio.to_thread(
-        lambda: [cached_html(text) for m in finished for text in (m.text, m.details.get("reasoning", ""))]
+        lambda: [
+            *(cached_html(text) for m in finished for text in (m.text, m.details.get("reasoning", ""))),
+            *(cached_user_html(text) for text in typed),
+        ]
     )
-    views = tuple(one_message(chat_id, message, replies.get(message.id), editing=editing) for message in messages)
+    num_left_out = max(0, branch.num_left_out - branch.num_earlier)  # of these messages
+    views: list[ChatMessage | Comparison] = [
+        replace(one_message(chat_id, message, replies.get(message.id), editing=editing), is_left_out=at < num_left_out)
+        for at, message in enumerate(messages)
+    ]
+    if branch.beside:
+        views[-1] = _comparison(replies, chat_id, [branch.messages[-1], *branch.beside])
+    last = messages[num_left_out - 1].id if 0 < num_left_out <= len(messages) else ""
     earlier = f"/c/{chat_id}?before={messages[0].id}" if branch.num_earlier and messages else ""
     later = f"/c/{chat_id}" if branch.num_later and outside else ""
-    return MessageList(views, earlier, branch.num_earlier, later)
+    bring_back = f"/c/{chat_id}/bring-back" if last else ""
+    return MessageList(tuple(views), earlier, branch.num_earlier, later, last, bring_back)
+
+
+def _comparison(replies: ActiveReplies, chat_id: str, compared: Sequence[StoredMessage]) -> Comparison:
+    """Return replies beside each other, in the order of their creation."""
+    ordered = sorted(compared, key=lambda message: compared[0].versions.index(message.id))
+    views = [one_message(chat_id, replies.current(message), replies.get(message.id)) for message in ordered]
+    return Comparison(tuple(views), tuple(f"/c/{chat_id}/m/{message.id}" for message in ordered))
 
 
 def one_message(
@@ -62,7 +89,7 @@ def one_message(
 ) -> ChatMessage:
     if message.role == "user":
         return _user_message(chat_id, message, editing=editing)
-    return _assistant_message(chat_id, message, writing)
+    return _assistant_message(chat_id, message, writing, editing=editing)
 
 
 def _user_message(chat_id: str, message: StoredMessage, *, editing: str) -> ChatMessage:
@@ -71,6 +98,7 @@ def _user_message(chat_id: str, message: StoredMessage, *, editing: str) -> Chat
         id=message.id,
         role="user",
         text=message.text,
+        html=cached_user_html(message.text) if "`" in message.text or "~~~" in message.text else "",
         actions=None if edit else actions(chat_id, message),
         edit=edit,
         results=results(message.details),
@@ -78,9 +106,13 @@ def _user_message(chat_id: str, message: StoredMessage, *, editing: str) -> Chat
     )
 
 
-def _assistant_message(chat_id: str, message: StoredMessage, writing: ActiveReply | None) -> ChatMessage:
+def _assistant_message(
+    chat_id: str, message: StoredMessage, writing: ActiveReply | None, *, editing: str
+) -> ChatMessage:
     """Return the reply in its current state; while it is being written, with the URL of its events."""
     details = message.details
+    if editing == message.id and writing is None:
+        return ChatMessage(message.id, "assistant", edit=edit_form(chat_id, message))
     live = writing is not None and not writing.reply.done
     open_block = OpenBlock(message.id, *writing.reply.body.settled[1:]) if writing is not None and live else None
     thinking = live_thinking(message.id, writing.reply) if writing else stored_thinking(message.id, details)
@@ -89,6 +121,7 @@ def _assistant_message(chat_id: str, message: StoredMessage, writing: ActiveRepl
         role="assistant",
         html=writing.reply.body.html if writing is not None else cached_html(message.text),
         model=str(details.get("model") or "Assistant"),
+        is_edited=bool(details.get("edited")),
         open=open_block,
         stream_url=f"/c/{chat_id}/m/{message.id}/stream" if live else None,
         figures=None if live else figures(details),
@@ -97,6 +130,9 @@ def _assistant_message(chat_id: str, message: StoredMessage, writing: ActiveRepl
         thinking=thinking,
         calls=() if live else call_cards(details),
         result_form=None if live else result_form(f"/c/{chat_id}/m/{message.id}", message.id, details),
+        sources=sources(details),
+        has_failed=not live and has_failed(message),
+        origin=summary_origin(message),
     )
 
 
@@ -108,8 +144,9 @@ def actions(chat_id: str, message: StoredMessage) -> MessageActions:
         role=message.role,
         edits="results" not in message.details,
         goes_on=bool(message.text)
-        and message.details.get("finish_reason") in GOES_ON
-        and "calls" not in message.details,
+        and (message.details.get("finish_reason") in GOES_ON or "edited" in message.details)
+        and "calls" not in message.details
+        and not is_summary(message),
         version=at + 1,
         versions=max(1, len(select)),
         previous_url=select[at - 1] if at > 0 else "",
@@ -119,34 +156,24 @@ def actions(chat_id: str, message: StoredMessage) -> MessageActions:
 
 def edit_form(chat_id: str, message: StoredMessage) -> EditForm:
     url = f"/c/{chat_id}/m/{message.id}"
-    return EditForm(message.id, url, url, message.text)
+    return EditForm(message.id, url, url, message.text, message.role)
 
 
-def figures(details: Mapping[str, Any]) -> ReplyFigures | None:
-    """Return the line below a finished reply; None if there are no counts and no finish reason."""
-    if "prompt_tokens" not in details:
-        return ReplyFigures(0, 0, 0, "interrupted") if details.get("finish_reason") == "interrupted" else None
-    return ReplyFigures(
-        prompt_tokens=details["prompt_tokens"],
-        cached_tokens=details.get("cached_tokens", 0),
-        completion_tokens=details.get("completion_tokens", 0),
-        finish_reason=details.get("finish_reason", ""),
-        ttft_s=details.get("ttft_s"),
-        tokens_per_s=details.get("tokens_per_s"),
-    )
-
-
-def head(chat: Chat | None, messages: Sequence[StoredMessage], card: ModelCard | None) -> ChatHead:
+def head(chat: Chat, messages: Sequence[StoredMessage], card: ModelCard | None) -> ChatHead:
     """Return the title, and the use of the context after the last counted reply."""
-    if chat is None:
-        return ChatHead("New chat")
     used, size = 0, card.plan.max_model_len if card is not None else 0
     for message in messages:
         if "prompt_tokens" in message.details:
             used = message.details["prompt_tokens"] + message.details.get("completion_tokens", 0)
             size = size or message.details.get("context_tokens", 0)
-    meter = ContextMeter(min(used, size), size) if used and size else None
-    return ChatHead(chat.title, f"/c/{chat.id}/manage", meter)
+        elif "full_tokens" in message.details:
+            used, size = message.details["full_tokens"], size or message.details["context_tokens"]
+    meter = ContextMeter(used, size if used else 0)
+    project_url = f"/projects/{chat.project_id}" if chat.project_id else ""
+    outline_url = f"/c/{chat.id}/outline"
+    return ChatHead(
+        chat.title, f"/c/{chat.id}/manage", meter, chat.project_name, project_url, when(chat.updated_s), "", outline_url
+    )
 
 
 def sampling(
@@ -157,25 +184,45 @@ def sampling(
     preset: str = "",
     is_open: bool = False,
     error: ErrorNotice | None = None,
+    wrong: str = "",
 ) -> Sampling:
-    """Return the settings drawer, with the defaults that apply to empty fields."""
-    fields = []
-    for name, info in SETTINGS.items():
-        default, source = effective(name, card)
-        fields.append(SettingField(name, info.label, info.kind, settings.get(name, ""), default, source, note(info)))
-    said = settings.get("system", "")
-    return Sampling(said, tuple(fields), tuple(presets), preset, is_open, error, settings.get("tools", ""))
+    """Return the drawer, with the defaults that apply to empty fields. `wrong`: a field whose value was refused."""
+    return Sampling(
+        system=settings.get("system", ""),
+        fields=tuple(
+            _field(name, card, settings, wrong) for name in sorted(SETTINGS, key=lambda each: each not in FIRST)
+        ),
+        presets=tuple(presets),
+        preset=preset,
+        is_open=is_open or wrong in BEHAVIOUR,
+        error=error,
+        tools=settings.get("tools", ""),
+        schema=settings.get("schema", ""),
+        num_set=num_set(settings),
+        wrong=wrong,
+    )
 
 
-def stop_url(writing: ActiveReply) -> str:
-    return f"/c/{writing.chat_id}/m/{writing.message.id}/stop"
+def _field(name: str, card: ModelCard | None, settings: Mapping[str, str], wrong: str) -> SettingField:
+    info, (default, source) = SETTINGS[name], effective(name, card)
+    return SettingField(
+        name, label(name), info.kind, settings.get(name, ""), default, source, note(name), info.low, info.high,
+        name in FIRST, name == wrong,
+    )  # fmt: skip
+
+
+def composer_action(replies: ActiveReplies, chat_id: str) -> ComposerAction:
+    """Return the composer's button: it stops every reply of the chat that is being written, else it sends."""
+    return ComposerAction(f"/c/{chat_id}/stop" if replies.unfinished(chat_id) else None)
 
 
 def reply_finished(
-    chat: Chat, message: StoredMessage, writing: ActiveReply | None, card: ModelCard | None
-) -> ReplyFinished:
+    chat: Chat, before: Sequence[StoredMessage], message: StoredMessage, writing: ActiveReply | None,
+    action: ComposerAction, card: ModelCard | None,
+) -> ReplyFinished:  # fmt: skip
+    """Return the last update of a reply. `before`: messages before it, for the use of the context."""
     view = one_message(chat.id, message, writing)
-    return ReplyFinished(view, ComposerAction(), head(chat, [message], card), announcement(message.details))
+    return ReplyFinished(view, action, head(chat, [*before, message], card), announcement(message.details))
 
 
 def announcement(details: Mapping[str, Any]) -> str:

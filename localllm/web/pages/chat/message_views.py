@@ -59,14 +59,34 @@ class AttachmentChip(View):
     num_tokens: int | None = None
     id: str = ""
     text: str = ""  # extracted text of a file in a sent message
+    is_estimate: bool = False  # `num_tokens` is not counted exactly
+    searched: bool = False  # too long to be read whole: the passages that match the question are read
 
 
 @dataclass(frozen=True, slots=True)
 class Attachments(View):
-    """The files attached to the next message, and their total token count."""
+    """The files attached to the next message, and the token count of those that are read whole."""
 
     template: ClassVar[str] = "chat/_attachments.html"
     chips: tuple[AttachmentChip, ...] = ()
-    num_tokens: int | None = None  # of all files; None: not counted
+    num_tokens: int | None = None  # None: no file is read whole
     context_tokens: int = 0
     error: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePassage:
+    """A passage of a long file that the model read before it answered."""
+
+    source: str  # such as "note.pdf, p. 3"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sources(View):
+    """The passages that an answer was given, below it."""
+
+    template: ClassVar[str] = "chat/_sources.html"
+    title: str  # such as "From note.pdf, p. 3, p. 7"
+    passages: tuple[SourcePassage, ...]
+    note: str = ""  # why these passages, if the question matched none

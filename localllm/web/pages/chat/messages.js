@@ -1,4 +1,4 @@
-// Inside a message: maths, the reasoning clock, long lines of code, files.
+// Inside a message: maths, the reasoning clock, long lines of code, previews, files. Around it: jumps, reading aloud.
 (() => {
   "use strict";
   const find = (selector) => document.querySelector(selector);
@@ -37,9 +37,82 @@
     }
   }, 1000);
 
+  const wrap = (button) => button.setAttribute("aria-pressed", button.closest(".code").classList.toggle("code--wrapped"));
+
+  // A preview runs in a frame that has neither our origin nor a network; its page is made from the stored message.
+  function preview(button) {
+    const code = button.closest(".code");
+    const shown = code.querySelector(".preview");
+    button.setAttribute("aria-expanded", !shown);
+    button.textContent = shown ? "Preview" : "Close preview";
+    if (shown) return shown.remove();
+    const box = Object.assign(document.createElement("div"), { className: "preview" });
+    const id = code.closest(".message").id.slice(2);
+    const src = `${location.pathname}/m/${id}/preview/${button.dataset.preview}`;
+    box.append(Object.assign(document.createElement("iframe"), { title: "Preview", sandbox: "allow-scripts", src }));
+    code.append(box);
+  }
+
+  // Reading aloud uses voices of this machine only: another voice would send the text to its maker.
+  const speech = window.speechSynthesis;
+  const voices = () => speech?.getVoices().filter((voice) => voice.localService) ?? [];
+  const findVoices = () => document.documentElement.classList.toggle("spoken", voices().length > 0);
+  speech?.addEventListener?.("voiceschanged", findVoices);
+  findVoices();
+  let speaking = null;
+  function hush() {
+    speech?.cancel();
+    if (speaking) speaking.textContent = "Read aloud";
+    speaking = null;
+  }
+  function speak(button) {
+    const wasSpeaking = speaking === button;
+    hush();
+    if (wasSpeaking) return;
+    const text = button.closest(".message").querySelector(".prose:not(.thinking__text)").cloneNode(true);
+    for (const skipped of text.querySelectorAll(".code, .maths")) skipped.remove();
+    const language = navigator.language.slice(0, 2);
+    const voice = voices().find((each) => each.lang.startsWith(language)) ?? voices()[0];
+    const said = [...text.children].map((each) => each.textContent.trim()).filter(Boolean);
+    if (!said.length) return;
+    speaking = button;
+    button.textContent = "Stop";
+    for (const [at, part] of said.entries()) { // a long text in one piece is cut off by some browsers
+      speech.speak(Object.assign(new SpeechSynthesisUtterance(part), { voice, onend: () => at === said.length - 1 && speaking === button && hush() }));
+    }
+  }
+  addEventListener("pagehide", hush);
+
+  // Jumps: to the newest message, and to a question of the outline if it is on the page.
+  const scroller = find("#chat-scroll");
+  const newest = find("#newest");
+  if (newest) {
+    const place = () => (newest.hidden = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 160);
+    scroller.addEventListener("scroll", place, { passive: true });
+    new ResizeObserver(place).observe(scroller.firstElementChild);
+  }
+  function toNewest() {
+    const later = find("[data-later]");
+    if (later) return later.click();
+    scroller.scrollTop = scroller.scrollHeight;
+    [...document.querySelectorAll(".message")].at(-1)?.focus({ preventScroll: true });
+  }
+  function jump(link, event) {
+    const message = document.getElementById(link.hash.slice(1));
+    if (!message) return;
+    event.preventDefault();
+    find("#manage").close();
+    scroller.scrollTop += message.getBoundingClientRect().top - scroller.getBoundingClientRect().top - 16;
+    message.focus({ preventScroll: true });
+  }
+
+  const acts = { "[data-wrap]": wrap, "[data-preview]": preview, "[data-speak]": speak, "#newest": toNewest, "[data-jump]": jump };
   document.addEventListener("click", (event) => {
-    const wrap = event.target.closest("[data-wrap]");
-    if (wrap) wrap.setAttribute("aria-pressed", wrap.closest(".code").classList.toggle("code--wrapped"));
+    for (const [selector, act] of Object.entries(acts)) {
+      const found = event.target.closest(selector);
+      if (found) act(found, event);
+    }
+    event.target.closest(".more__item")?.closest(".more").hidePopover();
   });
 
   // Files are chosen, dropped or pasted; a long pasted text becomes a file, too.

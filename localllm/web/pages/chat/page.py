@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from localllm.web.access.scopes import Paths, RouteRules
-from localllm.web.pages.chat import attachment_handlers, handlers, message_handlers, offer_handlers, sidebar_handlers
+from localllm.web.pages.chat import (
+    attachment_handlers,
+    composer_handlers,
+    handlers,
+    message_handlers,
+    offer_handlers,
+    outline,
+    palette_handlers,
+    previews,
+    project_handlers,
+    prompt_handlers,
+    sidebar_handlers,
+    transfer_handlers,
+)
 from localllm.web.pages.chat.state import close_chats, open_chats
 from localllm.web.pages.frame.page import Page
 from localllm.web.pages.frame.views import NavEntry
@@ -13,11 +26,24 @@ PAGE = Page(
     handlers=(
         *handlers.HANDLERS,
         *message_handlers.HANDLERS,
+        *previews.HANDLERS,
+        *outline.HANDLERS,
         *attachment_handlers.HANDLERS,
+        *composer_handlers.HANDLERS,
         *sidebar_handlers.HANDLERS,
+        *transfer_handlers.HANDLERS,
         *offer_handlers.HANDLERS,
+        *prompt_handlers.HANDLERS,
+        *project_handlers.HANDLERS,
+        *palette_handlers.HANDLERS,
     ),
-    rules=RouteRules(infer=Paths("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat"), linked=Paths("/", "/c/*")),
+    rules=RouteRules(
+        infer=Paths(
+            *("/", "/chat", "/chats", "/c/*", "/chats/*", "/live/chat", "/live/chat/model", "/palette"),
+            *("/prompts", "/prompts/*", "/projects", "/projects/*"),
+        ),
+        linked=Paths("/", "/c/*"),
+    ),
     on_startup=(open_chats,),
     on_shutdown=(close_chats,),
 )

@@ -14,7 +14,15 @@ from localllm.units import format_count
 from localllm.web.pages.chat.live_reply import Reply, ReplyUpdate
 from localllm.web.pages.chat.markdown import code_block
 from localllm.web.pages.chat.markdown_stream import cached_html
-from localllm.web.pages.chat.message_views import AttachmentChip, ReasoningView, ResultForm, ToolCallCard, ToolResult
+from localllm.web.pages.chat.message_views import (
+    AttachmentChip,
+    ReasoningView,
+    ResultForm,
+    SourcePassage,
+    Sources,
+    ToolCallCard,
+    ToolResult,
+)
 from localllm.web.pages.chat.template_messages import calls_of, files_of
 from localllm.web.pages.chat.views import OpenBlock, ReplyProgress
 
@@ -65,7 +73,26 @@ def results(details: Mapping[str, Any]) -> tuple[ToolResult, ...]:
 
 
 def file_chips(details: Mapping[str, Any]) -> tuple[AttachmentChip, ...]:
-    return tuple(AttachmentChip(name, len(text.encode()), text=_preview(text)) for name, text in files_of(details))
+    searched = [file for file in details.get("files", []) if "text" not in file]
+    return (
+        *(AttachmentChip(name, len(text.encode()), text=_preview(text)) for name, text in files_of(details)),
+        *(AttachmentChip(file["name"], file.get("num_bytes", 0), searched=True) for file in searched),
+    )
+
+
+def sources(details: Mapping[str, Any]) -> Sources | None:
+    """Return the passages that the model read before this reply; None if no long file was searched."""
+    found = details.get("sources")
+    if not found:
+        return None
+    by_name: dict[str, list[str]] = {}
+    for each in found["passages"]:
+        by_name.setdefault(each["name"], []).append(each["where"])
+    title = "; ".join(f"{name}, {', '.join(dict.fromkeys(where))}" for name, where in by_name.items())
+    passages = tuple(
+        SourcePassage(f"{each['name']}, {each['where']}", each["text"].strip()) for each in found["passages"]
+    )
+    return Sources(f"From {title}" if title else "No passage was found", passages, found.get("note", ""))
 
 
 def _preview(text: str) -> str:

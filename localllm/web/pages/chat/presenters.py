@@ -6,26 +6,32 @@ Does not know: routes, templates, how a reply is generated.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta
 from typing import Any
+from urllib.parse import unquote
 
 from litestar import Request
 
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, RequestError
 from localllm.models.library.about import count_parameters
 from localllm.models.library.catalog import demo_path
 from localllm.serving.served import ModelCard
 from localllm.units import format_parameters
 from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import message_presenters
+from localllm.web.pages.chat.attachments import Attachment, divided
+from localllm.web.pages.chat.composer_presenters import attachments_view, thinking_choice
+from localllm.web.pages.chat.composer_presenters import chip as behaviour_chip
+from localllm.web.pages.chat.composer_views import Refusal
 from localllm.web.pages.chat.offer_presenters import live_url_of, shown_offer
-from localllm.web.pages.chat.settings import NAMES
-from localllm.web.pages.chat.sidebar_views import ChatGroup, ChatHead, ChatList, ChatRow, Undo
+from localllm.web.pages.chat.readable import is_summary
+from localllm.web.pages.chat.settings import BEHAVIOUR, NAMES, num_set
+from localllm.web.pages.chat.sidebar_presenters import chat_list
+from localllm.web.pages.chat.sidebar_views import ChatHead, Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
-from localllm.web.pages.chat.store import Branch, Chat, Chats, FoundChat
+from localllm.web.pages.chat.store import Branch, Chat, Chats, Project
 from localllm.web.pages.chat.store.records import ChatsUnavailable
 from localllm.web.pages.chat.views import (
     ChatPage,
@@ -35,8 +41,6 @@ from localllm.web.pages.chat.views import (
     EmptyChat,
     Examples,
     MessageList,
-    ModelChoice,
-    ModelChoices,
     Sampling,
 )
 from localllm.web.pages.frame.errors import notice
@@ -45,10 +49,8 @@ from localllm.web.pages.frame.views import ErrorNotice, View
 WINDOW = 40
 """Messages of a chat that are shown at first; earlier ones load when the user scrolls up."""
 
-LISTED = 60
-MOST_LISTED = 1000
-PLAIN = str.maketrans("", "", "*`#|")
-"""Removes Markdown characters from a snippet."""
+MODEL_COOKIE = "localllm_model"
+"""The name of the model that this browser sent to or picked last, percent-encoded."""
 
 EXAMPLES = (
     "Explain in simple words why the sky is blue",
@@ -71,27 +73,42 @@ async def chat_page(
     editing: str = "",
     undo: Undo | None = None,
     settings: Mapping[str, str] | None = None,
+    project: Project | None = None,
+    shows_behaviour: bool = False,
 ) -> ChatPage:
-    """Return the page of a chat, or of a new one. There is a composer even if the model sleeps: a message wakes it."""
+    """Return the page of a chat, or of a new one, which may be in a project. There is a composer even if the model
+    sleeps: a message wakes it.
+    """
     state, owner = chat_state(request), owner_of(request)
-    settings = settings if settings is not None else chat.settings if chat else {}
+    if settings is None:
+        start = {**chosen_last(request), **(project.settings if project is not None else {})}
+        settings = chat.settings if chat is not None else start
     branch = Branch(())
     if chat is not None:
         branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
     waits = state.pages.card is None
     card = card_of(state, settings)
-    writing = state.replies.unfinished(chat.id) if chat else None
     composer, empty, offer = None, None, await shown_offer(request, is_new=chat is None)
     if not waits:
-        action = ComposerAction(message_presenters.stop_url(writing) if writing else None)
-        sampling = await drawer(state, owner, card, settings)
-        composer = Composer(chat.id if chat else "", sampling, action, models=await model_choices(state, settings))
+        action = message_presenters.composer_action(state.replies, chat.id) if chat else ComposerAction()
+        sampling = await drawer(state, owner, card, settings, is_open=shows_behaviour)
+        composer = Composer(
+            chat.id if chat else "",
+            sampling,
+            action,
+            models=await state.picker.choices(settings),
+            thinking=thinking_choice(state, settings),
+            context_tokens=card.plan.max_model_len if card is not None else 0,
+            project_id=project.id if project is not None else "",
+        )
         if chat is None and card is not None:
             empty = await asyncio.to_thread(empty_chat, card)
     messages = [state.replies.current(message) for message in branch.messages]
+    if composer is not None and messages and is_summary(messages[-1]):
+        composer = await _with_draft(state, owner, composer, messages[-1].details)
     return ChatPage(
         shell=state.pages.shell(request, chat.title if chat else "New chat", "chat", live_url_of(offer), waits=waits),
-        head=message_presenters.head(chat, messages, card),
+        head=new_head(project) if chat is None else message_presenters.head(chat, messages, card),
         chats=await chat_list(state, owner, chat),
         list=await message_presenters.message_list(state.replies, chat.id, branch, editing=editing) if chat else None,
         composer=composer,
@@ -100,31 +117,51 @@ async def chat_page(
         offer=offer,
         undo=undo,
         notice=_store_notice(state),
+        chip=behaviour_chip(chat, settings),
     )
 
 
-async def panel_page(request: Request[Any, Any, Any], title: str, panel: View) -> ChatPage:
-    """Return a page with a form or a list in place of a chat; with scripts it is a dialog."""
+def new_head(project: Project | None) -> ChatHead:
+    """Return the head of a chat that has not begun."""
+    if project is None:
+        return ChatHead("New chat")
+    return ChatHead("New chat", project_name=project.name, project_url=f"/projects/{project.id}")
+
+
+async def _with_draft(state: ChatState, owner: str, composer: Composer, details: Mapping[str, Any]) -> Composer:
+    """Return the composer with the text and the files that waited while a summary was written."""
+    try:
+        files = state.attachments.get(owner, details.get("draft_files", []))
+    except RequestError:  # the server was restarted since
+        files = []
+    attachments = attachments_view(divided(files, composer.context_tokens * 3 // 4), composer.context_tokens)
+    return replace(composer, text=details.get("draft", ""), attachments=attachments)
+
+
+async def panel_page(request: Request[Any, Any, Any], title: str, panel: View, undo: Undo | None = None) -> ChatPage:
+    """Return a page with a form or a list in place of a chat; with scripts a small one is a dialog."""
     state = chat_state(request)
     chats = await chat_list(state, owner_of(request), None)
-    return ChatPage(state.pages.shell(request, title, "chat"), ChatHead(title), chats, panel=panel)
+    return ChatPage(state.pages.shell(request, title, "chat"), ChatHead(title), chats, panel=panel, undo=undo)
 
 
 async def update(
-    request: Request[Any, Any, Any], chat: Chat, announcement: str, undo: Undo | None = None
+    request: Request[Any, Any, Any], chat: Chat, announcement: str, undo: Undo | None = None, *, sent: bool = False
 ) -> ChatUpdate:
-    """Return the changed parts of an open page after messages changed."""
+    """Return the changed parts of an open page after messages changed. `sent`: the composer's message is among them."""
     state = chat_state(request)
     branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW)
-    writing = state.replies.unfinished(chat.id)
     return ChatUpdate(
         list=await message_presenters.message_list(state.replies, chat.id, branch),
-        action=ComposerAction(message_presenters.stop_url(writing) if writing else None),
+        action=message_presenters.composer_action(state.replies, chat.id),
         head=message_presenters.head(
             chat, [state.replies.current(m) for m in branch.messages], card_of(state, chat.settings)
         ),
         announcement=announcement,
         undo=undo,
+        chip=behaviour_chip(chat, chat.settings),
+        clears_composer=sent,
+        chats=await chat_list(state, owner_of(request), chat) if sent else None,
     )
 
 
@@ -135,16 +172,42 @@ async def earlier(request: Request[Any, Any, Any], chat: Chat, before: str) -> M
     return await message_presenters.message_list(state.replies, chat.id, branch, outside=False)
 
 
-def with_error(page: ChatPage, form: Mapping[str, str], error: ErrorNotice) -> ChatPage:
-    """Return the page with the typed text and the error."""
+def with_error(
+    page: ChatPage,
+    form: Mapping[str, str],
+    error: LocalLLMError | None,
+    files: Sequence[Attachment] = (),
+    refusal: Refusal | None = None,
+) -> ChatPage:
+    """Return the page with what was typed and attached, and the error where it belongs."""
     if page.composer is None:
         return page
-    drawer = page.composer.sampling
+    composer = page.composer
+    changed = replace(
+        composer,
+        sampling=refused_drawer(composer.sampling, form, error.param if error is not None else None),
+        text=_bounded_text(form.get("message", "")),
+        attachments=attachments_view(files, composer.context_tokens),
+        error=notice(error) if error is not None and refusal is None else None,
+        refusal=refusal,
+    )
+    return replace(page, composer=changed)
+
+
+def refused_drawer(drawer: Sampling, form: Mapping[str, str], param: str | None) -> Sampling:
+    """Return the drawer with the typed values; it is open if `param` is one of its fields."""
     typed = {name: _bounded_text(form.get(name, "")) for name in NAMES}
-    fields = tuple(replace(field, value=typed[field.name]) for field in drawer.fields)
-    settings = replace(drawer, system=typed["system"], tools=typed["tools"], fields=fields)
-    text = _bounded_text(form.get("message", ""))
-    return replace(page, composer=replace(page.composer, sampling=settings, text=text, error=error))
+    wrong = behaviour_field(param)
+    return replace(
+        drawer,
+        system=typed["system"],
+        tools=typed["tools"],
+        schema=typed["schema"],
+        fields=tuple(replace(field, value=typed[field.name], is_wrong=field.name == wrong) for field in drawer.fields),
+        num_set=num_set(typed),
+        is_open=bool(wrong),
+        wrong=wrong,
+    )
 
 
 def _bounded_text(text: str) -> str:
@@ -167,71 +230,28 @@ def card_of(state: ChatState, settings: Mapping[str, str]) -> ModelCard | None:
     return entry.card if entry is not None else state.pages.card if not name else None
 
 
-async def model_choices(state: ChatState, settings: Mapping[str, str]) -> ModelChoices:
-    """Return every model that can answer; the chat's own model first, even if it is gone."""
-    default = state.pages.manager.default
-    chosen = settings.get("model") or (default.name if default else "")
-    notes = {
-        entry.name: "" if entry.state == "ready" else entry.state
-        for entry in state.pages.manager.entries
-        if entry.card is None or entry.card.spec.task == "generate"
-    }
-    notes |= {name: "not loaded" for name in await state.pages.manager.register.installed() if name not in notes}
-    if chosen not in notes:
-        known = state.pages.manager.register.find(chosen)
-        notes = {chosen: "not installed"} | notes if known is None else notes
-        chosen = known.name if known is not None else chosen
-    return ModelChoices(tuple(ModelChoice(name, name == chosen, note) for name, note in notes.items()))
+def behaviour_field(param: str | None) -> str:
+    """Return the drawer's field that an error's parameter names; empty for any other."""
+    name = re.split(r"[.\[]", param or "")[0]
+    return name if name in BEHAVIOUR else ""
 
 
-async def drawer(state: ChatState, owner: str, card: ModelCard | None, settings: Mapping[str, str]) -> Sampling:
-    """Return the settings drawer, with the defaults of the model."""
+def chosen_last(request: Request[Any, Any, Any]) -> dict[str, str]:
+    """Return the settings of a new chat: the model that this browser chose last, while it is ready."""
+    name = unquote(request.cookies.get(MODEL_COOKIE, ""))
+    return {"model": name} if name and chat_state(request).picker.is_ready(name) else {}
+
+
+async def drawer(
+    state: ChatState, owner: str, card: ModelCard | None, settings: Mapping[str, str], *, is_open: bool = False
+) -> Sampling:
+    """Return the drawer, with the defaults of the model."""
     try:
         presets = await state.store.call(Chats.presets, owner)
     except ChatsUnavailable:
         presets = {}
-    return message_presenters.sampling(card, settings, tuple(presets))
+    return message_presenters.sampling(card, settings, tuple(presets), is_open=is_open)
 
 
 def _store_notice(state: ChatState) -> ErrorNotice | None:
     return ErrorNotice(state.store.notice) if state.store.notice else None
-
-
-# The list ----------------------------------------------------------------------------------------------------------
-
-
-async def chat_list(
-    state: ChatState, owner: str, current: Chat | None, query: str = "", limit: int = LISTED
-) -> ChatList:
-    """Return the chats by date, or the results of a search. If the store cannot be read, the list shows the error."""
-    try:
-        if query.strip():
-            found = await state.store.call(Chats.search, owner, query, limit)
-            rows = tuple(_row(each, current) for each in found)
-            return ChatList((ChatGroup("Found", rows),) if rows else (), query)
-        chats = await state.store.call(Chats.latest, owner, limit + 1)
-    except LocalLLMError as error:
-        return ChatList(query=query, error=notice(error))
-    groups: dict[str, list[ChatRow]] = {}
-    for chat in chats[:limit]:
-        groups.setdefault(_group(chat), []).append(_row(FoundChat(chat), current))
-    return ChatList(tuple(ChatGroup(title, tuple(rows)) for title, rows in groups.items()), has_more=len(chats) > limit)
-
-
-def _row(found: FoundChat, current: Chat | None) -> ChatRow:
-    chat = found.chat
-    is_current = current is not None and current.id == chat.id
-    before, word, after = (part.translate(PLAIN) for part in found.snippet)
-    return ChatRow(chat.title, f"/c/{chat.id}", f"/c/{chat.id}/manage", is_current, (before, word, after))
-
-
-def _group(chat: Chat) -> str:
-    """Return the group of a chat, by days in the server's time zone."""
-    if chat.pinned:
-        return "Pinned"
-    day, today = datetime.fromtimestamp(chat.updated_s).date(), datetime.fromtimestamp(time.time()).date()
-    if day >= today:
-        return "Today"
-    if day == today - timedelta(days=1):
-        return "Yesterday"
-    return "Last 7 days" if day > today - timedelta(days=7) else day.strftime("%B %Y")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from localllm.web.pages.chat import composer_views as w
 from localllm.web.pages.chat import message_views as m
 from localllm.web.pages.chat import offer_views as o
+from localllm.web.pages.chat import palette_views as k
+from localllm.web.pages.chat import project_views as j
+from localllm.web.pages.chat import prompt_views as p
+from localllm.web.pages.chat import shared_views as sh
 from localllm.web.pages.chat import sidebar_views as c
 from localllm.web.pages.chat import views as v
 from localllm.web.pages.chat.markdown import code_block, render_markdown
+from localllm.web.pages.chat.store.records import ChatTotals
 from localllm.web.pages.frame import views
 
 MARKDOWN = """Paged attention keeps the KV cache in **blocks** of `block_size` tokens.
@@ -32,7 +38,8 @@ def slot(block_table: list[int], position: int, block_size: int = 16) -> int:
 def samples(shell: views.Shell) -> list[views.View]:
     actions = v.MessageActions("/c/sample/m/1", "user")
     versions = v.MessageActions("/c/sample/m/2", "assistant", True, 2, 3, "/c/s/m/1/select", "/c/s/m/3/select")
-    figures = v.ReplyFigures(1204, 1024, 318, "stop", 0.21, 62.1)
+    more = (("Read", "1,204 tokens, 85% of it from the prefix cache"),)
+    figures = v.ReplyFigures(("0.21 s to first word", "62.1 tok/s", "318 tokens"), details=more)
     user = v.ChatMessage("sample-1", "user", "What is paged attention?\nIn short, please.", actions=actions)
     reply = v.ChatMessage(
         "sample-2", "assistant", html=render_markdown(MARKDOWN), model="demo", figures=figures, actions=versions
@@ -41,6 +48,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     failed = v.ChatMessage(
         "sample-4", "assistant", model="demo", error=views.ErrorNotice("The step failed.", "", "Retry.")
     )
+    searched = v.ChatMessage("sample-14", "assistant", html="<p>412 degrees.</p>", model="demo", sources=sources())
     called = v.ChatMessage(
         "sample-9", "assistant", model="demo", thinking=thought(), calls=(call(),), result_form=form(), figures=figures
     )
@@ -57,20 +65,20 @@ def samples(shell: views.Shell) -> list[views.View]:
     full = v.MessageList((user, reply, writing), "/c/sample?before=1", 460, "/c/sample")
     return [
         user,
-        *(called, answered, thinks, with_file),
+        *(called, answered, thinks, with_file, searched),
+        *not_read(user),
         *inside(),
         writing,
         reply,
         failed,
         actions,
         versions,
+        *ways(reply, writing),
         edit,
         v.ChatMessage("sample-6", "user", edit=edit),
         v.OpenBlock("sample-5", "code", "def f():\n    return"),
         v.OpenBlock("sample-7", "note", "Loading Qwen3-8B-AWQ …"),
         figures,
-        v.ReplyFigures(12, 0, 256, "length"),
-        v.ReplyFigures(0, 0, 0, "interrupted"),
         v.ComposerAction(),
         stop,
         sampling(),
@@ -82,6 +90,7 @@ def samples(shell: views.Shell) -> list[views.View]:
             models=v.ModelChoices((v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))),
         ),
         v.ModelChoices(),
+        *beside_the_text(),
         v.EmptyChat("demo", 4096, v.Examples(("What is paged attention?", "How do I start localllm?"))),
         v.EmptyChat("demo", 2048, v.Examples(("Hi",)), "4 M"),
         v.Examples(("What is paged attention?",)),
@@ -90,14 +99,38 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.MessageList((v.ChatMessage("sample-8", "user", "Hi"),), "/c/sample?before=8", 460, "/c/sample"),
         v.ChatTurn(user, reply, stop, "sample", head(), chat_list()),
         v.ChatUpdate(full, v.ComposerAction(), head(), "Version 2 of 3", undo()),
+        v.ChatUpdate(full, stop, head(), "Generating", clears_composer=True, chats=chat_list()),
+        *progress(),
+        v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
+        *around(),
+        *library(),
+        *pages(shell, full),
+    ]
+
+
+def not_read(user: v.ChatMessage) -> list[views.View]:
+    """Return samples of messages that the model does not read, or reads in another place."""
+    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
+    unsent = v.ChatMessage(
+        "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
+    )
+    summary = v.ChatMessage(
+        "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
+    )
+    return [
+        *(unsent, summary),
+        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
+    ]
+
+
+def progress() -> list[views.View]:
+    """Return samples of the live updates of a reply."""
+    return [
         v.ReplyProgress("sample-3", "<p>A block.</p>", True, v.OpenBlock("sample-3", "text", "The next")),
         v.ReplyProgress("sample-3", appended=" words"),
         v.ReplyProgress("sample-11", thinking=thought("sample-11", thinks=True)),
         v.ReplyProgress("sample-11", thinking_html="<p>Then.</p>", thinking_open=v.OpenBlock("sample-11-thinking")),
         v.ReplyProgress("sample-11", thinking_appended=" and"),
-        v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
-        *around(),
-        *pages(shell, full),
     ]
 
 
@@ -135,15 +168,43 @@ def result() -> m.ToolResult:
     return m.ToolResult("get_weather", "21 °C, clear")
 
 
+def ways(reply: v.ChatMessage, writing: v.ChatMessage) -> list[views.View]:
+    """Return samples of what a message's menu opens, and of two replies to compare."""
+    names = (v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))
+    compared = v.Comparison((reply, writing), ("/c/sample/m/2", "/c/sample/m/3"))
+    refused = views.ErrorNotice("Choose two different models.", "Both are demo.")
+    return [
+        compared,
+        v.ReplyFigures(("256 tokens",), "cut off: token limit", is_broken=True, details=(("Read", "12 tokens"),)),
+        v.ReplyFigures((), "interrupted: the server stopped", is_broken=True),
+        v.ChatMessage("sample-14", "assistant", html="<p>Mine.</p>", model="demo", is_edited=True),
+        v.EditForm("sample-15", "/c/sample/m/15", "/c/sample/m/15", "It is a table.", "assistant"),
+        v.OtherModel("/c/sample/m/2", names, "org/big"),
+        v.OtherModel("/c/sample/m/2", names, "demo", "org/big", refused),
+        v.OtherModel("/c/sample/m/2", names[:1], ""),
+        v.Outline((("What is paged attention?", "/c/sample#m-1"), ("And a block table?", "/c/sample?before=9#m-5"))),
+        v.Outline(()),
+    ]
+
+
 def inside() -> list[views.View]:
     """Return samples of the parts of a message and its composer."""
     chip = m.AttachmentChip("notes.py", 412, 131, "a1")
+    long = m.AttachmentChip("paper.pdf", 1_412_000, 353_000, "a2", is_estimate=True, searched=True)
     return [
         *(thought("sample-13"), call(), form(), result(), chip),
         m.ToolCallCard("get_weather", code_block('{"city": "Pa', ""), broken=True),
         m.Attachments((chip,), 131, 4096),
+        m.Attachments((chip, long), 131, 4096),
+        m.AttachmentChip("paper.pdf", 1_412_000, searched=True),
+        *(sources(), m.Sources("No passage was found", (), "The chat is full.")),
         m.Attachments((chip,), 131, 64, views.ErrorNotice("cat.png is an image, which the model cannot see.")),
     ]
+
+
+def sources() -> m.Sources:
+    passage = m.SourcePassage("paper.pdf, p. 3", "The melting point of zorbium is 412 degrees.\n\nIt is grey.")
+    return m.Sources("From paper.pdf, p. 3", (passage,))
 
 
 def pages(shell: views.Shell, messages: v.MessageList) -> list[views.View]:
@@ -161,7 +222,7 @@ def pages(shell: views.Shell, messages: v.MessageList) -> list[views.View]:
         ),
         v.ChatPage(shell, head(), chat_list(), messages, composer, undo=undo(), notice=aside),
         v.ChatPage(shell, head(), chat_list(), loading=views.Loading("demo")),
-        v.ChatPage(shell, c.ChatHead("Chats"), c.ChatList(), panel=c.ManageChats("/home/me/chats.db")),
+        v.ChatPage(shell, c.ChatHead("Chats"), c.ChatList(), panel=c.ManageChats()),
     ]
 
 
@@ -170,33 +231,119 @@ def around() -> list[views.View]:
     locked = views.ErrorNotice("The chats are locked by another program.", "chats.db: database is locked.", "Close it.")
     return [
         head(),
-        c.ContextMeter(1522, 4096),
+        *(w.ContextMeter(1522, 4096), w.ContextMeter(2173, 2048), w.ContextMeter()),
         chat_list(),
         c.ChatList((c.ChatGroup("Found", chat_list().groups[0].rows),), "paged"),
         c.ChatList((), "nothing"),
         c.ChatList(error=locked),
-        c.ChatListPage(chat_list()),
-        c.ManageChat("/c/sample", "What is a block table?", True),
-        c.ManageChat("/c/sample", "", False, views.ErrorNotice("The title is empty.")),
-        c.ManageChats(""),
+        c.ChatListPage(
+            (chat_row(note="Kernels"), chat_row(snippet=("a ", "paged", " b"))),
+            projects=project_choices(),
+            ages=(c.Choice("30", "30 days (2 chats)"),),
+            newer_url="/chats",
+            older_url="/chats?page=3",
+        ),
+        c.ChatListPage(archived=True, error=locked),
+        c.ManageChat(
+            "/c/sample",
+            "What is a block table?",
+            True,
+            time="23 Nov 2026, 08:14",
+            projects=project_choices(),
+            sums=ChatTotals(24, 12_345, 8_000, 3_210, 72.0),
+        ),
+        c.ManageChat("/c/sample", "", False, True, error=views.ErrorNotice("The title is empty.")),
+        c.ManageChats(refused()),
+        *(refused(), c.WipeChats(), *shared()),
         c.ChatsChanged(chat_list(), head(), "Chat renamed"),
+        c.ChatTitled(chat_list(), head()),
+        c.ChatHead("New chat", title_url="/c/sample/title"),
         c.ChatsChanged(chat_list(), None, "Chat deleted", undo()),
         undo(),
     ]
 
 
+def shared() -> list[views.View]:
+    """Return a chat that is saved as a file, and its messages."""
+    chip, answer = m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"), render_markdown(MARKDOWN)
+    messages = (
+        sh.SharedMessage("user", "You", "What is it?", files=(chip,)),
+        sh.SharedMessage("assistant", "demo", answer, "<p>Hm.</p>", (result(),), sources=sources(), error="It failed."),
+        sh.SharedMessage("user", "You", "", results=(result(),)),
+    )
+    return [sh.SharedChat("What is paged attention?", "2026-11-23", messages, "Be brief."), *messages]
+
+
+def refused() -> c.ImportRefused:
+    broken = views.ErrorNotice("chats.json: This file holds no messages.", "", "Choose a chat export.")
+    return c.ImportRefused((broken, views.ErrorNotice("3 chats are imported.")), chat_list())
+
+
 def head() -> c.ChatHead:
-    return c.ChatHead("What is paged attention?", "/c/sample/manage", c.ContextMeter(1522, 4096))
+    return c.ChatHead(
+        "What is paged attention?", "/c/sample/manage", w.ContextMeter(1522, 4096), "Kernels", "/projects/p", "23 Nov",
+        "", "/c/sample/outline",
+    )  # fmt: skip
 
 
 def undo() -> c.Undo:
     return c.Undo("The chat is deleted.", "/chats/undo/sample")
 
 
+def chat_row(
+    title: str = "What is a block table?",
+    *,
+    note: str = "",
+    current: bool = False,
+    snippet: tuple[str, str, str] = ("", "", ""),
+    shows_time: bool = False,
+) -> c.ChatRow:
+    return c.ChatRow("2", title, "/c/2", "/c/2/manage", "23 Nov 2026, 08:14", current, snippet, shows_time, note)
+
+
+def library() -> list[views.View]:
+    """Return samples of prompts, projects and the list behind Ctrl K."""
+    models = (c.Choice("", "The one that is chosen in the chat", True), c.Choice("demo", "demo"))
+    form = p.SettingsForm("Be brief.", sampling().fields, models, True)
+    wrong = views.ErrorNotice("The prompt has no name.", "", "Type one first.")
+    translate = p.PromptRow("Translate", "/prompts/1", "Translate into {{language}}: …", asks=True)
+    rows = (translate, p.PromptRow("Exact", "/prompts/2", notes=("the system prompt", "temperature")))
+    file = j.PinnedFile("1", "notes.md", 412, "# Notes\n")
+    commands = (k.PaletteEntry(0, "New chat", "/"), k.PaletteEntry(1, "Keyboard shortcuts", "", "?"))
+    chats = (k.PaletteEntry(2, "What is a block table?", "/c/2", "23 Nov 2026, 08:14"),)
+    return [
+        form,
+        p.SettingsForm(),
+        p.PromptLibrary(rows),
+        p.PromptLibrary(error=views.ErrorNotice("This file does not hold prompts.")),
+        p.PromptForm("/prompts", "Translate", "Translate into {{language}}:\n{{text}}", form, True, wrong),
+        p.PromptForm("/prompts/1", "Exact"),
+        p.PromptQuestions("/prompts/1/use", "Translate", "Translate into {{language}}", ("language", "text")),
+        p.PromptList(rows),
+        p.PromptList(is_empty=True),
+        p.PromptList(),
+        p.PromptUsed("Exact", "Hello", sampling(), v.ModelChoices((v.ModelChoice("demo", True),))),
+        p.PromptUsed("Translate", "Translate into French: tree"),
+        j.ProjectList((j.ProjectRow("Kernels", "/projects/p", 12),)),
+        j.ProjectList((), "x" * 61, wrong),
+        j.ProjectPage(
+            "/projects/p", "Kernels", "/?project=p", 12, (chat_row(),), (file,), 131, 64, "Kernels", form, wrong
+        ),
+        j.ProjectPage("/projects/p", "Empty", "/?project=p", typed_name="Empty"),
+        k.Palette((k.PaletteGroup("Go to", commands), k.PaletteGroup("Chats", chats))),
+        k.Palette(error=views.ErrorNotice("The chats are locked by another program.")),
+    ]
+
+
+def project_choices() -> tuple[c.Choice, ...]:
+    return c.Choice("", "No project"), c.Choice("p", "Kernels", True)
+
+
 def chat_list() -> c.ChatList:
-    found = c.ChatRow("Block tables", "/c/1", "/c/1/manage", True, ("keeps the cache in ", "paged", " blocks"))
-    rows = (c.ChatRow("What is a block table?", "/c/2", "/c/2/manage"), c.ChatRow("A very long title " * 6, "/", "/"))
-    return c.ChatList((c.ChatGroup("Pinned", (found,)), c.ChatGroup("Today", rows)), has_more=True)
+    found = chat_row("Block tables", current=True, snippet=("keeps the cache in ", "paged", " blocks"))
+    rows = (chat_row(shows_time=True), chat_row(shows_time=True), chat_row("A very long title " * 6))
+    project = c.ChatGroup("Kernels", (chat_row("Which grid?"),), "/projects/p", "/?project=p")
+    return c.ChatList((c.ChatGroup("Pinned", (found,)), project, c.ChatGroup("Today", rows)), has_more=True)
 
 
 def sampling() -> v.Sampling:
@@ -204,8 +351,44 @@ def sampling() -> v.Sampling:
         v.SettingField(
             "temperature", "Temperature", "real", "0.2", "0.7", "the model's generation_config", "0 is dull."
         ),
-        v.SettingField("max_tokens", "Most tokens", "whole", "", "what is left of 4,096", "this server's default", ""),
+        v.SettingField(
+            "max_tokens",
+            "Longest reply, tokens",
+            "whole",
+            "",
+            "what is left of 4,096",
+            "this server's default",
+            "",
+            1,
+            None,
+            True,
+            True,
+        ),
         v.SettingField("stop", "Stop at", "strings", "END", "nothing", "OpenAI's default", "Texts, one a line."),
     )
     wrong = views.ErrorNotice("The preset has no name.", "", "Type one first.")
-    return v.Sampling("Be brief.", fields, ("Precise", "Wild"), "Wild", True, wrong)
+    return v.Sampling("Be brief.", fields, ("Precise", "Wild"), "Wild", True, wrong, num_set=2, wrong="max_tokens")
+
+
+def beside_the_text() -> list[views.View]:
+    """Return samples of what the composer shows when its message does not fit, and while a model loads."""
+    full = w.Refusal(
+        "This chat is full: 2,173 of 2,048 tokens.", "Its messages need 1,917, and 256 are kept free for the reply.",
+        "/chat", "/c/sample", True,
+    )  # fmt: skip
+    long = w.Refusal("Too long by 12,965 tokens.", "This message needs 15,013 tokens.", "/chat", file_tokens=1900)
+    progress = w.LoadProgress("org/big", 0.4, "weights 0.4 of 0.6 GiB")
+    load = v.ComposerAction(load=progress, load_url="/live/chat/model?model=org%2Fbig")
+    return [
+        *(full, long, progress, load, v.ComposerAction(over_tokens=12965)),
+        w.FitUpdate(v.ComposerAction(over_tokens=125), full, w.ContextMeter(2173, 2048), True),
+        w.FitUpdate(v.ComposerAction()),
+        *(w.BehaviourChip("Speak like a pirate.", "/c/sample?behaviour=1#system"), w.BehaviourChip()),
+        w.SummaryOrigin("What is paged attention?", "/c/sample"),
+        w.ModelPicked(load),
+        w.ModelPicked(
+            v.ComposerAction(), v.Sampling(), w.ThinkingChoice(True), v.ModelChoices(), views.ErrorNotice("Too large.")
+        ),
+        *(w.ThinkingChoice(True, "off"), w.ThinkingChoice()),
+        w.SettingRefused(views.ErrorNotice("Temperature must be a number such as 0.7."), v.Sampling(is_open=True)),
+    ]

@@ -1,4 +1,4 @@
-"""The settings of a chat beside its messages: system prompt and sampling, as typed; empty means the default.
+"""The settings of a chat beside its messages: system prompt, sampling, thinking, as typed; empty means the default.
 
 Does not know: HTTP, templates, where settings are stored.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from localllm.engine.params import SAMPLING_PARAMS, ParamInfo, SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.serving.served import ModelCard
+from localllm.text.structured import StructuredOutputsParams
 from localllm.units import format_count
 from localllm.web.pages.chat.tools import read_tools
 from localllm.web.pages.frame.errors import MessageTooLong
@@ -20,12 +23,34 @@ MAX_MESSAGE_CHARS = 256 * 1024
 
 MAX_MODEL_CHARS = 300
 OPENAI, SERVER, MODEL = "OpenAI's default", "this server's default", "the model's generation_config"
+MAX_SCHEMA_CHARS = 64 * 1024
 
-
-NOTES = {"strings": r"One per line; write a line break as \n."}
 SETTINGS: Mapping[str, ParamInfo] = {name: info for name, info in SAMPLING_PARAMS.items() if info.label}
-"""The fields of the settings drawer that set a sampling parameter."""
-NAMES = ("system", "model", "tools", *SETTINGS)
+"""The fields of the drawer that set a sampling parameter."""
+
+FIRST = ("temperature", "max_tokens")
+"""Fields that the drawer shows at once; the others are behind `More sampling`."""
+
+LABELS = {"max_tokens": "Longest reply, tokens", "stop": "Stop at"}
+NOTES = {
+    "temperature": "0: always the most likely token",
+    "max_tokens": "",
+    "top_p": "Only the likeliest tokens, up to this total probability",
+    "top_k": "Only this many of the likeliest tokens",
+    "min_p": "Only tokens above this share of the likeliest one's probability",
+    "repetition_penalty": "Above 1: repeats less",
+    "presence_penalty": "Above 0: fewer words that occurred",
+    "frequency_penalty": "Above 0: fewer words that occurred often",
+    "seed": "The same seed gives the same reply",
+    "thinking_token_budget": "0: no thinking",
+    "stop": r"One text per line; write a line break as \n",
+}
+"""The text under a field, where it is shorter than the parameter's own description."""
+
+NAMES = ("system", "model", "tools", "thinking", "schema", *SETTINGS)
+BEHAVIOUR = tuple(name for name in NAMES if name not in ("model", "thinking"))
+"""The fields of the drawer."""
+
 EXAMPLES = {"real": "a number such as 0.7", "whole": "a whole number such as 256"}
 
 
@@ -34,13 +59,24 @@ def typed(form: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
     found = {name: form.get(name, before.get(name, "")).strip().replace("\r\n", "\n") for name in NAMES}
     if len(found["system"]) > MAX_MESSAGE_CHARS:
         length, most = format_count(len(found["system"])), format_count(MAX_MESSAGE_CHARS)
-        why = f"It has {length} characters; at most {most} are allowed here."
-        raise MessageTooLong("The system prompt is too long.", why, "Send a part of it, or use the API.")
+        why, hint = (
+            f"It has {length} characters; at most {most} are allowed here.",
+            "Send a part of it, or use the API.",
+        )
+        raise MessageTooLong("The system prompt is too long.", why, hint, param="system")
     if len(found["model"]) > MAX_MODEL_CHARS:
         raise InvalidParameter("The model's name is too long.", f"At most {MAX_MODEL_CHARS} characters.", param="model")
+    if found["thinking"] not in ("", "on", "off"):
+        got = f"Got {found['thinking'][:40]!r}."
+        raise InvalidParameter("Thinking must be on, off or empty.", got, param="thinking")
     sampling_params({}, found)
     read_tools(found["tools"])
     return {name: value for name, value in found.items() if value}
+
+
+def num_set(settings: Mapping[str, str]) -> int:
+    """Return how many fields of the drawer are filled in."""
+    return sum(bool(settings.get(name, "").strip()) for name in BEHAVIOUR)
 
 
 def sampling_params(defaults: Mapping[str, Any], settings: Mapping[str, str]) -> SamplingParams:
@@ -49,7 +85,21 @@ def sampling_params(defaults: Mapping[str, Any], settings: Mapping[str, str]) ->
     for name, info in SETTINGS.items():
         if text := settings.get(name, "").strip():
             values[name] = _read(name, info, text)
+    if schema := settings.get("schema", "").strip():
+        values["structured_outputs"] = StructuredOutputsParams(json=_read_schema(schema), param="schema")
     return SamplingParams(**values)
+
+
+def _read_schema(text: str) -> dict[str, Any]:
+    if len(text) > MAX_SCHEMA_CHARS:
+        why = f"It has {format_count(len(text))} characters; at most {format_count(MAX_SCHEMA_CHARS)} are allowed here."
+        raise MessageTooLong("The JSON schema is too long.", why, "Use the API.", param="schema")
+    try:
+        found = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        why, hint = f"It is not a JSON object: {error}.", 'For example: {"type": "object", "properties": {"title": …}}'
+        raise InvalidParameter("The schema of the reply must be a JSON object.", why, hint, param="schema") from error
+    return found
 
 
 def _read(name: str, info: ParamInfo, text: str) -> int | float | list[str]:
@@ -59,13 +109,18 @@ def _read(name: str, info: ParamInfo, text: str) -> int | float | list[str]:
         return int(text) if info.kind == "whole" else float(text)
     except ValueError:
         raise InvalidParameter(
-            f"{info.label} must be {EXAMPLES[info.kind]}.", f"Got {text[:40]!r}.", param=name
+            f"{label(name).partition(',')[0]} must be {EXAMPLES[info.kind]}.", f"Got {text[:40]!r}.", param=name
         ) from None
 
 
-def note(info: ParamInfo) -> str:
+def label(name: str) -> str:
+    """Return the label of a sampling parameter's field."""
+    return LABELS.get(name, SETTINGS[name].label)
+
+
+def note(name: str) -> str:
     """Return the text under a field."""
-    return f"{info.text} {NOTES.get(info.kind, '')}".strip()
+    return NOTES.get(name, SETTINGS[name].text)
 
 
 def effective(name: str, card: ModelCard | None) -> tuple[str, str]:

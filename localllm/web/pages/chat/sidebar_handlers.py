@@ -1,30 +1,29 @@
-"""Actions on chats: search, rename, pin, delete with undo, export, import, delete all; and presets.
+"""Actions on chats: search, rename, pin, archive, move, delete with undo; and presets.
 
-Does not know: how chats are stored (store/), the format of an exported file (transfer.py).
+Does not know: how chats are stored (store/), exports and imports (transfer_handlers.py).
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import anyio.to_thread
 from litestar import Request, get, post
-from litestar.datastructures import UploadFile
 from litestar.response import Redirect, Response
 
-from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import InvalidParameter
 from localllm.web.access.caller import owner_of
-from localllm.web.api.exchange import require_few_values
 from localllm.web.errors import MissingParameter
-from localllm.web.pages.chat import message_presenters, presenters, transfer
-from localllm.web.pages.chat.handlers import COOKIE, MAX_BODY_BYTES, requested_chat
-from localllm.web.pages.chat.markdown_stream import cached_html
+from localllm.web.pages.chat import message_presenters, presenters
+from localllm.web.pages.chat.handlers import MAX_BODY_BYTES, requested_chat, undo_of
+from localllm.web.pages.chat.projects import named_project
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
-from localllm.web.pages.chat.sidebar_views import ChatListPage, ChatsChanged, ManageChat, ManageChats, Undo
-from localllm.web.pages.chat.state import chat_state
-from localllm.web.pages.chat.store import Chats
+from localllm.web.pages.chat.sidebar_presenters import AGES, DAY_S, MOST_PAGES, chat_list, list_page, manage_form
+from localllm.web.pages.chat.sidebar_views import ChatHead, ChatsChanged, ChatTitled, Undo
+from localllm.web.pages.chat.state import ChatState, chat_state
+from localllm.web.pages.chat.store import Chat, Chats
 from localllm.web.pages.chat.views import Sampling
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.security import same_origin
@@ -38,25 +37,19 @@ async def find_chats(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the list, or the results of a search."""
     state, owner, query = chat_state(request), owner_of(request), request.query_params.get("q", "")[:1000]
     if is_scripted(request):
-        return html(await presenters.chat_list(state, owner, None, query))
-    found = await presenters.chat_list(state, owner, None, query, presenters.MOST_LISTED)
-    return html(await presenters.panel_page(request, "Chats", ChatListPage(found)))
+        return html(await chat_list(state, owner, None, query))
+    page = request.query_params.get("page", "1")
+    number = max(1, min(int(page), MOST_PAGES)) if page.isdecimal() and len(page) < 9 else 1
+    found = await list_page(state, owner, query, number, archived="archived" in request.query_params)
+    return html(await presenters.panel_page(request, "Chats", found, undo_of(request, "The chats are deleted.")))
 
 
 @get("/c/{conversation_id:str}/manage")
 async def manage_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the forms that change a whole chat, in a dialog or as a page."""
     chat = await requested_chat(request)
-    form = ManageChat(f"/c/{chat.id}", chat.title, chat.pinned)
+    form = await manage_form(chat_state(request), owner_of(request), chat)
     return html(form if is_scripted(request) else await presenters.panel_page(request, chat.title, form))
-
-
-@get("/chats/manage")
-async def manage_chats(request: Request[Any, Any, Any]) -> Response[str]:
-    """Show the forms to import a chat and to delete all chats."""
-    path = chat_state(request).store.path
-    form = ManageChats(str(path) if path is not None else "")
-    return html(form if is_scripted(request) else await presenters.panel_page(request, "Chats", form))
 
 
 @post("/c/{conversation_id:str}/rename", guards=[same_origin], status_code=200)
@@ -77,6 +70,73 @@ async def pin_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _list_changed(request, "Chat pinned" if pinned else "Chat unpinned")
 
 
+@get("/c/{conversation_id:str}/title")
+async def written_title(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Wait for the title that the model writes, and show it. If there is none, nothing changes."""
+    state, before = chat_state(request), await requested_chat(request)
+    await state.titles.wait(before.id)
+    chat = await requested_chat(request)
+    if not is_scripted(request):
+        return Redirect(f"/c/{chat.id}", status_code=303)
+    if chat.title == before.title:
+        return Response(None, status_code=204)
+    return html(ChatTitled(await chat_list(state, owner_of(request), chat), await _head(state, chat)))
+
+
+@post("/c/{conversation_id:str}/archive", guards=[same_origin], status_code=200)
+async def archive_chat(request: Request[Any, Any, Any]) -> Response[Any]:
+    chat = await requested_chat(request)
+    archived = bool((await fields_of(request)).get("archived"))
+    await chat_state(request).store.call(Chats.archive, owner_of(request), [chat.id], archived)
+    return await _list_changed(request, "Chat archived" if archived else "Chat returned to the list")
+
+
+@post("/c/{conversation_id:str}/move", guards=[same_origin], status_code=200)
+async def move_chat(request: Request[Any, Any, Any]) -> Response[Any]:
+    chat = await requested_chat(request)
+    project = (await fields_of(request)).get("project", "")
+    await chat_state(request).store.call(Chats.move, owner_of(request), [chat.id], project)
+    return await _list_changed(request, "Chat moved")
+
+
+@post("/chats/selected", guards=[same_origin], status_code=303)
+async def change_selected(request: Request[Any, Any, Any]) -> Redirect:
+    """Archive, move or delete the chats that were chosen in the list."""
+    state, owner, form = chat_state(request), owner_of(request), await request.form()
+    ids, action = [each for each in form.getall("chat", []) if isinstance(each, str)], form.get("action", "")
+    if not ids:
+        raise MissingParameter("No chat was chosen.", hint="Tick the chats in the list first.", param="chat")
+    if action == "delete":
+        return await _delete(state, owner, ids)
+    if action in ("archive", "unarchive"):
+        await state.store.call(Chats.archive, owner, ids, action == "archive")
+    elif action == "move":
+        await state.store.call(Chats.move, owner, ids, str(form.get("project", "")))
+    else:
+        hint = "archive, unarchive, move or delete."
+        raise InvalidParameter(f"Unknown action {str(action)[:20]!r}.", hint=hint, param="action")
+    return Redirect("/chats?archived=1" if action == "unarchive" else "/chats", status_code=303)
+
+
+@post("/chats/old", guards=[same_origin], status_code=303)
+async def delete_old_chats(request: Request[Any, Any, Any]) -> Redirect:
+    """Delete the chats that have not changed for some days, without pinned ones; with undo for a while."""
+    state, owner = chat_state(request), owner_of(request)
+    days = {str(each): each for each in AGES}.get((await fields_of(request)).get("days", ""))
+    if days is None:
+        hint = f"Allowed: {', '.join(map(str, AGES))} days."
+        raise InvalidParameter("This age is not one of those to choose from.", hint=hint, param="days")
+    return await _delete(state, owner, await state.store.call(Chats.old, owner, time.time() - days * DAY_S))
+
+
+async def _delete(state: ChatState, owner: str, ids: Sequence[str]) -> Redirect:
+    deletion, gone = await state.store.call(Chats.delete_chats, owner, ids)
+    for chat_id in gone:
+        state.replies.cancel(chat_id=chat_id)
+    state.replies.purge_later()
+    return Redirect(f"/chats?deleted={deletion}", status_code=303)
+
+
 @post("/c/{conversation_id:str}/delete", guards=[same_origin], status_code=200)
 async def delete_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     """Delete a chat, with undo for a while. A reply that is being written in it stops."""
@@ -95,55 +155,10 @@ async def delete_chat(request: Request[Any, Any, Any]) -> Response[Any]:
 @post("/chats/undo/{deletion:str}", guards=[same_origin], status_code=303)
 async def undo_delete(request: Request[Any, Any, Any]) -> Redirect:
     """Restore what was deleted, and show it."""
-    chat_id = await chat_state(request).store.call(Chats.undo, owner_of(request), request.path_params["deletion"])
-    return Redirect(f"/c/{chat_id}", status_code=303)
-
-
-@get("/c/{conversation_id:str}/export/{kind:str}")
-async def export_chat(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """Export the shown branch as Markdown, or everything as JSON."""
-    state, chat = chat_state(request), await requested_chat(request)
-    kind = request.path_params["kind"]
-    branch = await state.store.call(Chats.branch, chat.id, chat.leaf)
-    shown_now = [state.replies.current(message) for message in branch.messages]
-    if kind == "md":
-        body, media_type = transfer.as_markdown(chat, shown_now), "text/markdown"
-    elif kind == "json":
-        everything = [state.replies.current(m) for m in await state.store.call(Chats.all_messages, chat.id)]
-        body, media_type = transfer.as_json(chat, shown_now, everything), "application/json"
-    else:
-        raise InvalidParameter(f"Chats are not exported as {kind[:20]!r}.", hint="Use md or json.", param="kind")
-    disposition = f'attachment; filename="{transfer.file_name(chat)}.{kind}"'
-    return Response(body, media_type=media_type, headers={"Content-Disposition": disposition})
-
-
-@post("/chats/import", guards=[same_origin], status_code=303, request_max_body_size=MAX_UPLOAD_BYTES)
-async def import_chat(request: Request[Any, Any, Any]) -> Redirect:
-    """Import an exported file, or OpenAI's messages."""
-    file = (await request.form()).get("file")
-    if not isinstance(file, UploadFile):
-        raise MissingParameter("No file was chosen.", hint="Choose a JSON file.", param="file")
-    raw = await file.read()
-    require_few_values(raw)
-    found = await anyio.to_thread.run_sync(transfer.read, raw)
-    chat = await chat_state(request).store.call(
-        Chats.add_all, owner_of(request), found.title, found.settings, found.messages, found.leaf
-    )
-    return Redirect(f"/c/{chat.id}", status_code=303)
-
-
-@post("/chats/wipe", guards=[same_origin], status_code=303)
-async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
-    """Delete everything of the caller, permanently."""
-    if not (await fields_of(request)).get("sure"):
-        raise MissingParameter("Nothing was deleted.", hint="Tick the box to confirm.", param="sure")
-    state, owner = chat_state(request), owner_of(request)
-    state.replies.cancel(owner=owner)
-    await state.store.call(Chats.wipe, owner)
-    cached_html.clear()
-    redirect = Redirect("/", status_code=303)
-    redirect.delete_cookie(COOKIE)
-    return redirect
+    found = await chat_state(request).store.call(Chats.undo, owner_of(request), request.path_params["deletion"])
+    lists = {"chat": "/chats", "prompt": "/prompts"}
+    one = {"project": f"/projects/{found.id}", "prompt": "/prompts"}.get(found.kind, f"/c/{found.id}")
+    return Redirect(one if found.count == 1 else lists[found.kind], status_code=303)
 
 
 @post("/chats/preset/{action:str}", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
@@ -175,7 +190,8 @@ async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
 async def _page_with(request: Request[Any, Any, Any], form: Any, drawer: Sampling) -> Any:
     chat_id = form.get("conversation")
     chat = await chat_state(request).store.call(Chats.get, owner_of(request), chat_id) if chat_id else None
-    view = await presenters.chat_page(request, chat)
+    project = await named_project(chat_state(request), owner_of(request), form) if chat is None else None
+    view = await presenters.chat_page(request, chat, project=project)
     if view.composer is None:
         return view
     composer = replace(view.composer, sampling=drawer, text=form.get("message", "")[:MAX_MESSAGE_CHARS])
@@ -190,23 +206,26 @@ async def _list_changed(request: Request[Any, Any, Any], announcement: str, undo
         return Redirect(f"/c/{changed}", status_code=303)
     open_id = (await fields_of(request)).get("conversation", "")
     chat = await state.store.call(Chats.get, owner, open_id) if open_id else None
-    head = None
-    if chat is not None and open_id == changed:
-        branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=presenters.WINDOW)
-        head = message_presenters.head(chat, branch.messages, presenters.card_of(state, chat.settings))
-    return html(ChatsChanged(await presenters.chat_list(state, owner, chat), head, announcement, undo))
+    head = await _head(state, chat) if chat is not None and open_id == changed else None
+    return html(ChatsChanged(await chat_list(state, owner, chat), head, announcement, undo))
+
+
+async def _head(state: ChatState, chat: Chat) -> ChatHead:
+    branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=presenters.WINDOW)
+    return message_presenters.head(chat, branch.messages, presenters.card_of(state, chat.settings))
 
 
 HANDLERS = (
     find_chats,
     manage_chat,
-    manage_chats,
     rename_chat,
     pin_chat,
+    written_title,
+    archive_chat,
+    move_chat,
+    change_selected,
+    delete_old_chats,
     delete_chat,
     undo_delete,
-    export_chat,
-    import_chat,
-    wipe_chats,
     change_presets,
 )

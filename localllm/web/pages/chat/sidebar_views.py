@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+from localllm.web.pages.chat.composer_views import ContextMeter
+from localllm.web.pages.chat.store.records import ChatTotals
 from localllm.web.pages.frame.views import ErrorNotice, View
-
-
-@dataclass(frozen=True, slots=True)
-class ContextMeter(View):
-    """The share of the model's context that the chat uses."""
-
-    template: ClassVar[str] = "chat/_context_meter.html"
-    used_tokens: int
-    size_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,26 +17,37 @@ class ChatHead(View):
     template: ClassVar[str] = "chat/_chat_head.html"
     title: str
     manage_url: str = ""
-    meter: ContextMeter | None = None
+    meter: ContextMeter = field(default_factory=ContextMeter)
+    project_name: str = ""
+    project_url: str = ""
+    time: str = ""  # of the chat's last change
+    title_url: str = ""  # answers once the model has written a title; empty: it writes none
+    outline_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRow:
     """One chat in the list."""
 
+    id: str
     title: str
     url: str
     manage_url: str
+    time: str  # of its last change, such as 23 Nov 2026, 08:14
     current: bool = False
     snippet: tuple[str, str, str] = ("", "", "")  # text before, inside and after the match of a search
+    shows_time: bool = False  # another chat of the list has the same title
+    note: str = ""  # "archived", or the name of its project
 
 
 @dataclass(frozen=True, slots=True)
 class ChatGroup:
-    """Chats of the same period, such as a day."""
+    """Chats of the same period, such as a day, or of a project."""
 
     title: str
     rows: tuple[ChatRow, ...]
+    url: str = ""  # of the project
+    new_url: str = ""  # starts a chat in the project
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,15 @@ class ChatList(View):
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """One entry of a select."""
+
+    value: str
+    title: str
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ManageChat(View):
     """The form with the actions of one chat."""
 
@@ -65,24 +78,50 @@ class ManageChat(View):
     url: str
     title: str
     pinned: bool
+    archived: bool = False
+    time: str = ""  # of its last change
+    projects: tuple[Choice, ...] = ()  # empty: there are none
+    sums: ChatTotals | None = None
     error: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImportRefused(View):
+    """What was not imported and why; and the list, if it has new chats from the other files."""
+
+    template: ClassVar[str] = "chat/_import_refused.html"
+    errors: tuple[ErrorNotice, ...]
+    chats: ChatList | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ManageChats(View):
-    """The form with the actions of all chats: import one, delete everything."""
+    """The form with the actions of all chats: import some, export all."""
 
     template: ClassVar[str] = "chat/_manage_chats.html"
-    kept_at: str  # path of the database; empty: chats are in memory
-    error: ErrorNotice | None = None
+    refused: ImportRefused | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WipeChats(View):
+    """The form that deletes all chats; the settings page shows it under Privacy."""
+
+    template: ClassVar[str] = "chat/_wipe_chats.html"
 
 
 @dataclass(frozen=True, slots=True)
 class ChatListPage(View):
-    """The list of chats with its search form, as a separate page."""
+    """The list of chats as a separate page: search, actions on several chats, and deletion by age."""
 
     template: ClassVar[str] = "chat/_chat_list_page.html"
-    chats: ChatList
+    rows: tuple[ChatRow, ...] = ()
+    query: str = ""
+    archived: bool = False
+    projects: tuple[Choice, ...] = ()
+    ages: tuple[Choice, ...] = ()  # days -> how many chats have not changed for so long; empty: none is old
+    newer_url: str = ""
+    older_url: str = ""
+    error: ErrorNotice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +131,15 @@ class Undo(View):
     template: ClassVar[str] = "chat/_undo.html"
     text: str
     url: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTitled(View):
+    """The head and the list, drawn again once the model has written the title of a chat."""
+
+    template: ClassVar[str] = "chat/_chat_titled.html"
+    chats: ChatList
+    head: ChatHead
 
 
 @dataclass(frozen=True, slots=True)

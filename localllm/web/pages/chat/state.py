@@ -7,6 +7,7 @@ Does not know: routes, the requests to the engine.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from litestar import Litestar, Request
@@ -14,19 +15,24 @@ from litestar import Litestar, Request
 from localllm.serving.model_offer import ModelOffer
 from localllm.web.pages.chat.active_replies import ActiveReplies
 from localllm.web.pages.chat.attachments import PendingAttachments
+from localllm.web.pages.chat.model_picker import ModelPicker
 from localllm.web.pages.chat.store import ChatStore
 from localllm.web.pages.chat.store.database import chats_path
+from localllm.web.pages.chat.titles import Titles
 from localllm.web.pages.frame.state import PagesState, once_per_app, pages_state_of
 
 
 class ChatState:
     """The shared state of the chat page."""
 
-    def __init__(self, pages: PagesState, offers: ModelOffer, *, on_disk: bool) -> None:
+    def __init__(self, pages: PagesState, offers: ModelOffer, *, on_disk: bool, titles: str) -> None:
         self.pages, self.offers = pages, offers
         self.store = ChatStore(chats_path() if on_disk else None)
         self.replies = ActiveReplies(self.store)
         self.attachments = PendingAttachments()
+        self.embedding: dict[str, asyncio.Task[None]] = {}  # the work on long files, by chat
+        self.titles = Titles(pages, self.store, titles)
+        self.picker = ModelPicker(pages.manager)
 
 
 def chat_state(request: Request[Any, Any, Any]) -> ChatState:
@@ -35,11 +41,11 @@ def chat_state(request: Request[Any, Any, Any]) -> ChatState:
 
 
 def _state_of(app: Litestar) -> ChatState:
-    on_disk = app.state["settings"].server.chat_history
+    server = app.state["settings"].server
 
     def make() -> ChatState:
         offers = ModelOffer(app.state["manager"], app.state["downloads"], app.state["settings"])
-        return ChatState(pages_state_of(app), offers, on_disk=on_disk)
+        return ChatState(pages_state_of(app), offers, on_disk=server.chat_history, titles=server.chat_titles)
 
     return once_per_app(app, "chats", make)
 
@@ -53,5 +59,9 @@ async def open_chats(app: Litestar) -> None:
 
 async def close_chats(app: Litestar) -> None:
     """Save the replies that are still being written, at shutdown."""
+    for task in _state_of(app).embedding.values():
+        task.cancel()
+    await _state_of(app).titles.close()
     await _state_of(app).replies.close()
     await _state_of(app).offers.close()
+    await _state_of(app).picker.close()

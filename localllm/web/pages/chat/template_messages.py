@@ -13,21 +13,23 @@ from pathlib import PurePath
 from typing import Any
 
 from localllm.text.answers.whole import ToolCall
+from localllm.web.pages.chat.readable import failed_turns, is_summary
 from localllm.web.pages.chat.store import StoredMessage
 
+SUMMARY = "Summary of our conversation so far:"
 NO_RESULT = "No result was given."
 """Given to the model for a call without a result, because templates refuse an unanswered call."""
 
 
 def messages_of(system: str, messages: Sequence[StoredMessage]) -> list[dict[str, Any]]:
-    """Return the messages, first to last. A reply that failed before its first word is left out, with the message it
-    failed to answer.
-    """
+    """Return the messages, first to last, without failed turns. A summary goes in front of the message after it."""
     found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    failed, summary = failed_turns(messages), ""
     for message in messages:
-        if message.role == "assistant" and not message.text and message.details.get("error"):
-            if found and found[-1]["role"] == "user":
-                found.pop()
+        if message.id in failed:
+            continue
+        if is_summary(message):
+            summary = message.text
             continue
         if message.role == "assistant":
             found.append(reply_message(message))
@@ -36,7 +38,9 @@ def messages_of(system: str, messages: Sequence[StoredMessage]) -> list[dict[str
         asked = found[-1].get("tool_calls", []) if found else []
         found += _answers(asked, results)
         if not results:
-            found.append({"role": "user", "content": with_files(message.text, files_of(message.details))})
+            text = with_files(message.text, files_of(message.details))
+            found.append({"role": "user", "content": f"{SUMMARY}\n\n{summary}\n\n{text}" if summary else text})
+            summary = ""
     return found
 
 
@@ -73,24 +77,19 @@ def calls_of(details: Mapping[str, Any]) -> list[ToolCall]:
 
 
 def files_of(details: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the (name, text) pairs of the files."""
-    return [(file["name"], file["text"]) for file in details.get("files", [])]
+    """Return the (name, text) pairs of the files that are read whole."""
+    return [(file["name"], file["text"]) for file in details.get("files", []) if "text" in file]
 
 
 def with_files(text: str, files: Sequence[tuple[str, str]]) -> str:
     """Return each file under its name, in a fence that nothing inside closes, followed by the user's text."""
-    return "\n\n".join([*(_fenced(name, content) for name, content in files), *([text] if text else [])])
+    found = [f"File `{name}`:\n\n{fenced(content, PurePath(name).suffix[1:])}" for name, content in files]
+    return "\n\n".join([*found, *([text] if text else [])])
 
 
-def _fenced(name: str, text: str) -> str:
+def fenced(text: str, language: str = "") -> str:
+    """Return the text in a fence that nothing inside closes."""
     longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
     fence = "`" * (longest + 1)
     end = "" if text.endswith("\n") else "\n"
-    return f"File `{name}`:\n\n{fence}{PurePath(name).suffix[1:]}\n{text}{end}{fence}"
-
-
-def num_chars(message: StoredMessage) -> int:
-    """Return how many characters of a message the model will read."""
-    details = message.details
-    beside = [text for _, text in files_of(details)] + [result["text"] for result in details.get("results", [])]
-    return len(message.text) + len(details.get("reasoning", "")) + sum(map(len, beside))
+    return f"{fence}{language}\n{text}{end}{fence}"

@@ -13,17 +13,25 @@ from typing import Any
 from localllm.errors import InvalidParameter
 from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.attachments import Attachment
-from localllm.web.pages.chat.claims import Claim, claimed, reply_of, start
+from localllm.web.pages.chat.claims import Claim, claimed, reply_of, served_for, start
 from localllm.web.pages.chat.history import history, too_long
+from localllm.web.pages.chat.long_files import keep_long_files, resumed, sources_of, with_passages
+from localllm.web.pages.chat.projects import with_project_files
+from localllm.web.pages.chat.prompts import ChatFull, beginning_that_fits, prompt_of
+from localllm.web.pages.chat.readable import is_summary, is_typed
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
-from localllm.web.pages.chat.template_messages import num_chars, reply_message
+from localllm.web.pages.chat.summaries import rewrite_summary
+from localllm.web.pages.chat.template_messages import messages_of
 from localllm.web.pages.chat.tools import results_of
 
 TITLE_CHARS = 60
-Said = tuple[str, Mapping[str, Any]]
-"""A message's text, and the details stored with it."""
+FULL, LEAVE_OUT = "full", "leave-out"
+"""The form's field that says what to do if the chat is full, and its only value."""
+
+Read = list[dict[str, Any]]
+"""The messages that a chat template reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +44,29 @@ class Turn:
 
 
 async def ask(state: ChatState, owner: str, form: Mapping[str, str], files: Sequence[Attachment] = ()) -> Turn:
-    """Add a message to a chat, or to a new one. Raises `RequestError`, `ChatsUnavailable`."""
+    """Add a message to a chat, or to a new one. Raises `ChatFull`, `RequestError`, `ChatsUnavailable`."""
     text = checked_message(form, or_nothing=bool(files))
-    details = {"files": [{"name": file.name, "text": file.text} for file in files]} if files else {}
+    new = typed_message(text, files)
     if not form.get("conversation"):
         settings = typed(form, {})
         async with claimed(state, owner, settings) as claim:
+            read = await _fit(state, owner, None, [], new, settings, claim, form)
             title = title_of(text or files[0].name)
-            chat = await state.store.call(Chats.create, owner, title, settings)
-            return await _answer(state, owner, chat, None, (text, details), settings, claim)
+            chat = await state.store.call(Chats.create, owner, title, settings, form.get("project", ""))
+            turn = await _answer(state, owner, chat, None, new, read, settings, claim)
+            state.titles.write_after(owner, chat, text, turn.writing.reply)
+            return turn
     chat = await state.store.call(Chats.get, owner, form["conversation"])
-    return await _send(state, owner, chat, chat.leaf, (text, details), form)
+    return await _send(state, owner, chat, chat.leaf, new, form)
 
 
 async def edit(state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]) -> Turn:
     """Answer an edited message, as a branch beside the original."""
-    if message.role != "user" or "results" in message.details:
+    if not is_typed(message):
         raise InvalidParameter("Only your own messages can be edited.", hint="A reply can be regenerated instead.")
     text = checked_message(form, or_nothing="files" in message.details)
-    return await _send(state, owner, chat, message.parent_id, (text, message.details), form)
+    new = StoredMessage("", None, "user", text, message.details)
+    return await _send(state, owner, chat, message.parent_id, new, form)
 
 
 async def send_results(
@@ -63,17 +75,27 @@ async def send_results(
     """Answer the results of a reply's tool calls: the model continues with them."""
     results = results_of(state.replies.current(message), form)
     text = "\n\n".join(f"{each['name']}: {each['text']}" for each in results)
-    return await _send(state, owner, chat, message.id, (text, {"results": results}), form)
+    new = StoredMessage("", None, "user", text, {"results": results})
+    return await _send(state, owner, chat, message.id, new, form)
 
 
-async def regenerate(state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]) -> Turn:
-    """Write another reply beside this one, or a first reply to a message without one."""
+async def regenerate(
+    state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str], *, once: bool = False
+) -> Turn:
+    """Write another reply beside this one, or a first reply to a message without one. `once`: the form's settings are
+    for this reply, and the chat keeps its own.
+    """
     settings = typed(form, chat.settings)
     parent = message.id if message.role == "user" else message.parent_id
     with state.replies.lock(chat.id):
         async with claimed(state, owner, settings) as claim:
-            await _configure(state, owner, chat, settings)
-            return await _begin(state, owner, chat, parent, None, settings, claim)
+            if is_summary(message):
+                return Turn(chat, None, await rewrite_summary(state, owner, chat, message, claim))
+            messages = await history(state, chat, parent)
+            read = await _fit(state, owner, chat, messages, None, settings, claim, form)
+            if not once:
+                await configure(state, owner, chat, settings)
+            return await _begin(state, owner, chat, parent, None, read, settings, claim)
 
 
 async def continue_reply(
@@ -81,60 +103,122 @@ async def continue_reply(
 ) -> Turn:
     """Continue a reply that was cut off."""
     message = state.replies.current(message)
-    if message.role != "assistant" or chat.leaf != message.id or not message.text or "calls" in message.details:
+    is_last = message.role == "assistant" and chat.leaf == message.id
+    if not is_last or not message.text or "calls" in message.details or is_summary(message):
         raise InvalidParameter("Only the last reply of a branch can be continued.", hint="Write a message instead.")
     settings = typed(form, chat.settings)
     with state.replies.lock(chat.id):
         async with claimed(state, owner, settings) as claim:
-            read = await history(state, chat, message.parent_id, settings)
+            messages = [*await history(state, chat, message.parent_id), message]
+            read = await _fit(state, owner, chat, messages, None, settings, claim, form, goes_on=True)
+            read = await resumed(read, message.details, settings, claim)
             reply = reply_of(claim, message.id)
             writing = ActiveReply(owner, chat.id, message, reply, _figures_only(message.details))
+            writing.kept = sources_of(message.details)
             said = message.details
             thought = (said.get("reasoning", ""), said.get("reasoning_s", 0.0), said.get("reasoning_tokens", 0))
             await reply.continue_from(message.text, *thought)
             state.replies.add(writing)
-            start(writing, claim, [*read, reply_message(message)], settings, goes_on=True)
+            start(writing, claim, read, settings, goes_on=True)
             return Turn(chat, None, writing)
 
 
 async def _send(
-    state: ChatState, owner: str, chat: Chat, parent: str | None, said: Said, form: Mapping[str, str]
+    state: ChatState, owner: str, chat: Chat, parent: str | None, new: StoredMessage, form: Mapping[str, str]
 ) -> Turn:
     settings = typed(form, chat.settings)
     with state.replies.lock(chat.id):
         async with claimed(state, owner, settings) as claim:
-            await _configure(state, owner, chat, settings)
-            return await _answer(state, owner, chat, parent, said, settings, claim)
+            messages = await history(state, chat, parent)
+            read = await _fit(state, owner, chat, messages, new, settings, claim, form)
+            await configure(state, owner, chat, settings)
+            return await _answer(state, owner, chat, parent, new, read, settings, claim)
 
 
 async def _answer(
-    state: ChatState, owner: str, chat: Chat, parent: str | None, said: Said, settings: Mapping[str, str], claim: Claim
-) -> Turn:
-    text, details = said
-    new = num_chars(StoredMessage("", parent, "user", text, details))
-    await history(state, chat, parent, settings, new)  # refuses a chat that is too long before saving
-    user = await state.store.call(Chats.add, chat.id, parent, "user", text, details)
-    return await _begin(state, owner, chat, user.id, user, settings, claim)
+    state: ChatState, owner: str, chat: Chat, parent: str | None, new: StoredMessage, read: Read,
+    settings: Mapping[str, str], claim: Claim,
+) -> Turn:  # fmt: skip
+    details = await keep_long_files(state, chat.id, new.details)
+    user = await state.store.call(Chats.add, chat.id, parent, "user", new.text, details)
+    return await _begin(state, owner, chat, user.id, user, read, settings, claim)
 
 
 async def _begin(
-    state: ChatState, owner: str, chat: Chat, parent: str | None, user: StoredMessage | None,
+    state: ChatState, owner: str, chat: Chat, parent: str | None, user: StoredMessage | None, read: Read,
     settings: Mapping[str, str], claim: Claim,
 ) -> Turn:  # fmt: skip
-    read = await history(state, chat, parent, settings)
-    details = {"model": claim.name, "finish_reason": ""}
+    read, sources = await with_passages(state, chat, parent, read, settings, claim)
+    details = {"model": claim.name, "finish_reason": "", **sources}
     message = await state.store.call(Chats.add, chat.id, parent, "assistant", "", details)
     message = await state.store.call(Chats.message, chat.id, message.id)
     chat = await state.store.call(Chats.get, owner, chat.id)
-    writing = ActiveReply(owner, chat.id, message, reply_of(claim, message.id))
+    writing = ActiveReply(owner, chat.id, message, reply_of(claim, message.id), kept=sources)
     state.replies.add(writing)
     start(writing, claim, read, settings)  # from here on the reply owns the lease, so nothing may fail
     return Turn(chat, user, writing)
 
 
-async def _configure(state: ChatState, owner: str, chat: Chat, settings: Mapping[str, str]) -> None:
+async def configure(state: ChatState, owner: str, chat: Chat, settings: Mapping[str, str]) -> None:
+    """Store the settings of a chat if they changed."""
     if settings != chat.settings:
         await state.store.call(Chats.configure, owner, chat.id, settings)
+
+
+# What the model reads -----------------------------------------------------------------------------------------------
+
+
+async def _fit(
+    state: ChatState, owner: str, chat: Chat | None, messages: Sequence[StoredMessage], new: StoredMessage | None,
+    settings: Mapping[str, str], claim: Claim, form: Mapping[str, str], *, goes_on: bool = False,
+) -> Read:  # fmt: skip
+    """Return what the model will read of these messages and the new one, before anything is stored.
+
+    If that does not fit into the context, the oldest messages are left out of the chat where the form asks for it;
+    otherwise `ChatFull` is raised. A model that is still loading cannot count: then the reply checks the same.
+    """
+    settings = await with_project_files(state, owner, chat, form, settings)
+    last, system = [new] if new is not None else [], settings.get("system", "")
+    read = messages_of(system, [*messages, *last])
+    served = claim.served
+    if served is None:
+        return read
+    try:
+        claim.prompt = await prompt_of(served, read, settings, goes_on=goes_on)
+        return read
+    except ChatFull as full:
+        start = await beginning_that_fits(served, settings, messages, new, goes_on=goes_on)
+        full.can_leave_out = True
+        if chat is None or form.get(FULL) != LEAVE_OUT:
+            raise
+        await state.store.call(Chats.leave_out, owner, chat.id, messages[start - 1].id)
+        read = messages_of(system, [*messages[start:], *last])
+        claim.prompt = await prompt_of(served, read, settings, goes_on=goes_on)
+        return read
+
+
+async def require_fit(state: ChatState, owner: str, form: Mapping[str, str], files: Sequence[Attachment]) -> None:
+    """Raise `ChatFull` if the composer's message would not fit. Nothing is loaded, stored or sent."""
+    chat = await state.store.call(Chats.get, owner, form["conversation"]) if form.get("conversation") else None
+    settings: Mapping[str, str] = typed(form, chat.settings if chat is not None else {})
+    served = served_for(state, settings)
+    if served is None:
+        return
+    settings = await with_project_files(state, owner, chat, form, settings)
+    messages = await history(state, chat, chat.leaf) if chat is not None else []
+    new = typed_message(form.get("message", "").strip().replace("\r\n", "\n"), files)
+    try:
+        await prompt_of(served, messages_of(settings.get("system", ""), [*messages, new]), settings)
+    except ChatFull as full:
+        await beginning_that_fits(served, settings, messages, new)
+        full.can_leave_out = True
+        raise
+
+
+def typed_message(text: str, files: Sequence[Attachment]) -> StoredMessage:
+    """Return a message of the composer as it will be stored, without its id and place."""
+    details = {"files": [file.details() for file in files]} if files else {}
+    return StoredMessage("", None, "user", text, details)
 
 
 # Texts -------------------------------------------------------------------------------------------------------------
@@ -157,4 +241,6 @@ def title_of(text: str) -> str:
 
 
 def _figures_only(details: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: details[name] for name in ("prompt_tokens", "completion_tokens", "ttft_s") if name in details}
+    return {
+        name: details[name] for name in ("prompt_tokens", "completion_tokens", "ttft_s", "edited") if name in details
+    }

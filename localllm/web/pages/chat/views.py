@@ -6,11 +6,19 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from localllm.engine.params import Kind
+from localllm.web.pages.chat.composer_views import (
+    BehaviourChip,
+    LoadProgress,
+    Refusal,
+    SummaryOrigin,
+    ThinkingChoice,
+)
 from localllm.web.pages.chat.message_views import (
     AttachmentChip,
     Attachments,
     ReasoningView,
     ResultForm,
+    Sources,
     ToolCallCard,
     ToolResult,
 )
@@ -21,15 +29,13 @@ from localllm.web.pages.frame.views import ErrorNotice, Loading, Shell, View
 
 @dataclass(frozen=True, slots=True)
 class ReplyFigures(View):
-    """The line of statistics below a finished reply."""
+    """The line of statistics below a finished reply, and the details that it opens."""
 
     template: ClassVar[str] = "chat/_figures.html"
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    finish_reason: str  # stop, length, abort, error, interrupted
-    ttft_s: float | None = None
-    tokens_per_s: float | None = None
+    line: tuple[str, ...]
+    end: str = ""  # why the reply ended, if it is unusual
+    is_broken: bool = False  # it ended by an error or a limit
+    details: tuple[tuple[str, str], ...] = ()  # (name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +72,12 @@ class EditForm(View):
     url: str  # of the message
     cancel_url: str
     text: str
+    role: Literal["user", "assistant"] = "user"
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage(View):
-    """One message. `html` is safe markup from markdown.py; `text` is what the user typed."""
+    """One message. `html` is safe markup, of a user's message only if it has code; `text` is what the user typed."""
 
     template: ClassVar[str] = "chat/_message.html"
     id: str
@@ -78,6 +85,7 @@ class ChatMessage(View):
     text: str = ""
     html: str = ""
     model: str = ""
+    is_edited: bool = False  # the user changed the reply's text
     open: OpenBlock | None = None  # present while the reply is being written
     stream_url: str | None = None  # URL of the reply's live events
     figures: ReplyFigures | None = None
@@ -89,14 +97,50 @@ class ChatMessage(View):
     result_form: ResultForm | None = None
     results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
     files: tuple[AttachmentChip, ...] = ()
+    sources: Sources | None = None  # passages of long files that the model read before it answered
+    is_left_out: bool = False  # the model does not read it any more
+    has_failed: bool = False  # the turn failed, so the model does not read it
+    origin: SummaryOrigin | None = None  # of a summary
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison(View):
+    """Replies of two models to one message, beside each other, until one is kept."""
+
+    template: ClassVar[str] = "chat/_comparison.html"
+    replies: tuple[ChatMessage, ...]
+    urls: tuple[str, ...]  # of the messages
+
+
+@dataclass(frozen=True, slots=True)
+class OtherModel(View):
+    """The form that has a message answered by another model, or by two."""
+
+    template: ClassVar[str] = "chat/_other_model.html"
+    url: str  # of the message
+    names: tuple[ModelChoice, ...]
+    model: str
+    beside: str = ""
+    error: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outline(View):
+    """The questions of a chat, as links to them: (text, URL)."""
+
+    template: ClassVar[str] = "chat/_outline.html"
+    questions: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ComposerAction(View):
-    """The button of the composer: Send, or Stop while a reply is being written."""
+    """The button of the composer: Send, Stop while a reply is being written, or why neither is possible now."""
 
     template: ClassVar[str] = "chat/_composer_action.html"
     stop_url: str | None = None
+    over_tokens: int = 0  # tokens that the message is too long by
+    load: LoadProgress | None = None  # of the model that was picked
+    load_url: str = ""  # URL of the load's live events
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +154,15 @@ class SettingField:
     default: str
     source: str  # where the default comes from
     note: str
+    low: float | None = None
+    high: float | None = None
+    is_first: bool = False  # shown at once, not behind `More sampling`
+    is_wrong: bool = False  # the value was refused
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling(View):
-    """The settings drawer: system prompt, sampling and presets."""
+    """The drawer with the model's behaviour in this chat: system prompt, sampling and presets."""
 
     template: ClassVar[str] = "chat/_sampling_drawer.html"
     system: str = ""
@@ -124,6 +172,9 @@ class Sampling(View):
     is_open: bool = False
     error: ErrorNotice | None = None
     tools: str = ""  # a JSON list, as it was typed
+    schema: str = ""  # a JSON object, as it was typed
+    num_set: int = 0  # number of fields that are filled in
+    wrong: str = ""  # name of the field whose value was refused; the drawer is open then
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +183,12 @@ class ModelChoice:
 
     name: str
     chosen: bool
-    note: str = ""  # "sleeping" or "not loaded"
+    note: str = ""  # state and size: "not loaded · 610 MiB"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelChoices(View):
-    """The list from which the model of the next message is chosen. With one model or none there is no list."""
+    """The list from which the model of the next message is chosen."""
 
     template: ClassVar[str] = "chat/_model_choices.html"
     choices: tuple[ModelChoice, ...] = ()
@@ -155,6 +206,10 @@ class Composer(View):
     error: ErrorNotice | None = None
     attachments: Attachments = field(default_factory=Attachments)
     models: ModelChoices = field(default_factory=ModelChoices)
+    thinking: ThinkingChoice = field(default_factory=ThinkingChoice)
+    refusal: Refusal | None = None
+    context_tokens: int = 0  # of the model; 0: not known
+    project_id: str = ""  # of a new chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +236,12 @@ class MessageList(View):
     """A range of a chat's messages, with links to earlier and later ones."""
 
     template: ClassVar[str] = "chat/_message_list.html"
-    messages: tuple[ChatMessage, ...] = ()
+    messages: tuple[ChatMessage | Comparison, ...] = ()
     earlier_url: str = ""
     num_earlier: int = 0
     later_url: str = ""
+    last_left_out: str = ""  # id of the last message that the model does not read any more; a line follows it
+    bring_back_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +261,7 @@ class ChatPage(View):
     status: Announcement = field(default_factory=Announcement)
     undo: Undo | None = None
     notice: ErrorNotice | None = None
+    chip: BehaviourChip = field(default_factory=BehaviourChip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +275,7 @@ class ChatTurn(View):
     conversation_id: str
     head: ChatHead
     chats: ChatList
+    chip: BehaviourChip = field(default_factory=BehaviourChip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +288,10 @@ class ChatUpdate(View):
     head: ChatHead
     announcement: str
     undo: Undo | None = None
+    is_redrawn: bool = False  # the messages are made anew, because one that moves is being written
+    chip: BehaviourChip = field(default_factory=BehaviourChip)
+    clears_composer: bool = False  # its message was sent
+    chats: ChatList | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-// For every page: keyboard shortcuts and their list, copying, and the notice that the server is unreachable.
+// For every page: keyboard shortcuts and their list, copying, a key in clear, and the notice that the server is unreachable.
 // Everything else is done by the markup and htmx; a page that needs more has a file of its own.
 (() => {
   "use strict";
@@ -10,7 +10,7 @@
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
     if (event.target.closest("input, textarea, select, [contenteditable]")) return;
-    if (event.key === "?") find("#help").showModal();
+    if (event.key === "?") find("#help")?.showModal();
     else if (event.key === "g") going = event.timeStamp;
     else if (event.timeStamp - going < 1500) document.querySelectorAll(".nav a")[event.key - 1]?.click();
   });
@@ -33,13 +33,24 @@
     setTimeout(() => (said.textContent = "Copy"), 1500);
   });
 
+  // A button with data-show shows what is typed into a field for a password, until the form is sent.
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("[data-show]");
+    if (!button) return;
+    const field = document.getElementById(button.dataset.show);
+    const shows = field.type === "password";
+    field.type = shows ? "text" : "password";
+    button.setAttribute("aria-pressed", shows);
+    field.form.onsubmit = () => { field.type = "password"; };
+  });
+
   // The live connection shows whether the server is reachable.
   const setGone = (gone) => { find("#connection").hidden = !gone; };
   document.addEventListener("htmx:error", () => setGone(true));
   document.addEventListener("htmx:sse:error", () => setGone(true));
   document.addEventListener("htmx:sse:after:connection", (event) => event.target.id === "live" && setGone(false));
   document.addEventListener("asleep", () => { // connecting again would start the server, without anybody asking
-    find("#connection").textContent = "The server has stopped, because nothing was asked for a while. Reload this page to connect again.";
+    find("#connection").textContent = "The server has stopped because it was idle. Reload this page to connect again.";
     setGone(true);
   });
   document.addEventListener("ready", () => location.reload());

@@ -5,19 +5,24 @@ Does not know: what raised them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from litestar import Request
 from litestar.exceptions import HTTPException
 from litestar.response import Response
+from litestar.types import Scope
 
 from localllm.errors import LocalLLMError, RequestError
-from localllm.web.errors import as_local_error, drop_frames
+from localllm.web.errors import MethodNotAllowed, MissingScope, UnknownRoute, as_local_error, drop_frames
 from localllm.web.pages.frame.forms import is_scripted
-from localllm.web.pages.frame.navigation import shell
+from localllm.web.pages.frame.navigation import entry_of, shell
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import HEADERS
 from localllm.web.pages.frame.views import ErrorNotice, ErrorPage, StatusPill
+
+MOST_PATH_CHARS = 200
+"""Most characters of an unknown address that its error page repeats."""
 
 
 class UnknownRequest(RequestError):
@@ -55,5 +60,20 @@ def handle_page_error(request: Request[Any, Any, Any], error: Exception) -> Resp
     return Response(body, status_code=local.status, media_type="text/html", headers=HEADERS)
 
 
+def unrouted_page(scope: Scope, error: LocalLLMError) -> tuple[str, Mapping[str, str]] | None:
+    """Return the page and the headers of an error that no route of a page raised: an unknown address, an address that
+    only forms post to, a key without the scope. None for other errors: they may concern a client that may not see our
+    pages.
+    """
+    if not isinstance(error, UnknownRoute | MethodNotAllowed | MissingScope):
+        return None
+    return render(_page(Request(scope), error)), HEADERS
+
+
 def _page(request: Request[Any, Any, Any], error: LocalLLMError) -> ErrorPage:
-    return ErrorPage(shell(request, "Error", "", StatusPill("loading", "…")), error.status, notice(error))
+    back = entry_of(request)
+    around = shell(request, "Error", back.key if back is not None else "", StatusPill("loading", "…"))
+    said = notice(error)
+    if isinstance(error, UnknownRoute | MethodNotAllowed):
+        said = ErrorNotice("No page here.", f"This server shows no page at {request.url.path[:MOST_PATH_CHARS]}.")
+    return ErrorPage(around, said, back)

@@ -7,6 +7,7 @@ Does not know: which routes need a key (web/access/auth.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from litestar import Request, get, post
@@ -20,9 +21,7 @@ from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice, LoginPage, StatusPill
 
-WRONG = ErrorNotice(
-    "That is not a key of this server.", "", "Create keys on the server's machine: localllm keys add NAME"
-)
+WRONG = ErrorNotice("That is not a key of this server.")
 
 MAX_FORM_BYTES = 32 * 1024
 """A key, and the page that was requested: a URL has at most 16 KiB."""
@@ -68,7 +67,7 @@ def session_cookie(request: Request[Any, Any, Any], value: str, max_age: int) ->
 
 def _page(request: Request[Any, Any, Any], following: str, error: ErrorNotice | None = None) -> LoginPage:
     around = shell(request, "Log in", "", StatusPill("loading", "locked"), live_url="")
-    return LoginPage(around, following, error)
+    return LoginPage(replace(around, entries=()), following, error)
 
 
 HANDLERS = (login_page, log_in, log_out)

@@ -5,17 +5,18 @@ Does not know: which pages there are, what they show, where the pill's figures c
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 from urllib.parse import urlsplit
 
 from litestar import Request, post
 from litestar.datastructures import Cookie
 from litestar.response import Redirect
 
+from localllm.web.access.auth import session_key
+from localllm.web.access.keys import KeyRing
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.frame.views import NavEntry, Shell, StatusPill, Theme
+from localllm.web.pages.frame.views import THEMES, NavEntry, Shell, StatusPill, Theme
 
-THEMES: tuple[Theme, ...] = get_args(Theme)
 THEME_COOKIE = "localllm_theme"
 A_YEAR_S = 365 * 24 * 3600
 
@@ -30,7 +31,16 @@ def shell(
 ) -> Shell:
     """Return the frame of a page. `here`: the key of the page's entry, or an empty string."""
     entries: tuple[NavEntry, ...] = request.app.state["navigation"]
-    return Shell(title, here, entries, pill, theme_of(request), live_url, refresh_s)
+    keys: KeyRing = request.app.state.key_ring
+    can_log_out = session_key(keys, request.scope) is not None
+    return Shell(title, here, entries, pill, theme_of(request), live_url, refresh_s, can_log_out)
+
+
+def entry_of(request: Request[Any, Any, Any]) -> NavEntry | None:
+    """Return the page that the address of the request belongs to; None if it belongs to none."""
+    entries: tuple[NavEntry, ...] = request.app.state["navigation"]
+    path = request.url.path
+    return next((entry for entry in entries if path == entry.url or path.startswith(f"{entry.url}/")), None)
 
 
 def theme_of(request: Request[Any, Any, Any]) -> Theme:
@@ -44,7 +54,7 @@ async def choose_theme(request: Request[Any, Any, Any]) -> Redirect:
     """Set the theme (light, dark, same as the system), then return to the page."""
     form = await request.form()
     chosen = form.get("theme")
-    theme = chosen if chosen in THEMES else "auto"
+    theme = chosen if isinstance(chosen, str) and chosen in THEMES else "auto"
     cookie = Cookie(key=THEME_COOKIE, value=theme, max_age=A_YEAR_S, httponly=True, samesite="strict")
     page = urlsplit(request.headers.get("referer", "")).path
     return Redirect(own_path(page), status_code=303, cookies=[cookie])

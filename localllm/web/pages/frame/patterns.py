@@ -8,6 +8,7 @@ Does not know: the pages, the engine; all figures here are invented.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -41,7 +42,7 @@ def samples(pages: Sequence[Page]) -> list[v.View]:
     pill = v.StatusPill("ready", "ready", "demo", 0.0, 0.02)
 
     def shell(here: str) -> v.Shell:
-        return v.Shell("Sample", here, entries, pill, "auto", "/live/status", 2)
+        return v.Shell("Sample", here, entries, pill, "auto", "/live/status", 2, can_log_out=True)
 
     found = _shared(shell(""))
     for page in pages:
@@ -58,6 +59,7 @@ def _shared(shell: v.Shell) -> list[v.View]:
     return [
         ready,
         v.StatusPill("busy", "3 running, 12 waiting", "Qwen3-8B-AWQ", 412.0, 0.62),
+        v.StatusPill("ready", "ready", "demo", 0.0, 0.0, num_others=1),
         v.StatusPill("loading", "loading"),
         v.StatusPill("error", "stopped"),
         v.ErrorNotice(
@@ -72,8 +74,9 @@ def _shared(shell: v.Shell) -> list[v.View]:
         v.Loading("Qwen3-8B-AWQ", (), v.ErrorNotice("It does not fit.", "27.5 GiB needed, 22.1 free.", "Try another.")),
         v.Loading("demo", is_tuned=True),
         v.LiveUpdate({"status-pill": render(ready)}),
-        v.LoginPage(shell, "/dashboard"),
-        v.LoginPage(shell, "/", v.ErrorNotice("That is not a key of this server.")),
-        v.ErrorPage(shell, 404, v.ErrorNotice("This chat does not exist.", "It was deleted.", "Start a new chat.")),
+        v.LoginPage(replace(shell, entries=()), "/dashboard"),
+        v.LoginPage(replace(shell, entries=()), "/", v.ErrorNotice("That is not a key of this server.")),
+        v.ErrorPage(shell, v.ErrorNotice("This chat does not exist.", "It was deleted.", "Start a new chat.")),
+        v.ErrorPage(shell, v.ErrorNotice("Search is off."), v.NavEntry("library", "Models", "/library", "M3 5h14")),
         v.PatternsPage(shell, (("_error_notice.html", render(v.ErrorNotice("Sample."))),), SHEETS),
     ]

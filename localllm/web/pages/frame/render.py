@@ -7,6 +7,7 @@ Does not know: requests, responses, the engine.
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from litestar.plugins.jinja import JinjaTemplateEngine
 from litestar.template.config import TemplateConfig
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from localllm import units
 from localllm.version import __version__
@@ -23,6 +24,7 @@ from localllm.web.pages.frame.views import View
 
 FRAME = Path(__file__).resolve().parent
 """The templates of every page, named without a folder; those of one page are named `chat/page.html`."""
+_OWN_PAGE = re.compile(r"(?<!\S)/(?:dashboard|library|logs|playground|settings|tune)(?:[/#][\w/-]*\w)?(?![\w/])")
 
 
 @cache
@@ -42,6 +44,7 @@ def environment() -> Environment:
         count=units.format_count,
         percent=percent,
         age=age,
+        own_links=own_links,
     )
     env.globals.update(show=show, static=static_url, version=__version__)
     return env
@@ -76,3 +79,9 @@ def age(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02d} min"
     return str(timedelta(seconds=whole))
+
+
+def own_links(text: str) -> Markup:
+    """Return a hint of an error in which the addresses of our pages are links: "cancel the run at /tune"."""
+    escaped = str(escape(text))
+    return Markup(_OWN_PAGE.sub(lambda found: f'<a class="text-link" href="{found[0]}">{found[0]}</a>', escaped))

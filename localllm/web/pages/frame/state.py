@@ -36,7 +36,7 @@ class PagesState:
     def __init__(self, manager: ModelManager, config: ServerConfig) -> None:
         self.manager = manager
         self._share_prefix_cache = config.share_prefix_cache
-        self.sampler = Sampler(self._stats)
+        self.sampler = Sampler(self.stats)
 
     @property
     def served(self) -> ServedModel | None:
@@ -56,10 +56,10 @@ class PagesState:
     def pill(self, tick: Tick | None = None) -> StatusPill:
         """Return the header's status, from a tick or from the current state."""
         entry = self.manager.default
-        stats = tick.stats if tick is not None else self._stats()
+        stats = tick.stats if tick is not None else self.stats()
         plan = self.served.plan if self.served is not None else None
         name, state = (entry.name, entry.state) if entry is not None else (None, "")
-        return status.status_pill(name, state, stats, plan)
+        return status.status_pill(name, state, stats, plan, len(self.manager.ready) - 1)
 
     def loading(self) -> Loading:
         """Return the progress of the load, or why it failed."""
@@ -91,7 +91,8 @@ class PagesState:
             live_url += f"{'&' if '?' in live_url else '?'}loading=1"
         return shell(request, title, here, self.pill(), live_url, 2 if waits or moves else None)
 
-    def _stats(self) -> EngineStats | None:
+    def stats(self) -> EngineStats | None:
+        """Return the statistics of the model that was used last; None if it is not ready."""
         served = self.served
         if served is None:
             return None

@@ -30,8 +30,12 @@ PHASES = {
 """Phase of a load -> its words, and its usual share of the time in percent; in their order."""
 
 
-def status_pill(model: str | None, state: str, stats: EngineStats | None, plan: MemoryPlan | None) -> StatusPill:
-    """Return the header's status pill; without an engine it shows the model's state."""
+def status_pill(
+    model: str | None, state: str, stats: EngineStats | None, plan: MemoryPlan | None, num_others: int = 0
+) -> StatusPill:
+    """Return the header's status pill; without an engine it shows the model's state. `num_others`: other models that
+    are loaded.
+    """
     if model is None or stats is None or plan is None:
         return StatusPill("error" if state == "failed" else "loading", state or "loading")
     busy = stats.num_running + stats.num_waiting
@@ -45,6 +49,7 @@ def status_pill(model: str | None, state: str, stats: EngineStats | None, plan: 
         kv_usage=stats.kv_usage,
         context_tokens=plan.max_model_len,
         memory_bytes=plan.weights_bytes + plan.kv_bytes + plan.state_bytes + plan.activation_bytes,
+        num_others=num_others,
     )
 
 

@@ -12,6 +12,10 @@ from typing import ClassVar, Literal
 
 State = Literal["loading", "ready", "busy", "error"]
 Theme = Literal["auto", "light", "dark"]
+THEMES: dict[Theme, str] = {"auto": "System", "light": "Light", "dark": "Dark"}
+"""The themes, with the name that pages show. Each switches to the next, and the last one to the first."""
+NUM_IN_BAR = 3
+"""Pages whose entries are in the bar of a narrow screen; the entries after them are in its menu."""
 
 
 class View:
@@ -32,6 +36,7 @@ class StatusPill(View):
     kv_usage: float = 0.0  # 0 to 1
     context_tokens: int = 0
     memory_bytes: int = 0  # weights, KV cache and activations, as planned
+    num_others: int = 0  # other models that are loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,29 @@ class Shell:
     theme: Theme
     live_url: str  # URL of the page's live events; empty: the page has none
     refresh_s: int | None  # seconds between reloads when scripts are off; None: no reload
+    can_log_out: bool = False  # this browser has logged in with a key
+
+    @property
+    def in_bar(self) -> tuple[NavEntry, ...]:
+        return self.entries[:NUM_IN_BAR]
+
+    @property
+    def in_menu(self) -> tuple[NavEntry, ...]:
+        return self.entries[NUM_IN_BAR:]
+
+    @property
+    def is_in_menu(self) -> bool:
+        """Whether the entry of this page is in the menu of a narrow screen."""
+        return any(entry.key == self.here for entry in self.in_menu)
+
+    @property
+    def themes(self) -> dict[Theme, str]:
+        return THEMES
+
+    @property
+    def next_theme(self) -> Theme:
+        names = list(THEMES)
+        return names[(names.index(self.theme) + 1) % len(names)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +158,7 @@ class LiveUpdate(View):
 
 @dataclass(frozen=True, slots=True)
 class LoginPage(View):
-    """The page that asks a browser for a key."""
+    """The page that asks a browser for a key. Its shell has no entries: without a key they all lead back here."""
 
     template: ClassVar[str] = "login.html"
     shell: Shell
@@ -144,8 +172,8 @@ class ErrorPage(View):
 
     template: ClassVar[str] = "error.html"
     shell: Shell
-    status: int
     error: ErrorNotice
+    back: NavEntry | None = None  # the page that the address belongs to; None: the start page is offered
 
 
 @dataclass(frozen=True, slots=True)

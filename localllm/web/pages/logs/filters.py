@@ -1,4 +1,4 @@
-"""Filter log lines by level, text and request id.
+"""Filter log lines by level, kind, text and request id.
 
 The filter is part of the URL, so that it can be shared and works without scripts.
 Does not know: where lines come from, how they are rendered.
@@ -18,8 +18,15 @@ from localllm.logs.recent_logs import LogLine
 from localllm.web.pages.logs.views import LogRow
 
 LEVELS = ("debug", "info", "warning", "error")
+KINDS = {"server": "Server", "requests": "Requests"}
+"""What a filter may select, with its name on the page: the lines about requests, or all others."""
+ACCESS_LOGGER = "localllm.access"
 LONGEST_TEXT = 200
+SHORT_ID_CHARS = 8
+"""Characters shown of the id of a request, which usually has 32."""
 _ID = re.compile(r"[A-Za-z0-9._:-]{0,128}")
+_ID_IN_TEXT = re.compile(r"(?<=\sid=)[A-Za-z0-9._:/-]{13,128}(?!\S)")
+NO_URLS: Mapping[str, str] = {}
 _LEVEL_NUMBERS = logging.getLevelNamesMapping()
 
 
@@ -30,8 +37,11 @@ class LogFilter:
     level: str = ""  # this level and above
     text: str = ""  # anywhere in the line, case-insensitive
     request_id: str = ""  # as in the header x-request-id, or at the end of a line
+    kind: str = ""  # "server" or "requests"
 
     def __post_init__(self) -> None:
+        if self.kind not in ("", *KINDS):
+            raise InvalidParameter(f"Unknown kind {self.kind[:40]!r}.", f"Known: {', '.join(KINDS)}.", param="what")
         if self.level not in ("", *LEVELS):
             raise InvalidParameter(f"Unknown level {self.level[:40]!r}.", f"Known: {', '.join(LEVELS)}.", param="level")
         if len(self.text) > LONGEST_TEXT:
@@ -44,7 +54,7 @@ class LogFilter:
     @property
     def query(self) -> str:
         """The filter as a URL query."""
-        given = {"level": self.level, "text": self.text, "id": self.request_id}
+        given = {"level": self.level, "text": self.text, "id": self.request_id, "what": self.kind}
         return urlencode({name: value for name, value in given.items() if value})
 
     def of(self, lines: Iterable[LogLine]) -> list[LogLine]:
@@ -57,6 +67,7 @@ class LogFilter:
             line
             for line in lines
             if _LEVEL_NUMBERS.get(line.level, lowest) >= lowest
+            and (not self.kind or (self.kind == "requests") == (line.logger == ACCESS_LOGGER))
             and text in line.text.casefold()
             and (whole_id is None or whole_id.search(line.text))
         ]
@@ -64,11 +75,26 @@ class LogFilter:
 
 def filter_from(query: Mapping[str, str]) -> LogFilter:
     """Return the filter of a query. Raises `InvalidParameter`."""
-    return LogFilter(query.get("level", ""), query.get("text", "").strip(), query.get("id", "").strip())
+    texts = (query.get(name, "").strip() for name in ("text", "id", "what"))
+    return LogFilter(query.get("level", ""), *texts)
 
 
-def row(line: LogLine) -> LogRow:
-    """Split a line for the table: time, level and logger have columns of their own."""
+def request_urls(engine_ids: Iterable[str], pairs: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
+    """Return the dashboard's page of each request that the engine knows, by each id that a log line may have: the
+    engine's, and that of the HTTP request. `pairs`: (id of the HTTP request, id of the engine). Choices of a request
+    for several, whose ids have a slash, have no pages.
+    """
+    urls = {each: f"/dashboard/requests/{each}" for each in engine_ids if "/" not in each}
+    return {**urls, **{request_id: urls[engine_id] for request_id, engine_id in pairs if engine_id in urls}}
+
+
+def row(line: LogLine, urls: Mapping[str, str] = NO_URLS) -> LogRow:
+    """Split a line for the table: time, level, logger and a long request id have places of their own. `urls`: pages of
+    requests by id.
+    """
+    text = _message_text(line)
+    found = _ID_IN_TEXT.search(text)
+    request_id = found[0] if found else ""
     at = time.localtime(line.at_s)
     number = _LEVEL_NUMBERS.get(line.level, logging.INFO)
     kind = "debug" if number < logging.INFO else "info" if number < logging.WARNING else "warning"
@@ -78,7 +104,11 @@ def row(line: LogLine) -> LogRow:
         clock=f"{time.strftime('%H:%M:%S', at)}.{int(line.at_s % 1 * 1000):03d}",
         at=time.strftime("%Y-%m-%dT%H:%M:%S%z", at),
         logger=line.logger.removeprefix("localllm."),
-        text=_message_text(line),
+        text=text[: found.start()] if found else text,
+        request_id=request_id,
+        short_id=f"{request_id[:SHORT_ID_CHARS]}…" if found else "",
+        request_url=urls.get(request_id, ""),
+        rest=text[found.end() :] if found else "",
     )
 
 

@@ -6,7 +6,7 @@ Does not know: how lines are filtered and split (filters.py), who logs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from litestar import Request, get
@@ -15,12 +15,13 @@ from litestar.response import Response, Stream
 from localllm.errors import InvalidParameter
 from localllm.logs.log_file import log_path
 from localllm.logs.recent_logs import KEPT, RecentLogs, installed
+from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.live import closing, event_stream, sse, until_closing
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
-from localllm.web.pages.logs.filters import LEVELS, LogFilter, filter_from, row
-from localllm.web.pages.logs.views import LogsPage, LogTable
+from localllm.web.pages.logs.filters import KINDS, LEVELS, LogFilter, filter_from, request_urls, row
+from localllm.web.pages.logs.views import LogCard, LogsPage, LogTable
 
 SHOWN = 500
 """Lines shown at first; a script keeps the page at this number as more arrive."""
@@ -32,30 +33,51 @@ NO_LOGS = ErrorNotice("This server keeps no log in memory.", "It was not started
 
 @get("/logs", sync_to_thread=False)
 def logs_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """Show the last lines; more arrive over SSE."""
+    """Show the last lines; more arrive over SSE. htmx gets the lines alone, as one types into the filter."""
     log_filter, recent = filter_from(request.query_params), installed()
-    kept = recent.after() if recent is not None else []
-    chosen = log_filter.of(kept)
-    shown = chosen[-SHOWN:]
-    last = kept[-1].number if kept else 0
-    query = f"?{log_filter.query}" if log_filter.query else ""
+    card = _card(log_filter, recent, _urls(request))
+    if is_scripted(request):
+        query = f"?{log_filter.query}" if log_filter.query else ""
+        return html(card, headers={"HX-Replace-Url": f"/logs{query}"})
     page = LogsPage(
         pages_state(request).shell(request, "Logs", "logs"),
-        LogTable(tuple(map(row, shown))),
+        card,
+        kind=log_filter.kind,
+        kinds=tuple(KINDS.items()),
         level=log_filter.level,
         levels=LEVELS,
         text=log_filter.text,
         request_id=log_filter.request_id,
-        live_url=f"/logs/live{query}{'&' if query else '?'}after={last}" if recent is not None else "",
-        download_url=f"/logs/download{query}",
-        chosen=len(chosen),
-        hidden=len(chosen) - len(shown),
-        kept=len(kept),
         most=KEPT,
         path=str(log_path(request.app.state.settings.server.port)),
         error=NO_LOGS if recent is None else None,
     )
     return html(page)
+
+
+def _card(log_filter: LogFilter, recent: RecentLogs | None, urls: Mapping[str, str]) -> LogCard:
+    kept = recent.after() if recent is not None else []
+    chosen = log_filter.of(kept)
+    shown = chosen[-SHOWN:]
+    last = kept[-1].number if kept else 0
+    query = f"?{log_filter.query}" if log_filter.query else ""
+    return LogCard(
+        LogTable(tuple(row(line, urls) for line in shown)),
+        is_filtered=bool(query),
+        live_url=f"/logs/live{query}{'&' if query else '?'}after={last}" if recent is not None else "",
+        download_url=f"/logs/download{query}",
+        chosen=len(chosen),
+        hidden=len(chosen) - len(shown),
+        kept=len(kept),
+    )
+
+
+def _urls(request: Request[Any, Any, Any]) -> dict[str, str]:
+    """Return the pages of the requests that the dashboard can show."""
+    stats, ids = pages_state(request).stats(), request.app.state.engine_ids
+    if stats is None:
+        return {}
+    return request_urls((line.request_id for line in (*stats.requests, *stats.recent)), ids.pairs())
 
 
 @get("/logs/live", sync_to_thread=False)
@@ -66,7 +88,7 @@ def live_logs(request: Request[Any, Any, Any]) -> Stream:
     recent = installed()
     if recent is None:
         raise InvalidParameter(NO_LOGS.what, NO_LOGS.why)
-    return event_stream(until_closing(_new_lines(recent, log_filter, after), closing(request.app.state)))
+    return event_stream(until_closing(_new_lines(request, recent, log_filter, after), closing(request.app.state)))
 
 
 @get("/logs/download", sync_to_thread=False)
@@ -79,14 +101,17 @@ def download_logs(request: Request[Any, Any, Any]) -> Response[str]:
     return Response(text, media_type="text/plain", headers=headers)
 
 
-async def _new_lines(recent: RecentLogs, log_filter: LogFilter, number: int) -> AsyncIterator[bytes]:
+async def _new_lines(
+    request: Request[Any, Any, Any], recent: RecentLogs, log_filter: LogFilter, number: int
+) -> AsyncIterator[bytes]:
     while True:
         lines = await recent.wait_after(number)
         missed = lines[0].number - number - 1
         number = lines[-1].number
         chosen = log_filter.of(lines)
         if chosen or missed:
-            drawn = render(LogTable(tuple(map(row, chosen)), missed))
+            urls = _urls(request) if chosen else {}
+            drawn = render(LogTable(tuple(row(line, urls) for line in chosen), missed))
             yield f"id: {number}\n".encode() + sse(drawn)
         await asyncio.sleep(EVERY_S)
 

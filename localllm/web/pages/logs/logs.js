@@ -2,8 +2,6 @@
 (() => {
   "use strict";
   const MOST = 2000;
-  const lines = document.getElementById("log-lines");
-  const live = document.querySelector(".logs__live");
   let held = false;
   document.addEventListener("click", (event) => {
     const button = event.target.closest("[data-pause]");
@@ -11,15 +9,20 @@
     if (held) return location.reload(); // the reloaded page has the lines logged meanwhile
     held = true;
     button.setAttribute("aria-pressed", "true");
-    button.textContent = "Go on";
+    button.textContent = "Continue";
+    const live = document.querySelector(".logs__live");
     live.dataset.paused = "";
     live.querySelector("[data-live]").textContent = "Paused";
   });
+  document.addEventListener("htmx:after:swap", (event) => { // another filter shows other lines, live
+    if (event.detail.ctx?.sourceElement?.matches(".logs__filter")) held = false;
+  });
   document.addEventListener("htmx:sse:before:message", (event) => {
-    if (held && event.target === lines) event.preventDefault();
+    if (held && event.target.id === "log-lines") event.preventDefault();
   });
   document.addEventListener("htmx:sse:after:message", (event) => {
-    if (event.target !== lines) return;
+    const lines = event.target;
+    if (lines.id !== "log-lines") return;
     while (lines.childElementCount > MOST) lines.firstElementChild.remove();
   });
 })();

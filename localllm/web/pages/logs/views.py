@@ -18,6 +18,10 @@ class LogRow:
     at: str  # date and time, ISO 8601
     logger: str
     text: str
+    request_id: str = ""  # a long id in the text, which is then shown in short; empty: the text has none
+    short_id: str = ""
+    request_url: str = ""  # page of that request; empty: it has none
+    rest: str = ""  # the text after the id
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +34,32 @@ class LogTable(View):
 
 
 @dataclass(frozen=True, slots=True)
-class LogsPage(View):
-    """`/logs`."""
+class LogCard(View):
+    """The lines that match a filter. The filter's form replaces the card as one types."""
 
-    template: ClassVar[str] = "logs/page.html"
-    shell: Shell
+    template: ClassVar[str] = "logs/_card.html"
     lines: LogTable
-    level: str  # the lowest level shown; empty: all
-    levels: tuple[str, ...]
-    text: str
-    request_id: str
+    is_filtered: bool
     live_url: str  # empty: there are no live updates
     download_url: str
     chosen: int  # records that match the filter
     hidden: int  # matching records that are too old for this page
     kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogsPage(View):
+    """`/logs`."""
+
+    template: ClassVar[str] = "logs/page.html"
+    shell: Shell
+    card: LogCard
+    kind: str  # what is shown; empty: everything
+    kinds: tuple[tuple[str, str], ...]  # (kind, name on the page)
+    level: str  # the lowest level shown; empty: all
+    levels: tuple[str, ...]
+    text: str
+    request_id: str
     most: int  # the capacity of the buffer
     path: str  # the log file, which holds older records
     error: ErrorNotice | None = None

@@ -12,7 +12,7 @@ from typing import Any
 from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
-from localllm.config.edit import planned, write
+from localllm.config.edit import planned, present_line, write
 from localllm.config.settings import SETTINGS
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError
 from localllm.web.pages.frame.errors import notice
@@ -20,11 +20,13 @@ from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
-from localllm.web.pages.settings import doctor, key_handlers, setting_rows
+from localllm.web.pages.settings import doctor, key_handlers, restart, setting_rows
 from localllm.web.pages.settings.presenters import LEVELS, file_of, keys_card, settings_of, whole_page
 from localllm.web.pages.settings.views import ChangePage, DoctorReport
 
 log = logging.getLogger(__name__)
+
+LONGEST_QUERY_CHARS = 200
 
 _examining = asyncio.Lock()
 """One check at a time, because each starts a process."""
@@ -32,8 +34,14 @@ _examining = asyncio.Lock()
 
 @get("/settings")
 async def settings_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """Show all sections."""
-    return html(await whole_page(request, keys_card(request)))
+    """Show all sections. With a query, only the settings that contain its words; htmx gets these alone."""
+    query = request.query_params.get("find", "")
+    if len(query) > LONGEST_QUERY_CHARS:
+        why = f"It has {len(query)} characters; the limit is {LONGEST_QUERY_CHARS}."
+        raise InvalidParameter("The search text is too long.", why, param="find")
+    if is_scripted(request):
+        return html(setting_rows.groups(settings_of(request), pages_state(request).served, query))
+    return html(await whole_page(request, keys_card(request), query=query))
 
 
 @get("/settings/change", sync_to_thread=False)
@@ -87,9 +95,10 @@ def _change(
     state, settings = pages_state(request), settings_of(request)
     if name not in SETTINGS:
         raise InvalidParameter(f"Unknown setting {name[:80]!r}.", hint="Open /settings.", param="name")
-    error, change = None, None
+    error, change, has_line = None, None, False
     path = file_of(settings)
     try:
+        has_line = bool(present_line(path, name))
         if value is not None or removes:
             change = planned(path, name, None if removes else value)
             if writes:
@@ -101,20 +110,24 @@ def _change(
     except ConfigError as refused:
         error = ErrorNotice(refused.what, refused.why, refused.hint)
     source = settings.source(name)
+    row = setting_rows.row(name, settings, state.served)
+    written = writes and error is None
     page = ChangePage(
-        shell=state.shell(request, name, "settings"),
-        row=setting_rows.row(name, settings, state.served),
+        shell=state.shell(request, row.text, "settings"),
+        row=row,
         choices=SETTINGS[name].options,
-        text=value or "",
+        text=row.typed if value is None else value,
         config_file=str(path),
+        restart=restart.how_to_restart(request),
+        has_line=not removes if written else has_line,
         line=change.line if change else "",
         old_line=change.old_line if change else "",
         removes=removes and change is not None,
-        written=writes and error is None,
+        written=written,
         beaten_by=source if source in ("flag", "environment") else "",
         error=error,
     )
     return page, page.written
 
 
-HANDLERS = (settings_page, change_page, write_change, set_log_level, examine, *key_handlers.HANDLERS)
+HANDLERS = (settings_page, change_page, write_change, set_log_level, examine, *restart.HANDLERS, *key_handlers.HANDLERS)

@@ -25,12 +25,14 @@ LEVELS = SETTINGS["log_level"].options
 UNASKED = DoctorReport()
 
 
-async def whole_page(request: Request[Any, Any, Any], keys: KeysCard, report: DoctorReport = UNASKED) -> SettingsPage:
+async def whole_page(
+    request: Request[Any, Any, Any], keys: KeysCard, report: DoctorReport = UNASKED, query: str = ""
+) -> SettingsPage:
     state, settings = pages_state(request), settings_of(request)
     storage = await asyncio.to_thread(read_storage, settings.file)
     return SettingsPage(
         shell=state.shell(request, "Settings", "settings"),
-        groups=setting_rows.groups(settings, state.served),
+        groups=setting_rows.groups(settings, state.served, query),
         keys=keys,
         storage=storage,
         versions=setting_rows.versions(),
@@ -52,7 +54,9 @@ def keys_card(request: Request[Any, Any, Any], **typed: Any) -> KeysCard:
         for key in read_keys(ring.path)
     )
     given = len(request.app.state.settings.server.api_keys)
-    return KeysCard(rows, ring.is_locked, given, SCOPES[::-1], **typed)
+    # The first key should be able to make others; those after it need it seldom.
+    typed.setdefault("scope", "infer" if ring.is_locked else "admin")
+    return KeysCard(rows, ring.is_locked, given, SCOPES, **typed)
 
 
 def key_of(request: Request[Any, Any, Any]) -> Key | None:

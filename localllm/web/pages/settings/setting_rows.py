@@ -6,7 +6,7 @@ Does not know: HTTP, keys, files on disk.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
@@ -20,7 +20,7 @@ from localllm.units import format_count
 from localllm.version import __version__
 from localllm.web.pages.frame.static import VENDOR
 from localllm.web.pages.frame.views import Fact
-from localllm.web.pages.settings.views import SettingGroup, SettingRow
+from localllm.web.pages.settings.views import SettingGroup, SettingGroups, SettingRow
 
 if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan
@@ -35,15 +35,23 @@ PLANNED = {
 """Settings that the memory plan decides if they are open -> name of the plan's field."""
 
 
-def groups(settings: Settings, served: ServedModel | None) -> tuple[SettingGroup, ...]:
-    """Return the groups; the first is open, and so is each with a changed setting."""
+def groups(settings: Settings, served: ServedModel | None, query: str = "") -> SettingGroups:
+    """Return the groups, folded. `query`: words that a setting must contain; its groups are then open."""
+    words = query.casefold().replace("-", "_").split()
     server_first = [SETTINGS[each.name] for config in (ServerConfig, EngineConfig) for each in fields(config)]
     made = []
     for number, (title, group) in enumerate(groupby(server_first, key=lambda spec: spec.group)):
-        rows = tuple(row(spec.name, settings, served) for spec in group)
+        rows = tuple(row(spec.name, settings, served) for spec in group if _has(spec, words))
         num_set = sum(each.is_set for each in rows)
-        made.append(SettingGroup(f"group-{number}", title, rows, num_set, not number or num_set > 0))
-    return tuple(made)
+        if rows:
+            made.append(SettingGroup(f"group-{number}", title, rows, num_set, is_open=bool(words)))
+    return SettingGroups(tuple(made), query.strip())
+
+
+def _has(spec: SettingSpec, words: Sequence[str]) -> bool:
+    """Return whether a setting contains each word: in its name, its group, its meaning, or a spelling of its flag."""
+    text = " ".join((spec.name, spec.group, spec.meaning, *spec.aliases)).casefold().replace("-", "_")
+    return all(word in text for word in words)
 
 
 def row(name: str, settings: Settings, served: ServedModel | None) -> SettingRow:
@@ -54,15 +62,18 @@ def row(name: str, settings: Settings, served: ServedModel | None) -> SettingRow
     value, source = _value_and_source(name, settings)
     if name in tuned and source == "default":
         value, source = tuned[name], "profile"
-    plan = served.plan if served is not None else None
     spec = SETTINGS[name]
+    decided = _decided(spec, served.plan if served is not None else None) if value in (None, "auto") else None
     return SettingRow(
         name=name,
         text=spec.text[:1].upper() + spec.text[1:],
         meaning=spec.meaning,
         value=_printed(spec, value),
-        unit=spec.unit if isinstance(value, int | float) and spec.unit != "bytes" else "",
-        now=_decided(spec, plan) if value in (None, "auto") else "",
+        unit=spec.unit if _has_unit(spec, value) else "",
+        now=_printed(spec, decided) + (f" {spec.unit}" if _has_unit(spec, decided) else "")
+        if decided is not None
+        else "",
+        typed=spec.typed(value) or spec.typed(decided),
         allowed=spec.allowed + (", separated by commas" if spec.kind == "tuple" else ""),
         default=_printed(spec, spec.default),
         source=source,
@@ -83,10 +94,13 @@ def _value_and_source(name: str, settings: Settings) -> tuple[Any, str]:
     return first.value(name), source
 
 
-def _decided(spec: SettingSpec, plan: MemoryPlan | None) -> str:
-    if plan is None or spec.name not in PLANNED:
-        return ""
-    return _printed(spec, getattr(plan, PLANNED[spec.name]))
+def _decided(spec: SettingSpec, plan: MemoryPlan | None) -> Any:
+    """Return the value that the memory plan decided; None: the plan does not decide this setting."""
+    return getattr(plan, PLANNED[spec.name]) if plan is not None and spec.name in PLANNED else None
+
+
+def _has_unit(spec: SettingSpec, value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and spec.unit != "bytes" and bool(spec.unit)
 
 
 def _printed(spec: SettingSpec, value: Any) -> str:

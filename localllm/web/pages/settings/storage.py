@@ -46,7 +46,9 @@ def read_storage(config_file: Path | None) -> StorageCard:
 def _chats(path: Path) -> StoredRow:
     if not path.exists():
         return StoredRow("Chats", "Kept in memory until the server stops.", 0, "", "stop the server")
-    return StoredRow("Chats", "Messages and answers of all chats.", size_of(path), str(path), "Privacy", "#privacy")
+    beside = sum(map(size_of, path.parent.glob(f"{path.name}*")))  # the write-ahead log, and files set aside
+    what = "Messages and answers of all chats, and presets. The newest are in the files beside it (-wal, -shm)."
+    return StoredRow("Chats", what, beside, str(path), "Privacy", "#privacy")
 
 
 def _config(path: Path) -> StoredRow:

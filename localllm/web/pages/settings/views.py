@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from localllm.web.pages.chat.sidebar_views import WipeChats
 from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View
 
 
@@ -17,7 +18,8 @@ class SettingRow:
     meaning: str  # the text with the allowed values and the note
     value: str
     unit: str
-    now: str  # the value that was decided if the setting leaves it open; empty: none
+    now: str  # the value that was chosen at the start if the setting leaves it open; empty: none
+    typed: str  # the value in force, as it can be typed; empty: none
     allowed: str
     default: str
     source: str  # flag, environment, file, profile, default
@@ -37,6 +39,15 @@ class SettingGroup(View):
     rows: tuple[SettingRow, ...]
     num_set: int  # not at their default
     is_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SettingGroups(View):
+    """All groups, or those with a setting that a search found."""
+
+    template: ClassVar[str] = "settings/_groups.html"
+    groups: tuple[SettingGroup, ...]
+    query: str = ""  # empty: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +123,7 @@ class SettingsPage(View):
 
     template: ClassVar[str] = "settings/page.html"
     shell: Shell
-    groups: tuple[SettingGroup, ...]
+    groups: SettingGroups
     keys: KeysCard
     storage: StorageCard
     versions: tuple[Fact, ...]
@@ -122,6 +133,24 @@ class SettingsPage(View):
     log_levels: tuple[str, ...]
     config_file: str
     chats_path: str  # empty: chats are in memory only
+    wipe: View = field(default_factory=WipeChats)  # the form that deletes all chats
+
+
+@dataclass(frozen=True, slots=True)
+class Restart(View):
+    """How to restart this server, so that a change of the file takes effect."""
+
+    template: ClassVar[str] = "settings/_restart.html"
+    what: str  # what to do; empty: the page offers it
+    command: str = ""  # to be typed on the server's machine; empty: a command alone does not do it
+
+
+@dataclass(frozen=True, slots=True)
+class RestartingPage(View):
+    """Shown until the server has restarted."""
+
+    template: ClassVar[str] = "settings/restarting.html"
+    shell: Shell
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +161,10 @@ class ChangePage(View):
     shell: Shell
     row: SettingRow
     choices: tuple[str, ...]
-    text: str  # as typed
+    text: str  # as typed; before that, the value in force
     config_file: str
+    restart: Restart
+    has_line: bool = False  # the file has a line for this setting
     line: str = ""  # the line that would be written
     old_line: str = ""  # the current line of the file
     removes: bool = False  # the line would be removed

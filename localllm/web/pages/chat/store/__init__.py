@@ -1,13 +1,16 @@
-"""Chats on disk: SQLite with full-text search, a tree of messages for each chat.
+"""Chats on disk: SQLite with full-text search, a tree of messages for each chat; prompts and projects beside them.
 
 records.py  plain values and errors                  database.py    the file: schema, migrations, damaged files
 tree.py     which messages of a tree are shown       chats.py       operations on chats and messages
-search.py   the list, and the search                 chat_store.py  the one thread that runs all of them
+search.py   the lists, and the search                selections.py  operations on several chats
+saved_prompts.py  operations on prompts              projects.py    operations on projects
+file_passages.py  operations on long files
+tables.py   transactions and deletions               chat_store.py  the one thread that runs all of them
 Does not know: HTTP, templates, the engine.
 """
 
 from localllm.web.pages.chat.store.chat_store import ChatStore
 from localllm.web.pages.chat.store.chats import Chats
-from localllm.web.pages.chat.store.records import Branch, Chat, FoundChat, StoredMessage
+from localllm.web.pages.chat.store.records import Branch, Chat, FoundChat, Project, SavedPrompt, StoredMessage
 
-__all__ = ["Branch", "Chat", "ChatStore", "Chats", "FoundChat", "StoredMessage"]
+__all__ = ["Branch", "Chat", "ChatStore", "Chats", "FoundChat", "Project", "SavedPrompt", "StoredMessage"]

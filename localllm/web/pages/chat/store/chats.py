@@ -8,16 +8,19 @@ Does not know: threads (chat_store.py), how the file is opened (database.py).
 from __future__ import annotations
 
 import json
-import secrets
-import sqlite3
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any, Literal
 
 from localllm.machine.running_servers import is_of_other_process, process_mark
 from localllm.web.pages.chat.store import search
-from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Role, StoredMessage
+from localllm.web.pages.chat.store.file_passages import FilePassages
+from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Restored, Role, StoredMessage
+from localllm.web.pages.chat.store.saved_prompts import SavedPrompts
+from localllm.web.pages.chat.store.selections import Selections
+from localllm.web.pages.chat.store.tables import GONE_HINT, as_json, new_id
 from localllm.web.pages.chat.store.tree import Tree
 
 ADD_MESSAGE = """INSERT INTO message (id, chat_id, parent_id, role, text, details, created_s, writer)
@@ -27,26 +30,22 @@ UNDO_S = 120.0
 """How long a deletion can be undone."""
 HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND parent_id IS NOT NULL AND NOT EXISTS
     (SELECT 1 FROM message AS parent WHERE parent.id = it.parent_id AND ifnull(parent.deletion, :it) = :it)"""
-GONE_HINT = "Reload the page, or start a new chat."
+NUMBERED = re.compile(r" \(\d{1,6}\)$")
 
 
-def new_id() -> str:
-    """Return an unguessable id."""
-    return secrets.token_urlsafe(12)
-
-
-class Chats:
-    """The operations on the tables."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
+class Chats(FilePassages, SavedPrompts, Selections):
+    """The operations on the tables. Those on files, prompts, projects and several chats are in modules of their own."""
 
     # Chats ------------------------------------------------------------------------------------------------------
 
-    def create(self, owner: str, title: str, settings: Mapping[str, str]) -> Chat:
+    def create(self, owner: str, title: str, settings: Mapping[str, str], project_id: str = "") -> Chat:
+        """Create a chat, in a project if one is named. Raises `ProjectNotFound`."""
+        project = self.project(owner, project_id).id if project_id else None
         chat_id = new_id()
-        row = (chat_id, owner, title, _json(settings), time.time())
-        self._db.execute("INSERT INTO chat (id, owner, title, settings, updated_s) VALUES (?, ?, ?, ?, ?)", row)
+        row = (chat_id, owner, title, as_json(settings), time.time(), project)
+        self._db.execute(
+            "INSERT INTO chat (id, owner, title, settings, updated_s, project_id) VALUES (?, ?, ?, ?, ?, ?)", row
+        )
         return self.get(owner, chat_id)
 
     def get(self, owner: str, chat_id: str) -> Chat:
@@ -61,23 +60,29 @@ class Chats:
     def rename(self, owner: str, chat_id: str, title: str) -> None:
         self._change(owner, chat_id, "title = ?", title)
 
+    def retitle(self, owner: str, chat_id: str, before: str, title: str) -> None:
+        """Rename a chat unless it was renamed since it was called `before`."""
+        if self.get(owner, chat_id).title == before:
+            self.rename(owner, chat_id, title)
+
     def pin(self, owner: str, chat_id: str, pinned: bool) -> None:
         self._change(owner, chat_id, "pinned = ?", pinned)
 
     def configure(self, owner: str, chat_id: str, settings: Mapping[str, str]) -> None:
-        self._change(owner, chat_id, "settings = ?", _json(settings))
+        self._change(owner, chat_id, "settings = ?", as_json(settings))
 
     def _change(self, owner: str, chat_id: str, assignment: str, value: object) -> None:
         self.get(owner, chat_id)
         self._db.execute(f"UPDATE chat SET {assignment} WHERE id = ?", (value, chat_id))
 
-    def latest(self, owner: str, limit: int) -> list[Chat]:
-        """Return chats, pinned ones first, then the newest."""
-        return search.list_chats(self._db, owner, limit)
-
     def search(self, owner: str, words: str, limit: int) -> list[FoundChat]:
         """Return chats whose title or messages contain words that begin with each of these."""
         return search.search(self._db, owner, words, limit)
+
+    def ids(self, owner: str) -> list[str]:
+        """Return the ids of all chats of an owner, the oldest first, archived ones too."""
+        rows = self._db.execute("SELECT id FROM chat WHERE owner = ? AND deletion IS NULL ORDER BY updated_s", (owner,))
+        return [chat_id for (chat_id,) in rows]
 
     def count(self, owner: str) -> int:
         """Return how many chats an owner has, without deleted ones."""
@@ -94,37 +99,82 @@ class Chats:
         text: str,
         details: Mapping[str, Any] | None = None,
     ) -> StoredMessage:
-        """Add a message; it becomes the end of the shown branch."""
+        """Add a message; it becomes the end of the shown branch. An archived chat returns to the list."""
         message_id, now_s = new_id(), time.time()
         with self._whole():
             self._db.execute(
                 ADD_MESSAGE,
-                (message_id, chat_id, parent_id, role, text, _json(details or {}), now_s, process_mark()),
+                (message_id, chat_id, parent_id, role, text, as_json(details or {}), now_s, process_mark()),
             )
-            self._db.execute("UPDATE chat SET leaf = ?, updated_s = ? WHERE id = ?", (message_id, now_s, chat_id))
+            self._db.execute(
+                "UPDATE chat SET leaf = ?, updated_s = ?, archived = 0 WHERE id = ?", (message_id, now_s, chat_id)
+            )
         return StoredMessage(message_id, parent_id, role, text, details or {}, now_s)
 
     def add_all(
         self, owner: str, title: str, settings: Mapping[str, str], messages: Sequence[StoredMessage], leaf: str | None
     ) -> Chat:
         """Add a chat from elsewhere. Parents must precede their children; ids are replaced by new ones."""
+        with self._whole():
+            return self._fill(owner, self.create(owner, title, settings), messages, leaf)
+
+    def fork(self, owner: str, chat_id: str, message_id: str) -> Chat:
+        """Copy the messages that lead to one message, itself included, into a new chat of the same settings and
+        project.
+        """
+        with self._whole():
+            chat = self.get(owner, chat_id)
+            branch = self.branch(chat_id, self.message(chat_id, message_id).id).messages
+            title = self._next_title(owner, chat.title)
+            copy = self.create(owner, title, chat.settings, chat.project_id or "")
+            messages = self._with_copied_files(branch, chat_id, copy.id)
+            return self._fill(owner, copy, messages, message_id, self._left_out(chat_id))
+
+    def _fill(
+        self, owner: str, chat: Chat, messages: Sequence[StoredMessage], leaf: str | None, left_out: Sequence[str] = ()
+    ) -> Chat:
         ids: dict[str | None, str | None] = {None: None} | {message.id: new_id() for message in messages}
         now_s = time.time()
+        rows = [
+            (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, as_json(_own(m.details)), m.created_s or now_s, "")
+            for m in messages
+        ]
+        self._db.executemany(ADD_MESSAGE, rows)
+        marks = json.dumps([ids[each] for each in left_out if each in ids])
+        self._db.execute("UPDATE chat SET leaf = ?, left_out = ? WHERE id = ?", (ids[leaf], marks, chat.id))
+        return self.get(owner, chat.id)
+
+    def _next_title(self, owner: str, title: str) -> str:
+        """'Blocks' -> 'Blocks (2)', then 'Blocks (3)': the first number that no chat of the owner has."""
+        stem = NUMBERED.sub("", title)
+        rows = self._db.execute("SELECT title FROM chat WHERE owner = ? AND deletion IS NULL", (owner,))
+        taken = {found for (found,) in rows}
+        return next(f"{stem} ({number})" for number in count(2) if f"{stem} ({number})" not in taken)
+
+    def compare(self, chat_id: str, parent_id: str, replies: Sequence[Mapping[str, Any]]) -> list[StoredMessage]:
+        """Add empty replies with these details to one message, to be shown beside each other until one is selected.
+        The first becomes the end of the shown branch.
+        """
+        ids, now_s = [new_id() for _ in replies], time.time()
         with self._whole():
-            chat = self.create(owner, title, settings)
+            self.message(chat_id, parent_id)
             rows = [
-                (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, _json(m.details), m.created_s or now_s, "")
-                for m in messages
+                (message_id, chat_id, parent_id, "assistant", "", as_json(details), now_s, process_mark())
+                for message_id, details in zip(ids, replies, strict=True)
             ]
             self._db.executemany(ADD_MESSAGE, rows)
-            self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (ids[leaf], chat.id))
-        return self.get(owner, chat.id)
+            self._db.execute(
+                "UPDATE message SET details = json_set(details, '$.compared', json(?)) WHERE id = ?",
+                (json.dumps(ids), parent_id),
+            )
+            self._db.execute("UPDATE chat SET leaf = ?, updated_s = ? WHERE id = ?", (ids[0], now_s, chat_id))
+        return self._messages(chat_id, self._tree(chat_id), ids)
 
     def write(self, message_id: str, text: str, details: Mapping[str, Any]) -> None:
         """Save the current state of a reply. A reply that was deleted meanwhile stays deleted."""
         self._db.execute(
             "UPDATE message SET text = ?, details = ?, writer = ? WHERE id = ?",
-            (text, _json(details), process_mark(), message_id),
+            (text, as_json(details), process_mark(), message_id),
         )
 
     def message(self, chat_id: str, message_id: str) -> StoredMessage:
@@ -137,7 +187,18 @@ class Chats:
         path = tree.path(leaf)
         end = path.index(before) if before in path else len(path)
         start = 0 if limit is None else max(0, end - limit)
-        return Branch(tuple(self._messages(chat_id, tree, path[start:end])), start, len(path) - end)
+        messages = tuple(self._messages(chat_id, tree, path[start:end]))
+        beside = tuple(self._messages(chat_id, tree, _compared(messages))) if end == len(path) else ()
+        marks = self._left_out(chat_id)
+        num_left_out = next((at + 1 for at in reversed(range(len(path))) if path[at] in marks), 0)
+        return Branch(messages, start, len(path) - end, num_left_out, beside)
+
+    def questions(self, chat_id: str, leaf: str | None) -> tuple[list[tuple[int, StoredMessage]], list[str]]:
+        """Return the user's messages that lead to a leaf, each with its place, and the ids of all that lead to it."""
+        tree = self._tree(chat_id)
+        path = tree.path(leaf)
+        messages = self._messages(chat_id, tree, path)
+        return [(place, message) for place, message in enumerate(messages) if message.role == "user"], path
 
     def all_messages(self, chat_id: str) -> list[StoredMessage]:
         """Return the messages of every branch, oldest first."""
@@ -145,11 +206,34 @@ class Chats:
         return self._messages(chat_id, tree, list(tree.parents))
 
     def select(self, chat_id: str, message_id: str) -> str:
-        """Show the branch with this message up to its newest leaf; return that leaf."""
-        self.message(chat_id, message_id)
+        """Show the branch with this message up to its newest leaf; return that leaf. A comparison that the message
+        was a part of is over.
+        """
+        parent_id = self.message(chat_id, message_id).parent_id
         leaf = self._tree(chat_id).newest_leaf(message_id)
-        self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (leaf, chat_id))
+        with self._whole():
+            self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (leaf, chat_id))
+            self._db.execute(
+                "UPDATE message SET details = json_remove(details, '$.compared') WHERE id = ?", (parent_id,)
+            )
         return str(leaf)
+
+    def leave_out(self, owner: str, chat_id: str, message_id: str) -> None:
+        """Leave this message, and all before it on its branch, out of what the model reads. Raises `ChatNotFound`."""
+        self.message(chat_id, message_id)
+        marks = json.dumps([*self._left_out(chat_id), message_id])
+        self._change(owner, chat_id, "left_out = ?", marks)
+
+    def bring_back(self, owner: str, chat_id: str) -> None:
+        """Let the model read the whole of the shown branch again."""
+        path = self._tree(chat_id).path(self.get(owner, chat_id).leaf)
+        marks = json.dumps([each for each in self._left_out(chat_id) if each not in path])
+        self._change(owner, chat_id, "left_out = ?", marks)
+
+    def _left_out(self, chat_id: str) -> list[str]:
+        row = self._db.execute("SELECT left_out FROM chat WHERE id = ?", (chat_id,)).fetchone()
+        found: list[str] = json.loads(row[0]) if row is not None else []
+        return found
 
     def _tree(self, chat_id: str) -> Tree:
         return Tree(
@@ -198,64 +282,64 @@ class Chats:
                 self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (shown, chat_id))
         return deletion
 
-    def undo(self, owner: str, deletion: str) -> str:
-        """Undo a deletion; return the chat's id. Raises `ChatNotFound` if it was purged."""
+    def undo(self, owner: str, deletion: str) -> Restored:
+        """Undo a deletion; return what was restored. Raises `ChatNotFound` if it was purged."""
         with self._whole():
-            row = self._db.execute(
-                "SELECT id, 1 FROM chat WHERE deletion = :it AND owner = :owner UNION ALL "
-                "SELECT chat.id, 0 FROM message JOIN chat ON chat.id = chat_id "
-                "WHERE message.deletion = :it AND owner = :owner LIMIT 1",
-                {"it": deletion, "owner": owner},
-            ).fetchone()
-            if row is None:
+            found = self._deleted_by(owner, deletion)
+            if found is None:
                 raise ChatNotFound("It cannot be restored.", "The time for undo is over, or it is already restored.")
-            chat_id, is_chat = row
-            if is_chat:
-                self._db.execute("UPDATE chat SET deletion = NULL WHERE id = ?", (chat_id,))
-            elif self._db.execute(HANGS_ON_NOTHING, {"it": deletion}).fetchone() is not None:
-                raise ChatNotFound("It cannot be restored.", "The message before it was deleted later.")
+            if found.kind == "message":
+                self._restore_messages(deletion)
             else:
-                self._db.execute("UPDATE message SET deletion = NULL WHERE deletion = ?", (deletion,))
-                self._db.execute(
-                    "UPDATE chat SET leaf = coalesce((SELECT leaf FROM deletion WHERE id = ?), leaf) WHERE id = ?",
-                    (deletion, chat_id),
-                )
+                for table in ("chat", "project", "prompt"):
+                    self._db.execute(f"UPDATE {table} SET deletion = NULL WHERE deletion = ?", (deletion,))
             self._db.execute("DELETE FROM deletion WHERE id = ?", (deletion,))
-        return str(chat_id)
+        return found
+
+    def _deleted_by(self, owner: str, deletion: str) -> Restored | None:
+        kinds: tuple[Literal["project", "prompt", "chat"], ...] = ("project", "prompt", "chat")
+        for kind in kinds:
+            rows = self._db.execute(f"SELECT id FROM {kind} WHERE deletion = ? AND owner = ?", (deletion, owner))
+            if ids := [row[0] for row in rows]:
+                return Restored(kind, ids[0], len(ids))
+        row = self._db.execute(
+            "SELECT chat.id FROM message JOIN chat ON chat.id = chat_id "
+            "WHERE message.deletion = ? AND owner = ? LIMIT 1",
+            (deletion, owner),
+        ).fetchone()
+        return Restored("message", row[0]) if row is not None else None
+
+    def _restore_messages(self, deletion: str) -> None:
+        if self._db.execute(HANGS_ON_NOTHING, {"it": deletion}).fetchone() is not None:
+            raise ChatNotFound("It cannot be restored.", "The message before it was deleted later.")
+        chat_id = "(SELECT chat_id FROM message WHERE deletion = :it LIMIT 1)"
+        self._db.execute(
+            f"UPDATE chat SET leaf = coalesce((SELECT leaf FROM deletion WHERE id = :it), leaf) WHERE id = {chat_id}",
+            {"it": deletion},
+        )
+        self._db.execute("UPDATE message SET deletion = NULL WHERE deletion = ?", (deletion,))
 
     def purge(self, before_s: float) -> None:
         """Remove permanently what was deleted before a time."""
         self._db.execute("DELETE FROM deletion WHERE at_s <= ?", (before_s,))
 
     def wipe(self, owner: str) -> int:
-        """Remove everything of an owner, presets too, immediately and permanently; return the number of chats."""
+        """Remove everything of an owner, prompts and projects too, immediately and permanently; return the number of
+        chats. The file may be of an older version, which has fewer tables.
+        """
         with self._whole():
-            self._db.execute("DELETE FROM preset WHERE owner = ?", (owner,))
             count = self._db.execute("DELETE FROM chat WHERE owner = ?", (owner,)).rowcount
-            for table in ("message_words", "title_words"):
+            tables = {row[0] for row in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            for table in tables & {"preset", "prompt", "project"}:
+                self._db.execute(f"DELETE FROM {table} WHERE owner = ?", (owner,))
+            for table in tables & {"message_words", "title_words", "passage_words"}:
                 # A search index keeps the words of deleted rows until it is rebuilt.
                 self._db.execute(f"INSERT INTO {table} ({table}) VALUES ('rebuild')")
         self._db.execute("VACUUM")
         self._db.execute("PRAGMA wal_checkpoint (TRUNCATE)")
         return count
 
-    def _new_deletion(self, leaf: str | None) -> str:
-        deletion = new_id()
-        self._db.execute("INSERT INTO deletion (id, at_s, leaf) VALUES (?, ?, ?)", (deletion, time.time(), leaf))
-        return deletion
-
-    # Presets, and server start --------------------------------------------------------------------------------------
-
-    def presets(self, owner: str) -> dict[str, dict[str, str]]:
-        """Return the saved settings by name."""
-        rows = self._db.execute("SELECT name, settings FROM preset WHERE owner = ? ORDER BY name", (owner,))
-        return {name: json.loads(settings) for name, settings in rows}
-
-    def save_preset(self, owner: str, name: str, settings: Mapping[str, str]) -> None:
-        self._db.execute("INSERT OR REPLACE INTO preset VALUES (?, ?, ?)", (owner, name, _json(settings)))
-
-    def remove_preset(self, owner: str, name: str) -> None:
-        self._db.execute("DELETE FROM preset WHERE owner = ? AND name = ?", (owner, name))
+    # Server start ------------------------------------------------------------------------------------------------
 
     def close_unfinished(self) -> None:
         """Mark replies without an end as interrupted, at server start. Another server on the same file may still be
@@ -270,16 +354,15 @@ class Chats:
                     (writer,),
                 )
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+
+def _own(details: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the details without those that name other messages: a copy has others beside it."""
+    return {name: value for name, value in details.items() if name != "compared"}
 
 
-def _json(values: Mapping[str, Any]) -> str:
-    return json.dumps(dict(values))
+def _compared(messages: Sequence[StoredMessage]) -> list[str]:
+    """Return the ids of the replies that are shown beside the last message, in the order of their creation."""
+    if len(messages) < 2:
+        return []
+    ids, last = messages[-2].details.get("compared", []), messages[-1]
+    return [each for each in last.versions if each in ids and each != last.id] if last.id in ids else []

@@ -75,6 +75,56 @@ MIGRATIONS = (
     """
     ALTER TABLE message ADD COLUMN writer TEXT NOT NULL DEFAULT '';
     """,  # the process that wrote it last; tells whether an unfinished reply may still be finished
+    """
+    CREATE TABLE prompt (
+        number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, name TEXT NOT NULL,
+        text TEXT NOT NULL DEFAULT '', settings TEXT NOT NULL DEFAULT '{}',
+        deletion TEXT REFERENCES deletion (id) ON DELETE CASCADE
+    );
+    CREATE INDEX prompt_by_name ON prompt (owner, name);
+    CREATE INDEX prompt_deleted ON prompt (deletion) WHERE deletion IS NOT NULL;
+    INSERT INTO prompt (id, owner, name, settings)
+        SELECT lower(hex(randomblob(8))), owner, name, settings FROM preset ORDER BY rowid;
+    DROP TABLE preset;
+    CREATE TABLE project (
+        number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, name TEXT NOT NULL,
+        settings TEXT NOT NULL DEFAULT '{}', deletion TEXT REFERENCES deletion (id) ON DELETE CASCADE
+    );
+    CREATE INDEX project_by_owner ON project (owner);
+    CREATE INDEX project_deleted ON project (deletion) WHERE deletion IS NOT NULL;
+    CREATE TABLE project_file (
+        number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
+        project_id TEXT NOT NULL REFERENCES project (id) ON DELETE CASCADE, name TEXT NOT NULL, text TEXT NOT NULL
+    );
+    CREATE INDEX project_file_by_project ON project_file (project_id);
+    ALTER TABLE chat ADD COLUMN project_id TEXT REFERENCES project (id) ON DELETE SET NULL;
+    ALTER TABLE chat ADD COLUMN archived INTEGER NOT NULL DEFAULT 0;
+    CREATE INDEX chat_by_project ON chat (project_id) WHERE project_id IS NOT NULL;
+    """,  # prompts, which the presets become; projects; archived chats
+    """
+    ALTER TABLE chat ADD COLUMN left_out TEXT NOT NULL DEFAULT '[]';
+    """,  # a list of message ids: on a branch, the model reads only what follows the last of them
+    """
+    CREATE TABLE file (
+        number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
+        chat_id TEXT NOT NULL REFERENCES chat (id) ON DELETE CASCADE, name TEXT NOT NULL, paged INTEGER NOT NULL,
+        created_s REAL NOT NULL
+    );
+    CREATE INDEX file_by_chat ON file (chat_id);
+    CREATE TABLE passage (
+        number INTEGER PRIMARY KEY, file INTEGER NOT NULL REFERENCES file (number) ON DELETE CASCADE,
+        first INTEGER NOT NULL, last INTEGER NOT NULL, text TEXT NOT NULL
+    );
+    CREATE INDEX passage_by_file ON passage (file, number);
+    CREATE VIRTUAL TABLE passage_words USING fts5 (text, tokenize = 'porter unicode61 remove_diacritics 2');
+    CREATE TRIGGER passage_removed AFTER DELETE ON passage BEGIN
+        DELETE FROM passage_words WHERE rowid = old.number;
+    END;
+    CREATE TABLE passage_vector (
+        passage INTEGER NOT NULL REFERENCES passage (number) ON DELETE CASCADE, model TEXT NOT NULL,
+        vector BLOB NOT NULL, PRIMARY KEY (passage, model)
+    );
+    """,  # long files, which are searched instead of read whole
 )
 """The migrations, each to the next version of the schema (`PRAGMA user_version`). Released migrations are never
 changed.

@@ -36,6 +36,58 @@ class Chat:
     leaf: str | None  # last message of the shown branch; None: no message yet
     settings: Mapping[str, str]  # system prompt, sampling and model, as typed
     updated_s: float  # Unix time
+    archived: bool = False
+    project_id: str | None = None
+    project_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPrompt:
+    """A named prompt: text for the composer, settings for a chat, or both."""
+
+    id: str
+    name: str
+    text: str
+    settings: Mapping[str, str]  # as of a chat
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """A group of chats with common settings and files."""
+
+    id: str
+    name: str
+    settings: Mapping[str, str]  # those with which a new chat of the project starts
+    num_chats: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectFile:
+    """A file that the model reads in every chat of a project."""
+
+    id: str
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTotals:
+    """The sums over every message of a chat, on all branches."""
+
+    num_messages: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    duration_s: float  # until the first token and from there to the last, of every reply
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What undo has restored; `id` is that of the chat, the project or the prompt."""
+
+    kind: Literal["chat", "message", "project", "prompt"]
+    id: str
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +110,8 @@ class Branch:
     messages: tuple[StoredMessage, ...]
     num_earlier: int = 0  # number of earlier messages of the same branch
     num_later: int = 0
+    num_left_out: int = 0  # number of messages at the start of the whole branch that the model does not read any more
+    beside: tuple[StoredMessage, ...] = ()  # other replies that are shown beside the last message
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +120,13 @@ class FoundChat:
 
     chat: Chat
     snippet: tuple[str, str, str] = ("", "", "")
+
+
+@dataclass(frozen=True, slots=True)
+class FilePassage:
+    """A passage of a long file."""
+
+    number: int  # ascending in the order of the file
+    name: str  # of the file
+    where: str  # such as "p. 3" or "lines 12–40"
+    text: str

@@ -13,7 +13,12 @@ from typing import Any
 
 from localllm.web.pages.chat.store.records import Chat, FoundChat
 
-CHAT = "chat.id, chat.title, chat.pinned, chat.leaf, chat.settings, chat.updated_s"
+CHAT = (
+    "chat.id, chat.title, chat.pinned, chat.leaf, chat.settings, chat.updated_s, chat.archived, chat.project_id, "
+    "(SELECT name FROM project WHERE project.id = chat.project_id AND project.deletion IS NULL)"
+)
+LISTED = "owner = ? AND chat.deletion IS NULL AND archived = ?"
+NEWEST_FIRST = "ORDER BY pinned DESC, updated_s DESC, number DESC"
 TOKEN = re.compile(r"[^\W_]+")
 MOST_TOKENS = 16
 AROUND = 60
@@ -21,16 +26,44 @@ AROUND = 60
 
 
 def chat(row: tuple[Any, ...]) -> Chat:
-    chat_id, title, pinned, leaf, settings, updated_s = row
-    return Chat(chat_id, title, bool(pinned), leaf, json.loads(settings), updated_s)
+    chat_id, title, pinned, leaf, settings, updated_s, archived, project_id, project_name = row
+    project = (project_id, project_name) if project_name is not None else (None, "")  # a deleted project is not shown
+    return Chat(chat_id, title, bool(pinned), leaf, json.loads(settings), updated_s, bool(archived), *project)
 
 
-def list_chats(db: sqlite3.Connection, owner: str, limit: int) -> list[Chat]:
+def list_chats(
+    db: sqlite3.Connection, owner: str, limit: int, offset: int = 0, *, archived: bool = False, project_id: str = ""
+) -> list[Chat]:
+    """Return chats, pinned ones first, then the newest: all, or those of a project."""
+    where, values = (" AND project_id = ?", [project_id]) if project_id else ("", [])
     rows = db.execute(
-        f"SELECT {CHAT} FROM chat WHERE owner = ? AND deletion IS NULL ORDER BY pinned DESC, updated_s DESC LIMIT ?",
-        (owner, limit),
+        f"SELECT {CHAT} FROM chat WHERE {LISTED}{where} {NEWEST_FIRST} LIMIT ? OFFSET ?",
+        (owner, archived, *values, limit, offset),
     )
     return [chat(row) for row in rows]
+
+
+def list_outside_projects(db: sqlite3.Connection, owner: str, limit: int) -> list[Chat]:
+    """Return the pinned chats, and the newest of those that are in no project."""
+    outside = "NOT EXISTS (SELECT 1 FROM project WHERE project.id = project_id AND project.deletion IS NULL)"
+    rows = db.execute(
+        f"SELECT {CHAT} FROM chat WHERE {LISTED} AND (pinned OR {outside}) {NEWEST_FIRST} LIMIT ?",
+        (owner, False, limit),
+    )
+    return [chat(row) for row in rows]
+
+
+def list_in_projects(db: sqlite3.Connection, owner: str, each: int) -> list[Chat]:
+    """Return the newest chats of every project, at most `each` of one, without pinned chats."""
+    ranked = (
+        "SELECT *, row_number() OVER (PARTITION BY project_id ORDER BY updated_s DESC, number DESC) AS place "
+        f"FROM chat WHERE {LISTED} AND project_id IS NOT NULL AND NOT pinned"
+    )
+    rows = db.execute(
+        f"SELECT {CHAT} FROM ({ranked}) AS chat WHERE place <= ? ORDER BY updated_s DESC, number DESC",
+        (owner, False, each),
+    )
+    return [found for row in rows if (found := chat(row)).project_id is not None]
 
 
 def search(db: sqlite3.Connection, owner: str, words: str, limit: int) -> list[FoundChat]:

@@ -1,0 +1,56 @@
+// For every page: the list behind Ctrl K, and keys for lists that are filled while one types.
+(() => {
+  "use strict";
+  const find = (selector) => document.querySelector(selector);
+  const isMac = /Mac|iP/.test(navigator.platform); // there Ctrl K belongs to text fields
+
+  // A field names its list with aria-controls; the focus stays in the field.
+  const optionsOf = (field) => [...(document.getElementById(field.getAttribute?.("aria-controls"))?.querySelectorAll("[role=option]") ?? [])];
+  function mark(field, option) {
+    for (const each of optionsOf(field)) each.ariaSelected = each === option;
+    if (option) field.setAttribute("aria-activedescendant", option.id);
+    else field.removeAttribute("aria-activedescendant");
+    option?.scrollIntoView({ block: "nearest" });
+  }
+  document.addEventListener("htmx:after:swap", () => {
+    const field = document.activeElement;
+    if (field?.matches("[aria-controls]")) mark(field, optionsOf(field)[0]);
+  });
+
+  document.addEventListener("keydown", (event) => {
+    if (event.isComposing || event.altKey) return;
+    if (isMac ? event.metaKey : event.ctrlKey) {
+      if (event.code === "KeyO" && event.shiftKey) location.href = "/";
+      else if (event.key !== "k" || event.shiftKey) return;
+      else openPalette();
+      event.preventDefault();
+      return;
+    }
+    const field = event.target;
+    const options = optionsOf(field);
+    if (!options.length || event.shiftKey) return;
+    const at = options.findIndex((each) => each.ariaSelected === "true");
+    if (event.key === "ArrowDown") mark(field, options[(at + 1) % options.length]);
+    else if (event.key === "ArrowUp") mark(field, options.at(at < 1 ? -1 : at - 1));
+    else if (event.key === "Enter") options[Math.max(at, 0)].click();
+    else if (event.key === "Escape" && !field.closest("dialog")) options[0].parentElement.remove();
+    else return;
+    event.preventDefault();
+    event.stopImmediatePropagation();
+  }, true);
+
+  const palette = find("#palette");
+  function openPalette() {
+    if (!palette || palette.open) return;
+    palette.showModal();
+    find("#palette-query").value = "";
+    find("#palette-query").dispatchEvent(new Event("open"));
+  }
+  document.addEventListener("click", (event) => {
+    if (event.target.closest("[data-palette]")) openPalette();
+    if (event.target === palette) palette.close();
+    if (!event.target.closest("[data-help]")) return;
+    palette?.close();
+    if (!find("#help").open) find("#help").showModal();
+  });
+})();

@@ -1,0 +1,119 @@
+"""The composer in a real Chromium: a full chat and its ways on, drafts, the drawer, the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.web.browser.looks import overflow, small_targets, until
+from tests.web.live_server import LiveServer
+from tests.web.pages_stub import StubModel
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = pytest.mark.slow
+
+Open = Callable[..., "Page"]
+REFUSED = "Failed to load resource: the server responded with a status of 400 (Bad Request)"
+
+
+@pytest.fixture(autouse=True)
+def quick(model: StubModel) -> None:
+    model.client.every_s = 0.001
+
+
+def send(page: Page, text: str) -> None:
+    page.fill("#composer-message", text)
+    page.press("#composer-message", "Enter")
+
+
+def written(page: Page, count: int) -> None:
+    until(page, f"document.querySelectorAll('.message--assistant .figures').length >= {count}")
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_full_chat_goes_on_in_each_of_its_ways(open_page: Open, width: int) -> None:
+    page = open_page(width=width, height=740, expect=REFUSED)
+    send(page, "a" * 300)
+    written(page, 1)
+    page.fill("#composer-message", "b" * 700)
+    page.wait_for_selector("#composer-fit :text('This chat is full: ')")  # before anything is sent
+    assert "Too long by" in page.locator("#composer-action").inner_text()
+    page.click("text=Edit the message")
+    until(page, "document.activeElement.id === 'composer-message'")
+    page.press("#composer-message", "Enter")
+    assert page.locator(".message").count() == 2
+    assert page.input_value("#composer-message") == "b" * 700
+    assert overflow(page) == 0
+    assert small_targets(page) == []
+    page.reload()
+    assert page.input_value("#composer-message") == "b" * 700  # the draft of this chat
+    page.press("#composer-message", "Enter")  # not counted yet: refused by the server
+    page.wait_for_selector("#composer-fit :text('This chat is full: ')")
+    page.fill("#composer-message", "short")
+    page.wait_for_selector("[data-send]")
+    assert page.locator("#composer-fit > *").count() == 0
+    page.fill("#composer-message", "b" * 700)
+    page.click("text=Leave out the oldest messages")
+    written(page, 2)
+    assert page.locator(".message--left-out").count() == 2
+    assert page.input_value("#composer-message") == ""
+    assert overflow(page) == 0
+    page.click("text=Bring back")
+    until(page, "!document.querySelector('.message--left-out')")
+    page.fill("#composer-message", "and now?" * 20)
+    page.click("text=Go on in a new chat with a summary")
+    page.wait_for_selector(".origin")
+    until(page, "document.querySelectorAll('.message--assistant .figures').length === 1")
+    assert page.input_value("#composer-message") == "and now?" * 20
+    page.press("#composer-message", "Enter")
+    written(page, 2)
+
+
+def test_drawer_counts_resets_and_closes(open_page: Open) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    page = open_page(width=360, height=740, bypass_csp=True)
+    page.click(".drawer__open")
+    page.fill("#system", "Speak like a pirate")
+    page.fill("#temperature", "0.7")
+    until(page, "document.querySelector('[data-num-set]').textContent === '· 2 set'")
+    page.click(".drawer__more summary")
+    assert page.locator("#top-p").is_visible()
+    assert (overflow(page), small_targets(page)) == (0, [])
+    serious = [each["id"] for each in axe.Axe().run(page).response["violations"] if each["impact"] == "serious"]
+    assert serious == []
+    page.click("[data-close-drawer]")
+    until(page, "document.activeElement.matches('.drawer__open')")
+    send(page, "hi")
+    written(page, 1)
+    page.click(".behaviour__chip")
+    until(page, "document.activeElement.id === 'system'")
+    page.click("text=Reset")
+    until(page, "document.querySelector('#system').value === ''")
+    assert page.locator("[data-num-set]").inner_text() == ""
+    assert page.locator(".drawer[open]").count() == 1
+
+
+def test_file_is_cut_to_what_fits_and_a_model_is_picked(open_page: Open, server: LiveServer, model: StubModel) -> None:
+    page = open_page()
+    page.set_input_files("#composer-file", {"name": "n.txt", "mimeType": "text/plain", "buffer": b"word " * 2000})
+    page.wait_for_selector("#composer-fit :text('Too long by')")
+    page.click("text=/Attach the first/")
+    until(page, "document.querySelectorAll('#composer-fit > *').length === 0")
+    page.wait_for_selector("[data-send]")
+    other = StubModel(name="second")
+    entry = server.manager.adopt(other)  # type: ignore[arg-type]
+    try:
+        page.reload()
+        page.fill("#composer-message", "stays")
+        page.select_option("#model", "second")
+        page.wait_for_selector("[data-send]")
+        assert page.input_value("#composer-message") == "stays"
+        page.press("#composer-message", "Enter")
+        written(page, 1)
+        assert len(other.client.asked) == 1
+    finally:
+        server.manager.entries.remove(entry)

@@ -1,0 +1,227 @@
+"""What a message's menu opens, in Chromium: a preview that reaches nothing, jumps, reading aloud, two models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.web.browser.looks import overflow, small_targets, until
+from tests.web.browser.test_chat import long_chat
+from tests.web.live_server import LiveServer
+from tests.web.pages_stub import StubModel
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+Open = Callable[..., "Page"]
+ESCAPES = """Look:
+
+```html
+<p id=said></p><form action=/chats/wipe method=post><button>Go</button></form>
+<script>
+const tries = {
+  cookie: () => document.cookie,
+  storage: () => localStorage.length,
+  parent: () => parent.document.title,
+  top: () => { top.location = "https://example.invalid/"; },
+  opened: () => { if (!open("/")) throw Error("no window"); },
+  eval: () => eval("1"),
+};
+const said = {};
+for (const [name, run] of Object.entries(tries)) {
+  try { run(); said[name] = "reached"; } catch (error) { said[name] = "refused"; }
+}
+const load = (name, made) => new Promise((done) => {
+  made.onload = () => { said[name] = "reached"; done(); };
+  made.onerror = () => { said[name] = "refused"; done(); };
+  document.body.append(made);
+});
+const image = document.createElement("img");
+const script = document.createElement("script");
+const pending = [load("image", image), load("script", script)];
+image.src = "/static/favicon.svg";
+script.src = "/static/app.js";
+pending.push(fetch("/").then(() => { said.fetch = "reached"; }, () => { said.fetch = "refused"; }));
+document.querySelector("button").click();
+Promise.all(pending).then(() => { document.querySelector("#said").textContent = JSON.stringify(said); });
+</script>
+```
+"""
+
+
+@pytest.fixture
+def reply(model: StubModel) -> Iterator[Callable[[str], None]]:
+    """Sets what the model answers."""
+    before = model.client.reply
+    yield lambda text: setattr(model.client, "reply", text)
+    model.client.reply = before
+
+
+@pytest.fixture
+def second(server: LiveServer) -> Iterator[StubModel]:
+    """Another model, loaded as well."""
+    other = StubModel(name="second")
+    other.client.chars, other.client.reply = 6, "The second answers.\n\n- one\n- two\n"
+    entry = server.manager.adopt(other)  # type: ignore[arg-type]
+    yield other
+    server.manager.entries.remove(entry)
+
+
+def say(page: Page, text: str) -> None:
+    page.fill("#composer-message", text)
+    page.press("#composer-message", "Enter")
+    page.locator("#chat-status:text('Reply finished')").wait_for(state="attached")
+
+
+def menu(page: Page, item: str, message: str = ".message--assistant") -> None:
+    """By the keyboard alone."""
+    page.locator(f"{message} [aria-label=More]").last.press("Enter")
+    page.locator(".more:popover-open").get_by_text(item, exact=True).press("Enter")
+
+
+def test_a_preview_reaches_neither_the_page_nor_a_network(
+    chromium: Browser, server: LiveServer, model: StubModel, reply: Callable[[str], None]
+) -> None:
+    reply(ESCAPES)
+    model.client.chars, model.client.every_s = 60, 0.001
+    context = chromium.new_context(viewport={"width": 360, "height": 740})
+    page, answered, refused = context.new_page(), list[str](), list[str]()
+    page.on("console", lambda note: refused.append(note.text))
+    page.goto(server.url)
+    say(page, "draw")
+    page.on("response", lambda answer: answered.append(answer.url.removeprefix(server.url)))
+    page.locator("[data-preview]").press("Enter")
+    said = page.frame_locator(".preview iframe").locator("#said")
+    said.get_by_text("{").wait_for()
+    tries = json.loads(said.inner_text())
+    assert (len(tries), set(tries.values())) == (9, {"refused"}), tries
+    (preview,) = (url for url in answered if not url.startswith("/live/"))
+    assert "/preview/" in preview
+    assert page.url.startswith(f"{server.url}/c/")
+    assert any("Content Security Policy" in text for text in refused), "the policy itself refused something"
+    assert overflow(page) == 0
+    assert page.locator("[data-preview]").get_attribute("aria-expanded") == "true"
+    alone = page.request.get(server.url + preview)
+    assert "sandbox allow-scripts" in alone.headers["content-security-policy"]
+    page.locator("[data-preview]").press("Enter")
+    assert page.locator("iframe").count() == 0
+    context.close()
+
+
+@pytest.mark.slow
+def test_jumps_lead_through_a_long_chat(open_page: Open, server: LiveServer, model: StubModel) -> None:
+    page = open_page(long_chat(server, 120))
+    at_end = "(s => s.scrollHeight - s.scrollTop - s.clientHeight < 2)(document.querySelector('#chat-scroll'))"
+    until(page, at_end)
+    assert not page.locator("#newest").is_visible()
+    page.locator("[aria-label='Questions in this chat']").press("Enter")
+    page.locator(".outline").wait_for()
+    assert page.locator(".outline__link").count() == 60
+    assert small_targets(page) == []
+    page.locator(".outline__link").nth(45).press("Enter")  # on the page already
+    page.locator("#newest").wait_for()
+    shown = "document.activeElement.querySelector('.message__text').textContent.split('.')[0]"
+    assert page.evaluate(shown) == "Message 90"
+    assert not page.locator("#manage").is_visible()
+    page.locator("#newest").press("Enter")
+    until(page, at_end)
+    page.locator("#newest").wait_for(state="hidden")
+    page.locator("[aria-label='Questions in this chat']").click()
+    page.locator(".outline__link").nth(5).click()  # not on the page yet
+    page.wait_for_url("**?before=*")
+    until(page, "(e => e && e.getBoundingClientRect().top > 0 && e.getBoundingClientRect().top < innerHeight)"
+                "(document.querySelector(location.hash))")  # fmt: skip
+    assert "Message 10." in page.locator(":target").inner_text()
+    page.locator("#newest").wait_for()
+    page.locator("#newest").click()
+    page.wait_for_url(lambda url: "before" not in url)
+    until(page, at_end)
+
+
+VOICES = """
+const spoken = [], local = { name: "here", lang: "en-GB", localService: true };
+window.spoken = spoken;
+window.SpeechSynthesisUtterance = function (text) { this.text = text; };
+Object.defineProperty(window, "speechSynthesis", { value: {
+  getVoices: () => [{ name: "elsewhere", lang: "en-US", localService: false }, ...(%s ? [local] : [])],
+  addEventListener() {}, cancel() { spoken.push("cancel"); },
+  speak(said) { spoken.push(`${said.voice.name}: ${said.text}`); },
+} });
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_local_voice", [True, False])
+def test_reading_aloud_skips_code_and_uses_no_voice_of_elsewhere(
+    chromium: Browser, server: LiveServer, model: StubModel, reply: Callable[[str], None], has_local_voice: bool
+) -> None:
+    """The voices are made here, because a Chromium without sound has none."""
+    reply("First words.\n\n```python\nx = 1\n```\n\n- a list $x^2$\n")
+    context = chromium.new_context()
+    context.add_init_script(VOICES % str(has_local_voice).lower())
+    page = context.new_page()
+    page.goto(server.url)
+    say(page, "read")
+    if not has_local_voice:
+        page.locator(".message--assistant [aria-label=More]").press("Enter")
+        page.locator(".more:popover-open").wait_for()
+        assert not page.get_by_text("Read aloud").is_visible()
+    else:
+        menu(page, "Read aloud")
+        assert page.evaluate("spoken.filter(each => each !== 'cancel')") == ["here: First words.", "here: a list"]
+        menu(page, "Stop")
+        assert page.evaluate("spoken.at(-1)") == "cancel"
+        assert page.locator("[data-speak]").text_content() == "Read aloud"
+    context.close()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), pytest.param(1280, "light", marks=pytest.mark.slow)])
+def test_two_models_are_compared_an_answer_is_edited_and_the_chat_copied(
+    open_page: Open, model: StubModel, second: StubModel, width: int, scheme: str
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    page = open_page(width=width, color_scheme=scheme, bypass_csp=True)  # axe itself is put into the page
+    page.select_option("#model", "demo")
+    model.client.every_s = second.client.every_s = 0.002
+    say(page, f"question {width}")
+
+    def look() -> None:
+        found = axe.Axe().run(page).response["violations"]
+        assert [each["id"] for each in found if each["impact"] in ("serious", "critical")] == []
+        assert (overflow(page), small_targets(page)) == (0, [])
+
+    page.locator(".message--assistant [aria-label=More]").press("Enter")
+    look()
+    page.keyboard.press("Escape")
+    menu(page, "Compare two models…")
+    page.locator("#other-beside").wait_for()
+    look()
+    model.client.every_s = 0.05
+    page.locator("#manage button[type=submit]").press("Enter")
+    page.locator(".compare__one:nth-child(2) .figures").wait_for()
+    assert page.locator(".compare__one:nth-child(1) [aria-busy=true]").count() == 1, "both at the same time"
+    tops = page.evaluate("[...document.querySelectorAll('.compare__one')].map(e => e.getBoundingClientRect().top)")
+    assert (tops[0] == tops[1]) == (width >= 1024)
+    assert page.get_by_role("button", name="Stop second").is_visible() is False
+    look()
+    page.get_by_role("button", name="Stop demo").press("Enter")
+    page.locator(".compare__one:nth-child(1) .figures").wait_for()
+    page.get_by_role("button", name="Keep this one: second").press("Enter")
+    page.locator(".compare").wait_for(state="detached")
+    assert "The second answers." in page.locator(".message--assistant").inner_text()
+
+    menu(page, "Edit the answer")
+    page.locator(".edit__text").wait_for()
+    look()
+    page.keyboard.press("ControlOrMeta+a")
+    page.keyboard.type("My own words")
+    page.get_by_role("button", name="Save as a new version").press("Enter")
+    page.locator(".message__mark").wait_for()
+    menu(page, "New chat from here")
+    page.locator(f".head__title:text('question {width} (2)')").wait_for()
+    assert "My own words" in page.locator(".message--assistant").inner_text()
+    menu(page, "Delete")
+    page.locator(".undo").wait_for()
