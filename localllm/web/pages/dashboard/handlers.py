@@ -17,8 +17,8 @@ from localllm.web.pages.dashboard import presenters, request_handlers
 from localllm.web.pages.dashboard.machine import MachineMonitor
 from localllm.web.pages.dashboard.plots import MINUTE, SPANS
 from localllm.web.pages.dashboard.request_presenters import Viewer
-from localllm.web.pages.dashboard.shown import Shown, model_choices, shown
-from localllm.web.pages.dashboard.views import Choice, Dashboard, DashboardPage
+from localllm.web.pages.dashboard.shown import DashboardQuery, model_choices, shown
+from localllm.web.pages.dashboard.views import Dashboard, DashboardLink, DashboardPage
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.handlers import shows_loading, update_event
 from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
@@ -35,7 +35,9 @@ async def dashboard_page(request: Request[Any, Any, Any]) -> Response[str]:
     board = await _dashboard(seen, _monitor(request), seen.sampler.tick())
     live_url = f"/live/dashboard{seen.query()}"
     shell = state.shell(request, "Dashboard", "dashboard", live_url, waits=board is None, moves=True)
-    spans = tuple(Choice(each.title, f"/dashboard{seen.query(last=each.key)}", each is seen.span) for each in SPANS)
+    spans = tuple(
+        DashboardLink(each.title, f"/dashboard{seen.query(last=each.key)}", each is seen.span) for each in SPANS
+    )
     page = DashboardPage(shell, board, None if board else state.loading(), spans, model_choices(seen), seen.query())
     return html(page)
 
@@ -85,7 +87,7 @@ def _monitor(request: Request[Any, Any, Any]) -> MachineMonitor:
     return once_per_app(request.app, "machine_monitor", MachineMonitor)
 
 
-async def _dashboard_events(seen: Shown, monitor: MachineMonitor, loading: bool) -> AsyncIterator[bytes]:
+async def _dashboard_events(seen: DashboardQuery, monitor: MachineMonitor, loading: bool) -> AsyncIterator[bytes]:
     sent: dict[str, str] = {}
     async for tick in seen.sampler.follow():
         board = await _dashboard(seen, monitor, tick)
@@ -100,7 +102,7 @@ async def _dashboard_events(seen: Shown, monitor: MachineMonitor, loading: bool)
             yield update_event(tick, f"dashboard {seen.variant}", news)
 
 
-def _frame_parts(seen: Shown, tick: Tick, loading: bool) -> dict[str, str]:
+def _frame_parts(seen: DashboardQuery, tick: Tick, loading: bool) -> dict[str, str]:
     """Return the live parts of every page. The tick of a chosen model says nothing about the model used last, which the
     status shows.
     """
@@ -109,7 +111,7 @@ def _frame_parts(seen: Shown, tick: Tick, loading: bool) -> dict[str, str]:
     return seen.state.live_parts(tick, waits=loading)
 
 
-async def _dashboard(seen: Shown, monitor: MachineMonitor, tick: Tick) -> Dashboard | None:
+async def _dashboard(seen: DashboardQuery, monitor: MachineMonitor, tick: Tick) -> Dashboard | None:
     served, stats = seen.served, tick.stats
     if served is None or stats is None:
         return None

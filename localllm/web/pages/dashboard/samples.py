@@ -29,7 +29,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     ended = v.FinishedRow("77aab1c2d3e4", "API", "/", "stop", 812, 768, 201, 0.041, 61.8, 3.4, waterfall)
     aborted = v.FinishedRow("77abb1c2d3e4", "playground", "/", "abort", 812, 0, 0, None, None, 0.4, ())
     facts = (views.Fact("Preemptions", "2", "requests that gave their blocks back"), views.Fact("Up", "12 min 4 s"))
-    choices = (v.Choice("1 min", "/", True), v.Choice("1 h", "/", False))
+    choices = (v.DashboardLink("1 min", "/", True), v.DashboardLink("1 h", "/", False))
     return [
         _headline(),
         _headline().sparkline,
@@ -55,7 +55,10 @@ def samples(shell: views.Shell) -> list[views.View]:
         ),
         _board(),
         v.DashboardPage(
-            shell, _board(), spans=choices, models=(v.Choice("demo", "/", True), v.Choice("big", "/", False))
+            shell,
+            _board(),
+            spans=choices,
+            models=(v.DashboardLink("demo", "/", True), v.DashboardLink("big", "/", False)),
         ),
         v.DashboardPage(shell, None, views.Loading("demo")),
         v.RequestsPage(shell, v.LiveRequests((row, waiting)), v.FinishedRequests((ended, aborted), 3.4)),

@@ -18,13 +18,13 @@ from localllm.errors import InvalidParameter, LocalLLMError
 from localllm.serving.served import ServedModel
 from localllm.web.access.caller import may
 from localllm.web.pages.dashboard.plots import MINUTE, SPANS, Span
-from localllm.web.pages.dashboard.views import Choice
+from localllm.web.pages.dashboard.views import DashboardLink
 from localllm.web.pages.frame.sampler import Sampler
 from localllm.web.pages.frame.state import PagesState, once_per_app, pages_state
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class DashboardQuery:
     """The choices of one dashboard."""
 
     state: PagesState
@@ -50,7 +50,7 @@ class Shown:
         return f"?{found}" if found else ""
 
 
-def shown(request: Request[Any, Any, Any]) -> Shown:
+def shown(request: Request[Any, Any, Any]) -> DashboardQuery:
     """Return the choices of a request. Raises `InvalidParameter` for an unknown time range. A model that is not loaded
     any more is not a choice.
     """
@@ -59,7 +59,7 @@ def shown(request: Request[Any, Any, Any]) -> Shown:
     model = asked if len(loaded_models(state)) > 1 and served_model(state, asked) is not None else ""
     base_url = f"{request.url.scheme}://{request.headers.get('host', '')}"
     sampler = _sampler_of(request.app, state, model) if model else state.sampler
-    return Shown(state, sampler, model, _span(request), may(request, "admin"), base_url)
+    return DashboardQuery(state, sampler, model, _span(request), may(request, "admin"), base_url)
 
 
 def loaded_models(state: PagesState) -> list[str]:
@@ -67,13 +67,13 @@ def loaded_models(state: PagesState) -> list[str]:
     return [model.name for model in state.manager.ready]
 
 
-def model_choices(seen: Shown) -> tuple[Choice, ...]:
+def model_choices(seen: DashboardQuery) -> tuple[DashboardLink, ...]:
     """Return the models to choose from; empty if only one is loaded."""
     names = loaded_models(seen.state)
     current = seen.served.name if seen.served is not None else ""
     if len(names) < 2:
         return ()
-    return tuple(Choice(name, f"/dashboard{seen.query(model=name)}", name == current) for name in names)
+    return tuple(DashboardLink(name, f"/dashboard{seen.query(model=name)}", name == current) for name in names)
 
 
 def served_model(state: PagesState, name: str) -> ServedModel | None:

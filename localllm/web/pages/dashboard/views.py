@@ -290,7 +290,7 @@ class Dashboard(View):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DashboardLink:
     """A link to the same dashboard with another model or another time range."""
 
     title: str
@@ -306,8 +306,8 @@ class DashboardPage(View):
     shell: Shell
     dashboard: Dashboard | None = None
     loading: Loading | None = None
-    spans: tuple[Choice, ...] = ()  # time ranges of the sparklines
-    models: tuple[Choice, ...] = ()  # the loaded models; empty: there is one
+    spans: tuple[DashboardLink, ...] = ()  # time ranges of the sparklines
+    models: tuple[DashboardLink, ...] = ()  # the loaded models; empty: there is one
     query: str = ""  # of this dashboard, for the files to download
 
 
