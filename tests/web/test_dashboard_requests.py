@@ -151,6 +151,11 @@ def show_each(live: LiveServer) -> None:
     id = re.search(r'href="/dashboard/requests/([^"]+)"', page)
     assert id
     assert live.get(f"/dashboard/requests/{id[1]}").status_code == 200
-    assert live.get("/dashboard?model=absent").status_code == 200
+    absent = live.get("/dashboard?model=absent").text
+    assert 'hx-sse:connect="/live/dashboard?model=second"' in absent, "the one that was used last, and it stays"
     with live.http.stream("GET", "/live/dashboard?model=second") as stream:
-        assert any("<b>second</b>, planned memory" in line for line in stream.iter_lines())
+        lines = stream.iter_lines()
+        assert any("<b>second</b>, planned memory" in line for line in lines)
+        assert live.post("/localllm/v1/models/unload", {"model": "second"}).status_code == 200
+        assert "event: ready" in lines, "the page is told to reload: there is nothing to choose any more"
+    assert '<nav class="models"' not in live.get("/dashboard?model=second").text

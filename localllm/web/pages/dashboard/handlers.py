@@ -17,7 +17,7 @@ from localllm.web.pages.dashboard import presenters, request_handlers
 from localllm.web.pages.dashboard.machine import MachineMonitor
 from localllm.web.pages.dashboard.plots import MINUTE, SPANS
 from localllm.web.pages.dashboard.request_presenters import Viewer
-from localllm.web.pages.dashboard.shown import DashboardQuery, model_choices, shown
+from localllm.web.pages.dashboard.shown import DashboardQuery, loaded_models, model_choices, shown
 from localllm.web.pages.dashboard.views import Dashboard, DashboardLink, DashboardPage
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.handlers import shows_loading, update_event
@@ -44,7 +44,7 @@ async def dashboard_page(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/live/dashboard")
 async def live_dashboard(request: Request[Any, Any, Any]) -> Stream:
-    """Stream every changed tile, twice a second."""
+    """Stream every changed tile, twice a second. When other models can be chosen, tell the page to reload."""
     events = _dashboard_events(shown(request), _monitor(request), shows_loading(request))
     return event_stream(until_closing(events, closing(request.app.state)))
 
@@ -89,9 +89,12 @@ def _monitor(request: Request[Any, Any, Any]) -> MachineMonitor:
 
 async def _dashboard_events(seen: DashboardQuery, monitor: MachineMonitor, loading: bool) -> AsyncIterator[bytes]:
     sent: dict[str, str] = {}
+    models = loaded_models(seen.state)
     async for tick in seen.sampler.follow():
         board = await _dashboard(seen, monitor, tick)
-        if loading and board is not None:
+        now = loaded_models(seen.state)
+        has_other_tabs = now != models and max(len(now), len(models)) > 1
+        if has_other_tabs or (loading and board is not None):
             yield sse("", "ready")
             return
         parts = _frame_parts(seen, tick, loading)

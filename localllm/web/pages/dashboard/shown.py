@@ -1,7 +1,8 @@
 """Which model a dashboard shows, over which time range, and for whom.
 
-Without `?model=` the dashboard shows the model that was used last, whose last hour is always recorded. A model that is
-chosen by name has a sampler of its own, which records while a dashboard shows it.
+If one model is loaded, the dashboard shows it, and its last hour is always recorded. Of several models it shows the one
+that `?model=` names, else the one that was used last when the page was opened. Each has a sampler of its own, which
+records from the first time that its dashboard is opened.
 Does not know: how a tile is filled (presenters.py).
 """
 
@@ -11,16 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
-from litestar import Litestar, Request
+from litestar import Request
 
-from localllm.engine.stats import EngineStats
-from localllm.errors import InvalidParameter, LocalLLMError
+from localllm.errors import InvalidParameter
 from localllm.serving.served import ServedModel
 from localllm.web.access.caller import may
 from localllm.web.pages.dashboard.plots import MINUTE, SPANS, Span
 from localllm.web.pages.dashboard.views import DashboardLink
 from localllm.web.pages.frame.sampler import Sampler
-from localllm.web.pages.frame.state import PagesState, once_per_app, pages_state
+from localllm.web.pages.frame.state import PagesState, pages_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class DashboardQuery:
 
     state: PagesState
     sampler: Sampler
-    model: str  # the name that was chosen; empty: the model used last
+    model: str  # one of several loaded models; empty: the only one
     span: Span
     names_keys: bool  # the viewer may know which keys others use
     base_url: str  # the server's address as the viewer has it
 
     @property
     def served(self) -> ServedModel | None:
-        return served_model(self.state, self.model) if self.model else self.state.served
+        return self.state.named(self.model) if self.model else self.state.served
 
     @property
     def variant(self) -> str:
@@ -54,11 +54,13 @@ def shown(request: Request[Any, Any, Any]) -> DashboardQuery:
     """Return the choices of a request. Raises `InvalidParameter` for an unknown time range. A model that is not loaded
     any more is not a choice.
     """
-    state = pages_state(request)
-    asked = request.query_params.get("model", "")
-    model = asked if len(loaded_models(state)) > 1 and served_model(state, asked) is not None else ""
+    state, model = pages_state(request), request.query_params.get("model", "")
+    if len(loaded_models(state)) < 2:
+        model = ""
+    elif state.named(model) is None:
+        model = state.served.name if state.served is not None else ""
     base_url = f"{request.url.scheme}://{request.headers.get('host', '')}"
-    sampler = _sampler_of(request.app, state, model) if model else state.sampler
+    sampler = state.sampler_of(model) if model else state.sampler
     return DashboardQuery(state, sampler, model, _span(request), may(request, "admin"), base_url)
 
 
@@ -74,27 +76,6 @@ def model_choices(seen: DashboardQuery) -> tuple[DashboardLink, ...]:
     if len(names) < 2:
         return ()
     return tuple(DashboardLink(name, f"/dashboard{seen.query(model=name)}", name == current) for name in names)
-
-
-def served_model(state: PagesState, name: str) -> ServedModel | None:
-    """Return the ready model of that name."""
-    return next((model for model in state.manager.ready if model.name == name), None)
-
-
-def _sampler_of(app: Litestar, state: PagesState, name: str) -> Sampler:
-    """Return the sampler of a ready model, made at first use."""
-    known: dict[str, Sampler] = once_per_app(app, "dashboard_samplers", dict)
-    if name not in known:
-        known[name] = Sampler(lambda: _stats(state, name))
-    return known[name]
-
-
-def _stats(state: PagesState, name: str) -> EngineStats | None:
-    served = served_model(state, name)
-    try:
-        return served.client.stats() if served is not None else None
-    except LocalLLMError:
-        return None  # the engine is stopping
 
 
 def _span(request: Request[Any, Any, Any]) -> Span:
