@@ -70,6 +70,7 @@ class Loading(View):
     error: ErrorNotice | None = None
     rests: str = ""  # "sleeping" or "unloaded": the next request loads the model again
     is_tuned: bool = False  # a tuning run is using the model's weights
+    fraction: float | None = None  # of the whole load, 0 to 1; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
