@@ -22,7 +22,7 @@ from localllm.engine.params import SamplingParams
 from localllm.errors import CorruptModel, EngineStopped, ModelNotFound
 from localllm.runner.runner import TorchRunner
 from localllm.serving.build import build_engine
-from localllm.serving.entry import LoadCancelled, ModelLoading
+from localllm.serving.entry import LoadCancelled, ModelLoading, ModelNotLoaded, UnloadCancelled
 from localllm.serving.eviction import reserved_bytes
 from localllm.serving.manager import ModelManager
 from localllm.serving.phases import OnPhase
@@ -346,6 +346,49 @@ def test_what_is_promised_to_one_model_is_not_free_for_the_next(tiny_llama_path:
         assert 0.8 * model.plan.kv_bytes < reserved <= model.plan.kv_bytes + model.plan.activation_bytes
         await manager.sleep(model.name)
         assert reserved_bytes(manager.entries, manager.transitions.baseline_bytes) == 0
+        await manager.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_model_is_kept_while_its_requests_end(tiny_llama_path: Path) -> None:
+    """Unload and sleep wait for a request that does not end; `keep` ends the wait, and what waited is served."""
+
+    async def until(holds: Callable[[], bool]) -> None:
+        while not holds():
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        manager = ModelManager()
+        await manager.start(settings_for(tiny_llama_path))
+        [entry] = manager.entries
+        with pytest.raises(ModelNotLoaded, match=r"cannot be kept: it is ready\."):
+            manager.keep(entry.name)
+        held = await manager.acquire(None)
+        for leave in (manager.unload, manager.sleep):
+            leaving = asyncio.create_task(leave(entry.name))
+            await until(lambda: entry.is_draining)
+            assert entry.state == "unloading"
+            other = asyncio.create_task(tokens(manager))
+            await until(lambda: bool(entry.waiters))
+            assert manager.keep(entry.name).state == "unloading", "it is ready once the wait has ended"
+            with pytest.raises(UnloadCancelled, match="stays loaded"):
+                await leaving
+            assert len(await other) == 12
+            assert (entry.state, entry.is_draining, entry.num_leases) == ("ready", False, 1)
+        leaving = asyncio.create_task(manager.unload(entry.name))
+        await until(lambda: entry.is_draining)
+        manager.keep(entry.name)
+        with pytest.raises(UnloadCancelled):
+            await leaving
+        assert not entry.idle.is_set(), "the next unload waits for the request again"
+        leaving = asyncio.create_task(manager.unload(entry.name))
+        await until(lambda: entry.is_draining)
+        done, _ = await asyncio.wait({leaving}, timeout=0.1)
+        assert not done
+        held.release()
+        await leaving
+        assert entry.state == "unloaded"
         await manager.close()
 
     asyncio.run(scenario())

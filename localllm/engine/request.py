@@ -35,6 +35,8 @@ class RequestOptions:
     length_penalty: float | None = None  # of a beam search of width params.n (beam_search.py); None: no beam search
     timings_per_token: bool = False  # report timings with every event, not only with the last one
     progress: bool = False  # report that of the prompt, for the first choice only: others find most of it in the cache
+    source: str = ""  # where the request comes from, for display: chat, playground, API
+    key_name: str = ""  # name of the key that it was sent with; empty: none, or a chat
 
 
 NO_OPTIONS = RequestOptions()
@@ -195,6 +197,8 @@ class Request:
             finished_s=self.finished_s,
             finish_reason=self.finish_reason,
             held_blocks=self.num_held_blocks,
+            source=self.options.source,
+            key_name=self.options.key_name,
         )
 
     def __repr__(self) -> str:

@@ -62,6 +62,8 @@ class RequestTimeline:
     finished_s: float | None = None
     finish_reason: str | None = None  # stop, length, abort, error
     held_blocks: tuple[int, ...] = ()  # of each KV group; empty: none
+    source: str = ""  # where it comes from: chat, playground, API; empty: unknown
+    key_name: str = ""  # name of the key that it was sent with; empty: none
 
     @property
     def ttft_s(self) -> float | None:

@@ -55,6 +55,12 @@ class ModelTuning(EngineError):
     retry_after_s = 20
 
 
+class UnloadCancelled(RequestError):
+    """The model was to be unloaded or put to sleep, and is kept instead."""
+
+    status, code = 409, "unload_cancelled"
+
+
 class ModelNotLoaded(RequestError):
     """The operation needs a loaded model."""
 
@@ -108,7 +114,8 @@ class ModelEntry:
     ready_s: float = -math.inf  # start of the current ready period
     last_used_s: float = -math.inf
     num_leases: int = 0
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set without leases, and by `keep` to end a drain
+    is_draining: bool = False  # it waits for its requests to end, and can still be kept
     waiters: list[asyncio.Future[Lease]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None  # loads or wakes it
     watch: asyncio.Task[None] | None = None  # waits for an engine that ends by itself
@@ -160,6 +167,11 @@ class ModelEntry:
         if not self.num_leases:
             self.idle.set()
         on_release(self)
+
+    def keep(self) -> None:
+        """End a drain: the model stays loaded and takes requests again."""
+        self.is_draining = False
+        self.idle.set()
 
     def refuse_waiters(self, error: LocalLLMError) -> None:
         waiters, self.waiters = self.waiters, []

@@ -159,7 +159,10 @@ class ModelManager:
         return entry.status(self._clock())
 
     async def unload(self, name: str) -> ModelStatus:
-        """Unload a model. Cancel its load; let running requests finish for `DRAIN_S`, then end them."""
+        """Unload a model. Cancel its load; let running requests finish for `DRAIN_S`, then end them.
+
+        Raises `UnloadCancelled` if `keep` is called meanwhile.
+        """
         entry = self.register.require(name)
         self.lending.require_no_loan()
         entry.pinned = False
@@ -183,6 +186,15 @@ class ModelManager:
                 await self.transitions.put_to_sleep(entry)
         if entry.state != "sleeping":
             raise ModelNotLoaded(f"{entry.name} cannot sleep: it is {entry.state}.", "Load it first.", param="model")
+        return entry.status(self._clock())
+
+    def keep(self, name: str) -> ModelStatus:
+        """Keep a model that waits for its requests to end before it is unloaded or put to sleep."""
+        entry = self.register.require(name)
+        if not entry.is_draining:
+            what = f"{entry.name} cannot be kept: it is {entry.state}."
+            raise ModelNotLoaded(what, "Only a model that waits for its requests to end can be.", param="model")
+        entry.keep()
         return entry.status(self._clock())
 
     def pin(self, name: str, pinned: bool = True) -> ModelStatus:

@@ -97,6 +97,8 @@ class ServedModel:
     tuned: Mapping[str, Any] = field(default_factory=dict)  # settings taken from a profile
     chosen: LoadedAdapter | None = None  # the adapter that a request named, in that request's view of the model
     prefix_owner: str = ""  # owner of cached prefixes in the same view; empty: shared by all requests without an owner
+    source: str = ""  # of the request in the same view, for display: playground, API
+    key_name: str = ""  # of the key that the request was sent with; empty: none
 
     @property
     def default_params(self) -> SamplingParams:
@@ -139,12 +141,12 @@ class ServedModel:
             what, where = DOES[self.spec.task]
             raise WrongTask(f"{self.name} {what}; it supports no other task.", hint=f"POST {where}", param="model")
 
-    def as_asked(self, name: str | None, prefix_owner: str = "") -> ServedModel:
+    def as_asked(
+        self, name: str | None, prefix_owner: str = "", *, source: str = "", key_name: str = ""
+    ) -> ServedModel:
         """Return this model as seen by a request for `name`, which is one of the model's names or an adapter's."""
-        if self.adapters is None and not prefix_owner:
-            return self
         chosen = self.adapters.find(name) if self.adapters is not None else None
-        return replace(self, chosen=chosen, prefix_owner=prefix_owner)
+        return replace(self, chosen=chosen, prefix_owner=prefix_owner, source=source, key_name=key_name)
 
     @property
     def adapter(self) -> Adapter | None:

@@ -12,12 +12,13 @@ import asyncio
 import gc
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import psutil
 
 from localllm.errors import DeviceLost, LocalLLMError
-from localllm.serving.entry import ModelEntry, ModelsBusy
+from localllm.serving.entry import ModelEntry, ModelsBusy, UnloadCancelled
 from localllm.serving.eviction import ready
 from localllm.serving.loading import Loader
 from localllm.serving.served import ServedModel
@@ -59,22 +60,28 @@ class ModelTransitions:
         log.info("model ready name=%s device=%s", entry.name, model.plan.device)
 
     async def drain(self, entry: ModelEntry, limit_s: float, *, give_up: str = "") -> None:
-        """Wait until the running requests end; new ones wait. give_up: text of a `ModelsBusy` after the time limit."""
+        """Wait until the running requests end; new ones wait. give_up: text of a `ModelsBusy` after the time limit.
+
+        Raises `UnloadCancelled` if the model is kept meanwhile, or `ModelsBusy` if there is a `give_up`.
+        """
         if entry.state != "ready":
             return
-        entry.state = "unloading"
+        entry.state, entry.is_draining = "unloading", True
         try:
-            async with asyncio.timeout(limit_s):
-                while entry.num_leases:
-                    await entry.idle.wait()
-        except TimeoutError:
-            if give_up:
-                entry.state = "ready"
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    while entry.num_leases and entry.is_draining:
+                        await entry.idle.wait()
+            if not entry.is_draining:
+                raise _kept(entry, give_up)
+            if entry.num_leases and give_up:
                 why = f"{entry.num_leases} requests of {entry.name} were still running after {limit_s:.0f} s."
-                raise ModelsBusy(give_up, why, "Try again later.") from None
+                raise ModelsBusy(give_up, why, "Try again later.")
         except BaseException:
             entry.state = "ready"
             raise
+        finally:
+            entry.is_draining = False
 
     async def put_to_sleep(self, entry: ModelEntry) -> None:
         """Put the model to sleep: move its weights to the host and free everything else."""
@@ -151,6 +158,14 @@ class ModelTransitions:
         if self._lost is None:
             self._lost = asyncio.get_running_loop().create_future()
         return self._lost
+
+
+def _kept(entry: ModelEntry, give_up: str) -> LocalLLMError:
+    if entry.num_leases:
+        entry.idle.clear()  # set by `keep` although requests run
+    if give_up:
+        return ModelsBusy(give_up, f"{entry.name} was kept while its requests ended.", "Try again later.")
+    return UnloadCancelled(f"{entry.name} stays loaded.", "It was kept while its requests ended.", param="model")
 
 
 async def uncancelled(work: Coroutine[Any, Any, Result], on_cancel: Callable[[], None] = lambda: None) -> Result:

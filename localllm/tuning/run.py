@@ -36,7 +36,7 @@ from localllm.tuning.figures import Predicted, Trial, pareto
 from localllm.tuning.goals import Goal
 from localllm.tuning.search import BRIEF, FULL, Outcome, Point, SearchRanking, Space, search
 from localllm.tuning.soak import SoakReport, soak
-from localllm.tuning.space import space_of, start_of
+from localllm.tuning.space import space_of, start_of, with_values
 from localllm.tuning.trial import TrialRunner
 
 FLOOR_SHARE = 0.95  # share of the longest possible context to require, if a goal's comfortable context is longer
@@ -55,6 +55,9 @@ class TuneOptions:
     share: float = 0.3  # of the time that measuring the whole grid takes; includes the phases before the search
     seed: int = 0
     fixed: frozenset[str] = frozenset()  # fields of EngineConfig that the user set
+    running: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of a profile that the model runs with: the start has them
 
     @classmethod
     def quick(cls, **others: Any) -> TuneOptions:
@@ -96,12 +99,13 @@ class TuningResult:
     """The result of a run. `pick` None: no settings worked, or the run was cancelled before a measurement."""
 
     goal: Goal  # with the lengths that were used
-    pick: Trial | None  # the last full trial of the recommended settings
-    start: Trial | None  # the planner's guess, for comparison
+    pick: Trial | None  # the last full trial of the recommended settings; those of `start` if none is clearly better
+    start: Trial | None  # what runs without this run's result: the planner's guess, or the profile in use
     trials: tuple[Trial, ...]  # in the order in which they ran, failed ones included
     pareto: tuple[Trial, ...]
     noise: float
     gain: float | None  # relative gain of the pick over the start; None: not both were measured in full
+    is_clear: bool  # the gain is more than repeated measurements differ
     soak: SoakReport | None
     agreement: Agreement | None  # result of the 8-bit KV cache check, if one ran
     grid_size: int
@@ -109,8 +113,9 @@ class TuningResult:
     was_cancelled: bool = False
 
     @property
-    def is_gain_real(self) -> bool:
-        return self.gain is not None and self.gain > self.noise
+    def keeps_start(self) -> bool:
+        """Return whether no other settings are recommended than those that run."""
+        return self.pick is not None and self.start is not None and self.pick.settings == self.start.settings
 
     def to_dict(self) -> dict[str, Any]:
         facts = asdict(replace(self, goal=replace(self.goal, score=None)))  # type: ignore[arg-type]
@@ -168,12 +173,16 @@ class TuningRun:
     # ---- stages ------------------------------------------------------------------------------------------------------
 
     def space(self) -> tuple[Space, dict[str, Any]]:
-        """Return the search space, and the planner's guess in it."""
+        """Return the search space, and in it what runs now: the profile in use, else the planner's guess."""
         config, served = self.runner.config, self.runner.bare.served
         plan = self.runner.plan({})
         self.goal = self.goal if plan.device == "cpu" else self.goal.on_gpu()
+        running = self.options.running
         space = space_of(self.goal, plan, config, self.options.fixed, served.spec.max_position)
-        return space, space.settings(space.point(start_of(space, plan, config)))
+        space = with_values(space, running)
+        guess = start_of(space, plan, config)
+        start = {name: running.get(name, value) for name, value in guess.items()}
+        return space, space.settings(space.point(start))
 
     def _calibrate(self, start: Mapping[str, Any]) -> None:
         """Measure how long a round takes on this machine, and scale the goal's lengths to it."""
@@ -319,6 +328,7 @@ class TuningRun:
             pareto=tuple(pareto(self.trials)),
             noise=found.noise if found is not None else 0.0,
             gain=found.gain if found is not None and is_first else None,
+            is_clear=found is not None and is_first and found.is_clear,
             soak=soaked,
             agreement=self.agreement,
             grid_size=space.size,

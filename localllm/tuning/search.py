@@ -6,8 +6,9 @@
     finals    the best few in full, in turn and repeatedly, so that a machine that slows down slows all of them alike
 
 Each stage has a time budget, given as a share of the cost of measuring the whole grid in full. A brief trial that
-takes much longer than the best one is stopped early: it does the same work. A difference counts only if it is larger
-than the noise of repeated measurements. Otherwise the tie-breaker decides, and then the planner's guess wins.
+takes much longer than the best one is stopped early: it does the same work. A point replaces the start only if it is
+clearly better: by more than repeated measurements differ, and better than everything that the start has measured.
+Otherwise the tie-breaker decides, and then the start wins.
 The same measurements and the same seed give the same search.
 Does not know: engines, clocks, what a setting means.
 """
@@ -98,9 +99,10 @@ class SearchRanking:
     """The ranked points, best first; empty: none works."""
 
     ranking: tuple[Point, ...]
-    noise: float  # relative difference between repeated measurements
+    noise: float  # relative difference between repeated measurements, the largest of the first and of the start counts
     spent_s: float
     gain: float | None = None  # relative gain of the first over the start; None: not both were measured in full
+    is_clear: bool = False  # the gain is more than the measurements differ by themselves
 
 
 @dataclass(slots=True)
@@ -119,6 +121,7 @@ class _PointScores:
 
 
 def _spread(values: Sequence[float]) -> float:
+    """Return the relative difference between the largest and the smallest value; 0 for a single value."""
     return (max(values) - min(values)) / statistics.fmean(values)
 
 
@@ -303,12 +306,45 @@ class _Search:
         self._estimate_noise()
         in_full = [point for point in self._best(FULL) if self.known[point].full]
         others = [point for point in self._best(FULL) if not self.known[point].full]
-        ranking = self._break_ties(in_full) + self._break_ties(others)
+        ranking = self._start_before_its_equals(self._break_ties(in_full) + self._break_ties(others))
         start = self.known.get(self.start)
-        gain = None
+        gain, noise, is_clear = None, self.noise, False
         if start is not None and start.full and ranking and self.known[ranking[0]].full:
             gain = self.known[ranking[0]].score(FULL) / start.score(FULL) - 1
-        return SearchRanking(tuple(ranking), self.noise, self.spent_s, gain)
+            noise, is_clear = self._noise_beside_start(ranking[0]), self._is_clearly_better(ranking[0])
+        return SearchRanking(tuple(ranking), noise, self.spent_s, gain, is_clear)
+
+    def _start_before_its_equals(self, ranking: list[Point]) -> list[Point]:
+        """Return the ranking with the start before every point that neither is clearly better nor wins a tie."""
+        start = self.known.get(self.start)
+        if start is None or not start.full or self.start not in ranking:
+            return ranking
+        least = start.score(FULL) * (1 - min(self.noise, MOST_NOISE))
+
+        def wins_tie(known: _PointScores) -> bool:
+            return bool(known.full) and known.tie > start.tie and known.score(FULL) >= least
+
+        before = ranking[: ranking.index(self.start)]
+        better = [point for point in before if wins_tie(self.known[point]) or self._is_clearly_better(point)]
+        return better + [self.start] + [point for point in ranking if point != self.start and point not in better]
+
+    def _noise_beside_start(self, point: Point) -> float:
+        """Return the noise of a comparison with the start: their own repeated measurements may differ by more than
+        those of other points.
+        """
+        return max(self.noise, _spread(self.known[point].full), _spread(self.known[self.start].full))
+
+    def _is_clearly_better(self, point: Point) -> bool:
+        """Return whether the point beats the start beyond doubt. All full measurements of the point must be better than
+        all of the start, and their mean better than the start's brief ones as well.
+        """
+        mine, its = self.known[point], self.known[self.start]
+        if not mine.full or not its.full:
+            return False
+        mean = statistics.fmean(mine.full)
+        gain = mean / statistics.fmean(its.full) - 1
+        is_apart = min(mine.full) > max(its.full) and mean > max(its.brief, default=0.0)
+        return is_apart and gain > self._noise_beside_start(point)
 
     def _estimate_noise(self) -> None:
         """Set the noise to the median difference between repeated full measurements of a point.

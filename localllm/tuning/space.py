@@ -7,7 +7,7 @@ Does not know: how the space is searched (search.py), torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from localllm.config.settings import EngineConfig, Settings
@@ -54,6 +54,18 @@ def start_of(space: Space, plan: MemoryPlan, config: EngineConfig) -> dict[str, 
     guess["max_num_batched_tokens"] = plan.max_num_batched_tokens
     names = {axis.name for axis in space.axes}
     return {name: value for name, value in guess.items() if name in names}
+
+
+def with_values(space: Space, values: Mapping[str, Any]) -> Space:
+    """Return the space with these values on its axes as well, so that a search can start from them."""
+    return Space(tuple(_with_value(axis, values.get(axis.name)) for axis in space.axes))
+
+
+def _with_value(axis: Axis, value: Any) -> Axis:
+    if value is None or value in axis.values:
+        return axis
+    unset = [each for each in axis.values if each is None]
+    return Axis(axis.name, (*unset, *sorted([value, *(each for each in axis.values if each is not None)])))
 
 
 def fixed_by(settings: Settings) -> frozenset[str]:

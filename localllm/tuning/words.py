@@ -14,10 +14,42 @@ from localllm.tuning.run import TuningResult
 from localllm.tuning.soak import SoakReport
 from localllm.units import format_bytes, format_count
 
-SHORT = {
+SHORT = {  # setting -> its name in a line of a terminal
     "max_num_seqs": "seqs", "max_num_batched_tokens": "tokens", "kv_cache_dtype": "kv", "max_model_len": "context",
     "gpu_memory_utilization": "share", "kv_cache_memory_bytes": "kv bytes", "enforce_eager": "eager",
 }  # fmt: skip
+
+
+LABELS = {
+    "max_num_seqs": "Requests at a time", "max_num_batched_tokens": "Tokens per step",
+    "kv_cache_dtype": "KV cache type", "max_model_len": "Context", "gpu_memory_utilization": "Share of the GPU",
+    "kv_cache_memory_bytes": "KV cache size", "enforce_eager": "CUDA graphs",
+}  # fmt: skip
+"""Setting -> the head of its column."""
+
+
+def setting_in_words(name: str, value: Any) -> str:
+    """Return the value of a setting, for a column under `LABELS[name]`."""
+    if name == "enforce_eager":
+        return "off" if value else "on"
+    if value is None or value == "auto":
+        return "automatic"
+    if name == "kv_cache_memory_bytes":
+        return format_bytes(value)
+    if name == "gpu_memory_utilization":
+        return f"{value:.0%}"
+    return format_count(value) if isinstance(value, int) else str(value)
+
+
+def settings_in_words(settings: Mapping[str, Any]) -> str:
+    """Return settings as a line: `64 requests at a time, 2,048 tokens per step, KV cache type int8`."""
+    counted = ("max_num_seqs", "max_num_batched_tokens")
+    words = []
+    for name, value in settings.items():
+        shown, label = setting_in_words(name, value), LABELS[name]
+        label = label if label[:2].isupper() else f"{label[:1].lower()}{label[1:]}"
+        words.append(f"{shown} {label}" if name in counted and value is not None else f"{label} {shown}")
+    return ", ".join(words)
 
 
 def settings_in_short(settings: Mapping[str, Any]) -> str:
@@ -27,26 +59,35 @@ def settings_in_short(settings: Mapping[str, Any]) -> str:
 
 def soak_in_words(report: SoakReport) -> str:
     longest = f"longest {format_count(report.longest_tokens)} tokens"
-    words = f"{report.finished} answered, {report.cancelled} cancelled, {longest}"
+    words = f"{report.finished} answered, {report.cancelled} cancelled on purpose, {longest}"
     return (
         f"{words}, no failure" if report.passed else f"{words}, {report.failures} failed: {report.why or 'no answer'}"
     )
 
 
-def gain_in_words(result: TuningResult) -> str:
-    """Return a sentence on the pick's score and gain. Requires `result.pick`."""
+def gain_in_words(result: TuningResult, start: str = "the planner's defaults") -> str:
+    """Return a sentence on the pick's score and gain. Requires `result.pick`. start: what `result.start` is."""
     pick, goal = result.pick, result.goal
     assert pick is not None
     assert pick.score is not None
     score = f"{goal.in_words(pick.score)} measured"
-    if result.start is None or result.start.settings == pick.settings:
-        return f"{score}: the planner's default settings"
-    if result.gain is None:
+    if result.start is None:
         return score
     noise = f"two measurements of the same settings differ by {result.noise:.0%}"
-    if not result.is_gain_real:
-        return f"{score}: no measurable gain over the planner's defaults ({noise})"
-    return f"{score}: {result.gain:+.0%} over the planner's defaults ({noise})"
+    if result.keeps_start and result.gain is None and result.soak is not None:
+        return f"{score} with {start}: better settings failed the soak test"
+    if result.keeps_start:
+        alone = len({trial.flags for trial in result.trials if trial.was_measured}) < 2
+        what = "no other settings could be measured" if alone else "no other settings are clearly better"
+        return f"{score} with {start}: {what}" + ("" if alone or result.was_cancelled else f" ({noise})")
+    if result.gain is None:
+        return f"{score}: not compared with {start}"
+    if result.is_clear:
+        return f"{score}: {result.gain:+.0%} over {start} ({noise})"
+    if result.start.figures is not None and pick.figures is not None:
+        longer = f"context {format_count(pick.figures.context)} instead of {format_count(result.start.figures.context)}"
+        return f"{score}: as fast as {start}, {longer} tokens ({noise})"
+    return f"{score}: no measurable gain over {start} ({noise})"
 
 
 def predicted_and_measured(result: TuningResult) -> Sequence[tuple[str, str, str]]:

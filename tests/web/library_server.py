@@ -28,6 +28,7 @@ class Loads:
         folder.mkdir(exist_ok=True)
         self.folder, self.gate = folder, threading.Event()
         self.gate.set()
+        self.runners: list[PacedRunner] = []  # of the models that were made, the newest last
         self.error: DoesNotFit | None = None  # why no model but the demo can be loaded
         for name, fake in (("build_engine", self.build), ("put_to_sleep", self.sleep), ("wake_up", self.wake)):
             monkeypatch.setattr(manager, name, fake)
@@ -41,7 +42,8 @@ class Loads:
         if self.error is not None and found.name != DEMO_NAME:
             raise DoesNotFit(self.error.what, self.error.why, self.error.hint)  # a new one, as real loads raise
         name = next(iter(settings.server.served_model_name), short_name(found.name))
-        return replace(fake_model(self.folder, PacedRunner()), name=name, path=found.path, aliases=frozenset())
+        self.runners.append(PacedRunner())
+        return replace(fake_model(self.folder, self.runners[-1]), name=name, path=found.path, aliases=frozenset())
 
     def sleep(self, served: ServedModel) -> SleepingModel:
         served.loop.stop()

@@ -131,8 +131,9 @@ class StubClient:
         text = HOSTILE if "hostile" in said else self.reply
         limit = request.params.max_tokens or 10**6
         line = RequestTimeline(
-            request.request_id, "running", prompt, min(prompt // 2, 64), 0, 1, 0, arrived_s, arrived_s
-        )
+            request.request_id, "running", prompt, min(prompt // 2, 64), 0, 1, 0, arrived_s, arrived_s,
+            source=request.options.source,
+        )  # fmt: skip
         self.running[request.request_id] = line
         first_s = 0.0
         tokens, reason, error = 0, "stop", None
@@ -204,17 +205,13 @@ class StubClient:
 
 
 def _grown(line: RequestTimeline, tokens: int, blocks: int, first_s: float | None) -> RequestTimeline:
-    return RequestTimeline(
-        line.request_id, "running", line.num_prompt_tokens, line.num_cached_tokens, tokens, blocks, 0, line.arrived_s,
-        line.scheduled_s, first_s,
-    )  # fmt: skip
+    return replace(line, num_output_tokens=tokens, num_blocks=blocks, first_token_s=first_s)
 
 
 def _finished(line: RequestTimeline, reason: str, scheduled_s: float) -> RequestTimeline:
-    return RequestTimeline(
-        line.request_id, "finished", line.num_prompt_tokens, line.num_cached_tokens, line.num_output_tokens, 0, 0,
-        line.arrived_s, scheduled_s, line.first_token_s, time.time(), reason,
-    )  # fmt: skip
+    return replace(
+        line, state="finished", num_blocks=0, scheduled_s=scheduled_s, finished_s=time.time(), finish_reason=reason
+    )
 
 
 def _histogram(values: Sequence[float]) -> Histogram:

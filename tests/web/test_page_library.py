@@ -16,7 +16,7 @@ from localllm.models.library.hub.pull import pull
 from localllm.web import pages
 from tests.hub import conftest as hub_fixtures
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
-from tests.web.library_server import LibraryServer, Loads
+from tests.web.library_server import LibraryServer, Loads, only_pick
 from tests.web.live_server import wait_until
 
 pytestmark = pytest.mark.slow
@@ -109,6 +109,8 @@ def test_a_load_shows_where_it_is_and_can_be_stopped(
     shown = row(browser.get("/library").text, name)
     assert tags(shown) == ["loading"]
     assert '<progress class="phase__bar" max="1" value="0.400"' in shown
+    assert "Read the weights" in shown
+    assert re.search(r'<progress class="shelf__more shelf__bar" max="1" value="0\.5\d+"', shown), "of the whole load"
     assert verbs(shown) == ["unload"]
     assert tags(do(browser, "unload", name)) == ["not loaded"]
 
@@ -129,7 +131,7 @@ def test_a_search_is_quick_and_each_fit_is_read_from_headers(
     urls = re.findall(r'hx-get="(/library/fit[^"]+)" hx-trigger="revealed"', page)
     fits, closed, odd = (browser.get(url.replace("&amp;", "&"), headers=SCRIPTED).text for url in urls)
     assert tags(fits) == ["Fits"]
-    assert re.search(r"KiB to download</b> · \d+ KiB weights \+ .* free in memory · context up to 2,048 tokens", fits)
+    assert re.search(r"KiB to download</b> · [\d.]+ MiB at 2,048 tokens · [\d.]+ GiB free in memory", fits)
     assert tags(closed) == ["Gated"]
     assert f'href="{hub.url}/org/tiny-closed"' in closed
     assert "localllm login" in closed
@@ -239,20 +241,70 @@ def test_a_hub_that_is_down_leaves_the_rest_at_work(
     assert tags(row(browser.get("/library").text, "demo")) == ["loaded"]
 
 
-def test_an_offline_server_asks_nobody(hub: LocalHub, loads: Loads) -> None:
-    with LibraryServer(EngineConfig(offline=True)) as live, browser_of(live) as browser:
-        assert "offline" in browser.get("/library/discover?q=x").text
-        assert browser.post("/library/downloads", data={"model": "org/name"}).status_code == 409
+@pytest.mark.parametrize("variable", ["", "HF_HUB_OFFLINE"])
+def test_an_offline_server_asks_nobody_and_says_what_switched_the_hub_off(
+    hub: LocalHub, loads: Loads, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Wherever the hub is needed, the page names the flag or the variable, shows what it knows, and leads back."""
+    picks, switch = only_pick("org/pick"), variable or "--offline"
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    engine = EngineConfig(offline=not variable)
+    with LibraryServer(engine, picks=picks) as live, browser_of(live) as browser:
+        search = browser.get("/library/discover?q=qwen3")
+        assert search.status_code == 409
+        assert "Search is off: this server was started offline." in search.text
+        assert f"Start it without {switch} to search {hub.url.partition('://')[2]}." in search.text
+        assert "localllm pull" not in search.text
+        assert browser.get("/library/discover").status_code == 200
+        page = browser.get("/library").text
+        assert "Needs the hub" in page
+        assert f"start it without <code>{switch}</code>" in page
+        assert '/library/downloads"' not in page.partition('class="picks__list"')[2], "no button to download"
+        pick = browser.get("/library/model/org/pick")
+        assert pick.status_code == 200
+        for said in ("Needs the hub", "LlamaForCausalLM", "apache-2.0", "at 4,096 tokens", 'href="/library"', switch):
+            assert said in pick.text, said
+        absent = browser.get("/library/model/org/name")
+        assert absent.status_code == 409
+        assert '<a class="button button--primary" href="/library">Back to Models</a>' in absent.text
+        assert f"Set: {switch}." in absent.text
         assert "downloads are disabled" in browser.get("/library/fit?model=org/name").text
-        assert browser.get("/library/model/org/name").status_code == 409
-        assert "This server runs offline" in browser.get("/library").text
+        refused = browser.post("/library/downloads", data={"model": "org/name"})
+        assert (refused.status_code, f"Start it without {switch}." in refused.text) == (409, True)
     assert hub.sent == []
+
+
+def test_an_unload_tells_what_it_waits_for_and_is_taken_back(
+    browser: httpx.Client, hub: LocalHub, loads: Loads
+) -> None:
+    """A stream runs: the row counts it and offers to keep the model, which then serves on."""
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 20}
+    gate = loads.runners[-1].gate
+    gate.clear()
+    with browser.stream("POST", "/v1/chat/completions", json=chat) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        browser.post("/library/models", data={"model": "demo", "verb": "unload"})
+        shown = row(browser.get("/library").text, "demo")
+        assert (tags(shown), verbs(shown)) == (["unloading, 1 request to finish"], ["keep"])
+        kept = browser.post("/library/models", data={"model": "demo", "verb": "keep"})
+        assert kept.status_code == 200
+        wait_until(lambda: tags(row(browser.get("/library").text, "demo")) == ["loaded"])
+        gate.set()
+        assert "data: [DONE]" in list(lines)
+    again = browser.post("/library/models", data={"model": "demo", "verb": "keep"})
+    assert (again.status_code, "cannot be kept: it is ready." in again.text) == (409, True)
 
 
 def test_three_models_to_begin_with_are_named_without_a_question_to_the_hub(
     browser: httpx.Client, hub: LocalHub, tiny_llama_path: Path
 ) -> None:
     page = browser.get("/library").text
+    assert page.index('id="installed-title"') < page.index('id="picks-title"'), "what is here comes first"
+    assert re.search(r"Runs on [^<]+ free", page)
+    assert re.search(r"[\d.]+ [GM]iB at 4,096 tokens \([\d.]+ [GM]iB at its longest, [\d,]+\)", page)
+    assert "docs/guides" not in page
     assert "the hub is contacted only when you click" in page
     assert 1 <= page.count('<li class="pick">') <= 3
     assert hub.sent == []
@@ -262,9 +314,11 @@ def test_three_models_to_begin_with_are_named_without_a_question_to_the_hub(
 
 def test_a_path_is_checked_and_loaded(browser: httpx.Client, tiny_llama_path: Path, tmp_path: Path) -> None:
     page = browser.post("/library/import", data={"path": str(tiny_llama_path)})
-    assert f"is being loaded from {tiny_llama_path}." in page.text
     name = tiny_llama_path.name
+    assert (page.url.path, dict(page.url.params)) == ("/library", {"loads": name})
     wait_until(lambda: tags(row(browser.get("/library").text, name)) == ["loaded"])
+    assert f"{name} is loaded." in browser.get(f"/library?loads={name}").text
+    assert "is loaded" not in browser.get("/library?loads=absent").text
     assert "Does it fit?" in browser.get(f"/library/model/{name}").text
     chat = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     assert browser.post("/v1/chat/completions", json=chat).status_code == 200
@@ -272,15 +326,19 @@ def test_a_path_is_checked_and_loaded(browser: httpx.Client, tiny_llama_path: Pa
     (tmp_path / "bad.gguf").write_bytes(b"no model")
     for path, status, why in [
         ("tiny", 400, "is not an absolute path"),
-        ("/no/where", 404, "is not a model"),
+        ("/no/where", 404, "No folder or .gguf file there."),
+        (str(tiny_llama_path / "config.json"), 404, "is another kind of file"),
         (str(tmp_path / "empty"), 404, "has no config.json"),
         (str(tmp_path / "bad.gguf"), 500, "bad.gguf"),
-        ("/" + "x" * 3000, 404, "is not a model"),
+        ("/" + "x" * 3000, 404, "No folder or .gguf file there."),
         ("/a\0b", 400, "is not an absolute path"),
         ("", 400, "path"),
     ]:
         answer = browser.post("/library/import", data={"path": path})
         assert (answer.status_code, why in answer.text) == (status, True), (path, answer.text[-900:])
+        form = answer.text.partition('id="import-path"')[2].partition("</form>")[0]
+        assert why in form, "the error stands at the field"
+        assert 'aria-invalid="true"' in form
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def machine(ram: int, gpu: int = 0) -> Hardware:
 @pytest.mark.parametrize(
     ("hardware", "kind", "said"),
     [
-        (machine(8 * GIB), "fits", "free in memory · context up to 2,048 tokens"),
+        (machine(8 * GIB), "fits", "at 2,048 tokens · 8.0 GiB free in memory"),
         (machine(8 * GIB, 8 * GIB), "fits", "free on RTX"),
         (machine(8 * GIB, 600 * MIB), "offload", "free in memory"),
         (machine(515 * MIB, 0), "no", "the budget is"),

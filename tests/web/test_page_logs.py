@@ -100,22 +100,29 @@ def test_a_long_id_is_short_and_leads_to_its_request() -> None:
     assert 'href="/dashboard/requests/engine-0"' in drawn
 
 
+def levels_by_id(recent: RecentLogs) -> dict[str, str]:
+    return {line.text.rpartition(" id=")[2]: line.level for line in recent.after()}
+
+
 def test_files_and_streams_of_the_pages_are_logged_at_debug(server: LiveServer, recent: RecentLogs) -> None:
     access = logging.getLogger("localllm.access")
+    asked = {
+        "page": ("/logs", {}, "INFO"),
+        "style": ("/static/logs.css", {}, "DEBUG"),
+        "missing": ("/static/nothing.css", {}, "INFO"),
+        "part": ("/logs", {"hx-request": "true"}, "DEBUG"),
+        "stream": ("/live/status", {}, "DEBUG"),
+    }
     access.setLevel(logging.DEBUG)
     try:
-        [style] = re.findall(r'href="(/static/logs.css)', server.get("/logs").text)
-        server.get(style)
-        server.get("/static/nothing.css")
-        server.get("/logs?level=info", headers={"hx-request": "true"})
-        with server.http.stream("GET", "/live/status") as stream:
-            next(stream.iter_text())
-        wait_until(lambda: any("/live/status" in line.text for line in recent.after()))
+        for name, (path, headers, _) in asked.items():
+            with server.http.stream("GET", path, headers={**headers, "x-request-id": name}) as answer:
+                next(answer.iter_text())
+        wait_until(lambda: set(asked) <= set(levels_by_id(recent)))
+        found = levels_by_id(recent)
+        assert {name: found[name] for name in asked} == {name: level for name, (_, _, level) in asked.items()}
     finally:
         access.setLevel(logging.NOTSET)
-    lines = [line.text.split() for line in recent.after() if line.logger == access.name]
-    assert [words[5] for words in lines if words[2] == "INFO"] == ["/logs", "/static/nothing.css"]
-    assert [words[5] for words in lines if words[2] == "DEBUG"] == [style, "/logs", "/live/status"]
 
 
 def test_the_line_of_a_request_leads_to_its_page(tmp_path: Path, recent: RecentLogs) -> None:

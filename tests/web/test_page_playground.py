@@ -236,6 +236,20 @@ def test_completions_and_tokenisation_show_their_tokens(server: LiveServer) -> N
     assert re.findall(r"<small>(\d+)</small>", page) == [str(each) for each in ids]
 
 
+def test_run_comes_before_what_is_folded_and_each_tab_has_words_of_its_own(server: LiveServer) -> None:
+    page = server.get("/playground").text
+    assert page.index("data-run") < page.index('data-fold="sampling"')
+    assert '<details class="playground__more" data-fold="sampling">' in page
+    assert "The answer appears here, with the rendered prompt" in page
+    filled = send(server, scripted=False, **CHAT | {"do": "add"}).text
+    assert '<details class="playground__more" data-fold="sampling" open>' in filled
+    assert "Sampling · 1 set" in filled
+    tokens = server.get("/playground?tab=tokenize").text
+    assert "The tokens appear here, each with its id." in tokens
+    assert "Add special tokens (BOS, EOS)" in tokens
+    assert "The answer appears here" not in tokens
+
+
 def test_without_scripts_messages_come_and_go_and_what_was_typed_stays(server: LiveServer) -> None:
     page = send(server, False, **CHAT, do="add").text
     assert re.findall(r"<option selected>(\w+)", page) == ["system", "user", "assistant"]

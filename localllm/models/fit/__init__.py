@@ -10,6 +10,7 @@
     rank.py        the memory of one rank
     step.py        memory of one step besides weights and KV cache
     options.py     alternative settings when a model does not fit
+    need.py        the memory of one conversation at a length
     estimate.py    all devices of a machine side by side
     checkpoint.py  the fit of a checkpoint, from its headers
     pooling.py     the memory plan of a model that embeds or scores

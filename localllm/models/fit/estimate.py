@@ -14,6 +14,8 @@ from localllm.errors import ConfigError, DoesNotFit
 from localllm.machine.hardware import Hardware
 from localllm.models.fit.devices import gpus_of
 from localllm.models.fit.memory_plan import MemoryPlan
+from localllm.models.fit.need import Need
+from localllm.models.fit.need import needs as one_request
 from localllm.models.fit.options import FitOption, fit_options
 from localllm.models.fit.parallel import asked_division
 from localllm.models.fit.plan import make_plan
@@ -40,6 +42,7 @@ class Estimate:
     wanted: int  # the requested context, else the model's own
     options: tuple[FitOption, ...]  # alternatives if the wanted context does not fit
     is_chosen: bool  # `up` with the same flags would choose this device
+    one_request: tuple[Need, ...] = ()  # the memory of one conversation at a usual and the longest length, if it fits
 
     @property
     def verdict(self) -> Verdict:
@@ -91,7 +94,8 @@ def estimate(
         names = {f"cuda:{gpu.index}": gpu.name for gpu in hardware.gpus}
         name = ", ".join(dict.fromkeys(names.get(device, "CPU") for device in devices))
         device = " + ".join(devices)
-        return Estimate(device, name, made, needs, error, cost, wanted, options, is_chosen)
+        alone = one_request(plan, here, spec, made.max_model_len) if made is not None else ()
+        return Estimate(device, name, made, needs, error, cost, wanted, options, is_chosen, alone)
 
     found = [of_config(config, True)]
     first = found[0].needs

@@ -13,8 +13,10 @@ from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import LocalLLMError
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit.memory_plan import MemoryPlan
+from localllm.models.fit.need import Need, needs
 from localllm.models.library.pick_list import Pick, read_picks
-from localllm.models.library.pick_sizes import GPU, cpu_read_bytes, cpu_speed, tokens_per_s
+from localllm.models.library.pick_sizes import cpu_read_bytes
+from localllm.models.library.speed import SpeedRange, speed_in_words, speed_range
 
 USEFUL_CONTEXT = 4096
 READING_SPEED = 4.0  # tokens/s, about 180 English words a minute
@@ -29,7 +31,7 @@ class FittingPick:
 
     pick: Pick
     plan: MemoryPlan
-    tokens_per_s: tuple[float, float] | None  # least and most of one answer with a short context; None: unknown
+    tokens_per_s: SpeedRange | None  # None: unknown
     gpus: str = ""  # a sentence on which of several GPUs it uses; empty: there are not several
 
     @property
@@ -50,10 +52,11 @@ class FittingPick:
     @property
     def speed(self) -> str:
         """The speed for display, "" if unknown: `11 to 24 tokens/s`."""
-        if self.tokens_per_s is None:
-            return ""
-        least, most = (f"{round_speed(each):,g}" for each in self.tokens_per_s)
-        return f"about {least} tokens/s" if least == most else f"{least} to {most} tokens/s"
+        return speed_in_words(self.tokens_per_s)
+
+    def needs(self, config: EngineConfig, hardware: Hardware) -> tuple[Need, ...]:
+        """Return the memory of one conversation at a usual length and at the longest that fits."""
+        return needs(lambda one: self.pick.plan(one, hardware), config, self.pick.spec, self.max_model_len)
 
 
 def fitting_picks(
@@ -73,18 +76,13 @@ def fitting_picks(
             plan = pick.plan(config, hardware)
         except LocalLLMError:
             continue
-        speed = _speed(pick, plan, hardware, config, cpu_bandwidth)
+        speed = pick_speed(pick, plan, hardware, config, cpu_bandwidth)
         if plan.max_model_len >= USEFUL_CONTEXT and _is_quick(pick, plan, hardware, speed):
             found.append(FittingPick(pick, plan, speed, _gpus_in_words(plan, hardware)))
     return found
 
 
-def round_speed(speed: float) -> float:
-    """Return tokens/s with two significant digits, since more would claim too much."""
-    return float(f"{speed:.2g}")
-
-
-def _is_quick(pick: Pick, plan: MemoryPlan, hardware: Hardware, speed: tuple[float, float] | None) -> bool:
+def _is_quick(pick: Pick, plan: MemoryPlan, hardware: Hardware, speed: SpeedRange | None) -> bool:
     if plan.device != "cpu":
         return True
     if speed is None:
@@ -92,23 +90,13 @@ def _is_quick(pick: Pick, plan: MemoryPlan, hardware: Hardware, speed: tuple[flo
     return speed[0] >= READING_SPEED
 
 
-def _speed(
+def pick_speed(
     pick: Pick, plan: MemoryPlan, hardware: Hardware, config: EngineConfig, cpu_bandwidth: float | None
-) -> tuple[float, float] | None:
-    """Return tokens/s; None without a bandwidth, and for several ranks, whose exchange has not been measured."""
-    is_mixture = pick.spec.mixture is not None
-    if plan.ranks:
-        return None
-    if plan.device == "cpu":
-        if cpu_bandwidth is None:
-            return None
-        sizes = pick.name, pick.bytes, pick.parameters, pick.bytes_per_token
-        return tokens_per_s(
-            cpu_read_bytes(*sizes, config, plan.dtype), cpu_bandwidth, cpu_speed(), is_mixture=is_mixture
-        )
-    gpu = next(gpu for gpu in hardware.gpus if f"cuda:{gpu.index}" == plan.device)
-    bandwidth = gpu.place.bandwidth
-    return None if bandwidth is None else tokens_per_s(pick.bytes_per_token, bandwidth, GPU, is_mixture=is_mixture)
+) -> SpeedRange | None:
+    """Return the speed of a suggested model with this plan; None: unknown. cpu_bandwidth: bytes/s; None: unknown."""
+    sizes = pick.name, pick.bytes, pick.parameters, pick.bytes_per_token
+    read = cpu_read_bytes(*sizes, config, plan.dtype) if plan.device == "cpu" else pick.bytes_per_token
+    return speed_range(read, plan, hardware, cpu_bandwidth, is_mixture=pick.spec.mixture is not None)
 
 
 def _gpus_in_words(plan: MemoryPlan, hardware: Hardware) -> str:

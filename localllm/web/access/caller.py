@@ -55,6 +55,23 @@ def salted(prefix_owner: str, cache_salt: str | None) -> str | None:
     return f"{prefix_owner}\0{cache_salt or ''}" if prefix_owner else cache_salt
 
 
+def source_of(request: Request[Any, Any, Any]) -> str:
+    """Return where a request comes from, for display: API, unless a page has noted its own name with `set_source`."""
+    source: str = request.scope["state"].get("source", "API")
+    return source
+
+
+def set_source(request: Request[Any, Any, Any], source: str) -> None:
+    """Note that a page answers this request through the API's code."""
+    request.scope["state"]["source"] = source
+
+
+def key_name_of(request: Request[Any, Any, Any]) -> str:
+    """Return the name of the request's key; empty without a key."""
+    key = key_of(request)
+    return key.name if key is not None else ""
+
+
 def owner_of(request: Request[Any, Any, Any]) -> str:
     """Return the owner of the chats, stored responses and cached prefixes that a request sees. Each key with scope
     `infer` is its own owner; admins, and all clients of a server without keys, share one owner, the empty name.

@@ -19,7 +19,7 @@ from localllm.machine.memory import paused_collection
 from localllm.serving.manager import ModelManager
 from localllm.serving.served import ServedModel
 from localllm.units import format_count, parse_keep_alive
-from localllm.web.access.caller import prefix_owner_of
+from localllm.web.access.caller import key_name_of, prefix_owner_of, source_of
 from localllm.web.api.generation import observed
 from localllm.web.errors import BodyTooLarge, MalformedBody, UnsupportedMediaType
 from localllm.web.shape import Shape
@@ -133,7 +133,9 @@ async def served_model(
     handling = asyncio.current_task()
     assert handling is not None
     handling.add_done_callback(lambda _: lease.release())
-    model = lease.model.as_asked(name, prefix_owner_of(request))
+    model = lease.model.as_asked(
+        name, prefix_owner_of(request), source=source_of(request), key_name=key_name_of(request)
+    )
     if (facts := observed.get()) is not None:
         facts.model, facts.asked_model = model.shown_name, name
     return model

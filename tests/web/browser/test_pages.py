@@ -175,12 +175,13 @@ def test_dashboard_moves_while_a_request_runs_and_can_cancel_it(
     model.client.every_s = 0.03
     chat = open_page()
     board = open_page("/dashboard")  # last: a page in the background pauses its live parts
-    assert board.locator("#tile-live-requests").inner_text().endswith("call the API.")
+    assert "No request" in board.locator("#tile-live-requests").inner_text()
     chat.fill("#composer-message", "hello")
     chat.press("#composer-message", "Enter")
     row = board.locator("#tile-live-requests tbody tr")
     row.wait_for()
-    generated = row.locator("[data-label=Generated]")
+    assert row.locator("th").inner_text().split()[0] == "chat"
+    generated = row.locator("[data-label=out]")
     first = int(generated.inner_text())
     board.wait_for_timeout(1200)
     assert int(generated.inner_text()) > first

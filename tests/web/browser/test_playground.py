@@ -36,8 +36,13 @@ def test_a_request_runs_in_place_and_is_copied(chromium: Browser, tiny: LiveServ
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.set_default_timeout(10_000)
     page.goto(tiny.url + "/playground")
+    run = page.locator("[data-run]").bounding_box()
+    assert run is not None
+    assert run["y"] + run["height"] < 720, "the button is seen without scrolling"
+    page.click("summary:text('Sampling')")
+    page.reload()
     page.fill("#content-0", "Hello you")
-    page.locator("label:text-is('Max tokens') + input").fill("6")
+    page.locator("label:text-is('Max tokens') + input").fill("6")  # still unfolded
     page.keyboard.press("Enter")
     page.locator(".tokens .heat").nth(5).wait_for()
     assert page.url.endswith("/playground")

@@ -43,10 +43,14 @@ def endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
 
 
+def offline_variable() -> str:
+    """Return the variable that forbids requests to the hub, read as the library does; empty: none is set."""
+    name = next((each for each in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(each)), "")
+    return name if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") else ""
+
+
 def is_offline() -> bool:
-    """Return whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, parsed as the library does."""
-    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
-    return value.upper() in ("1", "ON", "YES", "TRUE")
+    return bool(offline_variable())
 
 
 def timeout_s() -> float:
@@ -268,13 +272,20 @@ def _translate(error: Exception, about: str) -> LocalLLMError | None:
     return _network_error(error, about)
 
 
-def offline_error(about: str) -> HubOffline:
+def offline_error(about: str, switch: str = "") -> HubOffline:
+    """Return the error for a model that is not here. switch: what forbids requests to the hub; empty: find it."""
+    switch = switch or offline_variable() or "--offline"
     return HubOffline(
         f"{about} is not on this machine, and downloads are disabled.",
-        "--offline or HF_HUB_OFFLINE is set.",
-        f"localllm pull {about}  without offline mode",
+        f"Set: {switch}.",
+        f"localllm pull {about}  without {switch}",
         param="model",
     )
+
+
+def offline_search_error() -> HubOffline:
+    switch = offline_variable() or "--offline"
+    return HubOffline("Search needs the hub, and requests to it are disabled.", f"Set: {switch}.", f"Unset {switch}.")
 
 
 def gated_error(about: str) -> AccessDenied:

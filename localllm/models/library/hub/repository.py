@@ -88,7 +88,7 @@ def search(query: str, *, limit: int = 20, format: str | None = None, sort: str 
     format: safetensors or gguf. Raises as `read_repository`.
     """
     if client.is_offline():
-        raise client.offline_error(f"a search for {query!r}")
+        raise client.offline_search_error()
     params: dict[str, Any] = {"search": query, "sort": sort, "limit": 2 * limit, "expand": list(FOUND_FIELDS)}
     if format:
         params["filter"] = format

@@ -174,10 +174,10 @@ def downloads_of(request: ApiRequest) -> Downloads:
 
 
 def require_online(request: ApiRequest) -> None:
-    if request.app.state.settings.engine.offline:
-        from localllm.models.library.hub.client import offline_error
+    """Raise `HubOffline` on a server that may not ask the hub."""
+    from localllm.models.library.hub.offline import require_hub
 
-        raise offline_error("What you ask for")
+    require_hub(request.app.state.settings)
 
 
 def _said(text: str, name: str) -> str:

@@ -196,5 +196,5 @@ def request_of(
 ) -> tuple[GenerationRequest, Callable[[], AnswerReader] | None]:
     """Return the request to the engine, and what makes the reader of its answer (`Conversation.reading`)."""
     params, new_reader = prompt.conversation.reading(served, prompt.params, prompt.token_ids)
-    options = RequestOptions(cache_salt=claim.cache_salt)
+    options = RequestOptions(cache_salt=claim.cache_salt, source="chat")
     return GenerationRequest(request_id, prompt.token_ids, params, options=options), new_reader

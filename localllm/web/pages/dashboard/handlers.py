@@ -11,49 +11,75 @@ from typing import Any
 from litestar import Request, get, post
 from litestar.response import Redirect, Response, Stream
 
-from localllm.errors import EngineStopped, InvalidParameter
+from localllm.errors import EngineStopped
+from localllm.serving.served import ServedModel
 from localllm.web.pages.dashboard import presenters, request_handlers
 from localllm.web.pages.dashboard.machine import MachineMonitor
-from localllm.web.pages.dashboard.plots import MINUTE, SPANS, Span
-from localllm.web.pages.dashboard.views import Dashboard, DashboardPage
+from localllm.web.pages.dashboard.plots import MINUTE, SPANS
+from localllm.web.pages.dashboard.request_presenters import Viewer
+from localllm.web.pages.dashboard.shown import DashboardQuery, loaded_models, model_choices, shown
+from localllm.web.pages.dashboard.views import Dashboard, DashboardLink, DashboardPage
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.handlers import shows_loading, update_event
 from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.sampler import Tick
 from localllm.web.pages.frame.security import same_origin
-from localllm.web.pages.frame.state import PagesState, html, once_per_app, pages_state
+from localllm.web.pages.frame.state import html, once_per_app, pages_state
 
 
 @get("/dashboard")
 async def dashboard_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the dashboard."""
-    state, span = pages_state(request), _span(request)
-    board = await _dashboard(state, _monitor(request), state.sampler.tick(), span)
-    live_url = "/live/dashboard" if span is MINUTE else f"/live/dashboard?last={span.key}"
+    state, seen = pages_state(request), shown(request)
+    board = await _dashboard(seen, _monitor(request), seen.sampler.tick())
+    live_url = f"/live/dashboard{seen.query()}"
     shell = state.shell(request, "Dashboard", "dashboard", live_url, waits=board is None, moves=True)
-    spans = tuple((each.key, each.title, each is span) for each in SPANS)
-    return html(DashboardPage(shell, board, None if board else state.loading(), spans))
+    spans = tuple(
+        DashboardLink(each.title, f"/dashboard{seen.query(last=each.key)}", each is seen.span) for each in SPANS
+    )
+    page = DashboardPage(shell, board, None if board else state.loading(), spans, model_choices(seen), seen.query())
+    return html(page)
 
 
 @get("/live/dashboard")
 async def live_dashboard(request: Request[Any, Any, Any]) -> Stream:
-    """Stream every changed tile, twice a second."""
-    state = pages_state(request)
-    events = _dashboard_events(state, _monitor(request), _span(request), shows_loading(request))
+    """Stream every changed tile, twice a second. When other models can be chosen, tell the page to reload."""
+    events = _dashboard_events(shown(request), _monitor(request), shows_loading(request))
     return event_stream(until_closing(events, closing(request.app.state)))
 
 
 @post("/dashboard/requests/{request_id:str}/cancel", guards=[same_origin], status_code=200, sync_to_thread=False)
 def cancel_request(request: Request[Any, Any, Any]) -> Response[Any]:
     """Cancel a request, also one of another client."""
-    state = pages_state(request)
-    if state.served is None:
+    for model in _serving(request):
+        model.generator.cancel(request.path_params["request_id"])
+    return _back(request, "")
+
+
+@post("/dashboard/requests/cancel", guards=[same_origin], status_code=200, sync_to_thread=False)
+def cancel_all(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Cancel every request of the model that the dashboard shows."""
+    seen = shown(request)
+    for model in _serving(request):
+        if seen.served is not None and model.name == seen.served.name:
+            for line in model.client.stats().requests:
+                model.generator.cancel(line.request_id)
+    return _back(request, seen.query())
+
+
+def _serving(request: Request[Any, Any, Any]) -> list[ServedModel]:
+    """Return the ready models that generate text. Raises `EngineStopped` if there are none."""
+    found = [model for model in pages_state(request).manager.ready if model.spec.task == "generate"]
+    if not found:
         raise EngineStopped("No model is being served.", hint="Wait until it has loaded.")
-    state.served.generator.cancel(request.path_params["request_id"])
+    return found
+
+
+def _back(request: Request[Any, Any, Any], query: str) -> Response[Any]:
     if is_scripted(request):
         return Response(None, status_code=204)
-    return Redirect("/dashboard", status_code=303)
+    return Redirect(f"/dashboard{query}", status_code=303)
 
 
 def _monitor(request: Request[Any, Any, Any]) -> MachineMonitor:
@@ -61,39 +87,44 @@ def _monitor(request: Request[Any, Any, Any]) -> MachineMonitor:
     return once_per_app(request.app, "machine_monitor", MachineMonitor)
 
 
-def _span(request: Request[Any, Any, Any]) -> Span:
-    """Return the requested time range. Raises `InvalidParameter`."""
-    asked = request.query_params.get("last", MINUTE.key)
-    for span in SPANS:
-        if span.key == asked:
-            return span
-    known = ", ".join(span.key for span in SPANS)
-    raise InvalidParameter(f"Unknown time span {asked[:40]!r}.", f"Known: {known}.", param="last")
-
-
-async def _dashboard_events(
-    state: PagesState, monitor: MachineMonitor, span: Span, loading: bool
-) -> AsyncIterator[bytes]:
+async def _dashboard_events(seen: DashboardQuery, monitor: MachineMonitor, loading: bool) -> AsyncIterator[bytes]:
     sent: dict[str, str] = {}
-    async for tick in state.sampler.follow():
-        board = await _dashboard(state, monitor, tick, span)
-        if loading and board is not None:
+    models = loaded_models(seen.state)
+    async for tick in seen.sampler.follow():
+        board = await _dashboard(seen, monitor, tick)
+        now = loaded_models(seen.state)
+        has_other_tabs = now != models and max(len(now), len(models)) > 1
+        if has_other_tabs or (loading and board is not None):
             yield sse("", "ready")
             return
-        parts = state.live_parts(tick, waits=loading)
+        parts = _frame_parts(seen, tick, loading)
         if board is not None:
-            parts |= tick.cached(f"tiles {span.key}", lambda board=board: render_tiles(board))  # type: ignore[misc]
+            key = f"tiles {seen.variant}"
+            parts |= tick.cached(key, lambda board=board: render_tiles(board))  # type: ignore[misc]
         if news := changed(parts, sent):
-            yield update_event(tick, f"dashboard {span.key}", news)
+            yield update_event(tick, f"dashboard {seen.variant}", news)
 
 
-async def _dashboard(state: PagesState, monitor: MachineMonitor, tick: Tick, span: Span) -> Dashboard | None:
-    served, stats = state.served, tick.stats
+def _frame_parts(seen: DashboardQuery, tick: Tick, loading: bool) -> dict[str, str]:
+    """Return the live parts of every page. The tick of a chosen model says nothing about the model used last, which the
+    status shows.
+    """
+    if seen.model:
+        return {"status-pill": tick.cached("pill", lambda: render(seen.state.pill()))}
+    return seen.state.live_parts(tick, waits=loading)
+
+
+async def _dashboard(seen: DashboardQuery, monitor: MachineMonitor, tick: Tick) -> Dashboard | None:
+    served, stats = seen.served, tick.stats
     if served is None or stats is None:
         return None
     machine = await monitor.read([rank.pid for rank in stats.runner.ranks if rank.pid])
-    past = tick.samples if span is MINUTE else state.sampler.hour
-    return tick.cached(f"dashboard {span.key}", lambda: presenters.dashboard(stats, tick, served, machine, past, span))
+    past = tick.samples if seen.span is MINUTE else seen.sampler.hour
+    viewer = Viewer(seen.names_keys, seen.base_url, seen.query())
+    return tick.cached(
+        f"dashboard {seen.variant}",
+        lambda: presenters.dashboard(stats, tick, served, machine, past, seen.span, viewer),
+    )
 
 
 def render_tiles(board: Dashboard) -> dict[str, str]:
@@ -112,4 +143,4 @@ def render_tiles(board: Dashboard) -> dict[str, str]:
     }
 
 
-HANDLERS = (dashboard_page, live_dashboard, cancel_request, *request_handlers.HANDLERS)
+HANDLERS = (dashboard_page, live_dashboard, cancel_request, cancel_all, *request_handlers.HANDLERS)

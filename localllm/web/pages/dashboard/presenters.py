@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from localllm.engine.stats import EngineStats, Histogram, StepComposition
@@ -16,7 +17,7 @@ from localllm.web.pages.dashboard.machine import MachineReading
 from localllm.web.pages.dashboard.machine_presenter import machine_use
 from localllm.web.pages.dashboard.plots import MINUTE, Span, colours, pool_map, sparkline, step_columns
 from localllm.web.pages.dashboard.rank_presenters import ranks
-from localllm.web.pages.dashboard.request_presenters import finished_requests, live_requests
+from localllm.web.pages.dashboard.request_presenters import Viewer, finished_requests, first_request, live_requests
 from localllm.web.pages.dashboard.views import (
     Counters,
     Dashboard,
@@ -27,6 +28,7 @@ from localllm.web.pages.dashboard.views import (
     LatencyRow,
     ModelFacts,
     RecentSteps,
+    Sparkline,
     StepRow,
 )
 from localllm.web.pages.frame.bars import stacked
@@ -36,30 +38,36 @@ from localllm.web.pages.frame.views import Fact, Segment
 if TYPE_CHECKING:
     from localllm.serving.served import ServedModel
 
-HIGH_KV = 0.9
-"""Use of the KV cache at which its meter shows a warning: preemption is near."""
-
 
 def dashboard(
-    stats: EngineStats, tick: Tick, served: ServedModel, machine: MachineReading, past: Sequence[Sample], span: Span
+    stats: EngineStats,
+    tick: Tick,
+    served: ServedModel,
+    machine: MachineReading,
+    past: Sequence[Sample],
+    span: Span,
+    viewer: Viewer,
 ) -> Dashboard:
     """Return all tiles of one snapshot; `past` has the samples for the headlines' plots."""
+    has_waited = stats.ttft.count or stats.requests or stats.recent
     return Dashboard(
-        headlines=headlines(stats, past, span),
+        headlines=headlines(stats, tick.minute_ago, past, span),
         ranks=ranks(stats.runner),
-        kv_usage=kv_usage(stats),
+        kv_usage=kv_usage(stats, past, span),
         steps=steps(stats.steps, stats.num_steps),
         latency=latency(stats, tick.minute_ago),
         counters=counters(stats),
-        live_requests=live_requests(stats),
-        finished_requests=finished_requests(stats.recent),
+        live_requests=live_requests(stats, viewer, curl="" if has_waited else first_request(served.name, viewer)),
+        finished_requests=finished_requests(stats.recent, viewer),
         machine=machine_use(machine),
         model=model_facts(served),
     )
 
 
-def headlines(stats: EngineStats, samples: Sequence[Sample], span: Span = MINUTE) -> tuple[Headline, ...]:
-    """Return the four main values, with their history."""
+def headlines(
+    stats: EngineStats, minute_ago: EngineStats | None, samples: Sequence[Sample], span: Span = MINUTE
+) -> tuple[Headline, ...]:
+    """Return the four main values, with their history. The time that people wait comes first."""
 
     def history(read: Callable[[Sample], float]) -> list[tuple[float, float]]:
         return [(sample.taken_s, read(sample)) for sample in samples]
@@ -68,23 +76,15 @@ def headlines(stats: EngineStats, samples: Sequence[Sample], span: Span = MINUTE
     generation = history(lambda sample: sample.decode_tokens_per_s)
     prompt = history(lambda sample: sample.prefill_tokens_per_s)
     running = history(lambda sample: sample.num_running + sample.num_waiting)
-    kv = history(lambda sample: 100 * sample.kv_usage)
     return (
+        _waiting(stats, minute_ago, plot("Time to first token", _waits(samples), format_seconds)),
         Headline(
             "generation",
-            "Generation",
+            "Generation speed",
             _short(stats.decode_tokens_per_s),
             "tok/s",
             f"{format_count(stats.generation_tokens)} tokens since start",
             plot("Generated tokens per second", generation, _short),
-        ),
-        Headline(
-            "prompt",
-            "Prompt",
-            _short(stats.prefill_tokens_per_s),
-            "tok/s",
-            f"{format_count(stats.prompt_tokens)} computed, {format_count(stats.prompt_tokens_cached)} from cache",
-            plot("Prompt tokens per second", prompt, _short),
         ),
         Headline(
             "requests",
@@ -95,30 +95,59 @@ def headlines(stats: EngineStats, samples: Sequence[Sample], span: Span = MINUTE
             plot("Requests running or waiting", running, lambda value: f"{value:.0f}"),
         ),
         Headline(
-            "kv",
-            "KV cache",
-            f"{100 * stats.kv_usage:.0f}",
-            "% in use",
-            f"{format_count(stats.used_blocks)} of {format_count(stats.total_blocks)} blocks",
-            plot("Share of the KV cache in use", kv, lambda value: f"{value:.0f} %", top=100.0),
+            "prompt",
+            "Prompt speed",
+            _short(stats.prefill_tokens_per_s),
+            "tok/s",
+            f"{format_count(stats.prompt_tokens)} computed, {format_count(stats.prompt_tokens_cached)} from cache",
+            plot("Prompt tokens per second", prompt, _short),
         ),
     )
+
+
+def _waiting(stats: EngineStats, minute_ago: EngineStats | None, plot: Sparkline) -> Headline:
+    """Return the median time to first token of the last minute; without requests in it, of the whole run."""
+    recent = minute_ago if minute_ago is not None and stats.ttft.count > minute_ago.ttft.count else None
+    ttft = stats.ttft.since(recent.ttft) if recent is not None else stats.ttft
+    median, most = ttft.quantile(0.5), ttft.quantile(0.95)
+    if median is None or most is None:
+        return Headline("waiting", "Time to first token", "–", "", "No request yet", plot)
+    value, _, unit = format_seconds(median).rpartition(" ")
+    since = "last minute" if recent is not None else "since start"
+    note = f"half wait less; 19 of 20 at most {format_seconds(most)}, {since}"
+    return Headline("waiting", "Time to first token", value, unit, note, plot)
+
+
+def _waits(samples: Sequence[Sample]) -> list[tuple[float, float]]:
+    """Return the mean time to first token of the requests that had theirs between two samples; until the next ones have
+    theirs, that of the last ones.
+    """
+    waits: list[tuple[float, float]] = []
+    for before, sample in pairwise(samples):
+        count = sample.first_tokens - before.first_tokens
+        if count > 0:
+            waits.append((sample.taken_s, (sample.ttft_total_s - before.ttft_total_s) / count))
+        elif waits:
+            waits.append((sample.taken_s, waits[-1][1]))
+    return waits
 
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.1f}"
 
 
-def kv_usage(stats: EngineStats) -> KVUsage:
+def kv_usage(stats: EngineStats, samples: Sequence[Sample] = (), span: Span = MINUTE) -> KVUsage:
+    history = [(sample.taken_s, 100 * sample.kv_usage) for sample in samples]
     block, used, cached, free = stats.block_size, stats.used_blocks, stats.cached_blocks, stats.free_blocks
     colour_of = colours([request.request_id for request in stats.requests])
     owners = [(colour_of[request.request_id], request.num_blocks) for request in stats.requests]
     cells, columns, rows, blocks_per_cell = pool_map(used, cached, free, owners)
     main = main_group(tuple(group.window for group in stats.kv_groups)) if stats.kv_groups else 0
     return KVUsage(
-        total_blocks=stats.total_blocks,
-        used_blocks=used,
-        high_blocks=round(HIGH_KV * stats.total_blocks),
+        used_share=stats.kv_usage,
+        sparkline=sparkline(
+            "Share of the KV cache in use", history, lambda part: f"{part:.0f} %", top=100.0, span=span
+        ),
         block_size=block,
         used_tokens=used * block - stats.wasted_token_slots,
         total_tokens=stats.total_blocks * block,
@@ -220,12 +249,19 @@ def counters(stats: EngineStats) -> Counters:
             Fact("Finished", format_count(sum(stats.finished.values())), ends),
             *_state_facts(stats),
             Fact("Failed steps", format_count(stats.num_failed_steps)),
-            Fact(
-                "Steps in flight", str(stats.async_depth), f"{format_count(stats.degraded_steps)} steps without overlap"
-            ),
+            *_overlap_facts(stats),
             Fact("Up", format_seconds(stats.uptime_s)),
         ),
     )
+
+
+def _overlap_facts(stats: EngineStats) -> tuple[Fact, ...]:
+    """Return how often steps ran one after the other although two may overlap; empty if they never overlap here."""
+    if stats.async_depth < 2:
+        return ()
+    note = "the next one starts before the last has ended"
+    alone = f"; {format_count(stats.degraded_steps)} waited for it" if stats.degraded_steps else ""
+    return (Fact("Overlapping steps", str(stats.async_depth), f"{note}{alone}"),)
 
 
 def _state_facts(stats: EngineStats) -> tuple[Fact, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 from typing import Any
 
 import msgspec
@@ -17,7 +17,8 @@ from litestar.response import Response
 
 from localllm.engine.stats import EngineStats, RequestTimeline, StepComposition
 from localllm.errors import EngineStopped
-from localllm.web.pages.dashboard.request_presenters import finished_requests, live_requests, request_page
+from localllm.web.pages.dashboard.request_presenters import Viewer, finished_requests, live_requests, request_page
+from localllm.web.pages.dashboard.shown import shown
 from localllm.web.pages.dashboard.views import RequestsPage
 from localllm.web.pages.frame.errors import UnknownRequest
 from localllm.web.pages.frame.sampler import Sample
@@ -29,35 +30,37 @@ MOST_LIVE = 1000
 @get("/dashboard/requests", sync_to_thread=False)
 def requests_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show all running and waiting requests, and all finished ones that are still known."""
-    stats = _stats(request)
+    stats, viewer = _stats(request), _viewer(request)
     shell = pages_state(request).shell(request, "Requests", "dashboard")
-    finished = finished_requests(stats.recent, len(stats.recent))
-    return html(RequestsPage(shell, live_requests(stats, MOST_LIVE), finished))
+    finished = finished_requests(stats.recent, viewer, len(stats.recent))
+    return html(RequestsPage(shell, live_requests(stats, viewer, MOST_LIVE), finished))
 
 
 @get("/dashboard/requests/{request_id:str}", sync_to_thread=False)
 def one_request(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the timeline of one request."""
-    stats = _stats(request)
-    wanted = request.path_params["request_id"]
-    found = next((line for line in (*stats.requests, *stats.recent) if line.request_id == wanted), None)
-    if found is None:
-        why = f"The server knows {len(stats.requests)} live requests and the last {len(stats.recent)} finished ones."
-        raise UnknownRequest(f"There is no request {wanted[:80]}.", why, "Open /dashboard/requests.")
-    shell = pages_state(request).shell(request, "Request", "dashboard")
-    return html(request_page(shell, found, stats.taken_s))
+    wanted, state = request.path_params["request_id"], pages_state(request)
+    known = [_stats(request), *(model.client.stats() for model in state.manager.ready)]
+    for stats in known:
+        found = next((line for line in (*stats.requests, *stats.recent) if line.request_id == wanted), None)
+        if found is not None:
+            shell = state.shell(request, "Request", "dashboard")
+            return html(request_page(shell, found, stats.taken_s, _viewer(request)))
+    live, ended = len(known[0].requests), len(known[0].recent)
+    why = f"The server knows {live} live requests and the last {ended} finished ones."
+    raise UnknownRequest(f"There is no request {wanted[:80]}.", why, "Open /dashboard/requests.")
 
 
 @get("/dashboard/minute.csv", sync_to_thread=False)
 def minute_csv(request: Request[Any, Any, Any]) -> Response[str]:
     """Return the samples of the last minute, as far as a page was open."""
-    return _csv(Sample, pages_state(request).sampler.tick().samples)
+    return _csv(Sample, shown(request).sampler.tick().samples)
 
 
 @get("/dashboard/hour.csv", sync_to_thread=False)
 def hour_csv(request: Request[Any, Any, Any]) -> Response[str]:
     """Return the five-second means of the last hour, oldest first."""
-    return _csv(Sample, pages_state(request).sampler.hour)
+    return _csv(Sample, shown(request).sampler.hour)
 
 
 @get("/dashboard/steps.csv", sync_to_thread=False)
@@ -82,11 +85,24 @@ def stats_json(request: Request[Any, Any, Any]) -> Response[bytes]:
 _FRESH = {"Cache-Control": "no-store"}
 
 
+def _viewer(request: Request[Any, Any, Any]) -> Viewer:
+    seen = shown(request)
+    return Viewer(seen.names_keys, seen.base_url, seen.query())
+
+
 def _stats(request: Request[Any, Any, Any]) -> EngineStats:
-    stats = pages_state(request).sampler.tick().stats
+    """Return the statistics of the model that the dashboard shows. The names of keys are for admins only."""
+    seen = shown(request)
+    stats = seen.sampler.tick().stats
     if stats is None:
         raise EngineStopped("No model is being served.", hint="Wait until it has loaded.")
-    return stats
+    if seen.names_keys:
+        return stats
+    return replace(stats, requests=_without_keys(stats.requests), recent=_without_keys(stats.recent))
+
+
+def _without_keys(lines: Iterable[RequestTimeline]) -> tuple[RequestTimeline, ...]:
+    return tuple(replace(line, key_name="") for line in lines)
 
 
 def _csv(kind: type[Any], lines: Iterable[Any]) -> Response[str]:

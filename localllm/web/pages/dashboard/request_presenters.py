@@ -5,8 +5,11 @@ Does not know: HTTP, templates, where the snapshot came from.
 
 from __future__ import annotations
 
+import json
+import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from urllib.parse import quote
 
@@ -27,17 +30,47 @@ from localllm.web.pages.frame.views import Fact, Segment, Shell
 MAX_LIVE, MAX_FINISHED = 24, 8
 
 
-def live_requests(stats: EngineStats, limit: int = MAX_LIVE) -> LiveRequests:
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """The person that looks at requests."""
+
+    names_keys: bool = True  # may know which keys others use
+    base_url: str = ""  # the server's address as the viewer has it
+    query: str = ""  # of the dashboard that the viewer has open
+
+
+ADMIN = Viewer()
+
+
+def first_request(model: str, viewer: Viewer) -> str:
+    """Return a command that sends a request to the model."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]}, ensure_ascii=False)
+    address = shlex.quote(f"{viewer.base_url}/v1/chat/completions")
+    return f"curl {address} -H 'content-type: application/json' -d {shlex.quote(body)}"
+
+
+def source_of(request: RequestTimeline, viewer: Viewer) -> str:
+    """Return where a request comes from: chat, playground, API, or the name of the key that it was sent with."""
+    if request.key_name and viewer.names_keys:
+        return request.key_name if request.source in ("", "API") else f"{request.source}, {request.key_name}"
+    return request.source or "API"
+
+
+def live_requests(stats: EngineStats, viewer: Viewer = ADMIN, limit: int = MAX_LIVE, *, curl: str = "") -> LiveRequests:
+    """Return the running and waiting requests. curl: a command to show while there has not been any request."""
     colour_of = colours([request.request_id for request in stats.requests])
-    rows = tuple(_live_row(line, colour_of[line.request_id], stats.taken_s) for line in stats.requests[:limit])
-    return LiveRequests(rows, hidden=max(0, len(stats.requests) - limit))
+    shown = stats.requests[:limit]
+    rows = tuple(_live_row(line, colour_of[line.request_id], stats.taken_s, viewer) for line in shown)
+    count = len(stats.requests)
+    return LiveRequests(rows, max(0, count - limit), count, f"/dashboard/requests/cancel{viewer.query}", curl)
 
 
-def _live_row(request: RequestTimeline, colour: str, now_s: float) -> RequestRow:
+def _live_row(request: RequestTimeline, colour: str, now_s: float, viewer: Viewer) -> RequestRow:
     decoding_s = now_s - request.first_token_s if request.first_token_s else 0.0
     known = decoding_s > 0.2 and request.num_output_tokens > 1
     return RequestRow(
         id=request.request_id,
+        source=source_of(request, viewer),
         url=_url(request.request_id),
         state=request.state,
         colour=colour,
@@ -51,22 +84,26 @@ def _live_row(request: RequestTimeline, colour: str, now_s: float) -> RequestRow
     )
 
 
-def finished_requests(recent: Sequence[RequestTimeline], limit: int = MAX_FINISHED) -> FinishedRequests:
+def finished_requests(
+    recent: Sequence[RequestTimeline], viewer: Viewer = ADMIN, limit: int = MAX_FINISHED
+) -> FinishedRequests:
     ended = [request for request in recent if request.finished_s is not None]
     shown = ended[:limit]
     scale_s = max((_total_s(request) for request in shown), default=0.0)
     return FinishedRequests(
-        tuple(_finished_row(request, scale_s) for request in shown), scale_s, len(ended) - len(shown)
-    )
+        tuple(_finished_row(request, scale_s, viewer) for request in shown), scale_s, len(ended) - len(shown),
+        f"/dashboard/requests{viewer.query}",
+    )  # fmt: skip
 
 
 def _total_s(request: RequestTimeline) -> float:
     return max(0.0, (request.finished_s or request.arrived_s) - request.arrived_s)
 
 
-def _finished_row(request: RequestTimeline, scale_s: float) -> FinishedRow:
+def _finished_row(request: RequestTimeline, scale_s: float, viewer: Viewer) -> FinishedRow:
     return FinishedRow(
         id=request.request_id,
+        source=source_of(request, viewer),
         url=_url(request.request_id),
         finish_reason=request.finish_reason or "unknown",
         prompt_tokens=request.num_prompt_tokens,
@@ -92,7 +129,7 @@ def _url(request_id: str) -> str:
     return f"/dashboard/requests/{quote(request_id, safe='')}"
 
 
-def request_page(shell: Shell, request: RequestTimeline, now_s: float) -> RequestPage:
+def request_page(shell: Shell, request: RequestTimeline, now_s: float, viewer: Viewer = ADMIN) -> RequestPage:
     """Return the page of one request, live or finished."""
     end_s = request.finished_s or now_s
     lives = request.finished_s is None
@@ -103,6 +140,7 @@ def request_page(shell: Shell, request: RequestTimeline, now_s: float) -> Reques
         segments=_spans(request, end_s, end_s - request.arrived_s),
         moments=_timeline(request),
         facts=(
+            Fact("From", source_of(request, viewer)),
             Fact("Prompt", f"{format_count(request.num_prompt_tokens)} tokens"),
             Fact("Cached", format_count(request.num_cached_tokens), "prompt tokens found in the prefix cache"),
             Fact("Generated", f"{format_count(request.num_output_tokens)} tokens"),

@@ -24,11 +24,12 @@ def samples(shell: views.Shell) -> list[views.View]:
     )
     line = RequestTimeline("chat-4f2a91c0", "running", 812, 768, 201, 64, 1, 1.7e9, 1.7e9 + 0.2, 1.7e9 + 0.9)
     ended_line = replace(line, state="finished", finished_s=1.7e9 + 4, finish_reason="stop")
-    row = v.RequestRow("chat-4f2a91c0", "/", "running", "seq-0", 812, 768, 201, 64, 61.8, 4.2, "/")
-    waiting = v.RequestRow("chatcmpl-0c12", "/", "waiting", "seq-1", 12, 0, 0, 0, None, 0.3, "/")
-    ended = v.FinishedRow("chat-77aa", "/", "stop", 812, 768, 201, 0.041, 61.8, 3.4, waterfall)
-    aborted = v.FinishedRow("chat-77ab", "/", "abort", 812, 0, 0, None, None, 0.4, ())
+    row = v.RequestRow("4f2a91c0e1b2", "chat", "/", "running", "seq-0", 812, 768, 201, 64, 61.8, 4.2, "/")
+    waiting = v.RequestRow("0c12a7b3d4e5", "laptop", "/", "waiting", "seq-1", 12, 0, 0, 0, None, 0.3, "/")
+    ended = v.FinishedRow("77aab1c2d3e4", "API", "/", "stop", 812, 768, 201, 0.041, 61.8, 3.4, waterfall)
+    aborted = v.FinishedRow("77abb1c2d3e4", "playground", "/", "abort", 812, 0, 0, None, None, 0.4, ())
     facts = (views.Fact("Preemptions", "2", "requests that gave their blocks back"), views.Fact("Up", "12 min 4 s"))
+    choices = (v.DashboardLink("1 min", "/", True), v.DashboardLink("1 h", "/", False))
     return [
         _headline(),
         _headline().sparkline,
@@ -40,8 +41,9 @@ def samples(shell: views.Shell) -> list[views.View]:
             "last minute",
         ),
         v.Counters(0.713, 713, 1000, facts),
-        v.LiveRequests((row, waiting), hidden=3),
+        v.LiveRequests((row, waiting), hidden=3, count=5, cancel_url="/"),
         v.LiveRequests(()),
+        v.LiveRequests((), curl="curl http://127.0.0.1:8000/v1/chat/completions -d '{}'"),
         v.FinishedRequests((ended, aborted), 3.4, hidden=42),
         v.FinishedRequests((), 0.0),
         v.MachineUse(
@@ -52,7 +54,12 @@ def samples(shell: views.Shell) -> list[views.View]:
             "demo", stacked([("Weights", "decode", 3, "12 MiB")]), facts, ("The KV cache is bounded on CPU.",)
         ),
         _board(),
-        v.DashboardPage(shell, _board(), spans=(("1m", "1 min", True), ("1h", "1 h", False))),
+        v.DashboardPage(
+            shell,
+            _board(),
+            spans=choices,
+            models=(v.DashboardLink("demo", "/", True), v.DashboardLink("big", "/", False)),
+        ),
         v.DashboardPage(shell, None, views.Loading("demo")),
         v.RequestsPage(shell, v.LiveRequests((row, waiting)), v.FinishedRequests((ended, aborted), 3.4)),
         request_page(shell, line, 1.7e9 + 2),
@@ -99,7 +106,9 @@ def _kv_usage() -> v.KVUsage:
     cells, columns, rows, per_cell = pool_map(96, 60, 100, [("seq-0", 40), ("seq-1", 30), ("seq-4", 26)])
     bar = stacked(parts)
     windowed = v.GroupUsage(1024, bar, cells, columns, rows, per_cell)
-    return v.KVUsage(256, 96, 230, 16, 1500, 4096, 960, 36, bar, cells, columns, rows, per_cell, (windowed,))
+    wave = [(0.5 * i, 30 + 10 * math.sin(i / 9)) for i in range(120)]
+    plot = sparkline("Share of the KV cache in use", wave, lambda value: f"{value:.0f} %", top=100.0)
+    return v.KVUsage(0.375, plot, 16, 1500, 4096, 960, 36, bar, cells, columns, rows, per_cell, (windowed,))
 
 
 def _board() -> v.Dashboard:

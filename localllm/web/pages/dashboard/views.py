@@ -62,9 +62,8 @@ class KVUsage(View):
     """The use of the KV cache, by request."""
 
     template: ClassVar[str] = "dashboard/_kv_usage.html"
-    total_blocks: int
-    used_blocks: int
-    high_blocks: int  # blocks in use at which the meter shows a warning
+    used_share: float  # 0 to 1
+    sparkline: Sparkline
     block_size: int
     used_tokens: int
     total_tokens: int
@@ -156,6 +155,7 @@ class RequestRow:
     """A request that is running or waiting."""
 
     id: str
+    source: str  # chat, playground, API, or a key's name
     url: str
     state: str
     colour: str  # colour class of the request in the block map
@@ -175,6 +175,9 @@ class LiveRequests(View):
     template: ClassVar[str] = "dashboard/_live_requests.html"
     rows: tuple[RequestRow, ...]
     hidden: int = 0  # further requests that are not listed
+    count: int = 0  # all of them
+    cancel_url: str = ""  # cancels all of them
+    curl: str = ""  # a command that sends a first request; empty: there have been requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,7 @@ class FinishedRow:
     """A finished request. All rows share one time scale for their segments."""
 
     id: str
+    source: str
     url: str
     finish_reason: str
     prompt_tokens: int
@@ -201,6 +205,7 @@ class FinishedRequests(View):
     rows: tuple[FinishedRow, ...]
     scale_s: float
     hidden: int = 0  # further requests that are known but not listed
+    all_url: str = "/dashboard/requests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +290,15 @@ class Dashboard(View):
 
 
 @dataclass(frozen=True, slots=True)
+class DashboardLink:
+    """A link to the same dashboard with another model or another time range."""
+
+    title: str
+    url: str
+    is_shown: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DashboardPage(View):
     """`/dashboard`."""
 
@@ -292,7 +306,9 @@ class DashboardPage(View):
     shell: Shell
     dashboard: Dashboard | None = None
     loading: Loading | None = None
-    spans: tuple[tuple[str, str, bool], ...] = ()  # (key, title, whether the sparklines show it)
+    spans: tuple[DashboardLink, ...] = ()  # time ranges of the sparklines
+    models: tuple[DashboardLink, ...] = ()  # the loaded models; empty: there is one
+    query: str = ""  # of this dashboard, for the files to download
 
 
 @dataclass(frozen=True, slots=True)

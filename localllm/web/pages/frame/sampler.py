@@ -40,6 +40,8 @@ class Sample:
     num_running: int
     num_waiting: int
     kv_usage: float
+    first_tokens: int = 0  # requests that have had their first token, since the start
+    ttft_total_s: float = 0.0  # their times to first token, summed
 
 
 @dataclass(slots=True)
@@ -175,6 +177,8 @@ def _sample(stats: EngineStats) -> Sample:
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         kv_usage=stats.kv_usage,
+        first_tokens=stats.ttft.count,
+        ttft_total_s=stats.ttft.total,
     )
 
 

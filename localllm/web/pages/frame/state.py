@@ -37,6 +37,7 @@ class PagesState:
         self.manager = manager
         self._share_prefix_cache = config.share_prefix_cache
         self.sampler = Sampler(self.stats)
+        self.samplers: dict[str, Sampler] = {}  # of single models, by name
 
     @property
     def served(self) -> ServedModel | None:
@@ -93,13 +94,27 @@ class PagesState:
 
     def stats(self) -> EngineStats | None:
         """Return the statistics of the model that was used last; None if it is not ready."""
-        served = self.served
-        if served is None:
-            return None
-        try:
-            return served.client.stats()
-        except LocalLLMError:
-            return None  # the engine is stopping or restarting; the pill then shows no served model
+        return _stats_of(self.served)
+
+    def named(self, model: str) -> ServedModel | None:
+        """Return the ready model of that name."""
+        return next((each for each in self.manager.ready if each.name == model), None)
+
+    def sampler_of(self, model: str) -> Sampler:
+        """Return the sampler of one of several models. It records that model's last hour from the first call on."""
+        if model not in self.samplers:
+            self.samplers[model] = Sampler(lambda: _stats_of(self.named(model)))
+            self.samplers[model].start()
+        return self.samplers[model]
+
+
+def _stats_of(served: ServedModel | None) -> EngineStats | None:
+    if served is None:
+        return None
+    try:
+        return served.client.stats()
+    except LocalLLMError:
+        return None  # the engine is stopping or restarting; the pill then shows no served model
 
 
 def once_per_app(app: Litestar, name: str, make: Callable[[], T]) -> T:
@@ -125,7 +140,9 @@ async def open_pages(app: Litestar) -> None:
 
 
 async def close_pages(app: Litestar) -> None:
-    await pages_state_of(app).sampler.stop()
+    state = pages_state_of(app)
+    for sampler in (state.sampler, *state.samplers.values()):
+        await sampler.stop()
 
 
 def html(

@@ -16,6 +16,20 @@ if TYPE_CHECKING:
     from localllm.serving.entry import ModelEntry
 
 
+PHASES = {
+    "find": ("Find the files", 2),
+    "torch": ("Start PyTorch", 20),
+    "profile": ("Choose a tuned profile", 1),
+    "fit": ("Check the memory", 3),
+    "tokenizer": ("Read the tokenizer", 4),
+    "weights": ("Read the weights", 58),
+    "memory": ("Set up the KV cache", 8),
+    "engine": ("Start the engine", 2),
+    "adapters": ("Read the adapters", 2),
+}
+"""Phase of a load -> its words, and its usual share of the time in percent; in their order."""
+
+
 def status_pill(
     model: str | None, state: str, stats: EngineStats | None, plan: MemoryPlan | None, num_others: int = 0
 ) -> StatusPill:
@@ -45,9 +59,22 @@ def loading(entry: ModelEntry | None) -> Loading:
         return Loading("the model")
     error = notice(entry.error) if entry.error and entry.state == "failed" else None
     rests = entry.state if entry.state in ("sleeping", "unloaded") else ""
-    return Loading(entry.name, load_phases(entry), error, rests, entry.state == "tuning")
+    return Loading(entry.name, load_phases(entry), error, rests, entry.state == "tuning", load_fraction(entry))
 
 
 def load_phases(entry: ModelEntry) -> tuple[LoadPhase, ...]:
     """Return the phases of a model's current load."""
-    return tuple(LoadPhase(phase.name, phase.done, phase.fraction, phase.detail) for phase in entry.phases.values())
+    return tuple(
+        LoadPhase(PHASES.get(phase.name, (phase.name,))[0], phase.done, phase.fraction, phase.detail)
+        for phase in entry.phases.values()
+    )
+
+
+def load_fraction(entry: ModelEntry) -> float | None:
+    """Return how much of a model's current load is done, over all its phases: 0 to 1; None: it has not begun."""
+    phase = next(reversed(entry.phases.values()), None)
+    if phase is None or phase.name not in PHASES:
+        return None
+    before = sum(share for _, share in list(PHASES.values())[: list(PHASES).index(phase.name)])
+    part = 1.0 if phase.done else phase.fraction or 0.0
+    return (before + part * PHASES[phase.name][1]) / sum(share for _, share in PHASES.values())

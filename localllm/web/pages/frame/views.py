@@ -70,6 +70,7 @@ class Loading(View):
     error: ErrorNotice | None = None
     rests: str = ""  # "sleeping" or "unloaded": the next request loads the model again
     is_tuned: bool = False  # a tuning run is using the model's weights
+    fraction: float | None = None  # of the whole load, 0 to 1; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class Shell:
 
     @property
     def is_in_menu(self) -> bool:
-        """Whether the entry of this page is in the menu of a narrow screen."""
+        """Return whether the entry of this page is in the menu of a narrow screen."""
         return any(entry.key == self.here for entry in self.in_menu)
 
     @property

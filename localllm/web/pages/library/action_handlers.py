@@ -8,16 +8,20 @@ Does not know: how models are loaded and unloaded (serving/manager.py), how file
 from __future__ import annotations
 
 import asyncio
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
-from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, UnsupportedModel
+from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, ModelNotFound, UnsupportedModel
 from localllm.models.library.about import spec_or_reason
 from localllm.models.library.catalog import hub_cache_dir, resolve_model
 from localllm.models.library.hub.cache import remove_partial, to_remove
+from localllm.serving.entry import UnloadCancelled
 from localllm.units import format_bytes
 from localllm.web.api.own.hub import ModelInUse, refuse_if_loaded, remove_found, require_online
 from localllm.web.errors import MissingParameter
@@ -33,7 +37,7 @@ from localllm.web.pages.library.state import LibraryState, library_state
 from localllm.web.pages.library.views import DeletePage, DeleteQuestion
 
 MAX_FORM_BYTES = 64 * 1024
-VERBS = ("load", "unload", "sleep", "wake", "pin", "unpin")
+VERBS = ("load", "unload", "sleep", "wake", "keep", "pin", "unpin")
 LONGEST = {"model": 300, "verb": 20, "path": 4096}
 DOWNLOAD_VERBS = ("pause", "resume", "discard", "forget", "load")
 
@@ -62,7 +66,7 @@ async def import_path(request: Request[Any, Any, Any]) -> Response[Any]:
         status = await library.manager.load(str(path), wait=False)
     except LocalLLMError as error:
         return await installed_page(request, error=error, path=typed)
-    return Redirect(f"/library?{library.leave_notice(f'{status.name} is being loaded from {path}.')}", status_code=303)
+    return Redirect(f"/library?{urlencode({'loads': status.name})}", status_code=303)
 
 
 @get("/library/delete")
@@ -153,8 +157,11 @@ async def _change(library: LibraryState, model: str, verb: str) -> None:
         await manager.load(model, wait=False)
     elif verb in ("pin", "unpin"):
         manager.pin(model, verb == "pin")
+    elif verb == "keep":
+        manager.keep(model)
     elif verb in VERBS:
-        await library.wait_briefly(getattr(manager, verb)(model))
+        with suppress(UnloadCancelled):
+            await library.wait_briefly(getattr(manager, verb)(model))
     else:
         raise InvalidParameter(f"verb is {verb!r}.", f"It must be one of {', '.join(VERBS)}.", param="verb")
 
@@ -165,6 +172,11 @@ def checked_path(text: str) -> Path:
     if "\0" in text or not path.is_absolute():
         why = "The server does not know which folder you are in."
         raise ConfigError(f"{text.strip()!r} is not an absolute path.", why, "Start it with / or ~.", param="path")
+    if not os.path.isdir(path) and not (os.path.isfile(path) and path.suffix.lower() == ".gguf"):
+        why = f"{path} is another kind of file." if os.path.isfile(path) else f"{path} does not exist."
+        raise ModelNotFound(
+            "No folder or .gguf file there.", why, "The path is one of the server's machine.", param="path"
+        )
     try:
         model = resolve_model(str(path))
     except OSError as error:

@@ -14,18 +14,23 @@ from dataclasses import dataclass
 
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import AccessDenied, HubOffline, HubUnreachable, LocalLLMError
+from localllm.machine.bandwidth import memory_bandwidth
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.fit import Estimate, MemoryPlan, option_rows
 from localllm.models.fit.checkpoint import estimate_checkpoint
+from localllm.models.fit.need import needs, needs_in_words
 from localllm.models.fit.table import fit_rows, rank_columns, rank_rows
 from localllm.models.library.about import gguf_rows, spec_rows
 from localllm.models.library.hub import client
 from localllm.models.library.inspection import InspectedCheckpoint, inspect_checkpoint
 from localllm.models.library.names import parse_name
+from localllm.models.library.pick_list import Pick
+from localllm.models.library.picks import pick_speed
+from localllm.models.library.speed import SpeedRange, checkpoint_speed, speed_in_words
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.serving.eviction import hardware_once_free
 from localllm.serving.manager import ModelManager
-from localllm.units import format_bytes, format_count
+from localllm.units import format_bytes, format_count, format_parameters
 from localllm.web.pages.frame.bars import stacked
 from localllm.web.pages.frame.views import Fact, Segment
 from localllm.web.pages.library.views import FileRow, FitKind, FitTable, FitVerdict
@@ -70,12 +75,20 @@ class FitChecks:
             if known is not None and time.monotonic() - known[0] < HOLDS_S and not anew:
                 return known[1]
             hardware = hardware_once_free(await asyncio.to_thread(read_hardware), self._manager.entries)
-            fit = await asyncio.to_thread(check_fit, path or name, self._config(name), hardware, paths=path is not None)
+            bandwidth = await asyncio.to_thread(memory_bandwidth, hardware)
+            fit = await asyncio.to_thread(
+                check_fit, path or name, self._config(name), hardware, bandwidth, paths=path is not None
+            )
             if not isinstance(fit.error, HubUnreachable | HubOffline):
                 self._known[name] = time.monotonic(), fit
             if len(self._known) > KEPT:
                 del self._known[next(iter(self._known))]
             return fit
+
+    async def of_pick(self, pick: Pick) -> FitResult:
+        """Return the fit of a suggested model by the sizes in the list, without asking the hub."""
+        hardware = await self.hardware()
+        return await asyncio.to_thread(check_pick, pick, self._config(pick.name), hardware)
 
     async def hardware(self) -> Hardware:
         return hardware_once_free(await asyncio.to_thread(read_hardware), self._manager.entries)
@@ -85,9 +98,11 @@ class FitChecks:
         return self._settings.of_model(name).engine
 
 
-def check_fit(name: str, config: EngineConfig, hardware: Hardware, *, paths: bool = True) -> FitResult:
-    """Check a model by its headers, on disk or on the hub. Blocking. `paths`: the name may be a path on
-    this machine.
+def check_fit(
+    name: str, config: EngineConfig, hardware: Hardware, bandwidth: float | None = None, *, paths: bool = True
+) -> FitResult:
+    """Check a model by its headers, on disk or on the hub. Blocking. bandwidth: of the CPU's memory, in bytes/s; None:
+    unknown. paths: the name may be a path on this machine.
     """
     try:
         with inspect_checkpoint(name, paths=paths) as looked:
@@ -95,20 +110,44 @@ def check_fit(name: str, config: EngineConfig, hardware: Hardware, *, paths: boo
                 spec, estimates = estimate_checkpoint(looked.path, config, hardware)
             except LocalLLMError as error:
                 return _fit_result(looked, _refused(error, name, looked), None, None, error)
-            return _fit_result(looked, verdict(looked, estimates), table(estimates), spec, None)
+            speed = _speed(spec, estimates[0], hardware, bandwidth)
+            return _fit_result(looked, verdict(looked.download_bytes, estimates, speed), table(estimates), spec, None)
     except LocalLLMError as error:
         return FitResult(name, _refused(error, name, None), error=error)
 
 
-def verdict(looked: InspectedCheckpoint, estimates: Sequence[Estimate]) -> FitVerdict:
-    """Return the verdict for the device that a load would use, else for one that could hold the model."""
+def check_pick(pick: Pick, config: EngineConfig, hardware: Hardware) -> FitResult:
+    """Check a suggested model by the sizes in the list. Blocking: it measures the memory's bandwidth once."""
+    about = {"parameters": format_parameters(pick.parameters), "license": pick.license or "not stated"}
+    facts = tuple(_fact(name, value) for name, value in {**spec_rows(pick.spec), **about}.items())
+    try:
+        plan = pick.plan(config, hardware)
+    except LocalLLMError as error:
+        said = FitVerdict("no", TITLES["no"], error.why, error.hint, _download_words(pick.bytes))
+        return FitResult(pick.name, said, facts=facts, download_bytes=pick.bytes)
+    alone = needs(lambda one: pick.plan(one, hardware), config, pick.spec, plan.max_model_len)
+    speed = pick_speed(pick, plan, hardware, config, memory_bandwidth(hardware))
+    numbers = " · ".join(filter(None, (needs_in_words(alone), _free(plan), speed_in_words(speed))))
+    kind: FitKind = "fits" if plan.max_model_len >= (config.max_model_len or pick.spec.max_position) else "shorter"
+    said = FitVerdict(kind, TITLES[kind], numbers, pick.says, _download_words(pick.bytes))
+    return FitResult(pick.name, said, facts=facts, download_bytes=pick.bytes)
+
+
+def _speed(spec: ModelSpec, chosen: Estimate, hardware: Hardware, bandwidth: float | None) -> SpeedRange | None:
+    return checkpoint_speed(spec, chosen.plan, hardware, bandwidth) if chosen.plan is not None else None
+
+
+def verdict(download_bytes: int | None, estimates: Sequence[Estimate], speed: SpeedRange | None = None) -> FitVerdict:
+    """Return the verdict for the device that a load would use, else for one that could hold the model. speed: on the
+    device that a load would use.
+    """
     chosen = estimates[0]
     other = next((each for each in estimates[1:] if each.plan is not None), None)
-    download = f"{format_bytes(looked.download_bytes)} to download" if looked.download_bytes else ""
+    download = _download_words(download_bytes)
     if chosen.plan is not None:
         kind: FitKind = "fits" if chosen.verdict == "fits" else "shorter"
         hint = "" if kind == "fits" else _context_hint(chosen)
-        return FitVerdict(kind, TITLES[kind], _memory_line(chosen), hint, download)
+        return FitVerdict(kind, TITLES[kind], _memory_line(chosen, speed), hint, download)
     why = f"{chosen.error.why}" if chosen.error is not None else ""
     if other is not None and other.device == "cpu":
         hint = f"The GPU cannot hold it: {why} localllm does not split a model between GPU and CPU: --device cpu runs "
@@ -167,17 +206,25 @@ def _fit_result(
         facts |= {"path": str(looked.path)}
         parent = looked.path if looked.path.is_dir() else looked.path.parent
         files = [(str(file.relative_to(parent)), file.stat().st_size) for file in looked.model.files]
-    told = tuple(Fact(name.capitalize() if name.islower() else name, value) for name, value in facts.items())
+    told = tuple(_fact(name, value) for name, value in facts.items())
     rows = tuple(FileRow(name, format_bytes(size)) for name, size in sorted(files))
     return FitResult(looked.name, said, shown, told, rows, looked.download_bytes, error)
 
 
 def _refused(error: LocalLLMError, name: str, looked: InspectedCheckpoint | None) -> FitVerdict:
-    download = f"{format_bytes(looked.download_bytes)} to download" if looked and looked.download_bytes else ""
+    download = _download_words(looked.download_bytes if looked else None)
     if isinstance(error, AccessDenied):
         return FitVerdict("unknown", "Gated", error.what, terms_url=terms_url(name))
     title = "Not supported" if looked is not None else TITLES["unknown"]
     return FitVerdict("unknown", title, f"{error.what} {error.why}".strip(), error.hint, download)
+
+
+def _fact(name: str, value: str) -> Fact:
+    return Fact(name.capitalize() if name.islower() else name, value)
+
+
+def _download_words(size: int | None) -> str:
+    return f"{format_bytes(size)} to download" if size else ""
 
 
 def terms_url(name: str) -> str:
@@ -185,21 +232,19 @@ def terms_url(name: str) -> str:
     return f"{client.endpoint()}/{parse_name(name).base}"
 
 
-def _memory_line(each: Estimate) -> str:
-    """5.0 GiB weights + 3.4 GiB KV cache + 0.6 GiB other = 9.0 GiB of 11.5 GiB free · context up to 33,408 tokens"""
+def _memory_line(each: Estimate, speed: SpeedRange | None = None) -> str:
+    """5.5 GiB at 4,096 tokens (9.0 GiB at its longest, 33,408) · 11.5 GiB free on RTX · 11 to 24 tokens/s"""
     plan = each.plan
     assert plan is not None
-    other = plan.activation_bytes + plan.graph_bytes + plan.comm_bytes
-    states = (plan.state_bytes, "recurrent states")
-    parts = [(plan.weights_bytes, "weights"), (plan.kv_bytes, "KV cache"), states, (other, "other")]
-    words = " + ".join(f"{format_bytes(size)} {name}" for size, name in parts if size)
-    where = "in memory" if each.device == "cpu" else f"on {each.name}"
-    context = format_count(plan.max_model_len)
-    context = context if plan.max_model_len >= each.wanted else f"{context} of {format_count(each.wanted)}"
-    return (
-        f"{words} = {format_bytes(plan.total_bytes)} of {format_bytes(plan.free_bytes)} free {where} · "
-        f"context up to {context} tokens"
-    )
+    need = needs_in_words(each.one_request) or f"{format_bytes(plan.total_bytes)} in all"
+    cut = plan.max_model_len < each.wanted
+    context = f"context {format_count(plan.max_model_len)} of {format_count(each.wanted)} tokens" if cut else ""
+    free = _free(plan, "" if each.device == "cpu" else each.name)
+    return " · ".join(filter(None, (need, context, free, speed_in_words(speed))))
+
+
+def _free(plan: MemoryPlan, device: str = "") -> str:
+    return f"{format_bytes(plan.free_bytes)} free {f'on {device}' if device else 'in memory'}"
 
 
 def _context_hint(each: Estimate) -> str:

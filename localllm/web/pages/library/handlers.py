@@ -20,6 +20,7 @@ from localllm.errors import HubUnreachable, LocalLLMError, ModelNotFound
 from localllm.models.formats.gguf_names import gguf_models
 from localllm.models.library.catalog import is_for_the_hub
 from localllm.models.library.hub import client
+from localllm.models.library.hub.offline import search_off
 from localllm.models.library.hub.repository import Found, read_repository
 from localllm.models.library.hub.repository import search as search_hub
 from localllm.models.library.names import looks_like_path, parse_name
@@ -37,8 +38,10 @@ from localllm.web.pages.library.presenters import downloads_page as shown_downlo
 from localllm.web.pages.library.presenters import installed_page, shell
 from localllm.web.pages.library.state import LibraryState, library_state
 from localllm.web.pages.library.views import (
+    AbsentPage,
     DiscoverPage,
     FitVerdict,
+    LibraryNotice,
     ModelPage,
     SearchResult,
     SearchResults,
@@ -58,7 +61,10 @@ FORMATS = ("safetensors", "gguf")
 @get("/library")
 async def library_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the installed models; if there are none, also three recommended ones."""
-    return await installed_page(request, said=library_state(request).take_notice(request.query_params.get("said")))
+    library, asked = library_state(request), request.query_params
+    loads = asked.get("loads", "")[:LONGEST_NAME]
+    told = library.load_notice(loads) if loads else LibraryNotice(library.take_notice(asked.get("said")))
+    return await installed_page(request, told=told, loads=loads)
 
 
 @get("/library/discover")
@@ -68,13 +74,16 @@ async def discover_page(request: Request[Any, Any, Any]) -> Response[str]:
     query = request.query_params.get("q", "").strip()[:LONGEST_QUERY]
     asked = request.query_params.get("format")
     kind = asked if asked in FORMATS else ""
-    results, error, status = None, None, 200
-    if query:
+    results, error, offline, status = None, None, None, 200
+    if library.offline_switch:
+        refused = search_off(library.offline_switch)
+        offline, status = notice(refused), refused.status if query else 200
+    elif query:
         try:
             results = await _search(library, query, kind)
         except LocalLLMError as refusal:
             error, status = notice(refusal), refusal.status
-    retry = f"/library/discover?{urlencode({'q': query, 'format': kind})}" if error and not library.is_offline else ""
+    retry = f"/library/discover?{urlencode({'q': query, 'format': kind})}" if error else ""
     page = DiscoverPage(
         shell(request, "Discover models", "discover"),
         library.tabs("discover"),
@@ -84,6 +93,7 @@ async def discover_page(request: Request[Any, Any, Any]) -> Response[str]:
         results,
         error,
         retry,
+        offline,
     )
     return html(page, status)
 
@@ -102,7 +112,8 @@ async def fit(request: Request[Any, Any, Any]) -> Response[str]:
 @get("/library/downloads")
 async def downloads_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the downloads, live."""
-    return await shown_downloads(request, said=library_state(request).take_notice(request.query_params.get("said")))
+    said = library_state(request).take_notice(request.query_params.get("said"))
+    return await shown_downloads(request, told=LibraryNotice(said))
 
 
 @get("/library/model/{name:path}")
@@ -111,12 +122,17 @@ async def model_page(request: Request[Any, Any, Any]) -> Response[str]:
     library = library_state(request)
     name = str(request.path_params["name"]).lstrip("/")
     await library.models.read()
-    found = await _fit(library, name, anew=True)
+    try:
+        found = await _fit(library, name, anew=True)
+    except LocalLLMError as error:
+        return _absent(request, library, name, error)
     row = library.models.row(name) or library.models.row(found.name)
     if isinstance(found.error, ModelNotFound) and row is None:
-        raise found.error
-    variants = await _variants(library, found) if row is None and found.download_bytes is not None else ()
-    needed = found.download_bytes
+        return _absent(request, library, name, found.error)
+    needed, offline = found.download_bytes, ""
+    if row is None and needed is not None:
+        offline = library.offline_switch
+    variants = await _variants(library, found) if row is None and needed is not None and not offline else ()
     page = ModelPage(
         shell=shell(request, name, "none"),
         tabs=library.tabs("none"),
@@ -129,8 +145,14 @@ async def model_page(request: Request[Any, Any, Any]) -> Response[str]:
         variants=variants,
         download=format_bytes(needed) if needed is not None else "",
         error=row.error if row is not None else None,
+        offline=offline,
     )
     return html(page)
+
+
+def _absent(request: Request[Any, Any, Any], library: LibraryState, name: str, error: LocalLLMError) -> Response[str]:
+    page = AbsentPage(shell(request, "Models", "none"), library.tabs("none"), name[:LONGEST_NAME], notice(error))
+    return html(page, error.status)
 
 
 @get("/live/library")
@@ -138,16 +160,19 @@ async def live_library(request: Request[Any, Any, Any]) -> Stream:
     """Stream the status pill, the tabs' count and the page's content as they change."""
     on = request.query_params.get("on", "none")
     here: Tab = next((tab for tab in TABS if tab == on), "none")
-    events = _events(pages_state(request), library_state(request), here)
+    loads = request.query_params.get("loads", "")[:LONGEST_NAME]
+    events = _events(pages_state(request), library_state(request), here, loads)
     return event_stream(until_closing(events, closing(request.app.state)))
 
 
-async def _events(state: PagesState, library: LibraryState, on: Tab) -> AsyncIterator[bytes]:
+async def _events(state: PagesState, library: LibraryState, on: Tab, loads: str) -> AsyncIterator[bytes]:
     sent: dict[str, str] = {}
     async for tick in state.sampler.follow():
         parts = state.live_parts(tick) | {"library-tabs": render(library.tabs(on))}
         if on == "installed":
             parts["installed"] = tick.cached("installed", partial(render, await library.models.read()))
+            if loads:
+                parts["library-notice"] = render(library.load_notice(loads))
         elif on == "downloads":
             parts["downloads"] = render(await asyncio.to_thread(download_list, library.downloads))
         if news := changed(parts, sent):
@@ -155,7 +180,6 @@ async def _events(state: PagesState, library: LibraryState, on: Tab) -> AsyncIte
 
 
 async def _search(library: LibraryState, query: str, kind: str) -> SearchResults:
-    _require_online(library, f"A search for {query!r}")
     try:
         async with asyncio.timeout(SEARCH_S):
             found = await asyncio.to_thread(search_hub, query, limit=MOST_FOUND, format=kind or None)
@@ -184,14 +208,18 @@ def _result(library: LibraryState, found: Found) -> SearchResult:
 
 async def _fit(library: LibraryState, name: str, *, anew: bool = False) -> FitResult:
     """Return the fit. Raises for a path that is not loaded: the server's files are not for every client
-    to ask about.
+    to ask about. Without the hub only the fit of suggested models is known.
     """
     path = library.models.path_of(name)
     if path is None:
         if not 0 < len(name) <= LONGEST_NAME or looks_like_path(name):
             raise ModelNotFound("There is no such model here.", hint="/library shows what there is.", param="model")
-        if await asyncio.to_thread(partial(is_for_the_hub, name, paths=False)):
-            _require_online(library, name)
+        needs_hub: bool = await asyncio.to_thread(partial(is_for_the_hub, name, paths=False))
+        if needs_hub and library.offline_switch:
+            pick = await asyncio.to_thread(library.pick, name)
+            if pick is None:
+                raise client.offline_error(name, library.offline_switch)
+            return await library.fits.of_pick(pick)
     return await library.fits.of(name, str(path) if path is not None else None, anew=anew)
 
 
@@ -213,11 +241,6 @@ async def _variants(library: LibraryState, found: FitResult) -> tuple[Variant, .
             (size, Variant(quant, page_url(f"{asked.base}:{quant}"), format_bytes(size), quant == asked.quant))
         )
     return tuple(variant for _, variant in sorted(shown, key=lambda each: each[0]))
-
-
-def _require_online(library: LibraryState, what: str) -> None:
-    if library.is_offline:
-        raise client.offline_error(what)
 
 
 HANDLERS = (library_page, discover_page, fit, downloads_page, model_page, live_library, *action_handlers.HANDLERS)

@@ -23,7 +23,7 @@ from localllm.serving.eviction import can_sleep
 from localllm.serving.manager import ModelManager
 from localllm.units import format_bytes, format_count
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.status import load_phases
+from localllm.web.pages.frame.status import load_fraction, load_phases
 from localllm.web.pages.library.views import ActionButton, InstalledList, ModelRow
 
 LOOK_EVERY_S = 3.0
@@ -34,6 +34,8 @@ WAKE, SLEEP, STOP = (
     ActionButton("unload", "Stop loading"),
 )
 PIN, UNPIN = ActionButton("pin", "Pin"), ActionButton("unpin", "Unpin")
+KEEP = ActionButton("keep", "Keep it", is_main=True)
+LABELS = {"ready": "loaded", "unloaded": "not loaded"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +123,19 @@ class InstalledModels:
                 _used(status) or (f"last read {ago(checkpoint.used_s)}" if checkpoint is not None else "not used yet"),
             ),
             verbs=_verbs(entry),
+            label=_label(entry),
             pinned=entry.pinned,
             delete_url=_delete_url(checkpoint.model) if checkpoint is not None and rests else "",
             phases=load_phases(entry) if entry.state == "loading" else (),
+            fraction=load_fraction(entry) if entry.state == "loading" else None,
             error=notice(entry.error) if entry.state == "failed" and entry.error is not None else None,
         )
 
     @staticmethod
     def _checkpoint_row(checkpoint: InstalledCheckpoint) -> ModelRow:
         name, facts = checkpoint.model.name, (*checkpoint.facts, f"last read {ago(checkpoint.used_s)}")
-        return ModelRow(name, page_url(name), "unloaded", facts, (LOAD,), delete_url=_delete_url(checkpoint.model))
+        url, label = page_url(name), LABELS["unloaded"]
+        return ModelRow(name, url, "unloaded", facts, (LOAD,), label, delete_url=_delete_url(checkpoint.model))
 
     def _read(self) -> tuple[list[InstalledCheckpoint], int]:
         """Walk the disk. Blocking."""
@@ -179,8 +184,16 @@ def _verbs(entry: ModelEntry) -> tuple[ActionButton, ...]:
     pin = UNPIN if entry.pinned else PIN
     if entry.state == "ready":
         return (UNLOAD, *((SLEEP,) if can_sleep(entry) else ()), pin)
-    by_state = {"loading": (STOP,), "sleeping": (WAKE, UNLOAD, pin), "unloading": (), "tuning": ()}
+    leaving = (KEEP,) if entry.is_draining else ()
+    by_state = {"loading": (STOP,), "sleeping": (WAKE, UNLOAD, pin), "unloading": leaving, "tuning": ()}
     return by_state.get(entry.state, (LOAD,))
+
+
+def _label(entry: ModelEntry) -> str:
+    """Return the state in words; while it waits for its requests to end, with their number."""
+    if entry.is_draining and entry.num_leases:
+        return f"{entry.state}, {entry.num_leases} {'request' if entry.num_leases == 1 else 'requests'} to finish"
+    return LABELS.get(entry.state, entry.state)
 
 
 def _used(status: ModelStatus) -> str:

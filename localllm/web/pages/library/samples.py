@@ -6,7 +6,7 @@ from localllm.web.pages.frame import views
 from localllm.web.pages.frame.bars import stacked
 from localllm.web.pages.library import views as v
 from localllm.web.pages.library.download_presenters import VERBS
-from localllm.web.pages.library.installed_models import LOAD, PIN, SLEEP, STOP, UNLOAD
+from localllm.web.pages.library.installed_models import KEEP, LOAD, PIN, SLEEP, STOP, UNLOAD
 
 
 def samples(shell: views.Shell) -> list[views.View]:
@@ -39,7 +39,8 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.LibraryTabs("none", 0),
         _installed(),
         _picks(),
-        v.Picks((), "No GPU", True),
+        _picks(offline=True),
+        v.Picks((), "Runs on the CPU: 2 cores, 1.2 GiB of memory free", "--offline"),
         fit,
         v.FitVerdict("shorter", "Fits with a shorter context", "12 GiB", "With --kv-cache-dtype fp8: context 40,960."),
         v.FitVerdict("unknown", "Gated", "No token was sent.", terms_url="/"),
@@ -49,28 +50,35 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.DownloadsView((), (), 10**11, "~/.cache"),
         question,
         v.DeleteQuestion("Qwen3-8B", "", "", views.ErrorNotice("Qwen3-8B is loaded.", "", "Unload it first.")),
-        v.LibraryPage(shell, tabs, _installed(), _picks(), "demo is deleted, 12 MiB freed."),
-        v.LibraryPage(shell, tabs, _installed(), None, "", sad, "/models/x"),
+        v.LibraryNotice(),
+        v.LibraryNotice("big is loaded.", chat_url="/"),
+        v.LibraryPage(shell, tabs, _installed(), _picks(), v.LibraryNotice("demo is deleted, 12 MiB freed.")),
+        v.LibraryPage(shell, tabs, _installed(), None, v.LibraryNotice(error=sad)),
+        v.LibraryPage(shell, tabs, _installed(), None, path="/models/x", path_error=sad),
         v.DiscoverPage(shell, tabs, "", "", "huggingface.co"),
         v.DiscoverPage(shell, tabs, "qwen3", "gguf", "huggingface.co", _results()),
         v.DiscoverPage(shell, tabs, "qwen3", "", "huggingface.co", None, sad, "/"),
-        v.DownloadsPage(shell, tabs, _downloads(), "Cancelled.", sad),
+        v.DiscoverPage(shell, tabs, "qwen3", "", "huggingface.co", offline=sad),
+        v.DownloadsPage(shell, tabs, _downloads(), v.LibraryNotice("Cancelled.")),
+        v.AbsentPage(shell, tabs, "org/absent", sad),
         v.DeletePage(shell, tabs, question),
         v.ModelPage(shell, tabs, "Qwen3-8B-AWQ", row, facts, files, fit, table),
         v.ModelPage(shell, tabs, "Qwen/Qwen3-8B-GGUF", None, facts, files, fit, table, variants, "5.0 GiB"),
         v.ModelPage(shell, tabs, "org/odd", None, (), (), v.FitVerdict("no", "Does not fit", "27 GiB"), error=sad),
+        v.ModelPage(shell, tabs, "Qwen/Qwen3-8B", None, facts, (), fit, offline="--offline"),
     ]
 
 
 def _rows() -> tuple[v.ModelRow, ...]:
     facts = ("5.7 GiB", "safetensors", "awq 4 bits", "context 40,960", "Hugging Face cache", "read today")
-    phases = (views.LoadPhase("weights", False, 0.4, "2.3 of 5.7 GiB"),)
+    phases = (views.LoadPhase("Read the weights", False, 0.4, "2.3 of 5.7 GiB"),)
     failed = views.ErrorNotice("It does not fit.", "27.5 GiB needed, 22.1 GiB free.", "Try another.")
     return (
-        v.ModelRow("Qwen3-8B-AWQ", "/", "ready", facts, (UNLOAD, SLEEP, PIN), pinned=True),
-        v.ModelRow("Qwen3-0.6B", "/", "loading", facts, (STOP,), phases=phases),
-        v.ModelRow("big", "/", "failed", facts, (LOAD,), error=failed),
-        v.ModelRow("HuggingFaceTB/SmolLM2-135M-Instruct", "/", "unloaded", facts, (LOAD,), False, "/"),
+        v.ModelRow("Qwen3-8B-AWQ", "/", "ready", facts, (UNLOAD, SLEEP, PIN), "loaded", pinned=True),
+        v.ModelRow("Qwen3-0.6B", "/", "loading", facts, (STOP,), "loading", phases=phases, fraction=0.5),
+        v.ModelRow("Qwen3-4B", "/", "unloading", facts, (KEEP,), "unloading, 12 requests to finish"),
+        v.ModelRow("big", "/", "failed", facts, (LOAD,), "failed", error=failed),
+        v.ModelRow("HuggingFaceTB/SmolLM2-135M-Instruct", "/", "unloaded", facts, (LOAD,), "not loaded", False, "/"),
     )
 
 
@@ -78,9 +86,18 @@ def _installed() -> v.InstalledList:
     return v.InstalledList(_rows(), 12 * 2**30, 220 * 2**30)
 
 
-def _picks() -> v.Picks:
-    card = v.PickCard("Qwen/Qwen3-8B-GGUF:Q4_K_M", "/", "Qwen3 8B", "All-round.", "4.7 GiB", "6.5 GiB", "apache-2.0")
-    return v.Picks((card,) * 3, "RTX 4090, 22.9 GiB free", False)
+def _picks(*, offline: bool = False) -> v.Picks:
+    card = v.PickCard(
+        "Qwen/Qwen3-8B-GGUF:Q4_K_M",
+        "/",
+        "Qwen3 8B",
+        "All-round.",
+        "4.7 GiB, 8.2 B parameters",
+        "5.5 GiB at 4,096 tokens (9.0 GiB at its longest, 33,408)",
+        "11 to 24 tokens/s",
+        "apache-2.0",
+    )
+    return v.Picks((card,) * 3, "Runs on RTX 4090: 22.9 GiB free", "--offline" if offline else "")
 
 
 def _results() -> v.SearchResults:

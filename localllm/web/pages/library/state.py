@@ -13,20 +13,23 @@ from typing import Any
 
 from litestar import Request
 
-from localllm.config.settings import Settings
+from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import LocalLLMError
 from localllm.machine.bandwidth import memory_bandwidth
 from localllm.machine.hardware import Hardware
-from localllm.models.library.hub import client
+from localllm.models.fit.need import needs_in_words
 from localllm.models.library.hub.downloads import Downloads
+from localllm.models.library.hub.offline import offline_switch
+from localllm.models.library.pick_list import Pick, read_picks
 from localllm.models.library.picks import FittingPick, fitting_picks
 from localllm.serving.manager import ModelManager
-from localllm.units import format_bytes, format_count, format_parameters
+from localllm.units import format_bytes, format_parameters
+from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.state import once_per_app
 from localllm.web.pages.library.download_presenters import num_running
 from localllm.web.pages.library.fit_checks import FitChecks
 from localllm.web.pages.library.installed_models import InstalledModels, page_url
-from localllm.web.pages.library.views import LibraryTabs, PickCard, Picks, Tab
+from localllm.web.pages.library.views import LibraryNotice, LibraryTabs, PickCard, Picks, Tab
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +49,13 @@ class LibraryState:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
-    def is_offline(self) -> bool:
-        return self.settings.engine.offline or client.is_offline()
+    def offline_switch(self) -> str:
+        """What switched the hub off; empty: it may be asked."""
+        return offline_switch(self.settings)
+
+    def pick(self, name: str) -> Pick | None:
+        """Return the suggested model of that name."""
+        return next((pick for pick in read_picks(self.settings.picks).picks if pick.name == name), None)
 
     def tabs(self, here: Tab) -> LibraryTabs:
         return LibraryTabs(here, num_running(self.downloads))
@@ -63,6 +71,17 @@ class LibraryState:
     def take_notice(self, key: str | None) -> str:
         """Return the message with this key, and forget it."""
         return self._said.pop(key or "", "")
+
+    def load_notice(self, name: str) -> LibraryNotice:
+        """Return the notice about a model that is loaded from a path, as its load is now."""
+        entry = self.manager.register.find(name)
+        if entry is None or entry.state not in ("loading", "ready", "failed"):
+            return LibraryNotice()
+        if entry.state == "failed":
+            return LibraryNotice(error=notice(entry.error) if entry.error is not None else None)
+        if entry.state == "ready":
+            return LibraryNotice(f"{entry.name} is loaded.", chat_url="/")
+        return LibraryNotice(f"{entry.name} is being loaded.")
 
     async def wait_briefly(self, work: Awaitable[object]) -> None:
         """Wait for the work, but only for a moment. Raises its error if it fails by then; later errors
@@ -86,35 +105,38 @@ class LibraryState:
             return None
         hardware = await self.fits.hardware()
         found = await asyncio.to_thread(self._fitting, hardware)
-        cards = [_card(each) for each in found]
-        return Picks(tuple(cards), machine_words(hardware), self.is_offline)
+        return Picks(tuple(found), machine_words(hardware), self.offline_switch)
 
-    def _fitting(self, hardware: Hardware) -> list[FittingPick]:
+    def _fitting(self, hardware: Hardware) -> list[PickCard]:
         """Return the models that fit. The first call on a machine measures its memory for up to 50 ms."""
-        return fitting_picks(hardware, self.settings, memory_bandwidth(hardware))
+        config = self.settings.of_model("").engine
+        found = fitting_picks(hardware, self.settings, memory_bandwidth(hardware))
+        return [_card(each, config, hardware) for each in found]
 
 
-def _card(found: FittingPick) -> PickCard:
+def _card(found: FittingPick, config: EngineConfig, hardware: Hardware) -> PickCard:
     pick = found.pick
-    memory = f"{format_bytes(found.plan.total_bytes)} in memory, up to {format_count(found.max_model_len)} tokens"
     return PickCard(
         name=pick.name,
         url=page_url(pick.name),
         title=pick.title,
         says=" ".join(filter(None, (pick.says, found.gpus))),
-        download=format_bytes(pick.bytes),
-        memory=", ".join(filter(None, (memory, found.speed))),
-        license=", ".join(filter(None, (f"{format_parameters(pick.parameters)} parameters", pick.license))),
+        download=f"{format_bytes(pick.bytes)}, {format_parameters(pick.parameters)} parameters",
+        memory=needs_in_words(found.needs(config, hardware)),
+        speed=found.speed,
+        license=pick.license or "not stated",
     )
 
 
 def machine_words(hardware: Hardware) -> str:
-    """Return the free memory that decides: of the GPU that would be used, else of the machine."""
+    """Return where models run, and the free memory that decides: of the GPU that would be used, else of the machine."""
     gpu = max((gpu for gpu in hardware.gpus if gpu.is_supported), key=lambda gpu: gpu.free_bytes, default=None)
     if gpu is not None:
-        return f"{gpu.name}, {format_bytes(gpu.free_bytes)} free"
-    ram = format_bytes(hardware.ram_available_bytes)
-    return f"No supported GPU; {hardware.cpu_cores} CPU cores, {ram} of memory free"
+        return f"Runs on {gpu.name}: {format_bytes(gpu.free_bytes)} free"
+    cores = f"{hardware.cpu_cores} {'core' if hardware.cpu_cores == 1 else 'cores'}"
+    words = f"Runs on the CPU: {cores}, {format_bytes(hardware.ram_available_bytes)} of memory free"
+    unsupported = ", ".join(gpu.name for gpu in hardware.gpus)
+    return f"{words} ({unsupported} is not supported)" if unsupported else words
 
 
 def library_state(request: Request[Any, Any, Any]) -> LibraryState:

@@ -39,9 +39,11 @@ class ModelRow:
     state: ModelState
     facts: tuple[str, ...]  # size, format, context, source, last use
     verbs: tuple[ActionButton, ...]
+    label: str  # the state in words: loaded, unloading, 12 requests to finish
     pinned: bool = False
     delete_url: str = ""  # empty: the model is not in the cache, or is in use
     phases: tuple[LoadPhase, ...] = ()  # of the current load
+    fraction: float | None = None  # of the current load, over all its phases; None: not loading, or unknown
     error: ErrorNotice | None = None  # why the last load failed
 
 
@@ -63,8 +65,9 @@ class PickCard:
     url: str
     title: str
     says: str
-    download: str  # 5.0 GiB
-    memory: str  # 6.5 GiB of 7.8 GiB on this GPU, context 8,000
+    download: str  # 5.0 GiB, 8.2 B parameters
+    memory: str  # 1.1 GiB at 4,096 tokens (10.7 GiB at its longest, 40,960)
+    speed: str  # 11 to 24 tokens/s; empty: unknown
     license: str
 
 
@@ -74,8 +77,8 @@ class Picks(View):
 
     template: ClassVar[str] = "library/_picks.html"
     picks: tuple[PickCard, ...]
-    machine: str  # RTX 4090, 22.9 GiB free
-    offline: bool  # the server runs with --offline
+    machine: str  # Runs on RTX 4090: 22.9 GiB free
+    offline: str  # what switched the hub off; empty: it may be asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,16 @@ class DeleteQuestion(View):
 
 
 @dataclass(frozen=True, slots=True)
+class LibraryNotice(View):
+    """The result of the last action. That of a load from a path changes with the load."""
+
+    template: ClassVar[str] = "library/_notice.html"
+    said: str = ""
+    error: ErrorNotice | None = None
+    chat_url: str = ""  # the model is loaded: a link to a chat with it
+
+
+@dataclass(frozen=True, slots=True)
 class LibraryPage(View):
     """`/library`"""
 
@@ -177,9 +190,9 @@ class LibraryPage(View):
     tabs: LibraryTabs
     installed: InstalledList
     picks: Picks | None = None
-    said: str = ""  # the result of the last action
-    error: ErrorNotice | None = None
+    notice: LibraryNotice = LibraryNotice()
     path: str = ""  # a typed path that was refused
+    path_error: ErrorNotice | None = None  # why
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +208,7 @@ class DiscoverPage(View):
     results: SearchResults | None = None  # None: no search yet
     error: ErrorNotice | None = None
     retry_url: str = ""
+    offline: ErrorNotice | None = None  # why there is no search
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +219,18 @@ class DownloadsPage(View):
     shell: Shell
     tabs: LibraryTabs
     downloads: DownloadsView
-    said: str = ""
-    error: ErrorNotice | None = None
+    notice: LibraryNotice = LibraryNotice()
+
+
+@dataclass(frozen=True, slots=True)
+class AbsentPage(View):
+    """`/library/model/{name}` of a model of which nothing is known here, with the way back."""
+
+    template: ClassVar[str] = "library/absent.html"
+    shell: Shell
+    tabs: LibraryTabs
+    name: str
+    error: ErrorNotice
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,3 +282,4 @@ class ModelPage(View):
     variants: tuple[Variant, ...] = ()
     download: str = ""  # size of the download; empty: the model is on this machine
     error: ErrorNotice | None = None  # why the model cannot be read
+    offline: str = ""  # what switched the hub off, for a suggested model that needs it

@@ -17,6 +17,7 @@ from litestar.response import Response
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import InvalidParameter, LocalLLMError
+from localllm.web.access.caller import set_source
 from localllm.web.api.disconnect import EventStream
 from localllm.web.api.openai.chat import answer_chat, chat_prompt
 from localllm.web.api.openai.completions import answer_completion
@@ -71,6 +72,7 @@ async def run_request(request: Request[Any, Any, Any]) -> Response[Any]:
     sent = await request.form()
     form = {name: [each for each in sent.getall(name) if isinstance(each, str)] for name in sent}
     tab, do = next(iter(form.get("tab", ())), ""), next(iter(form.get("do", ())), "run")
+    set_source(request, "playground")
     page = _page(request, tab, form, None)
     if page.editor is None or do not in ("run", "prompt"):
         return html(page)
@@ -107,7 +109,7 @@ def _page(
     params = card.default_params
     defaults = {name: f"{getattr(params, name, None) or 0:g}" for name in forms.NUMBERS if name != "seed"}
     defaults |= {"max_tokens": "16" if tab == "completions" else "up to the context", "seed": "random"}
-    return PlaygroundPage(shell, tabs, forms.editor(tab, form, defaults), result)
+    return PlaygroundPage(shell, tabs, forms.editor(tab, form, defaults), result, presenters.EMPTY[tab])
 
 
 def _body(request: Request[Any, Any, Any], editor: Editor) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-// The playground: Ctrl Enter runs, Escape and the button stop the request.
+// The playground: Ctrl Enter runs, Escape and the button stop the request. Folded parts stay as they were left.
 (() => {
   "use strict";
   const stop = () => {
@@ -15,4 +15,9 @@
   document.addEventListener("click", (event) => {
     if (event.target.closest("[data-stop]")) stop();
   });
+  for (const fold of document.querySelectorAll("[data-fold]")) {
+    const key = `playground-${fold.dataset.fold}`;
+    fold.open ||= localStorage.getItem(key) === "open";
+    fold.addEventListener("toggle", () => localStorage.setItem(key, fold.open ? "open" : ""));
+  }
 })();

@@ -20,6 +20,17 @@ from localllm.web.pages.playground.views import HeatToken, PlaygroundCall, Promp
 MOST_TOKENS = 2000
 """Most tokens shown of a prompt or an answer; the JSON has all of them."""
 MOST_JSON_CHARS = 200_000
+_ANSWER = (
+    "The answer appears here, with the rendered prompt, the probability of each token, and the same request as curl, "
+    "Python and JavaScript code."
+)
+EMPTY = {
+    "chat": _ANSWER,
+    "completions": _ANSWER,
+    "tokenize": "The tokens appear here, each with its id.",
+    "embeddings": "The vectors appear here: their number, their dimensions and how similar the texts are.",
+}
+"""Tab -> the words where the result will appear."""
 BOUNDS = (0.9, 0.6, 0.3, 0.1)
 """Probabilities that separate heat-0 (most probable) to heat-4."""
 

@@ -38,6 +38,6 @@ def samples(shell: views.Shell) -> list[views.View]:
         refused,
         v.Result(prompt=tokens),
         v.PlaygroundPage(shell, tabs, editor, answer),
-        v.PlaygroundPage(shell, tabs, editor),
+        v.PlaygroundPage(shell, tabs, replace(editor, numbers=()), empty="The answer appears here."),
         v.PlaygroundPage(shell, loading=views.Loading("demo")),
     ]

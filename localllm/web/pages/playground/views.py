@@ -43,6 +43,11 @@ class Editor(View):
     special: bool  # add the tokenizer's special tokens
     streams: bool = False  # show the answer while it is generated
 
+    @property
+    def num_set(self) -> int:
+        """Number of sampling fields that are filled in."""
+        return sum(bool(number.value.strip()) for number in self.numbers)
+
 
 @dataclass(frozen=True, slots=True)
 class Token:
@@ -117,4 +122,5 @@ class PlaygroundPage(View):
     tabs: tuple[tuple[str, str], ...] = ()  # key, title
     editor: Editor | None = None
     result: Result | None = None
+    empty: str = ""  # shown in place of the result before the first request
     loading: Loading | None = None

@@ -11,32 +11,25 @@ from localllm.web.pages.settings import views as v
 _WHAT = "longest prompt and output together"
 
 
+_CHANGE = "/settings/change?name=max_model_len"
+_LEVELS = ("debug", "info", "warning", "error")
+_WARNING = views.ErrorNotice("This first key would lock you out of this page.", "It is for infer.", "Try another.")
+_RESTART = v.Restart("This server is a service.", "systemctl --user restart localllm.service")
+_OPEN = v.SettingRow(
+    "max_model_len", _WHAT, _WHAT, "auto", "tokens", "32,768 tokens", "32768", "at least 1", "auto", "default", False,
+    change_url=_CHANGE, note="8k is 8000, 8K is 8192",
+)  # fmt: skip
+_SET = v.SettingRow(
+    "log_level", "Level", "what is logged", "debug", "", "", "debug", "info", "info", "flag", True, True, _CHANGE
+)
+
+
 def samples(shell: views.Shell) -> list[views.View]:
-    change = "/settings/change?name=max_model_len"
-    row = v.SettingRow(
-        "max_model_len",
-        _WHAT,
-        _WHAT,
-        "auto",
-        "tokens",
-        "32,768 tokens",
-        "32768",
-        "at least 1",
-        "auto",
-        "default",
-        False,
-    )
-    row = replace(row, change_url=change, note="8k is 8000, 8K is 8192")
-    said = v.SettingRow(
-        "log_level", "Level", "what is logged", "debug", "", "", "debug", "info", "info", "flag", True, True, change
-    )
-    group = v.SettingGroup("group-0", "Engine", (row, said), 1, True)
+    group = v.SettingGroup("group-0", "Engine", (_OPEN, _SET), 1, True)
     groups = v.SettingGroups((group,))
-    restart = v.Restart("This server is a service.", "systemctl --user restart localllm.service")
     key = v.KeyRow("laptop", "admin", "2026-01-02", "x9Kd", True, "/settings/keys/laptop/remove")
-    warning = views.ErrorNotice("This first key would lock you out of this page.", "It is for infer.", "Try another.")
     keys = v.KeysCard((key, replace(key, name="phone", scope="infer", is_mine=False)), True, 1, ("admin", "infer"))
-    refused = v.KeysCard((), False, 0, ("admin", "infer"), "phone", "infer", warning, confirms=True)
+    refused = v.KeysCard((), False, 0, ("admin", "infer"), "phone", "infer", _WARNING, confirms=True)
     stored = (
         v.StoredRow("Models", "Weights from the hub.", 27 * 2**30, "~/.cache/huggingface/hub", "Models", "/library"),
         v.StoredRow("Chats", "Kept in memory until the server stops.", 0, ""),
@@ -50,35 +43,41 @@ def samples(shell: views.Shell) -> list[views.View]:
         )
     )
     facts = (views.Fact("localllm", "0.1.0", "Apache-2.0"),)
-    levels = ("debug", "info", "warning", "error")
     page = v.SettingsPage(
-        shell, groups, keys, storage, facts, facts, v.DoctorReport(), "info", levels, "~/.config/config.toml", ""
+        shell, groups, keys, storage, facts, facts, v.DoctorReport(), "info", _LEVELS, "~/.config/config.toml", ""
     )
-    file = "~/.config/localllm/config.toml"
-    lines = ('max_model_len = "8k"', "max_model_len = 4096")
-    shown = v.ChangePage(shell, row, (), "8k", file, restart, True, *lines, beaten_by="flag")
     return [
         *mcp_samples.samples(shell),
         group,
         groups,
         v.SettingGroups((), "nothing"),
-        restart,
+        _RESTART,
         v.Restart("Stop the server with Ctrl+C."),
         v.Restart(""),
-        v.RestartingPage(shell),
         keys,
         refused,
         storage,
         report,
-        v.DoctorReport(error=warning),
+        v.DoctorReport(error=_WARNING),
         page,
         replace(page, keys=refused, doctor=report, chats_path="~/.local/share/localllm/chats.db"),
-        v.ChangePage(shell, row, (), "32768", file, restart),
+        *_changes(shell),
+    ]
+
+
+def _changes(shell: views.Shell) -> list[views.View]:
+    """Return the pages that the settings page leads to."""
+    file = "~/.config/localllm/config.toml"
+    lines = ('max_model_len = "8k"', "max_model_len = 4096")
+    shown = v.ChangePage(shell, _OPEN, (), "8k", file, _RESTART, True, *lines, beaten_by="flag")
+    return [
+        v.ChangePage(shell, _OPEN, (), "32768", file, _RESTART),
         shown,
         replace(shown, written=True),
         replace(shown, line="", removes=True),
-        v.ChangePage(shell, said, levels, "loud", file, restart, error=warning),
+        v.ChangePage(shell, _SET, _LEVELS, "loud", file, _RESTART, error=_WARNING),
+        v.RestartingPage(shell),
         v.NewKeyPage(shell, "laptop", "admin", "sk-local-abc", locks=True),
         v.NewKeyPage(shell, "laptop", "infer", "sk-local-abc", locks=False),
-        v.RemoveKeyPage(shell, "laptop", "/settings/keys/laptop/remove", warning),
+        v.RemoveKeyPage(shell, "laptop", "/settings/keys/laptop/remove", _WARNING),
     ]

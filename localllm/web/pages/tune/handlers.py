@@ -26,7 +26,7 @@ from localllm.serving.entry import ModelEntry
 from localllm.serving.profiles import delete_profile
 from localllm.tuning.goals import GOALS, goal_of
 from localllm.tuning.run import TuneOptions
-from localllm.units import format_count, format_seconds
+from localllm.units import format_seconds
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of
 from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
@@ -188,9 +188,8 @@ def _limits_page(
         typed=forms.typed_limits(form),
         efforts=tuple(_effort(name, options, form.get("effort")) for name, options in forms.EFFORTS.items()),
         asks_people=goal.name == "share",
-        own_limit=f"if empty, {format_seconds(limit)}" if limit is not None else "",
-        comfortable=format_count(goal.comfortable_context) if goal.comfortable_context else "",
-        longest=format_count(card.spec.max_position) if card is not None else "",
+        own_limit=f"{limit:g} s unless you set another" if limit is not None else "",
+        context_note=presenters.context_note(goal, card.spec.max_position if card is not None else None),
         open_requests=entry.num_leases if entry is not None else 0,
         drain=format_seconds(DRAIN_S).replace(".0", ""),
         error=error,

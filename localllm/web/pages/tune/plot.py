@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from localllm.tuning.figures import LoadMetrics, Trial, best_measurements, pareto
-from localllm.tuning.words import settings_in_short
+from localllm.tuning.words import settings_in_words
 from localllm.units import format_count, format_rate, format_seconds
 from localllm.web.pages.tune.views import ParetoRow, Point, Scatter
 
 WIDTH, HEIGHT, EDGE = 480, 260, 14
+LEGEND = (("pareto", "no other trial beats it in speed, time to first token and context at once"), ("other", "others"))
 
 
-def scatter(trials: Sequence[Trial], pick: Trial | None, *, by_context: bool) -> Scatter:
+def scatter(trials: Sequence[Trial], pick: Trial | None, *, by_context: bool, pick_is: str) -> Scatter:
     """Return the plot. For each set of settings it shows the most reliable trial: a brief one says
-    little about speed.
+    little about speed. pick_is: words for the pick in the legend.
     """
     measured = best_measurements(trials)
     best = pareto(measured)
@@ -40,6 +41,7 @@ def scatter(trials: Sequence[Trial], pick: Trial | None, *, by_context: bool) ->
         kind = "pick" if is_pick else "pareto" if trial.number in numbers else "other"
         points.append(Point(*place(trial.figures), kind, f"Trial {trial.number}: {_in_words(trial.figures)}"))
     points.sort(key=lambda point: ("other", "pareto", "pick").index(point.kind))  # draw the pick last
+    kinds = {point.kind for point in points}
     line = " ".join(f"{x},{y}" for x, y in sorted(place(trial.figures) for trial in best if trial.figures))
     write = format_count if by_context else format_seconds
     return Scatter(
@@ -52,6 +54,7 @@ def scatter(trials: Sequence[Trial], pick: Trial | None, *, by_context: bool) ->
         y_low=format_rate(min(ys)) if len(measured) > 1 else "",
         y_high=format_rate(max(ys)) if ys else "",
         rows=tuple(_row(trial, pick) for trial in best),
+        legend=tuple((kind, words) for kind, words in (("pick", pick_is), *LEGEND) if kind in kinds),
     )
 
 
@@ -73,6 +76,6 @@ def _row(trial: Trial, pick: Trial | None) -> ParetoRow:
         format_rate(figures.output_tokens_per_s),
         format_seconds(figures.ttft_p50_s) if figures.ttft_p50_s is not None else "–",
         format_count(figures.context),
-        settings_in_short(trial.settings) or "the defaults",
+        settings_in_words(trial.settings) or "the defaults",
         pick is not None and trial.settings == pick.settings,
     )

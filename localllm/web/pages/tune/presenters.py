@@ -5,20 +5,23 @@ Does not know: HTTP, how a run works (wizard.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 from urllib.parse import quote
 
 from localllm.errors import LocalLLMError
 from localllm.serving.entry import ModelEntry
-from localllm.tuning.figures import Trial
+from localllm.tuning.figures import Trial, flags_of
 from localllm.tuning.goals import Goal
 from localllm.tuning.profile import as_flags, as_toml
-from localllm.tuning.run import TuningResult
+from localllm.tuning.run import FLOOR_SHARE, TuningResult
 from localllm.tuning.words import (
+    LABELS,
     gain_in_words,
     nothing_worked,
     predicted_and_measured,
-    settings_in_short,
+    setting_in_words,
+    settings_in_words,
     soak_in_words,
 )
 from localllm.units import format_bytes, format_count, format_rate, format_seconds
@@ -57,6 +60,7 @@ ICONS = {
 TITLES = {
     "calibrate": "Measuring one round", "guard": "Checking the 8-bit KV cache", "search": "Trials", "soak": "Soak test",
 }  # fmt: skip
+RUNS_NOW = "what runs now"
 SHOWN = 200  # trials shown, the last ones; this limits the size of the page
 
 
@@ -85,6 +89,19 @@ def steps(here: str, *, runs: bool = False, ended: bool = False, goal: str = "")
             for i, (name, url) in enumerate(urls.items())
         )
     )
+
+
+def context_note(goal: Goal, longest: int | None) -> str:
+    """Return which context tuning requires if the user sets none, and the model's own limit. longest: that limit; None:
+    unknown.
+    """
+    limit = f"The model supports at most {format_count(longest)}." if longest is not None else ""
+    if not goal.comfortable_context:
+        return limit
+    share = f"{FLOOR_SHARE:.0%} of the longest context that fits here"
+    if longest is None or longest > goal.comfortable_context:
+        share = f"{format_count(goal.comfortable_context)}, or {share} if that is less"
+    return f"If empty, at least {share}. {limit}".strip()
 
 
 def tunable(models: Sequence[ModelEntry]) -> list[str]:
@@ -123,7 +140,7 @@ def _status_line(job: Job) -> str:
     if job.cancelled:
         return "Cancelling. Finished measurements are kept."
     if job.under_way is not None:
-        return f"Trial {job.under_way.number}: {settings_in_short(job.under_way.settings)}"
+        return f"Trial {job.under_way.number}: {settings_in_words(job.under_way.settings)}"
     if not job.phases:
         return f"Waiting until {job.model} has finished its running requests"
     return TITLES[job.phases[-1][0].name]
@@ -133,7 +150,7 @@ def best(job: Job) -> Best:
     trial = job.best
     if trial is None or trial.score is None:
         return Best("", "", ())
-    return Best(job.goal.in_words(trial.score), settings_in_short(trial.settings), facts_of(trial))
+    return Best(job.goal.in_words(trial.score), settings_in_words(trial.settings), facts_of(trial))
 
 
 def facts_of(trial: Trial) -> tuple[Fact, ...]:
@@ -160,27 +177,35 @@ def _seconds(seconds: float | None) -> str:
 def trials(job: Job) -> TrialTable:
     """Return all trials, newest first, with the current one on top."""
     best = (job.result.pick if job.result is not None else None) or job.best
-    rows = [_row(job.goal, trial, best) for trial in reversed(job.trials[-SHOWN:])]
     began = job.under_way
+    tried = [trial.settings for trial in job.trials[-SHOWN:]] + ([began.settings] if began is not None else [])
+    names = tuple(dict.fromkeys(name for settings in tried for name in settings))
+    rows = [_row(job.goal, trial, best, names) for trial in reversed(job.trials[-SHOWN:])]
     if began is not None and not job.is_over:
         planned = format_bytes(began.predicted.total_bytes) if began.predicted else ""
         effort = _effort(began.effort)
-        short = settings_in_short(began.settings)
-        rows.insert(0, TrialRow(began.number, short, effort, "under-way", "", "", "", "", "", "", planned, ""))
+        cells = _cells(began.settings, names)
+        rows.insert(0, TrialRow(began.number, cells, effort, "under-way", "", "", "", "", "", "", planned, ""))
     measured = sum(trial.was_measured for trial in job.trials)
-    return TrialTable(tuple(rows), job.goal.unit, measured, len(job.trials) - measured)
+    heads = tuple((LABELS[name], flags_of({name: "…"})) for name in names)
+    best_is = RUNS_NOW if job.result is not None and job.result.keeps_start else "best"
+    return TrialTable(tuple(rows), heads, job.goal.unit, measured, len(job.trials) - measured, best_is)
+
+
+def _cells(settings: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(setting_in_words(name, settings[name]) if name in settings else "–" for name in names)
 
 
 def _effort(effort: float) -> str:
     return "full" if effort == 1 else "brief"
 
 
-def _row(goal: Goal, trial: Trial, best: Trial | None) -> TrialRow:
+def _row(goal: Goal, trial: Trial, best: Trial | None, names: Sequence[str]) -> TrialRow:
     figures = trial.figures
     is_best = best is not None and trial.number == best.number
     return TrialRow(
         number=trial.number,
-        settings=settings_in_short(trial.settings),
+        settings=_cells(trial.settings, names),
         effort=_effort(trial.effort),
         kind="measured" if trial.was_measured else "refused",
         fate=trial.fate,
@@ -197,7 +222,8 @@ def _row(goal: Goal, trial: Trial, best: Trial | None) -> TrialRow:
 
 def plot(job: Job) -> Scatter:
     pick = job.result.pick if job.result is not None else job.best
-    return scatter(job.trials, pick, by_context=job.goal.fills_context)
+    pick_is = RUNS_NOW if job.result is not None and job.result.keeps_start else "best for the goal"
+    return scatter(job.trials, pick, by_context=job.goal.fills_context, pick_is=pick_is)
 
 
 # ---- the result ------------------------------------------------------------------------------------------------------
@@ -240,11 +266,14 @@ def recommendation(job: Job) -> RecommendedSettings | None:
     if result is None or result.pick is None or profile is None:
         return None
     pick = result.pick
+    title, advice = _advice(result)
     return RecommendedSettings(
-        settings=pick.flags or "the defaults",
-        gain=gain_in_words(result),
+        title=title,
+        advice=advice,
+        settings=settings_in_words(pick.settings) or "the defaults",
+        gain=gain_in_words(result, RUNS_NOW),
         predicted=tuple(Comparison(name.capitalize(), *both) for name, *both in predicted_and_measured(result)),
-        before=_compared_with_defaults(result),
+        before=_compared_with_running(result),
         soak=soak_in_words(result.soak) if result.soak is not None else "There was no soak test.",
         soak_passed=result.soak.passed if result.soak is not None else None,
         flags=as_flags(job.asked, pick.settings),
@@ -255,7 +284,18 @@ def recommendation(job: Job) -> RecommendedSettings | None:
     )
 
 
-def _compared_with_defaults(result: TuningResult) -> tuple[Comparison, ...]:
+def _advice(result: TuningResult) -> tuple[str, Literal["apply", "keep"]]:
+    """Return the title of the recommendation, and what to do. Requires `result.pick`."""
+    if result.keeps_start and result.gain is None and result.soak is not None:
+        return "Better settings failed the soak test. What runs now passed it.", "keep"
+    if result.keeps_start:
+        return "No setting is clearly better. What runs now is as good.", "keep"
+    if result.gain is None:
+        return "The best trial. It was not compared with what runs now.", "keep"
+    return "Recommended settings", "apply"
+
+
+def _compared_with_running(result: TuningResult) -> tuple[Comparison, ...]:
     pick, start = result.pick, result.start
     if pick is None or start is None or start.settings == pick.settings:
         return ()

@@ -20,9 +20,11 @@ SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "kv_cache_dtype": 
 
 
 def samples(shell: views.Shell) -> list[views.View]:
-    running, ended, failed = job(), job(), job(with_pick=False)
+    running, ended, failed, kept = job(), job(), job(with_pick=False), job()
     running.result = None
-    ended.stage = failed.stage = "ended"
+    ended.stage = failed.stage = kept.stage = "ended"
+    assert kept.result is not None
+    kept.result = replace(kept.result, pick=kept.result.start, gain=0.0, is_clear=False)
     ended.saved_as, ended.is_applied = "chat", True
     card = presenters.goal_card(goal_of("chat"), "demo")
     rows = (_plan("matches", "Every start uses it."), _plan("differs", "Not used: torch was 2.8.0 and is 2.9.0."))
@@ -31,7 +33,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     limits = v.LimitsPage(
         shell, presenters.steps("limits"), "demo", card, v.LimitFields(max_ttft="2"),
         (v.Effort("quick", "Quick", "trials of about 3 s", True), v.Effort("full", "Full", "trials of about 12 s")),
-        True, "without one it is 60.0 s", "8,192", "40,960", 2, "30 s",
+        True, "60 s unless you set another", presenters.context_note(goal_of("chat"), 40960), 2, "30 s",
     )  # fmt: skip
     return [
         steps,
@@ -49,7 +51,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.GoalPage(shell, presenters.steps("goal"), "demo", ("demo", "other"), (card,), v.ProfileTable(rows), "chat"),
         v.GoalPage(shell, presenters.steps("goal"), "", (), (card,), v.ProfileTable(()), has_result=True),
         limits,
-        replace(limits, open_requests=0, longest="", error=views.ErrorNotice("It is not understood.", "Got 'x'.")),
+        replace(limits, open_requests=0, context_note="", error=views.ErrorNotice("It is not understood.", "Got 'x'.")),
         v.RunPage(
             shell,
             steps,
@@ -59,6 +61,7 @@ def samples(shell: views.Shell) -> list[views.View]:
             presenters.trials(running),
         ),
         _result(shell, ended),
+        _result(shell, kept),
         replace(_result(shell, failed), error=views.ErrorNotice("demo is busy.", "2 requests run.", "Try later.")),
     ]
 
@@ -96,7 +99,7 @@ def job(*, with_pick: bool = True) -> Job:
     soaked = SoakReport(20.0, 61, 12, 0, 40960, 6 * GIB, 3)
     pick = trials[11] if with_pick else None
     made.result = TuningResult(
-        goal, pick, trials[0], tuple(trials), (), 0.02, 0.31, soaked, None, 96, 83.0, was_cancelled=False
+        goal, pick, trials[0], tuple(trials), (), 0.02, 0.31, True, soaked, None, 96, 83.0, was_cancelled=False
     )
     if with_pick:
         key = ProfileKey("GPU", "580.65", "2.9.0", "3.5.0", "0.1", "abc", "dtype=auto")

@@ -116,8 +116,7 @@ class LimitsPage(View):
     efforts: tuple[Effort, ...]
     asks_people: bool
     own_limit: str  # the goal's default limit, in words; empty: none
-    comfortable: str  # the context that the goal aims for by default
-    longest: str  # the longest context that the model supports
+    context_note: str  # the context that tuning requires if the field is empty, and the model's limit
     open_requests: int
     drain: str  # how long running requests may take to finish
     error: ErrorNotice | None = None
@@ -128,7 +127,7 @@ class TrialRow:
     """One trial: `why` is set if it was refused, the figures if it was measured."""
 
     number: int
-    settings: str
+    settings: tuple[str, ...]  # a value for each head of the table
     effort: str
     kind: str  # measured, refused, under-way
     fate: str
@@ -148,9 +147,11 @@ class TrialTable(View):
 
     template: ClassVar[str] = "tune/_trials.html"
     rows: tuple[TrialRow, ...]
+    heads: tuple[tuple[str, str], ...]  # of the settings' columns: words, flag
     unit: str
     measured: int
     refused: int
+    best_is: str = "best"  # the tag of the best trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +215,7 @@ class Scatter(View):
     y_low: str
     y_high: str
     rows: tuple[ParetoRow, ...]
+    legend: tuple[tuple[str, str], ...]  # kind and words of the points that are there
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +244,12 @@ class Comparison:
 class RecommendedSettings:
     """The recommended settings, with the actions on them."""
 
-    settings: str
+    title: str
+    advice: Literal["apply", "keep"]  # keep: these settings run already, or are not known to be better
+    settings: str  # in words
     gain: str
     predicted: tuple[Comparison, ...]  # predicted, measured
-    before: tuple[Comparison, ...]  # empty: the defaults are recommended
+    before: tuple[Comparison, ...]  # recommended, running now; empty: they are the same
     soak: str
     soak_passed: bool | None  # None: there was no soak test
     flags: str

@@ -178,7 +178,8 @@ class Wizard:
 
         def work(bare: BareModel, settings: Settings) -> None:
             runner = TrialRunner(bare, replace(settings.engine, profile="none"))
-            job.run = Run(runner, job.goal, replace(job.options, fixed=fixed_by(settings)), tell)
+            options = replace(job.options, fixed=fixed_by(settings), running=bare.served.tuned)
+            job.run = Run(runner, job.goal, options, tell)
             if job.cancelled:
                 job.run.cancel()
             job.result = result = job.run.start()
