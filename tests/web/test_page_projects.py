@@ -297,7 +297,7 @@ def test_chosen_chats_are_archived_moved_and_deleted_together(served: Pages, bro
     assert (listed("/chats"), listed("/chats?archived=1")) == ({"three"}, {"one", "two"})
     assert chats["one"] not in browser.get("/").text
     assert chats["one"] in browser.get("/chats", params={"q": "one"}, headers=SCRIPTED).text
-    change("unarchive", "two")
+    assert change("unarchive", "two").url.query == b"archived=1"
     browser.post("/chat", data={"message": "back", "conversation": ids["one"]})  # a new message brings it back
     assert listed("/chats") == {"one", "two", "three"}
     change("move", "one", "three", project=project.split("/")[2])
