@@ -12,7 +12,7 @@ from localllm.web.pages.chat import message_presenters, presenters, tool_present
 from localllm.web.pages.chat.prompt_views import PromptForm, PromptList, PromptRow, PromptUsed, SettingsForm
 from localllm.web.pages.chat.saved_prompts import placeholders
 from localllm.web.pages.chat.settings import SETTINGS
-from localllm.web.pages.chat.sidebar_views import Choice
+from localllm.web.pages.chat.sidebar_views import SelectOption
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chats, SavedPrompt
 from localllm.web.pages.frame.views import ErrorNotice
@@ -50,8 +50,8 @@ async def settings_form(state: ChatState, settings: Mapping[str, str], *, is_ope
     drawer = message_presenters.sampling(presenters.card_of(state, settings), settings)
     models = await state.picker.choices(settings)
     chosen = settings.get("model", "")
-    names = [Choice("", "The one that is chosen in the chat", not chosen)]
-    names += [Choice(each.name, each.name, each.name == chosen) for each in models.choices]
+    names = [SelectOption("", "The one that is chosen in the chat", not chosen)]
+    names += [SelectOption(each.name, each.name, each.name == chosen) for each in models.choices]
     return SettingsForm(drawer.system, drawer.fields, tuple(names), is_open or bool(settings))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from localllm.web.pages.chat.sidebar_views import Choice
+from localllm.web.pages.chat.sidebar_views import SelectOption
 from localllm.web.pages.chat.views import ModelChoices, Sampling, SettingField
 from localllm.web.pages.frame.views import ErrorNotice, View
 
@@ -17,7 +17,7 @@ class SettingsForm(View):
     template: ClassVar[str] = "chat/_settings_form.html"
     system: str = ""
     fields: tuple[SettingField, ...] = ()
-    models: tuple[Choice, ...] = ()
+    models: tuple[SelectOption, ...] = ()
     is_open: bool = False
 
 

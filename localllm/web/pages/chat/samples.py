@@ -242,7 +242,7 @@ def around() -> list[views.View]:
         c.ChatListPage(
             (chat_row(note="Kernels"), chat_row(snippet=("a ", "paged", " b"))),
             projects=project_choices(),
-            ages=(c.Choice("30", "30 days (2 chats)"),),
+            ages=(c.SelectOption("30", "30 days (2 chats)"),),
             newer_url="/chats",
             older_url="/chats?page=3",
         ),
@@ -306,7 +306,7 @@ def chat_row(
 
 def library() -> list[views.View]:
     """Return samples of prompts, projects and the list behind Ctrl K."""
-    models = (c.Choice("", "The one that is chosen in the chat", True), c.Choice("demo", "demo"))
+    models = (c.SelectOption("", "The one that is chosen in the chat", True), c.SelectOption("demo", "demo"))
     form = p.SettingsForm("Be brief.", sampling().fields, models, True)
     wrong = views.ErrorNotice("The prompt has no name.", "", "Type one first.")
     translate = p.PromptRow("Translate", "/prompts/1", "Translate into {{language}}: …", asks=True)
@@ -338,8 +338,8 @@ def library() -> list[views.View]:
     ]
 
 
-def project_choices() -> tuple[c.Choice, ...]:
-    return c.Choice("", "No project"), c.Choice("p", "Kernels", True)
+def project_choices() -> tuple[c.SelectOption, ...]:
+    return c.SelectOption("", "No project"), c.SelectOption("p", "Kernels", True)
 
 
 def chat_list() -> c.ChatList:

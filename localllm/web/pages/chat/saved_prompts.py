@@ -30,14 +30,14 @@ class NotPrompts(RequestError):
     code = "not_prompts"
 
 
-class _Item(msgspec.Struct):
+class _PromptItem(msgspec.Struct):
     name: str
     text: str = ""
     settings: dict[str, str] = {}
 
 
-class _File(msgspec.Struct):
-    prompts: list[_Item]
+class _PromptFile(msgspec.Struct):
+    prompts: list[_PromptItem]
     format: str = FORMAT
     version: int = VERSION
 
@@ -80,14 +80,14 @@ def checked(name: str, text: str, settings: Mapping[str, str]) -> SavedPrompt:
 
 def as_file(prompts: Sequence[SavedPrompt]) -> bytes:
     """Return prompts as a file that can be imported."""
-    items = [_Item(each.name, each.text, dict(each.settings)) for each in prompts]
-    return msgspec.json.format(msgspec.json.encode(_File(items)), indent=1)
+    items = [_PromptItem(each.name, each.text, dict(each.settings)) for each in prompts]
+    return msgspec.json.format(msgspec.json.encode(_PromptFile(items)), indent=1)
 
 
 def read(body: bytes) -> list[SavedPrompt]:
     """Parse a file of prompts. Raises `NotPrompts`, and the errors of a prompt's settings."""
     try:
-        file = msgspec.json.decode(body, type=_File)
+        file = msgspec.json.decode(body, type=_PromptFile)
     except (msgspec.DecodeError, RecursionError) as error:
         raise _refusal(f"{error}.") from error
     if file.format != FORMAT or file.version != VERSION:
@@ -99,7 +99,7 @@ def read(body: bytes) -> list[SavedPrompt]:
     return [checked(each.name, each.text, typed(_known(each), {})) for each in file.prompts]
 
 
-def _known(item: _Item) -> dict[str, str]:
+def _known(item: _PromptItem) -> dict[str, str]:
     odd = next((name for name in item.settings if name not in NAMES), None)
     if odd is not None:
         raise _refusal(f"The prompt {item.name[:40]!r} has the setting {odd[:40]!r}, which is unknown here.")

@@ -18,8 +18,8 @@ from localllm.web.pages.chat.sidebar_views import (
     ChatList,
     ChatListPage,
     ChatRow,
-    Choice,
     ManageChat,
+    SelectOption,
 )
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, FoundChat, Project
@@ -135,19 +135,19 @@ def _page_url(page: int, archived: bool) -> str:
     return f"/chats?{urlencode(query)}" if query else "/chats"
 
 
-async def _ages(state: ChatState, owner: str) -> tuple[Choice, ...]:
+async def _ages(state: ChatState, owner: str) -> tuple[SelectOption, ...]:
     found = []
     for days, text in AGES.items():
         count = await state.store.call(Chats.count_old, owner, time.time() - days * DAY_S)
         if count:
-            found.append(Choice(str(days), f"{text} ({count} {'chat' if count == 1 else 'chats'})"))
+            found.append(SelectOption(str(days), f"{text} ({count} {'chat' if count == 1 else 'chats'})"))
     return tuple(found)
 
 
-def choices(projects: Sequence[Project], chosen: str | None) -> tuple[Choice, ...]:
+def choices(projects: Sequence[Project], chosen: str | None) -> tuple[SelectOption, ...]:
     """Return the projects to choose from, after the choice of none; empty without projects."""
-    found = tuple(Choice(each.id, each.name, each.id == chosen) for each in projects)
-    return (Choice("", "No project", not chosen), *found) if found else ()
+    found = tuple(SelectOption(each.id, each.name, each.id == chosen) for each in projects)
+    return (SelectOption("", "No project", not chosen), *found) if found else ()
 
 
 async def manage_form(state: ChatState, owner: str, chat: Chat) -> ManageChat:

@@ -62,7 +62,7 @@ class ChatList(View):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SelectOption:
     """One entry of a select."""
 
     value: str
@@ -80,7 +80,7 @@ class ManageChat(View):
     pinned: bool
     archived: bool = False
     time: str = ""  # of its last change
-    projects: tuple[Choice, ...] = ()  # empty: there are none
+    projects: tuple[SelectOption, ...] = ()  # empty: there are none
     sums: ChatTotals | None = None
     error: ErrorNotice | None = None
 
@@ -118,8 +118,8 @@ class ChatListPage(View):
     rows: tuple[ChatRow, ...] = ()
     query: str = ""
     archived: bool = False
-    projects: tuple[Choice, ...] = ()
-    ages: tuple[Choice, ...] = ()  # days -> how many chats have not changed for so long; empty: none is old
+    projects: tuple[SelectOption, ...] = ()
+    ages: tuple[SelectOption, ...] = ()  # days -> how many chats have not changed for so long; empty: none is old
     newer_url: str = ""
     older_url: str = ""
     error: ErrorNotice | None = None
