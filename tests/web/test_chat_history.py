@@ -61,15 +61,9 @@ class HistoryWalk(RuleBasedStateMachine):
         form = {turns.FULL: turns.LEAVE_OUT} if leaves_out else {}
         messages = self.run(history(self.state, chat, parent))
         try:
-            fit = turns._fit(self.state, "", chat, messages, new, self.settings, claim, form)
-            read = self.run(fit)
+            read = self.run(turns._fit(self.state, "", chat, messages, new, self.settings, claim, form))
         except ChatFull as full:
-            refused = full
-        else:
-            refused = None
-        if refused is not None:
-            assert not (leaves_out and refused.can_leave_out)
-            assert refused.used_tokens > refused.context_tokens
+            self.check_refusal(full, leaves_out)
             return
         self.check(read, claim.prompt.token_ids)
         if new is not None:
@@ -77,6 +71,10 @@ class HistoryWalk(RuleBasedStateMachine):
             parent = self.run(self.store.call(Chats.add, self.chat_id, parent, "user", new.text, new.details)).id
         text, details = self.answer(outcome)
         self.run(self.store.call(Chats.add, self.chat_id, parent, "assistant", text, details))
+
+    def check_refusal(self, full: ChatFull, leaves_out: bool) -> None:
+        assert not (leaves_out and full.can_leave_out)
+        assert full.used_tokens > full.context_tokens
 
     def check(self, read: list[dict[str, Any]], token_ids: list[int]) -> None:
         assert len(token_ids) + reply_room(CONTEXT, None) <= CONTEXT

@@ -148,7 +148,7 @@ class StoreWalk(RuleBasedStateMachine):
         assert re.sub(r" \(\d+\)$", "", copy.title) == re.sub(r" \(\d+\)$", "", plain.title)
         made = self.plain[copy.id] = PlainChat("me", copy.title)
         made.messages = {m.id: (m.parent_id, m.text) for m in after.messages}
-        made.leaf = copy.leaf
+        made.leaf, made.project = copy.leaf, self.project_of(plain)
         return copy.id
 
     @rule(message=messages, text=texts)
@@ -418,6 +418,23 @@ def test_a_window_of_a_long_branch_says_what_is_outside() -> None:
     db.close()
 
 
+def test_a_fork_keeps_what_was_left_out_and_the_project() -> None:
+    with closing(open_database(None)[0]) as db:
+        chats = Chats(db)
+        project = chats.add_project("me", "Kernels")
+        chat = chats.create("me", "Blocks", {}, project.id)
+        parent, ids = None, []
+        for number in range(6):
+            parent = chats.add(chat.id, parent, "user" if number % 2 == 0 else "assistant", str(number)).id
+            ids.append(parent)
+        chats.leave_out("me", chat.id, ids[1])
+        copy = chats.fork("me", chat.id, ids[3])
+        assert (copy.project_id, chats.branch(copy.id, copy.leaf).num_left_out) == (project.id, 2)
+        chats.bring_back("me", copy.id)
+        assert chats.branch(chat.id, ids[3]).num_left_out == 2
+        assert [chats.fork("me", copy.id, copy.leaf or "").title for _ in range(2)] == ["Blocks (3)", "Blocks (4)"]
+
+
 def test_what_is_kept_survives_and_an_unfinished_reply_was_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "localllm" / "chats.db"
     chat_id = on(path, _new_chat)
@@ -574,6 +591,27 @@ def test_older_file_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(database, "MIGRATIONS", (*MIGRATIONS, later))
     assert on(path, _titles) == (["kept!"], "")
     assert on(path, _titles) == (["kept!"], "")  # once
+
+
+def test_consents_are_an_owners_own_and_are_wiped_with_the_chats(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    with sqlite3.connect(path) as db:  # of the version before consents
+        for script in MIGRATIONS[: next(at for at, each in enumerate(MIGRATIONS) if "tool_consent" in each)]:
+            db.executescript(script)
+        db.execute(f"PRAGMA user_version = {next(at for at, each in enumerate(MIGRATIONS) if 'tool_consent' in each)}")
+    db.close()
+
+    async def look(store: ChatStore) -> list[list[tuple[str, str, str]]]:
+        for owner, choice in (("alice", "never"), ("alice", "always"), ("bob", "never")):
+            await store.call(Chats.set_consent, owner, "files", "read", f"digest of {choice}", choice)
+        found = [await store.call(Chats.consents, owner) for owner in ("alice", "bob", "eve")]
+        await store.call(Chats.revoke_consent, "bob", "files", "write")
+        await store.call(Chats.wipe, "alice")
+        found += [await store.call(Chats.consents, owner) for owner in ("alice", "bob")]
+        return [[(each.tool, each.digest, each.choice) for each in rows] for rows in found]
+
+    always, never = ("read", "digest of always", "always"), ("read", "digest of never", "never")
+    assert on(path, look) == [[always], [never], [], [], [never]]
 
 
 def test_chats_of_the_first_version_stay(tmp_path: Path) -> None:

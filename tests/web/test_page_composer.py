@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.errors import DoesNotFit
+from localllm.errors import DoesNotFit, StepFailed
+from localllm.web.pages.chat import claims
 from localllm.web.pages.chat.composer_views import ContextMeter
 from localllm.web.pages.frame.render import render
 from tests.text.templates import CHATML
@@ -171,6 +172,12 @@ def test_beginning_of_a_file_is_attached_that_just_fits(served: Pages, browser: 
     prompt = said(served)
     assert body[:1000] in prompt
     assert CONTEXT - ROOM - 40 < len(prompt) <= CONTEXT - ROOM
+    tray = browser.post("/chats/attach", files={"file": ("n.txt", body.encode())}, headers=SCRIPTED).text
+    form["attachment"] = re.findall(r'name="attachment" value="([^"]+)"', tray)[0]
+    plain = browser.post("/chats/attach/first", data=form)
+    assert (plain.status_code, "sum it up</textarea>" in plain.text) == (200, True)
+    assert re.search(r'name="attachment" value="([^"]+)"', plain.text)
+    assert "refusal" not in plain.text
     plain = browser.post("/chats/attach/first", data={**form, "attachment": shorter[1]})
     assert (plain.status_code, "no longer on the server" in plain.text) == (400, True)
 
@@ -178,13 +185,36 @@ def test_beginning_of_a_file_is_attached_that_just_fits(served: Pages, browser: 
 def test_failed_turn_is_dimmed_and_says_that_it_is_not_sent(served: Pages, browser: httpx.Client) -> None:
     _, page = start_chat(browser, "fail now")
     assert "message--failed" not in page  # it failed behind its first words, which the model reads
-    model = served.model.client
-    model.reply, before = "", model.reply
-    try:
-        _, page = start_chat(browser, "first")
-        assert "Not sent to the model" not in page  # empty is not failed
-    finally:
-        model.reply = before
+    served.model.client.failure = StepFailed("The step failed.", "The runner raised.", "Send it again.")
+    chat, page = start_chat(browser, "lost")
+    served.model.client.failure = None
+    assert page.count("message--failed") == page.count("Not sent to the model") == 1
+    assert page.index("The step failed.") < page.index("Not sent to the model")
+    browser.post("/chat", data={"message": "next", "conversation": chat[3:]})
+    assert said(served) == "user: next"
+
+
+def test_model_that_loads_first_counts_in_the_reply_and_the_meter_stays(
+    served: Pages, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, come, acquire = full_chat(browser), asyncio.Event(), served.live.manager.acquire
+
+    async def acquire_later(name: str | None = None) -> Any:
+        await come.wait()
+        return await acquire(name)
+
+    monkeypatch.setattr(claims, "MODEL_WAIT_S", 0.01)
+    monkeypatch.setattr(served.live.manager, "acquire", acquire_later)
+    turn = browser.post("/chat", data={"message": LONG, "conversation": chat}, headers=SCRIPTED)
+    come._loop.call_soon_threadsafe(come.set)  # type: ignore[attr-defined]
+    told = listen(browser, stream_url(turn.text))
+    for shown in (told, browser.get(f"/c/{chat}").text):
+        assert "This chat is full: " in shown
+        assert "context--full" in shown
+        assert "Not sent to the model" in shown
+    monkeypatch.undo()
+    question = message_urls(browser.get(f"/c/{chat}").text)[2]
+    assert "Leave out the oldest messages" in browser.post(f"{question}/regenerate", headers=SCRIPTED).text
 
 
 def test_typed_text_waits_in_the_new_chat_while_the_summary_is_written(served: Pages, browser: httpx.Client) -> None:
@@ -325,13 +355,16 @@ def test_picked_model_loads_with_its_progress_in_place_of_send(
     for name, answer in picked.items():
         assert f"Loading {name}" in answer
         assert "data-send" not in answer
+    counted = browser.post("/chats/count", data={"model": "demo", "message": "typed meanwhile"}, headers=SCRIPTED)
+    assert "Loading demo" in counted.text
     come._loop.call_soon_threadsafe(come.set)  # type: ignore[attr-defined]
     told = {name: listen(browser, html.unescape(stream_url(answer))) for name, answer in picked.items()}
     assert all("data-send" in each for each in told.values())
     assert "9 GiB needed." in told["broken"]
     assert "notice" not in told["demo"]
     wait_until(lambda: all(entry.num_leases == 0 for entry in manager.entries))
-    assert "data-send" in listen(browser, "/live/chat/model?model=never-picked")  # nothing is loaded by a look
+    looked = listen(browser, "/live/chat/model?model=never-picked")
+    assert ("data-send" in looked, "notice" in looked) == (True, False)  # nothing is loaded by a look
 
 
 def test_thinking_and_a_schema_reach_the_model(tmp_path: Path) -> None:

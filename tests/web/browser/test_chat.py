@@ -101,8 +101,8 @@ def test_dialog_renames_and_deletes_with_undo(open_page: Open) -> None:
     page.wait_for_selector(".head__title:text('A better name')")
     until(page, "!document.querySelector('#manage').open")
     assert page.locator("#chat-list [aria-current]").inner_text() == "A better name"
-    page.locator(".message--assistant").hover()
-    page.click(".message--assistant .action--delete")
+    page.click(".message--assistant [aria-label=More]")
+    page.click(".more:popover-open .action--delete")
     until(page, "document.querySelectorAll('.message').length === 1")
     page.click(".undo__button")
     until(page, "document.querySelectorAll('.message').length === 2")
@@ -200,6 +200,7 @@ def test_without_scripts_everything_is_a_page(open_page: Open) -> None:
     page.keyboard.press("Enter")
     page.locator(".panel a:has-text('Without scripts')").first.wait_for()
     page.click(".panel a:has-text('Without scripts')")
-    page.click(".message--assistant .action--delete", force=True)
+    page.click(".message--assistant [aria-label=More]")
+    page.click(".message--assistant .action--delete")
     page.click(".undo__button")
     assert page.locator(".message--assistant").count() == 1

@@ -83,7 +83,7 @@ def test_from_the_empty_page_to_an_answer_of_a_downloaded_model(open_page: Calla
     assert page.get_by_role("combobox", name="Model").input_value() == "tiny"
     message = page.get_by_role("textbox", name="Message")
     assert message.input_value() == "Once upon a time", "the draft is still there"
-    page.locator("#sampling summary").click()
+    page.locator("#sampling > summary").click()
     page.locator("[name=max_tokens]").fill("8")
     page.keyboard.press("Escape")
     message.press("Enter")

@@ -43,7 +43,7 @@ def test_message_is_answered_in_text_that_grows_and_ends_rendered(
     assert reply.locator(".code .k").first.inner_text() == "def"
     assert reply.locator("table td.align-right").count() == 2
     assert re.search(
-        r"TTFT \d+ ms\s.*tok/s\s.* in .* out\s.*finished", reply.locator(".figures").inner_text(), re.DOTALL
+        r"[\d.]+ s to first word · [\d.,]+ tok/s · [\d,]+ tokens", reply.locator(".figures").inner_text(), re.DOTALL
     )
     assert re.fullmatch(r"Reply finished, \d+ tokens", page.locator("#chat-status").inner_text())
     assert page.input_value("#composer-message") == ""
@@ -102,7 +102,7 @@ def test_settings_apply_and_close_with_escape(open_page: Callable[..., Page], mo
     assert page.evaluate("document.activeElement.ariaLabel") == "Model behaviour"
     page.click("text=Explain in simple words why the sky is blue")
     page.wait_for_selector(".figures")
-    assert "5 out" in reply_text(page)
+    assert "5 tokens" in reply_text(page)
     asked = "".join(map(chr, model.client.asked[-1].prompt_token_ids))
     assert asked == "system: Answer in French.\nuser: Explain in simple words why the sky is blue"
     assert page.locator("#empty-chat").count() == 0

@@ -68,7 +68,7 @@
       if (find("#composer-fit > *") || find("#attachments .file") || text.value.length * 3 > free) htmx.trigger(text, "count");
     };
     document.addEventListener("htmx:after:swap", (event) => {
-      if (event.detail.ctx?.sourceElement?.matches?.("#composer-file, .file__remove, [formaction='/chats/attach/first']")) count();
+      if (event.detail.ctx?.sourceElement?.matches?.("#composer-file, .file__remove, #model, #composer-action, [formaction='/chats/attach/first']")) count();
     });
 
     // The text is cleared when it is sent. It returns if it is refused, and is sent again once an absent server answers.
@@ -78,7 +78,7 @@
       return from?.id === "composer" || (from?.name === "full" && from.formAction.endsWith("/chat"));
     };
     const say = (words) => {
-      const notice = Object.assign(document.createElement("p"), { className: "notice", textContent: words });
+      const notice = Object.assign(document.createElement("p"), { className: "notice", role: "alert", textContent: words });
       find("#composer-error").replaceChildren(...(words ? [notice] : []));
     };
     text.addEventListener("input", () => {
@@ -89,6 +89,7 @@
     });
     document.addEventListener("htmx:before:request", (event) => {
       if (!isSend(event)) return;
+      htmx.trigger(text, "htmx:abort"); // of a count
       [draft, sent, text.value, following] = [draftOf(), text.value, "", true];
     });
     document.addEventListener("htmx:after:request", (event) => {

@@ -12,13 +12,13 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
-from localllm.errors import InvalidParameter
+from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.claims import claim_later, claimed, reply_of, start
 from localllm.web.pages.chat.history import history
 from localllm.web.pages.chat.live_reply import Reply
 from localllm.web.pages.chat.long_files import with_passages
-from localllm.web.pages.chat.prompts import prompt_of
+from localllm.web.pages.chat.prompts import ChatFull, prompt_of
 from localllm.web.pages.chat.settings import typed
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
@@ -36,6 +36,15 @@ async def answer_with(
     """Answer a message with the form's `model`, and beside it with its `beside` if that is set. The chat keeps its own
     model. Raises `RequestError`, `ChatsUnavailable`.
     """
+    try:
+        return await _answer_with(state, owner, chat, message, form)
+    except ChatFull as full:  # its ways on would answer with the chat's own model
+        raise ContextTooLong(full.what, full.why, full.hint) from full
+
+
+async def _answer_with(
+    state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]
+) -> Turn:
     names = [name for name in (form.get("model", "").strip(), form.get("beside", "").strip()) if name]
     entries = [await state.pages.manager.register.look_up(name) for name in names]
     if len(names) < 2:

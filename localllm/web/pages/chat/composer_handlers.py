@@ -63,7 +63,7 @@ async def count_message(request: Request[Any, Any, Any]) -> Response[Any]:
         full = error
     except LocalLLMError:
         pass
-    action = message_presenters.composer_action(state.replies, chat.id) if chat is not None else ComposerAction()
+    action = _load_action(state, form.get("model", ""), chat) or _action(state, chat)
     return html(composer_presenters.fit_update(full, chat, files, action))
 
 
@@ -176,11 +176,21 @@ async def pick_model(request: Request[Any, Any, Any]) -> Response[Any]:
     await asyncio.wait({task}, timeout=LOOK_S)
     if task.done():
         return html(await _picked(state, owner, chat, dict(form), _error_of(task)), cookies=model_cookie(form))
-    entry = entry_for(state, {"model": name})
-    progress = LoadProgress(entry.name if entry is not None else name)
-    query = urlencode({"model": name, "chat": chat.id if chat is not None else ""})
-    action = ComposerAction(load=progress, load_url=f"/live/chat/model?{query}")
+    action = _load_action(state, name, chat) or _action(state, chat)
     return html(ModelPicked(action), cookies=model_cookie(form))
+
+
+def _load_action(state: ChatState, name: str, chat: Chat | None) -> ComposerAction | None:
+    """Return the progress of a load that a pick of this model started; None: no such load runs."""
+    task = state.picker.running(name)
+    if task is None or task.done():
+        return None
+    query = urlencode({"model": name, "chat": chat.id if chat is not None else ""})
+    return ComposerAction(load=_progress(state, name), load_url=f"/live/chat/model?{query}")
+
+
+def _action(state: ChatState, chat: Chat | None) -> ComposerAction:
+    return message_presenters.composer_action(state.replies, chat.id) if chat is not None else ComposerAction()
 
 
 @get("/live/chat/model")
@@ -222,9 +232,8 @@ async def _picked(
     state: ChatState, owner: str, chat: Chat | None, form: dict[str, str], error: LocalLLMError | None
 ) -> ModelPicked:
     settings = {name: form[name] for name in ("model", "thinking") if form.get(name)}
-    action = message_presenters.composer_action(state.replies, chat.id) if chat is not None else ComposerAction()
     return ModelPicked(
-        action,
+        _action(state, chat),
         thinking=composer_presenters.thinking_choice(state, settings),
         models=await state.picker.choices(settings),
         error=notice(error) if error is not None else None,

@@ -71,7 +71,7 @@ def fit_update(
         return FitUpdate(action, clears_error=sent)
     shown = refusal(full, "/chat", chat, files)
     meter = ContextMeter(full.used_tokens, full.context_tokens)
-    if action.stop_url is None:
+    if action.stop_url is None and action.load is None:
         action = ComposerAction(over_tokens=full.over_tokens)
     return FitUpdate(action, shown, meter, sent)
 

@@ -163,7 +163,8 @@ async def _answered(request: Request[Any, Any, Any], ask: Ask) -> Response[Any]:
             raise
         return await refused_in_place(request, form, error)
     if not is_scripted(request):
-        await until_written(request, turn.writing)
+        for writing in chat_state(request).replies.unfinished(chat.id):
+            await until_written(request, writing)
     return await _updated_page(request, chat, "Generating", f"#m-{turn.writing.message.id}")
 
 

@@ -17,6 +17,7 @@ from localllm.errors import InvalidParameter
 from localllm.serving.entry import ModelEntry
 from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import presenters
+from localllm.web.pages.chat.handlers import model_cookie
 from localllm.web.pages.chat.offer_presenters import announcement, card_for
 from localllm.web.pages.chat.offer_views import Announcement
 from localllm.web.pages.chat.state import chat_state
@@ -47,9 +48,10 @@ async def change_offer(request: Request[Any, Any, Any]) -> Response[Any]:
         await offers.stop(name)
     else:
         await offers.discard(name)
+    cookies = model_cookie({"model": name}) if verb == "start" else []
     if is_scripted(request):
-        return html(card_for(request, offer, await offers.status(name)))
-    return Redirect(own_path(urlsplit(request.headers.get("referer", "")).path), status_code=303)
+        return html(card_for(request, offer, await offers.status(name)), cookies=cookies)
+    return Redirect(own_path(urlsplit(request.headers.get("referer", "")).path), status_code=303, cookies=cookies)
 
 
 @get("/live/chat")

@@ -10,6 +10,7 @@ from localllm.web.pages.chat import project_views as j
 from localllm.web.pages.chat import prompt_views as p
 from localllm.web.pages.chat import shared_views as sh
 from localllm.web.pages.chat import sidebar_views as c
+from localllm.web.pages.chat import tool_samples
 from localllm.web.pages.chat import views as v
 from localllm.web.pages.chat.markdown import code_block, render_markdown
 from localllm.web.pages.chat.store.records import ChatTotals
@@ -57,13 +58,6 @@ def samples(shell: views.Shell) -> list[views.View]:
         "sample-11", "assistant", model="demo", thinking=thought("sample-11", thinks=True),
         open=v.OpenBlock("sample-11"),
     )  # fmt: skip
-    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
-    unsent = v.ChatMessage(
-        "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
-    )
-    summary = v.ChatMessage(
-        "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
-    )
     with_file = v.ChatMessage(
         "sample-12", "user", "What does it do?", files=(m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"),)
     )
@@ -72,8 +66,8 @@ def samples(shell: views.Shell) -> list[views.View]:
     full = v.MessageList((user, reply, writing), "/c/sample?before=1", 460, "/c/sample")
     return [
         user,
-        *(called, answered, thinks, with_file, searched, unsent, summary),
-        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
+        *(called, answered, thinks, with_file, searched),
+        *not_read(user),
         *inside(),
         writing,
         reply,
@@ -115,6 +109,21 @@ def samples(shell: views.Shell) -> list[views.View]:
     ]
 
 
+def not_read(user: v.ChatMessage) -> list[views.View]:
+    """Return samples of messages that the model does not read, or reads in another place."""
+    left_out = v.ChatMessage("sample-14", "user", "Long ago", is_left_out=True)
+    unsent = v.ChatMessage(
+        "sample-15", "assistant", model="demo", error=views.ErrorNotice("This chat is full."), has_failed=True
+    )
+    summary = v.ChatMessage(
+        "sample-16", "assistant", html="<p>A summary.</p>", model="demo", origin=w.SummaryOrigin("Blocks", "/c/sample")
+    )
+    return [
+        *(unsent, summary),
+        v.MessageList((left_out, user), last_left_out="sample-14", bring_back_url="/c/sample/bring-back"),
+    ]
+
+
 def progress() -> list[views.View]:
     """Return samples of the live updates of a reply."""
     return [
@@ -153,7 +162,7 @@ def call() -> m.ToolCallCard:
 
 
 def form() -> m.ResultForm:
-    return m.ResultForm("/c/sample/m/sample-9", "sample-9", ("get_weather",))
+    return m.ResultForm("/c/sample/m/sample-9", "sample-9", ((0, "get_weather"),))
 
 
 def result() -> m.ToolResult:
@@ -223,6 +232,7 @@ def around() -> list[views.View]:
     """Return samples of the views beside the messages."""
     locked = views.ErrorNotice("The chats are locked by another program.", "chats.db: database is locked.", "Close it.")
     return [
+        *tool_samples.samples(),
         head(),
         *(w.ContextMeter(1522, 4096), w.ContextMeter(2173, 2048), w.ContextMeter()),
         chat_list(),

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from localllm.web.pages.chat.markdown_stream import cached_html
 from localllm.web.pages.chat.mathml import with_mathml
 from localllm.web.pages.chat.message_views import ToolResult
-from localllm.web.pages.chat.part_presenters import file_chips, results, sources
+from localllm.web.pages.chat.part_presenters import file_chips, sources
 from localllm.web.pages.chat.shared_views import SharedChat, SharedMessage
 from localllm.web.pages.chat.store import Chat, StoredMessage
 from localllm.web.pages.chat.template_messages import calls_of
+from localllm.web.pages.chat.tool_presenters import results
 from localllm.web.pages.chat.user_text import user_html
 from localllm.web.pages.frame.render import render
 

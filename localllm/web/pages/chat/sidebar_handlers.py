@@ -16,7 +16,7 @@ from litestar.response import Redirect, Response
 from localllm.errors import InvalidParameter
 from localllm.web.access.caller import owner_of
 from localllm.web.errors import MissingParameter
-from localllm.web.pages.chat import message_presenters, presenters
+from localllm.web.pages.chat import message_presenters, presenters, tool_presenters
 from localllm.web.pages.chat.handlers import MAX_BODY_BYTES, requested_chat, undo_of
 from localllm.web.pages.chat.projects import named_project
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
@@ -184,6 +184,7 @@ async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
     names = tuple(await state.store.call(Chats.presets, owner))
     model = {"model": form["model"]} if form.get("model") else {}
     drawer = message_presenters.sampling(presenters.card_of(state, model), settings, names, preset=name, is_open=True)
+    drawer = replace(drawer, tool_servers=tool_presenters.tool_servers(state, owner, settings))
     return html(drawer) if is_scripted(request) else html(await _page_with(request, form, drawer))
 
 

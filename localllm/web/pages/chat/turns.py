@@ -72,7 +72,7 @@ async def edit(state: ChatState, owner: str, chat: Chat, message: StoredMessage,
 async def send_results(
     state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]
 ) -> Turn:
-    """Answer the results of a reply's tool calls: the model continues with them."""
+    """Answer the results of a reply's tool calls, typed or from a server: the model continues with them."""
     results = results_of(state.replies.current(message), form)
     text = "\n\n".join(f"{each['name']}: {each['text']}" for each in results)
     new = StoredMessage("", None, "user", text, {"results": results})
@@ -181,8 +181,9 @@ async def _fit(
     last, system = [new] if new is not None else [], settings.get("system", "")
     read = messages_of(system, [*messages, *last])
     served = claim.served
-    if served is None:
+    if served is None or claim.waits_for_tools:
         return read
+    settings = (await claim.tools_for(served, settings)).in_settings(settings)
     try:
         claim.prompt = await prompt_of(served, read, settings, goes_on=goes_on)
         return read
