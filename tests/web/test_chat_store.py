@@ -721,6 +721,22 @@ def test_prompts_have_one_name_each_and_imported_ones_get_a_number() -> None:
         assert len(store.prompts("me")) == 4
 
 
+def test_presets_are_the_prompts_with_settings() -> None:
+    with closing(open_database(None)[0]) as db:
+        store = Chats(db)
+        store.save_preset("me", "Exact", {"temperature": "0"})
+        store.add_prompt("me", "Review", "Look at {{code}}", {})
+        assert store.presets("me") == {"Exact": {"temperature": "0"}}
+        store.save_preset("me", "Review", {"system": "Be strict."})
+        assert store.presets("me").keys() == {"Exact", "Review"}
+        for name in ("Exact", "Review"):
+            store.remove_preset("me", name)
+        assert [(each.name, each.text) for each in store.prompts("me")] == [("Review", "Look at {{code}}")]
+        assert store.presets("me") == {}
+        with pytest.raises(PromptNotFound):
+            store.remove_preset("me", "Exact")
+
+
 def test_the_newest_chats_of_each_project_are_listed_and_its_files_go_with_it() -> None:
     with closing(open_database(None)[0]) as db:
         store = Chats(db)
@@ -729,6 +745,9 @@ def test_the_newest_chats_of_each_project_are_listed_and_its_files_go_with_it() 
             store.create("me", str(number), {}, (one.id, two.id)[number % 2])
         with pytest.raises(ProjectNotFound):
             store.create("you", "not mine", {}, one.id)
+        pinned = store.create("me", "pinned", {}, one.id).id
+        store.pin("me", pinned, True)
+        assert [chat.id for chat in store.outside_projects("me", 9)] == [pinned]
         assert [chat.title for chat in store.in_projects("me", 2)] == ["11", "10", "9", "8"]
         store.add_file("me", one.id, "a.txt", "old")
         store.add_file("me", one.id, "b.txt", "b")
@@ -744,6 +763,7 @@ def test_the_newest_chats_of_each_project_are_listed_and_its_files_go_with_it() 
         store.purge(time.time() + 1)
         assert db.execute("SELECT count(*) FROM project_file").fetchone() == (0,)
         assert {chat.project_name for chat in store.latest("me", 100)} == {"two"}
+        assert store.outside_projects("me", 9) == []
 
 
 def test_old_chats_are_those_that_have_not_changed_and_are_not_pinned() -> None:
