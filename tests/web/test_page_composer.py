@@ -103,6 +103,21 @@ def test_oldest_messages_are_left_out_and_brought_back(served: Pages, browser: h
     assert "This chat is full" in refused.text
 
 
+def test_no_more_is_left_out_than_makes_room_for_the_next_messages(served: Pages, browser: httpx.Client) -> None:
+    chat, _ = start_chat(browser, "first", max_tokens="10")
+    for text in ("second", "third", "fourth", "fifth"):
+        browser.post("/chat", data={"message": text, "conversation": chat[3:], "max_tokens": "10"})
+    form = {"message": LONG, "conversation": chat[3:], "max_tokens": ""}
+    assert browser.post("/chat", data=form).status_code == 400
+    browser.post("/chat", data={**form, "full": "leave-out"})
+    prompt = said(served)
+    kept = prompt.count("user: ")
+    assert 1 < kept < 6
+    assert len(prompt) <= 0.75 * CONTEXT
+    assert len(prompt) + len("user: fourth\nassistant: \n") + 200 > 0.75 * CONTEXT  # one turn more does not fit
+    assert prompt.startswith("user: ")
+
+
 def test_full_chat_is_told_where_a_message_is_edited_or_answered_again(served: Pages, browser: httpx.Client) -> None:
     chat, _ = start_chat(browser, "a" * 300)
     second = browser.post("/chat", data={"message": "short", "conversation": chat[3:]}).text
