@@ -145,7 +145,7 @@ class HistoryWalk(RuleBasedStateMachine):
 
 
 TestHistory = HistoryWalk.TestCase
-TestHistory.settings = hypothesis_settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestHistory.settings = hypothesis_settings(max_examples=20, stateful_step_count=20, deadline=None)
 
 
 def said_by(kind: str, message_id: str = "") -> StoredMessage:

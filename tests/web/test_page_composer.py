@@ -330,14 +330,17 @@ def test_meter_beyond_the_context_is_full() -> None:
 
 
 def test_model_is_picked_kept_by_its_chat_and_remembered(served: Pages, browser: httpx.Client) -> None:
-    other = StubModel(name="second")
+    other = StubModel(name="second", sampling_defaults={"temperature": 0.3})
     other.client.every_s, other.client.chars = 0.0, 40
     chat, _ = start_chat(browser, "to the first", model="demo")
     entry = served.live.manager.adopt(other)  # type: ignore[arg-type]
     try:
         assert re.search(r'<option value="demo" selected>demo · [\d.]+ MiB</option>', browser.get(chat).text)
-        picked = browser.post("/chats/model", data={"model": "second", "conversation": chat[3:]}, headers=SCRIPTED)
+        form = {"model": "second", "conversation": chat[3:], "system": "typed"}
+        picked = browser.post("/chats/model", data=form, headers=SCRIPTED)
         assert "data-send" in picked.text
+        assert 'title="If empty: 0.3, the model&#39;s generation_config"' in picked.text
+        assert "typed</textarea>" in picked.text
         assert '<option value="second" selected>' in picked.text
         assert '<option value="second" selected>' in browser.get(chat).text  # kept without a message
         assert '<option value="second" selected>' in browser.get("/").text  # and for the next chat

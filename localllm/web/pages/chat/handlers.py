@@ -28,6 +28,7 @@ from localllm.web.pages.chat.attachment_handlers import MAX_UPLOAD_BYTES, attach
 from localllm.web.pages.chat.attachments import Attachment
 from localllm.web.pages.chat.composer_views import Refusal, SettingRefused
 from localllm.web.pages.chat.prompts import ChatFull
+from localllm.web.pages.chat.settings import MAX_MODEL_CHARS
 from localllm.web.pages.chat.sidebar_views import ChatHead, Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
@@ -254,9 +255,10 @@ def _cookie(chat: Chat) -> Cookie:
 
 def model_cookie(settings: Mapping[str, str]) -> list[Cookie]:
     """Return the cookie that remembers the chosen model; none if there was no choice."""
-    name = settings.get("model")
-    value = quote(name, safe="") if name else ""
-    return [Cookie(key=presenters.MODEL_COOKIE, value=value, httponly=True, samesite="strict")] if name else []
+    name = settings.get("model", "")
+    if not 0 < len(name) <= MAX_MODEL_CHARS:
+        return []
+    return [Cookie(key=presenters.MODEL_COOKIE, value=quote(name, safe=""), httponly=True, samesite="strict")]
 
 
 async def page_with_error(
