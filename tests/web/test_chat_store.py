@@ -634,6 +634,23 @@ def test_chats_of_the_first_version_stay(tmp_path: Path) -> None:
     assert (message.text, message.details) == ("half", {"finish_reason": "interrupted"})
 
 
+def test_messages_are_left_out_of_a_chat_that_an_older_version_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    with sqlite3.connect(path) as db:
+        db.executescript(MIGRATIONS[0] + MIGRATIONS[1])
+        db.execute("INSERT INTO chat (id, owner, title, leaf, updated_s) VALUES ('c', '', 'kept', 'm', 1)")
+        db.execute("INSERT INTO message (id, chat_id, role, created_s, text) VALUES ('m', 'c', 'user', 1, 'why?')")
+        db.execute("PRAGMA user_version = 2")
+    db.close()
+
+    async def leave_out(store: ChatStore) -> tuple[int, int]:
+        before = (await store.call(Chats.branch, "c", "m")).num_left_out
+        await store.call(Chats.leave_out, "", "c", "m")
+        return before, (await store.call(Chats.branch, "c", "m")).num_left_out
+
+    assert on(path, leave_out) == (0, 1)
+
+
 def test_migration_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "chats.db"
     on(path, _new_chat)
@@ -721,6 +738,22 @@ def test_prompts_have_one_name_each_and_imported_ones_get_a_number() -> None:
         assert len(store.prompts("me")) == 4
 
 
+def test_presets_are_the_prompts_with_settings() -> None:
+    with closing(open_database(None)[0]) as db:
+        store = Chats(db)
+        store.save_preset("me", "Exact", {"temperature": "0"})
+        store.add_prompt("me", "Review", "Look at {{code}}", {})
+        assert store.presets("me") == {"Exact": {"temperature": "0"}}
+        store.save_preset("me", "Review", {"system": "Be strict."})
+        assert store.presets("me").keys() == {"Exact", "Review"}
+        for name in ("Exact", "Review"):
+            store.remove_preset("me", name)
+        assert [(each.name, each.text) for each in store.prompts("me")] == [("Review", "Look at {{code}}")]
+        assert store.presets("me") == {}
+        with pytest.raises(PromptNotFound):
+            store.remove_preset("me", "Exact")
+
+
 def test_the_newest_chats_of_each_project_are_listed_and_its_files_go_with_it() -> None:
     with closing(open_database(None)[0]) as db:
         store = Chats(db)
@@ -729,6 +762,9 @@ def test_the_newest_chats_of_each_project_are_listed_and_its_files_go_with_it() 
             store.create("me", str(number), {}, (one.id, two.id)[number % 2])
         with pytest.raises(ProjectNotFound):
             store.create("you", "not mine", {}, one.id)
+        pinned = store.create("me", "pinned", {}, one.id).id
+        store.pin("me", pinned, True)
+        assert [chat.id for chat in store.outside_projects("me", 9)] == [pinned]
         assert [chat.title for chat in store.in_projects("me", 2)] == ["11", "10", "9", "8"]
         store.add_file("me", one.id, "a.txt", "old")
         store.add_file("me", one.id, "b.txt", "b")
@@ -744,6 +780,7 @@ def test_the_newest_chats_of_each_project_are_listed_and_its_files_go_with_it() 
         store.purge(time.time() + 1)
         assert db.execute("SELECT count(*) FROM project_file").fetchone() == (0,)
         assert {chat.project_name for chat in store.latest("me", 100)} == {"two"}
+        assert store.outside_projects("me", 9) == []
 
 
 def test_old_chats_are_those_that_have_not_changed_and_are_not_pinned() -> None:

@@ -26,6 +26,7 @@ from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats
 from localllm.web.pages.chat.views import Sampling
 from localllm.web.pages.frame.forms import fields_of, is_scripted
+from localllm.web.pages.frame.live import closing
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 
@@ -74,7 +75,7 @@ async def pin_chat(request: Request[Any, Any, Any]) -> Response[Any]:
 async def written_title(request: Request[Any, Any, Any]) -> Response[Any]:
     """Wait for the title that the model writes, and show it. If there is none, nothing changes."""
     state, before = chat_state(request), await requested_chat(request)
-    await state.titles.wait(before.id)
+    await state.titles.wait(before.id, closing(request.app.state))
     chat = await requested_chat(request)
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}", status_code=303)
@@ -178,6 +179,7 @@ async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
         await state.store.call(Chats.save_preset, owner, name, settings)
     elif action == "remove":
         await state.store.call(Chats.remove_preset, owner, name)
+        state.replies.purge_later()
         name = ""
     else:
         raise InvalidParameter(f"Unknown action {action[:20]!r}.", hint="use, save or remove.", param="action")
