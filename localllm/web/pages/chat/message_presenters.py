@@ -27,7 +27,7 @@ from localllm.web.pages.chat.tool_presenters import call_cards, follows_calls, r
 from localllm.web.pages.chat.user_text import cached_user_html
 from localllm.web.pages.chat.views import (
     ChatMessage,
-    Comparison,
+    ComparedReplies,
     ComposerAction,
     EditForm,
     MessageActions,
@@ -57,7 +57,7 @@ async def message_list(
         ]
     )
     num_left_out = max(0, branch.num_left_out - branch.num_earlier)  # of these messages
-    views: list[ChatMessage | Comparison] = [
+    views: list[ChatMessage | ComparedReplies] = [
         replace(one_message(chat_id, message, replies.get(message.id), editing=editing), is_left_out=at < num_left_out)
         for at, message in enumerate(messages)
     ]
@@ -70,11 +70,11 @@ async def message_list(
     return MessageList(tuple(views), earlier, branch.num_earlier, later, last, bring_back)
 
 
-def _comparison(replies: ActiveReplies, chat_id: str, compared: Sequence[StoredMessage]) -> Comparison:
+def _comparison(replies: ActiveReplies, chat_id: str, compared: Sequence[StoredMessage]) -> ComparedReplies:
     """Return replies beside each other, in the order of their creation."""
     ordered = sorted(compared, key=lambda message: compared[0].versions.index(message.id))
     views = [one_message(chat_id, replies.current(message), replies.get(message.id)) for message in ordered]
-    return Comparison(tuple(views), tuple(f"/c/{chat_id}/m/{message.id}" for message in ordered))
+    return ComparedReplies(tuple(views), tuple(f"/c/{chat_id}/m/{message.id}" for message in ordered))
 
 
 def one_message(

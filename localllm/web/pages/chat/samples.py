@@ -172,7 +172,7 @@ def result() -> m.ToolResult:
 def ways(reply: v.ChatMessage, writing: v.ChatMessage) -> list[views.View]:
     """Return samples of what a message's menu opens, and of two replies to compare."""
     names = (v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))
-    compared = v.Comparison((reply, writing), ("/c/sample/m/2", "/c/sample/m/3"))
+    compared = v.ComparedReplies((reply, writing), ("/c/sample/m/2", "/c/sample/m/3"))
     refused = views.ErrorNotice("Choose two different models.", "Both are demo.")
     return [
         compared,

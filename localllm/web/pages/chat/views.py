@@ -105,7 +105,7 @@ class ChatMessage(View):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison(View):
+class ComparedReplies(View):
     """Replies of two models to one message, beside each other, until one is kept."""
 
     template: ClassVar[str] = "chat/_comparison.html"
@@ -256,7 +256,7 @@ class MessageList(View):
     """A range of a chat's messages, with links to earlier and later ones."""
 
     template: ClassVar[str] = "chat/_message_list.html"
-    messages: tuple[ChatMessage | Comparison, ...] = ()
+    messages: tuple[ChatMessage | ComparedReplies, ...] = ()
     earlier_url: str = ""
     num_earlier: int = 0
     later_url: str = ""
