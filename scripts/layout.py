@@ -28,6 +28,7 @@ ORDER = (
     "engine",
     "runner",
     "ranks",
+    "mcp",
     "serving", "llm",
     "tuning",
     "web/shape", "web/errors", "web/watchdog", "web/activity", "web/access", "web/api", "web/metrics", "web/tracing",

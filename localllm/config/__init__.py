@@ -3,7 +3,9 @@
 settings.py       the table of settings, and frozen values that know their source
 setting_spec.py   the description of one setting: parse, check and show a value
 lora_modules.py   the value of one setting: names and paths of adapters
+mcp_servers.py    servers of tools: the [mcp.servers.NAME] tables
 resolve.py        flags, environment and config file become values
 edit.py           change one line of config.toml
+mcp_edit.py       change one table of a server of tools
 unsupported.py    options of other servers, refused by name
 """

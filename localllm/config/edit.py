@@ -42,7 +42,7 @@ def planned(path: Path, name: str, asked: str | None) -> Change:
     if why := SETTINGS[name].by_hand:
         raise ConfigError(f"{name} cannot be set here.", why, param=name)
     line = "" if asked is None else f"{name} = {_toml(SETTINGS[name].kind, asked.strip())}"
-    text = _read(path)
+    text = read_text(path)
     old_line, new = _replaced(text, name, line)
     _check(path, text, new, name)
     return Change(path, name, line, old_line, new)
@@ -50,7 +50,7 @@ def planned(path: Path, name: str, asked: str | None) -> Change:
 
 def present_line(path: Path, name: str) -> str:
     """Return the line of the file that sets `name`; empty if no line does. Raises `ConfigError`."""
-    return _replaced(_read(path), name, "")[0]
+    return _replaced(read_text(path), name, "")[0]
 
 
 def write(change: Change) -> None:
@@ -64,7 +64,8 @@ def write(change: Change) -> None:
         raise ConfigError(f"Cannot write {change.path}.", f"{error.strerror or error}.") from error
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of the config file; empty if there is none. Raises `ConfigError`."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from localllm.config.mcp_servers import read_mcp_servers
 from localllm.config.setting_spec import SettingSpec
 from localllm.config.settings import SETTINGS, EngineConfig, ModelTable, PicksTable, ServerConfig, Settings, Source
 from localllm.errors import ConfigError
@@ -30,6 +31,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, 
     path = explicit_file or default_config_path(environ)
     in_file = dict(_read_file(path, must_exist=explicit_file is not None))
     tables, picks = in_file.pop("models", {}), in_file.pop("picks", None)
+    mcp = read_mcp_servers(in_file.pop("mcp", None), path)
     layers: list[tuple[Source, Mapping[str, Any]]] = [
         ("file", in_file),
         ("environment", _from_environment(environ)),
@@ -45,7 +47,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, 
             values[name], sources[name] = SETTINGS[name].parse(raw), source
     engine = EngineConfig(**{f.name: values[f.name] for f in fields(EngineConfig) if f.name in values})
     server = ServerConfig(**{f.name: values[f.name] for f in fields(ServerConfig) if f.name in values})
-    return Settings(engine, server, sources, _read_tables(tables, path), path, _read_picks(picks, path))
+    return Settings(engine, server, sources, _read_tables(tables, path), path, _read_picks(picks, path), mcp)
 
 
 def default_config_path(environ: Mapping[str, str] | None = None) -> Path:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from localllm.config.lora_modules import LoraModule, read_lora_modules
+from localllm.config.mcp_servers import McpServer
 from localllm.config.setting_spec import SettingSpec, setting
 from localllm.errors import ConfigError
 from localllm.units import parse_count
@@ -378,6 +379,7 @@ class Settings:
     models: Mapping[str, ModelTable] = field(default_factory=dict)
     file: Path | None = None  # path of the config file, even if it does not exist; None: none was searched
     picks: PicksTable | None = None  # None: localllm's own list
+    mcp: Mapping[str, McpServer] = field(default_factory=dict)  # servers of tools, by name
 
     def value(self, name: str) -> Any:
         return getattr(self.engine if hasattr(self.engine, name) else self.server, name)

@@ -148,7 +148,7 @@ class StoreWalk(RuleBasedStateMachine):
         assert re.sub(r" \(\d+\)$", "", copy.title) == re.sub(r" \(\d+\)$", "", plain.title)
         made = self.plain[copy.id] = PlainChat("me", copy.title)
         made.messages = {m.id: (m.parent_id, m.text) for m in after.messages}
-        made.leaf = copy.leaf
+        made.leaf, made.project = copy.leaf, self.project_of(plain)
         return copy.id
 
     @rule(message=messages, text=texts)
@@ -418,6 +418,23 @@ def test_a_window_of_a_long_branch_says_what_is_outside() -> None:
     db.close()
 
 
+def test_a_fork_keeps_what_was_left_out_and_the_project() -> None:
+    with closing(open_database(None)[0]) as db:
+        chats = Chats(db)
+        project = chats.add_project("me", "Kernels")
+        chat = chats.create("me", "Blocks", {}, project.id)
+        parent, ids = None, []
+        for number in range(6):
+            parent = chats.add(chat.id, parent, "user" if number % 2 == 0 else "assistant", str(number)).id
+            ids.append(parent)
+        chats.leave_out("me", chat.id, ids[1])
+        copy = chats.fork("me", chat.id, ids[3])
+        assert (copy.project_id, chats.branch(copy.id, copy.leaf).num_left_out) == (project.id, 2)
+        chats.bring_back("me", copy.id)
+        assert chats.branch(chat.id, ids[3]).num_left_out == 2
+        assert [chats.fork("me", copy.id, copy.leaf or "").title for _ in range(2)] == ["Blocks (3)", "Blocks (4)"]
+
+
 def test_what_is_kept_survives_and_an_unfinished_reply_was_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "localllm" / "chats.db"
     chat_id = on(path, _new_chat)
@@ -576,6 +593,27 @@ def test_older_file_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert on(path, _titles) == (["kept!"], "")  # once
 
 
+def test_consents_are_an_owners_own_and_are_wiped_with_the_chats(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    with sqlite3.connect(path) as db:  # of the version before consents
+        for script in MIGRATIONS[: next(at for at, each in enumerate(MIGRATIONS) if "tool_consent" in each)]:
+            db.executescript(script)
+        db.execute(f"PRAGMA user_version = {next(at for at, each in enumerate(MIGRATIONS) if 'tool_consent' in each)}")
+    db.close()
+
+    async def look(store: ChatStore) -> list[list[tuple[str, str, str]]]:
+        for owner, choice in (("alice", "never"), ("alice", "always"), ("bob", "never")):
+            await store.call(Chats.set_consent, owner, "files", "read", f"digest of {choice}", choice)
+        found = [await store.call(Chats.consents, owner) for owner in ("alice", "bob", "eve")]
+        await store.call(Chats.revoke_consent, "bob", "files", "write")
+        await store.call(Chats.wipe, "alice")
+        found += [await store.call(Chats.consents, owner) for owner in ("alice", "bob")]
+        return [[(each.tool, each.digest, each.choice) for each in rows] for rows in found]
+
+    always, never = ("read", "digest of always", "always"), ("read", "digest of never", "never")
+    assert on(path, look) == [[always], [never], [], [], [never]]
+
+
 def test_chats_of_the_first_version_stay(tmp_path: Path) -> None:
     path = tmp_path / "chats.db"
     with sqlite3.connect(path) as db:
@@ -594,6 +632,23 @@ def test_chats_of_the_first_version_stay(tmp_path: Path) -> None:
 
     message = on(path, look)
     assert (message.text, message.details) == ("half", {"finish_reason": "interrupted"})
+
+
+def test_messages_are_left_out_of_a_chat_that_an_older_version_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    with sqlite3.connect(path) as db:
+        db.executescript(MIGRATIONS[0] + MIGRATIONS[1])
+        db.execute("INSERT INTO chat (id, owner, title, leaf, updated_s) VALUES ('c', '', 'kept', 'm', 1)")
+        db.execute("INSERT INTO message (id, chat_id, role, created_s, text) VALUES ('m', 'c', 'user', 1, 'why?')")
+        db.execute("PRAGMA user_version = 2")
+    db.close()
+
+    async def leave_out(store: ChatStore) -> tuple[int, int]:
+        before = (await store.call(Chats.branch, "c", "m")).num_left_out
+        await store.call(Chats.leave_out, "", "c", "m")
+        return before, (await store.call(Chats.branch, "c", "m")).num_left_out
+
+    assert on(path, leave_out) == (0, 1)
 
 
 def test_migration_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -683,6 +738,22 @@ def test_prompts_have_one_name_each_and_imported_ones_get_a_number() -> None:
         assert len(store.prompts("me")) == 4
 
 
+def test_presets_are_the_prompts_with_settings() -> None:
+    with closing(open_database(None)[0]) as db:
+        store = Chats(db)
+        store.save_preset("me", "Exact", {"temperature": "0"})
+        store.add_prompt("me", "Review", "Look at {{code}}", {})
+        assert store.presets("me") == {"Exact": {"temperature": "0"}}
+        store.save_preset("me", "Review", {"system": "Be strict."})
+        assert store.presets("me").keys() == {"Exact", "Review"}
+        for name in ("Exact", "Review"):
+            store.remove_preset("me", name)
+        assert [(each.name, each.text) for each in store.prompts("me")] == [("Review", "Look at {{code}}")]
+        assert store.presets("me") == {}
+        with pytest.raises(PromptNotFound):
+            store.remove_preset("me", "Exact")
+
+
 def test_the_newest_chats_of_each_project_are_listed_and_its_files_go_with_it() -> None:
     with closing(open_database(None)[0]) as db:
         store = Chats(db)
@@ -691,6 +762,9 @@ def test_the_newest_chats_of_each_project_are_listed_and_its_files_go_with_it() 
             store.create("me", str(number), {}, (one.id, two.id)[number % 2])
         with pytest.raises(ProjectNotFound):
             store.create("you", "not mine", {}, one.id)
+        pinned = store.create("me", "pinned", {}, one.id).id
+        store.pin("me", pinned, True)
+        assert [chat.id for chat in store.outside_projects("me", 9)] == [pinned]
         assert [chat.title for chat in store.in_projects("me", 2)] == ["11", "10", "9", "8"]
         store.add_file("me", one.id, "a.txt", "old")
         store.add_file("me", one.id, "b.txt", "b")
@@ -706,6 +780,7 @@ def test_the_newest_chats_of_each_project_are_listed_and_its_files_go_with_it() 
         store.purge(time.time() + 1)
         assert db.execute("SELECT count(*) FROM project_file").fetchone() == (0,)
         assert {chat.project_name for chat in store.latest("me", 100)} == {"two"}
+        assert store.outside_projects("me", 9) == []
 
 
 def test_old_chats_are_those_that_have_not_changed_and_are_not_pinned() -> None:

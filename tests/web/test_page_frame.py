@@ -22,7 +22,7 @@ from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubModel, stub_plan
 
 BROWSER = {"accept": "text/html,*/*;q=0.8"}
-MENU = re.compile(r'<div class="more" id="more" popover>(.*?)<div class="rail__foot">', re.DOTALL)
+MENU = re.compile(r'<div class="nav__menu" id="nav-menu" popover>(.*?)<div class="rail__foot">', re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_each_page_is_in_the_bar_or_the_menu_and_marked_there(server: LiveServer
     assert urls == [each.entry.url for each in PAGES]
     assert re.findall(r'class="nav__link" href="([^"]+)"', menu) == urls[NUM_IN_BAR:]
     assert re.findall(r'href="([^"]+)" aria-current="page"', text)[:1] == [entry.url]
-    assert ('popovertarget="more" aria-current="true"' in text) == (entry.url in urls[NUM_IN_BAR:])
+    assert ('popovertarget="nav-menu" aria-current="true"' in text) == (entry.url in urls[NUM_IN_BAR:])
 
 
 def test_the_theme_has_one_word_everywhere(server: LiveServer) -> None:

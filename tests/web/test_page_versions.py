@@ -128,6 +128,8 @@ def test_a_reply_that_is_being_written_is_not_copied(served: Pages, browser: htt
     refused = browser.post(stream.replace("/stream", "/fork"), headers=SCRIPTED)
     assert (refused.status_code, "still being written" in refused.text) == (409, True)
     assert browser.post(f"{message_urls(page)[1]}/fork", headers=SCRIPTED).status_code == 200, "what was said before"
+    edited = browser.post(f"{message_urls(page)[1]}/edit", data={"message": "mine"}, headers=SCRIPTED)
+    assert (edited.status_code, "still being written" in edited.text) == (409, True)
     assert browser.post(f"{chat}/stop", headers=SCRIPTED).status_code == 204
     served.model.client.gate._loop.call_soon_threadsafe(served.model.client.gate.set)  # type: ignore[attr-defined]
     assert "Reply stopped" in listen(browser, stream)
@@ -224,7 +226,11 @@ def test_a_preview_belongs_to_the_chats_owner(tmp_path: Path, monkeypatch: pytes
             for action in ("fork", "answer"):
                 assert bob.post(f"{reply}/{action}", data={"model": "demo"}).status_code == 404
             assert [bob.get(f"{reply}/models").status_code, bob.get(f"{chat}/outline").status_code] == [404, 404]
+            model.client.gate = asyncio.Event()
+            (stream,) = streams(ann.post(f"{reply}/regenerate", headers=SCRIPTED).text)
             assert bob.post(f"{chat}/stop", headers=SCRIPTED).status_code == 404
+            _open(model.client.gate)
+            assert "Reply finished" in listen(ann, stream)
         assert server.get(path).status_code == 401
 
 
@@ -331,9 +337,8 @@ def test_keeping_one_reply_stops_the_other_and_lets_it_be_written_on(
     served.model.client.every_s = 0.01
     first, other = streams(compare(browser, reply, model="demo", beside="second").text)
     wait_until(lambda: bool(second.client.running and served.model.client.running))
-    _open(gate)
     kept = browser.post(other.replace("/stream", "/select"), headers=SCRIPTED)
-    served.model.client.every_s = 0.0
+    _open(gate)
     assert kept.status_code == 200
     assert "compare__one" not in kept.text
     assert "own words." in listen(browser, other)
@@ -352,38 +357,40 @@ def _open(gate: asyncio.Event) -> None:
     gate._loop.call_soon_threadsafe(gate.set)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("not_loaded", ["demo", "second"])
+@pytest.mark.parametrize("not_loaded", [["demo"], ["second"], ["demo", "second"]], ids="+".join)
 def test_a_model_that_has_to_be_loaded_answers_after_the_other(
-    served: Pages, browser: httpx.Client, second: StubModel, monkeypatch: pytest.MonkeyPatch, not_loaded: str
+    served: Pages, browser: httpx.Client, second: StubModel, monkeypatch: pytest.MonkeyPatch, not_loaded: list[str]
 ) -> None:
     manager = served.live.manager
     _, page = start_chat(browser, "question", model="demo")
     acquire, running_at_load = manager.acquire, []
 
     async def load(name: str | None = None) -> Any:
-        if name == not_loaded:
-            running_at_load.append([*served.model.client.running, *second.client.running])
-            entry_of(served, not_loaded).state = "ready"
+        if name in not_loaded:
+            running_at_load.append([name, *served.model.client.running, *second.client.running])
+            entry_of(served, name).state = "ready"
         return await acquire(name)
 
     monkeypatch.setattr(manager, "acquire", load)
-    entry_of(served, not_loaded).state = "unloaded"
+    for name in not_loaded:
+        entry_of(served, name).state = "unloaded"
+    later = not_loaded[-1]
     update = compare(browser, message_urls(page)[1], model="demo", beside="second").text
-    assert f"{not_loaded} has to be loaded: it answers after {'second' if not_loaded == 'demo' else 'demo'}." in update
+    assert f"{later} has to be loaded: it answers after {'second' if later == 'demo' else 'demo'}." in update
     told = [listen(browser, stream) for stream in streams(update)]
     assert ("watch the blocks" in told[0], "own words." in told[1]) == (True, True)
-    assert running_at_load == [[]]
+    assert running_at_load == [[name] for name in not_loaded], "each when no reply was being written"
 
     served.model.client.gate = second.client.gate = gate = asyncio.Event()
-    entry_of(served, not_loaded).state = "unloaded"
+    entry_of(served, later).state = "unloaded"
     update = compare(browser, message_urls(page)[1], model="demo", beside="second").text
-    waits = streams(update)[("demo", "second").index(not_loaded)]
+    waits = streams(update)[("demo", "second").index(later)]
     assert browser.post(waits.replace("/stream", "/stop"), headers=SCRIPTED).status_code == 204
     assert "Reply stopped" in listen(browser, waits)
     _open(gate)
     assert ["Reply finished" in listen(browser, stream) for stream in streams(update) if stream != waits] == [True]
-    assert running_at_load == [[]], "a model that is not waited for any more is not loaded"
-    entry_of(served, not_loaded).state = "ready"
+    assert [each[0] for each in running_at_load].count(later) == 1, "a stopped reply loads nothing"
+    entry_of(served, later).state = "ready"
     wait_until(lambda: all(entry.num_leases == 0 for entry in manager.entries))
 
 

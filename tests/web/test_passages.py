@@ -53,7 +53,7 @@ def test_the_own_parts_are_the_text_again_and_no_passage_is_too_large(text: str,
 @given(TEXTS)
 def test_no_passage_is_of_two_pages(text: str) -> None:
     for each in cut(text, paged=True):
-        assert PAGE not in each.text[each.overlap :].removesuffix(PAGE)
+        assert PAGE not in each.text.removesuffix(PAGE)
 
 
 def test_borders_are_those_of_paragraphs_then_sentences_then_words() -> None:
@@ -124,8 +124,11 @@ def test_what_fits_is_chosen_by_rank_and_given_in_the_order_of_the_file() -> Non
 
 
 def test_samples_are_spread() -> None:
-    assert spread(3, 5) == [0, 1, 2]
-    assert spread(100, 4) == [0, 25, 50, 75]
+    assert spread(3, 5) == [0, 2, 1]
+    assert spread(100, 4) == [0, 50, 25, 75]
+    assert spread(0, 4) == []
+    assert spread(100, 1) == [0]
+    assert sorted(spread(10, 99)) == list(range(10))
 
 
 def test_vectors_are_ranked_by_cosine_and_those_of_another_model_are_left_out() -> None:
@@ -294,6 +297,10 @@ def test_a_forked_chat_has_its_own_copy_of_the_files_on_its_branch(chats: Chats)
     (number,) = chats.matching(fork.id, [copied["file"]], "zinc", 5)
     assert chats.passages(fork.id, [number])[number].where == "p. 2"
     assert chats.sampled(fork.id, [copied["file"]], 9) == [number - 1, number], "the other branch's file is not copied"
+    other = chats.add_long_file(fork.id, "d.txt", False, cut("Word. " * 2_000))
+    first = chats.sampled(fork.id, [copied["file"], other], 6)
+    assert first[:4] == [number - 1, number + 1, number, first[3]], "each file has its turn"
+    assert first[3] > number + 4
 
 
 def test_chats_of_the_version_before_keep_their_messages(tmp_path: Path) -> None:

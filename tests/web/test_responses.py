@@ -533,6 +533,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"previous_response_id": 3}, "previous_response_id"),
     ({"tools": "f"}, "tools"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "mcp", "server_label": "a", "server_url": "http://x"}]}, "tools[0].type"),
     ({"tools": [{"name": "f"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
     ({"tools": [{"type": "function", "name": "f", "parameters": []}]}, "tools[0].parameters"),

@@ -46,12 +46,12 @@ def test_a_phone_reaches_each_page_in_two_taps_and_sees_where_it_is(open_page: C
         assert page.evaluate(inside), entry.title
     more.focus()
     page.keyboard.press("Enter")
-    page.locator("#more:popover-open").wait_for()
+    page.locator("#nav-menu:popover-open").wait_for()
     page.keyboard.press("Tab")
     assert page.evaluate(f"{FOCUS}.textContent.trim()") == "Tune"
     look(page)
     page.keyboard.press("Escape")
-    page.locator("#more").wait_for(state="hidden")
+    page.locator("#nav-menu").wait_for(state="hidden")
     assert page.evaluate(f"{FOCUS}.className").startswith("nav__link nav__more")
 
 

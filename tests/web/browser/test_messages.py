@@ -90,7 +90,7 @@ def test_a_file_is_chosen_shown_removed_and_a_long_paste_becomes_one(open_page: 
         """() => { const clipboardData = new DataTransfer(); clipboardData.setData('text/plain', 'word '.repeat(2000));
         document.querySelector('#composer-message').dispatchEvent(new ClipboardEvent('paste', { clipboardData })); }"""
     )
-    page.wait_for_selector(".attachments__sum--over")
+    page.wait_for_selector(".file__searched")
     assert small_targets(page) == []
     assert overflow(page) == 0
     page.get_by_role("button", name="Remove pasted.txt").click()

@@ -123,6 +123,7 @@ def test_the_palette_opens_everything_on_every_page(open_page: Open) -> None:
     page.wait_for_selector("#help[open]")
 
 
+@pytest.mark.slow
 def test_a_project_by_keyboard_and_chosen_chats(open_page: Open) -> None:
     page = open_page("/projects", bypass_csp=True)
     hand, keys = Keyboard(), page.keyboard
@@ -138,7 +139,7 @@ def test_a_project_by_keyboard_and_chosen_chats(open_page: Open) -> None:
         hand.press(page.get_by_role("button", name="Save", exact=True))
     check(page)
     hand.press(page.get_by_role("link", name="New chat in this project"))
-    page.wait_for_selector(".head__project:text('Kernels')")
+    page.wait_for_selector(".head__project[aria-label='Project Kernels']")
     assert page.input_value("#system") == "Be short."
     say(page, "inside")
     page.wait_for_selector("#chat-list .chats__project + .chats__list :text('inside')")
@@ -147,7 +148,7 @@ def test_a_project_by_keyboard_and_chosen_chats(open_page: Open) -> None:
     page.click(".head__more")
     page.select_option("#chat-project", label="Kernels")
     page.click("#manage >> text=Move")
-    page.wait_for_selector(".head__project:text('Kernels')")
+    page.wait_for_selector(".head__project[aria-label='Project Kernels']")
     hand.press(page.locator(".side__foot").get_by_role("link", name="All chats"))
     page.wait_for_selector("#selection")
     check(page)

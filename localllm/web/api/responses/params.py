@@ -82,6 +82,9 @@ def tools_of(body: ResponsesBody, model: ServedModel) -> Tools:
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") == "mcp":
+        what, hint = f"{where} is of type 'mcp'.", "Send the server's tools as functions and run the calls yourself."
+        raise UnsupportedParameter(what, "MCP servers are used in the chat only.", hint, param=f"{where}.type")
     if tool.get("type") != "function":
         raise UnsupportedParameter(
             f"{where} is of type {tool.get('type')!r}.", "Supported: functions.", param=f"{where}.type"

@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localllm.web.pages.chat.live_reply import Reply
@@ -20,6 +20,7 @@ from localllm.web.pages.chat.prompts import ChatFull
 from localllm.web.pages.chat.store import Chats, ChatStore, StoredMessage
 from localllm.web.pages.chat.store.chats import UNDO_S
 from localllm.web.pages.chat.store.records import ChatsUnavailable
+from localllm.web.pages.chat.tool_rounds import Round, stored_call
 from localllm.web.pages.frame.errors import StillWriting
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class ActiveReplies:
         self._writings: dict[str, ActiveReply] = {}
         self._taken: set[str] = set()
         self._purges: set[asyncio.Task[None]] = set()
+        self.rounds: dict[str, Round] = {}  # calls to servers of tools, by the message that makes them
+        self.when_ended: Callable[[ActiveReply], None] = lambda writing: None  # called once a reply is saved
 
     def get(self, message_id: str) -> ActiveReply | None:
         return self._writings.get(message_id)
@@ -69,12 +72,11 @@ class ActiveReplies:
         return [each for each in self._writings.values() if each.chat_id == chat_id and not each.reply.done]
 
     def current(self, message: StoredMessage) -> StoredMessage:
-        """Return the message in its current state; the store may be seconds behind."""
-        writing = self.get(message.id)
-        if writing is None:
-            return message
-        now = writing.now
-        return StoredMessage(now.id, now.parent_id, now.role, now.text, now.details, now.created_s, message.versions)
+        """Return the message in its current state, with that of its calls; the store may be seconds behind."""
+        writing, round_ = self.get(message.id), self.rounds.get(message.id)
+        if writing is not None:
+            return replace(writing.now, versions=message.versions)
+        return message if round_ is None else replace(message, details=round_.shown(message.details))
 
     @contextlib.contextmanager
     def lock(self, chat_id: str, *, beside: str = "") -> Iterator[None]:
@@ -149,6 +151,7 @@ class ActiveReplies:
                     continue
             if ended:
                 del self._writings[now.id]
+                self.when_ended(writing)
                 return
 
     async def _purge(self) -> None:
@@ -169,7 +172,9 @@ def details_of(reply: Reply, before: Mapping[str, Any]) -> dict[str, Any]:
             "reasoning_tokens": reply.reasoning_tokens,
         }
     if reply.calls:
-        found["calls"] = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in reply.calls]
+        found["calls"] = [stored_call(call, reply.offered) for call in reply.calls]
+    if reply.tool_notes:
+        found["tool_notes"] = list(reply.tool_notes)
     if reply.error is not None:
         found["error"] = [reply.error.what, reply.error.why, reply.error.hint]
     if isinstance(reply.error, ChatFull):

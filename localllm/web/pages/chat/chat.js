@@ -3,7 +3,7 @@
   "use strict";
   const find = (selector) => document.querySelector(selector);
   const text = find("#composer-message");
-  let following = !find("#empty-chat");
+  let following = !find("#empty-chat, .panel");
 
   // Composer: Enter sends, Shift+Enter inserts a line break, Esc closes the drawer or stops the reply.
   document.addEventListener("keydown", (event) => {
@@ -89,7 +89,7 @@
     });
     document.addEventListener("htmx:before:request", (event) => {
       if (!isSend(event)) return;
-      htmx.trigger(text, "htmx:abort"); // of a count
+      text.dispatchEvent(new Event("htmx:abort")); // of a count; it must not bubble to the form
       [draft, sent, text.value, following] = [draftOf(), text.value, "", true];
     });
     document.addEventListener("htmx:after:request", (event) => {

@@ -18,6 +18,7 @@ from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.live_reply import Reply
 from localllm.web.pages.chat.prompts import Prompt, prompt_of
 from localllm.web.pages.chat.state import ChatState
+from localllm.web.pages.chat.tool_offer import OfferedTools, offered_tools
 
 if TYPE_CHECKING:
     from localllm.serving.entry import Lease, ModelEntry
@@ -47,6 +48,7 @@ class Claim:
     name: str
     lease: asyncio.Task[Lease]
     cache_salt: str | None = None
+    offer: asyncio.Task[OfferedTools] | None = None  # the tools of servers, some of which may be starting
     prompt: Prompt | None = None  # of the next reply, if the model was ready to count its tokens
 
     @property
@@ -54,15 +56,24 @@ class Claim:
         """The model, if it is ready."""
         return self.lease.result().model if self.lease.done() else None
 
+    @property
+    def waits_for_tools(self) -> bool:
+        return self.offer is not None and not self.offer.done()
+
+    async def tools_for(self, served: ServedModel, settings: Mapping[str, str]) -> OfferedTools:
+        """Return the tools of servers that the model is offered."""
+        return (await self.offer).for_model(served, settings) if self.offer is not None else OfferedTools()
+
 
 async def _claim(state: ChatState, owner: str, settings: Mapping[str, str]) -> Claim:
     """Request the model. Raises immediately if there is no such model, or if its load fails at once."""
     name = settings.get("model") or None
     lease = asyncio.create_task(state.pages.manager.acquire(name))
+    offer = asyncio.create_task(offered_tools(state, owner, settings)) if state.mcp.servers else None
     try:
-        await asyncio.wait({lease}, timeout=MODEL_WAIT_S)
+        await asyncio.wait({lease, offer} if offer else {lease}, timeout=MODEL_WAIT_S)
     except asyncio.CancelledError:
-        _release_claim(Claim("", lease))
+        _release_claim(Claim("", lease, offer=offer))
         raise
     if lease.done():
         found = lease.result()
@@ -71,9 +82,9 @@ async def _claim(state: ChatState, owner: str, settings: Mapping[str, str]) -> C
         except RequestError:
             found.release()
             raise
-        return Claim(found.model.name, lease, state.pages.cache_salt(owner))
+        return Claim(found.model.name, lease, state.pages.cache_salt(owner), offer)
     default = state.pages.manager.default
-    return Claim(name or (default.name if default else ""), lease, state.pages.cache_salt(owner))
+    return Claim(name or (default.name if default else ""), lease, state.pages.cache_salt(owner), offer)
 
 
 def claim_later(
@@ -102,6 +113,8 @@ async def claimed(state: ChatState, owner: str, settings: Mapping[str, str]) -> 
 
 def _release_claim(claim: Claim) -> None:
     """Release the claim after a failure."""
+    if claim.offer is not None:
+        claim.offer.cancel()
     claim.lease.cancel()
     claim.lease.add_done_callback(_release)
 
@@ -127,7 +140,13 @@ def start(
     """Start the reply in a task: the model may have to be loaded first, and the user sees the chat meanwhile."""
 
     async def request(served: ServedModel) -> None:
-        prompt = claim.prompt or await prompt_of(served, messages, settings, goes_on=goes_on)
+        reply = writing.reply
+        if claim.waits_for_tools:
+            reply.announce("Starting the servers of the tools …")
+        offered = await claim.tools_for(served, settings)
+        reply.offered, reply.tool_notes = offered.by_name, offered.notes
+        told = offered.in_settings(settings)
+        prompt = claim.prompt or await prompt_of(served, messages, told, goes_on=goes_on)
         await send(writing.reply, claim, served, prompt)
 
     start_with(writing, claim, request)

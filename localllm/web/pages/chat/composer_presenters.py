@@ -99,7 +99,9 @@ def summary_origin(message: StoredMessage) -> SummaryOrigin | None:
 def attachments_view(files: Sequence[Attachment], context_tokens: int, error: ErrorNotice | None = None) -> Attachments:
     """Return the files of the next message, with the sum of the tokens of those that are read whole."""
     chips = tuple(
-        AttachmentChip(file.name, file.num_bytes, file.num_tokens, file.id, "", file.is_estimate, file.searched)
+        AttachmentChip(
+            file.name, file.num_bytes, file.num_tokens, file.id, is_estimate=file.is_estimate, searched=file.searched
+        )
         for file in files
     )
     whole = [file for file in files if not file.searched]

@@ -36,6 +36,7 @@ from localllm.web.pages.chat.sidebar_views import ChatHead, Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
+from localllm.web.pages.chat.tool_runs import tool_runs_of
 from localllm.web.pages.chat.views import ChatPage, ChatTurn, ComposerAction
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
@@ -221,14 +222,16 @@ async def _messages_before(state: ChatState, chat: Chat, message: StoredMessage)
 
 
 async def until_written(request: Request[Any, Any, Any], writing: ActiveReply) -> None:
-    """Wait for the reply. If the browser disconnects (its stop button), stop the reply."""
-    written = asyncio.create_task(writing.reply.wait())
+    """Wait for the reply, and for those that follow without a consent. If the browser disconnects (its stop button),
+    stop the reply.
+    """
+    written = asyncio.create_task(tool_runs_of(request.app).until_chat_rests(writing.message.id))
     gone = asyncio.create_task(_disconnect(request))
     try:
         await asyncio.wait({written, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not written.done():
-            writing.reply.cancel()
-            await written
+            chat_state(request).replies.cancel(chat_id=writing.chat_id)
+            await writing.reply.wait()
     finally:
         gone.cancel()
         written.cancel()
@@ -267,9 +270,10 @@ def _cookie(chat: Chat) -> Cookie:
 
 def model_cookie(settings: Mapping[str, str]) -> list[Cookie]:
     """Return the cookie that remembers the chosen model; none if there was no choice."""
-    name = settings.get("model")
-    value = quote(name, safe="") if name else ""
-    return [Cookie(key=presenters.MODEL_COOKIE, value=value, httponly=True, samesite="strict")] if name else []
+    name = settings.get("model", "")
+    if not 0 < len(name) <= MAX_MODEL_CHARS:
+        return []
+    return [Cookie(key=presenters.MODEL_COOKIE, value=quote(name, safe=""), httponly=True, samesite="strict")]
 
 
 async def page_with_error(

@@ -124,7 +124,7 @@ async def resumed(read: Messages, details: Mapping[str, Any], settings: Mapping[
         return read
     names = ", ".join(dict.fromkeys(f"`{each['name']}`" for each in passages))
     blocks = [_block(each["name"], each["where"], each["text"]) for each in passages]
-    content = "\n\n".join([INTRODUCTION.format(names), *blocks, read[at]["content"]])
+    content = "\n\n".join(part for part in (INTRODUCTION.format(names), *blocks, read[at]["content"]) if part)
     found = [*read[:at], {**read[at], "content": content}, *read[at + 1 :]]
     if claim.prompt is not None and claim.served is not None:
         goes_on = bool(claim.prompt.conversation.template.get("continue_final_message"))
@@ -178,9 +178,9 @@ async def _fitting(
         used = len(prompt.token_ids) + reply_room(context, prompt.params.max_tokens)
 
     def tokens(text: str) -> int:
-        return (
-            estimated_tokens(text) if served is None else len(served.tokenizer.encode(text, add_special_tokens=False))
-        )
+        if served is None:
+            return estimated_tokens(text)
+        return len(served.tokenizer.encode(text, add_special_tokens=False))
 
     def choose() -> list[int]:
         names = {f"`{each.name}`" for each in found.values()}

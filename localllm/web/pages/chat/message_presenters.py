@@ -17,20 +17,13 @@ from localllm.web.pages.chat.composer_presenters import summary_origin
 from localllm.web.pages.chat.composer_views import ContextMeter
 from localllm.web.pages.chat.figures import figures
 from localllm.web.pages.chat.markdown_stream import cached_html
-from localllm.web.pages.chat.part_presenters import (
-    call_cards,
-    file_chips,
-    live_thinking,
-    result_form,
-    results,
-    sources,
-    stored_thinking,
-)
+from localllm.web.pages.chat.part_presenters import file_chips, live_thinking, sources, stored_thinking
 from localllm.web.pages.chat.readable import has_failed, is_summary
 from localllm.web.pages.chat.settings import BEHAVIOUR, FIRST, SETTINGS, effective, label, note, num_set
 from localllm.web.pages.chat.sidebar_presenters import when
 from localllm.web.pages.chat.sidebar_views import ChatHead
 from localllm.web.pages.chat.store import Branch, Chat, StoredMessage
+from localllm.web.pages.chat.tool_presenters import call_cards, follows_calls, result_form, results
 from localllm.web.pages.chat.user_text import cached_user_html
 from localllm.web.pages.chat.views import (
     ChatMessage,
@@ -113,7 +106,9 @@ def _assistant_message(
     details = message.details
     if editing == message.id and writing is None:
         return ChatMessage(message.id, "assistant", edit=edit_form(chat_id, message))
+    url = f"/c/{chat_id}/m/{message.id}"
     live = writing is not None and not writing.reply.done
+    follows = not live and follows_calls(details, is_saved=writing is None)
     open_block = OpenBlock(message.id, *writing.reply.body.settled[1:]) if writing is not None and live else None
     thinking = live_thinking(message.id, writing.reply) if writing else stored_thinking(message.id, details)
     return ChatMessage(
@@ -123,13 +118,13 @@ def _assistant_message(
         model=str(details.get("model") or "Assistant"),
         is_edited=bool(details.get("edited")),
         open=open_block,
-        stream_url=f"/c/{chat_id}/m/{message.id}/stream" if live else None,
+        stream_url=f"{url}/stream" if live else f"{url}/calls" if follows else None,
         figures=None if live else figures(details),
         error=ErrorNotice(*details["error"]) if details.get("error") else None,
         actions=None if live else actions(chat_id, message),
         thinking=thinking,
-        calls=() if live else call_cards(details),
-        result_form=None if live else result_form(f"/c/{chat_id}/m/{message.id}", message.id, details),
+        calls=() if live else call_cards(url, details),
+        result_form=None if live else result_form(url, message.id, details),
         sources=sources(details),
         has_failed=not live and has_failed(message),
         origin=summary_origin(message),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from localllm.web.pages.frame.views import ErrorNotice, View
 
@@ -28,6 +28,19 @@ class ToolCallCard(View):
     name: str
     html: str
     broken: bool = False  # the arguments are not a JSON object, so the call cannot be answered
+    server: str = ""  # the server of the tool; empty: the result is typed
+    state: Literal["asks", "running", "done"] = "asks"  # of a call to a server
+    note: str = ""  # why it asks again
+    text: str = ""  # the result, before it is sent with those of the other calls
+    url: str = ""  # of the call; each decision is a path below it
+
+
+@dataclass(frozen=True, slots=True)
+class ToolNotes(View):
+    """Why tools that the chat has chosen were not offered to the model."""
+
+    template: ClassVar[str] = "chat/_tool_notes.html"
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +50,10 @@ class ResultForm(View):
     template: ClassVar[str] = "chat/_result_form.html"
     url: str  # of the message
     message_id: str
-    names: tuple[str, ...]
+    calls: tuple[tuple[int, str], ...]  # number and name of each call without a result
+    is_folded: bool = False  # a server can give the results, so typing is the second choice
+    goes_on: bool = False  # every call has a result
+    error: ErrorNotice | None = None  # why the results could not be sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +76,7 @@ class AttachmentChip(View):
     id: str = ""
     text: str = ""  # extracted text of a file in a sent message
     is_estimate: bool = False  # `num_tokens` is not counted exactly
+    is_missing: bool = False  # its chat was imported, and an export does not contain it
     searched: bool = False  # too long to be read whole: the passages that match the question are read
 
 

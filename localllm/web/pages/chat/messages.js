@@ -125,6 +125,16 @@
     input.files = found.files;
     input.dispatchEvent(new Event("change", { bubbles: true }));
   }
+  // Files that are too large are not sent: the refusal could be lost while they are still on their way.
+  document.addEventListener("change", (event) => {
+    const size = event.target === input ? [...input.files].reduce((sum, file) => sum + file.size, 0) : 0;
+    if (size < 67e6) return;
+    event.stopPropagation();
+    input.value = "";
+    const notice = Object.assign(document.createElement("p"), { className: "notice", role: "alert" });
+    notice.textContent = `Too large: ${Math.round(size / 2 ** 20)} MiB. The files may have 64 MiB together.`;
+    find("#composer-error").replaceChildren(notice);
+  }, true);
   document.addEventListener("htmx:before:request", (event) => {
     if (event.detail.ctx?.sourceElement === input) input.value = ""; // already uploading: the message must not send it again
   });

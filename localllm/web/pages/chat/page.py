@@ -15,9 +15,11 @@ from localllm.web.pages.chat import (
     project_handlers,
     prompt_handlers,
     sidebar_handlers,
+    tool_handlers,
     transfer_handlers,
 )
 from localllm.web.pages.chat.state import close_chats, open_chats
+from localllm.web.pages.chat.tool_runs import close_tools, open_tools
 from localllm.web.pages.frame.page import Page
 from localllm.web.pages.frame.views import NavEntry
 
@@ -33,6 +35,7 @@ PAGE = Page(
         *sidebar_handlers.HANDLERS,
         *transfer_handlers.HANDLERS,
         *offer_handlers.HANDLERS,
+        *tool_handlers.HANDLERS,
         *prompt_handlers.HANDLERS,
         *project_handlers.HANDLERS,
         *palette_handlers.HANDLERS,
@@ -44,6 +47,6 @@ PAGE = Page(
         ),
         linked=Paths("/", "/c/*"),
     ),
-    on_startup=(open_chats,),
-    on_shutdown=(close_chats,),
+    on_startup=(open_chats, open_tools),
+    on_shutdown=(close_tools, close_chats),
 )

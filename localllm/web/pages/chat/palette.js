@@ -20,9 +20,10 @@
   document.addEventListener("keydown", (event) => {
     if (event.isComposing || event.altKey) return;
     if (isMac ? event.metaKey : event.ctrlKey) {
-      if (event.code === "KeyO" && event.shiftKey) location.href = "/";
-      else if (event.key !== "k" || event.shiftKey) return;
-      else openPalette();
+      const key = event.key.toLowerCase();
+      if (key === "o" && event.shiftKey) location.href = "/";
+      else if (key === "k" && !event.shiftKey) openPalette();
+      else return;
       event.preventDefault();
       return;
     }

@@ -76,10 +76,14 @@ def _chat(found: FoundChat) -> Entry:
 
 
 def _matching(entries: Iterable[Entry], query: str) -> list[Entry]:
-    """Return the entries whose title contains every word. Without words: all commands and pages."""
+    """Return the entries whose title contains every word, those that begin with the first one first; all without
+    words.
+    """
     words = query.lower().split()
     found = [each for each in entries if all(word in each[0].lower() for word in words)]
-    return found[:MOST_OF_A_KIND] if words else found
+    if not words:
+        return found
+    return sorted(found, key=lambda each: not each[0].lower().startswith(words[0]))[:MOST_OF_A_KIND]
 
 
 def _numbered(found: Iterable[tuple[str, list[Entry]]]) -> Iterable[PaletteGroup]:

@@ -1,29 +1,18 @@
-"""The parts of a message, as views: reasoning, calls and their results, files.
+"""The parts of a message, as views: reasoning and files.
 
 Does not know: handlers, how a reply is generated, where chats are stored.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from localllm.text.answers.whole import ToolCall
 from localllm.units import format_count
 from localllm.web.pages.chat.live_reply import Reply, ReplyUpdate
-from localllm.web.pages.chat.markdown import code_block
 from localllm.web.pages.chat.markdown_stream import cached_html
-from localllm.web.pages.chat.message_views import (
-    AttachmentChip,
-    ReasoningView,
-    ResultForm,
-    SourcePassage,
-    Sources,
-    ToolCallCard,
-    ToolResult,
-)
-from localllm.web.pages.chat.template_messages import calls_of, files_of
+from localllm.web.pages.chat.message_views import AttachmentChip, ReasoningView, SourcePassage, Sources
+from localllm.web.pages.chat.template_messages import files_of
 from localllm.web.pages.chat.views import OpenBlock, ReplyProgress
 
 PREVIEW_CHARS = 20_000
@@ -49,34 +38,14 @@ def stored_thinking(message_id: str, details: Mapping[str, Any]) -> ReasoningVie
     )
 
 
-def call_cards(details: Mapping[str, Any]) -> tuple[ToolCallCard, ...]:
-    return tuple(_card(call) for call in calls_of(details))
-
-
-def _card(call: ToolCall) -> ToolCallCard:
-    arguments = call.arguments_object()
-    if arguments is None:
-        return ToolCallCard(call.name, code_block(call.arguments, ""), broken=True)
-    return ToolCallCard(call.name, code_block(json.dumps(arguments, indent=2, ensure_ascii=False), "json"))
-
-
-def result_form(url: str, message_id: str, details: Mapping[str, Any]) -> ResultForm | None:
-    """Return the form for tool results; None if no call can be answered."""
-    calls = calls_of(details)
-    if not any(call.arguments_object() is not None for call in calls):
-        return None
-    return ResultForm(url, message_id, tuple(call.name for call in calls))
-
-
-def results(details: Mapping[str, Any]) -> tuple[ToolResult, ...]:
-    return tuple(ToolResult(result["name"], result["text"]) for result in details.get("results", []))
-
-
 def file_chips(details: Mapping[str, Any]) -> tuple[AttachmentChip, ...]:
     searched = [file for file in details.get("files", []) if "text" not in file]
     return (
         *(AttachmentChip(name, len(text.encode()), text=_preview(text)) for name, text in files_of(details)),
-        *(AttachmentChip(file["name"], file.get("num_bytes", 0), searched=True) for file in searched),
+        *(
+            AttachmentChip(file["name"], file.get("num_bytes", 0), searched=True, is_missing="file" not in file)
+            for file in searched
+        ),
     )
 
 

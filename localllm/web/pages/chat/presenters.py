@@ -20,7 +20,7 @@ from localllm.models.library.catalog import demo_path
 from localllm.serving.served import ModelCard
 from localllm.units import format_parameters
 from localllm.web.access.caller import owner_of
-from localllm.web.pages.chat import message_presenters
+from localllm.web.pages.chat import message_presenters, tool_presenters
 from localllm.web.pages.chat.attachments import Attachment, divided
 from localllm.web.pages.chat.composer_presenters import attachments_view, thinking_choice
 from localllm.web.pages.chat.composer_presenters import chip as behaviour_chip
@@ -204,6 +204,7 @@ def refused_drawer(drawer: Sampling, form: Mapping[str, str], param: str | None)
         tools=typed["tools"],
         schema=typed["schema"],
         fields=tuple(replace(field, value=typed[field.name], is_wrong=field.name == wrong) for field in drawer.fields),
+        tool_servers=tool_presenters.chosen_again(drawer.tool_servers, form),
         num_set=num_set(typed),
         is_open=bool(wrong),
         wrong=wrong,
@@ -250,7 +251,8 @@ async def drawer(
         presets = await state.store.call(Chats.presets, owner)
     except ChatsUnavailable:
         presets = {}
-    return message_presenters.sampling(card, settings, tuple(presets), is_open=is_open)
+    found = message_presenters.sampling(card, settings, tuple(presets), is_open=is_open)
+    return replace(found, tool_servers=tool_presenters.tool_servers(state, owner, settings))
 
 
 def _store_notice(state: ChatState) -> ErrorNotice | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from localllm.web.pages.chat import presenters
 from localllm.web.pages.chat.part_presenters import PREVIEW_CHARS
@@ -38,7 +39,7 @@ async def project_page(
         name=project.name,
         new_url=f"/?project={project.id}",
         num_chats=project.num_chats,
-        chats=tuple(row(FoundChat(each)) for each in chats),
+        chats=tuple(replace(row(FoundChat(each)), note="", shows_time=True) for each in chats),
         files=tuple(PinnedFile(f.id, f.name, len(f.text.encode()), f.text[:PREVIEW_CHARS]) for f in files),
         num_tokens=await _num_tokens(state, project, files),
         context_tokens=card.plan.max_model_len if card is not None else 0,

@@ -6,8 +6,9 @@ Does not know: routes, where prompts are stored.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from localllm.web.pages.chat import message_presenters, presenters
+from localllm.web.pages.chat import message_presenters, presenters, tool_presenters
 from localllm.web.pages.chat.prompt_views import PromptForm, PromptList, PromptRow, PromptUsed, SettingsForm
 from localllm.web.pages.chat.saved_prompts import placeholders
 from localllm.web.pages.chat.settings import SETTINGS
@@ -68,6 +69,7 @@ async def used(state: ChatState, owner: str, prompt: SavedPrompt, text: str, mod
     settings = with_model(prompt.settings, model)
     names = tuple(await state.store.call(Chats.presets, owner))
     sampling = message_presenters.sampling(presenters.card_of(state, settings), settings, names, preset=prompt.name)
+    sampling = replace(sampling, tool_servers=tool_presenters.tool_servers(state, owner, settings))
     models = await state.picker.choices(settings) if "model" in prompt.settings else None
     return PromptUsed(prompt.name, text, sampling, models)
 

@@ -10,6 +10,7 @@ from localllm.web.pages.chat import project_views as j
 from localllm.web.pages.chat import prompt_views as p
 from localllm.web.pages.chat import shared_views as sh
 from localllm.web.pages.chat import sidebar_views as c
+from localllm.web.pages.chat import tool_samples
 from localllm.web.pages.chat import views as v
 from localllm.web.pages.chat.markdown import code_block, render_markdown
 from localllm.web.pages.chat.store.records import ChatTotals
@@ -161,7 +162,7 @@ def call() -> m.ToolCallCard:
 
 
 def form() -> m.ResultForm:
-    return m.ResultForm("/c/sample/m/sample-9", "sample-9", ("get_weather",))
+    return m.ResultForm("/c/sample/m/sample-9", "sample-9", ((0, "get_weather"),))
 
 
 def result() -> m.ToolResult:
@@ -197,6 +198,7 @@ def inside() -> list[views.View]:
         m.Attachments((chip,), 131, 4096),
         m.Attachments((chip, long), 131, 4096),
         m.AttachmentChip("paper.pdf", 1_412_000, searched=True),
+        m.AttachmentChip("paper.pdf", 1_412_000, searched=True, is_missing=True),
         *(sources(), m.Sources("No passage was found", (), "The chat is full.")),
         m.Attachments((chip,), 131, 64, views.ErrorNotice("cat.png is an image, which the model cannot see.")),
     ]
@@ -230,6 +232,7 @@ def around() -> list[views.View]:
     """Return samples of the views beside the messages."""
     locked = views.ErrorNotice("The chats are locked by another program.", "chats.db: database is locked.", "Close it.")
     return [
+        *tool_samples.samples(),
         head(),
         *(w.ContextMeter(1522, 4096), w.ContextMeter(2173, 2048), w.ContextMeter()),
         chat_list(),
@@ -254,7 +257,7 @@ def around() -> list[views.View]:
         ),
         c.ManageChat("/c/sample", "", False, True, error=views.ErrorNotice("The title is empty.")),
         c.ManageChats(refused()),
-        *(refused(), c.WipeChats(), *shared()),
+        *(refused(), c.WipeChats(), c.ManageChats(wipe=c.WipeChats()), *shared()),
         c.ChatsChanged(chat_list(), head(), "Chat renamed"),
         c.ChatTitled(chat_list(), head()),
         c.ChatHead("New chat", title_url="/c/sample/title"),

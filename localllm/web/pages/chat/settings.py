@@ -15,7 +15,7 @@ from localllm.errors import InvalidParameter
 from localllm.serving.served import ModelCard
 from localllm.text.structured import StructuredOutputsParams
 from localllm.units import format_count
-from localllm.web.pages.chat.tools import read_tools
+from localllm.web.pages.chat.tools import chosen_servers, read_tools
 from localllm.web.pages.frame.errors import MessageTooLong
 
 MAX_MESSAGE_CHARS = 256 * 1024
@@ -47,8 +47,8 @@ NOTES = {
 }
 """The text under a field, where it is shorter than the parameter's own description."""
 
-NAMES = ("system", "model", "tools", "thinking", "schema", *SETTINGS)
-BEHAVIOUR = tuple(name for name in NAMES if name not in ("model", "thinking"))
+NAMES = ("system", "model", "tools", "thinking", "schema", "mcp", *SETTINGS)
+BEHAVIOUR = tuple(name for name in NAMES if name not in ("model", "thinking", "mcp"))
 """The fields of the drawer."""
 
 EXAMPLES = {"real": "a number such as 0.7", "whole": "a whole number such as 256"}
@@ -71,6 +71,7 @@ def typed(form: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
         raise InvalidParameter("Thinking must be on, off or empty.", got, param="thinking")
     sampling_params({}, found)
     read_tools(found["tools"])
+    found["mcp"] = chosen_servers(form, before)
     return {name: value for name, value in found.items() if value}
 
 

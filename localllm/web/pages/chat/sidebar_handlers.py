@@ -16,7 +16,7 @@ from litestar.response import Redirect, Response
 from localllm.errors import InvalidParameter
 from localllm.web.access.caller import owner_of
 from localllm.web.errors import MissingParameter
-from localllm.web.pages.chat import message_presenters, presenters
+from localllm.web.pages.chat import message_presenters, presenters, tool_presenters
 from localllm.web.pages.chat.handlers import MAX_BODY_BYTES, requested_chat, undo_of
 from localllm.web.pages.chat.projects import named_project
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
@@ -26,6 +26,7 @@ from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats
 from localllm.web.pages.chat.views import Sampling
 from localllm.web.pages.frame.forms import fields_of, is_scripted
+from localllm.web.pages.frame.live import closing
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 
@@ -74,7 +75,7 @@ async def pin_chat(request: Request[Any, Any, Any]) -> Response[Any]:
 async def written_title(request: Request[Any, Any, Any]) -> Response[Any]:
     """Wait for the title that the model writes, and show it. If there is none, nothing changes."""
     state, before = chat_state(request), await requested_chat(request)
-    await state.titles.wait(before.id)
+    await state.titles.wait(before.id, closing(request.app.state))
     chat = await requested_chat(request)
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}", status_code=303)
@@ -178,12 +179,14 @@ async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
         await state.store.call(Chats.save_preset, owner, name, settings)
     elif action == "remove":
         await state.store.call(Chats.remove_preset, owner, name)
+        state.replies.purge_later()
         name = ""
     else:
         raise InvalidParameter(f"Unknown action {action[:20]!r}.", hint="use, save or remove.", param="action")
     names = tuple(await state.store.call(Chats.presets, owner))
     model = {"model": form["model"]} if form.get("model") else {}
     drawer = message_presenters.sampling(presenters.card_of(state, model), settings, names, preset=name, is_open=True)
+    drawer = replace(drawer, tool_servers=tool_presenters.tool_servers(state, owner, settings))
     return html(drawer) if is_scripted(request) else html(await _page_with(request, form, drawer))
 
 

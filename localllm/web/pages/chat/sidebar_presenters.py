@@ -27,6 +27,7 @@ from localllm.web.pages.frame.errors import notice
 
 LISTED = 60
 LISTED_OF_PROJECT = 5
+PINNED = "Pinned"
 PAGE = 100
 """Chats on one page of the list."""
 
@@ -46,8 +47,8 @@ async def chat_list(state: ChatState, owner: str, current: Chat | None, query: s
     try:
         if query.strip():
             found = await state.store.call(Chats.search, owner, query, LISTED)
-            rows = _told_apart([row(each, current) for each in found])
-            return ChatList((ChatGroup("Found", rows),) if rows else (), query)
+            rows = tuple(row(each, current) for each in found)
+            return ChatList(_told_apart([ChatGroup("Found", rows)]) if rows else (), query)
         projects = await state.store.call(Chats.projects, owner)
         filed = await state.store.call(Chats.in_projects, owner, LISTED_OF_PROJECT) if projects else []
         others = await state.store.call(Chats.outside_projects, owner, LISTED + 1)
@@ -57,12 +58,9 @@ async def chat_list(state: ChatState, owner: str, current: Chat | None, query: s
     groups: dict[str, list[ChatRow]] = {}
     for chat in others[:LISTED]:
         groups.setdefault(_period(chat), []).append(row(FoundChat(chat), current))
-    by_date = [ChatGroup(title, _told_apart(rows)) for title, rows in groups.items()]
-    first = 1 if by_date and by_date[0].title == PINNED else 0
-    return ChatList((*by_date[:first], *_project_groups(projects, filed, current), *by_date[first:]), has_more=has_more)
-
-
-PINNED = "Pinned"
+    pinned = [ChatGroup(PINNED, tuple(groups.pop(PINNED)))] if PINNED in groups else []
+    by_date = [ChatGroup(title, tuple(rows)) for title, rows in groups.items()]
+    return ChatList(_told_apart([*pinned, *_project_groups(projects, filed, current), *by_date]), has_more=has_more)
 
 
 def _project_groups(projects: Sequence[Project], chats: Sequence[Chat], current: Chat | None) -> list[ChatGroup]:
@@ -70,7 +68,7 @@ def _project_groups(projects: Sequence[Project], chats: Sequence[Chat], current:
     for chat in chats:
         rows.setdefault(chat.project_id, []).append(replace(row(FoundChat(chat), current), note=""))
     return [
-        ChatGroup(each.name, _told_apart(rows.get(each.id, [])), f"/projects/{each.id}", f"/?project={each.id}")
+        ChatGroup(each.name, tuple(rows.get(each.id, [])), f"/projects/{each.id}", f"/?project={each.id}")
         for each in projects
     ]
 
@@ -91,10 +89,13 @@ def when(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s).strftime("%d %b %Y, %H:%M").lstrip("0")
 
 
-def _told_apart(rows: Sequence[ChatRow]) -> tuple[ChatRow, ...]:
-    """Return the rows; those of one title show their time."""
-    counts = Counter(each.title for each in rows)
-    return tuple(replace(each, shows_time=counts[each.title] > 1) for each in rows)
+def _told_apart(groups: Sequence[ChatGroup]) -> tuple[ChatGroup, ...]:
+    """Return the groups; rows with the same title show their time."""
+    counts = Counter(each.title for group in groups for each in group.rows)
+    return tuple(
+        replace(group, rows=tuple(replace(each, shows_time=counts[each.title] > 1) for each in group.rows))
+        for group in groups
+    )
 
 
 def _period(chat: Chat) -> str:

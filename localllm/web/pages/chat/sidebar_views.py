@@ -100,6 +100,7 @@ class ManageChats(View):
 
     template: ClassVar[str] = "chat/_manage_chats.html"
     refused: ImportRefused | None = None
+    wipe: WipeChats | None = None  # for a key that cannot open the settings, where this form is shown
 
 
 @dataclass(frozen=True, slots=True)

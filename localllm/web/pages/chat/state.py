@@ -12,6 +12,7 @@ from typing import Any
 
 from litestar import Litestar, Request
 
+from localllm.mcp.servers import McpServers
 from localllm.serving.model_offer import ModelOffer
 from localllm.web.pages.chat.active_replies import ActiveReplies
 from localllm.web.pages.chat.attachments import PendingAttachments
@@ -23,10 +24,10 @@ from localllm.web.pages.frame.state import PagesState, once_per_app, pages_state
 
 
 class ChatState:
-    """The shared state of the chat page."""
+    """The shared state of the chat page. `mcp`: the servers of tools."""
 
-    def __init__(self, pages: PagesState, offers: ModelOffer, *, on_disk: bool, titles: str) -> None:
-        self.pages, self.offers = pages, offers
+    def __init__(self, pages: PagesState, offers: ModelOffer, mcp: McpServers, *, on_disk: bool, titles: str) -> None:
+        self.pages, self.offers, self.mcp = pages, offers, mcp
         self.store = ChatStore(chats_path() if on_disk else None)
         self.replies = ActiveReplies(self.store)
         self.attachments = PendingAttachments()
@@ -37,31 +38,32 @@ class ChatState:
 
 def chat_state(request: Request[Any, Any, Any]) -> ChatState:
     """Return the application's chat state, made at first use."""
-    return _state_of(request.app)
+    return chat_state_of(request.app)
 
 
-def _state_of(app: Litestar) -> ChatState:
+def chat_state_of(app: Litestar) -> ChatState:
     server = app.state["settings"].server
 
     def make() -> ChatState:
         offers = ModelOffer(app.state["manager"], app.state["downloads"], app.state["settings"])
-        return ChatState(pages_state_of(app), offers, on_disk=server.chat_history, titles=server.chat_titles)
+        mcp = McpServers(app.state["settings"].mcp)
+        return ChatState(pages_state_of(app), offers, mcp, on_disk=server.chat_history, titles=server.chat_titles)
 
     return once_per_app(app, "chats", make)
 
 
 async def open_chats(app: Litestar) -> None:
     """Purge old deletions at server start, once they can no longer be undone."""
-    state = _state_of(app)
+    state = chat_state_of(app)
     if state.store.path is not None and state.store.path.exists():
         state.replies.purge_later()
 
 
 async def close_chats(app: Litestar) -> None:
     """Save the replies that are still being written, at shutdown."""
-    for task in _state_of(app).embedding.values():
+    for task in chat_state_of(app).embedding.values():
         task.cancel()
-    await _state_of(app).titles.close()
-    await _state_of(app).replies.close()
-    await _state_of(app).offers.close()
-    await _state_of(app).picker.close()
+    await chat_state_of(app).titles.close()
+    await chat_state_of(app).replies.close()
+    await chat_state_of(app).offers.close()
+    await chat_state_of(app).picker.close()

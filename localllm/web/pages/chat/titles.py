@@ -36,6 +36,7 @@ READ_CHARS = 1000
 """Characters of the question, and of the reply, that the model reads for a title."""
 
 MAX_TITLE_CHARS = 60
+ORNAMENT = str.maketrans("", "", '#*`"“”«»')
 PRIORITY = 1_000_000
 """Larger than that of any reply: under the policy `priority` a title runs when nothing else wants to."""
 
@@ -69,10 +70,14 @@ class Titles:
     def _is_on(self, plan: MemoryPlan) -> bool:
         return self._setting == "on" or (self._setting == "auto" and plan.device != "cpu")
 
-    async def wait(self, chat_id: str) -> None:
-        """Wait until the title of a chat is written, or until it is known that there will be none."""
-        if task := self._tasks.get(chat_id):
-            await asyncio.wait({task}, timeout=TITLE_S)
+    async def wait(self, chat_id: str, stop: asyncio.Event) -> None:
+        """Wait until the title of a chat is written, until it is known that there will be none, or until `stop`."""
+        task = self._tasks.get(chat_id)
+        if task is None:
+            return
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({task, stopped}, timeout=TITLE_S, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
 
     async def close(self) -> None:
         """Stop writing titles, at shutdown."""
@@ -129,7 +134,7 @@ class Titles:
 def cleaned(text: str) -> str:
     """Return the first line of a model's answer as a title, without quotes and Markdown; empty if nothing is left."""
     line = next((line for line in text.strip().splitlines() if line.strip()), "")
-    line = line.strip(" \t#*_`\"'“”«»").removeprefix("Title:").strip(" \t*_`\"'“”«».")
+    line = line.translate(ORNAMENT).strip(" \t_'").removeprefix("Title:").strip(" \t_'.")
     if len(line) > MAX_TITLE_CHARS:
         line = f"{line[:MAX_TITLE_CHARS].rpartition(' ')[0] or line[: MAX_TITLE_CHARS - 1]}…"
     return "".join(each for each in line if each.isprintable())

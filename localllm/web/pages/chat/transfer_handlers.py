@@ -17,7 +17,7 @@ from litestar.response import Redirect, Response, Stream
 
 from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import InvalidParameter, LocalLLMError, RequestError
-from localllm.web.access.caller import owner_of
+from localllm.web.access.caller import may, owner_of
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.chat import presenters, sharing, transfer
 from localllm.web.pages.chat.handlers import COOKIE, requested_chat
@@ -25,7 +25,7 @@ from localllm.web.pages.chat.imports.files import chats_of
 from localllm.web.pages.chat.imports.records import NotAChat
 from localllm.web.pages.chat.markdown_stream import cached_html
 from localllm.web.pages.chat.sidebar_presenters import chat_list
-from localllm.web.pages.chat.sidebar_views import ImportRefused, ManageChats
+from localllm.web.pages.chat.sidebar_views import ImportRefused, ManageChats, WipeChats
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats
 from localllm.web.pages.chat.user_text import cached_user_html
@@ -35,11 +35,14 @@ from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice
 
+MAX_PROBLEMS = 10
+"""Most files whose errors are shown."""
+
 
 @get("/chats/manage")
 async def manage_chats(request: Request[Any, Any, Any]) -> Response[str]:
     """Show the forms to import chats and to export all."""
-    form = ManageChats()
+    form = _form(request)
     return html(form if is_scripted(request) else await presenters.panel_page(request, "Chats", form))
 
 
@@ -137,14 +140,19 @@ async def _refused(
 ) -> Response[Any]:
     """Return what was not imported, in the dialog or in its page, and the list with what was."""
     state, owner = chat_state(request), owner_of(request)
-    errors = tuple(_named(name, error) for name, error in problems)
+    errors = tuple(_named(name, error) for name, error in problems[:MAX_PROBLEMS])
+    if len(problems) > MAX_PROBLEMS:
+        errors = (*errors, ErrorNotice(f"{len(problems) - MAX_PROBLEMS} more files were not imported."))
     if imported:
         errors = (*errors, ErrorNotice(f"{_chats(len(imported))} {'are' if len(imported) > 1 else 'is'} imported."))
     if is_scripted(request):
         chats = await chat_list(state, owner, None) if imported else None
         return html(ImportRefused(errors, chats), 400)
-    form = ManageChats(ImportRefused(errors))
-    return html(await presenters.panel_page(request, "Chats", form), 400)
+    return html(await presenters.panel_page(request, "Chats", _form(request, ImportRefused(errors))), 400)
+
+
+def _form(request: Request[Any, Any, Any], refused: ImportRefused | None = None) -> ManageChats:
+    return ManageChats(refused, None if may(request, "admin") else WipeChats())
 
 
 def _named(name: str, error: LocalLLMError) -> ErrorNotice:

@@ -20,6 +20,7 @@ from localllm.web.pages.chat.message_views import (
     ResultForm,
     Sources,
     ToolCallCard,
+    ToolNotes,
     ToolResult,
 )
 from localllm.web.pages.chat.offer_views import Announcement, OfferCard
@@ -93,7 +94,7 @@ class ChatMessage(View):
     actions: MessageActions | None = None  # None while the reply is being written
     edit: EditForm | None = None  # shown instead of the text
     thinking: ReasoningView | None = None
-    calls: tuple[ToolCallCard, ...] = ()
+    calls: tuple[ToolCallCard | ToolNotes, ...] = ()
     result_form: ResultForm | None = None
     results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
     files: tuple[AttachmentChip, ...] = ()
@@ -161,6 +162,24 @@ class SettingField:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerChoice:
+    """A server whose tools the chat offers to the model, or not."""
+
+    name: str
+    chosen: bool
+    note: str = ""  # its state, if it is of interest
+
+
+@dataclass(frozen=True, slots=True)
+class ToolServers(View):
+    """The choice of servers in the drawer."""
+
+    template: ClassVar[str] = "chat/_tool_servers.html"
+    choices: tuple[ServerChoice, ...]
+    note: str = ""  # why none of them is used
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling(View):
     """The drawer with the model's behaviour in this chat: system prompt, sampling and presets."""
 
@@ -175,6 +194,7 @@ class Sampling(View):
     schema: str = ""  # a JSON object, as it was typed
     num_set: int = 0  # number of fields that are filled in
     wrong: str = ""  # name of the field whose value was refused; the drawer is open then
+    tool_servers: ToolServers | None = None  # None: the user has none
 
 
 @dataclass(frozen=True, slots=True)

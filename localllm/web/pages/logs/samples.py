@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from localllm.web.pages.frame import views
 from localllm.web.pages.logs import views as v
 from localllm.web.pages.logs.filters import KINDS, LEVELS
@@ -46,8 +48,8 @@ def samples(shell: views.Shell) -> list[views.View]:
     nothing = views.ErrorNotice("This server keeps no log in memory.")
     return [
         v.LogTable(rows, missed=12),
-        card,
-        v.LogCard(v.LogTable(()), True, live, download, 0, 0, 1204),
+        replace(card, live_url=""),  # on the page of patterns it would connect
+        v.LogCard(v.LogTable(()), True, "", download, 0, 0, 1204),
         page,
         v.LogsPage(shell, nothing_yet, "", kinds, "", LEVELS, "", "4f2a", 2000, path, nothing),
     ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from localllm.web.access.scopes import RouteRules
 from localllm.web.pages.frame.page import Page
 from localllm.web.pages.frame.views import NavEntry
-from localllm.web.pages.settings import handlers
+from localllm.web.pages.settings import handlers, mcp_handlers
 
 PAGE = Page(
     NavEntry("settings", "Settings", "/settings", "M3 6h8m4 0h2M13 4v4M3 14h2m4 0h8M7 12v4"),
-    handlers=handlers.HANDLERS,
+    handlers=(*handlers.HANDLERS, *mcp_handlers.HANDLERS),
     rules=RouteRules(),
 )

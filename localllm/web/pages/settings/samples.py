@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.web.pages.frame import views
+from localllm.web.pages.settings import mcp_samples
 from localllm.web.pages.settings import views as v
 
 _WHAT = "longest prompt and output together"
@@ -57,6 +58,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     lines = ('max_model_len = "8k"', "max_model_len = 4096")
     shown = v.ChangePage(shell, row, (), "8k", file, restart, True, *lines, beaten_by="flag")
     return [
+        *mcp_samples.samples(shell),
         group,
         groups,
         v.SettingGroups((), "nothing"),

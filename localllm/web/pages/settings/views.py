@@ -138,7 +138,7 @@ class SettingsPage(View):
 
 @dataclass(frozen=True, slots=True)
 class Restart(View):
-    """How to restart this server, so that a change of the file takes effect."""
+    """The next step after a change of the file: a restart, by the page or by hand."""
 
     template: ClassVar[str] = "settings/_restart.html"
     what: str  # what to do; empty: the page offers it

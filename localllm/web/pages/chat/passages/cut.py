@@ -1,7 +1,8 @@
 """Cut a long text into passages: whole paragraphs where they fit, else sentences, words, and at last characters.
 
 Sizes are bytes of UTF-8, of which a token has about four in most languages. A passage begins with the end of the one
-before it, so that a sentence at a border is whole in one of the two. The own parts, joined, are the text again.
+before it, so that a sentence at a border is whole in one of the two; a page begins with nothing of another. The own
+parts, joined, are the text again.
 Does not know: files, models.
 """
 
@@ -49,7 +50,8 @@ def cut(text: str, *, paged: bool = False) -> list[Passage]:
     mark, number, found = PAGE if paged else "\n", 1, list[Passage]()
     for start, end in _parts(text, paged):
         own = text[start:end]
-        overlap = _overlap(text, start)
+        page_start = text.rfind(PAGE, max(0, start - OVERLAP_BYTES - 1), start) + 1 if paged else 0
+        overlap = _overlap(text, page_start, start)
         found.append(Passage(overlap + own, len(overlap), number, number + own.rstrip().count(mark)))
         number += own.count(mark)
     return found
@@ -104,13 +106,11 @@ def _hard(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
         start += length
 
 
-def _overlap(text: str, start: int) -> str:
-    """Return the last whole words before a position, at most `OVERLAP_BYTES` of them."""
-    if not start:
-        return ""
-    raw = text[max(0, start - OVERLAP_BYTES) : start].encode(errors="replace")
+def _overlap(text: str, least: int, start: int) -> str:
+    """Return the last whole words before a position, but after `least`; at most `OVERLAP_BYTES` of them."""
+    raw = text[max(least, start - OVERLAP_BYTES) : start].encode(errors="replace")
     before = raw[-OVERLAP_BYTES:].decode(errors="ignore")
-    if len(before) == start:
+    if len(before) == start - least:
         return before
     word = _WORD.search(before)
     return before[word.end() :] if word else ""

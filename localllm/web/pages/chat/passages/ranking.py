@@ -76,7 +76,11 @@ def fitting(ranking: Sequence[int], sizes: Mapping[int, int], room: int) -> list
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` of the numbers 0 to `count` - 1: the first, and others at even distances."""
-    if count <= most:
-        return list(range(count))
-    return [index * count // most for index in range(most)]
+    """Return at most `most` of the numbers 0 to `count` - 1, at even distances; the first few of them are spread, too.
+
+    Idea: the van der Corput sequence, whose members halve the largest gap.
+    """
+    taken = min(count, most)
+    bits = max(1, (taken - 1).bit_length())
+    in_order = sorted(range(taken), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
+    return [index * count // taken for index in in_order]

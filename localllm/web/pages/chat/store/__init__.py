@@ -4,13 +4,13 @@ records.py  plain values and errors                  database.py    the file: sc
 tree.py     which messages of a tree are shown       chats.py       operations on chats and messages
 search.py   the lists, and the search                selections.py  operations on several chats
 saved_prompts.py  operations on prompts              projects.py    operations on projects
-file_passages.py  operations on long files
+file_passages.py  operations on long files           consents.py    decisions about tools
 tables.py   transactions and deletions               chat_store.py  the one thread that runs all of them
 Does not know: HTTP, templates, the engine.
 """
 
 from localllm.web.pages.chat.store.chat_store import ChatStore
 from localllm.web.pages.chat.store.chats import Chats
-from localllm.web.pages.chat.store.records import Branch, Chat, FoundChat, Project, SavedPrompt, StoredMessage
+from localllm.web.pages.chat.store.records import Branch, Chat, Consent, FoundChat, Project, SavedPrompt, StoredMessage
 
-__all__ = ["Branch", "Chat", "ChatStore", "Chats", "FoundChat", "Project", "SavedPrompt", "StoredMessage"]
+__all__ = ["Branch", "Chat", "ChatStore", "Chats", "Consent", "FoundChat", "Project", "SavedPrompt", "StoredMessage"]

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from localllm.machine.running_servers import is_of_other_process, process_mark
 from localllm.web.pages.chat.store import search
+from localllm.web.pages.chat.store.consents import Consents
 from localllm.web.pages.chat.store.file_passages import FilePassages
 from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Restored, Role, StoredMessage
 from localllm.web.pages.chat.store.saved_prompts import SavedPrompts
@@ -33,7 +34,7 @@ HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND paren
 NUMBERED = re.compile(r" \(\d{1,6}\)$")
 
 
-class Chats(FilePassages, SavedPrompts, Selections):
+class Chats(Consents, FilePassages, SavedPrompts, Selections):
     """The operations on the tables. Those on files, prompts, projects and several chats are in modules of their own."""
 
     # Chats ------------------------------------------------------------------------------------------------------
@@ -324,13 +325,13 @@ class Chats(FilePassages, SavedPrompts, Selections):
         self._db.execute("DELETE FROM deletion WHERE at_s <= ?", (before_s,))
 
     def wipe(self, owner: str) -> int:
-        """Remove everything of an owner, prompts and projects too, immediately and permanently; return the number of
-        chats. The file may be of an older version, which has fewer tables.
+        """Remove everything of an owner, prompts, projects and consents too, immediately and permanently; return the
+        number of chats. The file may be of an older version, which has fewer tables.
         """
         with self._whole():
             count = self._db.execute("DELETE FROM chat WHERE owner = ?", (owner,)).rowcount
             tables = {row[0] for row in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            for table in tables & {"preset", "prompt", "project"}:
+            for table in tables & {"preset", "prompt", "project", "tool_consent"}:
                 self._db.execute(f"DELETE FROM {table} WHERE owner = ?", (owner,))
             for table in tables & {"message_words", "title_words", "passage_words"}:
                 # A search index keeps the words of deleted rows until it is rebuilt.

@@ -125,6 +125,12 @@ MIGRATIONS = (
         vector BLOB NOT NULL, PRIMARY KEY (passage, model)
     );
     """,  # long files, which are searched instead of read whole
+    """
+    CREATE TABLE tool_consent (
+        owner TEXT NOT NULL, server TEXT NOT NULL, tool TEXT NOT NULL, digest TEXT NOT NULL, choice TEXT NOT NULL,
+        at_s REAL NOT NULL, PRIMARY KEY (owner, server, tool)
+    );
+    """,
 )
 """The migrations, each to the next version of the schema (`PRAGMA user_version`). Released migrations are never
 changed.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from localllm.web.pages.chat.passages.cut import Passage
@@ -85,10 +86,13 @@ class FilePassages(Tables):
         return [number for _, number in sorted(found)[:most]]
 
     def sampled(self, chat_id: str, file_ids: Iterable[str], most: int) -> list[int]:
-        """Return passages from the whole length of each file, for a question that no passage matches."""
+        """Return passages from the whole length of each file, for a question that no passage matches. The first few of
+        them are from each file, and spread, too.
+        """
         ranges = self._ranges(chat_id, file_ids)
         share = max(1, most // max(1, len(ranges)))
-        return [first + step for first, last in ranges for step in spread(last - first + 1, share)][:most]
+        samples = [[first + step for step in spread(last - first + 1, share)] for first, last in ranges]
+        return [number for each in zip_longest(*samples) for number in each if number is not None][:most]
 
     def passages(self, chat_id: str, numbers: Iterable[int]) -> dict[int, FilePassage]:
         """Return passages of the chat by their numbers."""

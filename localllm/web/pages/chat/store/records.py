@@ -115,6 +115,17 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
+class Consent:
+    """What an owner decided about a tool of a server."""
+
+    server: str
+    tool: str
+    digest: str  # of the tool, its description and its schema; another one asks again
+    choice: Literal["always", "never"]
+    at_s: float  # Unix time
+
+
+@dataclass(frozen=True, slots=True)
 class FoundChat:
     """A search result; `snippet` is split in three around the first match."""
 

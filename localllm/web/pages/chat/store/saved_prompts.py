@@ -111,10 +111,15 @@ class SavedPrompts(Tables):
         else:
             self.change_prompt(owner, found.id, name, found.text, settings)
 
-    def remove_preset(self, owner: str, name: str) -> str:
-        """Delete the prompt of this name; return the id with which `undo` restores it. Raises `PromptNotFound`."""
+    def remove_preset(self, owner: str, name: str) -> None:
+        """Remove the settings of this name: a prompt with a text keeps the text, one without is deleted. Raises
+        `PromptNotFound`.
+        """
         found = next((each for each in self.prompts(owner) if each.name == name), None)
-        return self.delete_prompt(owner, found.id if found is not None else "")
+        if found is not None and found.text:
+            self.change_prompt(owner, found.id, name, found.text, {})
+        else:
+            self.delete_prompt(owner, found.id if found is not None else "")
 
     def _insert(self, owner: str, name: str, text: str, settings: Mapping[str, str]) -> SavedPrompt:
         prompt_id = new_id()

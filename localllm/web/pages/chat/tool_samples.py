@@ -1,0 +1,46 @@
+"""Invented samples of the views of tools, for `/dev/patterns` and the template tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localllm.web.pages.chat import message_views as m
+from localllm.web.pages.chat import tool_views as t
+from localllm.web.pages.chat import views as v
+from localllm.web.pages.chat.markdown import code_block
+from localllm.web.pages.frame import views
+
+
+def samples() -> list[views.View]:
+    html = code_block('{\n  "path": "notes/todo.md"\n}', "json")
+    card = m.ToolCallCard("read_file", html, server="files", url="/c/sample/m/sample-14/calls/0")
+    reply = v.ChatMessage(
+        "sample-14", "assistant", model="demo", calls=(card,), stream_url="/c/sample/m/sample-14/calls"
+    )
+    form = m.ResultForm("/c/sample/m/sample-15", "sample-15", ((0, "read_file"),), is_folded=True)
+    failed = views.ErrorNotice("time did not start.", "The program 'uvx' is not on this machine.", "Install it.")
+    consents = t.ConsentList(
+        (
+            t.ConsentRow("files", "read_file", "always", "2026-01-02"),
+            t.ConsentRow("files", "delete_file", "never", "2026-01-02"),
+        ),
+        "/chats/tools",
+    )
+    rows = (t.ToolRow("read_file", "Read a text file."), t.ToolRow("delete_file", "Delete a file."))
+    servers = (t.UsableServer("files", "running", rows), t.UsableServer("time", "failed", error=failed))
+    return [
+        card,
+        replace(card, note="The tool has changed since you allowed it."),
+        replace(card, state="running"),
+        replace(card, state="done", text="<b>milk</b>"),
+        m.ToolNotes(("The tools of time are left out. time did not start.",)),
+        replace(form, message_id="sample-16"),
+        replace(form, message_id="sample-17", calls=(), is_folded=False, goes_on=True, error=failed),
+        t.CallsProgress(reply, "The call waits for your answer"),
+        v.ToolServers((v.ServerChoice("files", True), v.ServerChoice("time", False, "time did not start."))),
+        v.ToolServers((v.ServerChoice("notes", True),), "demo cannot call tools."),
+        consents,
+        t.ConsentList(()),
+        t.ToolsPanel(servers, consents),
+        t.ToolsPanel((), t.ConsentList(())),
+    ]

@@ -1,0 +1,91 @@
+"""Consent to a tool in Chromium: the card, the keyboard, the reply that follows; the page of servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from localllm.engine.client import GenerationRequest
+from localllm.engine.params import SamplingParams
+from localllm.text.structured import StructuredOutputsParams
+from localllm.web.pages.chat import claims
+from tests.mcp.programs import hostile
+from tests.text.templates import CHATML
+from tests.web import live_server
+from tests.web.browser.looks import opened, overflow, small_targets
+from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.slow
+
+CALL = '<tool_call>\n{"name": "tool", "arguments": {"n": 1}}\n</tool_call>'
+
+
+@pytest.fixture
+def tooled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
+    """A server whose model calls a tool, calls it again, and then answers."""
+    monkeypatch.setattr(live_server, "MAX_MODEL_LEN", 2048)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    texts = [CALL, "The tool was **called**.", CALL, "And once more, by itself."]
+
+    def saying(name: str, token_ids: Sequence[int], params: SamplingParams, **others: Any) -> GenerationRequest:
+        said = StructuredOutputsParams(choice=[texts.pop(0)])
+        return GenerationRequest(name, token_ids, replace(params, structured_outputs=said), **others)
+
+    monkeypatch.setattr(claims, "GenerationRequest", saying)
+    model = fake_model(tmp_path / "hermes", PacedRunner(), chat_template=CHATML)
+    asked = replace(settings(ui=True), file=tmp_path / "config.toml")
+    with LiveServer(model, replace(asked, mcp={"files": hostile("plain", name="files")})) as server:
+        yield server
+
+
+def serious(page: Page) -> list[str]:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    found = axe.Axe().run(page).response["violations"]
+    return [each["id"] for each in found if each["impact"] in ("serious", "critical")]
+
+
+def test_a_person_allows_a_tool_always_and_the_chat_goes_on_by_itself(chromium: Browser, tooled: LiveServer) -> None:
+    """By keyboard, on a phone."""
+    with opened(chromium, 360, 740, bypass_csp=True) as page:  # axe itself is put into the page
+        page.goto(f"{tooled.url}/")
+        page.get_by_label("Message", exact=True).fill("go")
+        page.get_by_label("Message", exact=True).press("Enter")
+        page.get_by_text("Run this on the server files?").wait_for()
+        assert overflow(page) == 0
+        assert small_targets(page) == []
+        for scheme in ("dark", "light"):
+            page.emulate_media(color_scheme=scheme)
+            assert serious(page) == []
+        always = page.get_by_role("button", name="Always for this tool")
+        always.focus()
+        page.keyboard.press("Enter")
+        page.get_by_text("The tool was called.").wait_for()
+        assert page.get_by_text('called with {"n": 1}').count() == 1
+        page.get_by_label("Message", exact=True).fill("again")
+        page.get_by_label("Message", exact=True).press("Enter")
+        page.get_by_text("And once more, by itself.").wait_for()
+        assert page.get_by_text('called with {"n": 1}').count() == 2
+        assert page.get_by_role("button", name="Allow once").count() == 0
+        page.goto(f"{tooled.url}/chats/tools")
+        page.get_by_role("button", name="Ask again for tool of files").click()
+        page.get_by_text("No tool is allowed always.").wait_for()
+        for width in (360, 768, 1280):
+            page.set_viewport_size({"width": width, "height": 800})
+            page.goto(f"{tooled.url}/settings/tools")
+            assert overflow(page) == 0
+            assert small_targets(page) == []
+        page.get_by_role("button", name="Test and list its tools").click()
+        page.get_by_text("Tools (1)").wait_for()
+        assert serious(page) == []
+        page.locator("#server-name").fill("mine")
+        page.locator("#server-command").fill("my-server --root '/my notes'")
+        page.get_by_role("button", name="Show what will be saved").click()
+        page.get_by_text("/my notes", exact=False).first.wait_for()
+        assert serious(page) == []
