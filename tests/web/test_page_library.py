@@ -318,7 +318,7 @@ def test_a_path_is_checked_and_loaded(browser: httpx.Client, tiny_llama_path: Pa
     assert (page.url.path, dict(page.url.params)) == ("/library", {"loads": name})
     wait_until(lambda: tags(row(browser.get("/library").text, name)) == ["loaded"])
     assert f"{name} is loaded." in browser.get(f"/library?loads={name}").text
-    assert "is loaded" not in browser.get("/library?loads=absent").text
+    assert '<div id="library-notice" aria-live="polite"></div>' in browser.get("/library?loads=absent").text
     assert "Does it fit?" in browser.get(f"/library/model/{name}").text
     chat = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     assert browser.post("/v1/chat/completions", json=chat).status_code == 200
