@@ -58,11 +58,12 @@ def chatgpt() -> list[dict[str, Any]]:
     hidden = {"metadata": {"is_visually_hidden_from_conversation": True}}
     nodes = [
         {"id": "root", "message": None, "parent": None, "children": ["sys"]},
-        chatgpt_node("sys", "root", "system", "", ["q1"], **hidden),
-        chatgpt_node("q1", "sys", "user", "2 + 2?", ["t1", "a2"]),
+        chatgpt_node("sys", "root", "system", "", ["own"], **hidden),
+        chatgpt_node("own", "sys", "user", "Instructions of every chat.", ["q1"], **hidden),
+        chatgpt_node("q1", "own", "user", "2 + 2?", ["t1", "a2"]),
         chatgpt_node("t1", "q1", "assistant", thoughts, ["a1"]),
         chatgpt_node("a1", "t1", "assistant", "It is", ["code"], metadata={"model_slug": "gpt-5"}),
-        chatgpt_node("code", "a1", "assistant", {"content_type": "code", "text": "2+2"}, ["tool"], recipient="python"),
+        chatgpt_node("code", "a1", "assistant", "print(2 + 2)", ["tool"], recipient="python"),
         chatgpt_node("tool", "code", "tool", {"content_type": "execution_output", "text": "4"}, ["a1b"]),
         chatgpt_node("a1b", "tool", "assistant", "**4** \ue200cite\ue202turn0\ue201now", ["q2"]),
         chatgpt_node("a2", "q1", "assistant", "Five.", []),

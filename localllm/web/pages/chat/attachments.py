@@ -40,7 +40,7 @@ MAX_WHOLE_BYTES = 1_000_000
 MAX_TRAY_FILES = 100
 """Most files of all owners; beyond that the oldest is dropped."""
 
-MAX_TRAY_CHARS = 200_000_000
+MAX_TRAY_CHARS = 100_000_000
 """Most characters of all files together; beyond that the oldest is dropped."""
 
 TRAY_S = 3600.0

@@ -45,7 +45,7 @@ class _Plain(msgspec.Struct):
     reasoning_content: str | None = None
 
 
-class _Node(msgspec.Struct):
+class _TreeNode(msgspec.Struct):
     """A message of the tree."""
 
     id: str
@@ -56,9 +56,9 @@ class _Node(msgspec.Struct):
     created_s: float = 0.0
 
 
-class _File(msgspec.Struct):
+class _ChatFile(msgspec.Struct):
     messages: list[_Plain] = []
-    tree: list[_Node] = []
+    tree: list[_TreeNode] = []
     leaf: str | None = None
     title: str = ""
     settings: dict[str, str] = {}
@@ -70,9 +70,9 @@ def read(raw: bytes) -> Imported:
     """Parse one chat: an object, or a list of messages. Raises `NotAChat`, and the errors of settings."""
     try:
         if raw[:1] == b"[":
-            file = _File(messages=msgspec.json.decode(raw, type=list[_Plain]))
+            file = _ChatFile(messages=msgspec.json.decode(raw, type=list[_Plain]))
         else:
-            file = msgspec.json.decode(raw, type=_File)
+            file = msgspec.json.decode(raw, type=_ChatFile)
     except (msgspec.DecodeError, RecursionError) as error:
         raise not_a_chat(f"{error}.") from error
     if file.format != FORMAT or file.version != VERSION:
@@ -116,7 +116,7 @@ def _text(message: _Plain, number: int) -> str:
     return "\n".join(part.text for part in parts)
 
 
-def _tree(nodes: Sequence[_Node]) -> tuple[StoredMessage, ...]:
+def _tree(nodes: Sequence[_TreeNode]) -> tuple[StoredMessage, ...]:
     seen: set[str | None] = {None}
     for node in nodes:
         if node.id in seen:
@@ -129,7 +129,7 @@ def _tree(nodes: Sequence[_Node]) -> tuple[StoredMessage, ...]:
     return tuple(StoredMessage(n.id, n.parent, n.role, n.content, _details(n), n.created_s) for n in nodes)
 
 
-def _details(node: _Node) -> dict[str, Any]:
+def _details(node: _TreeNode) -> dict[str, Any]:
     """Return the details that the pages show, with the types that they expect."""
     kinds: dict[str, type | tuple[type, ...]] = {
         "model": str, "finish_reason": str, "prompt_tokens": int, "cached_tokens": int, "completion_tokens": int,
