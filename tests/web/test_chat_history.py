@@ -9,6 +9,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -16,8 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from localllm.web.pages.chat import turns
 from localllm.web.pages.chat.history import history
 from localllm.web.pages.chat.prompts import ChatFull, reply_room
-from localllm.web.pages.chat.readable import has_failed, is_typed
+from localllm.web.pages.chat.readable import failed_turns, first_read, is_typed, turn_beginnings
 from localllm.web.pages.chat.store import Chats, ChatStore, StoredMessage
+from localllm.web.pages.chat.store.database import open_database
+from localllm.web.pages.chat.store.records import ChatNotFound, Role
 from tests.web.pages_stub import CONTEXT, StubModel
 
 Result = TypeVar("Result")
@@ -142,11 +145,79 @@ class HistoryWalk(RuleBasedStateMachine):
 
 
 TestHistory = HistoryWalk.TestCase
-TestHistory.settings = hypothesis_settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestHistory.settings = hypothesis_settings(max_examples=20, stateful_step_count=20, deadline=None)
 
 
-def test_reply_that_failed_before_its_first_word_is_no_part_of_what_is_read() -> None:
-    failed = StoredMessage("b", "a", "assistant", "", {"error": ["It failed.", "", ""]})
-    assert has_failed(failed)
-    assert not has_failed(StoredMessage("b", "a", "assistant", "half", {"error": ["It failed.", "", ""]}))
-    assert not has_failed(StoredMessage("b", "a", "assistant", "", {}))
+def said_by(kind: str, message_id: str = "") -> StoredMessage:
+    """q: typed, a: a reply, c: a reply that calls, r: results, f: a failed reply, x: a failed reply that calls."""
+    call = {"calls": [{"id": "1", "name": "look", "arguments": "{}"}]}
+    details: dict[str, dict[str, Any]] = {
+        "c": call,
+        "r": {"results": [{"id": "1", "name": "look", "text": "t"}]},
+        "f": {"error": ["It failed.", "", ""]},
+        "x": {"error": ["It failed.", "", ""], **call},
+    }
+    role: Role = "user" if kind in "qr" else "assistant"
+    return StoredMessage(message_id or kind, None, role, kind if kind in "qra" else "", details.get(kind, {}))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "num_left_out", "reads"),
+    [
+        ("qaqa", 2, "qa"),
+        ("qaqa", 0, "qaqa"),
+        ("qaqa", 4, ""),
+        ("qcraqa", 2, "qcraqa"),
+        ("qcraqa", 4, "qa"),
+        ("aqa", 1, "qa"),
+    ],
+)
+def test_model_reads_on_from_the_beginning_of_a_turn(kinds: str, num_left_out: int, reads: str) -> None:
+    messages = [said_by(kind) for kind in kinds]
+    assert kinds[first_read(messages, num_left_out) :] == reads
+
+
+@pytest.mark.parametrize(
+    ("kinds", "new", "beginnings"),
+    [
+        ("qaqa", "q", [2, 4]),
+        ("qcraqa", "q", [4, 6]),
+        ("qcraqc", "r", [4]),
+        ("qc", "r", []),
+        ("", "q", []),
+        ("qaq", "", [2]),
+    ],
+)
+def test_whole_turns_are_left_out(kinds: str, new: str, beginnings: list[int]) -> None:
+    last = said_by(new) if new else None
+    assert turn_beginnings([said_by(kind) for kind in kinds], last) == beginnings
+
+
+@pytest.mark.parametrize(
+    ("kinds", "failed"), [("qf", {0, 1}), ("qaqfqa", {2, 3}), ("qcrf", {3}), ("qx", set()), ("qa", set()), ("f", {0})]
+)
+def test_failed_turns_are_found(kinds: str, failed: set[int]) -> None:
+    messages = [said_by(kind, str(at)) for at, kind in enumerate(kinds)]
+    assert failed_turns(messages) == {str(at) for at in failed}
+
+
+def test_marks_of_a_branch_stay_while_another_is_changed() -> None:
+    db, _ = open_database(None)
+    chats = Chats(db)
+    chat = chats.create("", "two branches", {}).id
+    root = chats.add(chat, None, "assistant", "root").id
+    left = [chats.add(chat, root, "user", "l1").id]
+    left.append(chats.add(chat, left[0], "assistant", "l2").id)
+    right = [chats.add(chat, root, "user", "r1").id]
+    right.append(chats.add(chat, right[0], "assistant", "r2").id)
+    chats.leave_out("", chat, left[1])
+    chats.leave_out("", chat, right[0])
+    chats.leave_out("", chat, root)
+    assert [chats.branch(chat, leaf).num_left_out for leaf in (left[1], right[1])] == [3, 2]  # the last mark counts
+    chats.bring_back("", chat)  # of the shown branch, with the mark at their common root
+    assert [chats.branch(chat, leaf).num_left_out for leaf in (left[1], right[1])] == [3, 0]
+    with pytest.raises(ChatNotFound):
+        chats.leave_out("", chat, "nothing")
+    with pytest.raises(ChatNotFound):
+        chats.bring_back("somebody", chat)
+    db.close()

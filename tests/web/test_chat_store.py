@@ -634,6 +634,23 @@ def test_chats_of_the_first_version_stay(tmp_path: Path) -> None:
     assert (message.text, message.details) == ("half", {"finish_reason": "interrupted"})
 
 
+def test_messages_are_left_out_of_a_chat_that_an_older_version_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    with sqlite3.connect(path) as db:
+        db.executescript(MIGRATIONS[0] + MIGRATIONS[1])
+        db.execute("INSERT INTO chat (id, owner, title, leaf, updated_s) VALUES ('c', '', 'kept', 'm', 1)")
+        db.execute("INSERT INTO message (id, chat_id, role, created_s, text) VALUES ('m', 'c', 'user', 1, 'why?')")
+        db.execute("PRAGMA user_version = 2")
+    db.close()
+
+    async def leave_out(store: ChatStore) -> tuple[int, int]:
+        before = (await store.call(Chats.branch, "c", "m")).num_left_out
+        await store.call(Chats.leave_out, "", "c", "m")
+        return before, (await store.call(Chats.branch, "c", "m")).num_left_out
+
+    assert on(path, leave_out) == (0, 1)
+
+
 def test_migration_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "chats.db"
     on(path, _new_chat)

@@ -103,6 +103,21 @@ def test_oldest_messages_are_left_out_and_brought_back(served: Pages, browser: h
     assert "This chat is full" in refused.text
 
 
+def test_no_more_is_left_out_than_makes_room_for_the_next_messages(served: Pages, browser: httpx.Client) -> None:
+    chat, _ = start_chat(browser, "first", max_tokens="10")
+    for text in ("second", "third", "fourth", "fifth"):
+        browser.post("/chat", data={"message": text, "conversation": chat[3:], "max_tokens": "10"})
+    form = {"message": LONG, "conversation": chat[3:], "max_tokens": ""}
+    assert browser.post("/chat", data=form).status_code == 400
+    browser.post("/chat", data={**form, "full": "leave-out"})
+    prompt = said(served)
+    kept = prompt.count("user: ")
+    assert 1 < kept < 6
+    assert len(prompt) <= 0.75 * CONTEXT
+    assert len(prompt) + len("user: fourth\nassistant: \n") + 200 > 0.75 * CONTEXT  # one turn more does not fit
+    assert prompt.startswith("user: ")
+
+
 def test_full_chat_is_told_where_a_message_is_edited_or_answered_again(served: Pages, browser: httpx.Client) -> None:
     chat, _ = start_chat(browser, "a" * 300)
     second = browser.post("/chat", data={"message": "short", "conversation": chat[3:]}).text
@@ -315,14 +330,17 @@ def test_meter_beyond_the_context_is_full() -> None:
 
 
 def test_model_is_picked_kept_by_its_chat_and_remembered(served: Pages, browser: httpx.Client) -> None:
-    other = StubModel(name="second")
+    other = StubModel(name="second", sampling_defaults={"temperature": 0.3})
     other.client.every_s, other.client.chars = 0.0, 40
     chat, _ = start_chat(browser, "to the first", model="demo")
     entry = served.live.manager.adopt(other)  # type: ignore[arg-type]
     try:
         assert re.search(r'<option value="demo" selected>demo · [\d.]+ MiB</option>', browser.get(chat).text)
-        picked = browser.post("/chats/model", data={"model": "second", "conversation": chat[3:]}, headers=SCRIPTED)
+        form = {"model": "second", "conversation": chat[3:], "system": "typed"}
+        picked = browser.post("/chats/model", data=form, headers=SCRIPTED)
         assert "data-send" in picked.text
+        assert 'title="If empty: 0.3, the model&#39;s generation_config"' in picked.text
+        assert "typed</textarea>" in picked.text
         assert '<option value="second" selected>' in picked.text
         assert '<option value="second" selected>' in browser.get(chat).text  # kept without a message
         assert '<option value="second" selected>' in browser.get("/").text  # and for the next chat

@@ -89,7 +89,7 @@
     });
     document.addEventListener("htmx:before:request", (event) => {
       if (!isSend(event)) return;
-      htmx.trigger(text, "htmx:abort"); // of a count
+      text.dispatchEvent(new Event("htmx:abort")); // ends a count; a bubbling event would also end the send
       [draft, sent, text.value, following] = [draftOf(), text.value, "", true];
     });
     document.addEventListener("htmx:after:request", (event) => {

@@ -30,7 +30,7 @@ from localllm.web.pages.chat.handlers import (
     until_written,
 )
 from localllm.web.pages.chat.prompts import ChatFull
-from localllm.web.pages.chat.settings import typed
+from localllm.web.pages.chat.settings import NAMES, typed
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Chat, Chats
 from localllm.web.pages.chat.views import ComposerAction
@@ -231,9 +231,10 @@ def _error_of(task: asyncio.Task[None]) -> LocalLLMError | None:
 async def _picked(
     state: ChatState, owner: str, chat: Chat | None, form: dict[str, str], error: LocalLLMError | None
 ) -> ModelPicked:
-    settings = {name: form[name] for name in ("model", "thinking") if form.get(name)}
+    settings = {**(chat.settings if chat is not None else {}), **{name: form[name] for name in NAMES if name in form}}
     return ModelPicked(
         _action(state, chat),
+        sampling=await presenters.drawer(state, owner, presenters.card_of(state, settings), settings),
         thinking=composer_presenters.thinking_choice(state, settings),
         models=await state.picker.choices(settings),
         error=notice(error) if error is not None else None,

@@ -270,9 +270,10 @@ def _cookie(chat: Chat) -> Cookie:
 
 def model_cookie(settings: Mapping[str, str]) -> list[Cookie]:
     """Return the cookie that remembers the chosen model; none if there was no choice."""
-    name = settings.get("model")
-    value = quote(name, safe="") if name else ""
-    return [Cookie(key=presenters.MODEL_COOKIE, value=value, httponly=True, samesite="strict")] if name else []
+    name = settings.get("model", "")
+    if not 0 < len(name) <= MAX_MODEL_CHARS:
+        return []
+    return [Cookie(key=presenters.MODEL_COOKIE, value=quote(name, safe=""), httponly=True, samesite="strict")]
 
 
 async def page_with_error(

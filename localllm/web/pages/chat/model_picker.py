@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 10.0
 """The sizes of installed models are read from the disk at most this often."""
 
+MOST_KEPT = 50
+"""Most loads whose outcome is kept; beyond that the finished ones are forgotten."""
+
 
 class ModelPicker:
     """The list of models, and the loads that picks have started."""
@@ -59,6 +62,8 @@ class ModelPicker:
         """Load a model as a request for it would, and return the task, which raises the error of a failed load."""
         task = self._loads.get(name)
         if task is None or task.done():
+            if len(self._loads) >= MOST_KEPT:
+                self._loads = {name: task for name, task in self._loads.items() if not task.done()}
             task = self._loads[name] = asyncio.create_task(self._load(name), name=f"load {name}")
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the error is on the page
         return task

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong, UnsupportedOption
@@ -86,29 +87,35 @@ def reply_room(context_tokens: int, max_tokens: int | None) -> int:
     return max(1, min(REPLY_TOKENS, context_tokens // 8, max_tokens or REPLY_TOKENS))
 
 
+async def can_leave_out(
+    served: ServedModel, settings: Mapping[str, str], messages: Sequence[StoredMessage], new: StoredMessage | None,
+    *, goes_on: bool = False,
+) -> bool:  # fmt: skip
+    """Return whether there are older turns without which the last one fits, with the new message. Raises `ChatFull` of
+    the last turn alone if it does not fit.
+    """
+    beginnings = turn_beginnings(messages, new)
+    if beginnings:
+        await prompt_of(served, _read(settings, messages[beginnings[-1] :], new), settings, goes_on=goes_on)
+    return bool(beginnings)
+
+
 async def beginning_that_fits(
     served: ServedModel, settings: Mapping[str, str], messages: Sequence[StoredMessage], new: StoredMessage | None,
     *, goes_on: bool = False,
 ) -> int:  # fmt: skip
-    """Return the index of the first message to keep, so that the rest fits with the new message. Raises `ChatFull` if
-    the last turn does not fit even alone. The prompt gets shorter with each turn that is left out, so the search halves
-    the turns.
+    """Return the index of the first message to keep, so that the rest fits with the new message; at least the last turn
+    is kept. The prompt gets shorter with each turn that is left out, so the search halves the turns.
     """
     beginnings, sizes = turn_beginnings(messages, new), dict[int, int]()
-    last = [new] if new is not None else []
     size = served.plan.max_model_len
-
-    async def prompt_from(at: int) -> Prompt:
-        read = messages_of(settings.get("system", ""), [*messages[at:], *last])
-        return await prompt_of(served, read, settings, goes_on=goes_on)
 
     async def used(at: int) -> int:
         if at not in sizes:
             try:
-                sizes[at] = len((await prompt_from(at)).token_ids)
-            except ChatFull as full:
-                sizes[at] = max(full.used_tokens, size + 1)
-            except ContextTooLong:  # too long to be tokenised at all
+                prompt = await prompt_of(served, _read(settings, messages[at:], new), settings, goes_on=goes_on)
+                sizes[at] = len(prompt.token_ids)
+            except ContextTooLong:
                 sizes[at] = size + 1
         return sizes[at]
 
@@ -119,5 +126,10 @@ async def beginning_that_fits(
             low, high = (low, middle) if await used(beginnings[middle]) <= limit else (middle + 1, high)
         if low < len(beginnings):
             return beginnings[low]
-    await prompt_from(beginnings[-1] if beginnings else 0)
-    raise AssertionError("the last turn fits alone, so the search has found it")
+    return beginnings[-1]
+
+
+def _read(
+    settings: Mapping[str, str], messages: Sequence[StoredMessage], new: StoredMessage | None
+) -> list[dict[str, Any]]:
+    return messages_of(settings.get("system", ""), [*messages, *([new] if new is not None else [])])

@@ -17,7 +17,7 @@ from localllm.web.pages.chat.claims import Claim, claimed, reply_of, served_for,
 from localllm.web.pages.chat.history import history, too_long
 from localllm.web.pages.chat.long_files import keep_long_files, resumed, sources_of, with_passages
 from localllm.web.pages.chat.projects import with_project_files
-from localllm.web.pages.chat.prompts import ChatFull, beginning_that_fits, prompt_of
+from localllm.web.pages.chat.prompts import ChatFull, beginning_that_fits, can_leave_out, prompt_of
 from localllm.web.pages.chat.readable import is_summary, is_typed
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
 from localllm.web.pages.chat.state import ChatState
@@ -188,10 +188,10 @@ async def _fit(
         claim.prompt = await prompt_of(served, read, settings, goes_on=goes_on)
         return read
     except ChatFull as full:
-        start = await beginning_that_fits(served, settings, messages, new, goes_on=goes_on)
-        full.can_leave_out = True
-        if chat is None or form.get(FULL) != LEAVE_OUT:
+        full.can_leave_out = await can_leave_out(served, settings, messages, new, goes_on=goes_on)
+        if chat is None or not full.can_leave_out or form.get(FULL) != LEAVE_OUT:
             raise
+        start = await beginning_that_fits(served, settings, messages, new, goes_on=goes_on)
         await state.store.call(Chats.leave_out, owner, chat.id, messages[start - 1].id)
         read = messages_of(system, [*messages[start:], *last])
         claim.prompt = await prompt_of(served, read, settings, goes_on=goes_on)
@@ -211,8 +211,7 @@ async def require_fit(state: ChatState, owner: str, form: Mapping[str, str], fil
     try:
         await prompt_of(served, messages_of(settings.get("system", ""), [*messages, new]), settings)
     except ChatFull as full:
-        await beginning_that_fits(served, settings, messages, new)
-        full.can_leave_out = True
+        full.can_leave_out = await can_leave_out(served, settings, messages, new)
         raise
 
 
