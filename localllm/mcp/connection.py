@@ -23,7 +23,7 @@ from localllm.mcp import schemas
 from localllm.mcp.http import bounded_client
 from localllm.mcp.results import text_of
 from localllm.mcp.stdio import MAX_BYTES, MAX_LINE_BYTES, StdioTransport, Tail
-from localllm.mcp.values import CallResult, Listing, Tool, ToolRefused, ToolServerFailed
+from localllm.mcp.values import CallResult, Listing, ServerTool, ToolRefused, ToolServerFailed
 from localllm.units import format_count, format_seconds
 from localllm.version import __version__
 
@@ -39,7 +39,7 @@ MAX_NAME_CHARS, MAX_DESCRIPTION_CHARS = 128, 4_000
 MAX_ERROR_CHARS = 500
 
 
-class Connection:
+class ToolServerConnection:
     """A server that was started. It ends with `close`, or by itself; then `failure` tells why."""
 
     def __init__(self, server: McpServer) -> None:
@@ -86,7 +86,7 @@ class Connection:
     async def list_tools(self) -> Listing:
         """Return the tools of the server now. Raises `ToolServerFailed`."""
         self.tools_changed = False
-        found: dict[str, Tool] = {}
+        found: dict[str, ServerTool] = {}
         refused: list[str] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):
@@ -102,7 +102,7 @@ class Connection:
             refused.append(f"it offers more than {MAX_TOOLS} tools; the first {MAX_TOOLS} are used")
         return Listing(tuple(found.values())[:MAX_TOOLS], tuple(refused[:MAX_TOOLS]))
 
-    async def call(self, tool: Tool, arguments: Mapping[str, Any]) -> CallResult:
+    async def call(self, tool: ServerTool, arguments: Mapping[str, Any]) -> CallResult:
         """Call a tool. Raises `ToolRefused` for arguments that do not fit, and `ToolServerFailed`."""
         if wrong := await asyncio.to_thread(schemas.wrong_argument, arguments, tool.schema):
             raise ToolRefused(f"The arguments do not fit the schema of {tool.name}.", f"{wrong}.")
@@ -115,13 +115,13 @@ class Connection:
             self.calls -= 1
         return CallResult(text_of(result.content, result.structured_content), result.is_error)
 
-    def _take_all(self, tools: Sequence[types.Tool], found: dict[str, Tool], refused: list[str]) -> None:
+    def _take_all(self, tools: Sequence[types.Tool], found: dict[str, ServerTool], refused: list[str]) -> None:
         """Take the tools of a page, up to one more than is allowed. Blocking: schemas are checked."""
         for tool in tools:
             if len(found) <= MAX_TOOLS and len(refused) <= MAX_TOOLS:
                 self._take(tool, found, refused)
 
-    def _take(self, tool: types.Tool, found: dict[str, Tool], refused: list[str]) -> None:
+    def _take(self, tool: types.Tool, found: dict[str, ServerTool], refused: list[str]) -> None:
         name = tool.name
         is_name = name.isprintable() and 0 < len(name) <= MAX_NAME_CHARS
         why = schemas.refusal(tool.input_schema) if is_name else "its name is too long, empty or not printable"
@@ -131,7 +131,9 @@ class Connection:
         said = "".join(each for each in tool.description or "" if each.isprintable() or each == "\n")
         if len(said) > MAX_DESCRIPTION_CHARS:
             refused.append(f"the description of {name!r} is cut: it has {format_count(len(said))} characters")
-        found[name] = Tool(self.server.name, name, said[:MAX_DESCRIPTION_CHARS], tool.input_schema, self.server.origin)
+        found[name] = ServerTool(
+            self.server.name, name, said[:MAX_DESCRIPTION_CHARS], tool.input_schema, self.server.origin
+        )
 
     @property
     def _session(self) -> ClientSession:

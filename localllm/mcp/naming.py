@@ -10,16 +10,16 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from localllm.mcp.values import Tool
+from localllm.mcp.values import ServerTool
 
 MAX_NAME_CHARS = 64
 
 
-def function_names(tools: Iterable[Tool], taken: Collection[str] = ()) -> dict[str, Tool]:
+def function_names(tools: Iterable[ServerTool], taken: Collection[str] = ()) -> dict[str, ServerTool]:
     """Return the tools by the name that the model uses. `taken`: names of other functions that it is offered."""
     tools = list(tools)
     plain = Counter(_allowed(tool.name) for tool in tools)
-    found: dict[str, Tool] = {}
+    found: dict[str, ServerTool] = {}
     for tool in tools:
         name = _allowed(tool.name)
         if plain[name] > 1 or name in taken:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.config.mcp_servers import McpServer
 from localllm.machine.install_kind import how_to_install
-from localllm.mcp.values import CallResult, Listing, McpMissing, Tool, ToolRefused, ToolServerFailed
+from localllm.mcp.values import CallResult, Listing, McpMissing, ServerTool, ToolRefused, ToolServerFailed
 
 if TYPE_CHECKING:
-    from localllm.mcp.connection import Connection
+    from localllm.mcp.connection import ToolServerConnection
 
 IDLE_S = 300.0
 RETRY_S = 60.0
@@ -44,7 +44,7 @@ class _Slot:
 
     server: McpServer
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    connection: Connection | None = None
+    connection: ToolServerConnection | None = None
     listing: Listing | None = None
     listed_s: float = 0.0
     used_s: float = 0.0
@@ -138,7 +138,7 @@ class McpServers:
             slot.used_s = time.monotonic()
         return result
 
-    async def find_tool(self, server: str, name: str) -> Tool | None:
+    async def find_tool(self, server: str, name: str) -> ServerTool | None:
         """Return a tool as the server offers it now. Raises as `tools` does."""
         return (await self.tools(server)).find(name)
 
@@ -164,7 +164,7 @@ class McpServers:
             raise ToolServerFailed(f"The server {name} is disabled.", hint="Enable it in Settings, Tools.")
         return slot
 
-    async def _started(self, slot: _Slot) -> Connection:
+    async def _started(self, slot: _Slot) -> ToolServerConnection:
         async with slot.lock:
             slot.used_s = time.monotonic()
             if slot.connection is not None and not slot.connection.ended:
@@ -205,13 +205,13 @@ class McpServers:
                     await self.stop(name)
 
 
-def _connection_type() -> type[Connection]:
+def _connection_type() -> type[ToolServerConnection]:
     """Import the client, which takes a second. Blocking. Raises `McpMissing`."""
     require_mcp()
     try:
-        from localllm.mcp.connection import Connection, quiet
+        from localllm.mcp.connection import ToolServerConnection, quiet
     except ImportError as error:
         how = how_to_install("localllm[mcp]")
         raise McpMissing("Tools of MCP servers need the package mcp, version 2 or newer.", f"{error}.", how) from error
     quiet()
-    return Connection
+    return ToolServerConnection

@@ -56,7 +56,7 @@ class Tail:
         return tuple(self._lines)
 
 
-class _Budget:
+class _Allowance:
     """What a server may still send before the next message of ours."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class StdioTransport:
     @asynccontextmanager
     async def _run(self) -> AsyncIterator[Streams]:
         process, lifeline = await self._start()
-        budget = _Budget()
+        budget = _Allowance()
         try:
             incoming, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
             write, outgoing = anyio.create_memory_object_stream[SessionMessage](0)
@@ -136,7 +136,7 @@ class StdioTransport:
         return process, ours
 
     async def _read(
-        self, process: Process, incoming: anyio.abc.ObjectSendStream[SessionMessage | Exception], budget: _Budget
+        self, process: Process, incoming: anyio.abc.ObjectSendStream[SessionMessage | Exception], budget: _Allowance
     ) -> None:
         """Pass messages on until the server closes its output or breaks a bound; then the session sees the end."""
         assert process.stdout is not None
@@ -188,7 +188,7 @@ def _message(line: bytes) -> SessionMessage | Exception:
         return error
 
 
-async def _write(process: Process, outgoing: anyio.abc.ObjectReceiveStream[SessionMessage], budget: _Budget) -> None:
+async def _write(process: Process, outgoing: anyio.abc.ObjectReceiveStream[SessionMessage], budget: _Allowance) -> None:
     assert process.stdin is not None
     async for message in outgoing:
         budget.renew()

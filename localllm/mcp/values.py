@@ -34,7 +34,7 @@ class McpMissing(LocalLLMError):
 
 
 @dataclass(frozen=True)
-class Tool:
+class ServerTool:
     """One tool of a server."""
 
     server: str
@@ -54,10 +54,10 @@ class Tool:
 class Listing:
     """The tools of a server that can be offered, and why others cannot."""
 
-    tools: tuple[Tool, ...] = ()
+    tools: tuple[ServerTool, ...] = ()
     refused: tuple[str, ...] = ()
 
-    def find(self, name: str) -> Tool | None:
+    def find(self, name: str) -> ServerTool | None:
         return next((tool for tool in self.tools if tool.name == name), None)
 
 

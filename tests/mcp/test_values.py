@@ -11,12 +11,12 @@ from localllm.mcp import servers
 from localllm.mcp.naming import function_names
 from localllm.mcp.results import bounded, limit_for
 from localllm.mcp.schemas import refusal, wrong_argument
-from localllm.mcp.values import McpMissing, Tool
+from localllm.mcp.values import McpMissing, ServerTool
 from tests.mcp.programs import friendly
 
 
-def tool(server: str, name: str, description: str = "", origin: str = "x", **schema: Any) -> Tool:
-    return Tool(server, name, description, {"type": "object", **schema}, origin)
+def tool(server: str, name: str, description: str = "", origin: str = "x", **schema: Any) -> ServerTool:
+    return ServerTool(server, name, description, {"type": "object", **schema}, origin)
 
 
 def test_names_that_collide_get_the_servers_name_and_all_are_allowed() -> None:

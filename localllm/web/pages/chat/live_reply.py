@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.errors import EngineError, LocalLLMError
-from localllm.mcp.values import Tool
+from localllm.mcp.values import ServerTool
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.text.answers.reader import AnswerReader
 from localllm.text.answers.whole import ToolCall
@@ -53,7 +53,7 @@ class Reply:
         self.request_id, self.model, self.context_tokens = request_id, model, context_tokens
         self.body, self.thinking = MarkdownStream(), MarkdownStream()
         self.calls: list[ToolCall] = []
-        self.offered: Mapping[str, Tool] = {}  # tools of servers, by the name that the model uses
+        self.offered: Mapping[str, ServerTool] = {}  # tools of servers, by the name that the model uses
         self.tool_notes: tuple[str, ...] = ()  # why tools that the chat has chosen were not offered
         self.usage: Usage | None = None
         self.timings: Timings | None = None

@@ -14,7 +14,7 @@ import msgspec
 from localllm.config.mcp_servers import McpServer
 from localllm.errors import LocalLLMError
 from localllm.mcp.naming import function_names
-from localllm.mcp.values import Tool
+from localllm.mcp.values import ServerTool
 from localllm.serving.chat import calls_tools
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
@@ -31,7 +31,7 @@ MAX_OFFERED = 256
 class OfferedTools:
     """The tools by the name that the model uses, and what was left out and why."""
 
-    by_name: Mapping[str, Tool] = field(default_factory=dict)
+    by_name: Mapping[str, ServerTool] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def for_model(self, served: ServedModel, settings: Mapping[str, str]) -> OfferedTools:
@@ -41,7 +41,7 @@ class OfferedTools:
             return OfferedTools()
         taken = {tool["function"]["name"] for tool in typed}
         most = min(MAX_TOOLS_CHARS, served.plan.max_model_len // 2 * CHARS_PER_TOKEN) - len(msgspec.json.encode(typed))
-        found, left_out = dict[str, Tool](), dict[str, int]()
+        found, left_out = dict[str, ServerTool](), dict[str, int]()
         for name, tool in function_names(self.by_name.values(), taken).items():
             most -= len(msgspec.json.encode(function_of(name, tool))) + 1
             if most < 0 or len(found) == MAX_OFFERED:
@@ -66,7 +66,7 @@ class OfferedTools:
 NOTHING = OfferedTools()
 
 
-def function_of(name: str, tool: Tool) -> dict[str, object]:
+def function_of(name: str, tool: ServerTool) -> dict[str, object]:
     return {"name": name, "description": tool.description, "parameters": tool.schema}
 
 
@@ -93,7 +93,7 @@ async def offered_tools(state: ChatState, owner: str, settings: Mapping[str, str
         for consent in await state.store.call(Chats.consents, owner)
         if consent.choice == "never"
     }
-    tools, notes = list[Tool](), list[str]()
+    tools, notes = list[ServerTool](), list[str]()
     for server, listing in zip(servers, listings, strict=True):
         if isinstance(listing, LocalLLMError):
             notes.append(f"The tools of {server.name} are left out. {listing} {listing.hint}".rstrip())

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from localllm.mcp.values import Tool
+from localllm.mcp.values import ServerTool
 from localllm.text.answers.whole import ToolCall
 from localllm.web.pages.chat.store import StoredMessage
 
@@ -77,7 +77,7 @@ def server_calls(details: Mapping[str, Any]) -> list[dict[str, Any] | None]:
     return [call if call.get("server") else None for call in details.get("calls", [])]
 
 
-def stored_call(call: ToolCall, offered: Mapping[str, Tool]) -> dict[str, str]:
+def stored_call(call: ToolCall, offered: Mapping[str, ServerTool]) -> dict[str, str]:
     """Return a call as it is stored: with its server, the tool's name there and the digest of what was offered."""
     found = {"id": call.id, "name": call.name, "arguments": call.arguments}
     tool = offered.get(call.name)

@@ -60,7 +60,9 @@ class ToolRuns:
         message = writing.now
         num_before = self._automatic.pop(message.id, 0)
         if writing.reply.finish_reason == "stop" and any(server_calls(message.details)):
-            self._spawn(self._begin(self._new_round(writing.owner, writing.chat_id, message, num_before)))
+            round_ = self._new_round(writing.owner, writing.chat_id, message, num_before)
+            round_.starting = True  # before anybody can look at it
+            self._spawn(self._begin(round_))
 
     async def decide(self, owner: str, chat: Chat, message: StoredMessage, number: int, decision: str) -> Round:
         """Apply what the user clicked at a call. Raises `RequestError`."""
@@ -149,7 +151,6 @@ class ToolRuns:
 
     async def _begin(self, round_: Round) -> None:
         """Look up the consents, and run what is allowed."""
-        round_.starting = True
         try:
             consents = {
                 (each.server, each.tool): each for each in await self._state.store.call(Chats.consents, round_.owner)
@@ -197,6 +198,9 @@ class ToolRuns:
             run.state, run.note = "asks", "You stopped this call."
             round_.change()
             raise
+        except Exception:
+            log.exception("call failed server=%s", call["server"])
+            run.text = "The call failed with an internal error. The server's log has the details."
         run.text = bounded(run.text.strip() or "(empty)", limit_for(round_.message.details.get("context_tokens", 0)))
         run.state = "done"
         log.info("tool called server=%s tool=%s characters=%d", call["server"], call["tool"], len(run.text))
