@@ -95,7 +95,7 @@ class StatsRecorder:
         decode_tokens = decode_requests = num_rows = prompt_tokens = recomputed_tokens = 0
         for request, row in rows:
             num_rows += 1
-            if row.num_scheduled_tokens == 1 + len(row.draft_token_ids) and row.samples:
+            if row.num_scheduled_tokens == 1 + row.num_drafts and row.samples:
                 decode_requests += 1
                 decode_tokens += row.num_scheduled_tokens
             if not request.num_preemptions and row.num_computed_tokens < request.prompt_len:

@@ -291,7 +291,7 @@ class SlotState:
     def _check(self, plan: StepPlan, slots: Ints, computed: Ints, context: Ints, samples: Ints) -> None:
         known = self._num_tokens[slots]
         assert len(np.unique(slots)) == len(slots), "a slot twice in one step"
-        assert not any(row.draft_token_ids for row in plan.rows), "this runner verifies no drafts"
+        assert not any(row.num_drafts or row.draft_token_ids for row in plan.rows), "this runner verifies no drafts"
         assert (context > computed).all(), "a row without tokens"
         assert (computed == self._num_computed[slots]).all(), (computed, self._num_computed[slots])
         assert (context <= known).all(), "a position is scheduled before its token exists"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import NewSlot, PendingStep, RunnerStats, StepPlan, TokenMasks
+from localllm.engine.step import DraftSupport, NewSlot, PendingStep, RunnerStats, StepPlan, TokenMasks
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launching_with
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel
@@ -65,6 +65,7 @@ class TorchRunner:
         """states: of a model with recurrent layers."""
         assert block_size == kv.block_size, (block_size, kv.block_size)
         self.num_stages = 1
+        self.drafts = DraftSupport(why_none="this runner verifies no drafts")
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
         self._device, self._max_num_batched_tokens = device, max_num_batched_tokens
         states = states or StateCache(spec, 0, device, torch.float32)
