@@ -76,10 +76,11 @@ class Request:
         "acceptance", "arrived_s", "bad_words_token_ids", "block_hashes", "block_tables", "cache_extras",
         "draft_token_ids", "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root",
         "held_state", "last_token_s", "max_drafts", "max_output_tokens", "most_unseen", "next_drop",
-        "num_cached_tokens", "num_computed_tokens", "num_drafts", "num_dropped_blocks", "num_in_flight_tokens", "num_lost_tokens",
-        "num_output_placeholders", "num_preemptions", "num_proposed", "num_registered_blocks", "options", "params",
-        "prediction_token_ids", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs", "proposed",
-        "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state", "stop_token_ids", "token_ids",
+        "num_cached_tokens", "num_computed_tokens", "num_drafts", "num_dropped_blocks", "num_in_flight_tokens",
+        "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_proposed", "num_registered_blocks",
+        "options", "params", "prediction_token_ids", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs",
+        "proposed", "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state", "stop_token_ids",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(
