@@ -119,7 +119,10 @@ class FakeRunner:
         self._advance_states(plan.rows)
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> _Ready:
-        allowed = {} if masks is None else dict(zip(masks.rows, masks.bits, strict=True))
+        allowed: dict[int, dict[int, Bits]] = {}
+        if masks is not None:
+            for i, place, bits in zip(masks.rows, masks.places or (0,) * len(masks.rows), masks.bits, strict=True):
+                allowed.setdefault(i, {})[place] = bits
         rows = tuple([self._answer(self._slots[row.slot], row, allowed.get(i)) for i, row in enumerate(plan.rows)])
         if plan.propose and self._propose is not None:
             rows = tuple([
@@ -222,7 +225,7 @@ class FakeRunner:
             state = zlib.crc32(slot.token_ids[position].to_bytes(4, "little", signed=True), state)
         return state
 
-    def _answer(self, slot: _Slot, row: Row, bits: Bits | None) -> RowResult:
+    def _answer(self, slot: _Slot, row: Row, bits: dict[int, Bits] | None) -> RowResult:
         prompt_logprobs = self._prompt_logprobs(slot, row)
         if not row.samples:
             return RowResult(prompt_logprobs=prompt_logprobs)
@@ -233,7 +236,10 @@ class FakeRunner:
             return RowResult((end % self.vocab_size,))
         accepted: list[int] = []
         for position in range(known - 1, end):
-            accepted.append(next_token(self._read_back(slot, position), self.vocab_size, bits))
+            mask = None if bits is None else bits.get(len(accepted))
+            if mask is not None and accepted and not mask.any():
+                break  # no usable draw: the next step draws it first
+            accepted.append(next_token(self._read_back(slot, position), self.vocab_size, mask))
             if position + 1 < end and slot.token_ids[position + 1] != accepted[-1]:
                 break  # the guess at position + 1 was wrong
         del slot.token_ids[known:]

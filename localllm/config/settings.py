@@ -211,7 +211,8 @@ class EngineConfig:
         None, SCHEDULING, "most tokens guessed ahead at a time", unit="tokens", low=0,
         unset="as many as a step verifies at the least cost")
     speculative_config: str | None = setting(
-        None, SCHEDULING, "speculation in vLLM's form", parser=read_speculative_config, metavar_text="JSON", unset="as speculative says",
+        None, SCHEDULING, "speculation in vLLM's form", parser=read_speculative_config, metavar_text="JSON",
+        unset="as speculative says",
         allowed_text="a JSON object with method (ngram) and num_speculative_tokens")
     enforce_eager: bool = setting(
         False, SCHEDULING, "do not use CUDA graphs")

@@ -113,7 +113,7 @@ class Speculation:
     def most_for(self, request: Request) -> int:
         """Return the most drafts at a time of a request."""
         asked = request.options.max_drafts
-        if request.prompt_embeds is not None or request.grammar is not None:  # its prompt has no tokens to look up
+        if request.prompt_embeds is not None:  # its prompt has no tokens to look up
             return 0
         return self.most if asked is None else min(asked, self.most)
 

@@ -114,6 +114,11 @@ class EveryOther:
         assert self.allows(token_id), f"{token_id} may not follow {self.taken}"
         self.taken.append(token_id)
 
+    def fork(self) -> EveryOther:
+        other = EveryOther(self.length, self.fails_after)
+        other.taken = self.taken[:]
+        return other
+
     @property
     def is_over(self) -> bool:
         return len(self.taken) >= self.length

@@ -15,7 +15,7 @@ from hypothesis.stateful import initialize, rule
 from localllm.engine.acceptance import Acceptance
 from localllm.engine.speculation import Speculation, StepCosts
 from localllm.engine.step import DraftSupport
-from tests.engine.harness import BLOCK_SIZE, SmallEngine, make_engine, make_request
+from tests.engine.harness import BLOCK_SIZE, EveryOther, SmallEngine, make_engine, make_request
 from tests.engine.walk import EngineMachine
 from tests.fake_runner import expected_output, next_token
 
@@ -101,20 +101,22 @@ class DraftWalk(EngineMachine):
         priority=st.integers(0, 2),
         stop=st.booleans(),
         salt=st.sampled_from([None, "a"]),
+        grammar=st.sampled_from([None, None, 3, 99]),
     )
-    def add(self, start, length, max_tokens, priority, stop, salt):
+    def add(self, start, length, max_tokens, priority, stop, salt, grammar):
         prompt = [token % VOCAB for token in range(start, start + length)]
         needed = self.engine.scheduler.ledger.needs_alone(len(prompt) + max_tokens + 1)
         if any(need >= room for need, room in zip(needed, self.engine.scheduler.ledger.capacity, strict=True)):
             return
         name = f"r{len(self.asked)}"
-        self.asked[name] = (prompt, max_tokens, stop)
+        self.asked[name] = (prompt, max_tokens, stop, grammar)
         self.engine.add(
-            name, prompt, max_tokens=max_tokens, priority=priority, salt=salt, stop_token_ids=(3,) if stop else ()
-        )
+            name, prompt, max_tokens=max_tokens, priority=priority, salt=salt, stop_token_ids=(3,) if stop else (),
+            grammar=grammar and EveryOther(grammar),
+        )  # fmt: skip
 
-    def expected(self, prompt, max_tokens, stop):
-        tokens = expected_output(prompt, max_tokens, vocab_size=VOCAB)
+    def expected(self, prompt, max_tokens, stop, grammar):
+        tokens = expected_output(prompt, max_tokens, vocab_size=VOCAB, grammar=grammar and EveryOther(grammar))
         return tokens[: tokens.index(3) + 1] if stop and 3 in tokens else tokens
 
 
@@ -156,6 +158,35 @@ def test_wrong_drafts_are_counted_and_never_accepted():
     assert stats.num_draft_tokens > 0
     assert stats.num_accepted_tokens == 0
     assert stats.num_decode_tokens == stats.num_decode_rows == 59
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_drafts_that_a_grammar_allows_are_accepted(depth):
+    """S8: the masks of all places are those of a run without drafts."""
+    wanted = expected_output([1, 2, 3], 40, vocab_size=VOCAB, grammar=EveryOther(99))
+
+    def knows(known: Sequence[int], most: int) -> list[int]:
+        return wanted[len(known) - 3 :][:most]
+
+    engine = make_engine(vocab_size=VOCAB, speculation_type=Widest, propose=knows, depth=depth)
+    engine.add("r", [1, 2, 3], max_tokens=40, grammar=EveryOther(99))
+    assert engine.run()["r"] == wanted
+    assert len(engine.plans) < 20
+    assert engine.scheduler.speculation.stats().num_accepted_tokens > 20
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_grammar_that_gives_up_behind_a_draft_gives_up_where_it_would_without(depth):
+    wanted = expected_output([1, 2, 3], 6, vocab_size=VOCAB, grammar=EveryOther(99))
+
+    def knows(known: Sequence[int], most: int) -> list[int]:
+        return (wanted + [0] * 9)[len(known) - 3 :][:most]
+
+    engine = make_engine(vocab_size=VOCAB, speculation_type=Widest, propose=knows, depth=depth)
+    engine.add("r", [1, 2, 3], max_tokens=40, grammar=EveryOther(99, fails_after=6))
+    assert engine.run()["r"] == wanted
+    assert engine.endings["r"][0].finish_reason == "error"
+    assert "gives up" in str(engine.endings["r"][0].error)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
