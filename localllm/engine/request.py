@@ -39,6 +39,7 @@ class RequestOptions:
     timings_per_token: bool = False  # report timings with every event, not only with the last one
     progress: bool = False  # report that of the prompt, for the first choice only: others find most of it in the cache
     max_drafts: int | None = None  # most tokens guessed ahead at a time (speculation); 0: none, None: as configured
+    prediction_token_ids: tuple[int, ...] = ()  # a text that the output may repeat: a source of drafts
 
 
 NO_OPTIONS = RequestOptions()
@@ -73,14 +74,13 @@ class Request:
     `max_output_tokens` is already limited to the context length."""
 
     __slots__ = (
-        "acceptance", "arrived_s", "bad_words_token_ids", "block_hashes", "block_tables", "cache_extras",
-        "draft_token_ids", "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root",
-        "held_state", "last_token_s", "max_drafts", "max_output_tokens", "most_unseen", "next_drop",
+        "acceptance", "are_predicted", "arrived_s", "bad_words_token_ids", "block_hashes", "block_tables",
+        "cache_extras", "draft_token_ids", "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar",
+        "hash_root", "held_state", "last_token_s", "max_drafts", "max_output_tokens", "most_unseen", "next_drop",
         "num_cached_tokens", "num_computed_tokens", "num_drafts", "num_dropped_blocks", "num_in_flight_tokens",
         "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_proposed", "num_registered_blocks",
-        "options", "params", "prediction_token_ids", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs",
-        "proposed", "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state", "stop_token_ids",
-        "token_ids",
+        "options", "params", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs", "proposed",
+        "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state", "stop_token_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -96,7 +96,6 @@ class Request:
         grammar: OutputGrammar | None = None,
         reports_progress: bool = False,
         prompt_embeds: PromptEmbeds | None = None,
-        prediction_token_ids: Sequence[int] = (),
         arrived_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
@@ -114,7 +113,6 @@ class Request:
         self.grammar = grammar
         self.reports_progress = reports_progress
         self.prompt_embeds = prompt_embeds
-        self.prediction_token_ids = prediction_token_ids
         salt = [("salt", options.cache_salt)] if options.cache_salt else []
         embeds = [("prompt_embeds", prompt_embeds.digest)] if prompt_embeds is not None else []
         self.cache_extras = (*salt, *embeds, *([options.adapter.cache_extra] if options.adapter is not None else []))
@@ -126,6 +124,7 @@ class Request:
         self.max_drafts = 0  # most drafts at a time, set by the scheduler
         self.num_proposed = 0  # drafts that the runner had ready after the last settled step
         self.proposed: tuple[int, ...] = ()  # their ids, if the host has them
+        self.are_predicted = False  # they are from the prediction
         self.acceptance = Acceptance()
         self.num_output_placeholders = 0
         self.num_computed_tokens = 0
@@ -187,7 +186,7 @@ class Request:
     def drop_drafts(self) -> None:
         """Forget all drafts: those of the host, and those that the runner had ready."""
         self.draft_token_ids = self.proposed = ()
-        self.num_drafts = self.num_proposed = 0
+        self.num_drafts, self.num_proposed, self.are_predicted = 0, 0, False
 
     def start_over(self) -> None:
         """Return to waiting with nothing computed, in flight or held; tokens already sent are kept."""

@@ -139,7 +139,7 @@ class RequestTable:
             adapter=-1 if request.options.adapter is None else request.options.adapter.slot,
             prompt_embeds=request.prompt_embeds,
             max_drafts=request.max_drafts,
-            prediction_token_ids=request.prediction_token_ids if request.max_drafts else (),
+            prediction_token_ids=request.options.prediction_token_ids if request.max_drafts else (),
         )
 
     def preempt(self, request: Request) -> None:

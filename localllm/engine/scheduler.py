@@ -32,7 +32,7 @@ from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.settle import LaunchedStep, settle_step
 from localllm.engine.speculation import Speculation
 from localllm.engine.state_pool import StatePool
-from localllm.engine.stats import EngineStats
+from localllm.engine.stats import NO_SPECULATION, EngineStats
 from localllm.engine.step import NewSlot, Row, RunnerStats, StepPlan, StepResult
 from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull
 
@@ -520,6 +520,7 @@ class Scheduler:
             max_model_len=self.config.max_model_len,
             async_depth=async_depth,
             runner=runner,
+            speculation=NO_SPECULATION if self.speculation is None else self.speculation.stats(),
         )
 
     def set_drafts(self, request: Request, draft_token_ids: Iterable[int]) -> None:

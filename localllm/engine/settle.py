@@ -47,12 +47,12 @@ def settle_step(
             table.forget_cached_blocks()
         if request.state is State.FINISHED:
             continue
+        if speculation is not None:
+            speculation.settle(request, row, row_result)
         try:
             output = _settle_row(table, request, row, row_result, started_s)
         except Exception as error:
             output = table.finish_with_error(request, as_localllm_error(error, request))
-        if speculation is not None:
-            speculation.settle(request, row, row_result)
         if output is not None:
             outputs.append(output)
             generated += len(output.token_ids)
@@ -76,6 +76,7 @@ def _settle_row(table: RequestTable, request: Request, row: Row, result: RowResu
         request.num_output_placeholders -= 1 + row.num_drafts
         request.num_computed_tokens -= 1 + row.num_drafts - len(result.token_ids)
         request.num_proposed, request.proposed = result.num_proposed, result.proposed
+        request.are_predicted = result.are_predicted
     if not result.token_ids:
         return table.finish_with_error(request, StepFailed("The runner returned no token for this request."))
     first = request.first_token_s is None
@@ -93,6 +94,7 @@ def _settle_row(table: RequestTable, request: Request, row: Row, result: RowResu
         request.num_cached_tokens,
         request.scheduled_s or 0.0,
         done,
+        drafts=request.acceptance.counts,
     )
 
 

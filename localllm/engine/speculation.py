@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from localllm.engine.ledger import Ledger
 from localllm.engine.request import Request
+from localllm.engine.stats import SpeculationStats
 from localllm.engine.step import DraftSupport, Row, RowResult
 
 WIDTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31)
@@ -76,21 +76,6 @@ class StepCosts:
 
 def _bucket(tokens: int) -> int:
     return tokens if tokens <= 16 else -(-tokens // 8) * 8
-
-
-class SpeculationStats(NamedTuple):
-    """Totals of speculation since the engine's start."""
-
-    is_on: bool = False
-    why_off: str = ""  # why there is none, as a part of a sentence
-    num_drafts: int = 0  # rows that had drafts to verify
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_by_place: tuple[int, ...] = ()  # accepted drafts by their place in the row
-    num_decode_rows: int = 0  # rows that generated, with or without drafts
-    num_decode_tokens: int = 0  # tokens that these generated
-    last_width: int = 0  # most drafts of a row in the last step without prompt tokens
-    off_steps: tuple[tuple[str, int], ...] = ()  # steps without drafts by reason
 
 
 class Speculation:
@@ -178,7 +163,7 @@ class Speculation:
         accepted = len(result.token_ids) - 1
         self._num_decode_rows += 1
         self._num_decode_tokens += len(result.token_ids)
-        request.acceptance.settle(result.num_checked, accepted)
+        request.acceptance.settle(result.num_checked, accepted, are_predicted=request.are_predicted)
         if result.num_checked:
             self._num_drafts += 1
             self._num_draft_tokens += result.num_checked

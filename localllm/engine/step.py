@@ -133,6 +133,7 @@ class RowResult(NamedTuple):
     num_checked: int = 0  # drafts that were there to be verified, at most Row.num_drafts
     num_proposed: int = 0  # drafts that are ready for the next step
     proposed: tuple[int, ...] = ()  # their ids, if the host has them: a grammar needs them
+    are_predicted: bool = False  # they are from the request's prediction
 
 
 @dataclass(frozen=True, slots=True)

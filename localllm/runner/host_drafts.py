@@ -5,11 +5,22 @@ Does not know: how a text is searched (lookup.py), how drafts are verified (host
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from localllm.engine.step import NewSlot
 from localllm.runner.batch import HostInputs, Ints, SlotState, StepBatch
 from localllm.runner.lookup import find_drafts, find_predicted
+
+NO_DRAFTS: Ints = np.empty(0, np.int32)
+
+
+class Proposal(NamedTuple):
+    """Drafts behind a row's tokens."""
+
+    token_ids: tuple[int, ...]
+    are_predicted: bool  # from the prediction that came with the request
 
 
 class HostDrafts:
@@ -29,22 +40,27 @@ class HostDrafts:
             if new.prediction_token_ids:
                 self._predicted[new.slot] = np.array(new.prediction_token_ids, np.int32)
 
-    def propose(self, batch: StepBatch, most: int) -> dict[int, tuple[int, ...]]:
+    def propose(self, batch: StepBatch, most: int) -> dict[int, Proposal]:
         """Put at most `most` drafts behind each sampling row's tokens. Return them by row of the plan."""
         proposed = {}
         for plan_row, slot in zip(batch.plan_rows, batch.slots[batch.firsts].tolist(), strict=True):
             allowed = min(most, self._most.get(slot, 0), self._slots.max_model_len - self._slots.num_known(slot))
             if allowed > 0:
-                drafts = self._find(slot, allowed)
+                drafts, are_predicted = self._find_predicted(slot, allowed), True
+                if not len(drafts):
+                    drafts, are_predicted = self._find(slot, allowed), False
                 self._slots.add_drafts(slot, drafts)
-                proposed[plan_row] = tuple(drafts.tolist())
+                proposed[plan_row] = Proposal(tuple(drafts.tolist()), are_predicted)
         return proposed
 
-    def _find(self, slot: int, most: int) -> Ints:
-        tokens = self._inputs.known_tokens(slot, self._slots.num_known(slot))
+    def _find_predicted(self, slot: int, most: int) -> Ints:
         predicted = self._predicted.get(slot)
-        if predicted is not None:
-            drafts = find_predicted(tokens[self._slots.prompt_len(slot) :], predicted, most)
-            if len(drafts):
-                return drafts
-        return find_drafts(tokens, most)
+        if predicted is None:
+            return NO_DRAFTS
+        return find_predicted(self._tokens(slot)[self._slots.prompt_len(slot) :], predicted, most)
+
+    def _find(self, slot: int, most: int) -> Ints:
+        return find_drafts(self._tokens(slot), most)
+
+    def _tokens(self, slot: int) -> Ints:
+        return self._inputs.known_tokens(slot, self._slots.num_known(slot))

@@ -17,6 +17,7 @@ import torch
 from localllm.engine.step import RowResult, StepPlan, StepResult, StepTimings, TokenLogprobs
 from localllm.runner.batch import StepBatch
 from localllm.runner.device_errors import translated
+from localllm.runner.host_drafts import Proposal
 from localllm.runner.host_steps import Drawn
 from localllm.runner.logprobs import LogprobTensors, as_results
 
@@ -64,7 +65,7 @@ class PendingReadback:
     drawn: Drawn | None = None  # being copied to the host
     prompts: tuple[list[LogprobTensors], ...] = ()
     refused: Mapping[int, str] = field(default_factory=dict)  # rows of the plan whose result must not be used, and why
-    proposed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # drafts behind rows of the plan
+    proposed: Mapping[int, Proposal] = field(default_factory=dict)  # drafts behind rows of the plan
 
     def result(self) -> StepResult:
         with translated(self.plan):  # kernel errors are reported when the host waits
@@ -76,8 +77,10 @@ class PendingReadback:
         if self.batch is not None:
             if self.drawn is not None:
                 _sample_results(self.batch, self.drawn, results)
-            for row, drafts in self.proposed.items():
-                results[row] = results[row]._replace(num_proposed=len(drafts), proposed=drafts)
+            for row, (drafts, are_predicted) in self.proposed.items():
+                results[row] = results[row]._replace(
+                    num_proposed=len(drafts), proposed=drafts, are_predicted=are_predicted
+                )
             self._prompt_results(self.batch, results)
         for row, why in self.refused.items():
             results[row] = RowResult(error=why)

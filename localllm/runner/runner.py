@@ -32,7 +32,7 @@ from localllm.runner.device_memory import empty_cache, make_current, use_cublas
 from localllm.runner.device_steps import DeviceSteps
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, capture_shapes, largest_shape
-from localllm.runner.host_drafts import HostDrafts
+from localllm.runner.host_drafts import HostDrafts, Proposal
 from localllm.runner.host_steps import Drawn, Forward, HostSteps
 from localllm.runner.id_exchange import exchange_of
 from localllm.runner.kv_cache import KVCache
@@ -188,7 +188,7 @@ class TorchRunner:
         self, plan: StepPlan, batch: StepBatch, done: Forward, masks: TokenMasks | None, forward_timer: StepTimer,
         timer: StepTimer,
     ) -> PendingStep:  # fmt: skip
-        drawn, proposed = None, dict[int, tuple[int, ...]]()
+        drawn, proposed = None, dict[int, Proposal]()
         if len(batch.slots) and self._samples:  # a stage that does not sample gets the ids with the next plan
             drawn = self._draw(batch, done.logits, masks).to_host()
             self._slots.record_sampled(batch, drawn.accepted)
