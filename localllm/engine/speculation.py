@@ -98,7 +98,7 @@ class Speculation:
     def most_for(self, request: Request) -> int:
         """Return the most drafts at a time of a request."""
         asked = request.options.max_drafts
-        if request.prompt_embeds is not None:  # its prompt has no tokens to look up
+        if request.prompt_embeds is not None or request.max_output_tokens == 1:  # no tokens to look up, none to guess
             return 0
         return self.most if asked is None else min(asked, self.most)
 

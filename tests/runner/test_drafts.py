@@ -84,21 +84,34 @@ def knowing(texts: Sequence[Sequence[int]], errors: float) -> Callable[[HostDraf
     return find
 
 
-@pytest.mark.parametrize(("num_blocks", "errors"), [(200, 0.0), (200, 0.3), (18, 0.2)])
+@pytest.fixture(scope="module")
+def alone(model: Any, spec: ModelSpec) -> dict[str, list[EngineOutput]]:
+    """What each request gets alone and without drafts."""
+    return {r.request_id: serve(model, spec, [r])[0][r.request_id] for r in make_requests()}
+
+
+@pytest.mark.parametrize(
+    ("way", "num_blocks", "errors", "depth"),
+    [
+        ("native", 200, 0.0, 1), ("native", 200, 0.3, 1), ("native", 18, 0.2, 1), ("native", 18, 0.1, 2),
+        ("torch", 200, 0.2, 2),
+    ],
+    indirect=["way"],
+)  # fmt: skip
 def test_tokens_and_logprobs_are_those_of_a_run_without_drafts(
-    model: Any, spec: ModelSpec, way: str, num_blocks: int, errors: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model: Any, spec: ModelSpec, alone: dict[str, list[EngineOutput]], way: str, num_blocks: int, errors: float,
+    depth: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """S2: penalties, bias, bad words, min_tokens, stop ids and seeds; 17 usable blocks force preemptions."""
-    plain = {r.request_id: serve(model, spec, [r])[0][r.request_id] for r in make_requests()}
-    texts = [[*r.token_ids, *tokens_of(plain[r.request_id])] for r in make_requests()]
+    texts = [[*r.token_ids, *tokens_of(alone[r.request_id])] for r in make_requests()]
     monkeypatch.setattr(HostDrafts, "_find", knowing(texts, errors))
-    drafted, scheduler = serve(model, spec, make_requests(), num_blocks=num_blocks, speculates=True)
+    drafted, scheduler = serve(model, spec, make_requests(), num_blocks=num_blocks, depth=depth, speculates=True)
     assert scheduler.recorder.num_failed_steps == 0
     assert scheduler.speculation is not None
     stats = scheduler.speculation.stats()
     assert stats.num_accepted_tokens > 20
     assert (stats.num_accepted_tokens == stats.num_draft_tokens) == (errors == 0.0)
-    for name, wanted in plain.items():
+    for name, wanted in alone.items():
         got = drafted[name]
         assert tokens_of(got) == tokens_of(wanted), name
         assert got[-1].finish_reason == wanted[-1].finish_reason
@@ -107,6 +120,22 @@ def test_tokens_and_logprobs_are_those_of_a_run_without_drafts(
         assert [s.token_ids for s in scores[0]] == [s.token_ids for s in scores[1]]
         for ours, theirs in zip(*scores, strict=True):
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+@pytest.mark.skipif(native() is None, reason="this machine has no native library")
+def test_deterministic_answers_have_drafts_and_stay_the_same(
+    model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = serve(model, spec, make_requests(), deterministic=True)
+    texts = [[*r.token_ids, *tokens_of(plain[r.request_id])] for r in make_requests()]
+    monkeypatch.setattr(HostDrafts, "_find", knowing(texts, 0.2))
+    drafted, scheduler = serve(model, spec, make_requests(), deterministic=True, speculates=True)
+    assert scheduler.speculation is not None
+    assert scheduler.speculation.stats().num_accepted_tokens > 20
+    for name, wanted in plain.items():
+        assert tokens_of(drafted[name]) == tokens_of(wanted)
+        scores = [[s for output in outputs for s in output.logprobs] for outputs in (drafted[name], wanted)]
+        assert scores[0] == scores[1], "not the same bits"
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps(model: Any, spec: ModelSpec, way: str) -> None:
