@@ -15,7 +15,7 @@ from hypothesis.stateful import initialize, rule
 from localllm.engine.acceptance import Acceptance
 from localllm.engine.speculation import Speculation, StepCosts
 from localllm.engine.step import DraftSupport
-from tests.engine.harness import BLOCK_SIZE, EveryOther, SmallEngine, make_engine, make_request
+from tests.engine.harness import EveryOther, SmallEngine, make_engine, make_request
 from tests.engine.walk import EngineMachine
 from tests.fake_runner import expected_output, next_token
 
@@ -189,17 +189,27 @@ def test_a_grammar_that_gives_up_behind_a_draft_gives_up_where_it_would_without(
     assert "gives up" in str(engine.endings["r"][0].error)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("blocks", [9, 10])
-def test_drafts_do_not_preempt(depth, blocks):
-    """Two requests that just fit into the cache without drafts are not preempted for drafts."""
-    engine = make_engine(vocab_size=VOCAB, speculation_type=Widest, propose=wrong, most_drafts=8, depth=depth,
-                         num_blocks=blocks, output_reserve=0.0, watermark=0.0)  # fmt: skip
-    for name in ("a", "b"):
-        engine.add(name, [1, 2, 3, 0], max_tokens=12)
+def test_drafts_do_not_preempt():
+    """Two requests that fit into the cache without drafts: the first one's drafts would need a block of the second."""
+    engine = make_engine(vocab_size=VOCAB, speculation_type=Widest, propose=wrong, most_drafts=8, num_blocks=5,
+                         output_reserve=0.0, watermark=0.0)  # fmt: skip
+    for name, max_tokens in (("long", 12), ("short", 5)):
+        engine.add(name, [1, 2, 3], max_tokens=max_tokens)
     engine.run()
+    assert {row.request_id for row in engine.plans[1].rows} == {"long", "short"}
     assert engine.scheduler.recorder.num_preemptions == 0
-    assert BLOCK_SIZE * 4 == 16
+    assert dict(engine.scheduler.speculation.stats().off_steps)["memory"] > 0
+
+
+def test_drafts_of_the_host_take_no_token_of_another_request():
+    """S10: each row has its token before any has drafts."""
+    engine = make_engine(drafter=lambda request: (1, 2, 3), vocab_size=VOCAB, max_num_batched_tokens=4, max_num_seqs=3)
+    for name in ("a", "b", "c"):
+        engine.add(name, [1], max_tokens=12)
+    engine.run()
+    assert [len(plan.rows) for plan in engine.plans[1:5]] == [3] * 4
+    assert any(row.num_drafts for row in engine.plans[2].rows)
+    assert engine.tokens["c"] == expected_output([1], 12, vocab_size=VOCAB)
 
 
 def test_a_request_may_refuse_drafts():

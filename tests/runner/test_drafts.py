@@ -238,6 +238,7 @@ def test_masks_are_those_of_their_places(model: Any, spec: ModelSpec, way: str) 
     (result,) = run(runner, StepPlan(2, (row,)), TokenMasks((0, 0, 0), bits, (0, 1, 2)))
     assert result.token_ids == (10, 11, 12)
     assert result.num_checked == 3
+    assert runner._slots._num_ready[0] == 0, "drafts are verified once"
 
 
 def test_a_slot_that_is_taken_again_has_no_drafts(model: Any, spec: ModelSpec, way: str) -> None:
