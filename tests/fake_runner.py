@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import (
+    DraftSupport,
     NewSlot,
     PendingStep,
     Row,
@@ -35,6 +36,9 @@ from localllm.engine.step import (
 from localllm.text.grammar import OutputGrammar
 
 Bits = npt.NDArray[np.int32]
+
+
+NO_DRAFTS = DraftSupport(why_none="the model is made of memory")
 
 
 class CorruptKV(AssertionError):
@@ -55,6 +59,9 @@ class _Slot:
     num_computed_tokens: int
     adapter: int = -1
     embeds: str = ""  # digest of the prompt embeddings
+    max_drafts: int = 0
+    drafts: tuple[int, ...] = ()  # proposed behind token_ids
+    num_checked: int = 0  # drafts that the row being computed verifies; they are in token_ids until it is answered
     prefix_crcs: array[int] = field(default_factory=lambda: array("L"))  # of token_ids[:i+1], after the embeddings
 
 
@@ -70,6 +77,7 @@ class FakeRunner:
     """Implements `engine.step.Runner`. A small `vocab_size` makes drafts and stop tokens hit often.
 
     `check=False` skips the read-back, to time the scheduler and not this file. `fail_when(plan)` makes forward raise.
+    propose: makes drafts of the known tokens, at most so many; they stay here, as on a device.
     """
 
     def __init__(
@@ -82,7 +90,10 @@ class FakeRunner:
         check: bool = True,
         fail_when: Callable[[StepPlan], bool] | None = None,
         num_places: int = 0,
+        propose: Callable[[Sequence[int], int], Sequence[int]] | None = None,
+        drafts: DraftSupport = NO_DRAFTS,
     ) -> None:
+        self._propose, self.drafts = propose, drafts
         self.num_blocks = num_blocks if isinstance(num_blocks, tuple) else (num_blocks,) * len(windows)
         self.block_size, self.num_stages, self.windows = block_size, 1, tuple(windows)
         self.vocab_size = vocab_size
@@ -108,9 +119,24 @@ class FakeRunner:
         self._advance_states(plan.rows)
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> _Ready:
-        allowed = {} if masks is None else dict(zip(masks.rows, masks.bits, strict=True))
+        allowed: dict[int, dict[int, Bits]] = {}
+        if masks is not None:
+            for i, place, bits in zip(masks.rows, masks.places or (0,) * len(masks.rows), masks.bits, strict=True):
+                allowed.setdefault(i, {})[place] = bits
         rows = tuple([self._answer(self._slots[row.slot], row, allowed.get(i)) for i, row in enumerate(plan.rows)])
+        if plan.propose and self._propose is not None:
+            rows = tuple([
+                self._proposed(self._slots[row.slot], result, plan.propose) if row.samples else result
+                for row, result in zip(plan.rows, rows, strict=True)
+            ])  # fmt: skip
         return _Ready(StepResult(plan.step_id, rows))
+
+    def _proposed(self, slot: _Slot, result: RowResult, most: int) -> RowResult:
+        """Propose drafts behind the known tokens, and return the result with their number."""
+        assert self._propose is not None
+        slot.drafts = tuple(self._propose(slot.token_ids, min(most, slot.max_drafts)))
+        assert len(slot.drafts) <= min(most, slot.max_drafts)
+        return result._replace(num_proposed=len(slot.drafts), proposed=slot.drafts)
 
     def use_idle_time(self) -> bool:
         return False
@@ -137,6 +163,7 @@ class FakeRunner:
             new.num_computed_tokens,
             new.adapter,
             new.prompt_embeds.digest if new.prompt_embeds is not None else "",
+            new.max_drafts,
         )
         self._slots[new.slot] = slot
         if self._check:
@@ -147,15 +174,18 @@ class FakeRunner:
         for table, blocks in zip(slot.block_tables, row.new_block_ids or ((),) * len(self.windows), strict=True):
             assert 0 not in blocks, "the null block was handed out"
             table += blocks
-        slot.num_computed_tokens = row.num_computed_tokens
-        known = row.num_computed_tokens + row.num_scheduled_tokens - len(row.draft_token_ids)
-        assert known <= len(slot.token_ids), "a token that nobody knows was scheduled"
+        start, end = _span(slot, row)
+        slot.num_computed_tokens = start
+        assert end <= len(slot.token_ids), "a token that nobody knows was scheduled"
         if not self._check:
             return
-        assert not row.samples or known == len(slot.token_ids), "sampling from the middle of what is known"
-        slot.token_ids.extend(row.draft_token_ids)
+        assert not row.samples or end == len(slot.token_ids), "sampling from the middle of what is known"
+        drafts = row.draft_token_ids or slot.drafts[: row.num_drafts]
+        assert len(drafts) <= row.num_drafts
+        slot.num_checked, slot.drafts = len(drafts), ()
+        slot.token_ids.extend(drafts)
         self._extend_crcs(slot)
-        for position in range(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens):
+        for position in range(start, end + len(drafts)):
             for group in range(len(self.windows)):
                 value = slot.token_ids[position], slot.prefix_crcs[position]
                 self._memory[group, self._cache_slot(slot, group, position)] = value
@@ -168,7 +198,7 @@ class FakeRunner:
         written: dict[int, int] = {}
         for row in rows:
             assert row.state is not None, f"{row.request_id} runs without a state"
-            assert not row.draft_token_ids, "a state cannot take back a wrong guess"
+            assert not row.num_drafts, "a state cannot take back a wrong guess"
             for place in {row.state.write, row.state.save} - {0}:
                 if place in written or not 0 < place < self.num_places:
                     raise CorruptState(f"{row.request_id} writes place {place}")
@@ -195,25 +225,30 @@ class FakeRunner:
             state = zlib.crc32(slot.token_ids[position].to_bytes(4, "little", signed=True), state)
         return state
 
-    def _answer(self, slot: _Slot, row: Row, bits: Bits | None) -> RowResult:
+    def _answer(self, slot: _Slot, row: Row, bits: dict[int, Bits] | None) -> RowResult:
         prompt_logprobs = self._prompt_logprobs(slot, row)
         if not row.samples:
             return RowResult(prompt_logprobs=prompt_logprobs)
-        end = row.num_computed_tokens + row.num_scheduled_tokens
+        known = len(slot.token_ids) - slot.num_checked
+        end = len(slot.token_ids)
         if not self._check:
             slot.token_ids.append(end % self.vocab_size)
             return RowResult((end % self.vocab_size,))
         accepted: list[int] = []
-        for position in range(end - 1 - len(row.draft_token_ids), end):
-            accepted.append(next_token(self._read_back(slot, position), self.vocab_size, bits))
+        for position in range(known - 1, end):
+            mask = None if bits is None else bits.get(len(accepted))
+            if mask is not None and accepted and not mask.any():
+                break  # no usable draw: the next step draws it first
+            accepted.append(next_token(self._read_back(slot, position), self.vocab_size, mask))
             if position + 1 < end and slot.token_ids[position + 1] != accepted[-1]:
                 break  # the guess at position + 1 was wrong
-        del slot.token_ids[end - len(row.draft_token_ids) :]
+        del slot.token_ids[known:]
         slot.token_ids.extend(accepted)
-        del slot.prefix_crcs[end - len(row.draft_token_ids) :]
+        del slot.prefix_crcs[known:]
         self._extend_crcs(slot)
         logprobs = tuple(self._score(token) for token in accepted) if slot.params.logprobs is not None else ()
-        return RowResult(tuple(accepted), logprobs, prompt_logprobs)
+        checked, slot.num_checked = slot.num_checked, 0
+        return RowResult(tuple(accepted), logprobs, prompt_logprobs, num_checked=checked)
 
     def _prompt_logprobs(self, slot: _Slot, row: Row) -> tuple[TokenLogprobs, ...]:
         if slot.params.prompt_logprobs is None:
@@ -254,6 +289,18 @@ class FakeRunner:
             slot.prefix_crcs.append(crc)
 
 
+def _span(slot: _Slot, row: Row) -> tuple[int, int]:
+    """Return the first position of a row, and the end of its known tokens. A row that decodes begins at the last one:
+    what the plan says is too much by the drafts that were wrong in steps it had not settled."""
+    start = row.num_computed_tokens
+    end = start + row.num_scheduled_tokens - row.num_drafts
+    if row.samples and row.num_scheduled_tokens == 1 + row.num_drafts:
+        assert start >= len(slot.token_ids) - 1, "a position is left out"
+        start = len(slot.token_ids) - 1
+        end = start + 1
+    return start, end
+
+
 class FakePipeline:
     """A fake model in stages: a step's work is done when its result is read, which is as late as a pipeline may be.
 
@@ -264,7 +311,7 @@ class FakePipeline:
 
     def __init__(self, last: FakeRunner, num_stages: int) -> None:
         self.num_blocks, self.block_size, self.vocab_size = last.num_blocks, last.block_size, last.vocab_size
-        self.num_stages = num_stages
+        self.num_stages, self.drafts = num_stages, DraftSupport(why_none="the model is in stages")
         self._last = last
         self._given: dict[int, list[int]] = {}  # token ids by slot, as the first stage knows them
         self._unread: dict[int, frozenset[str]] = {}  # requests that sample in each step whose result was not read

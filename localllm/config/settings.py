@@ -19,6 +19,7 @@ from typing import Any, Literal
 from localllm.config.lora_modules import LoraModule, read_lora_modules
 from localllm.config.mcp_servers import McpServer
 from localllm.config.setting_spec import SettingSpec, setting
+from localllm.config.speculative import METHODS, SpeculationChoice, read_speculative_config, speculation_choice
 from localllm.errors import ConfigError
 from localllm.units import parse_count
 
@@ -205,6 +206,16 @@ class EngineConfig:
         allowed_text="fcfs (first come, first served) or priority")
     async_scheduling: bool | None = setting(
         None, SCHEDULING, "schedule the next step while the current one runs", unset="true on a GPU, false on CPU")
+    speculative: str = setting(
+        "auto", SCHEDULING, "guess tokens ahead and verify them in one step; answers stay the same", choices=METHODS,
+        allowed_text="auto (where the device supports it), ngram (the same, refused elsewhere) or off")
+    draft_max: int | None = setting(
+        None, SCHEDULING, "most tokens guessed ahead at a time", unit="tokens", low=0,
+        unset="as many as a step verifies at the least cost")
+    speculative_config: str | None = setting(
+        None, SCHEDULING, "speculation in vLLM's form", parser=read_speculative_config, metavar_text="JSON",
+        unset="as speculative says",
+        allowed_text="a JSON object with method (ngram) and num_speculative_tokens")
     enforce_eager: bool = setting(
         False, SCHEDULING, "do not use CUDA graphs")
     deterministic: bool = setting(
@@ -213,10 +224,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check(self)
+        speculation_choice(self.speculative, self.draft_max, self.speculative_config)
         count = len(self.lora_modules)
         if count > self.max_loras:
             what, why = f"--lora-modules names {count} adapters.", f"--max-loras is {self.max_loras}."
             raise ConfigError(what, why, f"--max-loras {count}", param="lora_modules")
+
+    @property
+    def speculation(self) -> SpeculationChoice:
+        return speculation_choice(self.speculative, self.draft_max, self.speculative_config)
 
     @property
     def takes_adapters(self) -> bool:

@@ -61,7 +61,6 @@ UNSUPPORTED: dict[str, str] = {
     "max_cpu_loras": "Use max_loras: all loaded adapters are on the device.",
     "lora_dtype": "Adapters use the model's dtype.",
     "fully_sharded_loras": _LATER,
-    "speculative_config": _LATER,
     "structured_outputs_config": _LATER,
     "guided_decoding_backend": _LATER,
     "tool_call_parser": _LATER,

@@ -21,6 +21,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from localllm.engine.adapter import Adapter
 from localllm.engine.outputs import EngineOutput
@@ -32,6 +33,7 @@ from localllm.engine.settle import as_localllm_error
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import PendingStep, Runner, StepPlan, TokenMasks
 from localllm.errors import DeviceLost, EngineCrashed, EngineError, EngineStopped, LocalLLMError, RanksLost
+from localllm.text.grammar import fill_along
 from localllm.version import __version__
 
 log = logging.getLogger(__name__)
@@ -320,28 +322,38 @@ class EngineLoop:
         Runs while the forward runs.
 
         A grammar needs all previous tokens of its request, so the earlier steps that contain it are settled first. The
-        next forward waits for nothing; only the host waits, for one step instead of two.
+        next forward waits for nothing; only the host waits, for one step instead of two. The drafts that the forward
+        verifies are known then, too: each has a mask, from a copy of the grammar that follows them.
         """
         rows = [i for i, request in enumerate(requests) if plan.rows[i].samples and self._may_forbid(request)]
         if not rows:
             return None
         while self._pending and any(_has_unseen_tokens(requests[i]) for i in rows):
             self._settle()
-        bits = np.full((len(rows), -(-self.runner.vocab_size // 32)), -1, np.int32)
-        for row, allowed in zip(rows, bits, strict=True):
-            request = requests[row]
-            if request.grammar is None or request.is_finished:  # its result is dropped anyway
-                continue
-            try:
-                request.grammar.fill(allowed)
-            except Exception as error:
-                allowed[:] = -1
-                self.scheduler.fail(request, as_localllm_error(error, request))
-        return TokenMasks(tuple(rows), bits)
+        places: list[tuple[int, int]] = []  # (row, which of its draws)
+        filled = []
+        for row in rows:
+            bits = self._masks_of(requests[row], plan.rows[row].num_drafts)
+            places += [(row, place) for place in range(len(bits))]
+            filled.append(bits)
+        return TokenMasks(tuple([row for row, _ in places]), np.concatenate(filled), tuple([at for _, at in places]))
+
+    def _masks_of(self, request: Request, num_drafts: int) -> npt.NDArray[np.int32]:
+        """Return the allowed tokens of one row's draws; all, if its result will be dropped anyway."""
+        drafts = request.proposed[:num_drafts]
+        bits = np.full((1 + len(drafts), -(-self.runner.vocab_size // 32)), -1, np.int32)
+        if request.grammar is None or request.is_finished:
+            return bits[:1]
+        try:
+            return bits[: fill_along(request.grammar, drafts, bits)]
+        except Exception as error:
+            bits[:] = -1
+            self.scheduler.fail(request, as_localllm_error(error, request))
+            return bits[:1]
 
     def _may_forbid(self, request: Request) -> bool:
-        """Return whether the grammar may forbid a token in this step. The newest placeholder belongs to the step being
-        launched; hence minus one."""
+        """Return whether the grammar may forbid a token in this step. The first of the newest placeholders is what the
+        step being launched draws; hence minus one. The others are its drafts, and those of earlier steps."""
         if request.grammar is None or request.is_finished:
             return False
         try:

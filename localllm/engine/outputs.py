@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from localllm.engine.acceptance import NO_COUNTS, DraftCounts
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import LocalLLMError
 from localllm.text.answers.parts import Part
@@ -29,6 +30,7 @@ class EngineOutput(NamedTuple):
     scheduled_s: float = 0.0  # when the request first entered a step
     num_prompt_tokens_done: int | None = None  # if progress was requested, until the first token
     error: LocalLLMError | None = None
+    drafts: DraftCounts = NO_COUNTS  # so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    drafts: DraftCounts = NO_COUNTS
 
     @property
     def total_tokens(self) -> int:

@@ -111,7 +111,7 @@ class OutputProcessor:
         return PromptProgress(choice.prompt_tokens, output.num_cached_tokens, done, now_s() - output.scheduled_s)
 
     def _usage(self, choice: _OpenChoice, output: EngineOutput) -> Usage:
-        return Usage(choice.prompt_tokens, choice.completion_tokens, output.num_cached_tokens)
+        return Usage(choice.prompt_tokens, choice.completion_tokens, output.num_cached_tokens, output.drafts)
 
     def _timings(self, choice: _OpenChoice, output: EngineOutput) -> Timings:
         end_s = now_s()

@@ -15,7 +15,14 @@ from dataclasses import replace
 from localllm.engine.ledger import Ledger
 from localllm.engine.request import Request
 from localllm.engine.state_pool import StatePool
-from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
+from localllm.engine.stats import (
+    NO_SPECULATION,
+    EngineStats,
+    Histogram,
+    RequestTimeline,
+    SpeculationStats,
+    StepComposition,
+)
 from localllm.engine.step import Row, RunnerStats
 
 _EPOCH = time.time() - time.perf_counter()
@@ -95,7 +102,7 @@ class StatsRecorder:
         decode_tokens = decode_requests = num_rows = prompt_tokens = recomputed_tokens = 0
         for request, row in rows:
             num_rows += 1
-            if row.num_scheduled_tokens == 1 + len(row.draft_token_ids) and row.samples:
+            if row.num_scheduled_tokens == 1 + row.num_drafts and row.samples:
                 decode_requests += 1
                 decode_tokens += row.num_scheduled_tokens
             if not request.num_preemptions and row.num_computed_tokens < request.prompt_len:
@@ -173,6 +180,7 @@ class StatsRecorder:
         async_depth: int,
         runner: RunnerStats,
         states: StatePool | None = None,
+        speculation: SpeculationStats = NO_SPECULATION,
     ) -> EngineStats:
         taken_s = now_s()
         self._drop_old_rates(taken_s)
@@ -226,6 +234,7 @@ class StatsRecorder:
             iteration_tokens=self._iteration.freeze(),
             requests=tuple(r.timeline() for r in (*running, *waiting)),
             recent=tuple(self.recent),
+            speculation=speculation,
             kv_groups=ledger.stats(),
         )
 

@@ -1,11 +1,13 @@
 """One completion in the engine: five counters, a block table, and timestamps.
 
     N  len(token_ids)              tokens known here: prompt and accepted outputs
-    S  len(draft_token_ids)        guesses to verify
+    S  num_drafts                  drafts to verify in the step that is being planned
     P  num_output_placeholders     outputs launched on the device and not read yet
     C  num_computed_tokens         positions whose KV is, or is about to be, written (advanced when scheduled)
     F  num_in_flight_tokens        positions of launched steps that are not settled yet
 
+A launched draft counts as accepted in P and C until its step is settled: both are upper bounds while drafts are in
+flight, and P - C + N is exact.
 The work of a request is N + S + P - C tokens. Prefill, a prefill chunk, decode, draft verification and resuming after a
 preemption are values of this one difference; no other field distinguishes them.
 Only the scheduler writes these fields. Does not know: the contents of blocks, text, torch.
@@ -18,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from localllm.engine.acceptance import Acceptance
 from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
 from localllm.engine.stats import RequestTimeline
@@ -37,6 +40,8 @@ class RequestOptions:
     progress: bool = False  # report that of the prompt, for the first choice only: others find most of it in the cache
     source: str = ""  # where the request comes from, for display: chat, playground, API
     key_name: str = ""  # name of the key that it was sent with; empty: none, or a chat
+    max_drafts: int | None = None  # most tokens guessed ahead at a time (speculation); 0: none, None: as configured
+    prediction_token_ids: tuple[int, ...] = ()  # a text that the output may repeat: a source of drafts
 
 
 NO_OPTIONS = RequestOptions()
@@ -71,11 +76,12 @@ class Request:
     `max_output_tokens` is already limited to the context length."""
 
     __slots__ = (
-        "arrived_s", "bad_words_token_ids", "block_hashes", "block_tables", "cache_extras", "draft_token_ids",
-        "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root", "held_state",
-        "last_token_s", "max_output_tokens", "most_unseen", "next_drop", "num_cached_tokens", "num_computed_tokens",
-        "num_dropped_blocks", "num_in_flight_tokens", "num_lost_tokens", "num_output_placeholders", "num_preemptions",
-        "num_registered_blocks", "options", "params", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs",
+        "acceptance", "are_predicted", "arrived_s", "bad_words_token_ids", "block_hashes", "block_tables",
+        "cache_extras", "draft_token_ids", "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar",
+        "hash_root", "held_state", "last_token_s", "max_drafts", "max_output_tokens", "most_unseen", "next_drop",
+        "num_cached_tokens", "num_computed_tokens", "num_drafts", "num_dropped_blocks", "num_in_flight_tokens",
+        "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_proposed", "num_registered_blocks",
+        "options", "params", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs", "proposed",
         "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state", "stop_token_ids", "token_ids",
     )  # fmt: skip
 
@@ -115,7 +121,13 @@ class Request:
         self.sequence = 0  # order of arrival, set by the scheduler
 
         self.most_unseen: int | None = None  # placeholders with which it may still be scheduled; None: any number
-        self.draft_token_ids: tuple[int, ...] = ()
+        self.draft_token_ids: tuple[int, ...] = ()  # made by the host; (): the runner's own are verified
+        self.num_drafts = 0
+        self.max_drafts = 0  # most drafts at a time, set by the scheduler
+        self.num_proposed = 0  # drafts that the runner had ready after the last settled step
+        self.proposed: tuple[int, ...] = ()  # their ids, if the host has them
+        self.are_predicted = False  # they are from the prediction
+        self.acceptance = Acceptance()
         self.num_output_placeholders = 0
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
@@ -162,7 +174,7 @@ class Request:
     @property
     def num_wanted_tokens(self) -> int:
         """N + S + P - C."""
-        return len(self.token_ids) + len(self.draft_token_ids) + self.num_output_placeholders - self.num_computed_tokens
+        return len(self.token_ids) + self.num_drafts + self.num_output_placeholders - self.num_computed_tokens
 
     @property
     def waits_for_tokens(self) -> bool:
@@ -173,11 +185,17 @@ class Request:
     def is_finished(self) -> bool:
         return self.state is State.FINISHED
 
+    def drop_drafts(self) -> None:
+        """Forget all drafts: those of the host, and those that the runner had ready."""
+        self.draft_token_ids = self.proposed = ()
+        self.num_drafts, self.num_proposed, self.are_predicted = 0, 0, False
+
     def start_over(self) -> None:
         """Return to waiting with nothing computed, in flight or held; tokens already sent are kept."""
         if self.state is State.RUNNING:
             self.state = State.PREEMPTED
-        self.slot, self.held_state, self.draft_token_ids = -1, None, ()
+        self.slot, self.held_state = -1, None
+        self.drop_drafts()
         self.block_tables, self.num_dropped_blocks = [], []
         self.num_computed_tokens = self.num_in_flight_tokens = self.num_output_placeholders = 0
         self.num_registered_blocks = 0
@@ -203,7 +221,7 @@ class Request:
 
     def __repr__(self) -> str:
         return (
-            f"Request({self.request_id} {self.state} N={self.num_tokens} S={len(self.draft_token_ids)} "
+            f"Request({self.request_id} {self.state} N={self.num_tokens} S={self.num_drafts} "
             f"P={self.num_output_placeholders} C={self.num_computed_tokens} F={self.num_in_flight_tokens} "
             f"blocks={self.num_places})"
         )

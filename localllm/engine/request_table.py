@@ -138,6 +138,8 @@ class RequestTable:
             bad_words_token_ids=request.bad_words_token_ids,
             adapter=-1 if request.options.adapter is None else request.options.adapter.slot,
             prompt_embeds=request.prompt_embeds,
+            max_drafts=request.max_drafts,
+            prediction_token_ids=request.options.prediction_token_ids if request.max_drafts else (),
         )
 
     def preempt(self, request: Request) -> None:
@@ -148,7 +150,7 @@ class RequestTable:
         request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
         request.num_computed_tokens = 0
         request.num_output_placeholders = 0
-        request.draft_token_ids = ()
+        request.drop_drafts()
         request.num_preemptions += 1
         self.recorder.num_preemptions += 1
         self.reserve.on_preemption()

@@ -30,8 +30,9 @@ from localllm.engine.request import Request, State
 from localllm.engine.request_table import RequestTable
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.settle import LaunchedStep, settle_step
+from localllm.engine.speculation import Speculation
 from localllm.engine.state_pool import StatePool
-from localllm.engine.stats import EngineStats
+from localllm.engine.stats import NO_SPECULATION, EngineStats
 from localllm.engine.step import NewSlot, Row, RunnerStats, StepPlan, StepResult
 from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull
 
@@ -50,7 +51,7 @@ class _Prefill(NamedTuple):
     def start(self) -> int:
         """Position of the first token to compute."""
         request = self.request
-        return request.num_tokens + len(request.draft_token_ids) + request.num_output_placeholders - self.wanted
+        return request.num_tokens + request.num_drafts + request.num_output_placeholders - self.wanted
 
 
 @dataclass(slots=True)
@@ -75,8 +76,10 @@ class Scheduler:
         hasher: BlockHasher,
         recorder: StatsRecorder | None = None,
         state_pool: StatePool | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        """state_pool: the places of recurrent states; None: the model has none."""
+        """state_pool: the places of recurrent states; None: the model has none. speculation: None: no drafts, except
+        those of `set_drafts`."""
         most_decodes = min(config.max_num_seqs, config.max_num_batched_tokens)
         assert config.fixed_chunk + most_decodes <= config.max_num_batched_tokens or not config.fixed_chunk, "no room"
         assert config.fixed_chunk % config.block_size == 0, (config.fixed_chunk, config.block_size)
@@ -84,7 +87,8 @@ class Scheduler:
         self.recorder = recorder or StatsRecorder()
         self._block_size = config.block_size
         self.table = RequestTable(config, ledger, hasher, self.recorder, state_pool)
-        self.states = self.table.states
+        self.states, self.speculation = self.table.states, speculation
+        assert speculation is None or not speculation.most or state_pool is None, "a state cannot take back a draft"
         self.requests, self.running, self.waiting = self.table.requests, self.table.running, self.table.waiting
         self.launched: deque[LaunchedStep] = deque()  # plans not settled yet
         self._outputs: list[EngineOutput] = []  # outputs of requests that ended outside `update`
@@ -109,6 +113,8 @@ class Scheduler:
             request.priority = 0
         if self._num_cohorts > 1:
             request.most_unseen = 0
+        if self.speculation is not None:
+            request.max_drafts = self.speculation.most_for(request)
         self.table.add(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
@@ -143,6 +149,8 @@ class Scheduler:
         for request in self._prefilled:
             self._drop_blocks(request)
         self._free_a_slot_for_an_urgent_request(draft)
+        if self.speculation is not None:
+            self._set_num_drafts(self.speculation)
         self._schedule_decodes(draft)
         draft.prefill_budget = self._prefill_budget(draft)
         self._schedule_prefills(draft)
@@ -168,21 +176,36 @@ class Scheduler:
         if fits(need, room) and not self.table.is_being_computed(head, hit):
             self._preempt(victim, draft)
 
+    def _set_num_drafts(self, speculation: Speculation) -> None:
+        """Set how many drafts each request that decodes in this step has."""
+        decoding = []
+        for request in self.running:
+            request.num_drafts = len(request.draft_token_ids)
+            if request.num_wanted_tokens == 1:
+                decoding.append(request)
+        has_prompts = len(decoding) < len(self.running) or bool(self.waiting and self.table.free_slots)
+        speculation.set_drafts(decoding, self.config.max_num_batched_tokens, self.ledger, has_prompts=has_prompts)
+
     def _schedule_decodes(self, draft: _Draft) -> None:
-        for request in self._next_cohort():
+        """Schedule the requests that have one token to compute, and drafts from what the budget leaves beside them."""
+        decoding = [
+            (request, wanted)
+            for request in self._next_cohort()
+            if 0 < (wanted := self._wanted(request)) <= 1 + request.num_drafts
+        ]
+        spare = max(0, draft.budget - len(decoding))  # tokens for drafts
+        for request, wanted in decoding:
             if draft.budget <= 0:
                 break
-            wanted = self._wanted(request)
-            if 0 < wanted <= 1 + len(request.draft_token_ids):
-                self._schedule_one(request, min(wanted, draft.budget), draft)
+            if request.state is State.RUNNING:  # not preempted by one before it
+                count = min(wanted, 1 + spare)
+                spare -= self._schedule_one(request, count, draft) and count - 1
 
     def _next_cohort(self) -> Sequence[Request]:
         """Return the requests that may decode in this step: all running ones, or at most one cohort's share of them."""
         if self._num_cohorts == 1:
             return tuple(self.running)
-        decoding = [
-            request for request in self.running if request.num_wanted_tokens <= 1 + len(request.draft_token_ids)
-        ]
+        decoding = [request for request in self.running if request.num_wanted_tokens <= 1 + request.num_drafts]
         most = -(-len(decoding) // self._num_cohorts)
         return [request for request in decoding if self._wanted(request) > 0][:most]
 
@@ -194,8 +217,7 @@ class Scheduler:
         prefills = [
             _Prefill(request, wanted, enters=False)
             for request in self.running
-            if request.request_id not in draft.rows
-            and (wanted := self._wanted(request)) > 1 + len(request.draft_token_ids)
+            if request.request_id not in draft.rows and (wanted := self._wanted(request)) > 1 + request.num_drafts
         ]
         if self.table.free_slots and not draft.preempted:
             prefills += self._admissible(prefills, draft)
@@ -248,8 +270,8 @@ class Scheduler:
         room = request.max_output_tokens - request.num_output_tokens - request.num_output_placeholders
         if room <= 0 or (request.most_unseen is not None and request.waits_for_tokens):
             return 0
-        if len(request.draft_token_ids) >= room:
-            request.draft_token_ids = request.draft_token_ids[: room - 1]
+        if request.num_drafts >= room:
+            request.num_drafts = room - 1
         return request.num_wanted_tokens
 
     def _schedule_one(self, request: Request, count: int, draft: _Draft) -> int:
@@ -261,14 +283,17 @@ class Scheduler:
         if blocks is None:
             return 0
         end = request.num_computed_tokens + count
-        guesses = max(0, end - request.num_tokens - request.num_output_placeholders)
-        drafts = request.draft_token_ids[:guesses]
+        num_drafts = max(0, end - request.num_tokens - request.num_output_placeholders)
+        drafts = request.draft_token_ids[:num_drafts]
         samples = end >= request.num_tokens + request.num_output_placeholders
         held = request.held_state
         state = None if held is None else held.steady
         if held is not None and self.states is not None and end >= held.next_use:
             state = self.states.use(request, end)
-        row = Row(request.slot, request.request_id, request.num_computed_tokens, count, blocks, samples, drafts, state)
+        row = Row(
+            request.slot, request.request_id, request.num_computed_tokens, count, blocks, samples, drafts, state,
+            num_drafts,
+        )  # fmt: skip
         draft.rows[request.request_id] = (request, row)
         draft.budget -= count
         return count
@@ -410,21 +435,23 @@ class Scheduler:
 
     def _commit(self, draft: _Draft) -> StepPlan:
         """Advance the counters as if the step had run, and register the blocks that it fills."""
-        requests, register_blocks = [], self.table.register_blocks
+        requests, num_sampling, register_blocks = [], 0, self.table.register_blocks
         for request, row in draft.rows.values():
             requests.append(request)
             request.num_computed_tokens += row.num_scheduled_tokens
             request.num_in_flight_tokens += row.num_scheduled_tokens
             if row.samples:
-                request.num_output_placeholders += 1 + len(row.draft_token_ids)
-            request.draft_token_ids = ()
+                num_sampling += 1
+                request.num_output_placeholders += 1 + row.num_drafts
+            request.num_drafts, request.draft_token_ids = 0, ()
             register_blocks(request, request.num_computed_tokens)
         if self.states is not None:
             self.states.commit()
         self._step_id += 1
         rows = tuple([row for _, row in draft.rows.values()])
         known = self._known_token_ids(draft) if self._num_cohorts > 1 else ()
-        plan = StepPlan(self._step_id, rows, tuple(draft.new_slots), self.table.take_freed_slots(), known)
+        propose = 0 if self.speculation is None else self.speculation.propose(num_sampling)
+        plan = StepPlan(self._step_id, rows, tuple(draft.new_slots), self.table.take_freed_slots(), known, propose)
         self.launched.append(LaunchedStep(plan, tuple(requests)))
         return plan
 
@@ -441,10 +468,13 @@ class Scheduler:
     def update(self, result: StepResult) -> list[EngineOutput]:
         """Settle the oldest launched step (settle.py)."""
         step = self.launched[0]
-        outputs = settle_step(self.table, step, result)
+        outputs = settle_step(self.table, step, result, self.speculation)
         self.launched.popleft()  # not sooner: until here a failure concerns all requests of this step
+        seconds = result.timings.forward_s + result.timings.sample_s
         if self.config.target_step_s:
-            self._pace.observe(_num_prompt_tokens(step.plan), result.timings.forward_s + result.timings.sample_s)
+            self._pace.observe(_num_prompt_tokens(step.plan), seconds)
+        if self.speculation is not None and all(_is_decode(row) for row in step.plan.rows):
+            self.speculation.costs.observe(_num_verified(step.plan, result), seconds)
         return outputs
 
     def fail(self, request: Request, error: LocalLLMError) -> None:
@@ -490,6 +520,7 @@ class Scheduler:
             max_model_len=self.config.max_model_len,
             async_depth=async_depth,
             runner=runner,
+            speculation=NO_SPECULATION if self.speculation is None else self.speculation.stats(),
         )
 
     def set_drafts(self, request: Request, draft_token_ids: Iterable[int]) -> None:
@@ -498,8 +529,20 @@ class Scheduler:
         recurrent states, which cannot take back a wrong guess."""
         if request.state is State.RUNNING and not request.num_output_placeholders and self.states is None:
             request.draft_token_ids = tuple(draft_token_ids)
+            request.num_drafts = len(request.draft_token_ids)
+
+
+def _is_decode(row: Row) -> bool:
+    """Return whether a row generates: its last known token, and drafts."""
+    return row.samples and row.num_scheduled_tokens == 1 + row.num_drafts
 
 
 def _num_prompt_tokens(plan: StepPlan) -> int:
-    """Return the tokens of rows with more than one."""
-    return sum(row.num_scheduled_tokens for row in plan.rows if row.num_scheduled_tokens > 1)
+    """Return the tokens of rows with more than one, without drafts."""
+    tokens = [row.num_scheduled_tokens for row in plan.rows]
+    return sum([count for count, row in zip(tokens, plan.rows, strict=True) if count > 1 and not row.num_drafts])
+
+
+def _num_verified(plan: StepPlan, result: StepResult) -> int:
+    """Return the tokens of a decode step, with the drafts that the runner had."""
+    return len(plan.rows) + sum([row.num_checked for row in result.rows])

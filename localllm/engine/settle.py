@@ -14,6 +14,7 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.recorder import now_s
 from localllm.engine.request import Request, State
 from localllm.engine.request_table import RequestTable
+from localllm.engine.speculation import Speculation
 from localllm.engine.step import Row, RowResult, StepPlan, StepResult
 from localllm.errors import LocalLLMError, RequestError, StepFailed
 
@@ -27,8 +28,13 @@ class LaunchedStep(NamedTuple):
     requests: tuple[Request, ...]  # in the order of plan.rows; objects, since an id may be reused
 
 
-def settle_step(table: RequestTable, step: LaunchedStep, result: StepResult) -> list[EngineOutput]:
-    """Settle every row of the step, and return the outputs. Rows of requests that ended since are dropped."""
+def settle_step(
+    table: RequestTable, step: LaunchedStep, result: StepResult, speculation: Speculation | None = None
+) -> list[EngineOutput]:
+    """Settle every row of the step, and return the outputs. Rows of requests that ended since are dropped.
+
+    speculation: is told what became of the drafts.
+    """
     started_s = now_s()
     plan, requests = step
     assert result.step_id == plan.step_id, f"step {result.step_id} came back before step {plan.step_id}"
@@ -41,6 +47,8 @@ def settle_step(table: RequestTable, step: LaunchedStep, result: StepResult) -> 
             table.forget_cached_blocks()
         if request.state is State.FINISHED:
             continue
+        if speculation is not None:
+            speculation.settle(request, row, row_result)
         try:
             output = _settle_row(table, request, row, row_result, started_s)
         except Exception as error:
@@ -65,8 +73,10 @@ def _settle_row(table: RequestTable, request: Request, row: Row, result: RowResu
     if not row.samples:
         return None if done is None else _progress(request, done)
     if request.state is State.RUNNING:  # otherwise it was preempted since, and its counters were reset
-        request.num_output_placeholders -= 1 + len(row.draft_token_ids)
-        request.num_computed_tokens -= 1 + len(row.draft_token_ids) - len(result.token_ids)
+        request.num_output_placeholders -= 1 + row.num_drafts
+        request.num_computed_tokens -= 1 + row.num_drafts - len(result.token_ids)
+        request.num_proposed, request.proposed = result.num_proposed, result.proposed
+        request.are_predicted = result.are_predicted
     if not result.token_ids:
         return table.finish_with_error(request, StepFailed("The runner returned no token for this request."))
     first = request.first_token_s is None
@@ -84,6 +94,7 @@ def _settle_row(table: RequestTable, request: Request, row: Row, result: RowResu
         request.num_cached_tokens,
         request.scheduled_s or 0.0,
         done,
+        drafts=request.acceptance.counts,
     )
 
 

@@ -6,6 +6,7 @@ Does not know: who reads it, HTTP, torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from localllm.engine.step import RunnerStats
 
@@ -93,6 +94,34 @@ class StepComposition:
     update_s: float = 0.0
 
 
+class SpeculationStats(NamedTuple):
+    """Totals of speculation since the engine's start."""
+
+    is_on: bool = False
+    why_off: str = ""  # why there is none, as a part of a sentence
+    num_drafts: int = 0  # rows that had drafts to verify
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_by_place: tuple[int, ...] = ()  # accepted drafts by their place in the row
+    num_decode_rows: int = 0  # rows that generated, with or without drafts
+    num_decode_tokens: int = 0  # tokens that these generated
+    last_width: int = 0  # most drafts of a row in the last step without prompt tokens
+    off_steps: tuple[tuple[str, int], ...] = ()  # steps without drafts by reason
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Mean tokens that a request generates in a step; 1 without drafts."""
+        return self.num_decode_tokens / self.num_decode_rows if self.num_decode_rows else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the verified drafts that were right."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+NO_SPECULATION = SpeculationStats()
+
+
 @dataclass(frozen=True, slots=True)
 class KVGroupStats:
     """The blocks of one KV group: layers with the same window."""
@@ -162,6 +191,7 @@ class EngineStats:
     iteration_tokens: Histogram
     requests: tuple[RequestTimeline, ...]  # running first, then waiting
     recent: tuple[RequestTimeline, ...]  # the last finished requests, newest first
+    speculation: SpeculationStats = NO_SPECULATION
     kv_groups: tuple[KVGroupStats, ...] = ()  # the other numbers of blocks are those of one of them
 
     @property

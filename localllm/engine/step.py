@@ -48,6 +48,8 @@ class NewSlot:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     adapter: int = -1  # LoRA slot in the model; -1: none
     prompt_embeds: PromptEmbeds | None = None  # replaces the first prompt_len tokens
+    max_drafts: int = 0  # most drafts that the runner may propose for it at a time
+    prediction_token_ids: Sequence[int] = ()  # a text that the output may repeat, as a source of drafts
 
 
 class StateUse(NamedTuple):
@@ -63,7 +65,12 @@ class StateUse(NamedTuple):
 
 class Row(NamedTuple):
     """One request's share of one step.
-    A tuple, because each step makes one per request and a dataclass costs five times as much."""
+    A tuple, because each step makes one per request and a dataclass costs five times as much.
+
+    A row that samples with n = 1 + num_drafts begins at the last token that the runner knows, whatever C says: while
+    drafts of the request are in flight, C counts all of them as accepted. The runner runs as many of the drafts as
+    there are.
+    """
 
     slot: int
     request_id: str
@@ -72,8 +79,9 @@ class Row(NamedTuple):
     new_block_ids: tuple[tuple[int, ...], ...]
     """Per KV group the blocks appended to the slot's block table before the forward, equally many; empty: none."""
     samples: bool  # False: a prefill chunk that stops short of the last known token
-    draft_token_ids: tuple[int, ...] = ()  # the last len(draft) of the n positions hold these guesses
+    draft_token_ids: tuple[int, ...] = ()  # drafts made by the host; (): those that the runner has proposed
     state: StateUse | None = None  # None: a model without recurrent states
+    num_drafts: int = 0  # the last so many of the n positions hold drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,7 @@ class StepPlan:
     freed_slots: tuple[int, ...] = ()
     known_token_ids: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(slot, ids) of rows whose last token was sampled, from position num_computed_tokens on. Empty for one stage."""
+    propose: int = 0  # most drafts that the runner proposes behind each row that samples, for the next step
 
     @property
     def num_tokens(self) -> int:
@@ -116,11 +125,15 @@ cannot be trusted. "request": the request's own constraints leave no token to ch
 class RowResult(NamedTuple):
     """Result of one row, in the plan's order."""
 
-    token_ids: tuple[int, ...] = ()  # accepted tokens: none for a prefill chunk, one, or more with drafts
+    token_ids: tuple[int, ...] = ()  # accepted tokens: none for a prefill chunk, 1 to 1 + num_checked otherwise
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per accepted token, if requested
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for prompt positions C+1 .. C+n that are prompt tokens
     error: str | None = None  # why this row has no usable result; other rows are unaffected
     fault: Fault = "step"  # cause of the error
+    num_checked: int = 0  # drafts that were there to be verified, at most Row.num_drafts
+    num_proposed: int = 0  # drafts that are ready for the next step
+    proposed: tuple[int, ...] = ()  # their ids, if the host has them: a grammar needs them
+    are_predicted: bool = False  # they are from the request's prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +213,20 @@ class RunnerStats(NamedTuple):
 
 
 class TokenMasks(NamedTuple):
-    """Allowed tokens of the rows that follow a grammar."""
+    """Allowed tokens of M draws that follow a grammar. A row draws 1 + num_drafts tokens, each with its own mask."""
 
-    rows: tuple[int, ...]  # indexes into StepPlan.rows
-    bits: npt.NDArray[np.int32]  # [rows, ceil(V / 32)]: bit id % 32 of word id // 32 is 1 if the token is allowed
+    rows: tuple[int, ...]  # [M] indexes into StepPlan.rows
+    bits: npt.NDArray[np.int32]  # [M, ceil(V / 32)]: bit id % 32 of word id // 32 is 1 if the token is allowed
+    places: tuple[int, ...] = ()  # [M] which of the row's draws; (): the first one of each
+
+
+class DraftSupport(NamedTuple):
+    """The drafts that a runner can verify and propose."""
+
+    most: int = 0  # drafts of one row; 0: it verifies none
+    step_tokens: int = 0  # tokens of a step that has drafts, at most
+    proposes: bool = False
+    why_none: str = ""  # why `most` is 0, as a part of a sentence
 
 
 class PendingStep(Protocol):
@@ -219,6 +242,7 @@ class Runner(Protocol):
     block_size: int
     vocab_size: int
     num_stages: int  # pipeline stages; each works on a step of its own
+    drafts: DraftSupport
 
     def forward(self, plan: StepPlan) -> None:
         """Apply the plan's slot changes and launch its forward pass."""

@@ -93,8 +93,10 @@ class LoneStep:
         embeds = model.embedding(ids, positions)
         self._stream[:count, : model.spec.hidden_size] = embeds
         if model.layer_inputs is not None and self._layer_inputs is not None:
-            given = model.layer_inputs(ids, positions, embeds).flatten(1)
-            self._layer_inputs[:count, : given.shape[1]] = given
+            for row in range(count):  # each by itself: the bits of torch's products depend on the number of rows
+                one = slice(row, row + 1)
+                given = model.layer_inputs(ids[one], positions[one], embeds[one]).flatten(1)
+                self._layer_inputs[one, : given.shape[1]] = given
         columns = self._columns[:, :count]
         columns[..., 0], columns[..., 1], columns[..., 2] = rows.tables, rows.positions, rows.slots
         if model.spec.recurrent is not None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from localllm.engine.step import RankStats, RunnerStats, StepPlan, StepResult, TokenMasks
+from localllm.engine.step import DraftSupport, RankStats, RunnerStats, StepPlan, StepResult, TokenMasks
 from localllm.errors import RanksLost
 from localllm.ranks.links import Links
 from localllm.ranks.messages import Idle
@@ -48,6 +48,7 @@ class RankRunner:
         while steps are in flight."""
         self.num_blocks, self.block_size, self.vocab_size = opened.num_blocks, opened.block_size, opened.vocab_size
         self.num_stages = num_stages
+        self.drafts = DraftSupport(why_none="the model is split over several ranks")
         self._links, self._timeout_s, self._read_ranks = links, timeout_s, read_ranks
         self._sampling_rank = sampling_rank
         self._in_flight = InFlight() if in_flight is None else in_flight

@@ -139,7 +139,7 @@ class Embeds(msgspec.Struct, frozen=True, array_like=True):
 
 
 class New(msgspec.Struct, frozen=True, array_like=True):
-    """A `NewSlot`. `token_ids`: int32."""
+    """A `NewSlot`. `token_ids`, `prediction_token_ids`: int32."""
 
     slot: int
     request_id: str
@@ -152,6 +152,8 @@ class New(msgspec.Struct, frozen=True, array_like=True):
     bad_words_token_ids: tuple[tuple[int, ...], ...]
     adapter: int
     prompt_embeds: Embeds | None
+    max_drafts: int
+    prediction_token_ids: bytes
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
@@ -162,6 +164,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     new_slots: tuple[New, ...]
     freed_slots: tuple[int, ...]
     known_token_ids: tuple[tuple[int, tuple[int, ...]], ...]
+    propose: int
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True):
@@ -170,6 +173,7 @@ class Masks(msgspec.Struct, frozen=True, array_like=True):
     rows: tuple[int, ...]
     words: int
     bits: bytes
+    places: tuple[int, ...]
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -200,7 +204,7 @@ def decode(payload: bytes, kind: type[T]) -> T:
 
 def encode_plan(plan: StepPlan) -> bytes:
     news = tuple(map(_new, plan.new_slots))
-    return encode(Plan(plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids))
+    return encode(Plan(plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids, plan.propose))
 
 
 def decode_plan(payload: bytes) -> StepPlan:
@@ -208,13 +212,13 @@ def decode_plan(payload: bytes) -> StepPlan:
     try:
         plan = _PLANS.decode(payload)
         news = tuple(map(_new_slot, plan.new_slots))
-        return StepPlan(plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids)
+        return StepPlan(plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids, plan.propose)
     except (msgspec.DecodeError, ValueError, TypeError) as error:
         raise BadRecord(f"a plan was expected: {error}") from error
 
 
 def encode_sample(plan: StepPlan, masks: TokenMasks | None = None) -> bytes:
-    packed = None if masks is None else Masks(masks.rows, masks.bits.shape[1], masks.bits.tobytes())
+    packed = None if masks is None else Masks(masks.rows, masks.bits.shape[1], masks.bits.tobytes(), masks.places)
     return encode(Sample(plan.step_id, packed))
 
 
@@ -228,7 +232,7 @@ def decode_sample(payload: bytes) -> tuple[int, TokenMasks | None]:
         bits = np.frombuffer(sample.masks.bits, np.int32).reshape(shape).copy()
     except ValueError as error:
         raise BadRecord(f"masks of {len(sample.masks.bits)} bytes do not fit their rows") from error
-    return sample.step_id, TokenMasks(sample.masks.rows, bits)
+    return sample.step_id, TokenMasks(sample.masks.rows, bits, sample.masks.places)
 
 
 def _new(new: NewSlot) -> New:
@@ -236,6 +240,7 @@ def _new(new: NewSlot) -> New:
         new.slot, new.request_id, array("i", new.token_ids).tobytes(), new.prompt_len, _params(new.params),
         new.block_ids, new.num_computed_tokens, new.eos_token_ids, new.bad_words_token_ids, new.adapter,
         None if new.prompt_embeds is None else _embeds(new.prompt_embeds),
+        new.max_drafts, array("i", new.prediction_token_ids).tobytes(),
     )  # fmt: skip
 
 
@@ -244,6 +249,7 @@ def _new_slot(new: New) -> NewSlot:
         new.slot, new.request_id, _token_ids(new.token_ids), new.prompt_len, _sampling_params(new.params),
         new.block_ids, new.num_computed_tokens, new.eos_token_ids, new.bad_words_token_ids, new.adapter,
         None if new.prompt_embeds is None else _prompt_embeds(new.prompt_embeds),
+        new.max_drafts, _token_ids(new.prediction_token_ids),
     )  # fmt: skip
 
 

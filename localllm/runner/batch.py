@@ -5,6 +5,8 @@ when it is sampled; the next step gathers its inputs from the same rows. A step 
 host has read the last step's tokens. A pipeline stage that does not sample takes these tokens from the plan. Lengths
 are stored on the host in numpy, since the host knows them in advance. An `InputMaker` makes tensors of both:
 `HostInputs` in this module on a CPU, staging.py on a GPU.
+Drafts are in the same row behind the known tokens, as many as `SlotState` has ready for the slot. A row that verifies
+them begins at the last known token, and draws a token behind each of its positions.
 Does not know: layers, sampling parameters, why rows were scheduled.
 """
 
@@ -56,7 +58,7 @@ def host_places(states: Ints) -> HostPlaces:
 
 
 class StepRows(NamedTuple):
-    """A plan's rows as arrays; rows with one token come first. B: requests."""
+    """A plan's rows as arrays: first those with one token, then those that verify drafts. B: requests."""
 
     slots: Ints  # [B] int64
     computed: Ints  # [B] int64     tokens whose KV exists before this step
@@ -64,6 +66,7 @@ class StepRows(NamedTuple):
     starts: Ints  # [B + 1] int64   start of each request in the flat batch
     samples: Ints  # [B] bool
     adapters: Ints  # [B] int64     -1: none
+    drafts: Ints  # [B] int64       the last so many of the scheduled tokens are drafts
     states: Ints | None = None  # [3, B] int64 places of recurrent states that each row reads, writes and saves to
 
     @property
@@ -76,48 +79,68 @@ class StepRows(NamedTuple):
         return int(np.count_nonzero(self.scheduled == 1))
 
     @property
-    def ends(self) -> Ints:
-        """[S] index of the last token of each sampling row."""
-        return self.starts[1:][self.samples] - 1
+    def num_generating(self) -> int:
+        """Rows of a known token and its drafts: they come first."""
+        return int(np.count_nonzero(self.scheduled == 1 + self.drafts))
+
+    @property
+    def draws(self) -> Ints:
+        """[D] index of each token behind which a sampling row draws: its last known one and its drafts."""
+        counts = 1 + self.drafts[self.samples]
+        firsts = self.starts[1:][self.samples] - counts
+        return np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
 
     def part(self, rows: slice) -> StepRows:
         starts = self.starts[rows.start : rows.stop + 1]
         return StepRows(
             self.slots[rows], self.computed[rows], self.scheduled[rows], starts - starts[0], self.samples[rows],
-            self.adapters[rows], None if self.states is None else self.states[:, rows],
+            self.adapters[rows], self.drafts[rows], None if self.states is None else self.states[:, rows],
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One plan as arrays, with the mapping back to its rows. S: requests that sample."""
+    """One plan as arrays, with the mapping back to its rows. S: requests that sample. D: tokens that they draw, one
+    each and one for each of their drafts."""
 
     rows: StepRows
     wanted: Ints  # [L] int64       flat positions whose logits are needed, ascending
     plan_rows: tuple[int, ...]  # [S] each sampling row's index in the plan
-    slots: Ints  # [S] int64
-    lengths: Ints  # [S] int64       known tokens, which is the position sampled now
+    slots: Ints  # [D] int64
+    lengths: Ints  # [D] int64       tokens before the one that is drawn, which is its position
+    counts: Ints  # [S] int64        tokens that each row draws, in turn
     prompt_spans: tuple[PromptSpan, ...]
     embeds: GivenEmbeds | None = None  # on the host
 
     @property
     def sample_index(self) -> Ints | None:
-        """[S] rows of `wanted` to sample from; None: all."""
-        return np.searchsorted(self.wanted, self.rows.ends) if self.prompt_spans else None
+        """[D] rows of `wanted` to sample from; None: all."""
+        return np.searchsorted(self.wanted, self.rows.draws) if self.prompt_spans else None
+
+    @property
+    def has_drafts(self) -> bool:
+        return len(self.slots) > len(self.counts)
+
+    @property
+    def firsts(self) -> Ints:
+        """[S] index of each row's first draw among the D."""
+        firsts: Ints = np.cumsum(self.counts) - self.counts
+        return firsts
 
     def part(self, rows: slice) -> StepBatch:
         """Return the batch of consecutive requests."""
         first, last = (int(self.rows.starts[place]) for place in (rows.start, rows.stop))
         wanted = slice(*np.searchsorted(self.wanted, (first, last)).tolist())
         sampling = slice(*(int(self.rows.samples[:place].sum()) for place in (rows.start, rows.stop)))
+        drawing = slice(*(int(self.counts[:place].sum()) for place in (sampling.start, sampling.stop)))
         spans = tuple(
             replace(span, start=span.start - wanted.start)
             for span in self.prompt_spans
             if wanted.start <= span.start < wanted.stop
         )
         return StepBatch(
-            self.rows.part(rows), self.wanted[wanted] - first, self.plan_rows[sampling], self.slots[sampling],
-            self.lengths[sampling], spans, _embeds_between(self.embeds, first, last),
+            self.rows.part(rows), self.wanted[wanted] - first, self.plan_rows[sampling], self.slots[drawing],
+            self.lengths[drawing], self.counts[sampling], spans, _embeds_between(self.embeds, first, last),
         )  # fmt: skip
 
 
@@ -140,6 +163,9 @@ class InputMaker(Protocol):
     def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
         """Write ids [S], sampled here or by another stage, at positions `lengths`, on the device."""
 
+    def write_drafts(self, slot: int, known: int, token_ids: Ints) -> None:
+        """Write guesses behind a slot's `known` tokens. token_ids: int32."""
+
 
 class SlotState:
     """Persistent state, one row per slot. `apply` changes it, `batch` reads it."""
@@ -155,6 +181,8 @@ class SlotState:
         self._num_blocks_held = np.zeros(max_num_seqs, np.int64)
         self._num_tokens = np.zeros(max_num_seqs, np.int64)  # known tokens: given or sampled
         self._num_computed = np.zeros(max_num_seqs, np.int64)
+        self._num_ready = np.zeros(max_num_seqs, np.int64)  # drafts behind the known tokens
+        self._has_drafted = np.zeros(max_num_seqs, bool)  # a row of the request had drafts: C is an upper bound
         self._prompt_len = np.zeros(max_num_seqs, np.int64)
         self._prompt_logprobs = np.full(max_num_seqs, -1, np.int64)
         self._adapter = np.full(max_num_seqs, -1, np.int64)
@@ -187,6 +215,9 @@ class SlotState:
             if row.new_block_ids:
                 assert all(map(all, row.new_block_ids)), f"the null block is handed out: {row.new_block_ids}"
                 self._add_blocks(row.slot, row.new_block_ids)
+            if row.draft_token_ids:
+                assert len(row.draft_token_ids) == row.num_drafts, "drafts of another number than planned"
+                self.add_drafts(row.slot, np.array(row.draft_token_ids, np.int32))
 
     def _enter(self, new: NewSlot) -> None:
         slot, n = new.slot, len(new.token_ids)
@@ -200,6 +231,7 @@ class SlotState:
         self._holder[slot] = new.request_id
         self._num_tokens[slot], self._prompt_len[slot] = n, new.prompt_len
         self._num_computed[slot], self._num_blocks_held[slot] = new.num_computed_tokens, 0
+        self._num_ready[slot], self._has_drafted[slot] = 0, False
         asked = new.params.prompt_logprobs
         self._prompt_logprobs[slot] = -1 if asked is None else asked
         self._adapter[slot] = new.adapter
@@ -234,31 +266,70 @@ class SlotState:
             sampled = to_device(np.array(ids, np.int32), self.inputs.token_ids.device)
             self.inputs.record_sampled(np.array(slots), np.array(positions), sampled)
 
-    def record_sampled(self, batch: StepBatch) -> None:
-        """Count the sampled token of each sampling row as known."""
-        self._num_tokens[batch.slots] = batch.lengths + 1
+    def record_sampled(self, batch: StepBatch, accepted: Ints | None = None) -> None:
+        """Count the accepted tokens of each sampling row as known, and its drafts as used up.
+        accepted: [S]; None: one each."""
+        slots, lengths = batch.slots, batch.lengths
+        if accepted is not None:
+            slots, lengths = slots[batch.firsts], lengths[batch.firsts] + accepted - 1
+        self._num_tokens[slots] = lengths + 1
+        self._num_ready[slots] = 0
+
+    # ---- drafts ------------------------------------------------------------------------------------------------------
+
+    def num_known(self, slot: int) -> int:
+        """Return how many tokens are known: given or sampled."""
+        return int(self._num_tokens[slot])
+
+    def prompt_len(self, slot: int) -> int:
+        return int(self._prompt_len[slot])
+
+    def add_drafts(self, slot: int, token_ids: Ints) -> None:
+        """Put drafts behind the known tokens of a slot, in place of others. token_ids: int32."""
+        known = self.num_known(slot)
+        assert known + len(token_ids) <= self.max_model_len, (known, len(token_ids), self.max_model_len)
+        assert not len(token_ids) or (token_ids.min() >= 0 and token_ids.max() < self._vocab_size), token_ids
+        self.inputs.write_drafts(slot, known, token_ids)
+        self._num_ready[slot] = len(token_ids)
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def batch(self, plan: StepPlan) -> StepBatch:
         """Return the arrays of a plan, whose rows must not be empty, and count its tokens as computed."""
-        computed, scheduled = _column(plan.rows, 2), _column(plan.rows, 3)
-        order = np.argsort(scheduled != 1, kind="stable")  # rows of one token first, otherwise in the plan's order
-        samples = np.fromiter((row.samples for row in plan.rows), bool, len(plan.rows))[order]
+        slots, computed, scheduled, drafts = (_column(plan.rows, column) for column in (0, 2, 3, 8))
+        samples = np.fromiter((row.samples for row in plan.rows), bool, len(plan.rows))
+        generating = samples & (scheduled == 1 + drafts)
+        self._check_computed(slots, computed, generating)
+        drafts = np.where(generating, np.minimum(drafts, self._num_ready[slots]), drafts)
+        scheduled = np.where(generating, 1 + drafts, scheduled)
+        computed = np.where(generating, self._num_tokens[slots] - 1, computed)
+        order = np.argsort((scheduled > 1) + (scheduled > 1 + drafts), kind="stable")  # as StepRows has them
+        samples, slots = samples[order], slots[order]
         starts = np.zeros(len(order) + 1, np.int64)
         np.cumsum(scheduled[order], out=starts[1:])
-        slots = _column(plan.rows, 0)[order]
         rows = StepRows(
-            slots, computed[order], scheduled[order], starts, samples, self._adapter[slots],
+            slots, computed[order], scheduled[order], starts, samples, self._adapter[slots], drafts[order],
             self._states(plan.rows, order),
         )  # fmt: skip
-        self._check(plan, rows.slots, rows.computed, rows.context, samples)
+        self._check(plan, rows, samples)
         self._num_computed[rows.slots] = rows.context
+        self._has_drafted[rows.slots] |= _column(plan.rows, 8)[order] > 0
         spans, wanted = self._wanted_logits(rows, order)
+        counts = 1 + rows.drafts[samples]
+        positions = np.arange(rows.starts[-1]) - np.repeat(rows.starts[:-1] - rows.computed, rows.scheduled)
         return StepBatch(
-            rows, wanted, tuple(order[samples].tolist()), rows.slots[samples], rows.context[samples], spans,
-            self._given_embeds(rows),
+            rows, wanted, tuple(order[samples].tolist()), np.repeat(slots[samples], counts),
+            positions[rows.draws] + 1, counts, spans, self._given_embeds(rows),
         )  # fmt: skip
+
+    def _check_computed(self, slots: Ints, computed: Ints, generating: Ints) -> None:
+        """Check where rows begin. That of a request with drafts in flight is an upper bound."""
+        bounded = generating & self._has_drafted[slots]
+        assert (computed[bounded] >= self._num_tokens[slots][bounded] - 1).all(), "a position is left out"
+        exact = ~bounded
+        assert (computed == self._num_computed[slots])[exact].all(), (computed, self._num_computed[slots])
+        last = self._num_tokens[slots] - 1
+        assert (computed == last)[exact & generating].all(), "a row samples before its last known token"
 
     def _states(self, rows: tuple[Row, ...], order: Ints) -> Ints | None:
         """Return the places [3, B] of the rows' recurrent states."""
@@ -288,14 +359,15 @@ class SlotState:
                 values.append(part)
         return GivenEmbeds(torch.cat(places), torch.cat(values)) if values else None
 
-    def _check(self, plan: StepPlan, slots: Ints, computed: Ints, context: Ints, samples: Ints) -> None:
-        known = self._num_tokens[slots]
+    def _check(self, plan: StepPlan, rows: StepRows, samples: Ints) -> None:
+        slots, context = rows.slots, rows.context
+        known, given = self._num_tokens[slots], context - rows.drafts
         assert len(np.unique(slots)) == len(slots), "a slot twice in one step"
-        assert not any(row.draft_token_ids for row in plan.rows), "this runner verifies no drafts"
-        assert (context > computed).all(), "a row without tokens"
-        assert (computed == self._num_computed[slots]).all(), (computed, self._num_computed[slots])
-        assert (context <= known).all(), "a position is scheduled before its token exists"
-        assert (context[samples] == known[samples]).all(), "a row samples before its last known token"
+        assert not rows.drafts.any() or not self._num_places, "a recurrent state cannot take back a draft"
+        assert (rows.drafts <= self._num_ready[slots]).all(), "a draft that does not exist"
+        assert (context > rows.computed).all(), "a row without tokens"
+        assert (given <= known).all(), "a position is scheduled before its token exists"
+        assert (given[samples] == known[samples]).all(), "a row samples before its last known token"
         assert (context <= self._num_blocks_held[slots] * self.block_size).all(), "a position without a block"
 
     def _wanted_logits(self, rows: StepRows, order: Ints) -> tuple[tuple[PromptSpan, ...], Ints]:
@@ -305,9 +377,9 @@ class SlotState:
         counts = np.minimum(rows.scheduled, self._prompt_len[slots] - 1 - computed)
         asking = np.flatnonzero((self._prompt_logprobs[slots] >= 0) & (counts > 0))
         if not len(asking):
-            return (), rows.ends
+            return (), rows.draws
         ranges = [np.arange(starts[i], starts[i] + counts[i]) for i in asking]
-        wanted = np.unique(np.concatenate([rows.ends, *ranges]))
+        wanted = np.unique(np.concatenate([rows.draws, *ranges]))
         spans = tuple(
             PromptSpan(int(order[i]), int(slots[i]), int(computed[i]), int(np.searchsorted(wanted, starts[i])),
                        int(counts[i]), int(self._prompt_logprobs[slots[i]]))
@@ -359,8 +431,11 @@ class HostInputs:
         )
 
     def decode_rows(self, rows: StepRows) -> DecodeRows:
-        """Return the inputs of a step whose rows have one token each. The tables stay where they are."""
+        """Return the inputs of a step of a few tokens, each a row of its own. The tables stay where they are."""
         slots, positions, tables = rows.slots, rows.computed, self._block_tables
+        if len(slots) < rows.starts[-1]:
+            slots = np.repeat(slots, rows.scheduled)
+            positions = np.arange(rows.starts[-1]) - np.repeat(rows.starts[:-1] - rows.computed, rows.scheduled)
         of_group = tables.ctypes.data + np.arange(len(tables))[:, None] * tables.strides[0]
         return DecodeRows(
             self._host_token_ids[slots, positions].astype(np.int64),
@@ -390,6 +465,18 @@ class HostInputs:
     def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
         index = all_to_device([slots, lengths], self._device)
         self.token_ids.index_put_((index[0], index[1]), sampled.int())
+
+    def write_drafts(self, slot: int, known: int, token_ids: Ints) -> None:
+        self._host_token_ids[slot, known : known + len(token_ids)] = token_ids
+
+    def known_tokens(self, slot: int, count: int) -> Ints:
+        """Return the first `count` tokens of a slot, valid until its next step. int32"""
+        return self._host_token_ids[slot, :count]
+
+    def are_drafts(self, slots: Ints, lengths: Ints, token_ids: Ints) -> Ints:
+        """Return [D] bool: whether these ids are what the table has at positions `lengths`."""
+        are: Ints = self._host_token_ids[slots, lengths] == token_ids
+        return are
 
     def _groups(self, slots: Ints, context: Ints, kv_slots: Ints) -> tuple[GroupInputs, ...]:
         """Return the tables [B, width], with the null block beyond each row's context, since a slot may contain blocks

@@ -1,8 +1,8 @@
 """Steps on a CPU: all work is done when a call returns, and only what is needed is computed.
 
-A few requests with one token each are one call of the native library (models/lone_step.py), if the model has such a
-step. Everything else runs through torch. Both read and write the same KV cache. step_parts.py decides which requests
-are computed together.
+A few requests with one token each, or one and drafts, are one call of the native library (models/lone_step.py), if the
+model has such a step. Everything else runs through torch. Both read and write the same KV
+cache. step_parts.py decides which requests are computed together.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from localllm.engine.step import RunnerStats
+from localllm.engine.step import DraftSupport, RunnerStats
 from localllm.kernels.huge_pages import HugePages
 from localllm.kernels.layer_state import LayerCache
 from localllm.models.inputs import CausalModel
 from localllm.models.lone_step import MAX_ROWS, LoneStep, NoLoneStep, open_lone_step
-from localllm.models.weights.parameters import held_memory
+from localllm.models.weights.parameters import has_only_float32, held_memory
 from localllm.runner.batch import HostInputs, Ints, StepBatch
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.logprobs import LogprobTensors, joined
@@ -31,6 +32,8 @@ from localllm.runner.upload import to_device, to_host
 
 log = logging.getLogger(__name__)
 
+TORCH_DRAFTS, TORCH_TOKENS = 15, 32
+"""Most drafts of a row, and most tokens of a step with drafts, without native steps."""
 IDLE_S = 0.004  # seconds of idle-time work that an arriving request may have to wait for
 
 
@@ -58,13 +61,14 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Sampled tokens of the batch's S sampling rows."""
+    """Sampled tokens of the batch's S sampling rows: D draws, one of each row unless it has drafts."""
 
-    token_ids: Tensor  # [R] int64, R >= S
+    token_ids: Tensor  # [R] int64, R >= D
     best: Tensor  # [R] float32 largest processed logit: NaN, inf or -inf if unusable
-    places: tuple[int, ...] | None = None  # [S] index of each sampling row among the R; None: all, in order
+    places: tuple[int, ...] | None = None  # [D] index of each draw among the R; None: all, in order
     logprobs: LogprobTensors | None = None
-    logprob_rows: tuple[tuple[int, int, int], ...] = ()  # (sampling row, its row in `logprobs`, k)
+    logprob_rows: tuple[tuple[int, int, int], ...] = ()  # (draw, its row in `logprobs`, k)
+    accepted: Ints | None = None  # [S] how many of a row's draws count, from the first one on; None: one of each
 
     def to_host(self) -> Drawn:
         """Start the copy to the host; it is complete when the device's stream has reached this point."""
@@ -126,22 +130,48 @@ class HostSteps:
         logits = lone.forward(self._inputs.decode_rows(rows), samples=bool(len(batch.slots)))
         if not len(batch.slots):
             return Forward(None, None)
-        return Forward(logits if rows.samples.all() else logits[torch.from_numpy(rows.samples)], None)
+        return Forward(logits if rows.samples.all() else logits[torch.from_numpy(rows.draws)], None)
 
     def sample(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None = None) -> Drawn:
-        if not self._deterministic:
-            return self._sample(batch.slots, batch.lengths, logits, masks)
-        rows = [slice(row, row + 1) for row in range(len(batch.slots))]
-        return _joined_draws(
-            [self._sample(batch.slots[row], batch.lengths[row], logits[row], masks and masks.part(row)) for row in rows]
-        )
+        slots, lengths = batch.slots, batch.lengths
+        if self._deterministic:
+            rows = [slice(row, row + 1) for row in range(len(slots))]
+            drawn = _joined_draws(
+                [self._sample(slots[row], lengths[row], logits[row], masks and masks.part(row)) for row in rows]
+            )
+        else:
+            drawn = self._sample(slots, lengths, logits, masks)
+        if batch.has_drafts:
+            drawn = replace(drawn, accepted=self._accepted(batch, drawn))
+        self._inputs.record_sampled(slots, lengths, drawn.token_ids)
+        return drawn
+
+    def _accepted(self, batch: StepBatch, drawn: Drawn) -> Ints:
+        """Return how many tokens of each row are accepted: those drawn while the drafts before them were right. A draft
+        is right if it is the token that was drawn at its position, whatever the parameters of the draw."""
+        right = self._inputs.are_drafts(batch.slots, batch.lengths, drawn.token_ids.numpy())
+        return count_accepted(right, torch.isfinite(drawn.best).numpy(), batch.counts)
 
     def _sample(self, slots: Ints, lengths: Ints, logits: Tensor, masks: RowMasks | None) -> Drawn:
+        """Draw one token a row. What a row's parameters look back on is in the table, right drafts included."""
         asked = self._sampling.batch(slots, lengths)
         out = sample(logits, asked, self._inputs.token_ids, masks)
-        self._inputs.record_sampled(slots, lengths, out.token_ids)
         rows = tuple((row, place, k) for place, (row, k) in enumerate(asked.logprob_counts))
         return Drawn(out.token_ids, out.best, None, out.logprobs, rows)
+
+    @property
+    def drafts(self) -> DraftSupport:
+        """Tokens of a native step are computed alike, known or guessed. Torch's products of several rows round narrow
+        weights' activations otherwise than those of one row, so drafts would change what is drawn."""
+        if self._device.type != "cpu":
+            return DraftSupport(why_none=f"the model is on {self._device}")
+        if self._lone is not None:
+            return DraftSupport(MAX_ROWS - 1, MAX_ROWS, proposes=True)
+        if self._deterministic:
+            return DraftSupport(why_none="requests are computed token by token in deterministic mode")
+        if has_only_float32(self._model):
+            return DraftSupport(TORCH_DRAFTS, TORCH_TOKENS, proposes=True)
+        return DraftSupport(why_none=f"{self._decode_steps}, where steps of several tokens round otherwise")
 
     def use_idle_time(self) -> bool:
         """Move weights to huge pages for a few milliseconds. Return False when none is left."""
@@ -154,11 +184,27 @@ class HostSteps:
         return RunnerStats(launched_steps=self._num_launched, decode_steps=self._decode_steps)
 
 
+def count_accepted(right: Ints, usable: Ints, counts: Ints) -> Ints:
+    """Return [S] how many draws of each row are accepted, at least 1.
+
+    right, usable: [D] bool, whether a draw is the draft at its position, and is a token at all. The last draw of a row
+    has no draft to compare. A row ends before an unusable draw, which becomes the first one of a later step.
+    """
+    accepted, first = np.ones_like(counts), 0
+    for row, count in enumerate(counts.tolist()):
+        for place in range(first, first + count - 1):
+            if not (right[place] and usable[place + 1]):
+                break
+            accepted[row] += 1
+        first += count
+    return accepted
+
+
 def is_lone(batch: StepBatch) -> bool:
-    """Return whether a native step can run the batch: a few rows of one token each, with nothing but their logits
-    wanted."""
+    """Return whether a native step can run the batch: a few rows of one known token and its drafts, with nothing but
+    their logits wanted."""
     rows = batch.rows
-    few = len(rows.slots) <= MAX_ROWS and rows.starts[-1] == len(rows.slots)
+    few = rows.starts[-1] <= MAX_ROWS and rows.num_generating == len(rows.slots)
     return bool(few) and not batch.prompt_spans and batch.embeds is None
 
 

@@ -17,6 +17,7 @@ import torch
 from localllm.engine.step import RowResult, StepPlan, StepResult, StepTimings, TokenLogprobs
 from localllm.runner.batch import StepBatch
 from localllm.runner.device_errors import translated
+from localllm.runner.host_drafts import Proposal
 from localllm.runner.host_steps import Drawn
 from localllm.runner.logprobs import LogprobTensors, as_results
 
@@ -64,6 +65,7 @@ class PendingReadback:
     drawn: Drawn | None = None  # being copied to the host
     prompts: tuple[list[LogprobTensors], ...] = ()
     refused: Mapping[int, str] = field(default_factory=dict)  # rows of the plan whose result must not be used, and why
+    proposed: Mapping[int, Proposal] = field(default_factory=dict)  # drafts behind rows of the plan
 
     def result(self) -> StepResult:
         with translated(self.plan):  # kernel errors are reported when the host waits
@@ -75,6 +77,10 @@ class PendingReadback:
         if self.batch is not None:
             if self.drawn is not None:
                 _sample_results(self.batch, self.drawn, results)
+            for row, (drafts, are_predicted) in self.proposed.items():
+                results[row] = results[row]._replace(
+                    num_proposed=len(drafts), proposed=drafts, are_predicted=are_predicted
+                )
             self._prompt_results(self.batch, results)
         for row, why in self.refused.items():
             results[row] = RowResult(error=why)
@@ -91,23 +97,29 @@ class PendingReadback:
 
 
 def _sample_results(batch: StepBatch, drawn: Drawn, results: list[RowResult]) -> None:
-    logprobs = _logprobs_by_row(drawn)
+    logprobs = _logprobs_by_draw(drawn)
     ids, best = drawn.token_ids.tolist(), drawn.best.tolist()
     places = range(len(ids)) if drawn.places is None else drawn.places
-    for row, (plan_row, place) in enumerate(zip(batch.plan_rows, places, strict=True)):
+    kept = [1] * len(batch.plan_rows) if drawn.accepted is None else drawn.accepted.tolist()
+    rows = zip(batch.plan_rows, batch.firsts.tolist(), batch.counts.tolist(), kept, strict=True)
+    for plan_row, first, count, accepted in rows:
+        draws = range(first, first + accepted)
+        place = places[first]
         if math.isfinite(best[place]):
-            results[plan_row] = RowResult((ids[place],), logprobs.get(row, ()))
+            scores = tuple([logprobs[draw] for draw in draws]) if first in logprobs else ()
+            tokens = tuple([ids[places[draw]] for draw in draws])
+            results[plan_row] = RowResult(tokens, scores, num_checked=count - 1)
         elif best[place] == -math.inf:
             results[plan_row] = RowResult(error=NOTHING_LEFT, fault="request")
         else:
             results[plan_row] = RowResult(error=NOT_A_NUMBER, fault="model")
 
 
-def _logprobs_by_row(drawn: Drawn) -> dict[int, tuple[TokenLogprobs, ...]]:
+def _logprobs_by_draw(drawn: Drawn) -> dict[int, TokenLogprobs]:
     if drawn.logprobs is None:
         return {}
     counts = [-1] * len(drawn.logprobs.ranks)
     for _, place, k in drawn.logprob_rows:
         counts[place] = k
     entries = as_results(drawn.logprobs, counts)
-    return {row: (entries[place],) for row, place, _ in drawn.logprob_rows}
+    return {draw: entries[place] for draw, place, _ in drawn.logprob_rows}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import NewSlot, PendingStep, RunnerStats, StepPlan, TokenMasks
+from localllm.engine.step import DraftSupport, NewSlot, PendingStep, RunnerStats, StepPlan, TokenMasks
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launching_with
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel
@@ -32,6 +32,7 @@ from localllm.runner.device_memory import empty_cache, make_current, use_cublas
 from localllm.runner.device_steps import DeviceSteps
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, capture_shapes, largest_shape
+from localllm.runner.host_drafts import HostDrafts, Proposal
 from localllm.runner.host_steps import Drawn, Forward, HostSteps
 from localllm.runner.id_exchange import exchange_of
 from localllm.runner.kv_cache import KVCache
@@ -99,6 +100,14 @@ class TorchRunner:
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
             block_size=block_size, vocab_size=spec.vocab_size, num_places=states.num_places,
         )  # fmt: skip
+        self._drafters: HostDrafts | None = None
+        self.drafts = DraftSupport(why_none="drafts are verified on a CPU only")
+        if isinstance(self._steps, HostSteps) and group is None and samples:
+            self.drafts = self._steps.drafts
+            if states.num_places:
+                self.drafts = DraftSupport(why_none="a recurrent state cannot take back a wrong guess")
+        if self.drafts.proposes and isinstance(inputs, HostInputs):
+            self._drafters = HostDrafts(inputs, self._slots)
         self._launched: _ForwardedStep | None = None
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
         self._launch_options = launch_options
@@ -114,6 +123,8 @@ class TorchRunner:
                 self._refused.pop(slot, None)
             for new in plan.new_slots if self._draws else ():
                 self._enter_sampling(new)
+                if self._drafters is not None:
+                    self._drafters.enter(new)
             batch = self._slots.batch(plan) if plan.rows else None
             done = self._loaded.forward(batch) if batch is not None else None
             self._launched = _ForwardedStep(plan.step_id, timer.stop(), batch, done)
@@ -177,13 +188,15 @@ class TorchRunner:
         self, plan: StepPlan, batch: StepBatch, done: Forward, masks: TokenMasks | None, forward_timer: StepTimer,
         timer: StepTimer,
     ) -> PendingStep:  # fmt: skip
-        drawn = None
+        drawn, proposed = None, dict[int, Proposal]()
         if len(batch.slots) and self._samples:  # a stage that does not sample gets the ids with the next plan
             drawn = self._draw(batch, done.logits, masks).to_host()
-            self._slots.record_sampled(batch)
+            self._slots.record_sampled(batch, drawn.accepted)
+            if plan.propose and self._drafters is not None:
+                proposed = self._drafters.propose(batch, plan.propose)
         prompts = tuple(self._score_prompt(span, done.hidden) for span in batch.prompt_spans)
         refused = {i: self._refused[row.slot] for i, row in enumerate(plan.rows) if row.slot in self._refused}
-        return PendingReadback(plan, forward_timer, timer.stop(), batch, drawn, prompts, refused)
+        return PendingReadback(plan, forward_timer, timer.stop(), batch, drawn, prompts, refused, proposed)
 
     def _draw(self, batch: StepBatch, logits: Tensor | None, masks: TokenMasks | None) -> Drawn:
         """Sample, or receive what the first shard has sampled. logits: None on the other shards."""
@@ -198,11 +211,12 @@ class TorchRunner:
         return drawn
 
     def _row_masks(self, batch: StepBatch, masks: TokenMasks | None) -> RowMasks | None:
-        """Map masks from rows of the plan to sampling rows of the batch."""
+        """Map masks from rows of the plan and places in them to draws of the batch."""
         if masks is None:
             return None
-        places = {plan_row: row for row, plan_row in enumerate(batch.plan_rows)}
-        return RowMasks(np.array([places[row] for row in masks.rows]), masks.bits)
+        firsts = dict(zip(batch.plan_rows, batch.firsts.tolist(), strict=True))
+        draws = np.array([firsts[row] for row in masks.rows])
+        return RowMasks(draws + np.array(masks.places) if masks.places else draws, masks.bits)
 
     def _score_prompt(self, span: PromptSpan, wanted: Tensor | None) -> list[LogprobTensors]:
         """Score prompt tokens, a few rows of the head at a time:

@@ -107,6 +107,9 @@ class StagedInputs:
     def clear(self) -> None:
         self._updates = []
 
+    def write_drafts(self, slot: int, known: int, token_ids: Ints) -> None:
+        raise AssertionError("staged steps verify no drafts")
+
     def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
         index = to_device(np.stack([slots, lengths]), self._device)
         self.token_ids.index_put_((index[0], index[1]), sampled.int())

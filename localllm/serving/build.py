@@ -354,9 +354,20 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
     from localllm.engine.loop import EngineLoop
     from localllm.engine.scheduler import Scheduler
     from localllm.engine.scheduler_config import SchedulerConfig
+    from localllm.engine.speculation import Speculation
     from localllm.engine.state_pool import StatePool
     from localllm.models.fit.states import state_interval
 
+    choice, support = config.speculation, runner.drafts
+    if choice.method == "ngram" and not support.most:
+        raise UnsupportedOption(
+            "Speculation is not supported here.",
+            f"Drafts cannot be verified: {support.why_none}.",
+            "--speculative auto uses it where it is supported.",
+            param="speculative",
+        )
+    speculation = Speculation(support, most=choice.most, why_off="--speculative off" if choice.is_off else "")
+    log.info("speculation most_drafts=%d why_off=%r", speculation.most, speculation.why_off)
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=plan.max_num_seqs,
@@ -375,6 +386,7 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
         Ledger(plan.num_blocks, plan.block_size, plan.windows, step_tokens=plan.max_num_batched_tokens),
         BlockHasher(fingerprint, plan.block_size),
         state_pool=StatePool(plan.num_places) if plan.num_places else None,
+        speculation=speculation,
     )
     return EngineLoop(scheduler, runner, depth=plan.async_depth)
 

@@ -4,6 +4,7 @@
     Grammars        compiles grammars, keeps the last ones
     GrammarState    the state of one output: computes token masks, accepts tokens
     AfterReasoning  a GrammarState that starts when the reasoning ends
+    fill_along      the masks of an output's next tokens where some of them were guessed
 
 llguidance (github.com/guidance-ai/llguidance) handles JSON schemas, regular expressions and context-free grammars with
 an Earley parser over a lexer of derivatives, and walks the vocabulary as a trie: tens of microseconds a mask. Its own
@@ -19,7 +20,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from copy import copy
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -68,9 +70,39 @@ class OutputGrammar(Protocol):
     def accept(self, token_id: int) -> None:
         """Advance by one output token. Raises `LocalLLMError` if the grammar forbids it."""
 
+    def fork(self) -> Self:
+        """Return a copy that goes its own way."""
+
     @property
     def is_over(self) -> bool:
         """True when only an end token may follow."""
+
+
+def fill_along(grammar: OutputGrammar, drafts: Sequence[int], bits: npt.NDArray[np.int32]) -> int:
+    """Set the allowed tokens of a row that draws the next token, and one behind each of its drafts while these are
+    right. bits [1 + len(drafts), ceil(V / 32)]. Return for how many of them; the grammar itself does not change.
+
+    The row's result ends where the grammar forbids a draft, or where the output is over. If a later mask cannot be
+    computed, it allows nothing, which ends the result before it; the next step's first mask raises the error.
+    """
+    grammar.fill(bits[0])
+    walk, place = grammar.fork() if drafts else grammar, 0
+    for place, token_id in enumerate(drafts, start=1):
+        if not _allows(bits[place - 1], token_id):
+            return place
+        try:
+            walk.accept(token_id)
+            if walk.is_over:
+                return place
+            walk.fill(bits[place])
+        except Exception:
+            bits[place] = 0
+            return place + 1
+    return place + 1
+
+
+def _allows(bits: npt.NDArray[np.int32], token_id: int) -> bool:
+    return bool(bits.view(np.uint32)[token_id // 32] >> np.uint32(token_id % 32) & np.uint32(1))
 
 
 class GrammarState:
@@ -97,6 +129,9 @@ class GrammarState:
         which means that a mask was not applied."""
         self._matcher.consume_token(token_id)
         self._check()
+
+    def fork(self) -> GrammarState:
+        return GrammarState(self._matcher.deep_copy(), self._on_stuck)
 
     @property
     def is_over(self) -> bool:
@@ -158,6 +193,11 @@ class AfterReasoning:
             self._state.accept(token_id)
         elif token_id == self._opener:
             self._is_inside = True
+
+    def fork(self) -> AfterReasoning:
+        other = copy(self)
+        other._state = self._state.fork()
+        return other
 
     @property
     def is_over(self) -> bool:

@@ -11,6 +11,7 @@ Does not know: logits, requests, how reasoning is separated from content (answer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,6 +94,11 @@ class ReasoningBudget:
                 self._reason(token_id)
             case "barred":
                 self._place = "before"
+
+    def fork(self) -> ReasoningBudget:
+        other = copy(self)
+        other._inner = None if self._inner is None else self._inner.fork()
+        return other
 
     @property
     def is_over(self) -> bool:

@@ -43,6 +43,9 @@ COUNTERS = (
     ("prompt_tokens", "Prompt tokens computed.", "prompt_tokens"),
     ("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.", "prompt_tokens_cached"),
     ("generation_tokens", "Tokens generated.", "generation_tokens"),
+    ("spec_decode_num_drafts", "Rows of steps that verified drafts.", "speculation.num_drafts"),
+    ("spec_decode_num_draft_tokens", "Tokens guessed ahead and verified.", "speculation.num_draft_tokens"),
+    ("spec_decode_num_accepted_tokens", "Guessed tokens that were right.", "speculation.num_accepted_tokens"),
 )
 HISTOGRAMS = (
     ("iteration_tokens_total", "Tokens per step.", "iteration_tokens"),
@@ -76,6 +79,8 @@ OWN_GAUGES = (
         "runner.wanted_graphs",
     ),
     ("graph_bytes", "Device memory used by CUDA graphs.", "runner.graph_bytes"),
+    ("spec_width", "Most drafts of a request in the last step that generated.", "speculation.last_width"),
+    ("spec_tokens_per_step", "Tokens that a request generates in a step, on average.", "speculation.tokens_per_row"),
     ("uptime_seconds", "Seconds since the engine started.", "uptime_s"),
 )
 OWN_COUNTERS = (
@@ -143,6 +148,7 @@ class EngineCollector(Collector):
         yield from self._shared(OWN)
         yield from (self._gauge(OWN, *row) for row in OWN_GAUGES)
         yield from (self._counter(OWN, *row) for row in OWN_COUNTERS)
+        yield self._steps_without_drafts()
         if "vllm" in self.aliases:
             yield from self._shared(VLLM)
         if "llamacpp" in self.aliases:
@@ -154,6 +160,7 @@ class EngineCollector(Collector):
         yield from (self._counter(prefix, *row) for row in COUNTERS)
         yield from (self._histogram(prefix, *row) for row in HISTOGRAMS)
         yield self._finished(prefix)
+        yield self._accepted_by_place(prefix)
         yield self._cache_config(prefix)
 
     def _gauge(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
@@ -184,6 +191,22 @@ class EngineCollector(Collector):
         for model, stats in self.engines:
             for reason in sorted({"stop", "length", "abort", "error", *stats.finished}):
                 family.add_metric([*_labels(model), reason], float(stats.finished.get(reason, 0)))
+        return family
+
+    def _accepted_by_place(self, prefix: str) -> Metric:
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Guessed tokens that were right, by place in their row."
+        family = CounterMetricFamily(prefix + name, text, labels=[*LABELS, "position"])
+        for model, stats in self.engines:
+            for place, count in enumerate(stats.speculation.accepted_by_place):
+                family.add_metric([*_labels(model), str(place)], float(count))
+        return family
+
+    def _steps_without_drafts(self) -> Metric:
+        text = "Steps that generated without drafts, by reason."
+        family = CounterMetricFamily(f"{OWN}spec_off_steps", text, labels=[*LABELS, "reason"])
+        for model, stats in self.engines:
+            for reason, count in stats.speculation.off_steps:
+                family.add_metric([*_labels(model), reason], float(count))
         return family
 
     def _cache_config(self, prefix: str) -> Metric:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,14 +18,16 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.request import NEVER, Request, RequestOptions, State
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
+from localllm.engine.speculation import Speculation
 from localllm.engine.state_pool import StatePool
-from localllm.engine.step import PromptEmbeds, RunnerStats, StepPlan
+from localllm.engine.step import DraftSupport, PromptEmbeds, RunnerStats, StepPlan
 from localllm.errors import StepFailed
 from localllm.text.grammar import OutputGrammar
 from tests.fake_runner import FakePipeline, FakeRunner
 
 BLOCK_SIZE = 4
-MOST_PLACEHOLDERS = 16  # positions that launched guesses may give up again, and a block
+MOST_VERIFIED = 64  # tokens of a step with drafts
+MOST_PLACEHOLDERS = 32  # positions that launched guesses may give up again, and a block
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ def make_request(
     eos: tuple[int, ...] = (),
     grammar: OutputGrammar | None = None,
     embeds: PromptEmbeds | None = None,
+    max_drafts: int | None = None,
     **params: object,
 ) -> Request:
     asked = SamplingParams(temperature=0.0, max_tokens=max_tokens, **params)  # type: ignore[arg-type]
@@ -80,7 +83,7 @@ def make_request(
         request_id,
         prompt,
         asked,
-        RequestOptions(priority, salt),
+        RequestOptions(priority, salt, max_drafts=max_drafts),
         max_output_tokens=max_tokens,
         eos_token_ids=eos,
         grammar=grammar,
@@ -111,6 +114,11 @@ class EveryOther:
         assert self.allows(token_id), f"{token_id} may not follow {self.taken}"
         self.taken.append(token_id)
 
+    def fork(self) -> EveryOther:
+        other = EveryOther(self.length, self.fails_after)
+        other.taken = self.taken[:]
+        return other
+
     @property
     def is_over(self) -> bool:
         return len(self.taken) >= self.length
@@ -127,8 +135,12 @@ def make_engine(
     fail_when: object = None,
     runner_type: type[FakeRunner] = FakeRunner,
     num_places: int = 0,
+    propose: Callable[[Sequence[int], int], Sequence[int]] | None = None,
+    most_drafts: int = 3,
+    speculation_type: type[Speculation] = Speculation,
     **config: object,
 ) -> SmallEngine:
+    """propose: drafts that the runner makes of a request's known tokens, at most so many; None: it makes none."""
     settings: dict[str, object] = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
@@ -137,11 +149,13 @@ def make_engine(
     }
     settings |= {**config, "num_stages": num_stages}
     sizes = num_blocks if isinstance(num_blocks, tuple) else (num_blocks,) * len(windows)
+    support = DraftSupport(most_drafts, MOST_VERIFIED, proposes=True) if propose is not None else DraftSupport()
     scheduler = Scheduler(
         SchedulerConfig(**settings),  # type: ignore[arg-type]
         Ledger(sizes, BLOCK_SIZE, windows, step_tokens=int(str(settings["max_num_batched_tokens"]))),
         BlockHasher(b"a model", BLOCK_SIZE),
         state_pool=StatePool(num_places) if num_places else None,
+        speculation=speculation_type(support) if propose is not None else None,
     )
     runner = runner_type(
         sizes,
@@ -150,6 +164,8 @@ def make_engine(
         vocab_size=vocab_size,
         fail_when=fail_when,  # type: ignore[arg-type]
         num_places=num_places,
+        propose=propose,
+        drafts=support,
     )
     stages = FakePipeline(runner, num_stages) if num_stages > 1 else runner
     loop = EngineLoop(scheduler, stages, depth=depth, drafter=drafter)
@@ -158,14 +174,19 @@ def make_engine(
     plan_step = scheduler.schedule
 
     def watched() -> StepPlan | None:
-        decoding = decoding_ids(scheduler)
+        decoding, preempted = decoding_ids(scheduler), scheduler.recorder.num_preemptions
+        able = {r.request_id for r in scheduler.running if r.request_id in decoding and scheduler._wanted(r)}
         plan = plan_step()
+        if plan is not None and scheduler.speculation is not None and any(row.num_drafts for row in plan.rows):
+            assert able <= {row.request_id for row in plan.rows}, "drafts took the place of another's token"
+            assert scheduler.recorder.num_preemptions == preempted, "a request was preempted in a step with drafts"
+            assert plan.num_tokens <= MOST_VERIFIED
         if plan is not None:
             check_plan(scheduler, plan)
             most = -(-len(decoding) // scheduler.config.num_cohorts)
             assert len(decoding & {row.request_id for row in plan.rows}) <= most, "more than a cohort decodes"
             engine.plans.append(plan)
-            engine.longest_draft = max(engine.longest_draft, *(len(row.draft_token_ids) for row in plan.rows), 0)
+            engine.longest_draft = max(engine.longest_draft, *(row.num_drafts for row in plan.rows), 0)
         return plan
 
     scheduler.schedule = watched  # type: ignore[method-assign]
@@ -177,7 +198,7 @@ def make_engine(
 def decoding_ids(scheduler: Scheduler) -> set[str]:
     """Return the running requests that have one token to compute, or guesses."""
     running = scheduler.running
-    return {r.request_id for r in running if r.num_wanted_tokens <= 1 + len(r.draft_token_ids)}
+    return {r.request_id for r in running if r.num_wanted_tokens <= 1 + r.num_drafts}
 
 
 def _raise(error: Exception) -> None:
@@ -237,19 +258,24 @@ def check_invariants(engine: SmallEngine) -> None:
     assert len(scheduler.waiting) + len(running) == len(scheduler.requests)
     size = scheduler.config.block_size
     for request in scheduler.requests.values():
-        n, s, p = request.num_tokens, len(request.draft_token_ids), request.num_output_placeholders
+        n, s, p = request.num_tokens, request.num_drafts, request.num_output_placeholders
         c, f = request.num_computed_tokens, request.num_in_flight_tokens
         assert p >= 0
         assert f >= 0
         assert c <= n + p + s  # I16
         if request.state is State.RUNNING:
+            for pool, table in zip(scheduler.ledger.pools, request.block_tables, strict=True):  # S7
+                named = [place for place, block in enumerate(table) if pool.is_named(block)]
+                assert all((place + 1) * size <= n for place in named), f"{request.request_id}: an unaccepted token"
             assert c - f <= n
-            rejected = engine.longest_draft  # positions that guesses may have used
+            rejected = engine.longest_draft * max(engine.loop.depth, 1)  # positions that drafts may have used
             assert -(-c // size) <= request.num_places <= -(-(c + rejected) // size)  # I9
             assert request.num_places * size - c < size + rejected  # waste below one block
         else:
             assert request.block_tables == []
             assert request.slot == -1
+        if not scheduler.launched:  # S6
+            assert p == f == 0
     check_states(scheduler)
     stats = scheduler.stats(1, RunnerStats())
     assert stats.used_blocks + stats.cached_blocks + stats.free_blocks == stats.total_blocks

@@ -75,12 +75,17 @@ class LoneHarness(ModelHarness):
             self.kv_cache = [_int8_cache(shape) for _ in range(self.spec.num_layers)]
         self.lone = open_lone_step(model, self.kv_cache)
 
-    @torch.inference_mode()
     def natively(self, requests: Sequence[Request]) -> Tensor:
         """Run the next token of each request in one native step; logits [R, vocab]."""
-        inputs = self._inputs([(request, 1) for request in requests], all_logits=False)
+        return self.natively_along([(request, 1) for request in requests])
+
+    @torch.inference_mode()
+    def natively_along(self, work: Sequence[tuple[Request, int]]) -> Tensor:
+        """Run the next tokens of each request, so many, in one native step; logits [tokens, vocab]."""
+        inputs = self._inputs(list(work), all_logits=False)
         table = inputs.groups[0].block_table.numpy()
-        addresses = table.ctypes.data + np.arange(len(requests)) * table.strides[0]
+        rows_of_tables = np.repeat(np.arange(len(work)), [count for _, count in work])
+        addresses = table.ctypes.data + rows_of_tables * table.strides[0]
         token_ids, positions, slots = (
             t.numpy() for t in (inputs.token_ids, inputs.positions, inputs.groups[0].slot_mapping)
         )
@@ -90,8 +95,8 @@ class LoneHarness(ModelHarness):
             states = torch.stack(inputs.state[:3]).numpy()
         rows = DecodeRows(token_ids, positions, np.tile(slots, each), np.tile(addresses, each), states)
         logits = self.lone.forward(rows).clone()
-        for request in requests:
-            request.computed += 1
+        for request, count in work:
+            request.computed += count
         return logits
 
 
@@ -161,6 +166,35 @@ def test_rows_together_have_the_bits_of_each_alone(family: str, tiny_model_path:
         logits = _next(together, [requests[row] for row in chosen], chosen)
         for row in chosen:
             assert torch.equal(logits[row], alone[row][step]), (row, count)
+
+
+ALONG = ["llama", "mistral", "gemma2", "gemma3", "gemma4", "olmo2", "bloom", "qwen3_moe", "gpt_oss", "qwen3"]
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [*((family, torch.float32) for family in ALONG), pytest.param("qwen3", torch.int8, marks=needs_library)],
+)
+def test_tokens_of_a_request_in_one_step_have_the_bits_of_steps_of_one(
+    family: str, kv_dtype: torch.dtype, tiny_model_path: PathOf
+) -> None:
+    """Drafts beside a row of another request, across the border of two pieces of 512 positions."""
+    model, before = load(tiny_model_path(family)), 509
+    single, together = LoneHarness(model, kv_dtype=kv_dtype), LoneHarness(model, kv_dtype=kv_dtype)
+    (mine, other), (ours, theirs) = ((_grown(h, before, 0), _grown(h, 9, 1)) for h in (single, together))
+    for request in (mine, ours):
+        request.token_ids += [token(place) for place in range(before, before + 12)]
+    for request in (other, theirs):
+        request.token_ids += [token(place, 1) for place in range(9, 12)]
+    wanted = torch.cat([single.natively([mine]) for _ in range(12)])
+    beside = torch.cat([single.natively([other]) for _ in range(2)])
+    got = together.natively_along([(ours, 7), (theirs, 1)])
+    assert torch.equal(got[:7], wanted[:7])
+    assert torch.equal(got[7:], beside[:1])
+    got = together.natively_along([(theirs, 1), (ours, 5)])
+    assert torch.equal(got[1:], wanted[7:])
+    assert torch.equal(got[:1], beside[1:])
 
 
 def _grown(harness: LoneHarness, length: int, seed: int) -> Request:

@@ -49,7 +49,7 @@ counts = st.integers(0, 2**31 - 1)
 ids = st.lists(counts, max_size=4).map(tuple)
 tables = st.lists(ids, min_size=1, max_size=3).map(tuple)  # block ids of each KV group
 uses = st.none() | st.builds(StateUse, st.integers(-1, 9), counts, counts)
-rows = st.builds(Row, counts, st.text(max_size=8), counts, counts, tables, st.booleans(), ids, uses)
+rows = st.builds(Row, counts, st.text(max_size=8), counts, counts, tables, st.booleans(), ids, uses, counts)
 params = st.builds(
     SamplingParams, temperature=st.floats(0, 2), top_k=st.integers(0, 9),
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
@@ -59,11 +59,12 @@ params = st.builds(
 )  # fmt: skip
 news = st.builds(
     NewSlot, counts, st.text(max_size=8), st.lists(counts, max_size=9).map(lambda x: array("i", x)), counts, params,
-    tables, counts, ids, st.lists(ids, max_size=2).map(tuple), st.integers(-1, 9),
+    tables, counts, ids, st.lists(ids, max_size=2).map(tuple), st.integers(-1, 9), st.none(), counts,
+    st.lists(counts, max_size=9).map(lambda x: array("i", x)),
 )  # fmt: skip
 plans = st.builds(
     StepPlan, counts, st.lists(rows, max_size=5).map(tuple), st.lists(news, max_size=2).map(tuple), ids,
-    st.lists(st.tuples(counts, ids), max_size=2).map(tuple),
+    st.lists(st.tuples(counts, ids), max_size=2).map(tuple), counts,
 )  # fmt: skip
 
 
@@ -96,11 +97,11 @@ def test_prompt_embeddings_arrive_bit_for_bit(dtype: torch.dtype) -> None:
 
 
 def test_masks_arrive_as_they_were_sent() -> None:
-    masks = TokenMasks((0, 2), np.arange(6, dtype=np.int32).reshape(2, 3) - 3)
+    masks = TokenMasks((0, 2), np.arange(6, dtype=np.int32).reshape(2, 3) - 3, (1, 0))
     step_id, arrived = decode_sample(encode_sample(StepPlan(7, ()), masks))
     assert step_id == 7
     assert arrived is not None
-    assert arrived.rows == (0, 2)
+    assert (arrived.rows, arrived.places) == ((0, 2), (1, 0))
     assert np.array_equal(arrived.bits, masks.bits)
 
 

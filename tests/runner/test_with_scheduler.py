@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.scheduler_config import SchedulerConfig
+from localllm.engine.speculation import Speculation
 from localllm.engine.state_pool import StatePool
 from localllm.engine.step import Runner
 from localllm.kernels.launch import LaunchOptions
@@ -37,6 +38,14 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
+class Widest(Speculation):
+    """Verifies as many drafts as fit into a step."""
+
+    def width(self, decoding: Sequence[Request], ready: Sequence[int], limit: int) -> int:
+        widths = range(self.most, 0, -1)
+        return next((w for w in widths if len(ready) + sum(min(w, count) for count in ready) <= limit), 0)
+
+
 def serve(
     model: Any,
     spec: ModelSpec,
@@ -51,10 +60,12 @@ def serve(
     deterministic: bool = False,
     ledger: Ledger | None = None,
     kv_dtype: torch.dtype = torch.float32,
+    speculates: bool = False,
 ) -> tuple[dict[str, list[EngineOutput]], Scheduler]:
     """Every request's outputs, and the scheduler after all is done. make_runner: in place of the model's own.
     ledger: in place of one of `num_blocks` blocks for each group. num_places: of
-    recurrent states, which are NaN at the start, as K and V then are; 0: the model has none."""
+    recurrent states, which are NaN at the start, as K and V then are; 0: the model has none.
+    speculates: with the runner's drafts, as many of them as fit into a step."""
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN, block_size=BLOCK,
         long_prefill_token_threshold=16, output_reserve=0.0, state_interval=BLOCK,
@@ -75,7 +86,8 @@ def serve(
         pass
     places = StatePool(num_places) if num_places else None
     ledger = ledger or ledger_of(spec, num_blocks, BLOCK)
-    scheduler = Scheduler(config, ledger, BlockHasher(b"tiny", BLOCK), state_pool=places)
+    speculation = Widest(runner.drafts) if speculates else None
+    scheduler = Scheduler(config, ledger, BlockHasher(b"tiny", BLOCK), state_pool=places, speculation=speculation)
     loop = EngineLoop(scheduler, runner, depth=depth)
     told: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
 

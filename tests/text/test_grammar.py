@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import InvalidParameter, StepFailed
-from localllm.text.grammar import KEPT, Grammars, GrammarState, GrammarStuck
+from localllm.text.grammar import KEPT, Grammars, GrammarState, GrammarStuck, fill_along
 from localllm.text.structured import StructuredOutputsParams
 from tests.text.schemas import SCHEMAS
 from tests.text.vocabularies import tokenizer
@@ -110,6 +111,58 @@ def test_choices_of_a_request_go_their_own_ways() -> None:
         for token_id in made.encode(letter * 2, add_special_tokens=False):
             state.accept(token_id)
         assert state.is_over
+
+
+def masks_one_by_one(state: Any, tokens: list[int], words: int) -> list[Any]:
+    """Return the mask before each token, and the one behind the last unless the output is over."""
+    masks = []
+    for token_id in tokens:
+        bits = np.zeros(words, np.int32)
+        state.fill(bits)
+        masks.append(bits)
+        state.accept(token_id)
+    if not state.is_over:
+        masks.append(np.zeros(words, np.int32))
+        state.fill(masks[-1])
+    return masks
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("after", [None, ("<think>", "</think>")])
+def test_masks_along_drafts_are_those_of_one_token_after_the_other(after: Any, start: int) -> None:
+    """S8: a copy follows the drafts, and the grammar stays where it is."""
+    made, kind = tokenizer("byte_level"), GRAMMARS["byte_level"]
+    text = '<think>{"no</think>{"a": 12}' if after else '{"a": 12}'
+    tokens = made.encode(text, add_special_tokens=False)
+    asked = StructuredOutputsParams(
+        json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        after=after, is_inside=False,
+    )  # fmt: skip
+    words = -(-(made.vocab_size + 7) // 32)
+    if after:
+        asked = dataclasses.replace(asked, is_inside=True)
+        tokens = made.encode(text.removeprefix("<think>"), add_special_tokens=False)
+    expected = masks_one_by_one(kind.start(asked), tokens, words)
+    state = kind.start(asked)
+    for token_id in tokens[:start]:
+        state.accept(token_id)
+    bits = np.zeros((1 + len(tokens) - start, words), np.int32)
+    filled = fill_along(state, tokens[start:], bits)
+    assert [row.tolist() for row in bits[:filled]] == [row.tolist() for row in expected[start:][:filled]]
+    assert filled >= len(expected) - start
+    again = np.zeros(words, np.int32)
+    state.fill(again)
+    assert again.tolist() == expected[start].tolist(), "the grammar has moved"
+
+
+def test_a_draft_that_may_not_come_ends_the_masks() -> None:
+    made = tokenizer("byte_level")
+    state = GRAMMARS["byte_level"].start(StructuredOutputsParams(choice=["abc"]))
+    a, b, x = (made.encode(letter, add_special_tokens=False)[0] for letter in "abx")
+    bits = np.zeros((4, -(-(made.vocab_size + 7) // 32)), np.int32)
+    assert fill_along(state, [a, x, b], bits) == 2
+    assert not bits[2].any()
+    assert fill_along(state, [], bits) == 1
 
 
 def test_a_token_that_may_not_come_is_told() -> None:

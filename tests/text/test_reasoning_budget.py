@@ -14,7 +14,7 @@ from localllm.text.answers.formats import FORMATS
 from localllm.text.answers.parts import Content, Reasoning
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
 from localllm.text.answers.reasoning import PAIRS, PromptEnd, ReasoningPair
-from localllm.text.grammar import Grammars
+from localllm.text.grammar import Grammars, fill_along
 from localllm.text.reasoning_budget import ReasoningBudgets
 from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
@@ -51,6 +51,32 @@ def draw(made: Tokenizer, state, rng: random.Random, wanted: list[int], longest:
             drawn.append(int(rng.choice(allowed)))
         state.accept(drawn[-1])
     return drawn
+
+
+@settings(max_examples=40, deadline=None)
+@given(budget=st.integers(0, 9), seed=st.integers(0, 9999), opened=st.booleans(), start=st.integers(0, 12))
+def test_masks_along_drafts_are_those_of_one_token_after_the_other(
+    budget: int, seed: int, opened: bool, start: int
+) -> None:
+    """S8: drafts may begin before the reasoning, cross its forced end, and go on behind it."""
+    made, words = tokenizer("byte_level"), -(-tokenizer("byte_level").vocab_size // 32)
+    budgets = ReasoningBudgets(made, THINK)
+    prompt = made.encode("Hi <think>\n" if opened else "Hi")
+    wanted = [] if opened else made.encode("<think>", add_special_tokens=False)
+    tokens = draw(made, budgets.start(budget, prompt, None), random.Random(seed), wanted, len(wanted) + budget + 16)
+    plain, expected = budgets.start(budget, prompt, None), []
+    for token_id in tokens:
+        expected.append(np.zeros(words, np.int32))
+        plain.fill(expected[-1])
+        plain.accept(token_id)
+    state, start = budgets.start(budget, prompt, None), min(start, len(tokens) - 1)
+    for token_id in tokens[:start]:
+        state.accept(token_id)
+    bits = np.zeros((len(tokens) - start, words), np.int32)
+    assert fill_along(state, tokens[start:-1], bits) == len(bits)
+    assert [row.tolist() for row in bits] == [row.tolist() for row in expected[start:]]
+    state.fill(bits[0])
+    assert bits[0].tolist() == expected[start].tolist()
 
 
 def said(made: Tokenizer, format: AnswerFormat, prompt: str, drawn: list[int]) -> tuple[str, str]:

@@ -38,6 +38,13 @@ def held_memory(model: object) -> Iterator[tuple[int, int]]:
     yield from spans.items()
 
 
+def has_only_float32(model: object) -> bool:
+    """Return whether no tensor has numbers of fewer bits: products then differ in their last bits at most, however many
+    rows they have."""
+    wide = (torch.float32, torch.float64, torch.int64, torch.bool)
+    return all(isinstance(part, Tensor) and part.dtype in wide for part in _leaves(model))
+
+
 def _bytes(tensor: Tensor) -> int:
     """Return a tensor's bytes; oneDNN's int8 layout includes padding to whole blocks and sums."""
     if tensor.is_mkldnn and tensor.dtype == torch.int8:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from localllm.engine.acceptance import DraftCounts
 from localllm.engine.admission import child_id
 from localllm.engine.beam_client import beam_batches
 from localllm.engine.client import EngineClient, GenerationRequest
@@ -44,6 +45,7 @@ class Progress:
     _cached_by_prompt: dict[int, int] = field(default_factory=dict)
     _seen_by_choice: dict[int, int] = field(default_factory=dict)
     _silent_by_choice: dict[int, int] = field(default_factory=dict)  # tokens whose text has not appeared yet
+    _drafts_by_choice: dict[int, DraftCounts] = field(default_factory=dict)
     _reasoning_tokens: float = 0.0
 
     def count(self, event: GenerationEvent) -> None:
@@ -55,6 +57,7 @@ class Progress:
         if event.usage is not None:
             prompt, cached = event.index // self.n, event.usage.cached_tokens
             self._cached_by_prompt[prompt] = min(cached, self._cached_by_prompt.get(prompt, cached))
+            self._drafts_by_choice[event.index] = event.usage.drafts
         if event.timings is not None and event.timings.decode_s >= self.timings.decode_s:
             self.timings = event.timings
         if event.finish_reason is None:
@@ -82,7 +85,10 @@ class Progress:
         return round(self._reasoning_tokens)
 
     def usage(self) -> Usage:
-        return Usage(self.prompt_tokens, self.completion_tokens, sum(self._cached_by_prompt.values()))
+        drafts = DraftCounts()
+        for counts in self._drafts_by_choice.values():
+            drafts = drafts.plus(counts)
+        return Usage(self.prompt_tokens, self.completion_tokens, sum(self._cached_by_prompt.values()), drafts)
 
 
 @dataclass(slots=True)

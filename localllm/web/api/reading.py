@@ -43,7 +43,7 @@ def read_object(
     given: Mapping[str, Any], kind: type[Body], rules: FieldRules, inside: str = ""
 ) -> tuple[Body, list[str]]:
     """Return a parsed object and its warnings. `inside`: its path within the body, such as `options.`."""
-    warnings = rules.check(given, kind.__struct_fields__, inside)
+    warnings = rules.check(given, kind.__struct_encode_fields__, inside)
     try:
         return msgspec.convert(given, kind), warnings
     except msgspec.ValidationError as error:

@@ -326,14 +326,15 @@ static void weigh_values(const Piece* p, float* sums) {
 
 // A result is [group] largest scores, [group] sums, [group, width] weighted values.
 void attend_piece(
-    const Attention* a, const StepRow* row, const float* x, int64_t head, int64_t piece, float* memory, float* result) {
+    const Attention* a, const StepRow* row, const float* x, int64_t head, int64_t piece, int64_t stores, float* memory,
+    float* result) {
   const int64_t width = padded(a->head_dim), group = group_of(a), visible = first_visible(a, row->position);
   const int64_t start = (visible / PIECE + piece) * PIECE;
   Piece p = {a, row, head, larger(start, visible), smaller(start + PIECE, row->position + 1), NULL, NULL, NULL};
   p.queries = memory;
   p.scores = p.queries + group * width;
   p.tile = p.scores + group * PIECE;
-  if (p.end == row->position + 1) store_keys_and_values(a, row, x, head, p.tile + TILE * width);
+  if (stores && p.end == row->position + 1) store_keys_and_values(a, row, x, head, p.tile + TILE * width);
   prepare_queries(a, row, x, head, p.queries);
   score_piece(&p);
   for (int64_t h = 0; h < group; h++) {
@@ -342,6 +343,10 @@ void attend_piece(
     result[group + h] = exponentials(scores, p.end - p.first, result + h);
   }
   weigh_values(&p, result + 2 * group);
+}
+
+void store_piece(const Attention* a, const StepRow* row, const float* x, int64_t head, float* memory) {
+  store_keys_and_values(a, row, x, head, memory);
 }
 
 void join_pieces(const Attention* a, int64_t head, int64_t pieces, const float* results, float* y) {

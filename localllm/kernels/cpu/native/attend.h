@@ -11,10 +11,14 @@ int64_t attention_floats(const Attention*);
 // Floats that the result of one piece takes.
 int64_t attention_result_floats(const Attention*);
 
-// Attend from the query heads of KV head `head` to the positions of `piece`, from x = [q, k, v]. The last piece also
-// writes k and v to the cache. `memory`: attention_floats; `result`: attention_result_floats.
+// Write k and v of KV head `head`, from x = [q, k, v], to the cache. `memory`: attention_floats.
+void store_piece(const Attention*, const StepRow*, const float* x, int64_t head, float* memory);
+
+// Attend from the query heads of KV head `head` to the positions of `piece`, from x = [q, k, v]. If it `stores`, the last
+// piece also writes k and v to the cache. `memory`: attention_floats; `result`: attention_result_floats.
 void attend_piece(
-    const Attention*, const StepRow*, const float* x, int64_t head, int64_t piece, float* memory, float* result);
+    const Attention*, const StepRow*, const float* x, int64_t head, int64_t piece, int64_t stores, float* memory,
+    float* result);
 
 // Join the results of all pieces of KV head `head` into y [heads, head_dim].
 void join_pieces(const Attention*, int64_t head, int64_t pieces, const float* results, float* y);

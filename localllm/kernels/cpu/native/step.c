@@ -196,6 +196,7 @@ typedef struct {
   const Operation* operations;
   const StepRow* rows;
   int64_t num_rows;
+  int64_t stores_first;  // a request has several rows: all write their k and v before any of them attends
 } Step;
 
 // Every thread norms and encodes the input for itself: that takes less time than waiting for the one that does. `key`
@@ -294,6 +295,21 @@ static int64_t count_attention_pieces(const Step* step, const Attention* attenti
   return pieces;
 }
 
+static int64_t has_request_with_several_rows(const StepRow* rows, int64_t num_rows) {
+  for (int64_t r = 1; r < num_rows; r++)
+    if (rows[r].block_table == rows[r - 1].block_table) return 1;
+  return 0;
+}
+
+// The pieces are the KV heads of the first row, then of the second, ...
+static void run_store(Step* step, int64_t operation, int64_t piece, int64_t thread) {
+  const Operation* o = &step->operations[operation];
+  const Attention* attention = o->attention;
+  const int64_t row = piece / attention->kv_heads;
+  store_piece(attention, &step->rows[attention->group * MAX_ROWS + row], o->x + row * o->x_stride,
+              piece % attention->kv_heads, step->memory->locals[thread].attention);
+}
+
 // The pieces of an operation are those of the first row's first KV head, then of its second, ..., then of the next row.
 static void run_attention(Step* step, int64_t operation, int64_t piece, int64_t thread) {
   const Operation* o = &step->operations[operation];
@@ -306,7 +322,7 @@ static void run_attention(Step* step, int64_t operation, int64_t piece, int64_t 
   }
   const int64_t head = (piece - start) / pieces, part = (piece - start) % pieces;
   Memory* memory = step->memory;
-  attend_piece(attention, &step->rows[attention->group * MAX_ROWS + row], o->x + row * o->x_stride, head, part, memory->locals[thread].attention,
+  attend_piece(attention, &step->rows[attention->group * MAX_ROWS + row], o->x + row * o->x_stride, head, part, !step->stores_first, memory->locals[thread].attention,
                memory->results + piece * size);
   _Atomic int64_t* left = &memory->left[row * attention->kv_heads + head];
   if (atomic_fetch_add_explicit(left, 1, memory_order_acq_rel) + 1 < pieces) return;
@@ -527,9 +543,15 @@ static void run_recurrent(const Operation* o, int64_t piece, float* memory) {
 
 // Steps ----------------------------------------------------------------------------------------------------------------
 
-static int64_t count_step_pieces(void* context, int64_t operation) {
+// Each operation has two phases. The first one has pieces only for an attention whose rows store first.
+enum { PHASES = 2 };
+
+static int64_t count_step_pieces(void* context, int64_t phase) {
   Step* step = context;
-  const Operation* o = &step->operations[operation];
+  const Operation* o = &step->operations[phase / PHASES];
+  if (phase % PHASES == 0) {
+    return o->op == OP_ATTEND && step->stores_first ? step->num_rows * o->attention->kv_heads : 0;
+  }
   switch (o->op) {
     case OP_LINEAR:
     case OP_GATED: return pieces_of(blocks_of(operation_outputs(o)), product_blocks_per_piece(step, o));
@@ -543,10 +565,15 @@ static int64_t count_step_pieces(void* context, int64_t operation) {
   }
 }
 
-static void run_step_piece(void* context, int64_t operation, int64_t piece, int64_t thread) {
+static void run_step_piece(void* context, int64_t phase, int64_t piece, int64_t thread) {
   Step* step = context;
+  const int64_t operation = phase / PHASES;
   const Operation* o = &step->operations[operation];
   Local* local = &step->memory->locals[thread];
+  if (phase % PHASES == 0) {
+    run_store(step, operation, piece, thread);
+    return;
+  }
   switch (o->op) {
     case OP_LINEAR:
     case OP_GATED: run_product(step, operation, piece, thread); break;
@@ -593,9 +620,9 @@ static int want_memory(const Step* step, int64_t count) {
 int64_t localllm_run_step(
     Pool* pool, const Operation* operations, int64_t count, const StepRow* rows, int64_t num_rows) {
   lock_pool(pool);
-  Step step = {memory_of(pool), operations, rows, num_rows};
+  Step step = {memory_of(pool), operations, rows, num_rows, has_request_with_several_rows(rows, num_rows)};
   const int is_there = want_memory(&step, count);
-  if (is_there) run_job(pool, &(Job){&step, count, count_step_pieces, run_step_piece});
+  if (is_there) run_job(pool, &(Job){&step, PHASES * count, count_step_pieces, run_step_piece});
   unlock_pool(pool);
   return is_there;
 }

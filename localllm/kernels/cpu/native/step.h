@@ -1,8 +1,9 @@
-// A decode step as a list of operations on a few rows, each row the next token of another request.
+// A decode step as a list of operations on a few rows, each row the next token of another request, or a later one of the
+// request of the row before: tokens that were guessed, in the order of their positions.
 //
 // The list is written once for a model. A call runs it for 1 to MAX_ROWS rows. Activations are fp32. Each buffer has
 // space for MAX_ROWS rows; a row starts `stride` floats after the row before it. A row's results do not depend on the
-// other rows, nor on the number of threads.
+// rows of other requests, nor on the number of threads.
 #pragma once
 #include "pool.h"
 #include "products.h"

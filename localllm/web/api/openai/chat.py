@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from litestar import post
 from litestar.response.base import ASGIResponse
@@ -20,6 +21,7 @@ from localllm.web.api.openai.chunks import ChatChunks, new_head
 from localllm.web.api.openai.fields import CHAT_RULES
 from localllm.web.api.openai.logprobs import TokenNames
 from localllm.web.api.openai.params import chat_params, request_options
+from localllm.web.api.openai.prediction import with_prediction
 from localllm.web.api.openai.prompts import Prompt, chat_echo, template_switches
 from localllm.web.api.openai.schema import ChatBody, read_body
 from localllm.web.api.openai.tools import tools_of
@@ -50,6 +52,8 @@ async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
     asked, more = _asked(body, model)
     warnings += more
     prompt = Prompt(await asked.token_ids(model), chat_echo(body))
+    if body.prediction is not None:
+        asked = replace(asked, options=await with_prediction(asked.options, body.prediction, model))
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     generation = asked.generation(model, prompt.token_ids)
     if body.stream:

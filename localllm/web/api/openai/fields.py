@@ -15,13 +15,15 @@ from localllm.web.api.fields import one_of as _one_of
 HARMLESS = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "moderation",          # bookkeeping of hosted services
     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",           # the prefix cache needs no hints
-    "prediction", "session_id",                                                     # hints that only save time
+    "session_id",                                                                   # a hint that only saves time
     "id_slot",                                                                      # nothing to choose here
 })  # fmt: skip
 
 LATE: Mapping[str, str] = {
     "keep_alive": "the server's --keep-alive decides",
     "ttl": "the server's --keep-alive decides",
+    "speculative.n_min": "drafts are verified where they are expected to save time",
+    "speculative.p_min": "drafts are verified where they are expected to save time",
     "guided_decoding_backend": "llguidance compiles every grammar",
 }
 

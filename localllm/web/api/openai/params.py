@@ -102,7 +102,18 @@ def request_options(body: GenerateBody) -> RequestOptions:
         length_penalty=length_penalty(body),
         timings_per_token=bool(body.stream and body.timings_per_token),
         progress=bool(body.return_progress),
+        max_drafts=_max_drafts(body),
     )
+
+
+def _max_drafts(body: GenerateBody) -> int | None:
+    """Return the most tokens to guess ahead at a time; None: as the server does."""
+    most = body.speculative_n_max
+    if most is not None and most < 0:
+        raise InvalidParameter(
+            "speculative.n_max must be at least 0.", f"Got {most}; 0 turns it off.", param="speculative.n_max"
+        )
+    return 0 if body.speculative is False else most
 
 
 def _cache_salt(body: GenerateBody) -> str | None:

@@ -82,12 +82,21 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     structural_tag: str | dict[str, Any] | None = None
     grammar: str | None = None  # llama.cpp: GBNF
     json_schema: dict[str, Any] | None = None  # llama.cpp
+    speculative: bool | None = None  # false: no tokens guessed ahead
+    speculative_n_max: int | None = msgspec.field(name="speculative.n_max", default=None)  # llama.cpp: at most so many
     timings_per_token: bool | None = None  # llama.cpp: timings in every chunk
     return_progress: bool | None = None  # llama.cpp: prompt_progress while a prompt is read
     thinking_token_budget: int | None = None  # vLLM: tokens of reasoning; 0: none, -1: no limit
     reasoning_budget: int | None = None  # llama.cpp's name of it, and its two earlier names
     reasoning_budget_tokens: int | None = None
     thinking_budget_tokens: int | None = None
+
+
+class Prediction(msgspec.Struct, kw_only=True):
+    """A text that the answer may repeat."""
+
+    type: str
+    content: str | list[dict[str, Any]]
 
 
 class OpenAIReasoning(msgspec.Struct, kw_only=True):
@@ -97,6 +106,7 @@ class OpenAIReasoning(msgspec.Struct, kw_only=True):
 class ChatBody(GenerateBody, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
+    prediction: Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None

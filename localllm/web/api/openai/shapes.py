@@ -18,11 +18,19 @@ class PromptDetails(Shape):
     cached_tokens: int
 
 
+class CompletionDetails(Shape):
+    """Tokens of a prediction that were verified: those that the answer has, and those that it does not have."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class OpenAIUsage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET  # if a prediction was verified
 
 
 class OpenAITimings(Shape):
@@ -39,6 +47,8 @@ class OpenAITimings(Shape):
     predicted_per_second: float
     queue_ms: float
     ttft_ms: float
+    draft_n: int | UnsetType = UNSET  # tokens guessed ahead and verified
+    draft_n_accepted: int | UnsetType = UNSET
 
 
 class Scored(Shape):

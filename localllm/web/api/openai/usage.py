@@ -5,15 +5,25 @@ Does not know: where the numbers come from.
 
 from __future__ import annotations
 
+from msgspec import UNSET
+
 from localllm.engine.outputs import PromptProgress, Usage
 from localllm.web.api.generation import Progress
-from localllm.web.api.openai.shapes import OpenAIPromptProgress, OpenAITimings, OpenAIUsage, PromptDetails
+from localllm.web.api.openai.shapes import (
+    CompletionDetails,
+    OpenAIPromptProgress,
+    OpenAITimings,
+    OpenAIUsage,
+    PromptDetails,
+)
 
 
 def usage_object(usage: Usage) -> OpenAIUsage:
+    accepted, rejected = usage.drafts.predicted_accepted, usage.drafts.predicted_rejected
     return OpenAIUsage(
-        usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, PromptDetails(usage.cached_tokens)
-    )
+        usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, PromptDetails(usage.cached_tokens),
+        CompletionDetails(accepted, rejected) if accepted or rejected else UNSET,
+    )  # fmt: skip
 
 
 def timings_object(progress: Progress) -> OpenAITimings:
@@ -27,6 +37,8 @@ def timings_object(progress: Progress) -> OpenAITimings:
         *_phase(usage.completion_tokens, timings.decode_s),
         queue_ms=timings.queue_s * 1e3,
         ttft_ms=timings.ttft_s * 1e3,
+        draft_n=usage.drafts.checked or UNSET,
+        draft_n_accepted=usage.drafts.accepted if usage.drafts.checked else UNSET,
     )
 
 

@@ -1,0 +1,66 @@
+"""Proposes drafts behind the tokens of each slot on a CPU, by lookup.
+
+Does not know: how a text is searched (lookup.py), how drafts are verified (host_steps.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from localllm.engine.step import NewSlot
+from localllm.runner.batch import HostInputs, Ints, SlotState, StepBatch
+from localllm.runner.lookup import find_drafts, find_predicted
+
+NO_DRAFTS: Ints = np.empty(0, np.int32)
+
+
+class Proposal(NamedTuple):
+    """Drafts behind a row's tokens."""
+
+    token_ids: tuple[int, ...]
+    are_predicted: bool  # from the prediction that came with the request
+
+
+class HostDrafts:
+    """The sources of drafts of every slot: its own text, and the prediction that came with its request."""
+
+    def __init__(self, inputs: HostInputs, slots: SlotState) -> None:
+        self._inputs, self._slots = inputs, slots
+        self._most: dict[int, int] = {}  # of slots that may have drafts
+        self._predicted: dict[int, Ints] = {}
+
+    def enter(self, new: NewSlot) -> None:
+        """Set up a slot, in place of its last request."""
+        self._most.pop(new.slot, None)
+        self._predicted.pop(new.slot, None)
+        if new.max_drafts:
+            self._most[new.slot] = new.max_drafts
+            if new.prediction_token_ids:
+                self._predicted[new.slot] = np.array(new.prediction_token_ids, np.int32)
+
+    def propose(self, batch: StepBatch, most: int) -> dict[int, Proposal]:
+        """Put at most `most` drafts behind each sampling row's tokens. Return them by row of the plan."""
+        proposed = {}
+        for plan_row, slot in zip(batch.plan_rows, batch.slots[batch.firsts].tolist(), strict=True):
+            allowed = min(most, self._most.get(slot, 0), self._slots.max_model_len - self._slots.num_known(slot))
+            if allowed > 0:
+                drafts, are_predicted = self._find_predicted(slot, allowed), True
+                if not len(drafts):
+                    drafts, are_predicted = self._find(slot, allowed), False
+                self._slots.add_drafts(slot, drafts)
+                proposed[plan_row] = Proposal(tuple(drafts.tolist()), are_predicted)
+        return proposed
+
+    def _find_predicted(self, slot: int, most: int) -> Ints:
+        predicted = self._predicted.get(slot)
+        if predicted is None:
+            return NO_DRAFTS
+        return find_predicted(self._tokens(slot)[self._slots.prompt_len(slot) :], predicted, most)
+
+    def _find(self, slot: int, most: int) -> Ints:
+        return find_drafts(self._tokens(slot), most)
+
+    def _tokens(self, slot: int) -> Ints:
+        return self._inputs.known_tokens(slot, self._slots.num_known(slot))
