@@ -44,6 +44,8 @@ class Batch:
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None  # None: as dtype
     padding_tokens: int = 0  # behind the last request
+    decode_queries: int = 1
+    padding_queries: tuple[int, ...] = ()  # of each of the first rows: so many at the end are padding
     keys: list[Tensor] = field(default_factory=list)  # of each request [context_len, kv_heads, head_dim] fp64, as read
     values: list[Tensor] = field(default_factory=list)
 
@@ -78,14 +80,26 @@ class Batch:
             self.block_table,
             torch.tensor(self.context_lens, dtype=torch.int32, device=DEVICE),
             starts.to(DEVICE),
-            num_decodes=sum(n == 1 for n in self.query_lens),
+            num_decodes=sum(n == self.decode_queries for n in self.query_lens),
             query_lens=self.query_lens,
             context_lens_host=self.context_lens,
             num_heads=self.num_heads,
             cache_shape=self.kv.k.shape,
             cache_dtype=self.kv.k.dtype,
             window=window,
+            decode_queries=self.decode_queries,
+            positions=self.positions() if self.decode_queries > 1 else None,
         )
+
+    def starts(self) -> list[int]:
+        """Return the position of each request's first query."""
+        padding = [*self.padding_queries, *[0] * (len(self.query_lens) - len(self.padding_queries))]
+        lens = zip(self.query_lens, self.context_lens, padding, strict=True)
+        return [max(0, length - n + behind) for n, length, behind in lens]
+
+    def positions(self) -> Tensor:
+        rows = zip(self.starts(), self.query_lens, strict=True)
+        return torch.cat([torch.arange(start, start + n) for start, n in rows]).to(DEVICE)
 
     def attend(self, window: int | None = None, scale: float = 0.3, **terms: Any) -> Tensor:
         kv, terms = self.kv, {name: t.to(DEVICE) if isinstance(t, Tensor) else t for name, t in terms.items()}
@@ -98,11 +112,14 @@ class Batch:
         sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         out = torch.zeros(len(self.q), self.num_heads, self.head_dim, dtype=torch.float64)
-        start, group = 0, self.num_heads // self.num_kv_heads
+        start, group, starts = 0, self.num_heads // self.num_kv_heads, self.starts()
         for row, (n, length) in enumerate(zip(self.query_lens, self.context_lens, strict=True)):
             k, v = (kept[row].repeat_interleave(group, dim=1) for kept in (self.keys, self.values))
             for i in range(n if length else 0):
-                position = length - n + i
+                position = starts[row] + i
+                if position >= length:
+                    out[start + i] = torch.nan  # not defined
+                    continue
                 first = 0 if window is None else max(0, position - window + 1)
                 scores = torch.einsum("hd,lhd->hl", self.q[start + i].cpu().double(), k[first : position + 1]) * scale
                 if softcap is not None:
@@ -151,7 +168,9 @@ def assert_matches(batch: Batch, tolerance: float | None = None, **terms: Any) -
     ours = batch.attend(**terms)
     assert ours.dtype == batch.dtype
     tolerance = tolerance or TOLERANCE[batch.dtype]
-    torch.testing.assert_close(ours.cpu().double(), batch.definition(**terms), rtol=tolerance, atol=tolerance)
+    wanted = batch.definition(**terms)
+    is_defined = ~wanted.isnan().any(1)
+    torch.testing.assert_close(ours.cpu().double()[is_defined], wanted[is_defined], rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +218,52 @@ def test_any_batch_matches_float64(
     context_lens = decodes + [n + prefix for n, prefix in prefills]
     batch = Batch(query_lens, context_lens, kv_heads * group, kv_heads, 8, block_size, in_order)
     assert_matches(batch, window=window, softcap=softcap)
+
+
+@settings(max_examples=8 if INTERPRETED else 20 if ON_GPU else 40, deadline=None)
+@given(
+    queries=st.sampled_from([2, 4]) if ON_GPU else st.integers(2, 8),
+    contexts=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    padding=st.lists(st.integers(0, 7), max_size=3 if BY_KERNEL else 0),
+    has_prompt=st.booleans(),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 4]) if ON_GPU else st.integers(1, 5),
+    block_size=st.sampled_from([1, 4, 16, 32]),
+    window=WINDOWS,
+)
+def test_several_queries_of_a_decode_row_match_float64(
+    queries: int, contexts: list[int], padding: list[int], has_prompt: bool, kv_heads: int, group: int,
+    block_size: int, window: int | None,
+) -> None:  # fmt: skip
+    """Rows that verify drafts. A context of 0 is a padding row; another row has a query that is not padding."""
+    behind = tuple(min(n, queries - 1) for n in padding[: len(contexts)])
+    lens = [length and length + queries for length in contexts]
+    prompt = ([9], [9 + 5]) if has_prompt else ([], [])
+    batch = Batch(
+        [queries] * len(lens) + prompt[0], lens + prompt[1], kv_heads * group, kv_heads, 8, block_size,
+        decode_queries=queries, padding_queries=behind,
+    )  # fmt: skip
+    assert_matches(batch, window=window)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, FP8, INT8])
+@pytest.mark.parametrize("queries", [4, 8])
+def test_several_queries_with_what_a_layer_may_add(queries: int, cache_dtype: torch.dtype | None) -> None:
+    batch = Batch(
+        [queries, queries, 15], [70, 34, 40], 3, 1, 16, 32, dtype=DTYPES[0], cache_dtype=cache_dtype,
+        decode_queries=queries,
+    )  # fmt: skip
+    sinks, slopes = torch.linspace(-2, 3, 3), torch.tensor([2.0**-i for i in range(3)])
+    tolerance = 4e-3 if cache_dtype and DTYPES[0] == torch.float32 else None
+    assert_matches(batch, tolerance, sinks=sinks, softcap=3.0)
+    assert_matches(batch, tolerance, window=20, alibi_slopes=slopes, sinks=sinks)
+
+
+def test_queries_that_take_more_rows_than_a_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_code, "DECODE_ROWS", 9)
+    batch = Batch([5, 5], [60, 21], 8, 2, 8, 16, decode_queries=5)
+    assert_matches(batch, window=17)
+    assert_matches(batch)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -326,10 +391,11 @@ def test_long_prompts_are_cut_into_chunks(context_len: int, window: int | None, 
 
 
 @kernel_only
+@pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_long_row_is_split_and_put_together(window: int | None) -> None:
+def test_a_long_row_is_split_and_put_together(window: int | None, queries: int) -> None:
     long = 300 if INTERPRETED else 6 * device_code.MIN_SPLIT_TOKENS + 44
-    batch = Batch([1, 1, 1, 1], [long, 0, 31, 64], 6, 2, 16, 16)
+    batch = Batch([queries] * 4, [long, 0, 31, 64], 6, 2, 16, 16, decode_queries=queries)
     plan = batch.plan(window)
     assert isinstance(plan, DevicePlan)
     assert plan.splits is not None

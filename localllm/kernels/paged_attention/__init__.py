@@ -52,18 +52,24 @@ def plan_attention(
     cache_shape: Sequence[int],
     cache_dtype: torch.dtype,
     window: int | None = None,
+    decode_queries: int = 1,
+    positions: Tensor | None = None,
 ) -> AttentionPlan:
     """Plan a step. block_table [B, max_blocks], context_lens [B], cu_seqlens_q [B + 1] int32, as in ForwardInputs.
 
-    The first num_decodes requests have one query token each. Only the twin reads the lengths on the host; kernels read
+    The first num_decodes requests have decode_queries query tokens each, at consecutive positions; if more than one,
+    positions [T] int64 are given, and a query from its context's end on is padding (its output is not defined). Only
+    the twin reads the lengths on the host; kernels read
     the tensors, so that a recorded step is valid for other lengths. window: tokens that a query sees, including its
     own; None: all previous ones.
     """
     if not runs_triton(block_table):
-        return plan_on_host(block_table, query_lens, context_lens_host, num_decodes, cache_shape, window)
+        lone = num_decodes if decode_queries == 1 else 0
+        return plan_on_host(block_table, query_lens, context_lens_host, lone, cache_shape, window)
     return plan_on_device(
-        block_table, context_lens, cu_seqlens_q, num_decodes, num_heads, cache_shape, cache_dtype, window
-    )
+        block_table, context_lens, cu_seqlens_q, num_decodes, num_heads, cache_shape, cache_dtype, window,
+        decode_queries, positions,
+    )  # fmt: skip
 
 
 def paged_attention(

@@ -22,6 +22,7 @@ MIN_SPLIT_TOKENS = 256  # shorter parts cost more in the reduction than they sav
 PROGRAMS_PER_PROCESSOR = 4  # of the decode kernel: enough loads in flight to keep memory busy
 HAS_WGMMA = (90, 100, 103)  # matrix units that read shared memory, 64 rows at a time
 MATRIX_D = 256  # wider heads (the latents of MLA, padded to 1024) fill registers with few rows, memory with few keys
+DECODE_ROWS = 64  # of a score tile of the decode kernel
 MUCH_SHARED_MEMORY = (80, 90, 100, 103)  # 163 KiB and more for one program; others have 99
 
 
@@ -41,15 +42,15 @@ class SplitPlan:
 
     items: Tensor  # [N, 3] int32  row (-1: none), first tile, end tile
     split_starts: Tensor  # [num_decodes + 1] int32  each row's first item
-    partial_out: Tensor  # [N, num_heads, head_dim] fp32
-    partial_max: Tensor  # [N, num_heads] fp32
-    partial_sum: Tensor  # [N, num_heads] fp32
+    partial_out: Tensor  # [N, queries, num_heads, head_dim] fp32
+    partial_max: Tensor  # [N, queries, num_heads] fp32
+    partial_sum: Tensor  # [N, queries, num_heads] fp32
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
     """The plan that all layers with the same window share in one step.
-    Rows before num_decodes have one query token each."""
+    Rows before num_decodes have `decode_queries` query tokens each."""
 
     block_table: Tensor  # [B, max_blocks] int32
     context_lens: Tensor  # [B] int32; 0: a padding row, whose output is zero
@@ -59,6 +60,12 @@ class DevicePlan:
     decode: AttentionLaunch
     prefill: AttentionLaunch
     splits: SplitPlan | None  # None: no row uses the decode kernel
+    decode_queries: int
+    positions: Tensor | None  # [T] int64; None: one query per decode row, at the context's end
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.num_decodes * self.decode_queries
 
 
 def plan_on_device(
@@ -70,6 +77,8 @@ def plan_on_device(
     cache_shape: Sequence[int],
     cache_dtype: torch.dtype,
     window: int | None,
+    decode_queries: int,
+    positions: Tensor | None,
 ) -> DevicePlan:
     """Make the plan, and launch the plan kernel if there are decode rows to split.
 
@@ -79,13 +88,19 @@ def plan_on_device(
     arch, bits = _arch(block_table.device), cache_dtype.itemsize * 8
     group_size = num_heads // num_kv_heads
     key = (arch, head_dim, bits, group_size, block_size)
-    decode = settings_for("decode_attention", key, decode_launch)
+    tile_rows = group_size * tile_queries(group_size, head_dim, decode_queries)
+    decode = settings_for("decode_attention", (arch, head_dim, bits, tile_rows, block_size), decode_launch)
     prefill = settings_for("prefill_attention", key, prefill_launch)
     num_decodes = 0 if launch_options().deterministic else num_decodes
     splits = None
     if num_decodes:
-        splits = _plan_splits(block_table, context_lens, num_decodes, num_heads, cache_shape, window or 0, decode.tile)
-    return DevicePlan(block_table, context_lens, cu_seqlens_q, num_decodes, window or 0, decode, prefill, splits)
+        splits = _plan_splits(
+            block_table, context_lens, num_decodes, num_heads, cache_shape, window or 0, decode.tile, decode_queries
+        )
+    return DevicePlan(
+        block_table, context_lens, cu_seqlens_q, num_decodes, window or 0, decode, prefill, splits, decode_queries,
+        positions,
+    )  # fmt: skip
 
 
 def attend_on_device(
@@ -110,7 +125,7 @@ def attend_on_device(
     call = _Call(q, out, k_cache, v_cache, plan, scale, softcap or 0.0, sinks, alibi_slopes, k_scale, v_scale)
     if plan.splits is not None:
         _launch_decode(call, plan.splits)
-    if num_tokens > plan.num_decodes:
+    if num_tokens > plan.num_decode_tokens:
         _launch_prefill(call)
     return out
 
@@ -126,6 +141,7 @@ def _plan_splits(
     cache_shape: Sequence[int],
     window: int,
     tile: int,
+    queries: int,
 ) -> SplitPlan:
     num_kv_heads, _, block_size, head_dim = cache_shape
     device = block_table.device
@@ -133,9 +149,10 @@ def _plan_splits(
     # Both bounds hold for any lengths: parts have equal length, and no part is shorter than min_tiles.
     spare_items = cdiv(_num_processors(device) * PROGRAMS_PER_PROCESSOR, num_kv_heads)
     most_tokens = block_table.shape[1] * block_size
-    most_parts = cdiv(cdiv(min(most_tokens, window + tile) if window else most_tokens, tile), min_tiles)
+    seen_tokens = min(most_tokens, window + queries - 1 + tile) if window else most_tokens
+    most_parts = cdiv(cdiv(seen_tokens, tile), min_tiles)
     max_items = min(num_decodes + spare_items, num_decodes * max(1, most_parts))
-    parts = (max_items, num_heads)
+    parts = (max_items, queries, num_heads)
     plan = SplitPlan(
         items=torch.empty((max_items, 3), dtype=torch.int32, device=device),
         split_starts=torch.empty(num_decodes + 1, dtype=torch.int32, device=device),
@@ -145,15 +162,22 @@ def _plan_splits(
     )
     plan_kernel[(1,)](
         plan.items, plan.split_starts, context_lens, num_decodes, max_items, spare_items,
-        TILE=tile, WINDOW=window, MIN_TILES=min_tiles, ROWS=256, num_warps=4,
+        TILE=tile, WINDOW=window, MIN_TILES=min_tiles, ROWS=256, QUERIES=queries, num_warps=4,
     )  # fmt: skip
     return plan
 
 
-def decode_launch(arch: int, head_dim: int, bits: int, group_size: int, block_size: int) -> AttentionLaunch:
-    """Return settings. arch: compute capability as 90;
-    0 in the interpreter, where small tiles let small tests have several."""
-    block_m, block_d = max(16, next_power_of_2(group_size)), _block_d(head_dim)
+def tile_queries(group_size: int, head_dim: int, queries: int) -> int:
+    """Return how many of a row's queries one program takes: all, unless their heads are more rows than registers hold
+    the sums of."""
+    most_rows = DECODE_ROWS if _block_d(head_dim) <= MATRIX_D else 16
+    return min(queries, max(1, most_rows // group_size))
+
+
+def decode_launch(arch: int, head_dim: int, bits: int, rows: int, block_size: int) -> AttentionLaunch:
+    """Return settings. arch: compute capability as 90; 0 in the interpreter, where small tiles let small tests have
+    several. rows: query heads of a key head, times the queries that a program takes."""
+    block_m, block_d = max(16, next_power_of_2(rows)), _block_d(head_dim)
     if arch == 0:
         return AttentionLaunch(block_m, 16, 1, 1, block_size % 16 == 0)
     if bits == 32 or arch < 80:
@@ -272,19 +296,21 @@ class _Call(NamedTuple):
 def _launch_decode(call: _Call, splits: SplitPlan) -> None:
     plan, launch = call.plan, call.plan.decode
     num_kv_heads, num_blocks = call.k_cache.shape[:2]
-    decode_kernel[(len(splits.items), num_kv_heads)](
+    num_tokens, queries = plan.num_decode_tokens, plan.decode_queries
+    at_once = tile_queries(call.q.shape[1] // num_kv_heads, call.q.shape[2], queries)
+    decode_kernel[(len(splits.items), num_kv_heads, cdiv(queries, at_once))](
         call.out, splits.partial_out, splits.partial_max, splits.partial_sum, call.q,
         call.cache(call.k_cache, launch), call.cache(call.v_cache, launch), call.k_scale, call.v_scale,
-        plan.block_table, plan.context_lens, splits.items, call.sinks, call.alibi_slopes, call.scale,
+        plan.block_table, plan.context_lens, plan.positions, splits.items, call.sinks, call.alibi_slopes, call.scale,
         num_blocks, plan.block_table.stride(0), call.q.stride(0), call.q.stride(1), call.out.stride(0),
-        **call.constants(launch),
+        QUERIES=queries, TILE_QUERIES=at_once, **call.constants(launch),
     )  # fmt: skip
     if len(splits.items) == plan.num_decodes:
         return  # no row can have several parts
     head_dim = call.q.shape[2]
-    reduce_kernel[(plan.num_decodes, call.q.shape[1])](
+    reduce_kernel[(num_tokens, call.q.shape[1])](
         call.out, splits.partial_out, splits.partial_max, splits.partial_sum, splits.split_starts, call.out.stride(0),
-        HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), PARTS=16, num_warps=4,
+        HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), PARTS=16, QUERIES=queries, num_warps=4,
     )  # fmt: skip
 
 
@@ -294,7 +320,7 @@ def _launch_prefill(call: _Call) -> None:
     num_rows, num_tokens = len(plan.context_lens) - plan.num_decodes, len(call.q)
     block_q = launch.block_m // (call.q.shape[1] // num_kv_heads)
     # Enough blocks for any lengths, and one more request: the padding tokens after the last row.
-    num_blocks_q = (num_tokens - plan.num_decodes) // block_q + num_rows + 1
+    num_blocks_q = (num_tokens - plan.num_decode_tokens) // block_q + num_rows + 1
     prefill_kernel[(num_blocks_q, num_kv_heads)](
         call.out, call.q, call.cache(call.k_cache, launch), call.cache(call.v_cache, launch),
         call.k_scale, call.v_scale, plan.block_table, plan.context_lens, plan.cu_seqlens_q, call.sinks,

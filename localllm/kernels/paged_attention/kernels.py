@@ -285,15 +285,26 @@ def prefill_kernel(
     tl.store(out + places, acc.to(out.dtype.element_ty), mask=present[:, None] & (dims < HEAD_DIM)[None, :])
 
 
+@triton.jit
+def _first_tile(context_lens, TILE: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr):
+    """Return the first tile of a decode row: that of its first query's window, if none of its queries is padding."""
+    return tl.maximum(context_lens - (QUERIES - 1) - WINDOW, 0) // TILE if WINDOW > 0 else context_lens * 0
+
+
 @triton.jit(do_not_specialize=["num_blocks", "table_stride"])
 def decode_kernel(
     out, partial_out, partial_max, partial_sum, q, k_cache, v_cache, k_scale, v_scale, block_table, context_lens,
-    items, sinks, alibi_slopes, scale, num_blocks, table_stride, q_token_stride, q_head_stride, out_stride,
+    positions, items, sinks, alibi_slopes, scale, num_blocks, table_stride, q_token_stride, q_head_stride, out_stride,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, QUERIES: tl.constexpr, TILE_QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """One program per item of the work list and key head: part of one request's keys for its one query token."""
+    """One program per item of the work list, key head and TILE_QUERIES query tokens: part of one request's keys for its
+    QUERIES query tokens.
+
+    positions [num_decodes * QUERIES] int64: read if QUERIES > 1, of each row's first query. A query from the context's
+    end on is padding; its output is not defined.
+    """
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.load(items + item * 3)
@@ -303,23 +314,34 @@ def decode_kernel(
         return
     context_len = tl.load(context_lens + row)
 
-    group_rows = tl.arange(0, BLOCK_M)
-    # Rows beyond the group repeat its last head: their results are not stored, and loads need no mask.
-    present = group_rows < GROUP_SIZE
-    heads = kv_head * GROUP_SIZE + tl.minimum(group_rows, GROUP_SIZE - 1)
+    tile_rows = tl.arange(0, BLOCK_M)
     loaded = tl.full([BLOCK_M], 1, tl.int1)
-    tokens = tl.zeros([BLOCK_M], tl.int32) + row
-    q_positions = tl.zeros([BLOCK_M], tl.int32) + (context_len - 1)
+    # Rows beyond the tile's queries repeat a row of the last: their results are not stored, and loads need no mask.
+    if QUERIES == 1:
+        present = tile_rows < GROUP_SIZE
+        heads = kv_head * GROUP_SIZE + tl.minimum(tile_rows, GROUP_SIZE - 1)
+        tokens = tl.zeros([BLOCK_M], tl.int32) + row
+        first_position = context_len - 1
+        q_positions = tl.zeros([BLOCK_M], tl.int32) + first_position
+    else:
+        first_query = tl.program_id(2) * TILE_QUERIES
+        queries = first_query + tile_rows // GROUP_SIZE
+        present = (tile_rows < TILE_QUERIES * GROUP_SIZE) & (queries < QUERIES)
+        heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE
+        tokens = row * QUERIES + tl.minimum(queries, QUERIES - 1)
+        first_position = tl.load(positions + row * QUERIES).to(tl.int32) + first_query
+        q_positions = first_position + tile_rows // GROUP_SIZE
     q_block = _load_queries(
         q, tokens, heads, loaded, q_token_stride, q_head_stride, k_cache, HEAD_DIM, BLOCK_D, FORMAT, TMA
     )
     scale, v_factor = _head_scales(scale, k_scale, v_scale, kv_head, FORMAT)
-    first_key = tl.maximum(context_len - WINDOW, 0) if WINDOW > 0 else 0
+    first_key = tl.maximum(first_position + 1 - WINDOW, 0) if WINDOW > 0 else 0
+    is_first = first_tile == _first_tile(context_len, TILE, WINDOW, QUERIES)
     if sinks is None:
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
     else:  # the sink belongs to the first part
-        has_sink = present & (first_tile == first_key // TILE)
+        has_sink = present & is_first
         row_max = tl.where(has_sink, tl.load(sinks + heads) * LOG2E, float("-inf"))
         row_sum = tl.where(has_sink, 1.0, 0.0)
     slopes = None if alibi_slopes is None else _load_slopes(alibi_slopes, heads, loaded)
@@ -327,17 +349,18 @@ def decode_kernel(
 
     table = block_table + row.to(tl.int64) * table_stride
     head_blocks = kv_head.to(tl.int64) * num_blocks
-    # At most the first and the last tile contain hidden keys: before the window, and after the context. These are loops
-    # of one iteration, too: with a branch instead, the compiler keeps more in registers.
+    # Only the first and the last tiles contain hidden keys: before a query's window, and after its position. These are
+    # loops of one or two iterations: with a branch instead, the compiler keeps more in registers.
     free_tile = first_tile
     if WINDOW > 0:
-        free_tile = tl.minimum(tl.maximum(tl.cdiv(first_key, TILE), first_tile), end_tile)
+        last_first_key = tl.maximum(first_key, tl.minimum(first_position + TILE_QUERIES, context_len) - WINDOW)
+        free_tile = tl.minimum(tl.maximum(tl.cdiv(last_first_key, TILE), first_tile), end_tile)
         acc, row_max, row_sum = _attend_tiles(
             acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table,
             head_blocks, first_tile, free_tile, first_key, context_len, scale,
             True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, 1,
         )  # fmt: skip
-    last_tile = tl.maximum(tl.minimum(context_len // TILE, end_tile), free_tile)
+    last_tile = tl.maximum(tl.minimum((first_position + 1) // TILE, end_tile), free_tile)
     acc, row_max, row_sum = _attend_tiles(
         acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
         free_tile, last_tile, first_key, context_len, scale,
@@ -351,13 +374,13 @@ def decode_kernel(
 
     dims = tl.arange(0, BLOCK_D)
     stored = present[:, None] & (dims < HEAD_DIM)[None, :]
-    whole_row = (first_tile == first_key // TILE) & (end_tile * TILE >= context_len)
-    if whole_row:
+    if is_first & (end_tile * TILE >= context_len):
         acc = acc * (v_factor / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
-        places = row.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+        places = tokens[:, None].to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out + places, acc.to(out.dtype.element_ty), mask=stored)
     else:
-        parts = item * (tl.num_programs(1) * GROUP_SIZE) + heads
+        num_heads = tl.num_programs(1) * GROUP_SIZE
+        parts = (item * QUERIES + tokens - row * QUERIES) * num_heads + heads
         tl.store(partial_max + parts, row_max, mask=present)
         tl.store(partial_sum + parts, row_sum, mask=present)
         tl.store(partial_out + parts[:, None].to(tl.int64) * HEAD_DIM + dims[None, :], acc * v_factor, mask=stored)
@@ -366,10 +389,12 @@ def decode_kernel(
 @triton.jit
 def reduce_kernel(
     out, partial_out, partial_max, partial_sum, split_starts, out_stride,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """One program per decode row and query head: combines its parts, weighted by their share of the sum."""
-    row = tl.program_id(0)
+    """One program per query token of a decode row and query head: combines its parts, weighted by their share of the
+    sum."""
+    token = tl.program_id(0)
+    row = token // QUERIES
     head = tl.program_id(1)
     start = tl.load(split_starts + row)
     end = tl.load(split_starts + row + 1)
@@ -382,7 +407,7 @@ def reduce_kernel(
     for at in range(start, end, PARTS):
         items = at + tl.arange(0, PARTS)
         present = items < end
-        parts = items * tl.num_programs(1) + head
+        parts = (items * QUERIES + token % QUERIES) * tl.num_programs(1) + head
         part_max = tl.load(partial_max + parts, mask=present, other=float("-inf"))
         part_sum = tl.load(partial_sum + parts, mask=present, other=0.0)
         part_out = tl.load(
@@ -398,22 +423,21 @@ def reduce_kernel(
         row_sum = row_sum * alpha + tl.sum(part_sum * weights, 0)
         row_max = new_max
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)
-    tl.store(out + row.to(tl.int64) * out_stride + head * HEAD_DIM + dims, acc.to(out.dtype.element_ty),
+    tl.store(out + token.to(tl.int64) * out_stride + head * HEAD_DIM + dims, acc.to(out.dtype.element_ty),
              mask=dims < HEAD_DIM)  # fmt: skip
 
 
 @triton.jit
-def _key_tiles(context_lens, rows, num_rows, TILE: tl.constexpr, WINDOW: tl.constexpr):
+def _key_tiles(context_lens, rows, num_rows, TILE: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr):
     """Return (first, end) of the tiles whose keys a decode row sees; an empty range for a padding row."""
     lengths = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
-    first = tl.maximum(lengths - WINDOW, 0) // TILE if WINDOW > 0 else tl.zeros_like(lengths)
-    return first, tl.cdiv(lengths, TILE)
+    return _first_tile(lengths, TILE, WINDOW, QUERIES), tl.cdiv(lengths, TILE)
 
 
 @triton.jit(do_not_specialize=["num_rows", "max_items", "spare_items"])
 def plan_kernel(
     items, split_starts, context_lens, num_rows, max_items, spare_items,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """One program splits the decode kernel's work into parts of nearly equal length, at most num_rows + spare_items.
 
@@ -421,13 +445,13 @@ def plan_kernel(
     """
     total = 0
     for at in range(0, num_rows, ROWS):
-        first, end = _key_tiles(context_lens, at + tl.arange(0, ROWS), num_rows, TILE, WINDOW)
+        first, end = _key_tiles(context_lens, at + tl.arange(0, ROWS), num_rows, TILE, WINDOW, QUERIES)
         total += tl.sum(end - first, 0)
     tiles_per_item = tl.maximum(tl.cdiv(total, spare_items), MIN_TILES)
     used = 0
     for at in range(0, num_rows, ROWS):
         rows = at + tl.arange(0, ROWS)
-        first, end = _key_tiles(context_lens, rows, num_rows, TILE, WINDOW)
+        first, end = _key_tiles(context_lens, rows, num_rows, TILE, WINDOW, QUERIES)
         # A padding row is one empty item, which writes its zeros.
         splits = tl.where(rows < num_rows, tl.maximum(tl.cdiv(end - first, tiles_per_item), 1), 0)
         starts = used + tl.cumsum(splits, 0) - splits

@@ -11,33 +11,37 @@ STRIDES = ("q_token_stride", "q_head_stride", "out_stride")
 CACHE_TYPES = {"plain": "{}", "fp8": "fp8e4nv", "fp8_bits": "u8", "int8": "i8", "int8_ptx": "i8"}
 POINTERS = {
     "out": "*{}", "q": "*{}", "k_scale": "*fp32", "v_scale": "*fp32", "block_table": "*i32", "context_lens": "*i32",
-    "cu_seqlens_q": "*i32", "items": "*i32", "split_starts": "*i32", "sinks": "*fp32", "alibi_slopes": "*fp32",
-    "partial_out": "*fp32", "partial_max": "*fp32", "partial_sum": "*fp32",
+    "cu_seqlens_q": "*i32", "positions": "*i64", "items": "*i32", "split_starts": "*i32", "sinks": "*fp32",
+    "alibi_slopes": "*fp32", "partial_out": "*fp32", "partial_max": "*fp32", "partial_sum": "*fp32",
 }  # fmt: skip
 
 
 def attention(
     entry: str, name: str, group_size: int, head_dim: int, *archs: int, block_size: int = 64, dtype: str = "bf16",
     format: str = "plain", window: int = 0, softcap: float = 0.0, has_sinks: bool = False, has_slopes: bool = False,
-    one_loop: bool = False, **budget: Any,
+    one_loop: bool = False, queries: int = 1, **budget: Any,
 ) -> Variant:  # fmt: skip
-    """archs share the settings of the first."""
+    """archs share the settings of the first. queries: of a decode row."""
     kernel, choose = {
         "decode": (kernels.decode_kernel, device.decode_launch),
         "prefill": (kernels.prefill_kernel, device.prefill_launch),
     }[entry]
     cache_type = CACHE_TYPES[format].format(dtype)
     bits = 8 if format != "plain" else 32 if dtype == "fp32" else 16
-    launch = choose(archs[0], head_dim, bits, group_size, block_size)
+    at_once = device.tile_queries(group_size, head_dim, queries)
+    launch = choose(archs[0], head_dim, bits, group_size * at_once, block_size)
     block_d = device._block_d(head_dim)
     constants: dict[str, Any] = {
         "GROUP_SIZE": group_size, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_SIZE": block_size,
         "BLOCK_M": launch.block_m, "TILE": launch.tile, "WINDOW": window, "SOFTCAP": softcap, "FORMAT": format,
         "TMA": launch.tma, "ONE_LOOP": one_loop, "STAGES": launch.num_stages,
+        "QUERIES": queries, "TILE_QUERIES": at_once, "positions": None,
         "k_scale": None, "v_scale": None, "sinks": None, "alibi_slopes": None,
     }  # fmt: skip
     if format != "plain":
         del constants["k_scale"], constants["v_scale"]
+    if queries > 1:
+        del constants["positions"]
     if has_sinks:
         del constants["sinks"]
     if has_slopes:
@@ -66,6 +70,7 @@ def _pair(name: str, group_size: int, head_dim: int, *archs: int, **terms: Any) 
 
 
 BYTES = {"elements_per_loop": 2 * 64 * 128 * 2}  # one tile of keys and one of values, in 16 bits
+REDUCE = {"PARTS": 16, "QUERIES": 4}
 VARIANTS = [
     attention("prefill", "8B", 4, 128, 90, max_registers=224, mma="HGMMA"),
     attention("prefill", "8B, before Hopper", 4, 128, 80, 89, hip=True),
@@ -85,6 +90,15 @@ VARIANTS = [
         "decode", "8B, int8 cache", 4, 128, 90, format="int8_ptx", max_registers=144, mma="HMMA",
         forbidden=("F2F", "I2F"), elements_per_loop=2 * 64 * 128, max_instructions_per_element=6.0,
     ),
+    attention("decode", "8B, 4 queries", 4, 128, 90, queries=4, max_registers=128, mma="HMMA", **BYTES),
+    attention("decode", "8B, 16 queries", 4, 128, 90, queries=16, mma="HGMMA"),
+    attention("decode", "8B, 8 queries, before Hopper", 4, 128, 80, 89, queries=8),
+    attention("decode", "8B, 8 queries, small shared memory", 4, 128, 120, queries=8),
+    attention(
+        "decode", "Gemma 2 9B, windowed, 8 queries", 2, 256, 90, window=4096, softcap=50.0, queries=8, mma="HMMA"
+    ),
+    attention("decode", "8B, int8 cache, 8 queries", 4, 128, 90, format="int8_ptx", queries=8, mma="HMMA"),
+    attention("decode", "latents, 16 heads, 4 queries", 16, 576, 90, 80, 89, 120, queries=4, max_registers=192),
     attention("decode", "8B, Turing", 4, 128, 75, dtype="fp16"),
     attention("prefill", "Gemma 4 31B, full layers", 8, 512, 90, 80, max_registers=192, mma="HMMA"),
     attention("decode", "Gemma 4 31B, full layers", 8, 512, 90, max_registers=128, mma="HMMA"),
@@ -92,10 +106,11 @@ VARIANTS = [
     attention("decode", "latents, 16 heads", 16, 576, 90, 80, 89, 120, max_registers=192, mma="HMMA"),
     attention("decode", "latents, 16 heads, fp8 cache", 16, 576, 90, format="fp8", mma="HMMA"),
     attention("decode", "latents, 16 heads, int8 cache", 16, 576, 90, format="int8_ptx", mma="HMMA"),
-    _small("head_dim 128", kernels.reduce_kernel, {"HEAD_DIM": 128, "BLOCK_D": 128, "PARTS": 16}, max_registers=64),
-    _small("latents", kernels.reduce_kernel, {"HEAD_DIM": 576, "BLOCK_D": 1024, "PARTS": 16}, max_registers=255),
+    _small("head_dim 128", kernels.reduce_kernel, REDUCE | {"HEAD_DIM": 128, "BLOCK_D": 128}, max_registers=64),
+    _small("latents", kernels.reduce_kernel, REDUCE | {"HEAD_DIM": 576, "BLOCK_D": 1024}, max_registers=255),
     _small(
-        "tiles of 64", kernels.plan_kernel, {"TILE": 64, "WINDOW": 0, "MIN_TILES": 4, "ROWS": 256}, max_registers=64,
+        "tiles of 64", kernels.plan_kernel, {"TILE": 64, "WINDOW": 4096, "MIN_TILES": 4, "ROWS": 256, "QUERIES": 4},
+        max_registers=64,
     ),
     *_pair("Qwen2.5 0.5B", 7, 64, 90, 100, max_spills=8),
     *_pair("Qwen2.5 0.5B, small shared memory", 7, 64, 120),
