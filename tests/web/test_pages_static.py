@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import re
 import tomllib
 
 from localllm.web.pages import PAGES
 from localllm.web.pages.chat.views import ChatPage
 from localllm.web.pages.frame.patterns import samples
 from localllm.web.pages.frame.render import render
+from localllm.web.pages.frame.static import PAGES as PAGES_FOLDER
 from localllm.web.pages.frame.static import VENDOR, static_files, static_url
 
 LAZY = {"vendor/temml-0.13.5.min.js"}
@@ -36,6 +38,14 @@ def test_scripts_weigh_less_than_25_kb_compressed() -> None:
         sum(len(file.gzipped) for name, file in static_files().items() if name.endswith(".js") and name not in LAZY)
         < 25_000
     )
+
+
+def test_texts_of_own_scripts_end_on_their_line() -> None:
+    """Indentation and comment lines are removed from what is served, so none may be part of a text."""
+    for path in PAGES_FOLDER.rglob("*.js"):
+        if VENDOR not in path.parents:
+            assert not [text for text in re.findall(r"`[^`]*`", path.read_text()) if "\n" in text], path
+            assert "/*" not in path.read_text(), path
 
 
 def test_first_page_weighs_less_than_60_kb() -> None:

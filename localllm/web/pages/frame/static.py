@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import mimetypes
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,10 @@ PAGES = Path(__file__).resolve().parent.parent
 """Holds a folder for each page, with its files; `frame` holds those of every page."""
 VENDOR = PAGES / "frame" / "vendor"
 SERVED = (".css", ".js", ".svg", ".txt", ".png", ".toml")
+JOINED = {"chat.js": ("chats.js", "messages.js")}
+"""Scripts that are served behind another, in one file: one request, and together they compress better."""
+_UNREAD = re.compile(rb"^\s*//.*\n|^[^\S\n]+", re.MULTILINE)
+"""Whole-line comments and indentation of a script. No text of ours goes over several lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,10 @@ def static_files() -> dict[str, StaticFile]:
         if path.is_file() and path.suffix in SERVED
     ]
     assert len(dict(paths)) == len(paths), "two pages have a file of one name"
-    return {name: _read(path) for name, path in paths}
+    bodies = {name: _body(path) for name, path in paths}
+    for name, parts in JOINED.items():
+        bodies[name] += b"".join(bodies.pop(part) for part in parts)
+    return {name: _file(name, body) for name, body in bodies.items()}
 
 
 def static_url(path: str) -> str:
@@ -54,9 +62,14 @@ def static_url(path: str) -> str:
     return f"/static/{path}?v={static_files()[path].etag}"
 
 
-def _read(path: Path) -> StaticFile:
+def _body(path: Path) -> bytes:
+    """Return what is served of a file: own scripts without comments and indentation, all else as it is."""
     body = path.read_bytes()
-    kind = mimetypes.guess_type(path.name)[0] or "text/plain"
+    return _UNREAD.sub(b"", body) if path.suffix == ".js" and VENDOR not in path.parents else body
+
+
+def _file(name: str, body: bytes) -> StaticFile:
+    kind = mimetypes.guess_type(name)[0] or "text/plain"
     other_text = kind.endswith(("javascript", "svg+xml")) and not kind.startswith("text/")
     return StaticFile(
         body=body,
