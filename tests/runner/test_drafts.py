@@ -252,8 +252,9 @@ def test_a_slot_that_is_taken_again_has_no_drafts(model: Any, spec: ModelSpec, w
     ]  # fmt: skip
     run(runner, plans[0])
     runner._slots.add_drafts(0, np.array([1, 2], np.int32))
-    run(runner, plans[1])
+    runner.forward(plans[1])
     assert runner._slots._num_ready[0] == 0
+    runner.sample(plans[1]).result()
     (result,) = run(runner, StepPlan(3, (Row(0, "b", 9, 3, (), True, (), None, 2),)))
     assert (result.num_checked, len(result.token_ids)) == (0, 1)
 
