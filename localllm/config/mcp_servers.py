@@ -39,7 +39,7 @@ class McpServer:
 
     @property
     def origin(self) -> str:
-        """What is run or contacted. Consent to a tool holds for this origin only."""
+        """Return what is run or contacted. Consent to a tool holds for this origin only."""
         return "\0".join((self.command, *self.args)) if self.command else self.url
 
 

@@ -26,7 +26,7 @@ _LATER_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class SpeculationChoice:
-    """What was asked of speculation."""
+    """The speculation that was asked for."""
 
     method: str  # one of METHODS
     most: int | None  # drafts of a request at a time; None: as many as a step verifies

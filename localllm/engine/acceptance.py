@@ -1,4 +1,4 @@
-"""How many of a request's drafts were right: totals, and the probability that the next one is.
+"""Counts of a request's drafts that were right, and the probability that the next one is.
 
 Does not know: where drafts come from, what a step costs.
 """

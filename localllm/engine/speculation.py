@@ -1,4 +1,4 @@
-"""How many tokens each request guesses ahead in a step: drafts, which the step verifies.
+"""The number of tokens that each request guesses ahead in a step: drafts, which the step verifies.
 
     StepCosts     seconds of a step by its number of tokens, as measured
     Speculation   the drafts of every step: as many as give the most expected tokens per second

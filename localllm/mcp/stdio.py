@@ -57,7 +57,7 @@ class Tail:
 
 
 class _Allowance:
-    """What a server may still send before the next message of ours."""
+    """The messages and bytes that a server may still send before the next message of ours."""
 
     def __init__(self) -> None:
         self.renew()

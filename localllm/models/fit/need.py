@@ -22,7 +22,7 @@ USUAL_TOKENS = 4096  # about six pages of text
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one conversation of `tokens` tokens takes, with everything that the model needs besides."""
+    """The memory that one conversation of `tokens` tokens takes, with everything that the model needs besides."""
 
     tokens: int
     total_bytes: int

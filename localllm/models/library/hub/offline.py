@@ -1,4 +1,4 @@
-"""Whether the hub may be asked, and what forbids it: --offline, the config file, or a variable of the hub's library.
+"""The switches that forbid asking the hub: --offline, the config file, or a variable of the hub's library.
 
 Does not know: what is asked for.
 """

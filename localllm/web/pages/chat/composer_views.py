@@ -84,7 +84,7 @@ class ModelPicked(View):
 
 @dataclass(frozen=True, slots=True)
 class ThinkingChoice(View):
-    """Whether the model thinks before it answers; not shown for a model that cannot switch."""
+    """The choice of whether the model thinks before it answers; not shown for a model that cannot switch."""
 
     template: ClassVar[str] = "chat/_thinking_choice.html"
     is_shown: bool = False

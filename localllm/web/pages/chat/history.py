@@ -1,4 +1,4 @@
-"""What the model reads of a chat: the shown branch from the first message that is not left out.
+"""Messages that the model reads of a chat: the shown branch from the first message that is not left out.
 
 Does not know: HTTP, templates, which model reads it.
 """

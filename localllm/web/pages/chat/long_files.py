@@ -48,7 +48,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What is searched for on a branch, and where."""
+    """The words that are searched for on a branch, and the files."""
 
     text: str  # the last message of the user
     before: str  # the message of the user before it

@@ -37,7 +37,7 @@ class ToolCallCard(View):
 
 @dataclass(frozen=True, slots=True)
 class ToolNotes(View):
-    """Why tools that the chat has chosen were not offered to the model."""
+    """The reasons why tools that the chat has chosen were not offered to the model."""
 
     template: ClassVar[str] = "chat/_tool_notes.html"
     notes: tuple[str, ...]

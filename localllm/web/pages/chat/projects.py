@@ -1,4 +1,4 @@
-"""What a chat has of its project: the settings with which it starts, and the files that the model reads every time.
+"""The parts of a project in its chats: settings with which they start, files that the model reads every time.
 
 The files follow the system prompt, in the form of attached files: leaving out the oldest messages leaves them in.
 Does not know: HTTP, how a file is read (attachments.py), where projects are stored.

@@ -1,4 +1,4 @@
-"""Which messages of a branch the model reads: all but failed turns, and but the oldest that the person left out.
+"""The messages of a branch that the model reads: all but failed turns, and the oldest that were left out.
 
 A turn begins with a message that the person typed, and ends before the next such message: the reply, its tool calls and
 their results belong to it. Messages are left out by whole turns, so that a reply keeps its question and a call its

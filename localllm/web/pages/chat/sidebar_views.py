@@ -87,7 +87,7 @@ class ManageChat(View):
 
 @dataclass(frozen=True, slots=True)
 class ImportRefused(View):
-    """What was not imported and why; and the list, if it has new chats from the other files."""
+    """Files that were not imported and why; and the list, if it has new chats from the other files."""
 
     template: ClassVar[str] = "chat/_import_refused.html"
     errors: tuple[ErrorNotice, ...]

@@ -1,4 +1,4 @@
-"""What a user decides about a call, the progress of running calls, and the page of tools and consents.
+"""Decisions of a user about a call, the progress of running calls, and the page of tools and consents.
 
 With scripts a decision is answered with the updated messages; without scripts, after a redirect, with the page.
 Does not know: how a call is run (tool_runs.py).

@@ -44,7 +44,7 @@ class Round:
 
     @property
     def busy(self) -> bool:
-        """Whether it will change by itself."""
+        """Return whether it will change by itself."""
         return self.starting or any(run.state == "running" for run in self.runs.values())
 
     def change(self) -> None:

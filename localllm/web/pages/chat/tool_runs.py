@@ -245,7 +245,7 @@ def tool_runs_of(app: Litestar) -> ToolRuns:
 
 
 async def open_tools(app: Litestar) -> None:
-    """From now on, begin with the calls of each finished reply. Say what to install if servers cannot be used."""
+    """Begin with the calls of each reply that finishes from now on. Say what to install if servers cannot be used."""
     if chat_state_of(app).mcp.servers:
         try:
             require_mcp()

@@ -89,7 +89,7 @@ class Archive:
 
 
 class _Sink(io.RawIOBase):
-    """What a zip is written to; it cannot go back, so the zip holds sizes behind each file."""
+    """A file that a zip is written to; it cannot go back, so the zip holds sizes behind each file."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []

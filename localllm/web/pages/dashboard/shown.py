@@ -1,4 +1,4 @@
-"""Which model a dashboard shows, over which time range, and for whom.
+"""The model that a dashboard shows, the time range, and who looks at it.
 
 If one model is loaded, the dashboard shows it, and its last hour is always recorded. Of several models it shows the one
 that `?model=` names, else the one that was used last when the page was opened. Each has a sampler of its own, which

@@ -50,7 +50,7 @@ class LibraryState:
 
     @property
     def offline_switch(self) -> str:
-        """What switched the hub off; empty: it may be asked."""
+        """Return what switched the hub off; empty: it may be asked."""
         return offline_switch(self.settings)
 
     def pick(self, name: str) -> Pick | None:

@@ -22,7 +22,7 @@ _CITATION = re.compile("\ue200[^\ue201]*\ue201")
 
 @dataclass(frozen=True, slots=True)
 class _Above:
-    """What is above a node of the tree."""
+    """The nodes above a node of the tree."""
 
     message_id: str | None = None  # the last message that was imported
     node_id: str = ""  # its node, or the last node that was joined to it

@@ -1,4 +1,4 @@
-"""Which format a chat has, told by its fields.
+"""The format of a chat, told by its fields.
 
 Does not know: files.
 """

@@ -1,4 +1,4 @@
-"""What owners decided about tools of servers: always, or never.
+"""Decisions of owners about tools of servers: always, or never.
 
 Does not know: chats, which tools there are.
 """

@@ -83,7 +83,7 @@ class ChatTotals:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What undo has restored; `id` is that of the chat, the project or the prompt."""
+    """A chat, project or prompt that undo has restored, by its `id`."""
 
     kind: Literal["chat", "message", "project", "prompt"]
     id: str
@@ -116,7 +116,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Consent:
-    """What an owner decided about a tool of a server."""
+    """The decision of an owner about a tool of a server."""
 
     server: str
     tool: str
