@@ -49,7 +49,7 @@ def samples(shell: views.Shell) -> list[views.View]:
     failed = v.ChatMessage(
         "sample-4", "assistant", model="demo", error=views.ErrorNotice("The step failed.", "", "Retry.")
     )
-    searched = v.ChatMessage("sample-14", "assistant", html="<p>412 degrees.</p>", model="demo", sources=sources())
+    searched = v.ChatMessage("sample-20", "assistant", html="<p>412 degrees.</p>", model="demo", sources=sources())
     called = v.ChatMessage(
         "sample-9", "assistant", model="demo", thinking=thought(), calls=(call(),), result_form=form(), figures=figures
     )
@@ -178,7 +178,7 @@ def ways(reply: v.ChatMessage, writing: v.ChatMessage) -> list[views.View]:
         compared,
         v.ReplyFigures(("256 tokens",), "cut off: token limit", is_broken=True, details=(("Read", "12 tokens"),)),
         v.ReplyFigures((), "interrupted: the server stopped", is_broken=True),
-        v.ChatMessage("sample-14", "assistant", html="<p>Mine.</p>", model="demo", is_edited=True),
+        v.ChatMessage("sample-21", "assistant", html="<p>Mine.</p>", model="demo", is_edited=True),
         v.EditForm("sample-15", "/c/sample/m/15", "/c/sample/m/15", "It is a table.", "assistant"),
         v.OtherModel("/c/sample/m/2", names, "org/big"),
         v.OtherModel("/c/sample/m/2", names, "demo", "org/big", refused),

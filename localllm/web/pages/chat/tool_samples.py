@@ -13,11 +13,9 @@ from localllm.web.pages.frame import views
 
 def samples() -> list[views.View]:
     html = code_block('{\n  "path": "notes/todo.md"\n}', "json")
-    card = m.ToolCallCard("read_file", html, server="files", url="/c/sample/m/sample-14/calls/0")
-    reply = v.ChatMessage(
-        "sample-14", "assistant", model="demo", calls=(card,), stream_url="/c/sample/m/sample-14/calls"
-    )
-    form = m.ResultForm("/c/sample/m/sample-15", "sample-15", ((0, "read_file"),), is_folded=True)
+    card = m.ToolCallCard("read_file", html, server="files", url="/c/sample/m/sample-24/calls/0")
+    reply = v.ChatMessage("sample-24", "assistant", model="demo", calls=(card,))
+    form = m.ResultForm("/c/sample/m/sample-25", "sample-25", ((0, "read_file"),), is_folded=True)
     failed = views.ErrorNotice("time did not start.", "The program 'uvx' is not on this machine.", "Install it.")
     consents = t.ConsentList(
         (
@@ -34,8 +32,8 @@ def samples() -> list[views.View]:
         replace(card, state="running"),
         replace(card, state="done", text="<b>milk</b>"),
         m.ToolNotes(("The tools of time are left out. time did not start.",)),
-        replace(form, message_id="sample-16"),
-        replace(form, message_id="sample-17", calls=(), is_folded=False, goes_on=True, error=failed),
+        replace(form, message_id="sample-26"),
+        replace(form, message_id="sample-27", calls=(), is_folded=False, goes_on=True, error=failed),
         t.CallsProgress(reply, "The call waits for your answer"),
         v.ToolServers((v.ServerChoice("files", True), v.ServerChoice("time", False, "time did not start."))),
         v.ToolServers((v.ServerChoice("notes", True),), "demo cannot call tools."),
