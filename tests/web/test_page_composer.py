@@ -246,6 +246,7 @@ def test_typed_text_waits_in_the_new_chat_while_the_summary_is_written(served: P
         listen(browser, next(url for url in re.findall(r'hx-sse:connect="(/c/[^"]+)"', page)))
         page = browser.get(new).text
     assert f'Summary of <a class="text-link" href="{chat}"' in page
+    assert "40 of 2,048 tokens" in page  # of the new chat, not of the one that was read
     assert "my &lt;next&gt; question</textarea>" in page
     assert file[1] in page
     asked = said(served)

@@ -89,7 +89,7 @@
     });
     document.addEventListener("htmx:before:request", (event) => {
       if (!isSend(event)) return;
-      text.dispatchEvent(new Event("htmx:abort")); // ends a count; a bubbling event would also end the send
+      text.dispatchEvent(new Event("htmx:abort")); // of a count; it must not bubble to the form
       [draft, sent, text.value, following] = [draftOf(), text.value, "", true];
     });
     document.addEventListener("htmx:after:request", (event) => {

@@ -159,7 +159,10 @@ def head(chat: Chat, messages: Sequence[StoredMessage], card: ModelCard | None) 
     used, size = 0, card.plan.max_model_len if card is not None else 0
     for message in messages:
         if "prompt_tokens" in message.details:
-            used = message.details["prompt_tokens"] + message.details.get("completion_tokens", 0)
+            read = (
+                0 if is_summary(message) else message.details["prompt_tokens"]
+            )  # a summary's prompt is the other chat
+            used = read + message.details.get("completion_tokens", 0)
             size = size or message.details.get("context_tokens", 0)
         elif "full_tokens" in message.details:
             used, size = message.details["full_tokens"], size or message.details["context_tokens"]
