@@ -345,6 +345,7 @@ def test_code_of_a_person_is_drawn_and_all_else_stays_as_typed() -> None:
     assert html.count('<div class="code">') == 2
     assert "</div>after\n<div" in html
     assert html.endswith("open</code></pre></div>")
+    assert user_html("<i> `<a>` <b> `x") == "&lt;i&gt; <code>&lt;a&gt;</code> &lt;b&gt; `x"
 
 
 @given(st.lists(st.sampled_from([*PIECES, "``` `", "`` ` ", "\x0b", "\u2028"]), max_size=25).map("".join))
