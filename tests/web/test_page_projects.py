@@ -112,7 +112,7 @@ def test_settings_of_a_prompt_replace_those_of_the_chat_but_not_its_model(browse
 
 
 def test_the_composers_list_finds_prompts_by_what_is_typed(browser: httpx.Client) -> None:
-    assert "There are no prompts yet." in browser.get("/prompts/choose", params={"message": "/"}).text
+    assert "You have no prompts yet." in browser.get("/prompts/choose", params={"message": "/"}).text
     for name, text in (("Review code", "{{code}}"), ("Code golf", "x"), ("Poem", "y")):
         new_prompt(browser, name, text)
 
@@ -163,7 +163,7 @@ def test_prompts_go_out_and_come_back(browser: httpx.Client) -> None:
     changed = body.replace(b"Be {{how}}", b"Other")
     assert "Exact (2)" in browser.post("/prompts/import", files={"file": changed}).text
     browser.post("/chats/wipe", data={"sure": "1"})
-    assert "There are no prompts yet." in browser.get("/prompts").text
+    assert "You have no prompts yet." in browser.get("/prompts").text
     browser.post("/prompts/import", files={"file": body})
     assert json.loads(browser.get("/prompts/export").content) == json.loads(body)
 
