@@ -260,7 +260,7 @@ def around() -> list[views.View]:
         *(refused(), c.WipeChats(), c.ManageChats(wipe=c.WipeChats()), *shared()),
         c.ChatsChanged(chat_list(), head(), "Chat renamed"),
         c.ChatTitled(chat_list(), head()),
-        c.ChatHead("New chat", title_url="/c/sample/title"),
+        c.ChatHead("New chat", title_url="/prompts/choose"),
         c.ChatsChanged(chat_list(), None, "Chat deleted", undo()),
         undo(),
     ]
