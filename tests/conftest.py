@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,21 @@ with contextlib.suppress(ImportError):
     import triton  # noqa: F401  before any kernel is defined: without a GPU kernels/launch.py would not import it
 
 from tests.tiny import make_tiny_model
+
+
+thaw = gc.unfreeze
+
+
+def pytest_collection_finish() -> None:
+    """A server under test collects garbage at each load and unload: let it not walk over a million objects of pytest
+    and of imported modules. Where servers freeze and unfreeze objects themselves, that would undo it."""
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
+def pytest_sessionfinish() -> None:
+    thaw()
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,9 @@ async def answer(manager: ModelManager, tokens: list[int], name: str | None = No
     return [token for event in events for token in event.token_ids], usage.cached_tokens
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "falcon_h1"])
+@pytest.mark.parametrize(
+    "family", ["lfm2", *[pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_5", "falcon_h1")]]
+)
 def test_a_sleeping_hybrid_forgets_its_states(family: str, tiny_model_path: PathOf) -> None:
     path, first = tiny_model_path(family), prompt(50)
 

@@ -210,8 +210,8 @@ def _gone(hub: LocalHub, patch: pytest.MonkeyPatch) -> None:
     ("trouble", "error", "why"),
     [
         (_no_network, HubUnreachable, "127.0.0.1:9"),
-        (_no_room, DiskFull, "more; 64.0 MiB are free where"),
-        (_gone, ModelNotFound, "No token was sent"),
+        pytest.param(_no_room, DiskFull, "more; 64.0 MiB are free where", marks=pytest.mark.slow),
+        pytest.param(_gone, ModelNotFound, "No token was sent", marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_before_the_first_byte_is_the_state_until_it_is_tried_again(

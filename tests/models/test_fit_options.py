@@ -62,7 +62,7 @@ MACHINES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 @given(
     machine=MACHINES,
     spec=st.sampled_from([QWEN_05B, LLAMA_8B]),

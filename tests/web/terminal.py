@@ -37,9 +37,19 @@ class Terminal:
             time.sleep(0.01)
         program.send_signal(signal.SIGINT)
 
-    def wait_for(self, pattern: str) -> str:
+    def interrupt_until(self, pattern: str) -> str:
+        """Interrupt, again if a signal came between readline's prompt and its wait, and return what came."""
+        for _ in range(10):
+            self.interrupt()
+            try:
+                return self.wait_for(pattern, 3)
+            except AssertionError:
+                continue
+        return self.wait_for(pattern)
+
+    def wait_for(self, pattern: str, limit_s: float = 30) -> str:
         """What came up to and with the pattern; the rest is left for the next call."""
-        until = time.monotonic() + 30
+        until = time.monotonic() + limit_s
         while not (match := re.search(pattern, self.seen, re.S)):
             assert time.monotonic() < until, f"{pattern} is not in {self.seen[-2000:]!r}"
             if select.select([self._ours], [], [], 0.1)[0]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from localllm.web.pages.chat import turns
+from localllm.web.pages.chat.claims import Claim
 from localllm.web.pages.chat.history import history
 from localllm.web.pages.chat.prompts import ChatFull, reply_room
 from localllm.web.pages.chat.readable import failed_turns, first_read, is_typed, turn_beginnings
@@ -26,6 +27,13 @@ from tests.web.pages_stub import CONTEXT, StubModel
 Result = TypeVar("Result")
 lengths = st.sampled_from([1, 40, 300, 900, 1700])
 OUTCOMES = ("said", "failed", "failed late", "stopped", "called", "called and failed", "broken call")
+
+
+async def loaded(model: Any) -> asyncio.Future[Any]:
+    """A lease that is there already."""
+    lease = asyncio.get_running_loop().create_future()
+    lease.set_result(SimpleNamespace(model=model))
+    return lease
 
 
 class HistoryWalk(RuleBasedStateMachine):
@@ -60,7 +68,7 @@ class HistoryWalk(RuleBasedStateMachine):
     def ask(self, parent: str | None, new: StoredMessage | None, outcome: str, *, leaves_out: bool) -> None:
         """As turns.py does it: fit, store, answer."""
         chat = self.run(self.store.call(Chats.get, "", self.chat_id))
-        claim: Any = SimpleNamespace(served=StubModel(), prompt=None)
+        claim = Claim("stub", self.run(loaded(StubModel())))
         form = {turns.FULL: turns.LEAVE_OUT} if leaves_out else {}
         messages = self.run(history(self.state, chat, parent))
         try:

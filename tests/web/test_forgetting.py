@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from localllm.web.pages.chat.markdown_stream import HTMLCache, cached_html
+from tests.conftest import thaw
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 
 JSON = {"content-type": "application/json"}
@@ -46,6 +47,7 @@ def ask(
 
 def holders(secret: str) -> list[str]:
     """What in this process refers to a text or to bytes that hold the secret."""
+    thaw()
     gc.collect()
     needle, raw = secret[::-1], secret[::-1].encode()
     found, todo = [], gc.get_objects()
@@ -137,6 +139,7 @@ def test_litestar_has_no_cache_that_requests_fill(pages: LiveServer) -> None:
         caches |= {each for each in functions if isinstance(each, _lru_cache_wrapper)}
     own = {each.__name__ for each in caches if each.__module__.startswith("litestar")}
     assert own <= {"normalize_headers"}  # the headers that handlers are declared with
+    thaw()
     gc.collect()
     living = [each for each in gc.get_objects() if type(each) is _lru_cache_wrapper]
     names = {

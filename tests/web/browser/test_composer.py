@@ -99,7 +99,10 @@ def test_drawer_counts_resets_and_closes(open_page: Open) -> None:
 
 def test_file_is_cut_to_what_fits_and_a_model_is_picked(open_page: Open, server: LiveServer, model: StubModel) -> None:
     page = open_page()
-    page.set_input_files("#composer-file", {"name": "n.txt", "mimeType": "text/plain", "buffer": b"word " * 2000})
+    page.click(".drawer__open")
+    page.fill("#system", "s" * 700)
+    page.click("[data-close-drawer]")
+    page.set_input_files("#composer-file", {"name": "n.txt", "mimeType": "text/plain", "buffer": b"word " * 270})
     page.wait_for_selector("#composer-fit :text('Too long by')")
     page.click("text=/Attach the first/")
     until(page, "document.querySelectorAll('#composer-fit > *').length === 0")

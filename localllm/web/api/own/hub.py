@@ -125,8 +125,8 @@ async def list_downloads(request: ApiRequest) -> ASGIResponse:
 )
 async def start_download(request: ApiRequest) -> ASGIResponse:
     """Start a download."""
-    require_online(request)
     body = await struct_body(request, PullBody)
+    require_online(request)
     status = await asyncio.to_thread(downloads_of(request).start, body.model, body.revision, body.include)
     return json_response(_download(status))
 
