@@ -14,7 +14,6 @@ with contextlib.suppress(ImportError):
 
 from tests.tiny import make_tiny_model
 
-
 thaw = gc.unfreeze
 
 
