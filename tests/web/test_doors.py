@@ -53,20 +53,22 @@ def sdk(server: LiveServer, key: str) -> openai.OpenAI:
 # Scopes -------------------------------------------------------------------------------------------------------------
 
 ADMIN = {
-    "GET /localllm/v1/server",
-    "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter", "POST /localllm/v1/models/load",
-    "POST /localllm/v1/models/unload", "POST /localllm/v1/models/sleep", "POST /localllm/v1/models/wake",
-    "POST /localllm/v1/models/pin", "POST /localllm/v1/models/downloads", "DELETE /localllm/v1/models/downloads/x",
-    "DELETE /localllm/v1/models/x", "POST /dashboard/requests/x/cancel", "POST /dashboard/requests/cancel", "POST /api/pull", "POST /api/push",
-    "POST /api/create", "POST /api/copy", "DELETE /api/delete", "GET /slots", "POST /models/load",
-    "POST /models/unload", "DELETE /models", "POST /sleep", "POST /wake_up", "GET /is_sleeping",
-    "GET /logs", "GET /logs/live", "GET /logs/download", "GET /settings", "GET /settings/change",
-    "POST /settings/change", "POST /settings/log-level", "POST /settings/restart", "POST /settings/tools/x/x", "POST /settings/tools/x/stop", "POST /settings/tools/x/test", "POST /settings/tools/add", "GET /settings/tools", "GET /settings/live/restart", "GET /settings/restarting", "GET /settings/doctor", "POST /settings/keys",
-    "POST /settings/keys/x/remove", "POST /library/downloads", "POST /library/import",
-    "GET /tune", "GET /tune/limits", "GET /tune/run", "POST /tune/run", "POST /tune/run/cancel", "GET /tune/result",
-    "POST /tune/result/apply", "POST /tune/result/save", "GET /tune/result/flags.txt", "GET /tune/result/profile.toml",
-    "POST /tune/plans/apply", "POST /tune/plans/delete", "POST /library/models", "POST /library/delete",
-    "POST /library/downloads/x", "POST /library/partial", "POST /chat/model",
+    "GET /localllm/v1/server", "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter",
+    "POST /localllm/v1/models/load", "POST /localllm/v1/models/unload", "POST /localllm/v1/models/sleep",
+    "POST /localllm/v1/models/wake", "POST /localllm/v1/models/pin", "POST /localllm/v1/models/downloads",
+    "DELETE /localllm/v1/models/downloads/x", "DELETE /localllm/v1/models/x", "POST /dashboard/requests/x/cancel",
+    "POST /dashboard/requests/cancel", "POST /api/pull", "POST /api/push", "POST /api/create", "POST /api/copy",
+    "DELETE /api/delete", "GET /slots", "POST /models/load", "POST /models/unload", "DELETE /models", "POST /sleep",
+    "POST /wake_up", "GET /is_sleeping", "GET /logs", "GET /logs/live", "GET /logs/download", "GET /settings",
+    "GET /settings/change", "POST /settings/change", "POST /settings/log-level", "POST /settings/restart",
+    "POST /settings/tools/x/x", "POST /settings/tools/x/stop", "POST /settings/tools/x/test",
+    "POST /settings/tools/add", "GET /settings/tools", "GET /settings/live/restart", "GET /settings/restarting",
+    "GET /settings/doctor", "POST /settings/keys", "POST /settings/keys/x/remove", "POST /library/downloads",
+    "POST /library/import", "GET /tune", "GET /tune/limits", "GET /tune/run", "POST /tune/run",
+    "POST /tune/run/cancel", "GET /tune/result", "POST /tune/result/apply", "POST /tune/result/save",
+    "GET /tune/result/flags.txt", "GET /tune/result/profile.toml", "POST /tune/plans/apply",
+    "POST /tune/plans/delete", "POST /library/models", "POST /library/delete", "POST /library/downloads/x",
+    "POST /library/partial", "POST /chat/model",
 }  # fmt: skip
 
 
