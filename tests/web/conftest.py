@@ -16,6 +16,23 @@ from localllm.web.api import answer
 from tests.text.templates import CHATML
 from tests.web.live_server import LiveServer, PacedRunner, fake_model
 from tests.web.terminal import Terminal
+from tests.web.test_pages_http import Pages
+
+
+@pytest.fixture(scope="module")
+def own_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A data folder for the tests of one file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def served(own_data: None) -> Iterator[Pages]:
+    """The pages, with a model whose replies are made by the test."""
+    pages = Pages()
+    with pages.live:
+        yield pages
 
 
 @pytest.fixture(scope="session")

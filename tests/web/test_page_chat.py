@@ -23,12 +23,7 @@ from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings,
 from tests.web.pages_stub import StubModel
 from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen, stream_url
 
-
-@pytest.fixture(scope="module", autouse=True)
-def own_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_data")
 
 
 @pytest.fixture
@@ -37,13 +32,6 @@ def fresh_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setattr(database, "BUSY_S", 0.05)
     return chats_path()
-
-
-@pytest.fixture(scope="module")
-def served(own_data: None) -> Iterator[Pages]:
-    pages = Pages()
-    with pages.live:
-        yield pages
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from tests.web.test_page_chat import quick, start_chat
 from tests.web.test_page_projects import new_project, new_prompt, undo
 from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen, stream_url
 
-own_data, fresh_data = test_page_chat.own_data, test_page_chat.fresh_data
-served, browser = test_page_projects.served, test_page_projects.browser
+fresh_data, pytestmark = test_page_chat.fresh_data, pytest.mark.usefixtures("own_data")
+browser = test_page_projects.browser
 
 # The list of chats --------------------------------------------------------------------------------------------------
 

@@ -27,18 +27,7 @@ LONG = "b" * 700
 """Fits alone, and does not fit behind a message of 300 characters and its reply."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def served(own_data: None) -> Iterator[Pages]:
-    pages = Pages()
-    with pages.live:
-        yield pages
+pytestmark = pytest.mark.usefixtures("own_data")
 
 
 @pytest.fixture

@@ -27,11 +27,7 @@ CALL = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_data")
 
 
 @pytest.fixture(scope="module")

@@ -10,18 +10,10 @@ import httpx
 import pytest
 
 from localllm.web.pages.chat import saved_prompts
-from tests.web import test_page_chat
 from tests.web.test_page_chat import message_urls, said, start_chat
 from tests.web.test_pages_http import SCRIPTED, Pages
 
-own_data = test_page_chat.own_data
-
-
-@pytest.fixture(scope="module")
-def served(own_data: None) -> Iterator[Pages]:
-    pages = Pages()
-    with pages.live:
-        yield pages
+pytestmark = pytest.mark.usefixtures("own_data")
 
 
 @pytest.fixture

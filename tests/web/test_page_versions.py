@@ -24,19 +24,7 @@ from tests.web.pages_stub import StubModel
 from tests.web.test_page_chat import message_urls, said, start_chat
 from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen
 
-
-@pytest.fixture(scope="module", autouse=True)
-def own_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def served(own_data: None) -> Iterator[Pages]:
-    pages = Pages()
-    with pages.live:
-        yield pages
+pytestmark = pytest.mark.usefixtures("own_data")
 
 
 @pytest.fixture
