@@ -62,13 +62,12 @@ def plan_attention(
     positions [T] int64 are given, and a query from its context's end on is padding (its output is not defined). Only
     the twin reads the lengths on the host; kernels read
     the tensors, so that a recorded step is valid for other lengths. window: tokens that a query sees, including its
-    own; None: all previous ones. first_key: keys at lower positions are hidden from every query (a drafter's cache may
-    hold nothing at position 0); queries before it have no defined output. Only the twin supports another one than 0.
+    own; None: all previous ones. first_key: keys before this position are not read (only in the twin).
     """
     if not runs_triton(block_table):
         lone = num_decodes if decode_queries == 1 else 0
         return plan_on_host(block_table, query_lens, context_lens_host, lone, cache_shape, window, first_key)
-    assert not first_key, "the kernels see every key before a query"
+    assert not first_key, "the kernels read keys from position 0 on"
     return plan_on_device(
         block_table, context_lens, cu_seqlens_q, num_decodes, num_heads, cache_shape, cache_dtype, window,
         decode_queries, positions,

@@ -145,9 +145,7 @@ class _Layout:
     first_key: int
 
     def first_visible(self, query_position: int) -> int:
-        """Return the first key that a query sees; past its own position if it sees none."""
-        start = 0 if self.window is None else query_position + 1 - self.window
-        return max(0, start, min(self.first_key, query_position + 1))
+        return self.first_key if self.window is None else max(self.first_key, query_position + 1 - self.window)
 
     def over_heads(self, blocks: Tensor) -> Tensor:
         """Return the rows of block ids, of any shape, in the cache viewed as [kv_heads * num_blocks, ...],
