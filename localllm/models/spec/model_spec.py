@@ -11,6 +11,7 @@ from typing import Any
 
 from localllm.config.settings import Task
 from localllm.models.spec.altup import AltUpSpec
+from localllm.models.spec.drafter import DrafterPlan
 from localllm.models.spec.kv_group import KVGroup
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
@@ -97,6 +98,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()  # from generation_config.json, else config.json
     bos_token_id: int | None = None
     task: Task = "generate"  # embed and score: models/pooling
+    drafter: DrafterPlan | None = None  # guesses tokens of this model; counted by fit and loaded with it
     implementation: str = "localllm"  # whose code computes it: localllm, transformers, or remote (the checkpoint's)
     quantization: Mapping[str, Any] | None = None  # quantization_config, unchanged; None: plain matrices
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, ... of generation_config
