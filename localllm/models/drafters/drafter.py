@@ -1,7 +1,7 @@
 """The interface of a drafter with weights, as the runner drives it.
 
     DraftStep      the inputs of one pass of its layers
-    DrafterPlan    what the checkpoint's headers say: sizes, taps, bytes (spec/drafter.py)
+    DrafterPlan    what the checkpoint's headers say: sizes, taps, bytes (spec/model_spec.py)
     Drafter        the loaded drafter
 
 A drafter keeps K and V in the same blocks as its target: the same block ids, block size and block table, in planes of
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import ForwardInputs
-from localllm.models.spec.drafter import FINAL_HIDDEN, DrafterPlan, DraftMethod
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.drafter import FINAL_HIDDEN, DraftMethod
+from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
 
 __all__ = ["FINAL_HIDDEN", "DraftMethod", "DraftStep", "Drafter", "DrafterPlan"]
 
