@@ -27,7 +27,7 @@ def eagle_tensors(
     inputs = 2 * width if is_third else width
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=made) * 0.2
+        return torch.randn(rows, columns, generator=made) * columns**-0.5
 
     def norm(size: int) -> Tensor:
         return 1 + torch.randn(size, generator=made) * 0.2

@@ -82,13 +82,23 @@ class EagleDrafter:
     def __init__(
         self, eagle: EagleSpec, target: DecoderModel | None, embedding: EmbeddingTable | None, fc: Linear | None,
         fc_norm: RMSNorm | None, layer: EagleLayer, norm: RMSNorm | None, head: Linear | None,
-        head_tokens: Tensor | None, table: Tensor | None, lookahead: int,
+        head_tokens: Tensor | None,
     ) -> None:  # fmt: skip
         """embedding: of its own; None: the target's. norm, head: EAGLE-3's. head_tokens: [draft_vocab] int64, the
-        target's token of each row of the head; None: row i is token i. table: cosines and sines of its rotation."""
-        self.spec, self.taps, self.lookahead = eagle.layer, eagle.taps, lookahead
+        target's token of each row of the head; None: row i is token i."""
+        self.spec, self.taps = eagle.layer, eagle.taps
         self._eagle, self._target, self._embedding, self._fc, self._fc_norm = eagle, target, embedding, fc, fc_norm
-        self._layer, self._norm, self._head, self._head_tokens, self._table = layer, norm, head, head_tokens, table
+        self._layer, self._norm, self._head, self._head_tokens = layer, norm, head, head_tokens
+        self._table: Tensor | None = None
+
+    def serve_context(self, max_model_len: int) -> None:
+        """Resize the rotary table for another context."""
+        assert self._target is not None
+        self._table, _ = rope_tables(self.spec, max_model_len, self._target.device)
+
+    def table_bytes(self, max_model_len: int) -> int:
+        """Return the bytes of the rotary table for so many positions."""
+        return max_model_len * self.spec.rope.rotary_dim * 4
 
     def extend(self, step: DraftStep, cache: Sequence[LayerKV | None], features: Tensor | None) -> Tensor:
         assert features is not None, "an EAGLE drafter has taps"
@@ -137,14 +147,13 @@ class EagleDrafter:
         return table(step.token_ids, step.positions)
 
 
-def plan_eagle(
-    path: Path, method: EagleMethod, target: ModelSpec, device: torch.device, dtype: torch.dtype
-) -> DrafterPlan:
+def plan_eagle(path: Path, method: EagleMethod, target: ModelSpec) -> DrafterPlan:
     """Return the plan from config.json and the tensors' headers. Raises as `load_eagle` does."""
     eagle = read_eagle(path, method, target)
+    dtype = getattr(torch, eagle.layer.dtype)
     with open_eagle(path) as checkpoint, torch.device("meta"):
-        weights = MetaWeights(checkpoint, eagle.layer, _STORAGE[method], None, device, dtype)
-        held = held_bytes(_build(eagle, checkpoint, weights, None, dtype, 1, 0))
+        weights = MetaWeights(checkpoint, eagle.layer, _STORAGE[method], None, torch.device("cpu"), dtype)
+        held = held_bytes(_build(eagle, checkpoint, weights, None, dtype))
     return DrafterPlan(method, path, eagle.layer, held, eagle.taps, EagleDrafter.first_key)
 
 
@@ -157,14 +166,15 @@ def load_eagle(
     eagle = read_eagle(path, method, target.spec)
     with torch.inference_mode(), open_eagle(path) as checkpoint:
         weights = Weights(checkpoint, eagle.layer, _STORAGE[method], None, device, dtype, progress)
-        return _build(eagle, checkpoint, weights, target, dtype, max_model_len, lookahead)
+        drafter = _build(eagle, checkpoint, weights, target, dtype)
+    drafter.serve_context(max_model_len)
+    return drafter
 
 
 def _build(
-    eagle: EagleSpec, checkpoint: Checkpoint, weights: Weights, target: DecoderModel | None, dtype: torch.dtype,
-    max_model_len: int, lookahead: int,
-) -> EagleDrafter:  # fmt: skip
-    """Make the drafter from a checkpoint's tensors, and check that all of them are used."""
+    eagle: EagleSpec, checkpoint: Checkpoint, weights: Weights, target: DecoderModel | None, dtype: torch.dtype
+) -> EagleDrafter:
+    """Make the drafter, still without its rotary table, from a checkpoint's tensors, all of which must be used."""
     spec = eagle.layer
     width, inputs = spec.hidden_size, eagle.features_size
     norm = head = head_tokens = fc = fc_norm = embedding = None
@@ -187,8 +197,7 @@ def _build(
             f"The drafter in {checkpoint.path} holds {len(left)} tensors that {eagle.method} does not use.",
             f"Unexpected: {names}.",
         )
-    table, _ = rope_tables(spec, max_model_len, weights.device)
-    return EagleDrafter(eagle, target, embedding, fc, fc_norm, layer, norm, head, head_tokens, table, lookahead)
+    return EagleDrafter(eagle, target, embedding, fc, fc_norm, layer, norm, head, head_tokens)
 
 
 def _layer(eagle: EagleSpec, weights: Weights) -> EagleLayer:

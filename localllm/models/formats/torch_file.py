@@ -8,6 +8,7 @@ containers and refuses everything else. Does not know: what the tensors mean.
 from __future__ import annotations
 
 import pickle
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,25 +49,30 @@ class TorchFileCheckpoint:
         self._loaded = {}
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor; a view into the file if it is a zip archive."""
+        """Return a view into the file; copy it to keep it."""
         return self._loaded[name]
 
 
 def _load(file: Path) -> dict[str, Tensor]:
     import torch
 
+    if not zipfile.is_zipfile(file):
+        raise UnsupportedModel(
+            f"{file} is not an archive of torch.",
+            "Supported: files that torch.save has written since torch 1.6.",
+            "Download the file again, or use a repository of the drafter with safetensors.",
+        )
     try:
-        is_archive = zipfile.is_zipfile(file)  # torch before 1.6 wrote plain pickles, which cannot be mapped
         with torch.device("cpu"):
-            loaded: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=is_archive)
+            loaded: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise UnsupportedModel(
             f"{file} does more than hold tensors, so it is not opened.",
-            f"Reading it would run code of its choice: {_first_line(error)}",
+            f"Reading it would run code: {_told(error)}",
             f"Use a repository of the drafter with safetensors. {_CONVERT}",
         ) from error
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, AttributeError, zipfile.BadZipFile) as error:
-        raise CorruptModel(f"Cannot read {file}.", _first_line(error), "Download the file again.") from error
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, AttributeError) as error:
+        raise CorruptModel(f"Cannot read {file}.", _told(error), "Download the file again.") from error
     if not isinstance(loaded, dict):
         raise UnsupportedModel(f"{file} holds a {type(loaded).__name__}, not named tensors.", hint=_CONVERT)
     for name, value in loaded.items():
@@ -84,8 +90,8 @@ def _describe(file: Path, name: str, tensor: Tensor) -> TensorInfo:
     return TensorInfo(file, _TYPES[dtype], tuple(tensor.shape), tensor.numel() * tensor.itemsize)
 
 
-def _first_line(error: Exception) -> str:
-    """Return what happened in one line; torch's message goes on with advice to trust the file."""
-    lines = str(error).splitlines()
-    told = [line.strip() for line in lines if line.strip().startswith(("WeightsUnpickler", "Unsupported", "GLOBAL"))]
-    return (told or lines or [type(error).__name__])[0]
+def _told(error: Exception) -> str:
+    """Return what happened in one line. torch's own message goes on with advice to trust the file."""
+    if named := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it calls {named[1]}."
+    return f"{(str(error).splitlines() or [type(error).__name__])[0]}."
