@@ -64,6 +64,17 @@ def open_eagle(path: Path) -> Checkpoint:
     return SafetensorsCheckpoint(path)
 
 
+def as_eagle(path: Path, method: str) -> EagleMethod | None:
+    """Return the EAGLE method by which to read a folder; None: none. method: as asked for; "": by the folder. A
+    folder that says what it is counts more than the method: `eagle` is said of EAGLE-3 as well."""
+    if method not in ("", "eagle", "eagle3"):
+        return None
+    found = eagle_method(path)
+    if found is not None or not method:
+        return found
+    return "eagle3" if method == "eagle3" else "eagle"
+
+
 def eagle_method(path: Path) -> EagleMethod | None:
     """Return which EAGLE drafter a folder holds; None: it holds none. Names in config.json count first. The authors'
     EAGLE-1 files call themselves Llama models, so their tensors decide."""
