@@ -126,12 +126,12 @@ def test_answers_and_the_drafters_blocks_are_those_of_runs_alone(
     assert_same(told, alone)
     assert scheduler.speculation is not None
     stats = scheduler.speculation.stats()
-    assert 50 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert 20 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert_named_blocks_are_right(model, drafter, caches[0], scheduler.ledger.pools[0].names(), texts)
 
 
 def assert_named_blocks_are_right(
-    model: DecoderModel, drafter: Drafter, cache: KVCache, named: dict[bytes, int], texts: dict[str, list[int]]
+    model: DecoderModel, drafter: Any, cache: KVCache, named: dict[bytes, int], texts: dict[str, list[int]]
 ) -> None:
     (kept,) = cache.layers
     assert kept is not None
