@@ -151,7 +151,6 @@ def test_the_definitions_of_the_operations_give_torchs_logits(
     assert largest_error(model, model, steps=4) < LIMITS.get(family, 2e-5)
 
 
-@needs_library
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "gpt_neox", "gemma4", "granite", "qwen3_moe"])
 @pytest.mark.usefixtures("library")
 def test_features_of_layers_are_torchs(family: str, tiny_model_path: PathOf) -> None:
@@ -171,6 +170,7 @@ def test_features_of_layers_are_torchs(family: str, tiny_model_path: PathOf) -> 
         torch.testing.assert_close(ours.lone.features(), wanted, rtol=1e-4, atol=1e-4 * float(wanted.std()))
 
 
+@needs_library
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "olmo2", "bloom", "qwen3_moe"])
 def test_rows_together_have_the_bits_of_each_alone(family: str, tiny_model_path: PathOf) -> None:
     model = load(tiny_model_path(family))
