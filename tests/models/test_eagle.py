@@ -291,6 +291,16 @@ def test_features_are_normed_before_fc_where_the_config_says_so(
     torch.testing.assert_close(got, wanted[-1:], rtol=1e-5, atol=1e-5)
 
 
+def test_a_drafter_may_be_quantised_at_load(tmp_path: Path, config: dict[str, Any], target: DecoderModel) -> None:
+    plain, _ = a_drafter(tmp_path / "e", config, target, "eagle3")
+    narrow = load_eagle(tmp_path / "e", "eagle3", target, CPU, F32, max_model_len=256, quantization="int8")
+    assert held_bytes(narrow) < held_bytes(plain)
+    tokens, features = a_text(1, 9, 3)
+    cranks = Crank(plain), Crank(narrow)
+    a, b = (crank.extend([(crank.row(9), 1, tokens[1:])], features[:-1]) for crank in cranks)
+    torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * float(a.std()))
+
+
 # Files
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from localllm.kernels.store_kv import has_no_skipped_slot
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.drafters.drafter import DrafterPlan, DraftStep
 from localllm.models.drafters.eagle_config import EagleMethod, EagleSpec, open_eagle, read_eagle
+from localllm.models.formats.at_load import at_load
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.layers.attention import Attention, AttentionStep, plan_step
 from localllm.models.layers.embedding import EmbeddingTable
@@ -36,11 +38,11 @@ from localllm.models.spec.family import Storage
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.meta import MetaWeights
 from localllm.models.weights.parameters import held_bytes
-from localllm.models.weights.source import Progress
 from localllm.models.weights.weights import Weights
 
-LAYER = "layers.0."
+LAYER = "model.layers.0."
 _NAMES = Storage(
+    renames=((r"^model\.", ""),),
     alternatives=(
         (r"^", "model."), (r"^layers\.0\.", "midlayer."), (r"^layers\.0\.", "transformer."), (r"^fc\.", "fusion_fc."),
     ),
@@ -159,13 +161,15 @@ def plan_eagle(path: Path, method: EagleMethod, target: ModelSpec) -> DrafterPla
 
 def load_eagle(
     path: Path, method: EagleMethod, target: DecoderModel, device: torch.device, dtype: torch.dtype, *,
-    max_model_len: int, progress: Progress | None = None,
+    max_model_len: int, quantization: str | None = None, **load: Any,
 ) -> EagleDrafter:  # fmt: skip
-    """Load the drafter. Raises `DrafterMismatch` if it belongs to another model, `CorruptModel` if tensors are missing,
-    left over or of other shapes than config.json says, `UnsupportedModel`."""
-    eagle = read_eagle(path, method, target.spec)
+    """Load the drafter. quantization: of plain matrices, as in `load_model`; load: cpu_weights and half_weights.
+
+    Raises `DrafterMismatch` if it belongs to another model, `CorruptModel` if tensors are missing, left over or of
+    other shapes than config.json says, `UnsupportedModel`, `UnsupportedOption`."""
+    eagle, quantize = read_eagle(path, method, target.spec), at_load(quantization, None)
     with torch.inference_mode(), open_eagle(path) as checkpoint:
-        weights = Weights(checkpoint, eagle.layer, _STORAGE[method], None, device, dtype, progress)
+        weights = Weights(checkpoint, eagle.layer, _STORAGE[method], None, device, dtype, quantize=quantize, **load)
         drafter = _build(eagle, checkpoint, weights, target, dtype)
     drafter.serve_context(max_model_len)
     return drafter

@@ -13,7 +13,7 @@ Does not know: tensors (eagle.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -172,18 +172,12 @@ def _taps(path: Path, config: Mapping[str, Any], ids: object, target: ModelSpec)
 
 
 def _layer(fields: Mapping[str, Any], target: ModelSpec) -> ModelSpec:
-    """Return the drafter's layer as a Llama of one layer. Positions behind the drafter's own context are computed like
-    the others: configs state a training length, and what is guessed badly is only not accepted."""
+    """Return the drafter's layer as a Llama of one layer, with the target's context: published configs state the length
+    of the training texts (2048), behind which drafts are still useful."""
     known = {name: fields[name] for name in _LAYER_FIELDS if fields.get(name) is not None}
-    return spec_of_config(
-        {
-            **known,
-            "architectures": ["LlamaForCausalLM"],
-            "num_hidden_layers": 1,
-            "vocab_size": target.vocab_size,
-            "max_position_embeddings": known.get("max_position_embeddings", target.max_position),
-        }
-    )
+    known.setdefault("max_position_embeddings", target.max_position)
+    fixed = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": target.vocab_size}
+    return replace(spec_of_config({**known, **fixed}), max_position=target.max_position)
 
 
 def _refuse_variants(path: Path, fields: Mapping[str, Any]) -> None:
