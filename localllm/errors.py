@@ -7,6 +7,7 @@
     ├── ModelError
     │   ├── ModelNotFound           no such path, cache entry or served name
     │   ├── UnsupportedModel        the checkpoint is readable but cannot be run
+    │   │   └── DrafterMismatch     the drafter does not belong to the model: vocabulary, sizes
     │   ├── CorruptModel            the checkpoint is not readable: truncated, wrong dtype, missing tensor
     │   └── HubError                a request to the hub failed
     │       ├── HubUnreachable      no connection, a timeout, or the hub asks to retry later
@@ -91,6 +92,12 @@ class UnsupportedModel(ModelError):
     """The checkpoint is readable, but needs something that is not supported."""
 
     code, exit_code = "model_unsupported", 1
+
+
+class DrafterMismatch(UnsupportedModel):
+    """The drafter cannot guess tokens of this model: another vocabulary, hidden size or number of layers."""
+
+    code = "drafter_mismatch"
 
 
 class CorruptModel(ModelError):

@@ -22,7 +22,7 @@ ORDER = (
     "models/inputs", "models/prompt_embeds", "models/spec", "models/formats", "models/layers", "models/weights",
     "models/architectures",
     "models/lone_writer", "models/lone_recurrent", "models/lone_gemma4", "models/lone_step",
-    "models/pooling", "models/loader",
+    "models/pooling", "models/loader", "models/drafters",
     "models/fit", "models/library",
     "text",
     "engine",

@@ -58,6 +58,7 @@ class ForwardInputs:
     adapters_host: tuple[int, ...] = ()  # [B] each request's adapter, on the host; empty if `adapters` is None
     embeds: GivenEmbeds | None = None
     state: StateInputs | None = None  # None: a model without recurrent states
+    first_key: int = 0  # first slot that attention reads: 1 for a drafter that keeps nothing of token 0
 
 
 class CausalModel(Protocol):

@@ -54,6 +54,7 @@ def plan_attention(
     window: int | None = None,
     decode_queries: int = 1,
     positions: Tensor | None = None,
+    first_key: int = 0,
 ) -> AttentionPlan:
     """Plan a step. block_table [B, max_blocks], context_lens [B], cu_seqlens_q [B + 1] int32, as in ForwardInputs.
 
@@ -61,11 +62,12 @@ def plan_attention(
     positions [T] int64 are given, and a query from its context's end on is padding (its output is not defined). Only
     the twin reads the lengths on the host; kernels read
     the tensors, so that a recorded step is valid for other lengths. window: tokens that a query sees, including its
-    own; None: all previous ones.
+    own; None: all previous ones. first_key: keys before this position are not read (only in the twin).
     """
     if not runs_triton(block_table):
         lone = num_decodes if decode_queries == 1 else 0
-        return plan_on_host(block_table, query_lens, context_lens_host, lone, cache_shape, window)
+        return plan_on_host(block_table, query_lens, context_lens_host, lone, cache_shape, window, first_key)
+    assert not first_key, "the kernels read keys from position 0 on"
     return plan_on_device(
         block_table, context_lens, cu_seqlens_q, num_decodes, num_heads, cache_shape, cache_dtype, window,
         decode_queries, positions,

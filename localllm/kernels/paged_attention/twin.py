@@ -87,9 +87,10 @@ def plan_on_host(
     num_decodes: int,
     cache_shape: Sequence[int],
     window: int | None = None,
+    first_key: int = 0,
 ) -> HostPlan:
     """Do plan_attention from lengths on the host."""
-    layout = _Layout(cache_shape[0], cache_shape[1], cache_shape[2], window)
+    layout = _Layout(cache_shape[0], cache_shape[1], cache_shape[2], window, first_key)
     groups = [
         _plan_group(block_table, rows, context_lens, layout, whole=len(rows) == num_decodes)
         for rows in _group_rows(context_lens[:num_decodes], window)
@@ -141,9 +142,10 @@ class _Layout:
     num_blocks: int
     block_size: int
     window: int | None
+    first_key: int
 
     def first_visible(self, query_position: int) -> int:
-        return 0 if self.window is None else max(0, query_position + 1 - self.window)
+        return self.first_key if self.window is None else max(self.first_key, query_position + 1 - self.window)
 
     def over_heads(self, blocks: Tensor) -> Tensor:
         """Return the rows of block ids, of any shape, in the cache viewed as [kv_heads * num_blocks, ...],

@@ -46,6 +46,7 @@ def plan_step(
         cache_shape=k_cache.shape,
         cache_dtype=k_cache.dtype,
         window=window,
+        first_key=inputs.first_key,
     )
 
 

@@ -1,0 +1,37 @@
+"""Find out what kind of drafter a checkpoint is, and load it.
+
+`plan_drafter` reads headers alone, so that the memory plan counts the drafter before anything is loaded.
+`open_drafter` loads what was planned. Each kind of drafter adds one line to both.
+Does not know: where the checkpoint was downloaded from, flags.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from localllm.errors import DrafterMismatch
+from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.drafters.drafter import Drafter, DrafterPlan
+from localllm.models.spec.model_spec import ModelSpec
+
+
+def plan_drafter(path: Path, method: str, target: ModelSpec, target_path: Path) -> DrafterPlan:
+    """Return the plan of the drafter in `path` for a target.
+
+    method: as asked; "": by the checkpoint. Raises `DrafterMismatch`, `UnsupportedModel`, `CorruptModel`.
+    """
+    raise DrafterMismatch(f"{path.name} is not a drafter that this version supports.")
+
+
+def open_drafter(
+    plan: DrafterPlan, target: DecoderModel, device: torch.device, dtype: torch.dtype, *, max_model_len: int,
+    lookahead: int, **load: Any,
+) -> Drafter:  # fmt: skip
+    """Load a planned drafter. Parts that it shares with the target (embedding, head) are the target's own.
+
+    load: further arguments of `load_model`, for a draft model. Raises `CorruptModel`, `DrafterMismatch`.
+    """
+    raise AssertionError(plan.method)
