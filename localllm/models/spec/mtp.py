@@ -22,8 +22,8 @@ class MTPLayout:
     hidden_first: bool  # the projection reads [hidden, embedding], not [embedding, hidden]
     final_norm: str  # before the head
     hands_on_normed: bool  # the next draft starts from the output after the final norm, not before it
-    copies: tuple[tuple[str, str], ...] = ()
-    """(name below the prefix, name in the model): tensors that checkpoints may store again for this layer."""
+    embedding: str = ""  # copies of the model's embedding and head that checkpoints may store; "": none do
+    head: str = ""
 
     def stored_prefix(self, num_layers: int) -> str:
         """Return how the stored names of the layer begin, in a model of so many layers of its own."""
@@ -38,7 +38,8 @@ DEEPSEEK_MTP = MTPLayout(
     hidden_first=False,
     final_norm="shared_head.norm",
     hands_on_normed=False,
-    copies=(("embed_tokens.weight", "model.embed_tokens.weight"), ("shared_head.head.weight", "lm_head.weight")),
+    embedding="embed_tokens",
+    head="shared_head.head",
 )
 MIMO_MTP = MTPLayout(
     prefix="model.mtp_layers.0.",
