@@ -69,7 +69,7 @@ class LoneStep:
 
     def __init__(self, model: DecoderModel, cache: Sequence[LayerCache | None]) -> None:
         """Raises `NoLoneStep` with the reason if the model or this machine has none."""
-        self._library, self._model = _library(), model
+        self._library, self._model, self._num_rows = _library(), model, 0
         writer = _write(model, cache)
         self._operations, self._kept = writer.lowered(), writer.kept
         self._without_head = (NativeOperation * (len(self._operations) - 1))(*self._operations[:-1])
@@ -103,8 +103,14 @@ class LoneStep:
             assert rows.states is not None, "a model with recurrent layers is given the places of their states"
             self._places[:, :count] = rows.states
         self._library.run_step(self._operations if samples else self._without_head, self._rows, count)
+        self._num_rows = count
         logits = self._logits[:count, : model.spec.vocab_size]
         return model.finish_logits(logits.contiguous()) if samples else logits
+
+    def hidden(self) -> Tensor:
+        """Return the hidden states [R, hidden] of the last step after the final norm."""
+        assert self._model.norm is not None
+        return self._model.norm(self._stream[: self._num_rows, : self._model.spec.hidden_size].to(self._model.dtype))
 
 
 def open_lone_step(model: object, cache: Sequence[LayerCache | None]) -> LoneStep:

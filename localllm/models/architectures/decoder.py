@@ -27,9 +27,35 @@ from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraBank
 from localllm.models.layers.per_layer_input import PerLayerInputs
 from localllm.models.layers.rotary import rope_tables
+from localllm.models.spec.drafter import FINAL_HIDDEN
 from localllm.models.spec.kv_groups import group_of_layers, kv_groups
 from localllm.models.spec.latent import heads_at_once
 from localllm.models.spec.model_spec import ModelSpec
+
+
+class Taps:
+    """The features of a step's tokens that a drafter reads, written by `DecoderModel.forward`.
+
+    layers: the layers whose inputs (residual + delta) are kept, FINAL_HIDDEN for the hidden state after the final norm.
+    features: [T, len(layers) * hidden] in the order of `layers`.
+    """
+
+    __slots__ = ("features", "layers", "_size")
+
+    def __init__(self, layers: Sequence[int], features: Tensor) -> None:
+        self.layers, self.features = tuple(layers), features
+        self._size = features.shape[1] // len(self.layers)
+
+    def keep(self, layer: int, residual: Tensor, delta: Tensor | None) -> None:
+        """Keep residual + delta [T, hidden] if it is the feature of this layer."""
+        for place, tapped in enumerate(self.layers):
+            if tapped == layer:
+                out = self.features[:, place * self._size : (place + 1) * self._size]
+                if delta is None:
+                    out.copy_(residual)
+                else:
+                    torch.add(residual, delta, out=out)
+
 
 _StepKey = tuple[LayerKind, int]
 """The kind and the KV group of a layer, -1 for a layer in none."""
@@ -83,24 +109,27 @@ class DecoderModel:
 
     @torch.inference_mode()
     def forward(
-        self, inputs: ForwardInputs, cache: Sequence[LayerCache | None], stream: Tensor | None = None
-    ) -> Tensor:
+        self, inputs: ForwardInputs, cache: Sequence[LayerCache | None], stream: Tensor | None = None,
+        taps: Taps | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return hidden states [T, hidden] after the final norm; writes the step's K and V, and recurrent states.
 
         cache: one entry per layer, None for a layer that keeps nothing.
 
         A pipeline stage that is not the first starts from `stream`, what the stage before it returned, and may change
-        it; a stage that is not the last returns the stream before the norm.
+        it; a stage that is not the last returns the stream before the norm. taps: filled with a drafter's features.
         """
         if self.lora is None:
-            return self._forward(inputs, cache, stream)
+            return self._forward(inputs, cache, stream, taps)
         self.lora.begin(inputs)
         try:
-            return self._forward(inputs, cache, stream)
+            return self._forward(inputs, cache, stream, taps)
         finally:
             self.lora.end()
 
-    def _forward(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None], stream: Tensor | None) -> Tensor:
+    def _forward(
+        self, inputs: ForwardInputs, cache: Sequence[LayerCache | None], stream: Tensor | None, taps: Taps | None
+    ) -> Tensor:
         steps = self._prepare(inputs, cache)
         if self.embedding is None:
             assert stream is not None, "a later stage starts from the stream of the stage before it"
@@ -116,10 +145,19 @@ class DecoderModel:
         if self.streams is not None:
             residual = self.streams.spread(residual)
         delta: Tensor | None = None
-        for layer, kept, key in zip(self.layers, cache, self._steps, strict=True):
+        for index, (layer, kept, key) in enumerate(zip(self.layers, cache, self._steps, strict=True)):
+            if taps is not None:
+                taps.keep(index, residual, delta)
             delta = layer(residual, delta, kept, steps[key])
         if self.streams is not None:
             residual = self.streams.join(residual)
+        hidden = self._end(residual, delta)
+        if taps is not None:
+            taps.keep(FINAL_HIDDEN, hidden, None)
+        return hidden
+
+    def _end(self, residual: Tensor, delta: Tensor | None) -> Tensor:
+        """Return the stream after the last layer, normed where this stage has the final norm."""
         if delta is None:
             return residual if self.norm is None else self.norm(residual)
         return residual.add_(delta) if self.norm is None else self.norm.add(delta, residual)

@@ -1,7 +1,7 @@
 """The interface of a drafter with weights, as the runner drives it.
 
-    DraftMethod    draft_model, eagle, eagle3, mtp: how the drafter reads the model that it drafts for
-    DrafterPlan    what the checkpoint's headers say: sizes, taps, bytes. Made before anything is loaded
+    DraftStep      the inputs of one pass of its layers
+    DrafterPlan    what the checkpoint's headers say: sizes, taps, bytes (spec/model_spec.py)
     Drafter        the loaded drafter
 
 A drafter keeps K and V in the same blocks as its target: the same block ids, block size and block table, in planes of
@@ -21,20 +21,16 @@ Does not know: how drafts are drawn and verified, requests, blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import ForwardInputs
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.drafter import FINAL_HIDDEN, DraftMethod
+from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
 
-DraftMethod = Literal["draft_model", "eagle", "eagle3", "mtp"]
-
-FINAL_HIDDEN = -1
-"""The tap of the hidden state after the target's final norm."""
+__all__ = ["FINAL_HIDDEN", "DraftMethod", "DraftStep", "Drafter", "DrafterPlan"]
 
 DraftStep = ForwardInputs
 """One pass of a drafter's layers: the tensors that a model's layers read. T tokens of R rows of any lengths.
@@ -49,18 +45,6 @@ The other fields are as in a step of a model: a step of one token a row has num_
 """
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterPlan:
-    """A drafter by its checkpoint's headers."""
-
-    method: DraftMethod
-    path: Path  # folder or GGUF file of the drafter; with MTP layers the target's own
-    spec: ModelSpec  # of the drafter's own layers: sizes of their K and V, rotary embedding
-    weights_bytes: int  # that the loaded drafter holds, without what it shares with the target
-    taps: tuple[int, ...] = ()
-    first_key: int = 0
-
-
 class Drafter(Protocol):
     """A loaded drafter. Calls are on the runner's thread in inference mode."""
 
@@ -70,6 +54,10 @@ class Drafter(Protocol):
     `FINAL_HIDDEN`. (): none."""
     first_key: int
     lookahead: int  # positions behind the known tokens that need blocks: the most drafts at a time
+
+    def serve_context(self, max_model_len: int) -> None:
+        """Resize the rotary tables for another context. Not while an engine is open."""
+        ...
 
     def extend(self, step: DraftStep, cache: Sequence[LayerKV | None], features: Tensor | None) -> Tensor:
         """Compute the pairs of the step's tokens and store their keys and values. Return [R, hidden] of each row's

@@ -28,7 +28,7 @@ def plan_drafter(path: Path, method: str, target: ModelSpec, target_path: Path) 
 
 def open_drafter(
     plan: DrafterPlan, target: DecoderModel, device: torch.device, dtype: torch.dtype, *, max_model_len: int,
-    lookahead: int, **load: Any,
+    **load: Any,
 ) -> Drafter:  # fmt: skip
     """Load a planned drafter. Parts that it shares with the target (embedding, head) are the target's own.
 

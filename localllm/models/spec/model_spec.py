@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from localllm.config.settings import Task
 from localllm.models.spec.altup import AltUpSpec
+from localllm.models.spec.drafter import DraftMethod
 from localllm.models.spec.kv_group import KVGroup
 from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
@@ -19,7 +21,7 @@ from localllm.models.spec.per_layer_input import PerLayerInputSpec
 from localllm.models.spec.recurrent import LayerPart, RecurrentSpec
 from localllm.models.spec.rope import RopeSpec
 
-__all__ = ["ModelSpec", "RopeSpec"]
+__all__ = ["DrafterPlan", "ModelSpec", "RopeSpec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()  # from generation_config.json, else config.json
     bos_token_id: int | None = None
     task: Task = "generate"  # embed and score: models/pooling
+    drafter: DrafterPlan | None = None  # guesses tokens of this model; counted by fit and loaded with it
     implementation: str = "localllm"  # whose code computes it: localllm, transformers, or remote (the checkpoint's)
     quantization: Mapping[str, Any] | None = None  # quantization_config, unchanged; None: plain matrices
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, ... of generation_config
@@ -113,3 +116,16 @@ class ModelSpec:
     def recurrent_layers(self) -> tuple[int, ...]:
         """Return the layers that keep a recurrent state."""
         return tuple(layer for layer in range(self.num_layers) if self.layer_kind(layer) in ("recurrent", "both"))
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterPlan:
+    """A drafter by its checkpoint's headers, and how it reads the model that it drafts for."""
+
+    method: DraftMethod
+    path: Path  # folder or GGUF file of the drafter; with MTP layers the target's own
+    spec: ModelSpec  # of the drafter's own layers: sizes of their K and V, rotary embedding
+    stored_bytes: int  # of its tensors as stored in `spec.dtype`, without those that it shares with the target
+    taps: tuple[int, ...] = ()  # layers whose input it reads (see Drafter.taps)
+    first_key: int = 0  # first slot with keys: 1 if it computes pairs of a feature and a token
+    num_drafts: int = 4  # most drafts at a time
