@@ -87,11 +87,17 @@ def _parts_around(hidden: int, seed: int) -> dict[str, Tensor]:
 class MTPOracle:
     """The prediction layer over a whole text at once, without a cache, in float32."""
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, other: dict[str, Tensor] | None = None) -> None:
+        """other: tensors of the prediction layer by their stored names, in place of those in the checkpoint."""
         self.kind, self.parts = KINDS[name], load_file(path / "around.bin")
         reference = load_reference(path / "whole")
+        if other is not None:
+            prefix, own = self.kind.stored_prefix, f"model.layers.{LAYERS}."
+            reference.load_state_dict({key.replace(prefix, own): other[key] for key in other}, strict=False)
+            self.parts["projection"] = other[f"{prefix}{self.kind.names['projection']}.weight"]
         self._model, self._head = reference.model, reference.lm_head
         self._layer = self._model.layers[LAYERS]
+        self.embedding_scale = 1.0  # of a copy of the embedding
         self._model.layers = self._model.layers[:LAYERS]
 
     @torch.no_grad()
@@ -102,7 +108,7 @@ class MTPOracle:
     @torch.no_grad()
     def hidden(self, token_ids: list[int], before: Tensor) -> Tensor:
         """Return [T - 1, hidden], what each pair hands on. before: [T - 1, hidden], of the token before each pair's."""
-        embedded = self._norm("embed", self._model.embed_tokens(torch.tensor(token_ids[1:])))
+        embedded = self._norm("embed", self._model.embed_tokens(torch.tensor(token_ids[1:])) * self.embedding_scale)
         read = self._norm("hidden", before)
         both = (read, embedded) if self.kind.hidden_first else (embedded, read)
         x = (torch.cat(both, dim=1) @ self.parts["projection"].T)[None]

@@ -44,6 +44,7 @@ from localllm.models.weights.parameters import held_bytes
 from localllm.models.weights.source import EMBEDDING, LM_HEAD
 
 _PREFIX = "model.layers.0."  # of the names that the builder asks for
+_DRAFTS = 3  # the layer was trained to guess one token; each further one is right less often
 _COMPARED_ROWS = 256
 _HINT = "--speculative auto looks drafts up in the text, and --draft MODEL takes a smaller model."
 
@@ -67,12 +68,12 @@ class MTPDrafter:
     taps = (FINAL_HIDDEN,)
     first_key = 1
 
-    def __init__(
-        self, spec: ModelSpec, layout: MTPLayout, parts: MTPParts, target: DecoderModel, lookahead: int
-    ) -> None:
-        """spec: of a model of this one layer. lookahead: the most drafts at a time."""
-        self.spec, self.lookahead = spec, lookahead
-        self._layout, self._parts, self._target = layout, parts, target
+    def __init__(self, plan: DrafterPlan, layout: MTPLayout, parts: MTPParts, target: DecoderModel) -> None:
+        self.spec, self.lookahead = plan.spec, plan.num_drafts
+        self.layout, self.parts, self._target = layout, parts, target
+
+    def serve_context(self, max_model_len: int) -> None:
+        """No-op: the rotary tables are the target's."""
 
     def extend(self, step: DraftStep, cache: Sequence[LayerKV | None], features: Tensor | None) -> Tensor:
         assert features is not None, "the layer reads the target's hidden states"
@@ -82,29 +83,29 @@ class MTPDrafter:
         return self._run(step, cache, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        normed = hidden if self._layout.hands_on_normed else self._parts.final_norm(hidden)
-        if self._parts.head is not None:
-            return self._target.finish_logits(self._parts.head(normed).float())
+        normed = hidden if self.layout.hands_on_normed else self.parts.final_norm(hidden)
+        if self.parts.head is not None:
+            return self._target.finish_logits(self.parts.head(normed).float())
         logits = self._target.compute_logits(normed)
         assert logits is not None, "the target is on one device"
         return logits
 
     def _run(self, step: DraftStep, cache: Sequence[LayerKV | None], hidden: Tensor) -> Tensor:
         """Return the hidden states [T, hidden] of the step's pairs, as the next pair reads them."""
-        parts, (kv,) = self._parts, cache
+        parts, (kv,) = self.parts, cache
         assert kv is not None, "the layer keeps keys and values"
         embedding = self._target.embedding if parts.embedding is None else parts.embedding
         assert embedding is not None, "the target is on one device"
         embedded, read = parts.embed_norm(embedding(step.token_ids, step.positions)), parts.hidden_norm(hidden)
-        both = (read, embedded) if self._layout.hidden_first else (embedded, read)
+        both = (read, embedded) if self.layout.hidden_first else (embedded, read)
         stream = parts.projection(torch.cat(both, dim=1))
         delta = parts.layer(stream, None, kv, self._attention_step(step, kv))
         output = stream if delta is None else stream.add_(delta)
-        return parts.final_norm(output) if self._layout.hands_on_normed else output
+        return parts.final_norm(output) if self.layout.hands_on_normed else output
 
     def _attention_step(self, step: DraftStep, kv: LayerKV) -> AttentionStep:
         heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
-        group, table = step.groups[0], self._target.rope_table(self._parts.layer.kind)
+        group, table = step.groups[0], self._target.rope_table(self.parts.layer.kind)
         assert table is not None, "the families with such a layer rotate"
         plan = plan_step(step, group, kv.k, heads, None)
         valid = has_no_skipped_slot(group.slot_mapping)
@@ -115,7 +116,7 @@ class MTPDrafter:
 
 
 def plan_mtp(path: Path, target: ModelSpec) -> DrafterPlan:
-    """Return the plan of the prediction layer of the target's own checkpoint, a folder; weights_bytes: as stored.
+    """Return the plan of the prediction layer in the target's own checkpoint, a folder.
 
     Raises `DrafterMismatch` if the checkpoint has no such layer, or one that is not supported.
     """
@@ -134,7 +135,7 @@ def plan_mtp(path: Path, target: ModelSpec) -> DrafterPlan:
         shared = _shared_copies(checkpoint, layout, prefix)
         own = [info.num_bytes for name, info in checkpoint.tensors.items() if name.startswith(prefix)]
         stored = sum(own) - sum(checkpoint.tensors[name].num_bytes for name in shared)
-    return DrafterPlan("mtp", path, spec, stored, MTPDrafter.taps, MTPDrafter.first_key)
+    return DrafterPlan("mtp", path, spec, stored, MTPDrafter.taps, MTPDrafter.first_key, _DRAFTS)
 
 
 def mtp_bytes(plan: DrafterPlan, num_layers: int, device: torch.device, dtype: torch.dtype, **load: Any) -> int:
@@ -144,12 +145,12 @@ def mtp_bytes(plan: DrafterPlan, num_layers: int, device: torch.device, dtype: t
 
 
 def open_mtp(
-    plan: DrafterPlan, target: DecoderModel, device: torch.device, dtype: torch.dtype, *, lookahead: int, **load: Any
+    plan: DrafterPlan, target: DecoderModel, device: torch.device, dtype: torch.dtype, **load: Any
 ) -> MTPDrafter:
     """Load the prediction layer. load: as for `mtp_bytes`. Raises `CorruptModel` for tensors of wrong shapes, or that
     the layer does not use."""
     parts = _read_parts(plan, target.spec.num_layers, device, dtype, **load)
-    return MTPDrafter(plan.spec, _layout(plan.path, plan.spec), parts, target, lookahead)
+    return MTPDrafter(plan, _layout(plan.path, plan.spec), parts, target)
 
 
 def _layout(path: Path, target: ModelSpec) -> MTPLayout:
@@ -173,7 +174,7 @@ def _layout(path: Path, target: ModelSpec) -> MTPLayout:
 def _layer_spec(target: ModelSpec, *, has_experts: bool) -> ModelSpec:
     """Return the spec of a model of the prediction layer alone: the target's, with one layer that sees all tokens."""
     mixture = replace(target.mixture, layers=()) if target.mixture is not None and has_experts else None
-    return replace(target, num_layers=1, mixture=mixture, layer_is_windowed=(), sliding_window=None)
+    return replace(target, num_layers=1, mixture=mixture, layer_is_windowed=(), sliding_window=None, drafter=None)
 
 
 def _read_parts(plan: DrafterPlan, num_layers: int, device: torch.device, dtype: torch.dtype, **load: Any) -> MTPParts:
