@@ -38,6 +38,7 @@ KINDS = {
     "deepseek_v3": MTPKind("deepseek_v3", _DEEPSEEK),
     "glm4_moe": MTPKind("glm4_moe", _DEEPSEEK),
     "glm4_moe_lite": MTPKind("glm4_moe_lite", _DEEPSEEK),
+    "deepseek_v32": MTPKind("deepseek_v32", _DEEPSEEK, overrides=(("mlp_layer_types", ["sparse", "dense", "sparse"]),)),
     "mimo": MTPKind(
         "qwen2",
         {
