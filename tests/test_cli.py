@@ -174,7 +174,7 @@ def test_help_needs_nothing_heavy() -> None:
             "--swap-space is not supported.\nA preempted request is recomputed; nothing is swapped.\nTry: ",
         ),
         ("serve demo --kv-transfer-config={}", 2, "--kv-transfer-config is not supported."),
-        ("up --speculative mtp", 2, "--speculative mtp is out of range."),
+        ("up --speculative mtpp", 2, "--speculative mtpp is out of range."),
         ("up --no-enable-chunked-prefill", 2, "--no-enable-chunked-prefill is not supported."),
         ("up --model demo", 2, "There is no --model flag: pass the model as an argument.\nTry: localllm up MODEL"),
         ("up one two", 2, "Unexpected argument 'two'."),

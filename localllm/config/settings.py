@@ -19,7 +19,12 @@ from typing import Any, Literal
 from localllm.config.lora_modules import LoraModule, read_lora_modules
 from localllm.config.mcp_servers import McpServer
 from localllm.config.setting_spec import SettingSpec, setting
-from localllm.config.speculative import METHODS, SpeculationChoice, read_speculative_config, speculation_choice
+from localllm.config.speculative import (
+    SpeculationChoice,
+    is_method_or_model,
+    read_speculative_config,
+    speculation_choice,
+)
 from localllm.errors import ConfigError
 from localllm.units import parse_count
 
@@ -207,15 +212,21 @@ class EngineConfig:
     async_scheduling: bool | None = setting(
         None, SCHEDULING, "schedule the next step while the current one runs", unset="true on a GPU, false on CPU")
     speculative: str = setting(
-        "auto", SCHEDULING, "guess tokens ahead and verify them in one step; answers stay the same", choices=METHODS,
-        allowed_text="auto (where the device supports it), ngram (the same, refused elsewhere) or off")
+        "auto", SCHEDULING, "guess tokens ahead and verify them in one step; answers stay the same",
+        accepts=is_method_or_model,
+        allowed_text="auto (lookup, where the device supports it), ngram (the same, refused elsewhere), mtp (the "
+        "model's own prediction layers), off, or ORG/NAME of a drafter")
+    draft: str | None = setting(
+        None, SCHEDULING, "drafter with weights: a smaller model of the same vocabulary, or an EAGLE head",
+        aliases=("-md",), metavar_text="MODEL", is_of_one_model=True, allowed_text="as the model itself is named")
     draft_max: int | None = setting(
         None, SCHEDULING, "most tokens guessed ahead at a time", unit="tokens", low=0,
         unset="as many as a step verifies at the least cost")
     speculative_config: str | None = setting(
         None, SCHEDULING, "speculation in vLLM's form", parser=read_speculative_config, metavar_text="JSON",
         unset="as speculative says",
-        allowed_text="a JSON object with method (ngram) and num_speculative_tokens")
+        allowed_text="a JSON object with method (ngram, draft_model, eagle, eagle3 or mtp), model and "
+        "num_speculative_tokens", is_of_one_model=True)
     enforce_eager: bool = setting(
         False, SCHEDULING, "do not use CUDA graphs")
     deterministic: bool = setting(
@@ -224,7 +235,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check(self)
-        speculation_choice(self.speculative, self.draft_max, self.speculative_config)
+        speculation_choice(self.speculative, self.draft_max, self.speculative_config, self.draft)
         count = len(self.lora_modules)
         if count > self.max_loras:
             what, why = f"--lora-modules names {count} adapters.", f"--max-loras is {self.max_loras}."
@@ -232,7 +243,7 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculationChoice:
-        return speculation_choice(self.speculative, self.draft_max, self.speculative_config)
+        return speculation_choice(self.speculative, self.draft_max, self.speculative_config, self.draft)
 
     @property
     def takes_adapters(self) -> bool:

@@ -33,7 +33,7 @@ from localllm.engine.settle import LaunchedStep, settle_step
 from localllm.engine.speculation import Speculation
 from localllm.engine.state_pool import StatePool
 from localllm.engine.stats import NO_SPECULATION, EngineStats
-from localllm.engine.step import NewSlot, Row, RunnerStats, StepPlan, StepResult
+from localllm.engine.step import DraftSupport, NewSlot, Row, RunnerStats, StepPlan, StepResult
 from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull
 
 LOOKAHEAD = 8
@@ -88,6 +88,8 @@ class Scheduler:
         self._block_size = config.block_size
         self.table = RequestTable(config, ledger, hasher, self.recorder, state_pool)
         self.states, self.speculation = self.table.states, speculation
+        support = DraftSupport() if speculation is None else speculation.support
+        self._lookahead, self._num_reread = support.lookahead, support.num_reread
         assert speculation is None or not speculation.most or state_pool is None, "a state cannot take back a draft"
         self.requests, self.running, self.waiting = self.table.requests, self.table.running, self.table.waiting
         self.launched: deque[LaunchedStep] = deque()  # plans not settled yet
@@ -274,9 +276,9 @@ class Scheduler:
             request.num_drafts = room - 1
         return request.num_wanted_tokens
 
-    def _schedule_one(self, request: Request, count: int, draft: _Draft) -> int:
+    def _schedule_one(self, request: Request, count: int, draft: _Draft, num_reread: int = 0) -> int:
         """Find blocks for at most `count` more tokens of a running request, add the request to the step, and return
-        how many tokens it runs; 0: none, since it was preempted or ended."""
+        how many tokens it runs; 0: none, since it was preempted or ended. num_reread: see `Row`."""
         if count > 1 and self.states is not None:
             count = self.states.end_of_row(request, request.num_computed_tokens + count) - request.num_computed_tokens
         blocks = self._grow(request, count, draft)
@@ -292,10 +294,10 @@ class Scheduler:
             state = self.states.use(request, end)
         row = Row(
             request.slot, request.request_id, request.num_computed_tokens, count, blocks, samples, drafts, state,
-            num_drafts,
+            num_drafts, num_reread,
         )  # fmt: skip
         draft.rows[request.request_id] = (request, row)
-        draft.budget -= count
+        draft.budget -= count + num_reread
         return count
 
     def _grow(self, request: Request, count: int, draft: _Draft) -> BlockIds | None:
@@ -303,7 +305,7 @@ class Scheduler:
         None: it was itself preempted, or ended."""
         missing = request.num_computed_tokens + count - len(request.block_tables[0]) * self._block_size
         if missing <= 0:
-            return ()
+            return self._grow_ahead(request, count) if self._lookahead else ()
         self._drop_blocks(request)
         need = -(-missing // self._block_size)
         while (blocks := self.ledger.allocate(request, need)) is None:
@@ -315,6 +317,17 @@ class Scheduler:
             if victim is request:
                 return None
         return blocks
+
+    def _grow_ahead(self, request: Request, count: int) -> BlockIds:
+        """Return new blocks for the positions that a drafter writes to behind the tokens of a decoding request; none if
+        others may need the free blocks."""
+        end = request.num_computed_tokens + count + self._lookahead
+        missing = (
+            min(end, request.prompt_len + request.max_output_tokens) - len(request.block_tables[0]) * self._block_size
+        )
+        if missing <= 0 or count > 1 + request.num_drafts or min(self.ledger.num_free) <= len(self.running):
+            return ()
+        return self.ledger.allocate(request, self.ledger.places(missing)) or ()
 
     def _drop_blocks(self, request: Request) -> None:
         """Give back the blocks that no step to come reads. Launched steps may still read them: they run before the step
@@ -335,7 +348,7 @@ class Scheduler:
         """
         entry = draft.rows.pop(request.request_id, None)
         if entry is not None:
-            draft.budget += entry[1].num_scheduled_tokens
+            draft.budget += entry[1].num_scheduled_tokens + entry[1].num_reread
         draft.preempted = True
         self.table.preempt(request)
 
@@ -414,10 +427,11 @@ class Scheduler:
         fixed chunk does not fit any more."""
         hit = self.table.find_hit(request)  # requests admitted in this step may have added blocks, or evicted some
         start = hit.num_places * self.config.block_size
-        count = min(request.num_tokens - start, limit)
+        reread = self._num_reread if start else 0
+        count = min(request.num_tokens - start, limit - reread)
         if self.config.fixed_chunk:
             count = self._chunk_length(request, start)
-        if count > limit or self.table.is_being_computed(request, hit):
+        if not 0 < count <= limit - reread or self.table.is_being_computed(request, hit):
             return 0
         if not self.ledger.can_enter(hit, self.ledger.places(start + count)):
             return 0  # a windowed group is short of blocks until its windows have moved on
@@ -425,11 +439,11 @@ class Scheduler:
         if new is None:
             return 0
         draft.new_slots.append(new)
-        count = self._schedule_one(request, count, draft)
+        count = self._schedule_one(request, count, draft, reread)
         assert count, "admission promised these blocks"
         end = request.num_computed_tokens + count
         self.table.register_blocks(request, end)  # the next admitted request may share these blocks
-        return count
+        return count + reread
 
     # The step is sealed ---------------------------------------------------------------------------------------
 

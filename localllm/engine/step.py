@@ -82,6 +82,7 @@ class Row(NamedTuple):
     draft_token_ids: tuple[int, ...] = ()  # drafts made by the host; (): those that the runner has proposed
     state: StateUse | None = None  # None: a model without recurrent states
     num_drafts: int = 0  # the last so many of the n positions hold drafts
+    num_reread: int = 0  # so many positions before C run again for a drafter that reads their features; KV stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_scheduled_tokens for row in self.rows)
+        return sum(row.num_scheduled_tokens + row.num_reread for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +228,8 @@ class DraftSupport(NamedTuple):
     step_tokens: int = 0  # tokens of a step that has drafts, at most
     proposes: bool = False
     why_none: str = ""  # why `most` is 0, as a part of a sentence
+    lookahead: int = 0  # positions behind the known tokens that a drafter with weights writes to, if they have blocks
+    num_reread: int = 0  # `Row.num_reread` of rows that begin behind a prefix hit
 
 
 class PendingStep(Protocol):

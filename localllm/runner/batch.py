@@ -68,6 +68,7 @@ class StepRows(NamedTuple):
     adapters: Ints  # [B] int64     -1: none
     drafts: Ints  # [B] int64       the last so many of the scheduled tokens are drafts
     states: Ints | None = None  # [3, B] int64 places of recurrent states that each row reads, writes and saves to
+    reread: Ints | None = None  # [B] int64 the first so many of the scheduled tokens have KV and keep it; None: none
 
     @property
     def context(self) -> Ints:
@@ -95,6 +96,7 @@ class StepRows(NamedTuple):
         return StepRows(
             self.slots[rows], self.computed[rows], self.scheduled[rows], starts - starts[0], self.samples[rows],
             self.adapters[rows], self.drafts[rows], None if self.states is None else self.states[:, rows],
+            None if self.reread is None else self.reread[rows],
         )  # fmt: skip
 
 
@@ -281,6 +283,15 @@ class SlotState:
         """Return how many tokens are known: given or sampled."""
         return int(self._num_tokens[slot])
 
+    def num_known_of(self, slots: Ints) -> Ints:
+        known: Ints = self._num_tokens[slots]
+        return known
+
+    def num_places_of(self, slots: Ints) -> Ints:
+        """Return how many token positions the blocks of each slot hold."""
+        places: Ints = self._num_blocks_held[slots] * self.block_size
+        return places
+
     def prompt_len(self, slot: int) -> int:
         return int(self._prompt_len[slot])
 
@@ -303,13 +314,15 @@ class SlotState:
         drafts = np.where(generating, np.minimum(drafts, self._num_ready[slots]), drafts)
         scheduled = np.where(generating, 1 + drafts, scheduled)
         computed = np.where(generating, self._num_tokens[slots] - 1, computed)
+        reread = _column(plan.rows, 9)
+        computed, scheduled = computed - reread, scheduled + reread
         order = np.argsort((scheduled > 1) + (scheduled > 1 + drafts), kind="stable")  # as StepRows has them
         samples, slots = samples[order], slots[order]
         starts = np.zeros(len(order) + 1, np.int64)
         np.cumsum(scheduled[order], out=starts[1:])
         rows = StepRows(
             slots, computed[order], scheduled[order], starts, samples, self._adapter[slots], drafts[order],
-            self._states(plan.rows, order),
+            self._states(plan.rows, order), reread[order] if reread.any() else None,
         )  # fmt: skip
         self._check(plan, rows, samples)
         self._num_computed[rows.slots] = rows.context
@@ -374,7 +387,9 @@ class SlotState:
         """Return the flat positions whose logits are needed, ascending:
         ends of sampling rows, and prompts with prompt_logprobs."""
         slots, computed, starts = rows.slots, rows.computed, rows.starts
-        counts = np.minimum(rows.scheduled, self._prompt_len[slots] - 1 - computed)
+        if rows.reread is not None:
+            computed, starts = computed + rows.reread, starts[:-1] + rows.reread
+        counts = np.minimum(rows.context - computed, self._prompt_len[slots] - 1 - computed)
         asking = np.flatnonzero((self._prompt_logprobs[slots] >= 0) & (counts > 0))
         if not len(asking):
             return (), rows.draws
@@ -417,7 +432,7 @@ class HostInputs:
         return ForwardInputs(
             token_ids=self.token_ids[longs[2], longs[0]].long(),
             positions=longs[0],
-            groups=self._groups(rows.slots, context, self._kv_slots(slot_of_token, positions)),
+            groups=self._groups(rows.slots, context, self._writes(rows, slot_of_token, positions)),
             context_lens=ints[0],
             cu_seqlens_q=ints[1],
             logits_indices=longs[1],
@@ -456,6 +471,15 @@ class HostInputs:
         blocks = self._block_tables[:, slots, positions // self.block_size].astype(np.int64)
         slots_of_groups: Ints = blocks * self.block_size + positions % self.block_size
         return slots_of_groups
+
+    def _writes(self, rows: StepRows, slot_of_token: Ints, positions: Ints) -> Ints:
+        """Return [G, T] int64: where the step's K and V go. Those of tokens that have theirs already go to the null
+        block, which nothing reads."""
+        places = self._kv_slots(slot_of_token, positions)
+        if rows.reread is not None:
+            kept = np.repeat(rows.computed + rows.reread, rows.scheduled)
+            places[:, positions < kept] = 0
+        return places
 
     def _adapters(self, rows: StepRows) -> Tensor | None:
         if (rows.adapters < 0).all():

@@ -1,6 +1,7 @@
-"""Proposes drafts behind the tokens of each slot on a CPU, by lookup.
+"""Proposes drafts behind the tokens of each slot on a CPU: by lookup where it finds any, else by a drafter.
 
-Does not know: how a text is searched (lookup.py), how drafts are verified (host_steps.py).
+Does not know: how a text is searched (lookup.py), how a drafter runs (drafter_steps.py), how drafts are verified
+(host_steps.py).
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from localllm.engine.step import NewSlot
 from localllm.runner.batch import HostInputs, Ints, SlotState, StepBatch
+from localllm.runner.drafter_steps import DrafterSteps
 from localllm.runner.lookup import find_drafts, find_predicted
 
 NO_DRAFTS: Ints = np.empty(0, np.int32)
@@ -26,8 +29,12 @@ class Proposal(NamedTuple):
 class HostDrafts:
     """The sources of drafts of every slot: its own text, and the prediction that came with its request."""
 
-    def __init__(self, inputs: HostInputs, slots: SlotState) -> None:
+    def __init__(
+        self, inputs: HostInputs, slots: SlotState, drafter: DrafterSteps | None = None, num_drafts: int = 0
+    ) -> None:
+        """drafter: None: lookup alone. num_drafts: most drafts of the drafter at a time."""
         self._inputs, self._slots = inputs, slots
+        self._drafter, self._num_drafts = drafter, num_drafts
         self._most: dict[int, int] = {}  # of slots that may have drafts
         self._predicted: dict[int, Ints] = {}
 
@@ -35,23 +42,39 @@ class HostDrafts:
         """Set up a slot, in place of its last request."""
         self._most.pop(new.slot, None)
         self._predicted.pop(new.slot, None)
+        if self._drafter is not None:
+            self._drafter.enter(new.slot, new.num_computed_tokens)
         if new.max_drafts:
             self._most[new.slot] = new.max_drafts
             if new.prediction_token_ids:
                 self._predicted[new.slot] = np.array(new.prediction_token_ids, np.int32)
 
+    def extend(self, batch: StepBatch, features: Tensor | None) -> None:
+        """Let the drafter read what a step made known, whether drafts are wanted or not: blocks that the step has
+        filled may be shared."""
+        if self._drafter is not None:
+            self._drafter.extend(batch, features)
+
     def propose(self, batch: StepBatch, most: int) -> dict[int, Proposal]:
         """Put at most `most` drafts behind each sampling row's tokens. Return them by row of the plan."""
-        proposed = {}
+        proposed, missing = {}, {}
         for plan_row, slot in zip(batch.plan_rows, batch.slots[batch.firsts].tolist(), strict=True):
             allowed = min(most, self._most.get(slot, 0), self._slots.max_model_len - self._slots.num_known(slot))
             if allowed > 0:
                 drafts, are_predicted = self._find_predicted(slot, allowed), True
                 if not len(drafts):
                     drafts, are_predicted = self._find(slot, allowed), False
-                self._slots.add_drafts(slot, drafts)
-                proposed[plan_row] = Proposal(tuple(drafts.tolist()), are_predicted)
+                if not len(drafts) and self._drafter is not None:
+                    missing[slot] = plan_row, min(allowed, self._num_drafts)
+                proposed[plan_row] = self._put(slot, drafts, are_predicted=are_predicted)
+        if self._drafter is not None and missing:
+            for slot, drafts in self._drafter.propose({slot: count for slot, (_, count) in missing.items()}).items():
+                proposed[missing[slot][0]] = self._put(slot, drafts)
         return proposed
+
+    def _put(self, slot: int, drafts: Ints, *, are_predicted: bool = False) -> Proposal:
+        self._slots.add_drafts(slot, drafts)
+        return Proposal(tuple(drafts.tolist()), are_predicted)
 
     def _find_predicted(self, slot: int, most: int) -> Ints:
         predicted = self._predicted.get(slot)

@@ -19,8 +19,10 @@ from torch import Tensor
 from localllm.engine.step import DraftSupport, RunnerStats
 from localllm.kernels.huge_pages import HugePages
 from localllm.kernels.layer_state import LayerCache
-from localllm.models.inputs import CausalModel
+from localllm.models.architectures.decoder import DecoderModel, Taps
+from localllm.models.inputs import CausalModel, ForwardInputs
 from localllm.models.lone_step import MAX_ROWS, LoneStep, NoLoneStep, open_lone_step
+from localllm.models.spec.drafter import FINAL_HIDDEN
 from localllm.models.weights.parameters import has_only_float32, held_memory
 from localllm.runner.batch import HostInputs, Ints, StepBatch
 from localllm.runner.grammar_masks import RowMasks
@@ -53,10 +55,11 @@ class Forward:
     logits: Tensor | None  # [S, V] float32, or [R, V] for the R rows of a padded device step
     # None: no row samples, or another shard draws
     hidden: Tensor | None  # [L, hidden] at the batch's `wanted` positions, for prompt logprobs
+    features: Tensor | None = None  # [T, features] of the step's tokens, for a drafter that reads them
 
     def kept(self) -> Forward:
         """Return results that outlive the next call of the native step."""
-        return self if self.logits is None else Forward(self.logits.clone(), self.hidden)
+        return self if self.logits is None else replace(self, logits=self.logits.clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +91,18 @@ class HostSteps:
         device: torch.device,
         *,
         deterministic: bool = False,
+        taps: tuple[int, ...] = (),
     ) -> None:
-        """deterministic: compute and sample each request so that no bit depends on the others."""
+        """deterministic: compute and sample each request so that no bit depends on the others. taps: features that
+        each step returns for a drafter. A native step has the final hidden state alone."""
         self._model, self._layers, self._inputs, self._sampling, self._device = model, layers, inputs, sampling, device
+        self._taps = taps
         self._lone, self._decode_steps = _lone_step(model, layers)
+        if self._lone is not None and set(taps) - {FINAL_HIDDEN}:
+            self._lone, self._decode_steps = (
+                None,
+                "decode steps run through torch: the drafter reads features of layers",
+            )
         self._huge_pages = HugePages(held_memory(model) if device.type == "cpu" else ())
         self._deterministic, self._num_launched = deterministic, 0
 
@@ -115,22 +126,33 @@ class HostSteps:
         if self._lone is not None and is_lone(batch):
             return self._run_lone(self._lone, batch)
         inputs = self._inputs.make(batch)
-        hidden = self._model.forward(inputs, self._layers)
+        hidden, features = self._hidden(inputs)
         wanted = hidden.index_select(0, inputs.logits_indices)
         logits = None
         if len(batch.slots):
             index = batch.sample_index
             chosen = wanted if index is None else wanted.index_select(0, to_device(index, self._device))
             logits = self._model.compute_logits(chosen)
-        return Forward(logits, wanted if batch.prompt_spans else None)
+        return Forward(logits, wanted if batch.prompt_spans else None, features)
+
+    def _hidden(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states [T, hidden] of the step, and the features that a drafter reads."""
+        if not self._taps:
+            return self._model.forward(inputs, self._layers), None
+        assert isinstance(self._model, DecoderModel), "features are those of localllm's own layers"
+        size = len(self._taps) * self._model.spec.hidden_size
+        features = torch.empty(len(inputs.token_ids), size, dtype=self._model.dtype, device=self._device)
+        hidden = self._model.forward(inputs, self._layers, taps=Taps(self._taps, features))
+        return hidden, features
 
     def _run_lone(self, lone: LoneStep, batch: StepBatch) -> Forward:
         """Run the batch natively. Rows that do not sample are computed with the others."""
         rows = batch.rows
         logits = lone.forward(self._inputs.decode_rows(rows), samples=bool(len(batch.slots)))
+        features = lone.hidden() if self._taps else None
         if not len(batch.slots):
-            return Forward(None, None)
-        return Forward(logits if rows.samples.all() else logits[torch.from_numpy(rows.draws)], None)
+            return Forward(None, None, features)
+        return Forward(logits if rows.samples.all() else logits[torch.from_numpy(rows.draws)], None, features)
 
     def sample(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None = None) -> Drawn:
         slots, lengths = batch.slots, batch.lengths
@@ -212,14 +234,16 @@ def _joined(parts: Sequence[Forward], counts: Sequence[int]) -> Forward:
     """Return the results of consecutive parts of a batch as those of the batch. counts: wanted positions of each part.
     The hidden states of parts that no request scores are 0."""
     logits = [part.logits for part in parts if part.logits is not None]
+    tapped = [part.features for part in parts if part.features is not None]
+    features = torch.cat(tapped) if tapped else None
     like = next((part.hidden for part in parts if part.hidden is not None), None)
     if like is None:
-        return Forward(torch.cat(logits) if logits else None, None)
+        return Forward(torch.cat(logits) if logits else None, None, features)
     hidden = [
         like.new_zeros(count, like.shape[1]) if part.hidden is None else part.hidden
         for part, count in zip(parts, counts, strict=True)
     ]
-    return Forward(torch.cat(logits) if logits else None, torch.cat(hidden))
+    return Forward(torch.cat(logits) if logits else None, torch.cat(hidden), features)
 
 
 def _joined_draws(rows: Sequence[Drawn]) -> Drawn:

@@ -30,6 +30,7 @@ from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState,
 from localllm.runner.device_errors import check_device, first_line, is_device_loss, translated
 from localllm.runner.device_memory import empty_cache, make_current, use_cublas
 from localllm.runner.device_steps import DeviceSteps
+from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, capture_shapes, largest_shape
 from localllm.runner.host_drafts import HostDrafts, Proposal
@@ -61,9 +62,9 @@ class TorchRunner:
         self, model: CausalModel, spec: ModelSpec, kv: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int,
         max_model_len: int, block_size: int, device: torch.device, capture: Capture | None = None,
         staged: bool | None = None, launch_options: LaunchOptions = DEFAULTS, group: Group | None = None,
-        samples: bool = True, states: StateCache | None = None,
+        samples: bool = True, states: StateCache | None = None, drafter: OpenDrafter | None = None,
     ) -> None:  # fmt: skip
-        """states: of a model with recurrent layers."""
+        """states: of a model with recurrent layers. drafter: on a CPU, in one process."""
         assert block_size == kv.block_size, (block_size, kv.block_size)
         self.num_stages = 1
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
@@ -94,7 +95,10 @@ class TorchRunner:
                 num_groups=len(kv.num_blocks),
             )  # fmt: skip
             is_lone = launch_options.deterministic and device.type == "cpu"  # a GPU's kernels see to it themselves
-            self._steps = HostSteps(model, cache, host, self._sampling, device, deterministic=is_lone)
+            taps = drafter.drafter.taps if drafter is not None else ()
+            self._steps = HostSteps(
+                model, cache, host, self._sampling, device, deterministic=is_lone, taps=taps
+            )  # fmt: skip
         self._inputs, self._exchange = inputs, exchange_of(group, device)
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
@@ -107,7 +111,12 @@ class TorchRunner:
             if states.num_places:
                 self.drafts = DraftSupport(why_none="a recurrent state cannot take back a wrong guess")
         if self.drafts.proposes and isinstance(inputs, HostInputs):
-            self._drafters = HostDrafts(inputs, self._slots)
+            steps = None
+            if drafter is not None:
+                steps = drafter.steps(inputs, self._slots, self._sampling, max_num_seqs)
+                reread = 1 if drafter.drafter.taps else 0
+                self.drafts = self.drafts._replace(lookahead=drafter.num_drafts, num_reread=reread)
+            self._drafters = HostDrafts(inputs, self._slots, steps, drafter.num_drafts if drafter is not None else 0)
         self._launched: _ForwardedStep | None = None
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
         self._launch_options = launch_options
@@ -192,7 +201,9 @@ class TorchRunner:
         if len(batch.slots) and self._samples:  # a stage that does not sample gets the ids with the next plan
             drawn = self._draw(batch, done.logits, masks).to_host()
             self._slots.record_sampled(batch, drawn.accepted)
-            if plan.propose and self._drafters is not None:
+        if self._drafters is not None:
+            self._drafters.extend(batch, done.features)
+            if drawn is not None and plan.propose:
                 proposed = self._drafters.propose(batch, plan.propose)
         prompts = tuple(self._score_prompt(span, done.hidden) for span in batch.prompt_spans)
         refused = {i: self._refused[row.slot] for i, row in enumerate(plan.rows) if row.slot in self._refused}

@@ -22,6 +22,7 @@ from localllm.engine.state_pool import StatePool
 from localllm.engine.step import Runner
 from localllm.kernels.launch import LaunchOptions
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from localllm.runner.state_cache import StateCache
@@ -61,11 +62,12 @@ def serve(
     ledger: Ledger | None = None,
     kv_dtype: torch.dtype = torch.float32,
     speculates: bool = False,
+    drafter: Callable[[int], OpenDrafter] | None = None,
 ) -> tuple[dict[str, list[EngineOutput]], Scheduler]:
     """Every request's outputs, and the scheduler after all is done. make_runner: in place of the model's own.
     ledger: in place of one of `num_blocks` blocks for each group. num_places: of
     recurrent states, which are NaN at the start, as K and V then are; 0: the model has none.
-    speculates: with the runner's drafts, as many of them as fit into a step."""
+    speculates: with the runner's drafts, as many of them as fit into a step. drafter: made for a number of blocks."""
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN, block_size=BLOCK,
         long_prefill_token_threshold=16, output_reserve=0.0, state_interval=BLOCK,
@@ -79,6 +81,7 @@ def serve(
         if num_places:
             poison(cache, states)
         runner: Runner = TorchRunner(model, spec, cache, block_size=BLOCK, device=CPU, states=states,
+                                     drafter=drafter and drafter(sizes_of_groups[0]),
                                      launch_options=LaunchOptions(deterministic=deterministic), **sizes)  # fmt: skip
     else:
         runner = make_runner(num_blocks=num_blocks, block_size=BLOCK, **sizes)

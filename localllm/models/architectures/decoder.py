@@ -40,7 +40,7 @@ class Taps:
     features: [T, len(layers) * hidden] in the order of `layers`.
     """
 
-    __slots__ = ("features", "layers", "_size")
+    __slots__ = ("_size", "features", "layers")
 
     def __init__(self, layers: Sequence[int], features: Tensor) -> None:
         self.layers, self.features = tuple(layers), features

@@ -53,7 +53,6 @@ class Drafter(Protocol):
     """Features of the target that it reads, concatenated: the stream before these layers (residual + delta), and
     `FINAL_HIDDEN`. (): none."""
     first_key: int
-    lookahead: int  # positions behind the known tokens that need blocks: the most drafts at a time
 
     def serve_context(self, max_model_len: int) -> None:
         """Resize the rotary tables for another context. Not while an engine is open."""

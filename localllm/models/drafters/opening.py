@@ -14,7 +14,10 @@ import torch
 
 from localllm.errors import DrafterMismatch
 from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.architectures.read_spec import read_spec
+from localllm.models.drafters.draft_model import DraftModel, plan_draft_model
 from localllm.models.drafters.drafter import Drafter, DrafterPlan
+from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
 
 
@@ -23,7 +26,15 @@ def plan_drafter(path: Path, method: str, target: ModelSpec, target_path: Path) 
 
     method: as asked; "": by the checkpoint. Raises `DrafterMismatch`, `UnsupportedModel`, `CorruptModel`.
     """
-    raise DrafterMismatch(f"{path.name} is not a drafter that this version supports.")
+    if target.implementation != "localllm":
+        raise DrafterMismatch(
+            f"{target.architecture} runs without drafters.",
+            "It runs through transformers' code, where no drafts are verified.",
+            "Leave out --draft.",
+        )
+    if method in ("", "draft_model"):
+        return plan_draft_model(path, read_spec(path))
+    raise DrafterMismatch(f"{path.name} is not a drafter that this version supports.", f"Its method is {method}.")
 
 
 def open_drafter(
@@ -34,4 +45,8 @@ def open_drafter(
 
     load: further arguments of `load_model`, for a draft model. Raises `CorruptModel`, `DrafterMismatch`.
     """
+    if plan.method == "draft_model":
+        model = load_model(plan.path, plan.spec, device, dtype, max_model_len=max_model_len, **load)
+        assert isinstance(model, DecoderModel), "plan_draft_model refuses other code"
+        return DraftModel(model, target.spec.vocab_size)
     raise AssertionError(plan.method)

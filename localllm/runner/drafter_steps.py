@@ -1,0 +1,199 @@
+"""Runs a drafter with weights on a CPU: keeps its keys and values up to date, and draws drafts from its logits.
+
+After each step of the model, `extend` computes what the drafter keeps of the tokens that the step made known. Then
+`propose` draws: the first draft from the hidden state of the newest token, each further one after another pass. A draft
+is drawn by the sampler of its slot, with the slot's parameters, seed and position, so it is the token that the model
+draws there if both have the same logits. A grammar is not applied: the model's draw has its mask.
+
+The drafter's keys and values are in the model's blocks. A pair of a feature and a token needs the feature of the token
+before it. Three cases follow from that:
+
+    a row that begins after a prefix hit   the model runs one token before the row again (`Row.num_reread`)
+    the newest token has no block yet      its feature is kept for the next step
+    drafts that turned out wrong           their keys and values are overwritten by those of the accepted tokens
+
+A drafter that fails, or whose logits are not numbers, is used no more; answers do not depend on it.
+Does not know: where else drafts come from (host_drafts.py), how many are worth it (engine/speculation.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from localllm.kernels.layer_kv import LayerKV
+from localllm.models.drafters.drafter import Drafter, DraftStep
+from localllm.runner.batch import HostInputs, Ints, SlotState, StepBatch, StepRows
+from localllm.runner.kv_cache import KVCache
+from localllm.runner.sampler import sample
+from localllm.runner.sampling import SamplingState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDrafter:
+    """A loaded drafter with its own KV cache, for a runner to open."""
+
+    drafter: Drafter
+    kv: KVCache
+    num_drafts: int  # most drafts at a time
+    main_group: int = 0  # the model's KV group whose blocks it shares
+
+    def steps(self, inputs: HostInputs, slots: SlotState, sampling: SamplingState, max_num_seqs: int) -> DrafterSteps:
+        groups = len(self.kv.num_blocks)
+        return DrafterSteps(
+            self.drafter, self.kv.layers, groups, self.main_group, inputs, slots, sampling, max_num_seqs
+        )  # fmt: skip
+
+
+class DrafterSteps:
+    """A drafter and its keys and values, over the slots of a runner."""
+
+    def __init__(
+        self, drafter: Drafter, cache: Sequence[LayerKV | None], num_groups: int, main_group: int,
+        inputs: HostInputs, slots: SlotState, sampling: SamplingState, max_num_seqs: int,
+    ) -> None:  # fmt: skip
+        """cache: of the drafter's layers, which are in num_groups KV groups. main_group: the model's group whose blocks
+        they share."""
+        self._drafter, self._cache, self._num_groups, self._main_group = drafter, cache, num_groups, main_group
+        self._inputs, self._slots, self._sampling = inputs, slots, sampling
+        self._kept = np.zeros(max_num_seqs, np.int64)  # first tokens of each slot that have the drafter's K and V
+        self._carried: dict[int, Tensor] = {}  # [features] of the last computed token, whose successor had no block
+        self._hidden: dict[int, Tensor] = {}  # [1, hidden] of each slot's newest token
+        self.has_failed = False
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self._drafter.taps
+
+    def enter(self, slot: int, num_computed_tokens: int) -> None:
+        """Begin a request. num_computed_tokens: found in the prefix cache, with the drafter's keys and values."""
+        self._kept[slot] = max(num_computed_tokens, self._drafter.first_key)
+        self._carried.pop(slot, None)
+        self._hidden.pop(slot, None)
+
+    def extend(self, batch: StepBatch, features: Tensor | None) -> None:
+        """Compute the tokens that a step of the model made known. features: [T, features] of the step's T tokens."""
+        if self.has_failed:
+            return
+        self._hidden.clear()
+        try:
+            self._extend(batch.rows, features)
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}", error)
+
+    def propose(self, most: Mapping[int, int]) -> dict[int, Ints]:
+        """Return drafts behind the known tokens of slots, at most so many of each. int32"""
+        if self.has_failed:
+            return {}
+        try:
+            return self._propose(most)
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}", error)
+            return {}
+
+    def _fail(self, why: str, error: Exception | None = None) -> None:
+        log.warning("the drafter failed and is not used any more: %s", why, exc_info=error)
+        self.has_failed = True
+        self._carried.clear()
+        self._hidden.clear()
+
+    # ---- after a step of the model -----------------------------------------------------------------------------------
+
+    def _extend(self, rows: StepRows, features: Tensor | None) -> None:
+        first = self._kept[rows.slots]
+        known = self._slots.num_known_of(rows.slots)
+        wanted = np.minimum(known, rows.context + 1)  # a prompt's chunk ends before the token behind it, which is known
+        end = np.minimum(wanted, self._slots.num_places_of(rows.slots))
+        chosen = np.flatnonzero(end > first)
+        order = chosen[np.argsort(end[chosen] - first[chosen] > 1, kind="stable")]
+        if len(order):
+            slots = rows.slots[order]
+            step = self._step(slots, first[order], end[order])
+            hidden = self._drafter.extend(step, self._cache, self._features(rows, order, first, end, features))
+            self._kept[slots] = end[order]
+            for place, row in enumerate(order.tolist()):
+                if end[row] == known[row]:
+                    self._hidden[int(rows.slots[row])] = hidden[place : place + 1]
+        for slot in rows.slots.tolist():
+            self._carried.pop(slot, None)
+        if features is not None:
+            for row in np.flatnonzero(end < wanted).tolist():
+                self._carried[int(rows.slots[row])] = features[
+                    int(rows.starts[row] + end[row] - 1 - rows.computed[row])
+                ]
+
+    def _features(self, rows: StepRows, order: Ints, first: Ints, end: Ints, features: Tensor | None) -> Tensor | None:
+        """Return the feature of the token before each token of the pass, [T, features]."""
+        if features is None:
+            return None
+        parts = []
+        for row in order.tolist():
+            begin = first[row] - 1 - rows.computed[row]
+            if begin < 0:
+                assert begin == -1, "a token's feature is neither of this step nor of the last one"
+                parts.append(self._carried[int(rows.slots[row])][None])
+            start = rows.starts[row]
+            parts.append(features[int(start + max(begin, 0)) : int(start + end[row] - 1 - rows.computed[row])])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    # ---- drafts ------------------------------------------------------------------------------------------------------
+
+    def _propose(self, most: Mapping[int, int]) -> dict[int, Ints]:
+        asked = np.array([slot for slot in most if slot in self._hidden], np.int64)
+        found: dict[int, list[int]] = {int(slot): [] for slot in asked}
+        if not len(asked):
+            return {}
+        known = self._slots.num_known_of(asked)
+        room = self._slots.num_places_of(asked) - known + 1  # a draft needs a place if another one follows
+        limits = np.minimum([most[int(slot)] for slot in asked], room)
+        hidden, place = torch.cat([self._hidden[int(slot)] for slot in asked]), 0
+        while True:
+            going = np.flatnonzero(limits > place)
+            if not len(going):
+                return {slot: np.array(drafts, np.int32) for slot, drafts in found.items()}
+            if len(going) < len(asked):
+                asked, known, limits = asked[going], known[going], limits[going]
+                hidden = hidden[torch.from_numpy(going)]
+            drawn, usable = self._draw(asked, known + place, hidden)
+            if drawn is None:
+                return {}
+            limits = np.where(usable, limits, 0)
+            for slot, token in zip(asked[usable].tolist(), drawn[usable].tolist(), strict=True):
+                found[slot].append(token)
+                self._inputs.write_drafts(slot, int(self._slots.num_known(slot)) + place, np.array([token], np.int32))
+            place += 1
+            going = np.flatnonzero(limits > place)
+            if not len(going):
+                continue
+            asked, known, limits = asked[going], known[going], limits[going]
+            step = self._step(asked, known + place - 1, known + place)
+            hidden = self._drafter.step(step, self._cache, hidden[torch.from_numpy(going)])
+
+    def _draw(self, slots: Ints, lengths: Ints, hidden: Tensor) -> tuple[Ints | None, Ints]:
+        """Return the drawn tokens and which of them are tokens; None if the logits are not numbers."""
+        logits = self._drafter.logits(hidden)
+        drawn = sample(logits, self._sampling.batch(slots, lengths), self._inputs.token_ids)
+        best = drawn.best.numpy()
+        if (np.isnan(best) | (best == np.inf)).any():
+            self._fail("its logits are not numbers (NaN or infinity)")
+            return None, np.empty(0, bool)
+        return drawn.token_ids.numpy(), np.isfinite(best)
+
+    def _step(self, slots: Ints, first: Ints, end: Ints) -> DraftStep:
+        """Return the inputs of a pass over tokens first .. end - 1 of each slot. Rows of one token come first."""
+        counts = end - first
+        starts = np.zeros(len(slots) + 1, np.int64)
+        np.cumsum(counts, out=starts[1:])
+        none = np.zeros(len(slots), np.int64)
+        rows = StepRows(slots, first, counts, starts, none > 0, none - 1, none)
+        made = self._inputs.make(StepBatch(rows, starts[1:] - 1, (), none[:0], none[:0], none[:0], ()))
+        groups = (made.groups[self._main_group],) * self._num_groups
+        first_key = self._drafter.first_key
+        return replace(made, positions=made.positions - first_key, groups=groups, first_key=first_key)
