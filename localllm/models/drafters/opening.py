@@ -17,6 +17,7 @@ from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.drafters.draft_model import DraftModel, plan_draft_model
 from localllm.models.drafters.drafter import Drafter, DrafterPlan
+from localllm.models.drafters.mtp import open_mtp, plan_mtp
 from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
 
@@ -34,6 +35,8 @@ def plan_drafter(path: Path, method: str, target: ModelSpec, target_path: Path) 
         )
     if method in ("", "draft_model"):
         return plan_draft_model(path, read_spec(path))
+    if method == "mtp":
+        return plan_mtp(target_path, target)
     raise DrafterMismatch(f"{path.name} is not a drafter that this version supports.", f"Its method is {method}.")
 
 
@@ -49,4 +52,6 @@ def open_drafter(
         model = load_model(plan.path, plan.spec, device, dtype, max_model_len=max_model_len, **load)
         assert isinstance(model, DecoderModel), "plan_draft_model refuses other code"
         return DraftModel(model, target.spec.vocab_size)
+    if plan.method == "mtp":
+        return open_mtp(plan, target, device, dtype, **load)
     raise AssertionError(plan.method)
