@@ -24,6 +24,7 @@ from localllm.config.speculative import (
     is_method_or_model,
     read_speculative_config,
     speculation_choice,
+    without_drafter,
 )
 from localllm.errors import ConfigError
 from localllm.units import parse_count
@@ -437,6 +438,7 @@ class Settings:
         names = table.names if table is not None else names
         own = {"model": name} if table is None else {"model": table.name, **table.engine}
         own = {"profile": "none" if self.engine.profile == "none" else "auto", **own}
+        own = {"speculative": without_drafter(self.engine.speculative), **own}
         engine = replace(self.engine, **{**_OF_ONE_MODEL, **own, "offline": True})
         return replace(self, engine=engine, server=replace(self.server, served_model_name=names))
 

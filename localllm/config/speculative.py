@@ -53,6 +53,11 @@ def is_method_or_model(value: str) -> bool:
     return value in METHODS or "/" in value or value.endswith(".gguf")
 
 
+def without_drafter(method: str) -> str:
+    """Return the value of --speculative for a model that the named drafter does not belong to."""
+    return method if method in ("auto", "off", "ngram") else "auto"
+
+
 def read_speculative_config(raw: Any) -> str:
     """Check the JSON object, or a table of a file, and return it as JSON.
 

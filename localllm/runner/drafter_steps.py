@@ -110,6 +110,7 @@ class DrafterSteps:
         first = self._kept[rows.slots]
         known = self._slots.num_known_of(rows.slots)
         wanted = np.minimum(known, rows.context + 1)  # a prompt's chunk ends before the token behind it, which is known
+        wanted = np.minimum(wanted, self._drafter.spec.max_position)
         end = np.minimum(wanted, self._slots.num_places_of(rows.slots))
         chosen = np.flatnonzero(end > first)
         order = chosen[np.argsort(end[chosen] - first[chosen] > 1, kind="stable")]
@@ -152,6 +153,7 @@ class DrafterSteps:
             return {}
         known = self._slots.num_known_of(asked)
         room = self._slots.num_places_of(asked) - known + 1  # a draft needs a place if another one follows
+        room = np.minimum(room, self._drafter.spec.max_position - known + 1)
         limits = np.minimum([most[int(slot)] for slot in asked], room)
         hidden, place = torch.cat([self._hidden[int(slot)] for slot in asked]), 0
         while True:

@@ -20,6 +20,9 @@ from localllm.config.settings import EngineConfig
 from localllm.engine.step import RankStats, Runner
 from localllm.errors import DeviceLost
 from localllm.machine.hardware import Hardware
+from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.drafters.drafter import Drafter
+from localllm.models.drafters.opening import open_drafter
 from localllm.models.fit import MemoryPlan
 from localllm.models.fit.checkpoint import lora_limits
 from localllm.models.layers.group import Group
@@ -105,12 +108,13 @@ class LocalExecutor:
     """A model on one device, in this process."""
 
     def __init__(
-        self, model: ReopenableModel, spec: ModelSpec, device: torch.device, allocated_before: int = 0
-    ) -> None:
+        self, model: ReopenableModel, spec: ModelSpec, device: torch.device, allocated_before: int = 0,
+        drafter: Drafter | None = None,
+    ) -> None:  # fmt: skip
         """allocated_before: bytes that torch had allocated on a GPU before the model was loaded."""
         self._model: ReopenableModel | None = model
-        self._spec, self._device = spec, device
-        self._fixed_bytes = held_bytes(model) - model.table_bytes(model.max_model_len)
+        self._spec, self._device, self._drafter = spec, device, drafter
+        self._fixed_bytes = held_bytes([model, drafter]) - model.table_bytes(model.max_model_len)
         self._allocated_bytes = self._allocated() - allocated_before - model.table_bytes(model.max_model_len)
         self._is_on_host = False
 
@@ -131,7 +135,8 @@ class LocalExecutor:
                 lora=lora_limits(config), cpu_weights=config.cpu_weights,
                 half_weights=config.keeps_half_weights, shard=shard, group=group,
             )  # fmt: skip
-        return cls(cast("ReopenableModel", model), spec, device, before)
+            drafter = _load_drafter(spec, model, device, config, plan)
+        return cls(cast("ReopenableModel", model), spec, device, before, drafter)
 
     @property
     def model(self) -> ReopenableModel:
@@ -169,7 +174,9 @@ class LocalExecutor:
         make_current(self._device)
         self.model.serve_context(plan.max_model_len)
         others = self._allocated() - self._allocated_bytes - self.model.table_bytes(plan.max_model_len)
-        return open_runner(self.model, self._spec, config, plan, hardware, report, max(0, others))
+        if self._drafter is not None:
+            self._drafter.serve_context(min(plan.max_model_len, self._drafter.spec.max_position))
+        return open_runner(self.model, self._spec, config, plan, hardware, report, max(0, others), self._drafter)
 
     def move_to_host(self) -> None:
         if self._device.type == "cpu":
@@ -193,7 +200,7 @@ class LocalExecutor:
         """Do nothing: a lost device shows in the next step."""
 
     def close(self) -> None:
-        self._model = None
+        self._model = self._drafter = None
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
@@ -208,6 +215,20 @@ class BankSlots:
 
     def put(self, slot: int, lora: LoraFile) -> None:
         put_lora(lora, self._bank, slot)
+
+
+def _load_drafter(
+    spec: ModelSpec, model: object, device: torch.device, config: EngineConfig, plan: MemoryPlan
+) -> Drafter | None:
+    """Load the drafter of a model that has one, onto the model's device."""
+    if spec.drafter is None:
+        return None
+    assert isinstance(model, DecoderModel), "plan_drafter refuses other code"
+    length = min(plan.max_model_len, spec.drafter.spec.max_position)
+    return open_drafter(
+        spec.drafter, model, device, getattr(torch, plan.dtype), max_model_len=length,
+        cpu_weights=config.cpu_weights, half_weights=config.keeps_half_weights,
+    )  # fmt: skip
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -20,12 +20,16 @@ from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
 from localllm.errors import DoesNotFit
 from localllm.kernels.launch import LaunchOptions
 from localllm.machine.hardware import Hardware, read_hardware
+from localllm.models.drafters.drafter import Drafter
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
 from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
 from localllm.models.prompt_embeds import PromptEmbedsTensor
+from localllm.models.spec.kv_group import main_group
+from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.device_memory import empty_cache, make_current
+from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.graphs import AgreedCapture, Capture, CudaCapture
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
@@ -58,9 +62,10 @@ def open_runner(
     hardware: Hardware,
     report: ReportDetail,
     held_before: int = 0,
+    drafter: Drafter | None = None,
 ) -> tuple[TorchRunner, MemoryPlan]:
     """Return the runner, warmed up, and the plan it was built with. `hardware`: as it was before the model was loaded;
-    held_before: GPU bytes that torch had allocated for other models by then."""
+    held_before: GPU bytes that torch had allocated for other models by then. drafter: of a model on a CPU."""
     launch_options = LaunchOptions(deterministic=config.deterministic)
     device = torch.device(plan.device)
     make_current(device)
@@ -69,12 +74,13 @@ def open_runner(
         measured = measure(model, spec, plan, device, held_before, launch_options, config.enable_prompt_embeds)
         plan = replan(spec, config, plan, hardware, measured)
     kv, states, plan = _allocate(spec, config, plan, hardware, device, held_before)
-    return open_on(kv, model, spec, config, plan, report, states=states), plan
+    opened = None if drafter is None else _with_cache(drafter, spec, plan, device)
+    return open_on(kv, model, spec, config, plan, report, states=states, drafter=opened), plan
 
 
 def open_on(
     kv: KVCache, model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, report: ReportDetail,
-    parallel: Parallel | None = None, states: StateCache | None = None,
+    parallel: Parallel | None = None, states: StateCache | None = None, drafter: OpenDrafter | None = None,
 ) -> TorchRunner:  # fmt: skip
     """Return a runner over a KV cache, warmed up. spec: with the sizes that this rank holds. states: of a model with
     recurrent layers. Raises `DoesNotFit`."""
@@ -84,7 +90,7 @@ def open_on(
     if isinstance(capture, CudaCapture) and parallel is not None:
         capture = AgreedCapture(capture, parallel.world, device)
     options = LaunchOptions(deterministic=config.deterministic)
-    runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states)
+    runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states, drafter)
     if capture is not None:
         report("capturing CUDA graphs")
     try:
@@ -184,6 +190,15 @@ def _allocate(
     raise AssertionError("unreachable")
 
 
+def _with_cache(drafter: Drafter, spec: ModelSpec, plan: MemoryPlan, device: torch.device) -> OpenDrafter:
+    """Return the drafter with keys and values for each block of the model's main KV group."""
+    assert spec.drafter is not None
+    group = main_group(plan.windows)
+    blocks = (plan.num_blocks[group],) * len(kv_groups(drafter.spec))
+    cache = KVCache(drafter.spec, blocks, plan.block_size, device, getattr(torch, plan.kv_dtype))
+    return OpenDrafter(drafter, cache, spec.drafter.num_drafts, group)
+
+
 def _plan_for_free_memory(
     spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, held_before: int
 ) -> MemoryPlan:
@@ -206,7 +221,7 @@ def _plan_for_free_memory(
 def _runner(
     model: CausalModel, spec: ModelSpec, plan: MemoryPlan, kv: KVCache, device: torch.device,
     capture: Capture | None, launch_options: LaunchOptions, parallel: Parallel | None,
-    states: StateCache | None = None,
+    states: StateCache | None = None, drafter: OpenDrafter | None = None,
 ) -> TorchRunner:  # fmt: skip
     return TorchRunner(
         model,
@@ -222,4 +237,5 @@ def _runner(
         group=None if parallel is None else parallel.group,
         samples=parallel is None or parallel.samples,
         states=states,
+        drafter=drafter,
     )

@@ -22,6 +22,7 @@ from localllm.engine.params import GENERATION_CONFIG, SAMPLING_PARAMS
 from localllm.errors import DoesNotFit, UnsupportedOption
 from localllm.machine.gpu_support import require_compiler
 from localllm.serving.compute import start_torch
+from localllm.serving.drafters import check_vocabulary, describe_choice, require_place, with_drafter
 from localllm.serving.fingerprints import fingerprint
 from localllm.serving.names import names_of
 from localllm.serving.phases import OnPhase, PhaseReporter, report_phase
@@ -69,8 +70,10 @@ def build_engine(
         settings = tuned(settings, found, spec, hardware, on_phase)
         config = settings.engine
         plan = _fit(config, found.path, spec, hardware, on_phase)
+        require_place(spec, plan)
         require_context(plan, spec, config, limits)
         tokenizer, template = _read_text(found.path, on_phase)
+        check_vocabulary(spec, tokenizer, read_tokenizer)
         executor, memory_of = _load(found.path, spec, config, plan, on_phase)
         undo.callback(executor.close)
         with report_phase("memory", on_phase) as report:
@@ -138,17 +141,17 @@ def _seal_launch_settings() -> None:
     table().seal()
 
 
-def _download(config: EngineConfig, on_phase: OnPhase) -> None:
-    """Download a model that is only on the hub. The user asked for it by name."""
+def _download(name: str, revision: str | None, config: EngineConfig, on_phase: OnPhase) -> None:
+    """Download a model or a drafter that is only on the hub. The user asked for it by name."""
     from localllm.models.library.catalog import is_for_the_hub
 
-    if is_for_the_hub(config.model, config.revision):
+    if is_for_the_hub(name, revision):
         from localllm.models.library.hub.fetch import fetch_model, progress_line
 
         report = PhaseReporter("download", on_phase)
         report()
         fetch_model(
-            config.model, config.revision, offline=config.offline, code=config.trust_remote_code,
+            name, revision, offline=config.offline, code=config.trust_remote_code,
             on_progress=lambda progress: report(progress_line(progress), progress.fraction),
         )  # fmt: skip
         report(done=True, fraction=1.0)
@@ -161,7 +164,7 @@ def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, Model
     from localllm.models.library.catalog import resolve_model
     from localllm.models.pooling.recipe import task_of
 
-    _download(config, on_phase)
+    _download(config.model, config.revision, config, on_phase)
     with report_phase("find", on_phase) as report:
         found = resolve_model(config.model, config.revision)
         task = task_of(found.path, config.task)
@@ -171,7 +174,20 @@ def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, Model
         spec = read_spec(found.path, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
         through = "" if spec.implementation == "localllm" else " through transformers"
         report(f"{found.name} · {spec.architecture}{through}")
-    return found, spec
+    return found, _find_drafter(config, found.path, spec, on_phase)
+
+
+def _find_drafter(config: EngineConfig, path: Path, spec: ModelSpec, on_phase: OnPhase) -> ModelSpec:
+    """Return the spec with its drafter, if the settings name one."""
+    choice = config.speculation
+    if not choice.has_drafter:
+        return spec
+    if choice.drafter:
+        _download(choice.drafter, choice.revision, config, on_phase)
+    with report_phase("drafter", on_phase) as report:
+        spec = with_drafter(config, path, spec)
+        report(describe_choice(choice, spec))
+    return spec
 
 
 def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> Settings:
@@ -359,11 +375,11 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
     from localllm.models.fit.states import state_interval
 
     choice, support = config.speculation, runner.drafts
-    if choice.method == "ngram" and not support.most:
+    if choice.method in ("ngram", "draft") and not choice.is_off and not support.most:
         raise UnsupportedOption(
             "Speculation is not supported here.",
             f"Drafts cannot be verified: {support.why_none}.",
-            "--speculative auto uses it where it is supported.",
+            "--speculative auto uses lookup where it is supported.",
             param="speculative",
         )
     speculation = Speculation(support, most=choice.most, why_off="--speculative off" if choice.is_off else "")

@@ -46,10 +46,12 @@ def open_drafter(
 ) -> Drafter:  # fmt: skip
     """Load a planned drafter. Parts that it shares with the target (embedding, head) are the target's own.
 
-    load: further arguments of `load_model`, for a draft model. Raises `CorruptModel`, `DrafterMismatch`.
+    load: cpu_weights and half_weights of `load_model`. Raises `CorruptModel`, `DrafterMismatch`.
     """
     if plan.method == "draft_model":
-        model = load_model(plan.path, plan.spec, device, dtype, max_model_len=max_model_len, **load)
+        model = load_model(
+            plan.path, plan.spec, device, dtype, max_model_len=max_model_len, quantization=plan.quantization, **load
+        )
         assert isinstance(model, DecoderModel), "plan_draft_model refuses other code"
         return DraftModel(model, target.spec.vocab_size)
     if plan.method == "mtp":

@@ -28,7 +28,7 @@ from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.parallel import (
     exchange_note,
 )
-from localllm.models.fit.rank import Measured, PlanInputs, RankMemory, RankPlan, ResidentBytes
+from localllm.models.fit.rank import Measured, PlanInputs, RankMemory, RankPlan, ResidentBytes, scaled_bytes
 from localllm.models.fit.shares import (
     Division,
     ModelBytes,
@@ -216,6 +216,8 @@ class PlanAttempt:
     ) -> int:
         """Scale the stored bytes to the dtype, and to a rank's share by arithmetic."""
         whole = math.ceil(self.stored_bytes * DTYPE_BYTES[dtype] / DTYPE_BYTES[self.spec.dtype])
+        if self.spec.drafter is not None:
+            whole += scaled_bytes(self.spec.drafter, dtype)
         return whole if shard is None else count_shard(self.spec, shard, whole, dtype)
 
     def split_note(self) -> str:

@@ -13,7 +13,7 @@ from localllm.config.settings import EngineConfig
 from localllm.machine.hardware import Hardware
 from localllm.models.architectures.read_spec import weights_bytes
 from localllm.models.fit.estimate import Estimate, estimate
-from localllm.models.fit.rank import ResidentBytes
+from localllm.models.fit.rank import ResidentBytes, scaled_bytes
 from localllm.models.fit.request_cost import RequestCost
 from localllm.models.pooling.spec import spec_of_any
 from localllm.models.spec.model_spec import ModelSpec
@@ -31,8 +31,22 @@ def lora_limits(config: EngineConfig) -> LoraLimits | None:
 
 
 def count_resident_for(config: EngineConfig, path: Path, spec: ModelSpec) -> ResidentBytes:
-    """Return `count_resident` of the checkpoint as this configuration loads it."""
-    return count_resident(path, spec, config.cpu_weights, lora_limits(config), half_weights=config.keeps_half_weights)
+    """Return `count_resident` of the checkpoint as this configuration loads it, with its drafter."""
+    cpu_weights, half = config.cpu_weights, config.keeps_half_weights
+    own = count_resident(path, spec, cpu_weights, lora_limits(config), half_weights=half)
+    drafter = spec.drafter
+    if drafter is None:
+        return own
+    if drafter.method != "draft_model":
+        return lambda device, dtype, *more: own(device, dtype, *more) + scaled_bytes(drafter, dtype)
+    others = count_resident(drafter.path, drafter.spec, cpu_weights, half_weights=half)
+
+    def count(device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None) -> int:
+        length = min(max_model_len, drafter.spec.max_position)
+        drafters = others(device, dtype, length, drafter.quantization)
+        return own(device, dtype, max_model_len, quantization, shard) + drafters
+
+    return count
 
 
 def count_resident(

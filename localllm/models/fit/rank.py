@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 from localllm.config.settings import EngineConfig
 from localllm.machine.hardware import Gpu
 from localllm.models.fit.kv_split import KVSplit, most_blocks
-from localllm.models.fit.step import DTYPE_BYTES, StepMemory, kv_cache_bytes
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.fit.step import DTYPE_BYTES, StepMemory, kv_bytes_per_token, kv_cache_bytes
+from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
 from localllm.models.spec.shard import Shard, local_spec
 
 MIB = 1024**2
@@ -62,6 +62,11 @@ class ResidentBytes(Protocol):
     def __call__(
         self, device: str, dtype: str, max_model_len: int, quantization: str | None, shard: Shard | None = None, /
     ) -> int: ...
+
+
+def scaled_bytes(drafter: DrafterPlan, dtype: str) -> int:
+    """Return the bytes of a drafter's tensors in another type than they are stored in."""
+    return -(-drafter.stored_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES[drafter.spec.dtype])
 
 
 class PlanInputs(NamedTuple):
@@ -130,18 +135,29 @@ class RankMemory:
 
     def kv(self, num_blocks: int) -> int:
         """Return the bytes of the rank's KV cache with so many blocks of the main group."""
-        inputs = self.inputs
-        return kv_cache_bytes(self._spec, inputs.split.blocks(num_blocks), inputs.block_size, inputs.kv_dtype)
+        inputs, drafter = self.inputs, self.inputs.spec.drafter
+        own = kv_cache_bytes(self._spec, inputs.split.blocks(num_blocks), inputs.block_size, inputs.kv_dtype)
+        if drafter is None:
+            return own
+        each = inputs.block_size * kv_bytes_per_token(drafter.spec, inputs.kv_dtype)
+        return own + num_blocks * each
 
     def activations(self, max_model_len: int, num_blocks: int) -> int:
         """Return the most that a step holds with this context and cache."""
         if self.measured is not None:
             return self.measured.activation_bytes
-        return self.step.bytes_at(max_model_len, num_blocks)
+        return self.step.bytes_at(max_model_len, num_blocks) + self._features
 
     def sampler_bytes(self, max_model_len: int, num_blocks: int) -> int:
         """Return the bytes that sampling needs beyond the layers; 0 where they were measured."""
         return 0 if self.measured else self.step.sampler_bytes(max_model_len, num_blocks)
+
+    @property
+    def _features(self) -> int:
+        """Bytes of the features of a step that a drafter reads."""
+        inputs, drafter = self.inputs, self.inputs.spec.drafter
+        width = 0 if drafter is None else len(drafter.taps) * inputs.spec.hidden_size
+        return inputs.batched_tokens * width * DTYPE_BYTES[inputs.dtype]
 
     def _graph_bytes(self) -> int:
         """Return the bytes of the driver, one step's activations in the graphs' pool, and the shared logits buffer."""
@@ -164,7 +180,9 @@ class RankMemory:
 
     def fixed_bytes(self, max_model_len: int) -> int:
         """Return the bytes that do not depend on the size of the KV cache."""
-        step = self.measured.activation_bytes if self.measured else self.step.fixed_bytes(max_model_len)
+        step = (
+            self.measured.activation_bytes if self.measured else self.step.fixed_bytes(max_model_len) + self._features
+        )
         return self.weights(max_model_len) + self.graphs + self.comm + step + self.inputs.state_bytes
 
     def blocks_within(self, budget: int, max_model_len: int) -> int:

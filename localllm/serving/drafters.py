@@ -1,0 +1,101 @@
+"""The drafter with weights that the settings name: find it, plan it, and check that it reads the model's vocabulary.
+
+Does not know: how a drafter is loaded (models/drafters) and run (runner/drafter_steps.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from localllm.config.settings import EngineConfig
+from localllm.config.speculative import SpeculationChoice
+from localllm.errors import DrafterMismatch, UnsupportedOption
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from localllm.models.fit import MemoryPlan
+    from localllm.models.spec.model_spec import ModelSpec
+    from localllm.text.tokenizer import Tokenizer
+
+
+def with_drafter(config: EngineConfig, path: Path, spec: ModelSpec) -> ModelSpec:
+    """Return the spec of the model in `path` with its drafter, if the settings name one. It is on this machine.
+
+    Raises `ModelNotFound`, `DrafterMismatch`, and what reading a checkpoint raises.
+    """
+    from localllm.models.drafters.opening import plan_drafter
+    from localllm.models.library.catalog import resolve_model
+    from localllm.models.spec.kv_group import main_group
+    from localllm.models.spec.kv_groups import kv_groups
+
+    choice = config.speculation
+    if not choice.has_drafter:
+        return spec
+    _refuse_settings(config)
+    windows = tuple(group.window for group in kv_groups(spec))
+    if spec.recurrent is not None or not windows or windows[main_group(windows)] is not None:
+        raise DrafterMismatch(
+            f"{spec.architecture} runs without drafters.",
+            "A recurrent state cannot take back a wrong guess, and a drafter needs the blocks of all tokens.",
+            "Leave out --draft.",
+        )
+    where = resolve_model(choice.drafter, choice.revision).path if choice.drafter else path
+    plan = plan_drafter(where, choice.kind, spec, path)
+    plan = replace(plan, num_drafts=choice.most or plan.num_drafts, quantization=choice.quantization)
+    length = min(plan.spec.max_position, choice.max_model_len or plan.spec.max_position)
+    return replace(spec, drafter=replace(plan, spec=replace(plan.spec, max_position=length)))
+
+
+def _refuse_settings(config: EngineConfig) -> None:
+    if config.takes_adapters:
+        raise _unsupported("adapters", "Steps with adapters run through torch alone.", "Leave out --enable-lora.")
+    if (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1) > 1:
+        raise _unsupported("several ranks", "A drafter runs in the process of its model.", "Leave out --draft.")
+
+
+def require_place(spec: ModelSpec, plan: MemoryPlan) -> None:
+    """Raise `UnsupportedOption` if the plan has a place where no drafter runs."""
+    if spec.drafter is None:
+        return
+    if plan.ranks:
+        raise _unsupported("several ranks", "A drafter runs in the process of its model.", "Leave out --draft.")
+    if plan.device != "cpu":
+        raise _unsupported(
+            f"a model on {plan.device}",
+            "Drafters with weights run on a CPU only.",
+            "Leave out --draft, or --device cpu.",
+        )
+
+
+def _unsupported(what: str, why: str, hint: str) -> UnsupportedOption:
+    return UnsupportedOption(f"A drafter is not supported for {what}.", why, hint, param="draft")
+
+
+def check_vocabulary(spec: ModelSpec, tokenizer: Tokenizer, read_tokenizer: Callable[[Path], Tokenizer]) -> None:
+    """Raise `DrafterMismatch` if a draft model has another text than its target for a token that both have.
+
+    Layers that are trained for one model, as EAGLE's and MTP's, have its vocabulary.
+    """
+    plan = spec.drafter
+    if plan is None or plan.method != "draft_model":
+        return
+    own = read_tokenizer(plan.path)
+    for token_id in range(min(spec.vocab_size, plan.spec.vocab_size)):
+        ours, drafters = tokenizer.token_bytes(token_id), own.token_bytes(token_id)
+        if ours != drafters:
+            raise DrafterMismatch(
+                f"{plan.path.name} has another vocabulary than the model that it should draft for.",
+                f"Token {token_id} is {drafters!r} there, and {ours!r} in the model.",
+                "Use a model of the same family: its tokens must be the same.",
+            )
+
+
+def describe_choice(choice: SpeculationChoice, spec: ModelSpec) -> str:
+    """Return the drafter in words, for the start's lines."""
+    plan = spec.drafter
+    assert plan is not None
+    name = choice.drafter or "the model's own prediction layers"
+    return f"{name} · {plan.method} · {plan.num_drafts} drafts at a time"
