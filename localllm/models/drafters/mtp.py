@@ -65,7 +65,7 @@ class MTPParts:
 class MTPDrafter:
     """A `Drafter` of one layer, which shares what it can with its target."""
 
-    taps = (FINAL_HIDDEN,)
+    taps: tuple[int, ...] = (FINAL_HIDDEN,)
     first_key = 1
 
     def __init__(self, plan: DrafterPlan, layout: MTPLayout, parts: MTPParts, target: DecoderModel) -> None:
@@ -139,8 +139,8 @@ def plan_mtp(path: Path, target: ModelSpec) -> DrafterPlan:
 
 
 def mtp_bytes(plan: DrafterPlan, num_layers: int, device: torch.device, dtype: torch.dtype, **load: Any) -> int:
-    """Return the exact bytes of the loaded layer, from the headers. num_layers: the target's own. load: quantization,
-    cpu_weights and half_weights of `load_model`."""
+    """Return the exact bytes of the loaded layer, from the headers. num_layers: the target's own. load: cpu_weights
+    and half_weights of `load_model`."""
     return held_bytes(_read_parts(plan, num_layers, device, dtype, sizes_only=True, **load))
 
 
@@ -180,7 +180,8 @@ def _layer_spec(target: ModelSpec, *, has_experts: bool) -> ModelSpec:
 def _read_parts(plan: DrafterPlan, num_layers: int, device: torch.device, dtype: torch.dtype, **load: Any) -> MTPParts:
     layout = _layout(plan.path, plan.spec)
     prefix = layout.stored_prefix(num_layers)
-    with open_further_layer(plan.path, plan.spec, prefix, device, dtype, **load) as (checkpoint, weights, builder):
+    opened = open_further_layer(plan.path, plan.spec, prefix, device, dtype, quantization=plan.quantization, **load)
+    with opened as (checkpoint, weights, builder):
         shared = _shared_copies(checkpoint, layout, prefix)
         parts = _build(builder, layout, {name.removeprefix(prefix) for name in shared})
         left = sorted(name for name in weights.unused() if name.startswith(prefix) and name not in shared)
