@@ -14,18 +14,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from localllm.config.settings import EngineConfig
 from localllm.errors import CorruptModel, DrafterMismatch, LocalLLMError
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.drafters.mtp import mtp_bytes, open_mtp, plan_mtp
+from localllm.models.fit.checkpoint import estimate_checkpoint
+from localllm.models.fit.step import kv_bytes_per_token
 from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.spec.kv_groups import kv_shape
 from localllm.models.weights.parameters import held_bytes
+from localllm.serving.drafters import with_drafter
 from tests.models.formats.quantised import Store, Stored, rewrite, save_quantised
 from tests.models.formats.test_fp8 import BLOCKS, DYNAMIC, per_block, per_output
+from tests.models.test_fit import NO_GPU
 from tests.models.test_goldens import prompt
 from tests.mtp_models import KINDS, MTPOracle, make_mtp_model
 
@@ -114,6 +119,25 @@ def test_its_bytes_are_predicted(path: Path, load: dict[str, Any]) -> None:
     else:
         assert plan.stored_bytes > 1.5 * loaded
     assert (plan.taps, plan.first_key) == ((-1,), 1)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_plan_counts_the_layer_if_asked(path: Path, quantization: str | None) -> None:
+    plans = {}
+    for speculative in ("auto", "mtp"):
+        config = EngineConfig(
+            model=str(path), device="cpu", dtype="float32", quantization=quantization, speculative=speculative
+        )
+        spec, (found, *_) = estimate_checkpoint(path, config, NO_GPU, with_drafter)
+        assert found.plan is not None
+        plans[speculative] = found.plan
+    assert spec.drafter is not None
+    own, both = plans["auto"], plans["mtp"]
+    assert both.weights_bytes - own.weights_bytes == mtp_bytes(spec.drafter, 2, CPU, torch.float32)
+    per_token = kv_bytes_per_token(spec.drafter.spec, "float32")
+    assert both.kv_bytes - own.kv_bytes == own.num_blocks[0] * own.block_size * per_token
+    assert any("run with --speculative mtp" in note for note in own.notes)
+    assert [note for note in both.notes if "mtp" in note] == [note for note in both.notes if "Drafter (mtp)" in note]
 
 
 def test_a_model_of_its_own_layers_does_not_load_the_layer(path: Path) -> None:
