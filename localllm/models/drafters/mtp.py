@@ -51,7 +51,7 @@ _HINT = "--speculative auto looks drafts up in the text, and --draft MODEL takes
 
 @dataclass(frozen=True, slots=True)
 class MTPParts:
-    """What the checkpoint stores for the layer."""
+    """The tensors of the layer."""
 
     embed_norm: RMSNorm
     hidden_norm: RMSNorm
