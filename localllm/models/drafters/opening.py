@@ -19,6 +19,7 @@ from localllm.models.drafters.draft_model import DraftModel, plan_draft_model
 from localllm.models.drafters.drafter import Drafter, DrafterPlan
 from localllm.models.drafters.eagle import load_eagle, plan_eagle
 from localllm.models.drafters.eagle_config import as_eagle
+from localllm.models.drafters.mtp import open_mtp, plan_mtp
 from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
 
@@ -38,6 +39,8 @@ def plan_drafter(path: Path, method: str, target: ModelSpec, target_path: Path) 
         return plan_eagle(path, eagle, target)
     if method in ("", "draft_model"):
         return plan_draft_model(path, read_spec(path))
+    if method == "mtp":
+        return plan_mtp(target_path, target)
     raise DrafterMismatch(f"{path.name} is not a drafter that this version supports.", f"Its method is {method}.")
 
 
@@ -60,4 +63,6 @@ def open_drafter(
             plan.path, plan.method, target, device, dtype, max_model_len=max_model_len,
             quantization=plan.quantization, **load,
         )  # fmt: skip
+    if plan.method == "mtp":
+        return open_mtp(plan, target, device, dtype, **load)
     raise AssertionError(plan.method)
