@@ -58,7 +58,7 @@ def dashboard(
         steps=steps(stats.steps, stats.num_steps),
         latency=latency(stats, tick.minute_ago),
         counters=counters(stats),
-        drafts=drafts(stats.speculation, tick.minute_ago and tick.minute_ago.speculation),
+        drafts=drafts(stats.speculation, None if tick.minute_ago is None else tick.minute_ago.speculation),
         live_requests=live_requests(stats, viewer, curl="" if has_waited else first_request(served.name, viewer)),
         finished_requests=finished_requests(stats.recent, viewer),
         machine=machine_use(machine),
