@@ -261,7 +261,7 @@ def _add_bench(parser: Parser) -> None:
 
 def _add_tune(parser: Parser) -> None:
     _model_argument(parser, required=True)
-    help = "what to optimise for: chat, agents, throughput, long-context or share"
+    help = "what to optimise for: chat, agents, throughput, long-context, share or edit"
     parser.add_argument("--goal", default="chat", metavar="NAME", help=help)
     parser.add_argument("--people", type=int, metavar="N", help="share: number of concurrent users; default: 4")
     limits = parser.add_argument_group("limits")

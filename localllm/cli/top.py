@@ -12,6 +12,7 @@ import sys
 import time
 
 from localllm.cli.server_stats import ModelStats, ServerStats, StatsPoller, last_words, shown
+from localllm.engine.stats import SpeculationStats
 from localllm.engine.step import RunnerStats
 from localllm.units import format_count, format_rate, format_seconds
 
@@ -75,9 +76,15 @@ def line_of(model: ModelStats) -> str:
         f"{model.state} running={stats.num_running} waiting={stats.num_waiting} "
         f"generation={format_rate(stats.decode_tokens_per_s, '').strip()} "
         f"prompt={format_rate(stats.prefill_tokens_per_s, '').strip()} "
-        f"kv={stats.kv_usage:.0%} prefix_hits={stats.prefix_hit_rate:.0%} {quantiles} "
+        f"kv={stats.kv_usage:.0%} prefix_hits={stats.prefix_hit_rate:.0%} {quantiles}{_drafts(stats.speculation)} "
         f"generated={format_count(stats.generation_tokens).replace(',', '')}{_ranks_up(stats.runner)}"
     )
+
+
+def _drafts(seen: SpeculationStats) -> str:
+    if not seen.is_on:
+        return " drafts=off"
+    return f" tokens_per_step={seen.tokens_per_row:.2f} drafts_accepted={seen.acceptance:.0%}"
 
 
 def _ranks_up(runner: RunnerStats) -> str:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from localllm.cli.server_stats import LATENCIES, ModelStats, ServerStats, StatsPoller, last_words, shown
-from localllm.engine.stats import EngineStats
+from localllm.engine.stats import EngineStats, SpeculationStats
 from localllm.engine.step import RankStats, RunnerStats
 from localllm.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -80,17 +80,25 @@ def _model(model: ModelStats) -> list[RenderableType]:
 
 def _figures(stats: EngineStats) -> RenderableType:
     grid = Table.grid(padding=(0, 3))
-    grid.add_row("Generation", "Prompt", "Running", "Waiting", "Prefix hits", "Finished", style="dim")
+    grid.add_row("Generation", "Prompt", "Running", "Waiting", "Prefix hits", "Drafts", "Finished", style="dim")
     grid.add_row(
         format_rate(stats.decode_tokens_per_s),
         format_rate(stats.prefill_tokens_per_s),
         f"{stats.num_running} of {stats.max_num_seqs}",
         str(stats.num_waiting),
         f"{stats.prefix_hit_rate:.0%}",
+        _drafts(stats.speculation),
         format_count(sum(stats.finished.values())),
         style="bold",
     )
     return grid
+
+
+def _drafts(seen: SpeculationStats) -> str:
+    """Return the tokens that a request generates in a step, and the share of drafts that were right."""
+    if not seen.is_on:
+        return "off"
+    return f"{seen.tokens_per_row:.1f} per step, {seen.acceptance:.0%} right" if seen.num_draft_tokens else "none yet"
 
 
 def _kv(stats: EngineStats) -> Text:
@@ -150,7 +158,7 @@ def _requests(stats: EngineStats) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("REQUEST", "STATE"):
         table.add_column(title, no_wrap=True)
-    for title in ("PROMPT", "CACHED", "OUTPUT", "BLOCKS", "AGE", "TTFT"):
+    for title in ("PROMPT", "CACHED", "OUTPUT", "DRAFTS", "BLOCKS", "AGE", "TTFT"):
         table.add_column(title, justify="right", no_wrap=True)
     for request in stats.requests:
         table.add_row(
@@ -159,6 +167,7 @@ def _requests(stats: EngineStats) -> RenderableType:
             format_count(request.num_prompt_tokens),
             format_count(request.num_cached_tokens),
             format_count(request.num_output_tokens),
+            f"{request.num_accepted_tokens}/{request.num_drafted_tokens}" if request.num_drafted_tokens else "-",
             format_count(request.num_blocks),
             format_seconds(max(0.0, stats.taken_s - request.arrived_s)),
             shown(request.ttft_s),

@@ -217,6 +217,8 @@ class Request:
             held_blocks=self.num_held_blocks,
             source=self.options.source,
             key_name=self.options.key_name,
+            num_drafted_tokens=self.acceptance.counts.checked,
+            num_accepted_tokens=self.acceptance.counts.accepted,
         )
 
     def __repr__(self) -> str:

@@ -94,6 +94,7 @@ class Speculation:
         self._num_decode_rows = self._num_decode_tokens = self._last_width = 0
         self._by_place: Counter[int] = Counter()
         self._off_steps: Counter[str] = Counter()
+        self._last_reason = ""
 
     def most_for(self, request: Request) -> int:
         """Return the most drafts at a time of a request."""
@@ -129,7 +130,7 @@ class Speculation:
             width, reason = 0, "memory"
         for request, drafts in zip(decoding, ready, strict=True):
             request.num_drafts = min(width, drafts)
-        self._last_width = width
+        self._last_width, self._last_reason = width, reason
         if reason:
             self._off_steps[reason] += 1
 
@@ -182,6 +183,7 @@ class Speculation:
             num_decode_tokens=self._num_decode_tokens,
             last_width=self._last_width,
             off_steps=tuple(sorted(self._off_steps.items())),
+            last_reason=self._last_reason,
         )
 
 

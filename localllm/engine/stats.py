@@ -5,6 +5,7 @@ Does not know: who reads it, HTTP, torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -65,6 +66,8 @@ class RequestTimeline:
     held_blocks: tuple[int, ...] = ()  # of each KV group; empty: none
     source: str = ""  # where it comes from: chat, playground, API; empty: unknown
     key_name: str = ""  # name of the key that it was sent with; empty: none
+    num_drafted_tokens: int = 0  # drafts that were verified
+    num_accepted_tokens: int = 0  # of those, the right ones
 
     @property
     def ttft_s(self) -> float | None:
@@ -105,8 +108,9 @@ class SpeculationStats(NamedTuple):
     accepted_by_place: tuple[int, ...] = ()  # accepted drafts by their place in the row
     num_decode_rows: int = 0  # rows that generated, with or without drafts
     num_decode_tokens: int = 0  # tokens that these generated
-    last_width: int = 0  # most drafts of a row in the last step without prompt tokens
-    off_steps: tuple[tuple[str, int], ...] = ()  # steps without drafts by reason
+    last_width: int = 0  # most drafts of a row in the last step that generated
+    off_steps: tuple[tuple[str, int], ...] = ()  # steps without drafts by reason, one of `OFF_REASONS`
+    last_reason: str = ""  # why the last step that generated had no drafts; empty: it had
 
     @property
     def tokens_per_row(self) -> float:
@@ -118,6 +122,28 @@ class SpeculationStats(NamedTuple):
         """Share of the verified drafts that were right."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
+    def since(self, before: SpeculationStats) -> SpeculationStats:
+        """Return the counts since `before`, an earlier state of the same engine."""
+        places, reasons = dict(enumerate(before.accepted_by_place)), dict(before.off_steps)
+        return self._replace(
+            num_drafts=self.num_drafts - before.num_drafts,
+            num_draft_tokens=self.num_draft_tokens - before.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens - before.num_accepted_tokens,
+            accepted_by_place=tuple([n - places.get(place, 0) for place, n in enumerate(self.accepted_by_place)]),
+            num_decode_rows=self.num_decode_rows - before.num_decode_rows,
+            num_decode_tokens=self.num_decode_tokens - before.num_decode_tokens,
+            off_steps=tuple([(reason, n - reasons.get(reason, 0)) for reason, n in self.off_steps]),
+        )
+
+
+OFF_REASONS: Mapping[str, str] = {
+    "prompt": "a prompt was being read",
+    "no drafts": "nothing to guess from was found",
+    "batch": "the batch was too large",
+    "cost": "drafts would not have paid",
+    "memory": "the KV cache was full",
+}
+"""Why a step generated without drafts: the label in metrics, and the same in words."""
 
 NO_SPECULATION = SpeculationStats()
 

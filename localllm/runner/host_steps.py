@@ -189,7 +189,9 @@ class HostSteps:
             return DraftSupport(why_none="requests are computed token by token in deterministic mode")
         if has_only_float32(self._model):
             return DraftSupport(TORCH_DRAFTS, TORCH_TOKENS, proposes=True)
-        return DraftSupport(why_none=f"{self._decode_steps}, where steps of several tokens round otherwise")
+        return DraftSupport(
+            why_none=f"torch rounds steps of several tokens otherwise, and {self._decode_steps.rstrip('.')}"
+        )
 
     def use_idle_time(self) -> bool:
         """Move weights to huge pages for a few milliseconds. Return False when none is left."""

@@ -5,6 +5,7 @@
     throughput     the most tokens per second, latency does not count
     long-context   the longest prompt with an acceptable time to first token
     share          several people at once
+    edit           one person who has files edited: an answer repeats most of its prompt
 
 A higher score is always better. Lengths are typical of the use; on a machine that would take minutes for one round
 they are scaled down (`scaled_to`), and the report says so.
@@ -14,8 +15,9 @@ Does not know: engines, the search, how a load is run (drive.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from localllm.errors import ConfigError
 from localllm.tuning.figures import LoadMetrics
@@ -66,6 +68,7 @@ class Goal:
     shared_len: int = 0  # tokens of the prefix that all prompts of one stream share
     rounds: int = ROUNDS
     limits: GoalLimits = GoalLimits()
+    repeats: bool = False  # answers repeat most of their prompts, so drafts pay
     fills_context: bool = False  # the prompt fills the context, so trials with different contexts do different work
 
     def on_gpu(self) -> Goal:
@@ -93,19 +96,25 @@ class Goal:
         longest = self.shared_len + SPREAD[-1] * (self.prompt_len + self.output_len)
         return self if longest <= context else self.with_scaled_lengths(0.95 * context / longest)
 
-    def workload(self, effort: float, context: int, *, seed: int, vocab_size: int) -> Workload:
-        """Return the requests of a trial. They do not depend on the settings, so that trials can be compared."""
+    def workload(
+        self, effort: float, context: int, *, seed: int, vocab_size: int, text_ids: Sequence[int] = ()
+    ) -> Workload:
+        """Return the requests of a trial. They do not depend on the settings, so that trials can be compared.
+
+        text_ids: the text of the prompts of a goal that `repeats`; (): random tokens.
+        """
         if self.fills_context:
             prompt = max(1, int(LONG_SHARE * context) - self.output_len)
             request = WorkloadRequest(PromptSource(seed, vocab_size).prompt(prompt), self.output_len)
             return Workload(f"one prompt of {format_count(prompt)}", seed, (request,))
         goal, source = self.cut_to_context(context), PromptSource(seed, vocab_size)
         shared = [source.prompt(goal.shared_len) for _ in range(self.streams)]
+        own = partial(source.begun_again, text_ids=text_ids) if self.repeats else source.prompt
         count = self.streams * max(1, round(self.rounds * effort))
         # Vary the lengths: requests of equal length all end together, which makes any scheduler look better than it is.
         requests = tuple(
             WorkloadRequest(
-                shared[i % self.streams] + source.prompt(_spread_length(goal.prompt_len, i)),
+                shared[i % self.streams] + own(_spread_length(goal.prompt_len, i)),
                 _spread_length(goal.output_len, i + 1),
             )
             for i in range(count)
@@ -160,6 +169,10 @@ GOALS: Mapping[str, Goal] = {
         Goal(
             "share", "a given number of people at the same time", 4, 512, 128,
             _answers_per_minute, "answers/min each", 8192, 4,
+        ),
+        Goal(
+            "edit", "one person who has files edited: most of an answer repeats the prompt", 1, 1024, 256,
+            _answers_per_minute, "answers/min", 8192, 4, repeats=True,
         ),
     )
 }  # fmt: skip

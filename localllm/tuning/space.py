@@ -27,7 +27,7 @@ EIGHT_BITS = {"cpu": "int8", "cuda": "fp8"}
 LARGER_CACHES = (0.5, 0.9)  # shares of the memory that a CPU plan leaves unused, to add to the KV cache
 TUNABLE = (
     "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "gpu_memory_utilization", "kv_cache_memory_bytes",
-    "enforce_eager", "max_model_len",
+    "enforce_eager", "max_model_len", "speculative",
 )  # fmt: skip
 """Settings that a trial may change: all that do not affect the loaded weights."""
 
@@ -44,6 +44,8 @@ def space_of(goal: Goal, plan: MemoryPlan, config: EngineConfig, fixed: Collecti
         axes.append(Axis("kv_cache_memory_bytes", (None, *more)))
     if goal.fills_context:
         axes.append(Axis("max_model_len", _lengths(plan.max_model_len)))
+    if goal.repeats and config.speculative_config is None:
+        axes.append(Axis("speculative", ("auto", "off")))
     open_axes = [axis for axis in axes if axis.name not in fixed]
     return Space(tuple(axis for axis in open_axes if axis.values != (getattr(config, axis.name),)))
 

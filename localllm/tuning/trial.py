@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from localllm.config.settings import EngineConfig, Settings
@@ -25,7 +26,7 @@ from localllm.serving.served import ServedModel
 from localllm.tuning.drive import Cancelled, DeadlineExceeded, LoadMonitor, MemoryRanLow, drive, running
 from localllm.tuning.figures import Fate, LoadMetrics, Predicted, Trial, figures_of
 from localllm.tuning.goals import Goal, over_budget
-from localllm.tuning.workload import DEFAULT_VOCAB_SIZE, Workload, WorkloadRequest
+from localllm.tuning.workload import DEFAULT_VOCAB_SIZE, Workload, WorkloadRequest, own_text
 
 if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan
@@ -55,6 +56,11 @@ class TrialRunner:
     @property
     def vocab_size(self) -> int:
         return min(DEFAULT_VOCAB_SIZE, self.bare.served.spec.vocab_size)
+
+    @cached_property
+    def text_ids(self) -> Sequence[int]:
+        """Tokens of the text that goals with repeated prompts use."""
+        return self.bare.served.tokenizer.encode(own_text(), add_special_tokens=False)
 
     def plan(self, settings: Mapping[str, Any]) -> MemoryPlan:
         """Return the memory plan of an engine with these settings. Raises `DoesNotFit`, `ConfigError`."""
@@ -118,7 +124,10 @@ class TrialRunner:
     def _figures(self, trial: Trial, goal: Goal, seed: int, deadline_s: float | None, should_stop: Stop) -> LoadMetrics:
         held_bytes = process_bytes()
         model = self.open(trial.settings)
-        workload = goal.workload(trial.effort, model.plan.max_model_len, seed=seed, vocab_size=self.vocab_size)
+        workload = goal.workload(
+            trial.effort, model.plan.max_model_len, seed=seed, vocab_size=self.vocab_size,
+            text_ids=self.text_ids if goal.repeats else (),
+        )  # fmt: skip
         monitor = LoadMonitor(model.plan.device, should_stop, deadline_s)
         figures = asyncio.run(_run(model, workload, goal.streams, monitor))
         if model.plan.device != "cpu":

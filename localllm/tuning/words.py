@@ -6,17 +6,20 @@ Does not know: terminals, pages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from localllm.tuning.figures import Trial
 from localllm.tuning.goals import Goal
 from localllm.tuning.run import TuningResult
+from localllm.tuning.search import BRIEF, FULL
 from localllm.tuning.soak import SoakReport
 from localllm.units import format_bytes, format_count
 
 SHORT = {  # setting -> its name in a line of a terminal
     "max_num_seqs": "seqs", "max_num_batched_tokens": "tokens", "kv_cache_dtype": "kv", "max_model_len": "context",
     "gpu_memory_utilization": "share", "kv_cache_memory_bytes": "kv bytes", "enforce_eager": "eager",
+    "speculative": "drafts",
 }  # fmt: skip
 
 
@@ -24,6 +27,7 @@ LABELS = {
     "max_num_seqs": "Requests at a time", "max_num_batched_tokens": "Tokens per step",
     "kv_cache_dtype": "KV cache type", "max_model_len": "Context", "gpu_memory_utilization": "Share of the GPU",
     "kv_cache_memory_bytes": "KV cache size", "enforce_eager": "CUDA graphs",
+    "speculative": "Drafts",
 }  # fmt: skip
 """Setting -> the head of its column."""
 
@@ -67,6 +71,28 @@ def soak_in_words(report: SoakReport) -> str:
 
 def gain_in_words(result: TuningResult, start: str = "the planner's defaults") -> str:
     """Return a sentence on the pick's score and gain. Requires `result.pick`. start: what `result.start` is."""
+    gain = drafts_gain(result)
+    drafts = "" if gain is None else f"; drafts: {gain:+.0%} compared with the same settings without drafts"
+    return f"{_score_and_gain(result, start)}{drafts}"
+
+
+def drafts_gain(result: TuningResult) -> float | None:
+    """Return the relative gain of drafts in trials with the pick's settings; None if one of both was not measured."""
+    if result.pick is None or result.pick.settings.get("speculative") != "auto":
+        return None
+    without = {**result.pick.settings, "speculative": "off"}
+    for effort in (FULL, BRIEF):
+        on, off = (
+            [trial.score for trial in result.trials if trial.settings == settings and trial.effort == effort]
+            for settings in (result.pick.settings, without)
+        )
+        scores = [[score for score in each if score is not None] for each in (on, off)]
+        if all(scores):
+            return fmean(scores[0]) / fmean(scores[1]) - 1
+    return None
+
+
+def _score_and_gain(result: TuningResult, start: str) -> str:
     pick, goal = result.pick, result.goal
     assert pick is not None
     assert pick.score is not None

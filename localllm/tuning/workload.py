@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import localllm
 from localllm.errors import ConfigError
 
 DEFAULT_VOCAB_SIZE = 1000
 """Prompt token ids are below this: every model has them, and they are ordinary text in nearly all tokenizers."""
 FIRST_ID = 100
 """Smallest prompt token id: lower ids are special tokens in some tokenizers."""
+OWN_MODULES = ("scheduler.py", "ledger.py", "block_pool.py", "request_table.py", "loop.py")
+REPEATED_SHARE = 1 / 8
+"""Share of a prompt that repeats its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,23 @@ class PromptSource:
 
     def prompt(self, length: int) -> tuple[int, ...]:
         return tuple(self.random.choices(self._ids, k=length))
+
+    def begun_again(self, length: int, text_ids: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return a part of a text, then the beginning of the same part, which a model is likely to continue.
+
+        text_ids: a text longer than the prompts; (): random tokens in its place.
+        """
+        again = max(1, round(REPEATED_SHARE * length)) if length > 1 else 0
+        size = length - again
+        start = self.random.randrange(max(1, len(text_ids) - size))
+        part = tuple(text_ids[start : start + size]) if len(text_ids) >= size else self.prompt(size)
+        return part + part[:again]
+
+
+def own_text() -> str:
+    """Return a text that every installation has: some modules of this package."""
+    folder = Path(localllm.__file__).parent / "engine"
+    return "\n".join([(folder / name).read_text() for name in OWN_MODULES])
 
 
 def fixed_lengths(

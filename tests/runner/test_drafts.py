@@ -15,12 +15,13 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.step import NewSlot, Row, RowResult, StepPlan, TokenMasks
 from localllm.kernels.cpu.native.library import native
+from localllm.kernels.sampling.noise import mix_seeds
 from localllm.models import lone_step
 from localllm.models.lone_step import MAX_ROWS, LoneStep
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import host_steps
 from localllm.runner.host_drafts import HostDrafts
-from localllm.runner.host_steps import count_accepted
+from localllm.runner.host_steps import Forward, HostSteps, count_accepted
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from tests.kv import of_each
@@ -239,6 +240,42 @@ def test_masks_are_those_of_their_places(model: Any, spec: ModelSpec, way: str) 
     assert result.token_ids == (10, 11, 12)
     assert result.num_checked == 3
     assert runner._slots._num_ready[0] == 0, "drafts are verified once"
+
+
+@pytest.mark.slow
+def test_accepted_tokens_have_the_models_distribution(
+    model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S4: 2e5 draws against the probabilities themselves, since runs with and without drafts share one sampler."""
+    slots, temperature, text = 64, 0.8, [3, 1, 4, 1, 5]
+    logits = torch.full((4, spec.vocab_size), -30.0)  # at the last token and behind three drafts
+    dice = torch.Generator().manual_seed(5)
+    logits[:, 20:32] = torch.randn(4, 12, generator=dice)
+    drafts = [int(row.argmax()) for row in logits[:3]]
+    cache = KVCache(spec, of_each(spec, 4), 8, CPU, torch.float32)
+    runner = TorchRunner(model, spec, cache, max_num_seqs=slots, max_num_batched_tokens=4 * slots, max_model_len=64,
+                         block_size=8, device=CPU)  # fmt: skip
+    monkeypatch.setattr(
+        HostSteps, "forward", lambda self, batch: Forward(logits.repeat(len(batch.slots) // 4, 1), None)
+    )
+    params = SamplingParams(temperature=temperature)
+    blocks = ((1, 2),) * len(runner.num_blocks)
+    news = tuple(NewSlot(slot, f"r{slot}", text, 5, params, (), 0) for slot in range(slots))
+    run(runner, StepPlan(1, tuple(Row(s, f"r{s}", 0, 4, blocks, False) for s in range(slots)), news))
+    plan = StepPlan(2, tuple(Row(s, f"r{s}", 4, 4, (), True, tuple(drafts), None, 3) for s in range(slots)))
+    counts, seeds = np.zeros((4, spec.vocab_size)), np.random.default_rng(3)
+    for _ in range(800):
+        runner._sampling._mixed_seed[:] = mix_seeds(seeds.integers(0, 2**63, slots, dtype=np.uint64))
+        force(runner, [text] * slots, [4] * slots)
+        for result in run(runner, plan):
+            assert list(result.token_ids[:-1]) == drafts[: len(result.token_ids) - 1]
+            for place, token in enumerate(result.token_ids):
+                counts[place, token] += 1
+    assert counts[3].sum() > 1000
+    for place, row in enumerate(torch.softmax(logits.double() / temperature, -1).numpy()):
+        wanted = counts[place].sum() * row[20:32]
+        assert counts[place, 20:32].sum() == counts[place].sum()
+        assert ((counts[place, 20:32] - wanted) ** 2 / wanted).sum() < 31.3, "p < 0.001 for 11 degrees of freedom"
 
 
 def test_a_slot_that_is_taken_again_has_no_drafts(model: Any, spec: ModelSpec, way: str) -> None:

@@ -13,6 +13,7 @@ from localllm.tuning.figures import flags_of
 from localllm.tuning.goals import GOALS, ROUNDS, SHORTEST, GoalLimits, goal_of
 from localllm.tuning.profile import as_flags, as_toml
 from localllm.tuning.space import TUNABLE, fixed_by, space_of, start_of
+from localllm.tuning.workload import own_text
 
 PLAN = MemoryPlan(
     device="cpu", dtype="float32", kv_dtype="float32", max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=1024,
@@ -55,6 +56,30 @@ def test_agents_share_beginnings() -> None:
     beginnings = {request.prompt_token_ids[:4096] for request in requests}
     assert len(beginnings) == GOALS["agents"].streams < len(requests)
     assert len({request.prompt_token_ids for request in requests}) == len(requests)
+
+
+def test_an_edit_begins_its_text_again() -> None:
+    text = [1000 + place for place in range(4000)]
+    for text_ids in (text, ()):
+        requests = GOALS["edit"].workload(1.0, 8192, seed=0, vocab_size=500, text_ids=text_ids).requests
+        for request in requests:
+            prompt = request.prompt_token_ids
+            again = round(len(prompt) / 8)
+            assert prompt[-again:] == prompt[:again]
+            assert request.max_tokens < len(prompt) - 2 * again, "the text goes on"
+            if text_ids:
+                assert list(prompt[:-again]) == text[prompt[0] - 1000 :][: len(prompt) - again]
+        assert len({request.prompt_token_ids for request in requests}) == len(requests)
+    assert len(own_text()) > 40_000
+
+
+def test_drafts_are_searched_only_where_they_may_pay() -> None:
+    def names(goal: str, config: EngineConfig = CONFIG, fixed: frozenset[str] = frozenset()) -> list[str]:
+        return [axis.name for axis in space_of(GOALS[goal], PLAN, config, fixed, 8192).axes]
+
+    assert [goal for goal in GOALS if "speculative" in names(goal)] == ["edit"]
+    assert "speculative" not in names("edit", fixed=frozenset({"speculative"}))
+    assert "speculative" not in names("edit", replace(CONFIG, speculative_config='{"method": "ngram"}'))
 
 
 def test_limits_go_over_a_goals_own() -> None:

@@ -89,3 +89,14 @@ def test_a_model_is_not_overwritten_unasked(tmp_path: Path, capsys: pytest.Captu
     assert script("make_tiny_model").main(["tiny", str(tmp_path)]) == 2
     assert "--force" in capsys.readouterr().err
     assert (tmp_path / "config.json").read_text() == "{}"
+
+
+def test_bench_speculation_counts_the_steps_of_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["demo", "--tokens", "12", "--prompt-tokens", "100", "--rounds", "1", "--texts", "edit"]
+    assert script("bench_speculation").main(asked) == 0
+    told = capsys.readouterr().out
+    assert "lookup in 10,000 tokens: 0." in told
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in told.splitlines() if line.startswith("| ")][1:]
+    assert [row[:3] for row in rows] == [["edit", "1", "off"], ["edit", "1", "on"]]
+    assert rows[0][3:6] == ["11", "1.00", "0 of 0"]
+    assert all(float(row[6]) > 0 for row in rows)

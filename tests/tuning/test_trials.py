@@ -31,6 +31,7 @@ from localllm.tuning.run import (
 )
 from localllm.tuning.soak import soak
 from localllm.tuning.trial import TrialRunner
+from localllm.tuning.words import drafts_gain, gain_in_words
 from tests.models.pooling.checkpoints import save_bert
 from tests.serving import spy_on_closing
 
@@ -243,6 +244,32 @@ def test_the_next_best_is_taken_where_the_soak_fails(runner: TrialRunner, monkey
     assert len(soaked) == 2
     assert result.pick is not None
     assert result.pick.settings == soaked[1] != soaked[0]
+
+
+def test_a_run_for_edits_says_what_drafts_bring(runner: TrialRunner) -> None:
+    goal = replace(goal_of("edit"), prompt_len=48, output_len=12, rounds=2)
+    fixed = QUICK.fixed | {"max_num_batched_tokens"}
+    result = TuningRun(runner, goal, replace(QUICK, soak_s=0.0, fixed=fixed)).start()
+    assert {trial.settings["speculative"] for trial in result.trials} == {"auto", "off"}
+    assert result.pick is not None
+    on = replace(result, pick=replace(result.pick, settings={"speculative": "auto"}))
+    assert drafts_gain(on) is not None
+    assert " compared with the same settings without drafts" in gain_in_words(on)
+    off = replace(result, pick=replace(result.pick, settings={"speculative": "off"}))
+    assert drafts_gain(off) is None
+    scores = [Trial(0, {"speculative": each}, 0.25, "measured", score=n) for each, n in (("auto", 30.0), ("off", 20.0))]
+    assert drafts_gain(replace(on, trials=tuple(scores))) == pytest.approx(0.5)
+    assert drafts_gain(replace(on, trials=(scores[0], replace(scores[1], effort=1.0)))) is None
+
+
+def test_a_trial_has_drafts_or_none_as_its_settings_say(runner: TrialRunner) -> None:
+    for asked, is_on in (("auto", True), ("off", False)):
+        model = runner.open({"speculative": asked})
+        try:
+            assert model.loop.scheduler.speculation is not None
+            assert model.loop.scheduler.speculation.stats().is_on == is_on
+        finally:
+            model.close_engine()
 
 
 def test_a_cancelled_run_keeps_what_was_measured(runner: TrialRunner, opened: list[TorchRunner]) -> None:

@@ -65,7 +65,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 def test_a_walk_from_a_goal_to_settings_in_use(server: TunedServer) -> None:
     """Goal, limits, run, result, apply, export, and the plan in the history; every step a plain page."""
     goals = server.browse("/tune").text
-    assert len(re.findall(r'href="/tune/limits\?goal=', goals)) == 5
+    assert len(re.findall(r'href="/tune/limits\?goal=', goals)) == 6
     link = re.search(r'href="(/tune/limits\?goal=chat[^"]*)"', goals)
     assert link
     limits = server.browse(html.unescape(link[1])).text

@@ -190,6 +190,9 @@ def details_of(reply: Reply, before: Mapping[str, Any]) -> dict[str, Any]:
         "completion_tokens": before.get("completion_tokens", 0) + usage.completion_tokens,
         "context_tokens": reply.context_tokens,
     }
+    if usage.drafts.checked or "drafted_tokens" in before:
+        found["drafted_tokens"] = before.get("drafted_tokens", 0) + usage.drafts.checked
+        found["accepted_tokens"] = before.get("accepted_tokens", 0) + usage.drafts.accepted
     if timings is not None and usage.completion_tokens:
         found["ttft_s"] = before.get("ttft_s", timings.ttft_s)
         if timings.decode_s > 0 and usage.completion_tokens > 1:

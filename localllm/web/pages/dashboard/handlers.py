@@ -136,6 +136,7 @@ def render_tiles(board: Dashboard) -> dict[str, str]:
         "tile-steps": render(board.steps),
         "tile-latency": render(board.latency),
         "tile-counters": render(board.counters),
+        "tile-drafts": render(board.drafts),
         "tile-live-requests": render(board.live_requests),
         "tile-finished-requests": render(board.finished_requests),
         "tile-machine": render(board.machine),

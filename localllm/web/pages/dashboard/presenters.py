@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from localllm.engine.stats import EngineStats, Histogram, StepComposition
 from localllm.models.spec.kv_group import main_group
 from localllm.units import format_bytes, format_count, format_seconds
+from localllm.web.pages.dashboard.draft_presenter import drafts
 from localllm.web.pages.dashboard.machine import MachineReading
 from localllm.web.pages.dashboard.machine_presenter import machine_use
 from localllm.web.pages.dashboard.plots import MINUTE, Span, colours, pool_map, sparkline, step_columns
@@ -57,6 +58,7 @@ def dashboard(
         steps=steps(stats.steps, stats.num_steps),
         latency=latency(stats, tick.minute_ago),
         counters=counters(stats),
+        drafts=drafts(stats.speculation, None if tick.minute_ago is None else tick.minute_ago.speculation),
         live_requests=live_requests(stats, viewer, curl="" if has_waited else first_request(served.name, viewer)),
         finished_requests=finished_requests(stats.recent, viewer),
         machine=machine_use(machine),

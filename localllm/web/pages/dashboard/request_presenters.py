@@ -81,7 +81,14 @@ def _live_row(request: RequestTimeline, colour: str, now_s: float, viewer: Viewe
         tokens_per_s=(request.num_output_tokens - 1) / decoding_s if known else None,
         age_s=max(0.0, now_s - request.arrived_s),
         cancel_url=f"{_url(request.request_id)}/cancel",
+        drafts=_drafts(request),
     )
+
+
+def _drafts(request: RequestTimeline) -> str:
+    """Return how many of a request's drafts were right; empty if it had none."""
+    accepted, drafted = request.num_accepted_tokens, request.num_drafted_tokens
+    return f"{format_count(accepted)} of {format_count(drafted)}" if drafted else ""
 
 
 def finished_requests(
@@ -113,6 +120,7 @@ def _finished_row(request: RequestTimeline, scale_s: float, viewer: Viewer) -> F
         tokens_per_s=1 / request.tpot_s if request.tpot_s else None,
         total_s=_total_s(request),
         segments=_spans(request, request.finished_s or request.arrived_s, scale_s),
+        drafts=_drafts(request),
     )
 
 
@@ -144,6 +152,7 @@ def request_page(shell: Shell, request: RequestTimeline, now_s: float, viewer: V
             Fact("Prompt", f"{format_count(request.num_prompt_tokens)} tokens"),
             Fact("Cached", format_count(request.num_cached_tokens), "prompt tokens found in the prefix cache"),
             Fact("Generated", f"{format_count(request.num_output_tokens)} tokens"),
+            *([Fact("Drafts", _drafts(request), "tokens guessed ahead that were right")] if _drafts(request) else []),
             Fact("Time to first token", format_seconds(request.ttft_s) if request.ttft_s is not None else "–"),
             Fact("Time per token", format_seconds(request.tpot_s) if request.tpot_s is not None else "–"),
             Fact("Preempted", f"{request.num_preemptions} times", "KV blocks freed and recomputed later"),

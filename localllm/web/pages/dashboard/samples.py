@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from localllm.engine.stats import RequestTimeline, StepComposition
+from localllm.engine.stats import NO_SPECULATION, RequestTimeline, SpeculationStats, StepComposition
 from localllm.engine.step import RankMemory, RankStats, RunnerStats
 from localllm.web.pages.dashboard import views as v
+from localllm.web.pages.dashboard.draft_presenter import drafts
 from localllm.web.pages.dashboard.machine import GPUReading, MachineReading
 from localllm.web.pages.dashboard.machine_presenter import machine_use
 from localllm.web.pages.dashboard.plots import pool_map, sparkline
@@ -22,11 +23,12 @@ def samples(shell: views.Shell) -> list[views.View]:
     waterfall = stacked(
         [("Queue", "queue", 1, "1 s"), ("Prefill", "prefill", 2, "2 s"), ("Decode", "decode", 5, "5 s")]
     )
-    line = RequestTimeline("chat-4f2a91c0", "running", 812, 768, 201, 64, 1, 1.7e9, 1.7e9 + 0.2, 1.7e9 + 0.9)
+    line = RequestTimeline("chat-4f2a91c0", "running", 812, 768, 201, 64, 1, 1.7e9, 1.7e9 + 0.2, 1.7e9 + 0.9,
+                           num_drafted_tokens=161, num_accepted_tokens=120)  # fmt: skip
     ended_line = replace(line, state="finished", finished_s=1.7e9 + 4, finish_reason="stop")
-    row = v.RequestRow("4f2a91c0e1b2", "chat", "/", "running", "seq-0", 812, 768, 201, 64, 61.8, 4.2, "/")
+    row = v.RequestRow("4f2a91c0e1b2", "chat", "/", "running", "seq-0", 812, 768, 201, 64, 61.8, 4.2, "/", "120 of 161")
     waiting = v.RequestRow("0c12a7b3d4e5", "laptop", "/", "waiting", "seq-1", 12, 0, 0, 0, None, 0.3, "/")
-    ended = v.FinishedRow("77aab1c2d3e4", "API", "/", "stop", 812, 768, 201, 0.041, 61.8, 3.4, waterfall)
+    ended = v.FinishedRow("77aab1c2d3e4", "API", "/", "stop", 812, 768, 201, 0.041, 61.8, 3.4, waterfall, "120 of 161")
     aborted = v.FinishedRow("77abb1c2d3e4", "playground", "/", "abort", 812, 0, 0, None, None, 0.4, ())
     facts = (views.Fact("Preemptions", "2", "requests that gave their blocks back"), views.Fact("Up", "12 min 4 s"))
     choices = (v.DashboardLink("1 min", "/", True), v.DashboardLink("1 h", "/", False))
@@ -41,6 +43,10 @@ def samples(shell: views.Shell) -> list[views.View]:
             "last minute",
         ),
         v.Counters(0.713, 713, 1000, facts),
+        drafts(_SPECULATION, None),
+        drafts(_SPECULATION._replace(last_width=0, last_reason="cost"), NO_SPECULATION._replace(num_decode_rows=1)),
+        drafts(SpeculationStats(is_on=True), None),
+        drafts(SpeculationStats(why_off="the model is split over several ranks"), None),
         v.LiveRequests((row, waiting), hidden=3, count=5, cancel_url="/"),
         v.LiveRequests(()),
         v.LiveRequests((), curl="curl http://127.0.0.1:8000/v1/chat/completions -d '{}'"),
@@ -68,6 +74,11 @@ def samples(shell: views.Shell) -> list[views.View]:
 
 
 _GPU = GPUReading("NVIDIA RTX 4090", 0.87, 20 * 2**30, 24 * 2**30, 18 * 2**30, 2520, 64, 380.0)
+
+
+_SPECULATION = SpeculationStats(
+    True, "", 131, 530, 412, (131, 120, 99, 62), 131, 543, 7, (("no drafts", 14), ("prompt", 6))
+)
 
 
 _RANK = RankStats(
@@ -120,6 +131,7 @@ def _board() -> v.Dashboard:
         steps((), 0),
         v.Latency((), "since start"),
         v.Counters(0.0, 0, 0, ()),
+        drafts(_SPECULATION, None),
         v.LiveRequests(()),
         v.FinishedRequests((), 0.0),
         empty,

@@ -151,6 +151,24 @@ class Counters(View):
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts(View):
+    """What speculation did in the last minute, or since the start if nothing was generated in that minute."""
+
+    template: ClassVar[str] = "dashboard/_drafts.html"
+    why_off: str = ""  # why there are no drafts at all; empty: there may be some
+    tokens_per_step: str = ""  # of one request
+    accepted: int = 0
+    drafted: int = 0
+    facts: tuple[Fact, ...] = ()
+    span: str = ""  # "last minute" or "since start"
+
+    @property
+    def accepted_share(self) -> float:
+        """Share of the verified drafts that were right, 0 to 1."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class RequestRow:
     """A request that is running or waiting."""
 
@@ -166,6 +184,7 @@ class RequestRow:
     tokens_per_s: float | None
     age_s: float
     cancel_url: str
+    drafts: str = ""  # accepted of drafted tokens; empty: none were drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +214,7 @@ class FinishedRow:
     tokens_per_s: float | None
     total_s: float
     segments: tuple[Segment, ...]
+    drafts: str = ""  # accepted of drafted tokens; empty: none were drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +303,7 @@ class Dashboard(View):
     steps: RecentSteps
     latency: Latency
     counters: Counters
+    drafts: Drafts
     live_requests: LiveRequests
     finished_requests: FinishedRequests
     machine: MachineUse

@@ -48,6 +48,7 @@ BEST = {
     "throughput": "output tokens per second",
     "long-context": "the context length, as long as the wait for the first token stays within its limit",
     "share": "answers per minute for each concurrent user",
+    "edit": "answers per minute for one user, with drafts or without",
 }
 ICONS = {
     "chat": "M3 4.5h14v9H9l-3.5 3v-3H3z",
@@ -56,6 +57,7 @@ ICONS = {
     "long-context": "M5 3h8l3 3v11H5zM8 8h5M8 11h5M8 14h3",
     "share": "M7 9a2.6 2.6 0 1 0 0-5.2A2.6 2.6 0 0 0 7 9zM2.5 16.5c0-3 2-4.5 4.5-4.5s4.5 1.5 4.5 4.5"
     "M13.5 9.5a2 2 0 1 0 0-4M14 12c2 .2 3.5 1.6 3.5 4",
+    "edit": "M4 16l.8-3.6L13.4 3.8l2.8 2.8-8.6 8.6zM11.5 5.7l2.8 2.8M10.5 16H16",
 }
 TITLES = {
     "calibrate": "Measuring one round", "guard": "Checking the 8-bit KV cache", "search": "Trials", "soak": "Soak test",
