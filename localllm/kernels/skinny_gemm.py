@@ -36,17 +36,19 @@ ROW_BLOCK = 4096  # rows of W that the twin converts to fp32 at a time
 
 
 def skinny_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None
-) -> Tensor:
-    """x [M, K] fp16, bf16 or fp32 -> [M, N] in x's dtype.
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x [M, K] fp16, bf16 or fp32 -> [M, N] in x's dtype, or in `out` [M, N], contiguous, and its dtype.
 
     weight [N, K] in x's dtype; or float8_e4m3fn with scales fp32 [N] or [ceil(N/128), ceil(K/128)]; or int8 with scales
     fp32 [N] and optional zeros int8 [N]: (q - zero) * scale. bias [N].
     """
     if not runs_triton(x):
-        return skinny_gemm_reference(x, weight, bias, scales, zeros)
+        y = skinny_gemm_reference(x, weight, bias, scales, zeros)
+        return y if out is None else out.copy_(y)
     rows, n, k = x.shape[0], *weight.shape
-    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, n), dtype=x.dtype, device=x.device) if out is None else out
     if rows == 0:
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -56,7 +58,7 @@ def skinny_gemm(
     kind = _kind(weight)
     if kind != "float" and (k % 2 or weight.stride(0) % 2 or weight.storage_offset() % 2):
         even = F.pad(weight.view(torch.uint8), (0, k % 2)).contiguous().view(weight.dtype)  # not found in checkpoints
-        return skinny_gemm(F.pad(x, (0, k % 2)), even, bias, scales, zeros)
+        return skinny_gemm(F.pad(x, (0, k % 2)), even, bias, scales, zeros, out)
     key = (_row_bucket(rows), n, k, weight.element_size(), x.element_size(), block_scales, target.arch)
     tile = settings_for("skinny_gemm", key, skinny_gemm_tile)
     assert tile.block_k <= SCALE_BLOCK or not block_scales, "a tile has one scale"

@@ -38,10 +38,9 @@ CPU = torch.device("cpu")
 CONTEXT = 2048  # enough for the decode kernel to split a request's context
 reserve = torch.empty  # the simulated GPU replaces it by one that writes zeros
 
-ONCE = 14
+ONCE = 9
 """Nodes outside of layers. From the staged buffer to the logits: two kernels that prepare the step, the plan of
-attention, the embedding, the last norm, the choice of rows, the head, its conversion to fp32 and a copy. To the token:
-two kernels, one that records it, two copies."""
+attention, the embedding, the last norm, the head. To the token: two kernels and one that records it."""
 PER_LAYER = {
     ("llama-3.1-8b", "16-bit"): 10,
     ("llama-3.2-1b", "16-bit"): 12,
