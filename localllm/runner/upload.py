@@ -39,7 +39,7 @@ def pair_to_host(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     storage = a.untyped_storage()
     if storage.data_ptr() != b.untyped_storage().data_ptr():
         return to_host(a), to_host(b)
-    whole = to_host(torch.empty(0, dtype=torch.uint8, device=a.device).set_(storage))  # type: ignore[call-overload]
+    whole = to_host(torch.empty(0, dtype=torch.uint8, device=a.device).set_(storage))
     return _part_of(whole, a), _part_of(whole, b)
 
 
