@@ -31,6 +31,7 @@ from localllm.kernels.launch import INTERPRETED, cdiv, launch_options, next_powe
 from localllm.kernels.tuned import settings_for
 
 SCALE_BLOCK = 128  # rows and columns of W per scale, if scales are per block
+UNMASKED_ROWS = tl.constexpr(64)  # rows in a tile of x from which rows beyond the last are read again, not masked
 SERIAL_ROWS = 256  # deterministic: from this many rows on, parallel splits cost more than they gain
 ROW_BLOCK = 4096  # rows of W that the twin converts to fp32 at a time
 
@@ -311,9 +312,14 @@ def _split_sum(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PACKED: tl.constexpr = 1 if KIND == "float" else 2  # weights per element of `weight`
     k_of_x, k_of_w = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // PACKED)
-    # Beyond the edge the last row is read again: its results are not stored, and loads need no mask.
+    # Beyond the edge the last row is read again: its results are not stored, and loads need no mask. In a small tile of
+    # x such rows are masked: at one row, 15 copies of it would add up to half of W's bytes to what L2 delivers.
+    MASKS_ROWS: tl.constexpr = BLOCK_M < UNMASKED_ROWS
     n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
-    m = tl.minimum(first_m + tl.arange(0, BLOCK_M), rows - 1)
+    m = first_m + tl.arange(0, BLOCK_M)
+    is_row = (m < rows)[:, None]
+    if not MASKS_ROWS:
+        m = tl.minimum(m, rows - 1)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k_of_x[None, :]
     if not TMA:
         weight_ptrs = weight + n.to(tl.int64)[:, None] * weight_stride + k_of_w[None, :]
@@ -330,8 +336,12 @@ def _split_sum(
             w = tl.load(weight_ptrs + k // PACKED)
         else:
             w = tl.load(weight_ptrs + k // PACKED, mask=(k + k_of_w * PACKED < K)[None, :], other=0)
-        if EVEN_K:
+        if EVEN_K and MASKS_ROWS:
+            x = tl.load(x_ptrs + k, mask=is_row, other=0.0)
+        elif EVEN_K:
             x = tl.load(x_ptrs + k)
+        elif MASKS_ROWS:
+            x = tl.load(x_ptrs + k, mask=is_row & (k + k_of_x < K)[None, :], other=0.0)
         else:
             x = tl.load(x_ptrs + k, mask=(k + k_of_x < K)[None, :], other=0.0)
         if KIND == "float":
