@@ -27,9 +27,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.launch import INTERPRETED, cdiv, launch_options, next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import (
+    INTERPRETED,
+    cdiv,
+    launch_options,
+    next_power_of_2,
+    prefetch_rows,
+    runs_triton,
+    tl,
+    triton,
+)
 from localllm.kernels.tuned import settings_for
 
+PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of W for each program, before it waits for x
 SCALE_BLOCK = 128  # rows and columns of W per scale, if scales are per block
 UNMASKED_ROWS = tl.constexpr(64)  # rows in a tile of x from which rows beyond the last are read again, not masked
 SERIAL_ROWS = 256  # deterministic: from this many rows on, parallel splits cost more than they gain
@@ -75,6 +85,7 @@ def skinny_gemm(
         sums,
         x,
         _descriptor(stored, tile) if tma else stored,
+        stored if pdl else None,
         scales,
         zeros,
         bias if splits == 1 else None,
@@ -236,6 +247,7 @@ def _skinny_gemm_kernel(
     out_ptr,  # [rows, N], or fp32 [SPLIT_K, rows, N] if splits run in parallel
     x_ptr,  # [rows, K]
     weight,  # pointer to [N, K], or its tensor descriptor
+    weight_ptr,  # to the same; None without PDL
     scales_ptr,
     zeros_ptr,
     bias_ptr,
@@ -263,6 +275,11 @@ def _skinny_gemm_kernel(
     over one split of K (all splits one after another if SERIAL)."""
     first_n, first_m = tile_of_program(rows, N, BLOCK_M, BLOCK_N)
     if PDL:
+        PACKED: tl.constexpr = 1 if KIND == "float" else 2
+        n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
+        first_k = 0 if SERIAL else tl.program_id(1) * tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
+        row_ptrs = weight_ptr + n.to(tl.int64) * weight_stride
+        prefetch_rows(row_ptrs, first_k // PACKED, K // PACKED, PREFETCHED_LINES // BLOCK_N)
         tl.extra.cuda.gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if SERIAL:
