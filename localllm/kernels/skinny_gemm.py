@@ -27,10 +27,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.launch import INTERPRETED, cdiv, launch_options, next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import (
+    INTERPRETED,
+    cdiv,
+    launch_options,
+    next_power_of_2,
+    prefetch_rows,
+    runs_triton,
+    tl,
+    triton,
+)
 from localllm.kernels.tuned import settings_for
 
+PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of W for each program, before it waits for x
 SCALE_BLOCK = 128  # rows and columns of W per scale, if scales are per block
+UNMASKED_ROWS = tl.constexpr(64)  # rows in a tile of x from which rows beyond the last are read again, not masked
 SERIAL_ROWS = 256  # deterministic: from this many rows on, parallel splits cost more than they gain
 ROW_BLOCK = 4096  # rows of W that the twin converts to fp32 at a time
 
@@ -76,6 +87,7 @@ def skinny_gemm(
         sums,
         x,
         _descriptor(stored, tile) if tma else stored,
+        stored if pdl else None,
         scales,
         zeros,
         bias if splits == 1 else None,
@@ -237,6 +249,7 @@ def _skinny_gemm_kernel(
     out_ptr,  # [rows, N], or fp32 [SPLIT_K, rows, N] if splits run in parallel
     x_ptr,  # [rows, K]
     weight,  # pointer to [N, K], or its tensor descriptor
+    weight_ptr,  # to the same; None without PDL
     scales_ptr,
     zeros_ptr,
     bias_ptr,
@@ -264,6 +277,11 @@ def _skinny_gemm_kernel(
     over one split of K (all splits one after another if SERIAL)."""
     first_n, first_m = tile_of_program(rows, N, BLOCK_M, BLOCK_N)
     if PDL:
+        PACKED: tl.constexpr = 1 if KIND == "float" else 2
+        n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
+        first_k = 0 if SERIAL else tl.program_id(1) * tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
+        row_ptrs = weight_ptr + n.to(tl.int64) * weight_stride
+        prefetch_rows(row_ptrs, first_k // PACKED, K // PACKED, PREFETCHED_LINES // BLOCK_N)
         tl.extra.cuda.gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if SERIAL:
@@ -313,9 +331,14 @@ def _split_sum(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PACKED: tl.constexpr = 1 if KIND == "float" else 2  # weights per element of `weight`
     k_of_x, k_of_w = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // PACKED)
-    # Beyond the edge the last row is read again: its results are not stored, and loads need no mask.
+    # Beyond the edge the last row is read again: its results are not stored, and loads need no mask. In a small tile of
+    # x such rows are masked: at one row, 15 copies of it would add up to half of W's bytes to what L2 delivers.
+    MASKS_ROWS: tl.constexpr = BLOCK_M < UNMASKED_ROWS
     n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
-    m = tl.minimum(first_m + tl.arange(0, BLOCK_M), rows - 1)
+    m = first_m + tl.arange(0, BLOCK_M)
+    is_row = (m < rows)[:, None]
+    if not MASKS_ROWS:
+        m = tl.minimum(m, rows - 1)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k_of_x[None, :]
     if not TMA:
         weight_ptrs = weight + n.to(tl.int64)[:, None] * weight_stride + k_of_w[None, :]
@@ -332,8 +355,12 @@ def _split_sum(
             w = tl.load(weight_ptrs + k // PACKED)
         else:
             w = tl.load(weight_ptrs + k // PACKED, mask=(k + k_of_w * PACKED < K)[None, :], other=0)
-        if EVEN_K:
+        if EVEN_K and MASKS_ROWS:
+            x = tl.load(x_ptrs + k, mask=is_row, other=0.0)
+        elif EVEN_K:
             x = tl.load(x_ptrs + k)
+        elif MASKS_ROWS:
+            x = tl.load(x_ptrs + k, mask=is_row & (k + k_of_x < K)[None, :], other=0.0)
         else:
             x = tl.load(x_ptrs + k, mask=(k + k_of_x < K)[None, :], other=0.0)
         if KIND == "float":
