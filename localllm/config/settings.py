@@ -230,6 +230,9 @@ class EngineConfig:
         "num_speculative_tokens", is_of_one_model=True)
     enforce_eager: bool = setting(
         False, SCHEDULING, "do not use CUDA graphs")
+    programmatic_launch: bool = setting(
+        True, SCHEDULING, "start kernels while the previous one finishes",
+        note="only GPUs of compute capability 9.0 and later can")
     deterministic: bool = setting(
         False, SCHEDULING, "bit-identical output whatever else is in the batch", note="slower")
     # fmt: on

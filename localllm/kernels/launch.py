@@ -24,7 +24,8 @@ from torch import Tensor
 
 __all__ = [
     "DEFAULTS", "HAS_TRITON", "INTERPRETED", "LaunchOptions", "TensorDescriptor", "cdiv", "early_launch",
-    "launch_options", "launching_with", "next_power_of_2", "runs_triton", "tl", "triton", "wait_for_inputs",
+    "launch_options", "launching_with", "next_power_of_2", "prefetch_rows", "runs_triton", "tl", "triton",
+    "wait_for_inputs",
 ]  # fmt: skip
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # if unset, Triton 3.10 computes a*b+c with two roundings
@@ -64,7 +65,7 @@ class LaunchOptions:
     deterministic: bool = False
     """Each row's result has the same bits in any batch: no launch setting may depend on the batch's size."""
 
-    programmatic_launch: bool = False
+    programmatic_launch: bool = True
     """On sm_90 and later a kernel may start while the previous one finishes, and waits before it reads its input."""
 
 
@@ -136,6 +137,18 @@ def wait_for_inputs(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_rows(row_ptrs, first, width, LINES: tl.constexpr):
+    """Start to load LINES lines of 128 bytes into L2 from each of `row_ptrs`, beginning with element `first` of rows of
+    `width` elements; nothing waits for them. For weights, before `wait_for_inputs`: memory is idle by then."""
+    LINE: tl.constexpr = 128 // (row_ptrs.dtype.element_ty.primitive_bitwidth // 8)
+    at = tl.minimum(first + tl.arange(0, LINES) * LINE, width - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [row_ptrs[:, None] + at[None, :]],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 def next_power_of_2(n: int) -> int:

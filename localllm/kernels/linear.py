@@ -44,6 +44,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y
 
 
+def linear_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Return `linear` as fp32 [T, N], in `out` if given. On a GPU its sums are not rounded to x's dtype before."""
+    has_kernel = not weight.is_mkldnn and _uses_skinny_gemm(x, weight)
+    if not has_kernel and (not x.is_cuda or torch.version.hip is not None):
+        y = linear(x, weight, bias)
+        return y.float() if out is None else out.copy_(y)
+    if out is None:
+        out = torch.empty((len(x), len(weight)), dtype=torch.float32, device=x.device)
+    if has_kernel:
+        return skinny_gemm(x, weight, bias, out=out)
+    if x.dtype == torch.float32:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+    return out if bias is None else out.add_(bias)
+
+
 class Crossover(NamedTuple):
     skinny_rows: int  # skinny_gemm is used up to so many rows
 

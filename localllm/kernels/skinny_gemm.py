@@ -27,26 +27,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.launch import INTERPRETED, cdiv, launch_options, next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import (
+    INTERPRETED,
+    cdiv,
+    launch_options,
+    next_power_of_2,
+    prefetch_rows,
+    runs_triton,
+    tl,
+    triton,
+)
 from localllm.kernels.tuned import settings_for
 
+PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of W for each program, before it waits for x
 SCALE_BLOCK = 128  # rows and columns of W per scale, if scales are per block
+UNMASKED_ROWS = tl.constexpr(64)  # rows in a tile of x from which rows beyond the last are read again, not masked
 SERIAL_ROWS = 256  # deterministic: from this many rows on, parallel splits cost more than they gain
 ROW_BLOCK = 4096  # rows of W that the twin converts to fp32 at a time
 
 
 def skinny_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None
-) -> Tensor:
-    """x [M, K] fp16, bf16 or fp32 -> [M, N] in x's dtype.
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x [M, K] fp16, bf16 or fp32 -> [M, N] in x's dtype, or in `out` [M, N], contiguous, and its dtype.
 
     weight [N, K] in x's dtype; or float8_e4m3fn with scales fp32 [N] or [ceil(N/128), ceil(K/128)]; or int8 with scales
     fp32 [N] and optional zeros int8 [N]: (q - zero) * scale. bias [N].
     """
     if not runs_triton(x):
-        return skinny_gemm_reference(x, weight, bias, scales, zeros)
+        y = skinny_gemm_reference(x, weight, bias, scales, zeros)
+        return y if out is None else out.copy_(y)
     rows, n, k = x.shape[0], *weight.shape
-    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, n), dtype=x.dtype, device=x.device) if out is None else out
     if rows == 0:
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -56,7 +69,7 @@ def skinny_gemm(
     kind = _kind(weight)
     if kind != "float" and (k % 2 or weight.stride(0) % 2 or weight.storage_offset() % 2):
         even = F.pad(weight.view(torch.uint8), (0, k % 2)).contiguous().view(weight.dtype)  # not found in checkpoints
-        return skinny_gemm(F.pad(x, (0, k % 2)), even, bias, scales, zeros)
+        return skinny_gemm(F.pad(x, (0, k % 2)), even, bias, scales, zeros, out)
     key = (_row_bucket(rows), n, k, weight.element_size(), x.element_size(), block_scales, target.arch)
     tile = settings_for("skinny_gemm", key, skinny_gemm_tile)
     assert tile.block_k <= SCALE_BLOCK or not block_scales, "a tile has one scale"
@@ -74,6 +87,7 @@ def skinny_gemm(
         sums,
         x,
         _descriptor(stored, tile) if tma else stored,
+        stored if pdl else None,
         scales,
         zeros,
         bias if splits == 1 else None,
@@ -235,6 +249,7 @@ def _skinny_gemm_kernel(
     out_ptr,  # [rows, N], or fp32 [SPLIT_K, rows, N] if splits run in parallel
     x_ptr,  # [rows, K]
     weight,  # pointer to [N, K], or its tensor descriptor
+    weight_ptr,  # to the same; None without PDL
     scales_ptr,
     zeros_ptr,
     bias_ptr,
@@ -262,6 +277,11 @@ def _skinny_gemm_kernel(
     over one split of K (all splits one after another if SERIAL)."""
     first_n, first_m = tile_of_program(rows, N, BLOCK_M, BLOCK_N)
     if PDL:
+        PACKED: tl.constexpr = 1 if KIND == "float" else 2
+        n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
+        first_k = 0 if SERIAL else tl.program_id(1) * tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
+        row_ptrs = weight_ptr + n.to(tl.int64) * weight_stride
+        prefetch_rows(row_ptrs, first_k // PACKED, K // PACKED, PREFETCHED_LINES // BLOCK_N)
         tl.extra.cuda.gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if SERIAL:
@@ -311,9 +331,14 @@ def _split_sum(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PACKED: tl.constexpr = 1 if KIND == "float" else 2  # weights per element of `weight`
     k_of_x, k_of_w = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // PACKED)
-    # Beyond the edge the last row is read again: its results are not stored, and loads need no mask.
+    # Beyond the edge the last row is read again: its results are not stored, and loads need no mask. In a small tile of
+    # x such rows are masked: at one row, 15 copies of it would add up to half of W's bytes to what L2 delivers.
+    MASKS_ROWS: tl.constexpr = BLOCK_M < UNMASKED_ROWS
     n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
-    m = tl.minimum(first_m + tl.arange(0, BLOCK_M), rows - 1)
+    m = first_m + tl.arange(0, BLOCK_M)
+    is_row = (m < rows)[:, None]
+    if not MASKS_ROWS:
+        m = tl.minimum(m, rows - 1)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k_of_x[None, :]
     if not TMA:
         weight_ptrs = weight + n.to(tl.int64)[:, None] * weight_stride + k_of_w[None, :]
@@ -330,8 +355,12 @@ def _split_sum(
             w = tl.load(weight_ptrs + k // PACKED)
         else:
             w = tl.load(weight_ptrs + k // PACKED, mask=(k + k_of_w * PACKED < K)[None, :], other=0)
-        if EVEN_K:
+        if EVEN_K and MASKS_ROWS:
+            x = tl.load(x_ptrs + k, mask=is_row, other=0.0)
+        elif EVEN_K:
             x = tl.load(x_ptrs + k)
+        elif MASKS_ROWS:
+            x = tl.load(x_ptrs + k, mask=is_row & (k + k_of_x < K)[None, :], other=0.0)
         else:
             x = tl.load(x_ptrs + k, mask=(k + k_of_x < K)[None, :], other=0.0)
         if KIND == "float":

@@ -62,11 +62,12 @@ class ForwardInputs:
 
 
 class CausalModel(Protocol):
-    """A model as the runner drives it: hidden states [T, hidden], then logits [L, V] of the rows to sample.
+    """A model as the runner drives it: hidden states [T, hidden], then logits [L, V] of the rows to sample, in `out`
+    [L, V] fp32 if given.
 
     cache: what each layer keeps, None for a layer that keeps nothing. Of tensor-parallel shards, all but the first
     return None instead of logits.
     """
 
     def forward(self, inputs: ForwardInputs, cache: Sequence[LayerCache | None]) -> Tensor: ...
-    def compute_logits(self, hidden: Tensor) -> Tensor | None: ...
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None: ...

@@ -11,7 +11,6 @@ from typing import cast
 import torch
 
 from localllm.errors import DoesNotFit
-from localllm.kernels.launch import LaunchOptions
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.fit import MemoryPlan
 from localllm.models.inputs import CausalModel
@@ -25,7 +24,7 @@ from localllm.ranks.wire import decode
 from localllm.runner.device_memory import make_current
 from localllm.runner.executor import LocalExecutor
 from localllm.runner.kv_cache import KVCache
-from localllm.runner.opening import Parallel, measure, open_on
+from localllm.runner.opening import Parallel, launch_options_of, measure, open_on
 from localllm.runner.runner import TorchRunner
 from localllm.runner.stage import StageModel
 
@@ -85,7 +84,7 @@ class TorchShare:
         if self._device.type != "cuda":
             return Measured()
         tell(Report("measuring one full step"))
-        config, options = request.config, LaunchOptions(deterministic=request.config.deterministic)
+        config, options = request.config, launch_options_of(request.config)
         seen = measure(
             self._stage, self._spec, request.plan, self._device, 0, options, config.enable_prompt_embeds, self._parallel
         )

@@ -60,8 +60,9 @@ class DeviceSteps:
         self._vocab_size, self._is_alone = vocab_size, is_alone
         most = max((shape.rows for shape in shapes), default=0)
         self._logits = torch.zeros(most, vocab_size, device=device) if draws else None
-        self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._best = torch.zeros(rows, device=device)
+        rows = -(-rows // 4) * 4  # so that both parts are aligned
+        drawn = torch.zeros(rows * 12, dtype=torch.uint8, device=device)  # one allocation: one copy to the host
+        self._token_ids, self._best = drawn[: rows * 8].view(torch.int64), drawn[rows * 8 :].view(torch.float32)
         self._graphs = StepGraphs(shapes, capture, self._parts) if capture else None
         self._shape = StepShape(0)  # of the last launched step
         self._replayed = False
@@ -109,16 +110,20 @@ class DeviceSteps:
         if embeds is not None:
             inputs = replace(inputs, embeds=embeds)
         hidden = self._model.forward(inputs, self._layers)
+        if not shape.prefill_rows:  # one token each
+            return hidden, hidden
         return hidden, hidden.index_select(0, buffers.last_tokens)
 
     def _draw(
         self, buffers: StepInputs, logits: Tensor, features: SamplingFeatures, bitmask: Tensor | None = None
     ) -> Sampled:
+        """Sample into the buffers of the step's ids and best logits."""
         assert self._sampling.tables is not None
-        tokens = self._staged.token_ids
-        out = sample_on_device(logits, buffers.slots, buffers.lengths, self._sampling.tables, tokens, features, bitmask)
-        record_tokens(buffers.slots, buffers.lengths, tokens, out.token_ids)
-        return out
+        tokens, tables = self._staged.token_ids, self._sampling.tables
+        out = self._token_ids[: len(logits)], self._best[: len(logits)]
+        drawn = sample_on_device(logits, buffers.slots, buffers.lengths, tables, tokens, features, bitmask, out)
+        record_tokens(buffers.slots, buffers.lengths, tokens, drawn.token_ids)
+        return drawn
 
     def _sample_any(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None) -> Drawn:
         """Sample rows whose lists do not fit into the tables, by the CPU's method with lists made for this batch."""
@@ -149,23 +154,18 @@ class DeviceSteps:
         blocks now belong to other requests.
         """
         self._staged.stage_padding(shape)
-        ids, best = self._token_ids[: shape.rows], self._best[: shape.rows]
         logits = None if self._logits is None else self._logits[: shape.rows]
 
         def forward() -> None:
             _, last = self._run(shape)
-            own = self._model.compute_logits(last)
-            if logits is not None and own is not None:
-                logits.copy_(own)
+            self._model.compute_logits(last, logits)
 
         def draw(features: SamplingFeatures) -> Callable[[], None]:
             def step() -> None:
                 if logits is None:  # all shards record the same parts, since those with an exchange must meet
-                    best.zero_()
+                    self._best.zero_()
                     return
-                out = self._draw(self._staged.part(shape), logits, features)
-                ids.copy_(out.token_ids)
-                best.copy_(out.best)
+                self._draw(self._staged.part(shape), logits, features)
 
             return step
 

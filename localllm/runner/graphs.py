@@ -28,9 +28,9 @@ from localllm.runner.staging import StepShape
 
 log = logging.getLogger(__name__)
 
-PREFILL_ROWS = 8  # rows in a mixed shape
-PREFILL_TOKENS = (64, 128, 256, 512, 1024, 2048)
-MIXED_DECODES = (0, 8, 32, 128)
+PREFILL_TOKENS = {64: 8, 128: 8, 256: 16, 512: 32, 1024: 32, 2048: 32}  # tokens of a mixed shape: most prompts
+MIXED_DECODES = (0, 8, 32, 128, 192, 256, 384, 512)  # beside them; the last is cut to the largest batch
+MANY_DECODES, MANY_TOKENS = 192, (256, 512)  # from so many decodes on, only shapes with so many prompt tokens
 FIRST_DECODES = (1, 2, 4, 8)  # captured before the server is ready
 LEAST_FREE_BYTES = 256 * 1024**2  # free device memory below which no further graph is recorded
 STEPS_PER_CAPTURE = 64  # steps without a graph, under load, before one part of their shape is recorded
@@ -131,14 +131,20 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + ([max_num_seqs] if max_num_seqs <= 512 else [])
 
 
+def mixed_decodes(max_num_seqs: int) -> list[int]:
+    """Return the numbers of decode rows of mixed shapes. The last holds any that can be beside a prompt, up to 512."""
+    sizes = [size for size in MIXED_DECODES if size < max_num_seqs]
+    return sizes + [max_num_seqs] * (sizes[-1] < min(max_num_seqs - 1, MIXED_DECODES[-1]))
+
+
 def capture_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
     """Return every shape worth recording: decode shapes, then mixed ones, smallest first."""
     decodes = [StepShape(size) for size in decode_sizes(max_num_seqs)]
     mixed = [
-        StepShape(beside, min(PREFILL_ROWS, max_num_seqs), tokens)
-        for beside in MIXED_DECODES
-        for tokens in PREFILL_TOKENS
-        if beside < max_num_seqs and tokens + beside <= max_num_batched_tokens
+        StepShape(beside, min(rows, max_num_seqs), tokens)
+        for beside in mixed_decodes(max_num_seqs)
+        for tokens, rows in PREFILL_TOKENS.items()
+        if tokens + beside <= max_num_batched_tokens and (beside < MANY_DECODES or tokens in MANY_TOKENS)
     ]
     return decodes + mixed
 

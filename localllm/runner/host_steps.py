@@ -29,7 +29,7 @@ from localllm.runner.logprobs import LogprobTensors, joined
 from localllm.runner.sampler import sample
 from localllm.runner.sampling import SamplingState
 from localllm.runner.step_parts import in_order, lone_parts, parts_of
-from localllm.runner.upload import to_device, to_host
+from localllm.runner.upload import pair_to_host, to_device
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class Drawn:
     def to_host(self) -> Drawn:
         """Start the copy to the host; it is complete when the device's stream has reached this point."""
         logprobs = None if self.logprobs is None else self.logprobs.to_host()
-        return replace(self, token_ids=to_host(self.token_ids), best=to_host(self.best), logprobs=logprobs)
+        token_ids, best = pair_to_host(self.token_ids, self.best)
+        return replace(self, token_ids=token_ids, best=best, logprobs=logprobs)
 
 
 class HostSteps:

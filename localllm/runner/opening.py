@@ -54,6 +54,11 @@ class Parallel:
     samples: bool  # whether its stage is the last one
 
 
+def launch_options_of(config: EngineConfig) -> LaunchOptions:
+    """Return the options of kernel launches that the settings choose."""
+    return LaunchOptions(deterministic=config.deterministic, programmatic_launch=config.programmatic_launch)
+
+
 def open_runner(
     model: CausalModel,
     spec: ModelSpec,
@@ -66,7 +71,7 @@ def open_runner(
 ) -> tuple[TorchRunner, MemoryPlan]:
     """Return the runner, warmed up, and the plan it was built with. `hardware`: as it was before the model was loaded;
     held_before: GPU bytes that torch had allocated for other models by then. drafter: of a model on a CPU."""
-    launch_options = LaunchOptions(deterministic=config.deterministic)
+    launch_options = launch_options_of(config)
     device = torch.device(plan.device)
     make_current(device)
     if device.type == "cuda":
@@ -89,7 +94,7 @@ def open_on(
     capture: Capture | None = CudaCapture(device) if recorded else None
     if isinstance(capture, CudaCapture) and parallel is not None:
         capture = AgreedCapture(capture, parallel.world, device)
-    options = LaunchOptions(deterministic=config.deterministic)
+    options = launch_options_of(config)
     runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states, drafter)
     if capture is not None:
         report("capturing CUDA graphs")

@@ -43,5 +43,5 @@ class StageModel:
             self._pipe.send(hidden)
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        return self._model.compute_logits(hidden)
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
+        return self._model.compute_logits(hidden, out)

@@ -34,6 +34,21 @@ def to_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
+def pair_to_host(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return host copies of two tensors, as `to_host`. Two parts of one allocation share one copy, of all of it."""
+    storage = a.untyped_storage()
+    if storage.data_ptr() != b.untyped_storage().data_ptr():
+        return to_host(a), to_host(b)
+    whole = to_host(torch.empty(0, dtype=torch.uint8, device=a.device).set_(storage))
+    return _part_of(whole, a), _part_of(whole, b)
+
+
+def _part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """Return the bytes of a copy of like's allocation [n] uint8 that hold `like`, which is contiguous."""
+    first = like.storage_offset() * like.element_size()
+    return whole[first : first + like.nbytes].view(like.dtype).view(like.shape)
+
+
 def all_to_device(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Copy flat arrays of one dtype to the device; on CUDA they share one copy."""
     if device.type == "cpu":

@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.kernels.machine_code import count, hottest_loop, instructions, num_spills
+from tests.kernels.machine_code import before_wait, count, hottest_loop, instructions, num_spills
 
 SHARED_BYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory one program may use, by compute capability."""
@@ -48,6 +48,8 @@ class Variant:
     forbidden: tuple[str, ...] = ()  # instructions that must not occur in the hottest loop, as "I2F", "F2F"
     elements_per_loop: int = 0  # weights (or bytes) that one program takes per turn of its hottest loop
     max_instructions_per_element: float = 0.0  # thread instructions; 0: not limited
+    prefetches: int = 0  # on sm_90, of each thread, before the kernel waits for the previous one
+    not_early: tuple[str, ...] = ()  # instructions that must not occur on sm_90 before that wait; for those that wait
     options: Mapping[str, Any] = field(default_factory=dict)  # further compile options
     hip: bool = False  # that it compiles for gfx1100 is tested as well; one variant of each kernel
 
@@ -62,6 +64,7 @@ class Compiled:
     shared_bytes: int
     counts: Mapping[str, int]  # of each opcode in the whole kernel
     loop: Mapping[str, int]  # of each opcode in the hottest loop (machine_code.hottest_loop says which that is)
+    before_wait: Mapping[str, int]  # of each opcode before the wait for the previous kernel; none without a wait
     num_warps: int
 
     @property
@@ -89,7 +92,8 @@ def compile_variant(variant: Variant, arch: int) -> Compiled:
     counts, loop = count(code), count(hottest_loop(code))
     registers, stack = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     spills = num_spills(machine_code)
-    return Compiled(registers, stack, spills, compiled.metadata.shared, counts, loop, variant.num_warps)
+    before = count(before_wait(code))
+    return Compiled(registers, stack, spills, compiled.metadata.shared, counts, loop, before, variant.num_warps)
 
 
 def compile_for_hip(variant: Variant, arch: str = "gfx1100") -> bool:

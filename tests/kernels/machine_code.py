@@ -69,6 +69,12 @@ def hottest_loop(code: list[Instruction]) -> list[Instruction]:
     return [code[i] for i in sorted(hottest)]
 
 
+def before_wait(code: list[Instruction]) -> list[Instruction]:
+    """The instructions before the first wait for the previous kernel (griddepcontrol.wait); none where none waits."""
+    places = [place for place, instruction in enumerate(code) if instruction.opcode == "ACQBULK"]
+    return code[: places[0]] if places else []
+
+
 def count(code: Iterable[Instruction]) -> Mapping[str, int]:
     names = [instruction.opcode for instruction in code]
     return {name: names.count(name) for name in sorted(set(names))}

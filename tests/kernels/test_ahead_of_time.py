@@ -69,6 +69,10 @@ def _check(variant: Variant, arch: int, compiled: Compiled) -> None:
     if variant.mma:
         assert compiled.mma in variant.mma.split("|")
     assert not [name for name in variant.forbidden if compiled.hottest.get(name)]
+    if variant.options.get("launch_pdl"):
+        assert compiled.counts.get("ACQBULK") == 1, "a kernel that starts early waits once"
+        assert compiled.before_wait.get("CCTL", 0) == variant.prefetches
+        assert not [name for name in variant.not_early if compiled.before_wait.get(name)]
     if limit := variant.max_instructions_per_element:
         assert compiled.instructions_per_element(variant.elements_per_loop) <= limit
 

@@ -7,7 +7,14 @@ import torch
 from torch.nn.functional import linear as torch_linear
 
 from localllm.kernels.launch import INTERPRETED, LaunchOptions, launching_with
-from localllm.kernels.linear import PACK_MIN_ELEMENTS, crossover_heuristic, linear, pack_weight, should_pack
+from localllm.kernels.linear import (
+    PACK_MIN_ELEMENTS,
+    crossover_heuristic,
+    linear,
+    linear_fp32,
+    pack_weight,
+    should_pack,
+)
 
 CPU = torch.device("cpu")
 
@@ -58,3 +65,20 @@ def test_a_gpu_takes_our_kernel_for_few_rows(
         linear(x, pack_weight(weight))
     on_gpu = INTERPRETED or device.type == "cuda"
     assert bool(taken) == (on_gpu and (deterministic or rows <= crossover_heuristic(48, 64, 2, 80).skinny_rows))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("given", [False, True])
+def test_logits_keep_the_digits_of_their_sums(rows: int, given: bool, device: torch.device) -> None:
+    """On a GPU, both by our kernel and by cuBLAS. On a CPU the sums are rounded to the weights' type."""
+    weight, offset = torch.randn(96, 128, device=device).half(), torch.randn(96, device=device).half()
+    x = torch.randn(rows, 128, device=device).half()
+    out = torch.full((rows, 96), torch.nan, device=device) if given else None
+    with torch.inference_mode():
+        got = linear_fp32(x, pack_weight(weight), offset, out)
+    assert got.dtype == torch.float32
+    assert out is None or got.data_ptr() == out.data_ptr()
+    wanted = x.double() @ weight.double().t() + offset.double()
+    has_kernel = device.type == "cuda" or (INTERPRETED and rows <= crossover_heuristic(96, 128, 2, 80).skinny_rows)
+    tolerance = 1e-4 if has_kernel else 4e-2
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=tolerance)

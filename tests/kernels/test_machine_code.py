@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernels.machine_code import count, hottest_loop, instructions, num_spills
+from tests.kernels.machine_code import before_wait, count, hottest_loop, instructions, num_spills
 
 
 def sass(*lines: str) -> str:
@@ -34,6 +34,12 @@ def test_a_loop_runs_from_its_head_to_the_branch_back() -> None:
 def test_a_spill_is_what_saves_a_register_or_brings_it_back() -> None:
     assert num_spills(sass("STL.64 [R1+0x8], R4", "@P0 STL [R1], R5", "LDL R5, [R1]", "EXIT")) == 3
     assert num_spills(sass("STL.64 [R1], RZ &rd=0x1 ?trans1", "CALL.ABS.NOINC R2", "LDG.E R4, [R2]", "EXIT")) == 0
+
+
+def test_what_runs_before_the_previous_kernel_has_finished() -> None:
+    code = instructions(sass("MOV R1, R2", "CCTL.E.PF2 [R2.64]", "ACQBULK", "LDG.E R4, [R2]", "ACQBULK", "EXIT"))
+    assert count(before_wait(code)) == {"CCTL": 1, "MOV": 1}
+    assert not before_wait(instructions(sass("LDG.E R4, [R2]", "EXIT")))
 
 
 def test_no_loop() -> None:

@@ -43,7 +43,7 @@ def test_a_runner_on_a_cpu_keeps_the_plan(model: Any, spec: ModelSpec, kv_dtype:
     assert cache.allocated_bytes == kept.kv_bytes == plan.kv_bytes
 
 
-def test_determinism_is_asked_of_the_kernels(model: Any, spec: ModelSpec) -> None:
+def test_how_kernels_are_launched_is_set(model: Any, spec: ModelSpec) -> None:
     plan = small_plan(spec, max_model_len=128)
     seen: list[LaunchOptions] = []
 
@@ -56,11 +56,11 @@ def test_determinism_is_asked_of_the_kernels(model: Any, spec: ModelSpec) -> Non
             return getattr(model, name)
 
     for asked in (True, False):
-        config = EngineConfig(deterministic=asked)
+        config = EngineConfig(deterministic=asked, programmatic_launch=not asked)
         runner, _ = open_runner(Watched(), spec, config, plan, MACHINE, lambda text: None)
         runner.forward(largest_steps(plan, 16)[0])
         runner.close()
-        assert seen.pop().deterministic is asked
+        assert seen.pop() == LaunchOptions(deterministic=asked, programmatic_launch=not asked)
         assert launch_options() == DEFAULTS
 
 

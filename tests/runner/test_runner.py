@@ -51,8 +51,8 @@ class Spy:
             raise self.error
         return self.model.forward(inputs, kv_cache)  # type: ignore[no-any-return]
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.model.compute_logits(hidden)
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.model.compute_logits(hidden, out)
         if self.poison is not None:
             self.poison(logits)
         return logits

@@ -128,8 +128,8 @@ def test_rows_in_error_do_not_part_the_shards(
     model = sharded[2]
     compute = model.stages[0][0].compute_logits
 
-    def poisoned(hidden: Tensor) -> Tensor | None:
-        logits = compute(hidden)
+    def poisoned(hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
+        logits = compute(hidden, out)
         assert logits is not None
         logits[0] = torch.nan
         return logits

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from localllm.kernels.launch import cdiv, tl, triton, wait_for_inputs
+from localllm.kernels.launch import cdiv, prefetch_rows, tl, triton, wait_for_inputs
 from localllm.kernels.planar.layout import chunk_size
 from localllm.kernels.planar.unpack import unpack_planes
 
+PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of words for each program, before it waits for x
 PROGRAMS_PER_PROCESSOR = 4  # fits the registers at 16 rows; target when splitting over K
 
 
@@ -206,7 +207,10 @@ def planar_linear_kernel(
         SUPER_GROUP,
         CHUNK,
     )
-    wait_for_inputs(PDL)
+    if PDL:
+        rows = words_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * words_stride
+        prefetch_rows(rows, first * LANES, words_stride, PREFETCHED_LINES // BLOCK_N)
+        tl.extra.cuda.gdc_wait()
     for chunk in range(first, last):
         groups = ahead
         ahead = load_groups(
@@ -251,6 +255,8 @@ def planar_linear_kernel(
                     minimum = scale_to_fp32(groups[4 + 3 * (p * LANES // GROUP)], groups[1], super_mins_ptr is not None)
                     acc += sums * minimum[:, None]
 
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     y_rows = part_of_k.to(tl.int64) * M + offs_m

@@ -74,22 +74,23 @@ def summarize_logits(
 
 def draw(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, cutoff: Cutoff | None = None,
-    summary: LogitSummary | None = None,
+    summary: LogitSummary | None = None, out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return token ids [S] int64 and the largest logits [S] float32, NaN if a row contains one.
+    """Return token ids [S] int64 and the largest logits [S] float32, NaN if a row contains one; in `out` if given.
     Padding rows give 0 and 0.
 
     cutoff: the last kept token of rows with top_k, top_p or min_p, from `nucleus`; None: the batch has no such rows.
     summary: the summary from which `cutoff` was made.
     """
     if not runs_triton(logits):
-        return draw_reference(logits, slots, lengths, tables, cutoff)
+        drawn = draw_reference(logits, slots, lengths, tables, cutoff)
+        return drawn if out is None else (out[0].copy_(drawn[0]), out[1].copy_(drawn[1]))
     if summary is None:
         summary = summarize_logits(logits, slots, lengths, tables, filters=False)
     assert summary is not None
     if cutoff is not None:
         _gumbel_max(logits, slots, lengths, tables, summary, cutoff, True)
-    return _pick(logits, slots, lengths, tables, summary, cutoff)
+    return _pick(logits, slots, lengths, tables, summary, cutoff, out)
 
 
 def draw_reference(
@@ -159,11 +160,14 @@ def _gumbel_max(
 
 
 def _pick(
-    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, summary: LogitSummary, cutoff: Cutoff | None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, summary: LogitSummary, cutoff: Cutoff | None,
+    out: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_rows, vocab_size = logits.shape
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    best = torch.empty(num_rows, device=logits.device)
+    if out is None:
+        best = torch.empty(num_rows, device=logits.device)
+        out = torch.empty(num_rows, dtype=torch.int64, device=logits.device), best
+    token_ids, best = out
     value, last_id = (best, slots) if cutoff is None else (cutoff.value, cutoff.last_id)
     num_blocks = cdiv(vocab_size, BLOCK)
     _pick_kernel[(num_rows,)](

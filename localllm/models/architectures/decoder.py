@@ -163,17 +163,20 @@ class DecoderModel:
         return residual.add_(delta) if self.norm is None else self.norm.add(delta, residual)
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        """Map hidden [L, hidden], rows of `forward`'s output, to logits [L, vocab] fp32.
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
+        """Map hidden [L, hidden], rows of `forward`'s output, to logits [L, vocab] fp32, in `out` if given.
 
         Of a tensor-parallel model all shards compute their rows of the vocabulary; the first shard returns the logits,
         the others None. So does a pipeline stage that is not the last.
         """
         if self.lm_head is None:
             return None
-        own = self.lm_head(hidden)
-        logits = own if self._vocab is None else self.group.gather_to_first(own, self._vocab)
-        return None if logits is None else self.finish_logits(logits.float())
+        if self._vocab is None:
+            return self.finish_logits(self.lm_head.in_fp32(hidden, out))
+        logits = self.group.gather_to_first(self.lm_head(hidden), self._vocab)
+        if logits is None:
+            return None
+        return self.finish_logits(logits.float() if out is None else out.copy_(logits))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """Scale and cap the head's outputs [L, vocab] fp32 as the family does, in place where possible."""

@@ -20,7 +20,7 @@ from localllm.units import format_bytes
 
 MIB = 1024**2
 GRAPH_BYTES = 256 * MIB  # the driver's memory for the CUDA graphs of all step shapes
-GRAPH_ROWS = 136  # rows of the largest mixed shape (runner/graphs.py), if max_num_seqs is smaller
+GRAPH_PROMPTS = 32  # most prompts of a recorded step, beside max_num_seqs decodes (runner/graphs.py)
 NCCL_BYTES = 512 * MIB  # of a rank's communicators; NCCL takes 0.2 to 1 GiB, outside of torch's counters
 CPU_RANK_BYTES = 256 * MIB  # of a rank's process on a CPU: interpreter, torch, gloo's buffers
 
@@ -171,7 +171,7 @@ class RankMemory:
 
     def _graph_bytes(self) -> int:
         """Return the bytes of the driver, one step's activations in the graphs' pool, and the shared logits buffer."""
-        rows = max(GRAPH_ROWS, self.inputs.config.max_num_seqs)
+        rows = self.inputs.config.max_num_seqs + GRAPH_PROMPTS
         logits = self.inputs.spec.vocab_size if self.step.samples else self.step.own_logits
         return GRAPH_BYTES + rows * logits * 4 + self.activations(0, 0)
 

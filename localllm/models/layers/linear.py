@@ -9,7 +9,7 @@ from torch import Tensor
 
 from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.pack import CpuPacker, cpu_layout, is_on_cpu, packed_nbytes
-from localllm.kernels.linear import linear, pack_weight
+from localllm.kernels.linear import linear, linear_fp32, pack_weight
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable, QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
 
@@ -32,6 +32,13 @@ class Linear:
         """Map [T, K] to [T, N]. first_row: index of x's first row in the step, for adapters per row (lora.py)."""
         weight = self.weight
         return linear(x, weight, self.bias) if isinstance(weight, Tensor) else weight.linear(x, self.bias)
+
+    def in_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Map [T, K] to [T, N] fp32, in `out` if given, without an adapter."""
+        if isinstance(self.weight, Tensor):
+            return linear_fp32(x, self.weight, self.bias, out)
+        y = self.weight.linear(x, self.bias)
+        return y.float() if out is None else out.copy_(y)
 
 
 class ScaledOutputs:

@@ -9,6 +9,7 @@ import torch
 
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.planar.kernels import (
+    PREFETCHED_LINES,
     add_splits_kernel,
     dequantize_kernel,
     planar_linear_kernel,
@@ -63,11 +64,11 @@ def _linear(
     registers: int = 255,
     archs: tuple[int, ...] = (90,),
     plain: bool = False,
-    pdl: bool = False,
     **kind: Any,
 ) -> Variant:
     """The out projection of an 8B model, with the tiles that its GPU gets."""
     pointers, constants = _weight(**kind)
+    pdl = min(archs) >= 90
     lanes, bits, mins = constants["LANES"], constants["BITS"], "mins_ptr" in pointers
     tile = planar_tile(rows, 4096, 4096, bits, constants["GROUP"], mins, 132, wgmma=90 in archs)
     signature = {"y_ptr": f"*{dtype}" if tile.split == 1 else "*fp32", "x_ptr": f"*{dtype}", **pointers}
@@ -81,7 +82,7 @@ def _linear(
         "PDL": pdl,
     }
     return Variant(
-        name=f"{name}, {rows} rows, {dtype}{', no assembly' if plain else ', early launch' if pdl else ''}",
+        name=f"{name}, {rows} rows, {dtype}{', no assembly' if plain else ''}",
         kernel=planar_linear_kernel,
         signature=signature,
         constants=constants | {p: None for p in OPTIONAL if p not in signature},
@@ -96,6 +97,8 @@ def _linear(
         forbidden=("I2F", "F2F"),
         elements_per_loop=tile.block_n * lanes * 16 // bits,
         max_instructions_per_element=budget,
+        prefetches=PREFETCHED_LINES.value // (32 * tile.num_warps) if pdl else 0,
+        not_early=("LDGSTS", "UTMALDG"),  # the first groups' scales are loaded
         options={"launch_pdl": True} if pdl else {},
     )
 
@@ -103,7 +106,7 @@ def _linear(
 NO_BYTES = tuple(code / 16 for code in range(16))
 AWQ, SHORT = "AWQ or GPTQ, groups of 128", "symmetric, groups of 32"
 VARIANTS = [
-    _linear(AWQ, 8, "bf16", 3.0, 112, pdl=True, zeros=True),
+    _linear(AWQ, 8, "bf16", 3.0, 112, zeros=True),
     _linear(AWQ, 16, "bf16", 3.0, 128, archs=(80, 89, 90, 120), zeros=True),
     _linear(AWQ, 16, "fp16", 3.0, 128, zeros=True),
     _linear(AWQ, 32, "bf16", 3.1, 176, zeros=True),

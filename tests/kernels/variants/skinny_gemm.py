@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.skinny_gemm import _plain_stages, _skinny_gemm_kernel, _sum_splits_kernel, skinny_gemm_tile
+from localllm.kernels.skinny_gemm import (
+    PREFETCHED_LINES,
+    _plain_stages,
+    _skinny_gemm_kernel,
+    _sum_splits_kernel,
+    skinny_gemm_tile,
+)
 from tests.kernels.ahead_of_time import Variant
 
 QKV, OUT, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)  # 8B
@@ -22,13 +28,12 @@ def skinny(
     archs: tuple[int, ...] = WITH_TMA,
     *,
     zeros: bool = False,
-    pdl: bool = False,
     serial: int = 0,
     plain: bool = False,
     **budget: Any,
 ) -> Variant:
     """serial: splits that one program takes in turn, in deterministic mode's tiles. plain: for what is not NVIDIA."""
-    (n, k), tma = shape, archs[0] >= 90
+    (n, k), new = shape, archs[0] >= 90  # with TMA and early launch
     x_bytes = 4 if dtype == "fp32" else 2
     tile = skinny_gemm_tile(rows, n, k, x_bytes if kind == "float" else 1, x_bytes, scales == "block", archs[0])
     if plain:
@@ -40,17 +45,17 @@ def skinny(
     constants = {
         "KIND": kind, "SCALES": scales, "HAS_ZEROS": zeros, "HAS_BIAS": tile.split_k == 1, "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_K": k % tile.block_k == 0, "SPLIT_K": tile.split_k,
-        "SERIAL": serial > 0, "TMA": tma, "PTX": not plain, "PDL": pdl,
-    }  # fmt: skip
+        "SERIAL": serial > 0, "TMA": new, "PTX": not plain, "PDL": new,
+    } | ({} if new else {"weight_ptr": None})  # fmt: skip
     signature = {
         "out_ptr": f"*{dtype}" if tile.split_k == 1 or serial else "*fp32",
         "x_ptr": f"*{dtype}",
-        "weight": f"tensordesc<{stored}[{tile.block_n},{tile.block_k // packed}]>" if tma else f"*{stored}",
-        "scales_ptr": "*fp32", "zeros_ptr": "*i8", "bias_ptr": f"*{dtype}",
+        "weight": f"tensordesc<{stored}[{tile.block_n},{tile.block_k // packed}]>" if new else f"*{stored}",
+        "weight_ptr": f"*{stored}", "scales_ptr": "*fp32", "zeros_ptr": "*i8", "bias_ptr": f"*{dtype}",
         "rows": "i32", "N": "i32", "K": "i32", "x_stride": "i32", "weight_stride": "i32", "scales_stride": "i32",
     }  # fmt: skip
     return Variant(
-        f"{name}, {dtype}, {'pointers' if not tma else 'TMA'}",
+        f"{name}, {dtype}, {'TMA' if new else 'pointers'}",
         _skinny_gemm_kernel,
         signature,
         constants,
@@ -59,7 +64,9 @@ def skinny(
         aligned=("N", "K", "x_stride", "weight_stride"),
         archs=archs,
         elements_per_loop=tile.block_n * tile.block_k,
-        options={"launch_pdl": True} if pdl else {},
+        prefetches=PREFETCHED_LINES.value // (32 * tile.num_warps) if new else 0,
+        not_early=("LDG", "LDGSTS", "UTMALDG"),
+        options={"launch_pdl": True} if new else {},
         **budget,
     )
 
@@ -86,7 +93,6 @@ VARIANTS = [
     skinny("8B o, 1-16 rows", 16, OUT, mma="HMMA", max_instructions_per_element=6.0, max_registers=96, archs=(90,)),
     skinny("8B gate_up, 1-16 rows", 16, GATE_UP, **HGMMA, max_registers=64, archs=(90,)),
     skinny("8B gate_up, 33-64 rows", 64, GATE_UP, **HGMMA, max_registers=112),
-    skinny("8B gate_up, 1-16 rows, dependent launch", 16, GATE_UP, **HGMMA, max_registers=64, archs=(90,), pdl=True),
     skinny("0.5B down, 1-16 rows, split", 16, SMALL_DOWN, mma="HMMA", max_registers=96, archs=(90,)),
     skinny("8B down, deterministic, splits in turn", 64, DOWN, serial=2, mma="HGMMA", max_registers=128, archs=(90,)),
     skinny("8B gate_up, 33-64 rows", 64, GATE_UP, archs=(89,)),

@@ -76,7 +76,8 @@ class TransformersModel:
         return {"inputs_embeds": rows.index_copy(0, *inputs.embeds)[None]}
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden [L, hidden] to logits [L, vocab] fp32, with everything the model does after its layers."""
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Map hidden [L, hidden] to logits [L, vocab] fp32, in `out` if given, with everything the model does after its
+        layers."""
         logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits[0]
-        return logits.float()
+        return logits.float() if out is None else out.copy_(logits)
