@@ -91,7 +91,7 @@ class Watch:
         """Compare the drafts of greedy requests with the layer over the whole text. Return how many there were."""
         prompts = [list(request.token_ids) for request in make_requests()[:GREEDY]]
         of_greedy = [each for each in self.proposals if any(each[0][: len(p)] == p for p in prompts)]
-        for known, drafts in random.Random(1).sample(of_greedy, min(40, len(of_greedy))):
+        for known, drafts in random.Random(1).sample(of_greedy, min(20, len(of_greedy))):
             before = oracle.target_hidden(known)[:-1]
             for count, draft in enumerate(drafts):
                 hidden = oracle.hidden([*known, *drafts[:count]], before)
