@@ -23,7 +23,7 @@ from localllm.models.architectures.read_spec import spec_of_config
 from localllm.models.drafters.drafter import FINAL_HIDDEN
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.safetensors import SafetensorsCheckpoint
-from localllm.models.formats.torch_file import FILE, TorchFileCheckpoint
+from localllm.models.formats.torch_file import TorchFileCheckpoint, is_torch_folder
 from localllm.models.spec.fields import size
 from localllm.models.spec.model_spec import ModelSpec
 
@@ -59,7 +59,7 @@ class EagleSpec:
 
 def open_eagle(path: Path) -> Checkpoint:
     """Open a drafter's files: safetensors, or pytorch_model.bin where there are none."""
-    if (path / FILE).is_file() and not any(path.glob("*.safetensors")):
+    if is_torch_folder(path):
         return TorchFileCheckpoint(path)
     return SafetensorsCheckpoint(path)
 
@@ -91,7 +91,7 @@ def eagle_method(path: Path) -> EagleMethod | None:
         return "eagle3"
     if "eagle" in words:
         return "eagle"
-    if not (any(path.glob("*.safetensors")) or (path / FILE).is_file()):
+    if not (any(path.glob("*.safetensors")) or is_torch_folder(path)):
         return None
     with open_eagle(path) as checkpoint:
         stored = {name.removeprefix("model.") for name in checkpoint.tensors}

@@ -30,7 +30,7 @@ from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.layer import DecoderLayer
 from localllm.models.architectures.read_spec import families
 from localllm.models.drafters.drafter import FINAL_HIDDEN, DrafterPlan, DraftStep
-from localllm.models.formats.checkpoint import Checkpoint, is_gguf
+from localllm.models.formats.checkpoint import FLOATS, Checkpoint, is_gguf
 from localllm.models.formats.opening import open_checkpoint
 from localllm.models.layers.attention import AttentionStep, plan_step
 from localllm.models.layers.embedding import EmbeddingTable
@@ -69,8 +69,7 @@ class MTPDrafter:
     first_key = 1
 
     def __init__(self, plan: DrafterPlan, layout: MTPLayout, parts: MTPParts, target: DecoderModel) -> None:
-        self.spec, self.lookahead = plan.spec, plan.num_drafts
-        self.layout, self.parts, self._target = layout, parts, target
+        self.spec, self.layout, self.parts, self._target = plan.spec, layout, parts, target
 
     def serve_context(self, max_model_len: int) -> None:
         """No-op: the rotary tables are the target's."""
@@ -230,7 +229,7 @@ def _shared_copies(checkpoint: Checkpoint, layout: MTPLayout, prefix: str) -> li
 def _is_same(checkpoint: Checkpoint, copy: str, original: str) -> bool:
     """Compare rows spread over both tensors: a matrix that was trained further differs in all rows."""
     known, found = checkpoint.tensors.get(original), checkpoint.tensors[copy]
-    if known is None or (known.dtype, known.shape) != (found.dtype, found.shape):
+    if known is None or (known.dtype, known.shape) != (found.dtype, found.shape) or found.dtype not in FLOATS:
         return False
     step = max(1, found.shape[0] // _COMPARED_ROWS)
     return torch.equal(checkpoint.tensor(copy)[::step], checkpoint.tensor(original)[::step])

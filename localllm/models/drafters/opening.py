@@ -35,12 +35,12 @@ def plan_drafter(path: Path, method: str, target: ModelSpec, target_path: Path) 
             "It runs through transformers' code, where no drafts are verified.",
             "Leave out --draft.",
         )
+    if method == "mtp":
+        return plan_mtp(target_path, target)
     if (eagle := as_eagle(path, method)) is not None:
         return plan_eagle(path, eagle, target)
     if method in ("", "draft_model"):
         return plan_draft_model(path, read_spec(path))
-    if method == "mtp":
-        return plan_mtp(target_path, target)
     raise DrafterMismatch(f"{path.name} is not a drafter that this version supports.", f"Its method is {method}.")
 
 
@@ -58,11 +58,11 @@ def open_drafter(
         )
         assert isinstance(model, DecoderModel), "plan_draft_model refuses other code"
         return DraftModel(model, target.spec.vocab_size)
+    if plan.method == "mtp":
+        return open_mtp(plan, target, device, dtype, **load)
     if plan.method in ("eagle", "eagle3"):
         return load_eagle(
             plan.path, plan.method, target, device, dtype, max_model_len=max_model_len,
             quantization=plan.quantization, **load,
         )  # fmt: skip
-    if plan.method == "mtp":
-        return open_mtp(plan, target, device, dtype, **load)
     raise AssertionError(plan.method)

@@ -28,6 +28,11 @@ _TYPES = {
 _CONVERT = "Convert it to safetensors on a machine where you trust the file: safetensors.torch.save_file(tensors, path)"
 
 
+def is_torch_folder(path: Path) -> bool:
+    """Return whether a folder has its weights in `pytorch_model.bin` alone."""
+    return (path / FILE).is_file() and not any(path.glob("*.safetensors"))
+
+
 class TorchFileCheckpoint:
     """The named tensors of `pytorch_model.bin` in a folder; a `Checkpoint`.
 
