@@ -46,7 +46,7 @@ _NAMES = Storage(
     alternatives=(
         (r"^", "model."), (r"^layers\.0\.", "midlayer."), (r"^layers\.0\.", "transformer."), (r"^fc\.", "fusion_fc."),
     ),
-    ignored=(r"d2t|t2d", r"(model\.)?embed_tokens\.weight"),
+    ignored=(r"d2t|t2d", r"(model\.)?embed_tokens\.weight", r"verifier_(norm|lm_head)\.weight"),
 )  # fmt: skip
 _STORAGE = {"eagle": replace(_NAMES, ignored=(*_NAMES.ignored, r"lm_head\.weight")), "eagle3": _NAMES}
 """The stored names, by method. An EAGLE-1 file may hold a copy of the target's head."""
