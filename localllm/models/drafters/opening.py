@@ -56,8 +56,5 @@ def open_drafter(
         assert isinstance(model, DecoderModel), "plan_draft_model refuses other code"
         return DraftModel(model, target.spec.vocab_size)
     if plan.method in ("eagle", "eagle3"):
-        return load_eagle(
-            plan.path, plan.method, target, device, dtype, max_model_len=max_model_len,
-            quantization=plan.quantization, **load,
-        )  # fmt: skip
+        return load_eagle(plan, target, device, dtype, max_model_len=max_model_len, **load)
     raise AssertionError(plan.method)
