@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +166,18 @@ class Crank:
         return tuple(each.flatten(1, 2)[:, slots].transpose(0, 1) for each in (self.kv.k, self.kv.v))  # type: ignore[return-value]
 
 
+def loaded(path: Path, method: EagleMethod, target: DecoderModel, **plan: Any) -> EagleDrafter:
+    plan_of_it = replace(plan_eagle(path, method, target.spec), **plan)
+    return load_eagle(plan_of_it, target, CPU, F32, max_model_len=256)
+
+
 def a_drafter(
     path: Path, config: dict[str, Any], target: DecoderModel, method: EagleMethod, **fields: Any
 ) -> tuple[EagleDrafter, dict[str, Tensor]]:
     """Write a drafter, load it, and return it with its tensors."""
     taps = TAPS if method == "eagle3" else None
     write_eagle(path, config, method, taps=taps, **fields)
-    drafter = load_eagle(path, method, target, CPU, F32, max_model_len=256)
+    drafter = loaded(path, method, target)
     return drafter, eagle_tensors(config, method, draft_vocab=96)
 
 
@@ -268,7 +274,7 @@ def test_a_drafter_may_read_the_final_hidden_state_as_it_is(
     w = eagle_tensors(config, "eagle3", draft_vocab=96)
     del w["fc.weight"]
     path = write_eagle(tmp_path / "e", config, tensors=w, eagle_config={"use_aux_hidden_state": False})
-    drafter = load_eagle(path, "eagle3", target, CPU, F32, max_model_len=64)
+    drafter = loaded(path, "eagle3", target)
     assert drafter.taps == (-1,)
     tokens, features = a_text(1, 9, 1)
     crank = Crank(drafter)
@@ -282,7 +288,7 @@ def test_features_are_normed_before_fc_where_the_config_says_so(
 ) -> None:
     w = eagle_tensors(config, "eagle3", draft_vocab=96) | {"input_norm.weight": torch.rand(3 * WIDTH) + 0.5}
     path = write_eagle(tmp_path / "e", config, taps=TAPS, tensors=w, norm_before_fc=True)
-    drafter = load_eagle(path, "eagle3", target, CPU, F32, max_model_len=64)
+    drafter = loaded(path, "eagle3", target)
     tokens, features = a_text(1, 9, 3)
     crank = Crank(drafter)
     normed = features * torch.rsqrt(features.pow(2).mean(-1, keepdim=True) + 1e-5) * w["input_norm.weight"]
@@ -293,7 +299,7 @@ def test_features_are_normed_before_fc_where_the_config_says_so(
 
 def test_a_drafter_may_be_quantised_at_load(tmp_path: Path, config: dict[str, Any], target: DecoderModel) -> None:
     plain, _ = a_drafter(tmp_path / "e", config, target, "eagle3")
-    narrow = load_eagle(tmp_path / "e", "eagle3", target, CPU, F32, max_model_len=256, quantization="int8")
+    narrow = loaded(tmp_path / "e", "eagle3", target, quantization="int8")
     assert held_bytes(narrow) < held_bytes(plain)
     tokens, features = a_text(1, 9, 3)
     cranks = Crank(plain), Crank(narrow)
@@ -313,7 +319,30 @@ def test_the_plan_counts_the_bytes_of_the_loaded_drafter(
     plan = plan_eagle(tmp_path / "e", method, target.spec)
     shared, table = held_bytes(target), 256 * HEAD_DIM * 4
     assert plan.stored_bytes == held_bytes(drafter) - shared - table
-    assert (plan.taps, plan.first_key, plan.spec.num_layers) == (drafter.taps, 1, 1)
+    assert (plan.taps, plan.first_key, plan.spec) == (drafter.taps, 1, drafter.spec)
+
+
+def test_tensors_are_found_by_every_published_name(
+    tmp_path: Path, config: dict[str, Any], target: DecoderModel
+) -> None:
+    w = eagle_tensors(config, "eagle", draft_vocab=96)
+    w["fc.bias"] = torch.linspace(-1, 1, WIDTH)
+    names: list[tuple[str, Callable[[str], str]]] = [
+        ("authors", lambda name: name),
+        ("model", lambda name: f"model.{name}"),
+        ("speculators", lambda name: name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc.")),
+    ]
+    tokens, features = a_text(1, 9, 1)
+    results = []
+    for form, rename in names:
+        path = write_eagle(tmp_path / form, config, "eagle", tensors={rename(name): t for name, t in w.items()})
+        crank = Crank(loaded(path, "eagle", target))
+        results.append(crank.extend([(crank.row(9), 1, tokens[1:])], features[:-1]))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    plain, _ = a_drafter(tmp_path / "plain", config, target, "eagle")
+    crank = Crank(plain)
+    assert not torch.allclose(results[0], crank.extend([(crank.row(9), 1, tokens[1:])], features[:-1]))  # has a bias
 
 
 @pytest.mark.parametrize(
@@ -356,12 +385,10 @@ def test_another_models_drafter_is_refused_with_what_differs(
 ) -> None:  # fmt: skip
     path = write_eagle(tmp_path / "e", config, method, **fields)
     if error is None:
-        assert load_eagle(path, method, target, CPU, F32, max_model_len=64).taps == (1, 2)
+        assert loaded(path, method, target).taps == (1, 2)
         return
     with pytest.raises(error, match=told):
         plan_eagle(path, method, target.spec)
-    with pytest.raises(error, match=told):
-        load_eagle(path, method, target, CPU, F32, max_model_len=64)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +410,7 @@ def test_tensors_that_contradict_the_config_are_named(
     change(w)
     path = write_eagle(tmp_path / "e", config, taps=TAPS, tensors=w)
     with pytest.raises(CorruptModel, match=told):
-        load_eagle(path, "eagle3", target, CPU, F32, max_model_len=64)
+        loaded(path, "eagle3", target)
 
 
 class Touch:

@@ -46,7 +46,7 @@ _NAMES = Storage(
     alternatives=(
         (r"^", "model."), (r"^layers\.0\.", "midlayer."), (r"^layers\.0\.", "transformer."), (r"^fc\.", "fusion_fc."),
     ),
-    ignored=(r"d2t|t2d", r"(model\.)?embed_tokens\.weight"),
+    ignored=(r"d2t|t2d", r"(model\.)?embed_tokens\.weight", r"verifier_(norm|lm_head)\.weight"),
 )  # fmt: skip
 _STORAGE = {"eagle": replace(_NAMES, ignored=(*_NAMES.ignored, r"lm_head\.weight")), "eagle3": _NAMES}
 """The stored names, by method. An EAGLE-1 file may hold a copy of the target's head."""
@@ -160,16 +160,19 @@ def plan_eagle(path: Path, method: EagleMethod, target: ModelSpec) -> DrafterPla
 
 
 def load_eagle(
-    path: Path, method: EagleMethod, target: DecoderModel, device: torch.device, dtype: torch.dtype, *,
-    max_model_len: int, quantization: str | None = None, **load: Any,
+    plan: DrafterPlan, target: DecoderModel, device: torch.device, dtype: torch.dtype, *, max_model_len: int,
+    **load: Any,
 ) -> EagleDrafter:  # fmt: skip
-    """Load the drafter. quantization: of plain matrices, as in `load_model`; load: cpu_weights and half_weights.
+    """Load a planned drafter. load: cpu_weights and half_weights of `load_model`.
 
     Raises `DrafterMismatch` if it belongs to another model, `CorruptModel` if tensors are missing, left over or of
     other shapes than config.json says, `UnsupportedModel`, `UnsupportedOption`."""
-    eagle, quantize = read_eagle(path, method, target.spec), at_load(quantization, None)
-    with torch.inference_mode(), open_eagle(path) as checkpoint:
-        weights = Weights(checkpoint, eagle.layer, _STORAGE[method], None, device, dtype, quantize=quantize, **load)
+    assert plan.method in ("eagle", "eagle3"), plan.method
+    eagle = replace(read_eagle(plan.path, plan.method, target.spec), layer=plan.spec)
+    quantize = at_load(plan.quantization, None)
+    with torch.inference_mode(), open_eagle(plan.path) as checkpoint:
+        storage = _STORAGE[plan.method]
+        weights = Weights(checkpoint, eagle.layer, storage, None, device, dtype, quantize=quantize, **load)
         drafter = _build(eagle, checkpoint, weights, target, dtype)
     drafter.serve_context(max_model_len)
     return drafter

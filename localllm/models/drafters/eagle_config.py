@@ -104,6 +104,12 @@ def read_eagle(path: Path, method: EagleMethod, target: ModelSpec) -> EagleSpec:
     """Return the drafter's spec. Raises `DrafterMismatch` if it belongs to another model, `UnsupportedModel` for
     variants that are not supported, `CorruptModel`."""
     config = read_json_object(path / "config.json")
+    if target.altup is not None:
+        raise DrafterMismatch(
+            f"{target.architecture} runs without EAGLE drafters.",
+            "Its layers work on several streams of each token.",
+            "Leave out --draft.",
+        )
     nested = _object(config, "transformer_layer_config") or _object(config, "model")
     fields = {**config, **nested}
     try:

@@ -61,8 +61,5 @@ def open_drafter(
     if plan.method == "mtp":
         return open_mtp(plan, target, device, dtype, **load)
     if plan.method in ("eagle", "eagle3"):
-        return load_eagle(
-            plan.path, plan.method, target, device, dtype, max_model_len=max_model_len,
-            quantization=plan.quantization, **load,
-        )  # fmt: skip
+        return load_eagle(plan, target, device, dtype, max_model_len=max_model_len, **load)
     raise AssertionError(plan.method)
