@@ -102,6 +102,8 @@ class TerminalAnnouncer:
                 self._say(f"Note: {note}")
             self._say(f"Memory  {memory_line(ready.model)}")
             self._say(f"Context {context_line(ready.model)}")
+            if ready.model.spec.task == "generate":
+                self._say(f"Drafts  {drafts_line(ready.model)}")
         self._say(f"Ready in {format_seconds(ready.seconds)}", style="bold green")
         for name, text in doors(ready):
             self._say(f"  {name:<10} {text}")
@@ -299,6 +301,14 @@ def context_line(model: ServedModel) -> str:
     limit = " (model limit)" if plan.max_model_len == model.spec.max_position else ""
     chats = plan.num_kv_tokens / plan.max_model_len
     return f"{format_count(plan.max_model_len)} tokens{limit} × {chats:.1f} full-length chats"
+
+
+def drafts_line(model: ServedModel) -> str:
+    """Return how many tokens of a request are guessed ahead in a step, or why none are."""
+    speculation = model.engine[0].scheduler.speculation
+    if speculation is None or not speculation.most:
+        return f"off: {speculation.why_off if speculation is not None else 'this model is served without them'}"
+    return f"{count(speculation.most, 'token')} of a request guessed ahead in a step at most"
 
 
 def doors(ready: Ready) -> list[tuple[str, str]]:
