@@ -259,7 +259,7 @@ def test_the_line_about_drafts_says_why_there_are_none() -> None:
     for speculation, words in (
         (Speculation(DraftSupport(7, 8, proposes=True), why_off="--speculative off"), "off: --speculative off"),
         (Speculation(DraftSupport(why_none="the model is on cuda:0")), "off: the model is on cuda:0"),
-        (None, "off: this model is served without them"),
+        (None, "off: this model is served without drafts"),
     ):
         engine = (SimpleNamespace(scheduler=SimpleNamespace(speculation=speculation)),)
         assert announce.drafts_line(SimpleNamespace(engine=engine)) == words  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from localllm.cli.start_lines import Started, first_line, machine_in_words, read
 from localllm.cli.suggestion import best_pick, installed_model
 from localllm.cli.tell import package_versions
 from localllm.config.settings import Settings
+from localllm.engine.stats import NO_SPECULATION
 from localllm.errors import LocalLLMError
 from localllm.machine.hardware import Hardware, may_have_gpu, read_hardware
 from localllm.models.library.catalog import DEMO_NAME
@@ -306,8 +307,10 @@ def context_line(model: ServedModel) -> str:
 def drafts_line(model: ServedModel) -> str:
     """Return how many tokens of a request are guessed ahead in a step, or why none are."""
     speculation = model.engine[0].scheduler.speculation
-    if speculation is None or not speculation.most:
-        return f"off: {speculation.why_off if speculation is not None else 'this model is served without them'}"
+    if speculation is None:
+        return f"off: {NO_SPECULATION.why_off}"
+    if not speculation.most:
+        return f"off: {speculation.why_off}"
     return f"{count(speculation.most, 'token')} of a request guessed ahead in a step at most"
 
 

@@ -108,7 +108,7 @@ def _kv(stats: EngineStats) -> Text:
 def _drafts(seen: SpeculationStats) -> Text:
     """Return the tokens that a request generates in a step, and how many drafts were right, since the start."""
     if not seen.is_on:
-        return Text(f"Drafts    off: {seen.why_off or 'this model is served without them'}")
+        return Text(f"Drafts    off: {seen.why_off}")
     counts = f"{format_count(seen.num_accepted_tokens)} of {format_count(seen.num_draft_tokens)} accepted"
     return Text(f"Drafts    {seen.tokens_per_row:.1f} tokens per request and step, {counts}")
 

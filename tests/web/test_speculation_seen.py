@@ -105,7 +105,7 @@ def test_the_screen_of_top_says_what_drafts_bring() -> None:
     now = SpeculationStats(True, "", 6, 40, 28, (), 20, 60)
     assert in_top(now).plain == "Drafts    3.0 tokens per request and step, 28 of 40 accepted"
     assert in_top(SpeculationStats(why_off="--speculative off")).plain == "Drafts    off: --speculative off"
-    assert in_top(NO_SPECULATION).plain == "Drafts    off: this model is served without them"
+    assert in_top(NO_SPECULATION).plain == "Drafts    off: this model is served without drafts"
 
 
 def test_the_tile_says_why_there_are_no_drafts() -> None:
