@@ -26,6 +26,8 @@ from localllm import up
 from localllm.cli import announce, main, suggestion
 from localllm.cli.announce import JsonAnnouncer, LogAnnouncer, TerminalAnnouncer, doors
 from localllm.config.settings import PicksTable, ServerConfig, Settings
+from localllm.engine.speculation import Speculation
+from localllm.engine.step import DraftSupport
 from localllm.errors import ConfigError, PortInUse
 from localllm.logs.log_file import log_path
 from localllm.machine.hardware import Gpu, Hardware
@@ -210,7 +212,13 @@ def _ready(**changes: Any) -> up.Ready:
         reserve_bytes=0, num_places=0, notes=("A note.",),
     )  # fmt: skip
     model: Any = SimpleNamespace(
-        name="tiny[1]", plan=plan, spec=SimpleNamespace(max_position=2048, task="generate"), memory=None
+        name="tiny[1]",
+        plan=plan,
+        spec=SimpleNamespace(max_position=2048, task="generate"),
+        memory=None,
+        engine=(
+            SimpleNamespace(scheduler=SimpleNamespace(speculation=Speculation(DraftSupport(7, 8, proposes=True)))),
+        ),
     )
     facts = {"url": "http://h:1", "name": model.name, "model": model, "seconds": 1.5, "needs_key": False}
     return up.Ready(**(facts | {"has_pages": True} | changes))
@@ -237,6 +245,7 @@ def test_terminal_tells_facts_and_where_to_go_when_verbose() -> None:
         "Note: A note.",
         "2,048 tokens (model limit) × 2.0 full-length chats",
         "weights 1.0 GiB planned · KV cache 2.0 GiB planned",
+        "Drafts  7 tokens of a request guessed ahead in a step at most",
         "Ready in 1.5 s",
         "Chat       http://h:1\n",
         '"model": "tiny[1]"',
@@ -244,6 +253,16 @@ def test_terminal_tells_facts_and_where_to_go_when_verbose() -> None:
     ):
         assert fact in text
     assert "0.5" not in text  # a bar belongs to a terminal, not into a file
+
+
+def test_the_line_about_drafts_says_why_there_are_none() -> None:
+    for speculation, words in (
+        (Speculation(DraftSupport(7, 8, proposes=True), why_off="--speculative off"), "off: --speculative off"),
+        (Speculation(DraftSupport(why_none="the model is on cuda:0")), "off: the model is on cuda:0"),
+        (None, "off: this model is served without drafts"),
+    ):
+        engine = (SimpleNamespace(scheduler=SimpleNamespace(speculation=speculation)),)
+        assert announce.drafts_line(SimpleNamespace(engine=engine)) == words  # type: ignore[arg-type]
 
 
 def test_no_gpu_is_one_line() -> None:

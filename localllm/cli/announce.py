@@ -18,6 +18,7 @@ from localllm.cli.start_lines import Started, first_line, machine_in_words, read
 from localllm.cli.suggestion import best_pick, installed_model
 from localllm.cli.tell import package_versions
 from localllm.config.settings import Settings
+from localllm.engine.stats import NO_SPECULATION
 from localllm.errors import LocalLLMError
 from localllm.machine.hardware import Hardware, may_have_gpu, read_hardware
 from localllm.models.library.catalog import DEMO_NAME
@@ -102,6 +103,8 @@ class TerminalAnnouncer:
                 self._say(f"Note: {note}")
             self._say(f"Memory  {memory_line(ready.model)}")
             self._say(f"Context {context_line(ready.model)}")
+            if ready.model.spec.task == "generate":
+                self._say(f"Drafts  {drafts_line(ready.model)}")
         self._say(f"Ready in {format_seconds(ready.seconds)}", style="bold green")
         for name, text in doors(ready):
             self._say(f"  {name:<10} {text}")
@@ -299,6 +302,16 @@ def context_line(model: ServedModel) -> str:
     limit = " (model limit)" if plan.max_model_len == model.spec.max_position else ""
     chats = plan.num_kv_tokens / plan.max_model_len
     return f"{format_count(plan.max_model_len)} tokens{limit} × {chats:.1f} full-length chats"
+
+
+def drafts_line(model: ServedModel) -> str:
+    """Return how many tokens of a request are guessed ahead in a step, or why none are."""
+    speculation = model.engine[0].scheduler.speculation
+    if speculation is None:
+        return f"off: {NO_SPECULATION.why_off}"
+    if not speculation.most:
+        return f"off: {speculation.why_off}"
+    return f"{count(speculation.most, 'token')} of a request guessed ahead in a step at most"
 
 
 def doors(ready: Ready) -> list[tuple[str, str]]:

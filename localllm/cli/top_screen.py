@@ -72,7 +72,7 @@ def _model(model: ModelStats) -> list[RenderableType]:
     if stats is None:
         return [head]
     head.append(f" · up {format_seconds(stats.uptime_s)}", style="dim")
-    parts = [head, _figures(stats), _kv(stats), _latency(model)]
+    parts = [head, _figures(stats), _kv(stats), _drafts(stats.speculation), _latency(model)]
     if stats.runner.ranks:
         parts += _ranks(stats.runner)
     return [*parts, _requests(stats)] if stats.requests else parts
@@ -80,25 +80,17 @@ def _model(model: ModelStats) -> list[RenderableType]:
 
 def _figures(stats: EngineStats) -> RenderableType:
     grid = Table.grid(padding=(0, 3))
-    grid.add_row("Generation", "Prompt", "Running", "Waiting", "Prefix hits", "Drafts", "Finished", style="dim")
+    grid.add_row("Generation", "Prompt", "Running", "Waiting", "Prefix hits", "Finished", style="dim")
     grid.add_row(
         format_rate(stats.decode_tokens_per_s),
         format_rate(stats.prefill_tokens_per_s),
         f"{stats.num_running} of {stats.max_num_seqs}",
         str(stats.num_waiting),
         f"{stats.prefix_hit_rate:.0%}",
-        _drafts(stats.speculation),
         format_count(sum(stats.finished.values())),
         style="bold",
     )
     return grid
-
-
-def _drafts(seen: SpeculationStats) -> str:
-    """Return the tokens that a request generates in a step, and the share of drafts that were right."""
-    if not seen.is_on:
-        return "off"
-    return f"{seen.tokens_per_row:.1f} per step, {seen.acceptance:.0%} right" if seen.num_draft_tokens else "none yet"
 
 
 def _kv(stats: EngineStats) -> Text:
@@ -111,6 +103,14 @@ def _kv(stats: EngineStats) -> Text:
     bar.append("·" * max(0, BAR - used - cached), style="dim")
     counts = f"{format_count(stats.used_blocks)} of {format_count(stats.total_blocks)} blocks"
     return bar.append(f"  {stats.kv_usage:.0%}  {counts}, {format_count(stats.cached_blocks)} reusable")
+
+
+def _drafts(seen: SpeculationStats) -> Text:
+    """Return the tokens that a request generates in a step, and how many drafts were right, since the start."""
+    if not seen.is_on:
+        return Text(f"Drafts    off: {seen.why_off}")
+    counts = f"{format_count(seen.num_accepted_tokens)} of {format_count(seen.num_draft_tokens)} accepted"
+    return Text(f"Drafts    {seen.tokens_per_row:.1f} tokens per request and step, {counts}")
 
 
 def _latency(model: ModelStats) -> RenderableType:

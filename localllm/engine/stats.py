@@ -145,7 +145,7 @@ OFF_REASONS: Mapping[str, str] = {
 }
 """Why a step generated without drafts: the label in metrics, and the same in words."""
 
-NO_SPECULATION = SpeculationStats()
+NO_SPECULATION = SpeculationStats(why_off="this model is served without drafts")
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,10 @@ def soak_in_words(report: SoakReport) -> str:
 def gain_in_words(result: TuningResult, start: str = "the planner's defaults") -> str:
     """Return a sentence on the pick's score and gain. Requires `result.pick`. start: what `result.start` is."""
     gain = drafts_gain(result)
-    drafts = "" if gain is None else f"; drafts: {gain:+.0%} compared with the same settings without drafts"
-    return f"{_score_and_gain(result, start)}{drafts}"
+    if gain is None:
+        return _score_and_gain(result, start)
+    share = f"{gain:+.0%}" if abs(gain) > result.noise else "no clear gain"
+    return f"{_score_and_gain(result, start)}; drafts: {share} compared with the same settings without drafts"
 
 
 def drafts_gain(result: TuningResult) -> float | None:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import localllm
 from localllm.errors import ConfigError
 
 DEFAULT_VOCAB_SIZE = 1000
@@ -78,7 +77,7 @@ class PromptSource:
 
 def own_text() -> str:
     """Return a text that every installation has: some modules of this package."""
-    folder = Path(localllm.__file__).parent / "engine"
+    folder = Path(__file__).parent.parent / "engine"
     return "\n".join([(folder / name).read_text() for name in OWN_MODULES])
 
 

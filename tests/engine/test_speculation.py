@@ -14,6 +14,7 @@ from hypothesis.stateful import initialize, rule
 
 from localllm.engine.acceptance import Acceptance
 from localllm.engine.speculation import Speculation, StepCosts
+from localllm.engine.stats import OFF_REASONS
 from localllm.engine.step import DraftSupport
 from tests.engine.harness import EveryOther, SmallEngine, make_engine, make_request
 from tests.engine.walk import EngineMachine
@@ -119,6 +120,14 @@ class DraftWalk(EngineMachine):
         tokens = expected_output(prompt, max_tokens, vocab_size=VOCAB, grammar=grammar and EveryOther(grammar))
         return tokens[: tokens.index(3) + 1] if stop and 3 in tokens else tokens
 
+    def teardown(self):
+        """Every step without drafts has a reason that pages have words for; a step with drafts has none."""
+        super().teardown()
+        if hasattr(self, "engine"):
+            stats = self.engine.scheduler.speculation.stats()
+            assert dict(stats.off_steps).keys() <= OFF_REASONS.keys()
+            assert not (stats.last_width and stats.last_reason)
+
 
 DraftWalk.TestCase.settings = settings(
     max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -210,6 +219,22 @@ def test_drafts_of_the_host_take_no_token_of_another_request():
     assert [len(plan.rows) for plan in engine.plans[1:5]] == [3] * 4
     assert any(row.num_drafts for row in engine.plans[2].rows)
     assert engine.tokens["c"] == expected_output([1], 12, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_in_the_slot_of_a_failed_one_has_none_of_its_drafts(depth):
+    """S5: the step that fails verifies drafts, and the next request takes the same slot."""
+    engine = make_engine(
+        vocab_size=VOCAB, speculation_type=Widest, propose=wrong, depth=depth, max_num_seqs=1,
+        fail_when=lambda plan: plan.step_id == 6,
+    )  # fmt: skip
+    engine.add("fails", [1, 2, 3], max_tokens=40)
+    engine.add("next", [3, 2, 1, 0], max_tokens=12)
+    engine.run()
+    assert engine.endings["fails"][0].finish_reason == "error"
+    (failed,) = [row for plan in engine.plans if plan.step_id == 6 for row in plan.rows]
+    assert (failed.request_id, failed.num_drafts > 0) == ("fails", True)
+    assert engine.tokens["next"] == expected_output([3, 2, 1, 0], 12, vocab_size=VOCAB)
 
 
 def test_a_request_may_refuse_drafts():

@@ -258,7 +258,10 @@ def test_a_run_for_edits_says_what_drafts_bring(runner: TrialRunner) -> None:
     off = replace(result, pick=replace(result.pick, settings={"speculative": "off"}))
     assert drafts_gain(off) is None
     scores = [Trial(0, {"speculative": each}, 0.25, "measured", score=n) for each, n in (("auto", 30.0), ("off", 20.0))]
-    assert drafts_gain(replace(on, trials=tuple(scores))) == pytest.approx(0.5)
+    told = replace(on, trials=tuple(scores), noise=0.1)
+    assert drafts_gain(told) == pytest.approx(0.5)
+    assert "; drafts: +50% compared with" in gain_in_words(told)
+    assert "; drafts: no clear gain compared with" in gain_in_words(replace(told, noise=0.6))
     assert drafts_gain(replace(on, trials=(scores[0], replace(scores[1], effort=1.0)))) is None
 
 

@@ -103,9 +103,9 @@ def test_the_tile_shows_the_last_minute_or_else_the_whole_run() -> None:
 
 def test_the_screen_of_top_says_what_drafts_bring() -> None:
     now = SpeculationStats(True, "", 6, 40, 28, (), 20, 60)
-    assert in_top(now) == "3.0 per step, 70% right"
-    assert in_top(SpeculationStats(is_on=True)) == "none yet"
-    assert in_top(NO_SPECULATION) == "off"
+    assert in_top(now).plain == "Drafts    3.0 tokens per request and step, 28 of 40 accepted"
+    assert in_top(SpeculationStats(why_off="--speculative off")).plain == "Drafts    off: --speculative off"
+    assert in_top(NO_SPECULATION).plain == "Drafts    off: this model is served without drafts"
 
 
 def test_the_tile_says_why_there_are_no_drafts() -> None:

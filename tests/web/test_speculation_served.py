@@ -78,8 +78,10 @@ def test_a_stop_string_ends_the_same_text_at_each_place_of_a_step(real: LiveServ
         choice = given["choices"][0]
         assert text == choice["message"]["content"] == whole[: whole.index(stop)]
         assert pieces[-1]["usage"]["completion_tokens"] == given["usage"]["completion_tokens"]
-        told.append((text, choice["finish_reason"], given["usage"]["completion_tokens"],
-                     [entry["token"] for entry in choice["logprobs"]["content"]]))  # fmt: skip
+        tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+        scores = [piece["choices"][0].get("logprobs") for piece in pieces if piece["choices"]]
+        assert [entry["token"] for score in scores if score for entry in score["content"]] == tokens
+        told.append((text, choice["finish_reason"], given["usage"]["completion_tokens"], tokens))
     assert told[0] == told[1]
 
 

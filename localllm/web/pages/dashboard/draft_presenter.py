@@ -5,7 +5,7 @@ Does not know: HTTP, templates, how drafts are made.
 
 from __future__ import annotations
 
-from localllm.engine.stats import OFF_REASONS, SpeculationStats
+from localllm.engine.stats import NO_SPECULATION, OFF_REASONS, SpeculationStats
 from localllm.units import format_count
 from localllm.web.pages.dashboard.views import Drafts
 from localllm.web.pages.frame.views import Fact
@@ -14,7 +14,7 @@ from localllm.web.pages.frame.views import Fact
 def drafts(stats: SpeculationStats, minute_ago: SpeculationStats | None) -> Drafts:
     """Return the figures of the last minute; if nothing was generated in it, of the whole run."""
     if not stats.is_on:
-        return Drafts(why_off=stats.why_off or "this model is served without them")
+        return Drafts(why_off=stats.why_off or NO_SPECULATION.why_off)
     recent = minute_ago is not None and stats.num_decode_rows > minute_ago.num_decode_rows
     seen = stats.since(minute_ago) if recent and minute_ago is not None else stats
     return Drafts(
