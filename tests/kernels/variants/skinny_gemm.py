@@ -8,7 +8,6 @@ from localllm.kernels.skinny_gemm import (
     PREFETCHED_LINES,
     _plain_stages,
     _skinny_gemm_kernel,
-    _sum_splits_kernel,
     skinny_gemm_tile,
 )
 from tests.kernels.ahead_of_time import Variant
@@ -71,19 +70,6 @@ def skinny(
     )
 
 
-def sum_splits(split: int) -> Variant:
-    return Variant(
-        f"{split} splits, bf16",
-        _sum_splits_kernel,
-        {"out_ptr": "*bf16", "sums_ptr": "*fp32", "bias_ptr": "*bf16", "rows": "i32", "N": "i32"},
-        {"SPLIT_K": split, "HAS_BIAS": True, "BLOCK_N": 1024, "PDL": False},
-        aligned=("N",),
-        archs=(80, 89, 90, 120),
-        max_registers=64,
-        hip=True,
-    )
-
-
 NO_CONVERSIONS = ("I2F", "F2F")
 HGMMA: dict[str, Any] = {"mma": "HGMMA", "max_instructions_per_element": 4.0}
 BYTES: dict[str, Any] = {"mma": "HGMMA", "max_instructions_per_element": 5.25, "forbidden": NO_CONVERSIONS}
@@ -114,5 +100,4 @@ VARIANTS = [
     skinny("8B gate_up, 33-64 rows, B200", 64, GATE_UP, archs=(100,), often=False),
     skinny("8B gate_up e4m3, 1-16 rows, B200", 16, GATE_UP, "e4m3", "channel", archs=(100,), often=False),
     skinny("8B gate_up, 33-64 rows, RTX 30", 64, GATE_UP, archs=(86,), often=False),
-    sum_splits(8),
 ]
