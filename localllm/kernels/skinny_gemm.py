@@ -183,18 +183,32 @@ def skinny_gemm_tile(
     rows: int, n: int, k: int, weight_bytes: int, x_bytes: int, block_scales: bool, arch: int
 ) -> SkinnyGemmTile:
     """Return settings. rows: a bucket.
-    Tiles of 64 rows of W use wgmma on sm_90; tiles of 32 give enough programs for a medium N without splits."""
+
+    Tiles of 64 rows of W use wgmma on sm_90; tiles of 32 give enough programs for a medium N without splits. With more
+    than 16 rows of x, each tile of W reads as much of x as of itself or half of that: 128 rows of W halve it again.
+    """
     if x_bytes == 4 or arch < 80:  # no tensor cores: the loop is unrolled multiplications
         return SkinnyGemmTile(16, 32, 32, 1 if launch_options().deterministic else _split(n, k, 32, 32), 4, 3)
     if launch_options().deterministic:
         return _deterministic_tile(n, k, weight_bytes, block_scales)
     block_m = min(64, max(16, rows))
+    if arch == 90 and block_m > 16 and n >= 4096:
+        return _wide_tile(block_m, n, k, weight_bytes, block_scales)
     if weight_bytes == 1:
         block_k = 256 if arch == 90 and block_m < 64 and not block_scales else 128
         return SkinnyGemmTile(block_m, 64, block_k, _split(n, k, 64, block_k), 4, 4)
     block_n = 64 if n >= 8192 or (block_m > 16 and n >= 2048) else 32
     stages = 6 if block_n == 32 and block_m == 16 else 4 if block_m < 64 or arch == 90 else 3
     return SkinnyGemmTile(block_m, block_n, 128, _split(n, k, block_n, 128), 4, stages)
+
+
+def _wide_tile(block_m: int, n: int, k: int, weight_bytes: int, block_scales: bool) -> SkinnyGemmTile:
+    """Return settings for 17 rows of x and more on sm_90, with which two programs share an SM."""
+    if weight_bytes == 2:
+        return SkinnyGemmTile(block_m, 128, 64, _split(n, k, 128, 64), 8, 4)
+    if block_m == 64 or block_scales:
+        return SkinnyGemmTile(block_m, 128, 128, _split(n, k, 128, 128), 8, 4)
+    return SkinnyGemmTile(block_m, 128, 256, _split(n, k, 128, 256), 8, 3)
 
 
 def _deterministic_tile(n: int, k: int, weight_bytes: int, block_scales: bool) -> SkinnyGemmTile:
