@@ -50,7 +50,8 @@ def planar_tile(
     split = 1
     while split < MAX_SPLIT and split * 2 <= wanted and chunks >= split * 2 * 4:  # at least four iterations each
         split *= 2
-    return PlanarTile(block_m, block_n, split, num_warps, 3 if block_m >= 64 else 4)
+    stages = 4 if block_m < 64 or (block_m == 64 and wgmma) else 3  # more would not fit into 99 KB of shared memory
+    return PlanarTile(block_m, block_n, split, num_warps, stages)
 
 
 @triton.jit
