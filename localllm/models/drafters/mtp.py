@@ -24,6 +24,7 @@ from torch import Tensor
 from localllm.errors import CorruptModel, DrafterMismatch
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.rotary_store_kv import plan_rotation
+from localllm.kernels.split_sum import whole
 from localllm.kernels.store_kv import has_no_skipped_slot
 from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
@@ -99,7 +100,7 @@ class MTPDrafter:
         both = (read, embedded) if self.layout.hidden_first else (embedded, read)
         stream = parts.projection(torch.cat(both, dim=1))
         delta = parts.layer(stream, None, kv, self._attention_step(step, kv))
-        output = stream if delta is None else stream.add_(delta)
+        output = stream if delta is None else stream.add_(whole(delta))
         return parts.final_norm(output) if self.layout.hands_on_normed else output
 
     def _attention_step(self, step: DraftStep, kv: LayerKV) -> AttentionStep:
