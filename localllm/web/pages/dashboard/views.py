@@ -152,7 +152,7 @@ class Counters(View):
 
 @dataclass(frozen=True, slots=True)
 class Drafts(View):
-    """What speculation did in the last minute, or since the start if nothing was generated in that minute."""
+    """Figures of speculation in the last minute, or since the start if nothing was generated in that minute."""
 
     template: ClassVar[str] = "dashboard/_drafts.html"
     why_off: str = ""  # why there are no drafts at all; empty: there may be some
