@@ -217,4 +217,4 @@ def test_a_smaller_model_of_fewer_tokens_and_a_shorter_context_drafts(
     assert_same(told, alone)
     assert scheduler.speculation is not None
     stats = scheduler.speculation.stats()
-    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_draft_tokens > max(100, stats.num_accepted_tokens)

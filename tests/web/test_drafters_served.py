@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.speculation import Speculation
 from localllm.errors import DoesNotFit, DrafterMismatch, ModelNotFound, UnsupportedOption
+from localllm.machine.hardware import Hardware
+from localllm.models.architectures.read_spec import read_spec, weights_bytes
 from localllm.models.fit import plan_memory
+from localllm.models.fit.checkpoint import count_resident_for
 from localllm.serving.build import build_engine
 from localllm.serving.drafters import require_place, with_drafter
 from tests.tiny import make_tiny_model
@@ -27,7 +31,7 @@ ASKED: list[dict[str, Any]] = [
 
 
 def settings_of(model: Path | str, **given: Any) -> Settings:
-    sizes = {"max_model_len": 512, "kv_cache_memory_bytes": 4 << 20, "device": "cpu", "profile": "none", **given}
+    sizes = {"max_model_len": 512, "kv_cache_memory_bytes": 8 << 20, "device": "cpu", "profile": "none", **given}
     return Settings(EngineConfig(model=str(model), **sizes), ServerConfig(port=0, ui=False))
 
 
@@ -46,8 +50,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(monkeypatch: pytest.Monk
             timings = drafted["timings"]
             assert timings["draft_n"] >= drafted["usage"]["completion_tokens"] // 2
             assert "draft_n" not in plain["timings"]
-        stats = server.served.engine[0].stats().speculation
-        assert stats.num_decode_tokens > 1.8 * stats.num_decode_rows
+        stats = server.stats().speculation
+        assert stats.num_accepted_tokens > max(30, 0.8 * stats.num_draft_tokens)  # lookup may be wrong
 
 
 def test_a_smaller_model_changes_no_answer(
@@ -81,28 +85,19 @@ def test_a_drafter_of_another_vocabulary_is_refused(tmp_path: Path, tiny_llama_p
         ({"draft": "./nowhere"}, ModelNotFound, "nowhere"),
         ({"draft": "demo", "enable_lora": True}, UnsupportedOption, "adapters"),
         ({"draft": "demo", "tensor_parallel_size": 2}, UnsupportedOption, "ranks"),
-        ({"draft": "demo", "dtype": "bfloat16"}, None, ""),
+        ({"draft": "demo", "dtype": "bfloat16"}, UnsupportedOption, "verified"),
     ],
 )
-def test_what_a_drafter_does_not_go_with_is_refused(
-    given: dict[str, Any], error: type[Exception] | None, told: str
-) -> None:
-    if error is None:
-        build_engine(settings_of("demo", **given)).close()
-        return
+def test_what_a_drafter_does_not_go_with_is_refused(given: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         build_engine(settings_of("demo", **given))
 
 
 def test_a_drafter_is_counted_by_fit(tiny_llama_path: Path) -> None:
-    from localllm.machine.hardware import Gpu, Hardware
-    from localllm.models.architectures.read_spec import read_spec, weights_bytes
-    from localllm.models.fit.checkpoint import count_resident_for
-
     config = settings_of(tiny_llama_path, draft=str(tiny_llama_path)).engine
     plain = read_spec(tiny_llama_path)
     drafted = with_drafter(config, tiny_llama_path, plain)
-    machine = Hardware(cpu_count=2, ram_total_bytes=8 << 30, ram_available_bytes=8 << 30, gpus=())
+    machine = Hardware((), "CPU", 2, 8 << 30, 8 << 30)
     stored = weights_bytes(tiny_llama_path)
     plans = [
         plan_memory(config, spec, stored, machine, resident_bytes=count_resident_for(config, tiny_llama_path, spec))
@@ -110,5 +105,9 @@ def test_a_drafter_is_counted_by_fit(tiny_llama_path: Path) -> None:
     ]
     assert plans[1].weights_bytes == 2 * plans[0].weights_bytes
     assert plans[1].kv_bytes // plans[1].num_blocks[0] == 2 * (plans[0].kv_bytes // plans[0].num_blocks[0])
-    assert plans[1].kv_bytes <= 4 << 20
+    assert plans[1].kv_bytes <= 8 << 20
     require_place(drafted, plans[1])
+    with pytest.raises(UnsupportedOption, match="cuda:0"):
+        require_place(drafted, replace(plans[1], device="cuda:0"))
+    with pytest.raises(DoesNotFit):
+        plan_memory(config, drafted, stored, replace(machine, ram_available_bytes=1 << 20))
