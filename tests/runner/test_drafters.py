@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from localllm.models.drafters.drafter import FINAL_HIDDEN, Drafter, DraftStep
 from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import host_steps
+from localllm.runner.batch import HostInputs, StepBatch, StepRows
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.host_drafts import NO_DRAFTS, HostDrafts
 from localllm.runner.kv_cache import KVCache
@@ -148,15 +150,18 @@ class Recorder:
         return step.token_ids[step.logits_indices][:, None]
 
 
-@pytest.mark.parametrize(("way", "num_blocks"), [("native", 200), ("torch", 18)], indirect=["way"])
+@pytest.mark.parametrize(
+    ("way", "num_blocks", "step"), [("native", 200, 64), ("torch", 18, 64), ("native", 200, 12)], indirect=["way"]
+)
 def test_named_blocks_have_the_drafters_pairs_of_a_fresh_run(
-    model: Any, spec: ModelSpec, alone: dict[str, list[EngineOutput]], way: str, num_blocks: int
+    model: Any, spec: ModelSpec, alone: dict[str, list[EngineOutput]], way: str, num_blocks: int, step: int
 ) -> None:
     """S13: chunks, prefix hits, sharing within a step, preemptions, accepted and rejected drafts."""
     drafter, caches = Recorder(spec), list[KVCache]()
     told, scheduler = serve(
-        model, spec, make_requests(), num_blocks=num_blocks, speculates=True, drafter=opened(drafter, caches)
-    )
+        model, spec, make_requests(), num_blocks=num_blocks, step=step, speculates=True,
+        drafter=opened(drafter, caches),
+    )  # fmt: skip
     assert_same(told, alone)
     assert drafter.num_calls > 20
     (layer,) = caches[0].layers
@@ -218,3 +223,14 @@ def test_a_smaller_model_of_fewer_tokens_and_a_shorter_context_drafts(
     assert scheduler.speculation is not None
     stats = scheduler.speculation.stats()
     assert stats.num_draft_tokens > max(100, stats.num_accepted_tokens)
+
+
+def test_a_token_that_runs_again_writes_to_the_null_block() -> None:
+    inputs = HostInputs(max_num_seqs=1, max_model_len=32, block_size=BLOCK, device=CPU)
+    inputs.add_blocks(0, 0, ((5, 3),))
+    one, two = np.ones(1, np.int64), np.array([2])
+    rows = StepRows(0 * one, 7 * one, two, np.array([0, 2]), one > 0, -one, 0 * one, None, one)
+    made = inputs.make(StepBatch(rows, one, (0,), 0 * one, 9 * one, one, ()))
+    assert made.positions.tolist() == [7, 8]
+    assert made.groups[0].slot_mapping.tolist() == [0, 3 * BLOCK]
+    assert made.groups[0].block_table.tolist() == [[5, 3]]
