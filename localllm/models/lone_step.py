@@ -17,6 +17,7 @@ Does not know: requests, schedules, sampling; how an operation is computed (kern
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ from localllm.models.layers.group import Alone
 from localllm.models.lone_gemma4 import write_gemma4
 from localllm.models.lone_recurrent import write_recurrence
 from localllm.models.lone_writer import NoLoneStep, Writer, unscaled
+from localllm.models.spec.drafter import FINAL_HIDDEN
 from localllm.models.spec.kv_groups import kv_groups
 
 __all__ = ["MAX_ROWS", "DecodeRows", "LoneStep", "NoLoneStep", "open_lone_step"]
@@ -70,9 +72,12 @@ class LoneStep:
     def __init__(self, model: DecoderModel, cache: Sequence[LayerCache | None]) -> None:
         """Raises `NoLoneStep` with the reason if the model or this machine has none."""
         self._library, self._model, self._num_rows = _library(), model, 0
-        writer = _write(model, cache)
+        writer, self._starts = _write(model, cache)
         self._operations, self._kept = writer.lowered(), writer.kept
-        self._without_head = (NativeOperation * (len(self._operations) - 1))(*self._operations[:-1])
+        self._without_head = self._part(0, len(self._operations) - 1)
+        self._taps: tuple[int, ...] = ()
+        self._before_taps: list[tuple[int, ctypes.Array[NativeOperation]]] = []
+        self._features = torch.empty(0)
         self._stream, self._logits = writer.stream.values, writer.logits.values
         self._layer_inputs = writer.others["layer_inputs"].values if model.layer_inputs is not None else None
         self.rounds = any(operation.matrix.kind != Kind.F32 for operation in self._operations)
@@ -81,6 +86,22 @@ class LoneStep:
         states = np.frombuffer(memoryview(writer.states).cast("B"), np.int64).reshape(MAX_ROWS, 5)
         states[:, 0], states[:, 1] = range(MAX_ROWS), range(1, MAX_ROWS + 1)  # of each row the first token and the end
         self._places = states[:, 2:].T
+
+    def _part(self, first: int, end: int) -> ctypes.Array[NativeOperation]:
+        return (NativeOperation * (end - first))(*self._operations[first:end])
+
+    def tap(self, taps: tuple[int, ...]) -> None:
+        """Keep the features of each step that a drafter reads (decoder.py, Taps). The list is run in parts: a tapped
+        layer's input is the stream before its first operation."""
+        hidden, done = self._model.spec.hidden_size, 0
+        self._taps, self._features = taps, torch.empty(MAX_ROWS, len(taps), hidden, dtype=self._model.dtype)
+        self._before_taps = []
+        for layer in sorted({tapped for tapped in taps if tapped != FINAL_HIDDEN}):
+            self._before_taps.append((layer, self._part(done, self._starts[layer])))
+            done = self._starts[layer]
+        count = len(self._operations)
+        self._without_head = self._part(done, count - 1)
+        self._operations = self._part(done, count)
 
     def forward(self, rows: DecodeRows, *, samples: bool = True) -> Tensor:
         """Run one step of 1 to MAX_ROWS rows: write their K and V, and return logits [R, vocab] fp32, valid until the
@@ -102,15 +123,27 @@ class LoneStep:
         if model.spec.recurrent is not None:
             assert rows.states is not None, "a model with recurrent layers is given the places of their states"
             self._places[:, :count] = rows.states
+        for layer, part in self._before_taps:
+            if len(part):
+                self._library.run_step(part, self._rows, count)
+            self._keep(layer, self._stream[:count, : model.spec.hidden_size])
         self._library.run_step(self._operations if samples else self._without_head, self._rows, count)
         self._num_rows = count
         logits = self._logits[:count, : model.spec.vocab_size]
         return model.finish_logits(logits.contiguous()) if samples else logits
 
-    def hidden(self) -> Tensor:
-        """Return the hidden states [R, hidden] of the last step after the final norm."""
+    def features(self) -> Tensor:
+        """Return the features [R, taps * hidden] of the last step, in the order of the taps."""
         assert self._model.norm is not None
-        return self._model.norm(self._stream[: self._num_rows, : self._model.spec.hidden_size].to(self._model.dtype))
+        if FINAL_HIDDEN in self._taps:
+            stream = self._stream[: self._num_rows, : self._model.spec.hidden_size]
+            self._keep(FINAL_HIDDEN, self._model.norm(stream.to(self._model.dtype)))
+        return self._features[: self._num_rows].flatten(1).clone()
+
+    def _keep(self, layer: int, values: Tensor) -> None:
+        for place, tapped in enumerate(self._taps):
+            if tapped == layer:
+                self._features[: len(values), place] = values
 
 
 def open_lone_step(model: object, cache: Sequence[LayerCache | None]) -> LoneStep:
@@ -142,18 +175,20 @@ def _refuse(model: DecoderModel) -> None:
 # ---- the list of a model ---------------------------------------------------------------------------------------------
 
 
-def _write(model: DecoderModel, cache: Sequence[LayerCache | None]) -> Writer:
+def _write(model: DecoderModel, cache: Sequence[LayerCache | None]) -> tuple[Writer, list[int]]:
+    """Return the list, and the first operation of each layer."""
     _refuse(model)
-    writer = Writer(model, cache)
+    writer, starts = Writer(model, cache), list[int]()
     for layer, kv, group in zip(model.layers, cache, model.layer_groups, strict=True):
         writer.group = group
+        starts.append(len(writer.planned))
         write = _LAYERS.get(type(layer))
         if write is None:
             raise NoLoneStep(f"a layer of kind {type(layer).__name__}")
         write(writer, layer, kv)
     assert model.lm_head is not None
     writer.linear(model.lm_head, writer.stream, writer.logits, norm=model.norm)
-    return writer
+    return writer, starts
 
 
 def _mix(writer: Writer, part: Any, kind: LayerKind, cache: Any, norm: Any) -> None:

@@ -22,7 +22,6 @@ from localllm.kernels.layer_state import LayerCache
 from localllm.models.architectures.decoder import DecoderModel, Taps
 from localllm.models.inputs import CausalModel, ForwardInputs
 from localllm.models.lone_step import MAX_ROWS, LoneStep, NoLoneStep, open_lone_step
-from localllm.models.spec.drafter import FINAL_HIDDEN
 from localllm.models.weights.parameters import has_only_float32, held_memory
 from localllm.runner.batch import HostInputs, Ints, StepBatch
 from localllm.runner.grammar_masks import RowMasks
@@ -94,15 +93,12 @@ class HostSteps:
         taps: tuple[int, ...] = (),
     ) -> None:
         """deterministic: compute and sample each request so that no bit depends on the others. taps: features that
-        each step returns for a drafter. A native step has the final hidden state alone."""
+        each step returns for a drafter."""
         self._model, self._layers, self._inputs, self._sampling, self._device = model, layers, inputs, sampling, device
         self._taps = taps
         self._lone, self._decode_steps = _lone_step(model, layers)
-        if self._lone is not None and set(taps) - {FINAL_HIDDEN}:
-            self._lone, self._decode_steps = (
-                None,
-                "decode steps run through torch: the drafter reads features of layers",
-            )
+        if self._lone is not None and taps:
+            self._lone.tap(taps)
         self._huge_pages = HugePages(held_memory(model) if device.type == "cpu" else ())
         self._deterministic, self._num_launched = deterministic, 0
 
@@ -149,7 +145,7 @@ class HostSteps:
         """Run the batch natively. Rows that do not sample are computed with the others."""
         rows = batch.rows
         logits = lone.forward(self._inputs.decode_rows(rows), samples=bool(len(batch.slots)))
-        features = lone.hidden() if self._taps else None
+        features = lone.features() if self._taps else None
         if not len(batch.slots):
             return Forward(None, None, features)
         return Forward(logits if rows.samples.all() else logits[torch.from_numpy(rows.draws)], None, features)

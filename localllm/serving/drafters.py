@@ -27,7 +27,6 @@ def with_drafter(config: EngineConfig, path: Path, spec: ModelSpec) -> ModelSpec
     Raises `ModelNotFound`, `DrafterMismatch`, and what reading a checkpoint raises.
     """
     from localllm.models.drafters.opening import plan_drafter
-    from localllm.models.library.catalog import resolve_model
     from localllm.models.spec.kv_group import main_group
     from localllm.models.spec.kv_groups import kv_groups
 
@@ -42,11 +41,22 @@ def with_drafter(config: EngineConfig, path: Path, spec: ModelSpec) -> ModelSpec
             "A recurrent state cannot take back a wrong guess, and a drafter needs the blocks of all tokens.",
             "Leave out --draft.",
         )
-    where = resolve_model(choice.drafter, choice.revision).path if choice.drafter else path
+    where = _place(choice) if choice.drafter else path
     plan = plan_drafter(where, choice.kind, spec, path)
     plan = replace(plan, num_drafts=choice.most or plan.num_drafts, quantization=choice.quantization)
     length = min(plan.spec.max_position, choice.max_model_len or plan.spec.max_position)
     return replace(spec, drafter=replace(plan, spec=replace(plan.spec, max_position=length)))
+
+
+def _place(choice: SpeculationChoice) -> Path:
+    """Return the folder or file of the named drafter. A drafter, unlike a model, may have its weights in
+    pytorch_model.bin alone."""
+    from localllm.models.formats.torch_file import is_torch_folder
+    from localllm.models.library.catalog import adapter_folder, resolve_model
+
+    if choice.revision is None and is_torch_folder(folder := adapter_folder(choice.drafter)):
+        return folder
+    return resolve_model(choice.drafter, choice.revision).path
 
 
 def _refuse_settings(config: EngineConfig) -> None:

@@ -24,7 +24,7 @@ from localllm.kernels.cpu.q4 import CpuQ4Weight
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models import lone_step
-from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.architectures.decoder import DecoderModel, Taps
 from localllm.models.architectures.layer import DecoderLayer, PreNormLayer
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.layers.linear import Linear
@@ -32,6 +32,7 @@ from localllm.models.layers.lora import LoraLimits
 from localllm.models.library.catalog import resolve_model
 from localllm.models.loader import load_model
 from localllm.models.lone_step import DecodeRows, NoLoneStep, open_lone_step
+from localllm.models.spec.drafter import FINAL_HIDDEN
 from scripts.random_weights import WeightFormat, random_model, shape_spec
 from tests.models.harness import BLOCK_SIZE, CPU, ModelHarness
 from tests.models.harness import Sequence as Request
@@ -148,6 +149,25 @@ def test_the_definitions_of_the_operations_give_torchs_logits(
     monkeypatch.setattr(lone_step, "native", DefinedLibrary)
     model = load(tiny_model_path(family))
     assert largest_error(model, model, steps=4) < LIMITS.get(family, 2e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "gpt_neox", "gemma4", "granite", "qwen3_moe"])
+@pytest.mark.usefixtures("library")
+def test_features_of_layers_are_torchs(family: str, tiny_model_path: PathOf) -> None:
+    """What a drafter reads: the stream before layers, and the final hidden state, in any order."""
+    model = load(tiny_model_path(family))
+    taps = (1, FINAL_HIDDEN, 0, model.spec.num_layers - 1)
+    ours, theirs, untapped = (LoneHarness(model, seed=seed) for seed in range(3))
+    ours.lone.tap(taps)
+    rows = [harness.prefill([token(place) for place in range(LONG)])[0] for harness in (ours, theirs, untapped)]
+    for place in range(LONG, LONG + 3):
+        for row in rows:
+            row.token_ids.append(token(place))
+        wanted = torch.empty(1, len(taps) * model.spec.hidden_size)
+        model.forward(theirs._inputs([(rows[1], 1)], all_logits=False), theirs.kv_cache, taps=Taps(taps, wanted))
+        rows[1].computed += 1
+        assert torch.equal(ours.natively([rows[0]]), untapped.natively([rows[2]]))
+        torch.testing.assert_close(ours.lone.features(), wanted, rtol=1e-4, atol=1e-4 * float(wanted.std()))
 
 
 @needs_library

@@ -83,16 +83,24 @@ def _matches(name: str, pattern: str) -> bool:
 def _no_weights(repo_id: str, names: Sequence[str]) -> errors.LocalLLMError:
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
+        search = f"localllm search {repo_id.rpartition('/')[2]}  (others may have converted it)"
         return errors.UnsupportedModel(
             f"{repo_id} has its weights only as pickles ({pickles[0]}).",
             "Loading a pickle can run code, so only safetensors and GGUF are supported.",
-            f"localllm search {repo_id.rpartition('/')[2]}  (others may have converted it)",
+            search + _as_drafter(repo_id, names),
         )
     return errors.UnsupportedModel(
         f"{repo_id} has no weights in a supported format.",
         f"{_listed(names)} Supported: safetensors and GGUF files.",
         f"localllm search {repo_id.rpartition('/')[2]}",
     )
+
+
+def _as_drafter(repo_id: str, names: Sequence[str]) -> str:
+    """Return how to download a drafter, which alone may have such weights (formats/torch_file.py)."""
+    if not {"config.json", "pytorch_model.bin"} <= set(names):
+        return ""
+    return f"; an EAGLE drafter: localllm pull {repo_id} --include config.json --include pytorch_model.bin"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,0 +1,177 @@
+"""EAGLE drafters in the real runner on a CPU: answers are those of a run without, and what the drafter keeps of a block
+is what it would compute for the block's text alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.engine.block_hash import BlockHasher
+from localllm.engine.outputs import EngineOutput
+from localllm.kernels.cpu.native.library import native
+from localllm.models import lone_step
+from localllm.models.architectures.decoder import DecoderModel, Taps
+from localllm.models.architectures.read_spec import read_spec
+from localllm.models.drafters.drafter import Drafter
+from localllm.models.drafters.opening import open_drafter, plan_drafter
+from localllm.models.inputs import ForwardInputs, GroupInputs
+from localllm.models.loader import load_model
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.runner import host_steps
+from localllm.runner.drafter_steps import DrafterSteps
+from localllm.runner.kv_cache import KVCache
+from tests.eagle_files import write_eagle
+from tests.models.operations import DefinedLibrary
+from tests.models.test_eagle import TAPS, Crank
+from tests.runner.test_drafters import assert_same, opened
+from tests.runner.test_drafters import without_lookup as _without_lookup
+from tests.runner.test_drafts import make_requests, tokens_of
+from tests.runner.test_with_scheduler import BLOCK, serve
+from tests.tiny import make_tiny_model
+
+CPU, F32 = torch.device("cpu"), torch.float32
+without_lookup = _without_lookup
+METHODS = ["eagle", "eagle3"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 4 layers, and a drafter of each method beside it."""
+    path = make_tiny_model(tmp_path_factory.mktemp("eagle") / "target", num_hidden_layers=4)
+    config = json.loads((path / "config.json").read_text("utf-8"))
+    for method in METHODS:
+        write_eagle(path.parent / method, config, method, taps=TAPS if method == "eagle3" else None)
+    return path
+
+
+@pytest.fixture(scope="module")
+def spec(path: Path) -> ModelSpec:
+    return read_spec(path)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path, spec: ModelSpec) -> Any:
+    return load_model(path, spec, CPU, F32)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Any, spec: ModelSpec) -> dict[str, list[EngineOutput]]:
+    """What each request gets alone and without drafts."""
+    return {r.request_id: serve(model, spec, [r])[0][r.request_id] for r in make_requests()}
+
+
+@pytest.fixture(params=METHODS)
+def drafter(request: pytest.FixtureRequest, path: Path, model: DecoderModel, spec: ModelSpec) -> Drafter:
+    plan = plan_drafter(path.parent / request.param, "", spec, path)
+    assert plan.method == request.param
+    return open_drafter(plan, model, CPU, F32, max_model_len=200)
+
+
+@pytest.fixture(params=["native", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Native steps of the model, as they are defined where this machine has no library; or none."""
+
+    def none(model: Any, layers: Any) -> Any:
+        raise lone_step.NoLoneStep("without a library")
+
+    if request.param == "torch":
+        monkeypatch.setattr(host_steps, "open_lone_step", none)
+    elif native() is None:
+        monkeypatch.setattr(lone_step, "native", DefinedLibrary)
+    return str(request.param)
+
+
+def often_right(texts: list[list[int]], share: float) -> Callable[..., Any]:
+    """The drafter's own draws, replaced by the right token in some places."""
+    real, dice = DrafterSteps._draw, random.Random(5)
+
+    def draw(self: DrafterSteps, slots: Any, lengths: Any, hidden: Tensor) -> Any:
+        drawn, usable = real(self, slots, lengths, hidden)
+        assert drawn is not None
+        for place, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+            known = self._inputs.known_tokens(slot, length).tolist()
+            text = next((text for text in texts if text[:length] == known and len(text) > length), None)
+            if text is not None and dice.random() < share:
+                drawn[place] = text[length]
+        return drawn, usable
+
+    return draw
+
+
+@pytest.mark.usefixtures("without_lookup")
+@pytest.mark.parametrize(
+    ("way", "num_blocks", "depth"), [("native", 200, 1), ("native", 18, 2), ("torch", 200, 2), ("torch", 18, 1)],
+    indirect=["way"],
+)  # fmt: skip
+def test_answers_and_the_drafters_blocks_are_those_of_runs_alone(
+    model: Any, spec: ModelSpec, drafter: Drafter, alone: dict[str, list[EngineOutput]], way: str, num_blocks: int,
+    depth: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """S1, S13: with right and wrong drafts, chunks, prefix hits and preemptions (17 usable blocks)."""
+    texts = {r.request_id: [*r.token_ids, *tokens_of(alone[r.request_id])] for r in make_requests()}
+    monkeypatch.setattr(DrafterSteps, "_draw", often_right(list(texts.values()), 0.7))
+    caches: list[KVCache] = []
+    told, scheduler = serve(
+        model, spec, make_requests(), num_blocks=num_blocks, depth=depth, speculates=True,
+        drafter=opened(drafter, caches),
+    )  # fmt: skip
+    assert_same(told, alone)
+    assert scheduler.speculation is not None
+    stats = scheduler.speculation.stats()
+    assert 20 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert_named_blocks_are_right(model, drafter, caches[0], scheduler.ledger.pools[0].names(), texts)
+
+
+def assert_named_blocks_are_right(
+    model: DecoderModel, drafter: Any, cache: KVCache, named: dict[bytes, int], texts: dict[str, list[int]]
+) -> None:
+    (kept,) = cache.layers
+    assert kept is not None
+    seen = set()
+    for text in texts.values():
+        hasher, names = BlockHasher(b"tiny", BLOCK), list[bytes]()
+        hasher.extend(names, hasher.root(), array("i", text))
+        found = [named.get(name) for name in names]
+        if not any(found):
+            continue
+        crank = Crank(drafter)
+        row, tokens = crank.row(len(text)), torch.tensor(text)
+        crank.extend([(row, 1, tokens[1:])], features_of(model, tokens, drafter.taps)[:-1])
+        for place, block in enumerate(found):
+            if block is not None and block not in seen:
+                first = 1 if place == 0 else 0
+                wanted = crank.stored(row, place * BLOCK + first, BLOCK - first)
+                for ours, plane in zip(wanted, (kept.k, kept.v), strict=True):
+                    got = plane[:, block, first:].transpose(0, 1)
+                    torch.testing.assert_close(got, ours, rtol=1e-4, atol=1e-4)
+                seen.add(block)
+    assert len(seen) == len(named)
+
+
+def features_of(model: DecoderModel, tokens: Tensor, taps: tuple[int, ...]) -> Tensor:
+    """Return the features [n, taps * hidden] of a whole text, computed at once."""
+    count = len(tokens)
+    blocks = -(-count // BLOCK)
+    cache = KVCache(model.spec, (1 + blocks,), BLOCK, CPU, F32)
+    inputs = ForwardInputs(
+        token_ids=tokens,
+        positions=torch.arange(count),
+        groups=(GroupInputs(torch.arange(1, 1 + blocks, dtype=torch.int32)[None], BLOCK + torch.arange(count)),),
+        context_lens=torch.tensor([count], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32),
+        logits_indices=torch.tensor([count - 1]),
+        num_decodes=0,
+        query_lens=(count,),
+        context_lens_host=(count,),
+    )
+    features = torch.empty(count, len(taps) * model.spec.hidden_size)
+    model.forward(inputs, cache.layers, taps=Taps(taps, features))
+    return features
