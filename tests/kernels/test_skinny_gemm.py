@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from localllm.kernels import skinny_gemm as file
+from localllm.kernels import unpack_bytes
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED
 from localllm.kernels.skinny_gemm import SkinnyGemmTile, dequantized, skinny_gemm
 from tests.kernels.conftest import DTYPES
@@ -185,7 +186,7 @@ def test_ptx_unpacks_every_byte_exactly(kind: str, dtype: str) -> None:
     """The texts that compiled kernels hold, run in Python on all pairs of bytes."""
     low, high = torch.arange(256).repeat(256), torch.arange(256).repeat_interleave(256)
     words = low + (high << 8)
-    text = getattr(file, f"{kind.upper()}_TO_{dtype.upper()}").value
+    text = getattr(unpack_bytes, f"{kind.upper()}_TO_{dtype.upper()}").value
     outputs = run_ptx(text, words | (words.flip(0) << 16))
     for byte, out in zip((low, high), outputs, strict=True):
         for half, bits in ((byte, out & 0xFFFF), (byte.flip(0), out >> 16)):
