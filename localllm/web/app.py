@@ -68,7 +68,8 @@ class Application(Litestar):
 
 def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | None = None) -> Litestar:
     """Return the application. Its `app.state` holds `manager`, `settings`, `downloads`, `responses` (the stored ones),
-    `mcp` (the servers of tools), `tool_decisions`, `key_ring`, `guesses`, `http_counts`, `engine_ids`, `watchdog`, `activity`, and `closing`, which is set at shutdown.
+    `mcp` (the servers of tools), `tool_decisions`, `key_ring`, `guesses`, `http_counts`, `engine_ids`, `watchdog`,
+    `activity`, and `closing`, which is set at shutdown.
     `faults` records unhandled errors.
     """
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
