@@ -26,6 +26,7 @@ from localllm.machine.gpu_support import NvidiaFacts, judge_driver
 from localllm.machine.hardware import Hardware
 from localllm.machine.running_servers import announced, listener_in_words
 from localllm.machine.wsl import is_on_windows_drive, is_wsl
+from localllm.mcp import servers
 
 GIB = 1024**3
 WSL2 = "Linux version 5.15.153.1-microsoft-standard-WSL2 (root@941d701f84f1) (gcc (GCC) 11.2.0)"
@@ -257,6 +258,23 @@ def test_doctor_says_whose_the_port_is(tmp_path: Path) -> None:
     assert finding.verdict == "note"
     assert f"localllm (pid {os.getpid()}) serves my-model" in finding.text
     assert f"--port {port + 1}" in finding.remedy
+
+
+def test_configured_servers_of_tools_need_their_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "localllm"
+    folder.mkdir()
+    (folder / "config.toml").write_text('[mcp.servers.time]\ncommand = "uvx"\n')
+    found = [each for each in doctor_files.check_settings() if each.subject == "tools"]
+    assert [(each.verdict, each.text) for each in found] == [("ok", "MCP servers: time")]
+    monkeypatch.setattr(servers, "find_spec", lambda name: None)
+    [missing] = [each for each in doctor_files.check_settings() if each.subject == "tools"]
+    assert missing.verdict == "problem"
+    assert "need the package mcp" in missing.text
+    assert "Configured servers: time." in missing.text
+    assert "localllm[mcp]" in missing.remedy
+    (folder / "config.toml").write_text("")
+    assert [each for each in doctor_files.check_settings() if each.subject == "tools"] == []
 
 
 def test_the_last_crash_is_reported_for_a_month() -> None:

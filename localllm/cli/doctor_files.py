@@ -21,6 +21,8 @@ from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
 from localllm.machine.platforms import has_file_modes
 from localllm.machine.wsl import is_on_windows_drive, is_wsl
+from localllm.mcp.servers import require_mcp
+from localllm.mcp.values import McpMissing
 from localllm.units import format_bytes, format_seconds
 
 LITTLE_DISK_BYTES = 5 * 1024**3
@@ -33,6 +35,20 @@ def check_settings() -> Iterator[Finding]:
     changed = ", ".join(f"{name} ({source})" for name, source in sorted(settings.sources.items()))
     yield Finding("settings", "ok", changed or "all at their defaults")
     yield _port(settings)
+    yield from _tool_servers(settings)
+
+
+def _tool_servers(settings: Settings) -> Iterator[Finding]:
+    """Report the MCP servers of the config file, and the package that they need if it is missing."""
+    names = ", ".join(server.name for server in settings.mcp.values() if server.enabled)
+    if not names:
+        return
+    try:
+        require_mcp()
+    except McpMissing as error:
+        yield Finding("tools", "problem", f"{error} Configured servers: {names}.", error.hint)
+    else:
+        yield Finding("tools", "ok", f"MCP servers: {names}")
 
 
 def _port(settings: Settings) -> Finding:

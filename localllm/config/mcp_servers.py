@@ -16,6 +16,9 @@ from typing import Any, Literal, get_args
 from localllm.errors import ConfigError
 
 ToolScope = Literal["admin", "infer"]
+ToolApi = Literal["off", "consent", "ask", "run"]
+"""Which calls API requests may run: none; tools that an admin always allows; those that the client approves as well;
+every tool."""
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9_-]{0,30}[a-z0-9])?")
 NAME_RULE = "Names are 1 to 32 lower-case letters, digits, hyphens and underscores, such as files or my-notes."
 MAX_TIMEOUT_S = 3600.0
@@ -36,6 +39,7 @@ class McpServer:
     enabled: bool = True
     in_new_chats: bool = True  # a new chat offers the tools of this server
     scope: ToolScope = "admin"  # the scope that a key needs to use the tools
+    api: ToolApi = "consent"  # what requests to the API may run
 
     @property
     def origin(self) -> str:
@@ -132,6 +136,7 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "enabled": _is_bool,
     "in_new_chats": _is_bool,
     "scope": lambda value: value in get_args(ToolScope),
+    "api": lambda value: value in get_args(ToolApi),
 }
 _EXPECTED = {
     "command": "the name or path of a program",
@@ -143,4 +148,5 @@ _EXPECTED = {
     "enabled": "true or false",
     "in_new_chats": "true or false",
     "scope": "admin or infer",
+    "api": "off, consent, ask or run",
 }

@@ -26,6 +26,7 @@ from localllm.errors import ConfigError, PortInUse
 from localllm.logs.fault_log import FaultLog
 from localllm.machine.install_kind import InstallKind, how_to_install, install_kind
 from localllm.machine.platforms import use_port_alone
+from localllm.mcp.servers import McpServers
 from localllm.models.library.hub.downloads import Downloads
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
@@ -35,6 +36,7 @@ from localllm.web.access.keys import KeyRing, keys_path, read_keys
 from localllm.web.access.limits import Guesses
 from localllm.web.access.scopes import API_RULES
 from localllm.web.access.tls import check_certificate
+from localllm.web.access.tools import no_decisions
 from localllm.web.access.uncached import keep_nothing_of_requests
 from localllm.web.activity import Activity, Closing
 from localllm.web.api import anthropic, ollama, openai, responses, router
@@ -66,7 +68,8 @@ class Application(Litestar):
 
 def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | None = None) -> Litestar:
     """Return the application. Its `app.state` holds `manager`, `settings`, `downloads`, `responses` (the stored ones),
-    `key_ring`, `guesses`, `http_counts`, `engine_ids`, `watchdog`, `activity`, and `closing`, which is set at shutdown.
+    `mcp` (the servers of tools), `tool_decisions`, `key_ring`, `guesses`, `http_counts`, `engine_ids`, `watchdog`,
+    `activity`, and `closing`, which is set at shutdown.
     `faults` records unhandled errors.
     """
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
@@ -91,6 +94,8 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
                 "settings": settings,
                 "downloads": Downloads(),
                 "responses": ResponseStore(),
+                "mcp": McpServers(settings.mcp),
+                "tool_decisions": no_decisions,
                 "key_ring": keys,
                 "guesses": guesses,
                 "http_counts": counts,
@@ -113,6 +118,7 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
     app.on_shutdown.append(watchdog.stop)
     if settings.server.ui:
         pages.mount(app)
+    app.on_shutdown.append(app.state.mcp.close)
     if settings.server.otlp_traces_endpoint is not None:
         traces = _traces()(settings.server.otlp_traces_endpoint)
         app.asgi_handler = traces.around(app.asgi_handler)

@@ -252,7 +252,7 @@ REST = (
     '"model":"tiny","output":%s,"parallel_tool_calls":true,"reasoning":{"effort":null,"summary":null},'
     '"service_tier":"default","store":true,"temperature":1.0,"text":{"format":{"type":"text"}},"tool_choice":"auto",'
     '"tools":[],"top_logprobs":0,"top_p":1.0,"truncation":"disabled","metadata":{},"usage":%s,"instructions":null,'
-    '"max_output_tokens":null,"previous_response_id":null,"prompt_cache_key":null,"safety_identifier":null,"user":null}'
+    '"max_output_tokens":null,"max_tool_calls":null,"previous_response_id":null,"prompt_cache_key":null,"safety_identifier":null,"user":null}'
 )
 HEAD = '{"id":"resp_1","object":"response","created_at":7,"completed_at":%s,"status":"%s","background":false,"error":%s'
 STARTED = HEAD % ("null", "in_progress", "null") + ',"incomplete_details":null,' + REST % ("[]", "null")
@@ -533,7 +533,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"previous_response_id": 3}, "previous_response_id"),
     ({"tools": "f"}, "tools"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-    ({"tools": [{"type": "mcp", "server_label": "a", "server_url": "http://x"}]}, "tools[0].type"),
+    ({"tools": [{"type": "mcp", "server_label": "a", "server_url": "http://x"}]}, "tools[0].server_url"),
+    ({"max_tool_calls": 0}, "max_tool_calls"),
     ({"tools": [{"name": "f"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
     ({"tools": [{"type": "function", "name": "f", "parameters": []}]}, "tools[0].parameters"),

@@ -82,7 +82,7 @@ async def streamed(
     """Return a streaming answer. The request is admitted first, so a refusal still has a status code; later errors are
     events.
     """
-    _note_id(request, generation)
+    note_id(request, generation)
     await generation.__aenter__()
     events = stream(generation, encoder, request.scope)
     return EventStream(events, generation.aclose, warning_headers(warnings), framing)
@@ -114,7 +114,8 @@ def _num_logprobs(said: Iterable[GenerationEvent | Choice]) -> int:
     return sum(len(entry.token_ids) for each in said for entry in (*each.logprobs, *(each.prompt_logprobs or ())))
 
 
-def _note_id(request: ApiRequest, generation: Generation) -> None:
+def note_id(request: ApiRequest, generation: Generation) -> None:
+    """Remember the engine's id of a request, by which it can be found and ended."""
     ids: EngineIds = request.app.state.engine_ids
     ids.note(request_id_of(request.scope), generation.engine_id)
 
@@ -127,7 +128,7 @@ async def whole(
 ) -> ASGIResponse:
     """Return the answer in one piece. If the client leaves before the end, the generation is cancelled."""
 
-    _note_id(request, generation)
+    note_id(request, generation)
 
     async def work() -> list[Choice]:
         async with generation:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import UNSET
 
-from localllm.engine.outputs import GenerationEvent
+from localllm.engine.outputs import GenerationEvent, Usage
 from localllm.engine.params import SamplingParams
 from localllm.errors import LocalLLMError
 from localllm.text.answers.parts import Content
@@ -26,6 +26,7 @@ from localllm.web.errors import openai_error
 REPEATED = (
     "instructions",
     "max_output_tokens",
+    "max_tool_calls",
     "previous_response_id",
     "prompt_cache_key",
     "safety_identifier",
@@ -78,14 +79,23 @@ class ResponseHead:
             **(NOT_ENDED | end),
         )
 
-    def ended(self, output: Sequence[Item], progress: Progress, *, cut: bool) -> shapes.Response:
+    def ended(self, output: Sequence[Item], progress: Counted, *, cut: bool) -> shapes.Response:
         end: dict[str, Any] = {"completed_at": int(time.time()), "usage": usage_object(progress)}
         if cut:
             return self.response("incomplete", output, **end, incomplete_details=shapes.Cut("max_output_tokens"))
         return self.response("completed", output, **end)
 
 
-def usage_object(progress: Progress) -> shapes.ResponseUsage:
+class Counted(Protocol):
+    """The tokens of a response so far."""
+
+    @property
+    def reasoning_tokens(self) -> int: ...
+
+    def usage(self) -> Usage: ...
+
+
+def usage_object(progress: Counted) -> shapes.ResponseUsage:
     usage = progress.usage()
     return shapes.ResponseUsage(
         input_tokens=usage.prompt_tokens,
@@ -113,28 +123,30 @@ class ResponseEvents:
     ) -> None:
         """`keep` is called with the response when it has ended."""
         self.head, self._keep, self._output = head, keep, output or OutputItems()
-        self._started = self._cut = False
+        self._started = False
+        self.cut = False  # the response ends before the model has
 
     def event(self, event: GenerationEvent, progress: Progress) -> bytes:
         parts = (Content(event.text),) if event.parts is None else event.parts
         if event.finish_reason is not None:
-            self._cut = event.finish_reason != "stop"
-        return self._start() + b"".join([self._output.say(part) for part in parts])
+            self.cut = event.finish_reason != "stop"
+        return self.start() + b"".join([self._output.say(part) for part in parts])
 
-    def end(self, progress: Progress) -> bytes:
-        closed = self._output.close(cut=self._cut)
-        response = self.head.ended(self._output.items, progress, cut=self._cut)
+    def end(self, progress: Counted) -> bytes:
+        closed = self._output.close(cut=self.cut)
+        response = self.head.ended(self._output.items, progress, cut=self.cut)
         self._keep(response)
-        return closed + self._output.event(shapes.Incomplete if self._cut else shapes.Completed, response=response)
+        return closed + self._output.event(shapes.Incomplete if self.cut else shapes.Completed, response=response)
 
     def error(self, error: LocalLLMError) -> bytes:
         """Return the error event. Of the codes that clients know only one fits; the message has the details."""
         told = shapes.ResponseProblem("server_error", openai_error(error).error.message)
-        written = self._start() + self._output.close(cut=True)
+        written = self.start() + self._output.close(cut=True)
         response = self.head.response("failed", self._output.items, error=told)
         return written + self._output.event(shapes.Failed, response=response)
 
-    def _start(self) -> bytes:
+    def start(self) -> bytes:
+        """Return the first events, once."""
         if self._started:
             return b""
         self._started = True

@@ -18,7 +18,6 @@ RULES = FieldRules(
     harmless=frozenset({
         "service_tier", "moderation", "access_programs",  # fields of a hosted service
         "prompt_cache_options", "prompt_cache_retention",  # the prefix cache needs no hints
-        "max_tool_calls",  # of tools that the server runs; this one runs none
         "stream_options",  # padding against traffic analysis; a local server sends none
         "image",  # images are not supported
     }),

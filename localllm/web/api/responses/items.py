@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.web.api.reading import text_field, wrong_type
+from localllm.web.api.responses import mcp_items
 
 Item = dict[str, Any]
 Message = dict[str, Any]
@@ -21,6 +23,7 @@ Message = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Type of a part -> the field that holds its text."""
+NO_NAMES: Mapping[tuple[str, str], str] = MappingProxyType({})
 
 
 def new_id(prefix: str) -> str:
@@ -59,10 +62,12 @@ def _item(item: Mapping[str, Any], where: str, kept: Callable[[str], Item | None
                 why = "Items are stored with their responses: only the newest, in memory."
                 raise InvalidParameter(f"There is no item {id!r}.", why, "Send the item itself.", param=f"{where}.id")
             return found
+        case str(kind) if kind in mcp_items.PREFIXES:
+            return mcp_items.read_mcp_item(item, where, new_id(mcp_items.PREFIXES[kind]))
         case kind:
             raise UnsupportedParameter(
                 f"{where} is of type {kind!r}." if kind else f"{where} has no type.",
-                "Supported: messages, function calls with their outputs, and reasoning.",
+                "Supported: messages, function calls with their outputs, calls of MCP servers, and reasoning.",
                 param=where,
             )
 
@@ -132,11 +137,13 @@ def _part_text(part: object, where: str, known: Mapping[str, str]) -> str:
 # From items to messages --------------------------------------------------------------------------------------------
 
 
-def messages_of(items: Sequence[Item]) -> Iterator[Message]:
-    """Yield the messages. Raises `InvalidParameter` if a result has no call, or a call was not finished."""
+def messages_of(items: Sequence[Item], mcp_names: Mapping[tuple[str, str], str] = NO_NAMES) -> Iterator[Message]:
+    """Yield the messages. `mcp_names`: (MCP server, tool) -> the name that the model uses. Raises `InvalidParameter` if
+    a result has no call, or a call was not finished.
+    """
     turn: Message | None = None  # the model's turn, while more items may belong to it
     names: dict[str, str] = {}  # call id -> name of the function
-    for item in items:
+    for item in mcp_items.as_functions(items, mcp_names):
         is_answer = item["type"] in ("reasoning", "function_call") or item.get("role") == "assistant"
         if turn is not None and not (is_answer and _goes_on(turn, item)):
             yield turn

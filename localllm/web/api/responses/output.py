@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.responses import shapes
+from localllm.web.api.responses.item_shapes import OutputText, ReasoningText
 from localllm.web.api.responses.items import Item, new_id
 from localllm.web.shape import event_bytes
 
@@ -38,11 +39,17 @@ KINDS = {
         shapes.ResponseTextDelta,
         shapes.TextDone,
         {"role": "assistant"},
-        shapes.OutputText("", [], []),
+        OutputText("", [], []),
         {"logprobs": []},
     ),
-    "reasoning": _Kind("rs", shapes.ReasoningDelta, shapes.ReasoningDone, {"summary": []}, shapes.ReasoningText("")),
+    "reasoning": _Kind("rs", shapes.ReasoningDelta, shapes.ReasoningDone, {"summary": []}, ReasoningText("")),
     "function_call": _Kind("fc", shapes.ArgumentsDelta, shapes.ArgumentsDone, {}),
+    "mcp_call": _Kind(
+        "mcp",
+        shapes.McpArgumentsDelta,
+        shapes.McpArgumentsDone,
+        {"arguments": "", "approval_request_id": None, "output": None, "error": None},
+    ),
 }
 
 

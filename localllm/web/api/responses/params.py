@@ -10,13 +10,14 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams, given_params
 from localllm.errors import InvalidParameter, UnsupportedParameter
-from localllm.serving.chat import Tools
+from localllm.serving.chat import TOOL_CHOICE, Tools
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.budget import thinking_budget
 from localllm.web.api.conversation import sampling_params, thinking_switch
 from localllm.web.api.reading import read_object
 from localllm.web.api.responses.fields import REASONING_RULES, TEXT_RULES
+from localllm.web.api.responses.mcp_tools import McpOffer
 from localllm.web.api.responses.schema import ResponseReasoning, ResponsesBody, TextConfig
 from localllm.web.api.tools import chosen, function_tool
 from localllm.web.errors import InvalidType
@@ -75,18 +76,44 @@ def template_of(body: ResponsesBody, model: ServedModel) -> tuple[dict[str, Any]
     )
 
 
-def tools_of(body: ResponsesBody, model: ServedModel) -> Tools:
-    """Return the tools. Raises `RequestError` if a tool or the choice is invalid."""
-    offered = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
-    return chosen(offered, body.tool_choice, body.parallel_tool_calls, model)
+def tools_of(body: ResponsesBody, model: ServedModel, offer: McpOffer) -> Tools:
+    """Return the tools: the request's functions, and those of MCP servers. Raises `RequestError` if a tool or the
+    choice is invalid.
+    """
+    given = [(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    functions = [_tool(tool, where) for tool, where in given if tool.get("type") != "mcp"]
+    return chosen([*functions, *offer.functions()], _choice(body.tool_choice, offer), body.parallel_tool_calls, model)
+
+
+def _choice(choice: Any, offer: McpOffer) -> Any:
+    """Return the choice with the names that the model uses in place of those of servers and their tools."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "mcp":
+        return {"type": "allowed_tools", "mode": "required", "tools": _named(choice, offer)}
+    tools = choice.get("tools")
+    if choice.get("type") == "allowed_tools" and isinstance(tools, list):
+        is_mcp = [isinstance(tool, dict) and tool.get("type") == "mcp" for tool in tools]
+        return choice | {
+            "tools": [
+                n for tool, mcp in zip(tools, is_mcp, strict=True) for n in (_named(tool, offer) if mcp else [tool])
+            ]
+        }
+    return choice
+
+
+def _named(choice: dict[str, Any], offer: McpOffer) -> list[dict[str, str]]:
+    names = offer.names_of(choice.get("server_label"), choice.get("name"))
+    if not names:
+        what = "tool_choice names a tool that is not offered."
+        why = f"Offered: {', '.join(offer.by_name) or 'none'}."
+        raise InvalidParameter(what, why, param=TOOL_CHOICE)
+    return [{"type": "function", "name": name} for name in names]
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") == "mcp":
-        what, hint = f"{where} is of type 'mcp'.", "Send the server's tools as functions and run the calls yourself."
-        raise UnsupportedParameter(what, "MCP servers are used in the chat only.", hint, param=f"{where}.type")
     if tool.get("type") != "function":
         raise UnsupportedParameter(
-            f"{where} is of type {tool.get('type')!r}.", "Supported: functions.", param=f"{where}.type"
+            f"{where} is of type {tool.get('type')!r}.", "Supported: functions and mcp.", param=f"{where}.type"
         )
     return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)

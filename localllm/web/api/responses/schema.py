@@ -26,6 +26,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None  # calls of MCP servers that this response may run
     text: dict[str, Any] | None = None  # TextConfig
     reasoning: dict[str, Any] | None = None  # ResponseReasoning
     max_output_tokens: int | None = None

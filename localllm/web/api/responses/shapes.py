@@ -9,55 +9,8 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
+from localllm.web.api.responses.item_shapes import Item, OutputText, ReasoningText
 from localllm.web.shape import Shape
-
-Status = Literal["in_progress", "completed", "incomplete"]
-
-
-class InputText(Shape, tag="input_text"):
-    text: str
-
-
-class OutputText(Shape, tag="output_text"):
-    text: str
-    annotations: list[Any]
-    logprobs: list[Any] | UnsetType = UNSET  # logprobs of the output tokens
-
-
-class ReasoningText(Shape, tag="reasoning_text"):
-    text: str
-
-
-class MessageItem(Shape, tag="message"):
-    id: str
-    status: Status
-    role: Literal["user", "assistant", "system", "developer"]
-    content: list[InputText | OutputText]
-
-
-class ReasoningItem(Shape, tag="reasoning"):
-    id: str
-    status: Status
-    summary: list[Any]
-    content: list[ReasoningText]
-
-
-class CallItem(Shape, tag="function_call"):
-    id: str
-    status: Status
-    call_id: str
-    name: str
-    arguments: str
-
-
-class CallOutputItem(Shape, tag="function_call_output"):
-    id: str
-    status: Status
-    call_id: str
-    output: str | list[InputText]
-
-
-Item = MessageItem | ReasoningItem | CallItem | CallOutputItem
 
 
 class InputDetails(Shape):
@@ -116,6 +69,7 @@ class Response(Shape, kw_only=True):
     usage: ResponseUsage | None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: int | None
     previous_response_id: str | None
     prompt_cache_key: str | None
     safety_identifier: str | None
@@ -218,10 +172,47 @@ class ArgumentsDone(ItemPlace, tag="response.function_call_arguments.done"):
     sequence_number: int
 
 
-TextEvent = ResponseTextDelta | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone
+class McpArgumentsDelta(ItemPlace, tag="response.mcp_call_arguments.delta"):
+    delta: str
+    sequence_number: int
+
+
+class McpArgumentsDone(ItemPlace, tag="response.mcp_call_arguments.done"):
+    arguments: str
+    sequence_number: int
+
+
+class McpEvent(ItemPlace):
+    sequence_number: int
+
+
+class McpCallInProgress(McpEvent, tag="response.mcp_call.in_progress"):
+    pass
+
+
+class McpCallCompleted(McpEvent, tag="response.mcp_call.completed"):
+    pass
+
+
+class McpCallFailed(McpEvent, tag="response.mcp_call.failed"):
+    pass
+
+
+class McpListInProgress(McpEvent, tag="response.mcp_list_tools.in_progress"):
+    pass
+
+
+class McpListCompleted(McpEvent, tag="response.mcp_list_tools.completed"):
+    pass
+
+
+TextEvent = (
+    ResponseTextDelta | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone
+    | McpArgumentsDelta | McpArgumentsDone
+)  # fmt: skip
 AnyEvent = (
     Created | InProgress | Completed | Incomplete | Failed | ItemAdded | ItemDone | PartAdded | PartDone
-    | TextEvent
+    | TextEvent | McpCallInProgress | McpCallCompleted | McpCallFailed | McpListInProgress | McpListCompleted
 )  # fmt: skip
 
 

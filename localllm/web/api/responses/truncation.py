@@ -56,14 +56,15 @@ def droppable(items: Sequence[Item]) -> list[list[int]]:
 
 def _units(items: Sequence[Item]) -> list[list[int]]:
     """Return units of item indices: a message of the user, or the model's output of one turn with the results of its
-    calls. Items that are never dropped are in no unit.
+    calls and the answers to its requests for approval. Items that are never dropped are in no unit.
     """
     units: list[list[int]] = []
     unit_of_call: dict[str, list[int]] = {}
     may_go_on = False  # whether the next item of an answer belongs to the same turn
     for i, item in enumerate(items):
-        if item["type"] == "function_call_output" and item["call_id"] in unit_of_call:
-            unit_of_call[item["call_id"]].append(i)
+        answered = str(item.get("call_id" if item["type"] == "function_call_output" else "approval_request_id"))
+        if answered in unit_of_call:
+            unit_of_call[answered].append(i)
             may_go_on = False
         elif item["type"] == "message" and item["role"] != "assistant":
             may_go_on = False
@@ -73,9 +74,9 @@ def _units(items: Sequence[Item]) -> list[list[int]]:
             if not may_go_on:
                 units.append([])
             units[-1].append(i)
-            may_go_on = True
-            if item["type"] == "function_call":
-                unit_of_call[item["call_id"]] = units[-1]
+            may_go_on = item["type"] != "mcp_call"  # which has its result
+            if item["type"] in ("function_call", "mcp_approval_request"):
+                unit_of_call[item["call_id" if item["type"] == "function_call" else "id"]] = units[-1]
     return units
 
 

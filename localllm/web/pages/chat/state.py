@@ -14,6 +14,7 @@ from litestar import Litestar, Request
 
 from localllm.mcp.servers import McpServers
 from localllm.serving.model_offer import ModelOffer
+from localllm.web.access.tools import mcp_of
 from localllm.web.pages.chat.active_replies import ActiveReplies
 from localllm.web.pages.chat.attachments import PendingAttachments
 from localllm.web.pages.chat.model_picker import ModelPicker
@@ -46,8 +47,9 @@ def chat_state_of(app: Litestar) -> ChatState:
 
     def make() -> ChatState:
         offers = ModelOffer(app.state["manager"], app.state["downloads"], app.state["settings"])
-        mcp = McpServers(app.state["settings"].mcp)
-        return ChatState(pages_state_of(app), offers, mcp, on_disk=server.chat_history, titles=server.chat_titles)
+        return ChatState(
+            pages_state_of(app), offers, mcp_of(app), on_disk=server.chat_history, titles=server.chat_titles
+        )
 
     return once_per_app(app, "chats", make)
 

@@ -18,6 +18,7 @@ from localllm.mcp.values import ServerTool
 from localllm.serving.chat import calls_tools
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
+from localllm.web.access.tools import may_use
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.tools import MAX_TOOLS_CHARS, is_chosen, read_tools
@@ -68,11 +69,6 @@ NOTHING = OfferedTools()
 
 def function_of(name: str, tool: ServerTool) -> dict[str, object]:
     return {"name": name, "description": tool.description, "parameters": tool.schema}
-
-
-def may_use(owner: str, server: McpServer) -> bool:
-    """Return whether an owner may use a server. The empty owner is that of admins, and of a server without keys."""
-    return not owner or server.scope == "infer"
 
 
 def usable_servers(state: ChatState, owner: str) -> list[McpServer]:

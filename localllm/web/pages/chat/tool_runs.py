@@ -19,22 +19,20 @@ from localllm.errors import InvalidParameter, LocalLLMError
 from localllm.mcp.results import bounded, limit_for
 from localllm.mcp.servers import require_mcp
 from localllm.mcp.values import McpMissing
+from localllm.web.access.tools import MAX_CUTS, MAX_ROUNDS, may_use
 from localllm.web.pages.chat import turns
 from localllm.web.pages.chat.active_replies import ActiveReply
 from localllm.web.pages.chat.prompts import ChatFull
 from localllm.web.pages.chat.state import ChatState, chat_state_of
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
 from localllm.web.pages.chat.template_messages import calls_of
-from localllm.web.pages.chat.tool_offer import may_use
 from localllm.web.pages.chat.tool_rounds import CallRun, Round, server_calls
 from localllm.web.pages.frame.state import once_per_app
 
 log = logging.getLogger(__name__)
 
-MAX_ROUNDS = 8
 MAX_KEPT = 200
 """Rounds in memory; of older ones the calls ask again."""
-MAX_CUTS = 4
 DECISIONS = ("once", "always", "never", "stop")
 NEVER = "The user does not allow this tool. Do not call it again."
 WENT_ON = (
@@ -251,10 +249,11 @@ async def open_tools(app: Litestar) -> None:
             require_mcp()
         except McpMissing as error:
             log.warning("%s Install it with: %s", error, error.hint)
-    chat_state_of(app).replies.when_ended = tool_runs_of(app).reply_ended
+    state = chat_state_of(app)
+    state.replies.when_ended = tool_runs_of(app).reply_ended
+    app.state["tool_decisions"] = lambda owner: state.store.call(Chats.consents, owner)
 
 
 async def close_tools(app: Litestar) -> None:
-    """Stop the running calls, and end every server of tools."""
+    """Stop the running calls."""
     await tool_runs_of(app).close()
-    await chat_state_of(app).mcp.close()

@@ -149,6 +149,7 @@ def _card(state: ServerState) -> ToolServerCard:
     facts.append(Fact("Time limit of a call", f"{server.timeout_s:g} s"))
     facts.append(Fact("In new chats", "on" if server.in_new_chats else "off"))
     facts.append(Fact("For", "every key" if server.scope == "infer" else "keys with the scope admin"))
+    facts.append(Fact("Through the API", API[server.api]))
     return ToolServerCard(
         name=server.name,
         url=f"{HERE}/{server.name}",
@@ -161,5 +162,13 @@ def _card(state: ServerState) -> ToolServerCard:
         error=notice(state.failure) if state.failure is not None else None,
     )
 
+
+API = {
+    "off": "not at all",
+    "consent": "tools that an admin always allows",
+    "ask": "also calls that the client approves",
+    "run": "every call",
+}
+"""What requests to the API may run, by the value of `api` in the server's table."""
 
 HANDLERS = (tool_servers, add_tool_server, test_tool_server, stop_tool_server, change_tool_server)
