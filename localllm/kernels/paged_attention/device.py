@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import INTERPRETED, TensorDescriptor, cdiv, launch_options, next_power_of_2
+from localllm.kernels.launch import (
+    INTERPRETED,
+    TensorDescriptor,
+    cdiv,
+    early_launch,
+    launch_options,
+    next_power_of_2,
+)
 from localllm.kernels.paged_attention.kernels import decode_kernel, plan_kernel, prefill_kernel, reduce_kernel
 from localllm.kernels.tuned import settings_for
 
@@ -163,6 +170,7 @@ def _plan_splits(
     plan_kernel[(1,)](
         plan.items, plan.split_starts, context_lens, num_decodes, max_items, spare_items,
         TILE=tile, WINDOW=window, MIN_TILES=min_tiles, ROWS=256, QUERIES=queries, num_warps=4,
+        **early_launch(device),
     )  # fmt: skip
     return plan
 
@@ -290,6 +298,7 @@ class _Call(NamedTuple):
             "STAGES": launch.num_stages,
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
+            **early_launch(self.q.device),
         }
 
 
@@ -311,6 +320,7 @@ def _launch_decode(call: _Call, splits: SplitPlan) -> None:
     reduce_kernel[(num_tokens, call.q.shape[1])](
         call.out, splits.partial_out, splits.partial_max, splits.partial_sum, splits.split_starts, call.out.stride(0),
         HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), PARTS=16, QUERIES=queries, num_warps=4,
+        **early_launch(call.q.device),
     )  # fmt: skip
 
 

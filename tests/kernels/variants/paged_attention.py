@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.paged_attention import device, kernels
-from tests.kernels.ahead_of_time import Variant
+from tests.kernels.ahead_of_time import MEMORY, Variant
 
 STRIDES = ("q_token_stride", "q_head_stride", "out_stride")
 CACHE_TYPES = {"plain": "{}", "fp8": "fp8e4nv", "fp8_bits": "u8", "int8": "i8", "int8_ptx": "i8"}
@@ -51,15 +51,16 @@ def attention(
     cache = f"tensordesc<{cache_type}[{launch.tile},{block_d}]>" if launch.tma else f"*{cache_type}"
     types = {name: kind.format(dtype) for name, kind in POINTERS.items()} | {"k_cache": cache, "v_cache": cache}
     signature = {name: types.get(name, "fp32" if name == "scale" else "i32") for name in names if name not in constants}
+    del signature["PDL"]
     return Variant(
         f"{entry}, {name}", kernel, signature, constants, launch.num_warps, launch.num_stages, STRIDES,
-        archs=archs, **budget,
+        archs=archs, not_early=MEMORY, **budget,
     )  # fmt: skip
 
 
 def _small(name: str, kernel: Any, constants: dict[str, Any], **budget: Any) -> Variant:
-    signature = {n: POINTERS.get(n, "i32").format("bf16") for n in kernel.arg_names if n not in constants}
-    return Variant(name, kernel, signature, constants, archs=(80, 89, 90, 120), **budget)
+    signature = {n: POINTERS.get(n, "i32").format("bf16") for n in kernel.arg_names if n not in (*constants, "PDL")}
+    return Variant(name, kernel, signature, constants, archs=(80, 89, 90, 120), not_early=MEMORY, **budget)
 
 
 def _pair(name: str, group_size: int, head_dim: int, *archs: int, **terms: Any) -> list[Variant]:
