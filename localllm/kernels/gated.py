@@ -10,39 +10,44 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, tl, triton, wait_for_inputs
+from localllm.kernels.split_sum import SplitSum, load_sum, parts_of
 
 
-def launch_gated(gate_up: Tensor, activation: str) -> Tensor:
+def launch_gated(gate_up: Tensor | SplitSum, activation: str) -> Tensor:
     """gate_up [T, 2 * I] -> [T, I]. activation: "silu", or gelu's `approximate`: "none" or "tanh"."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    assert gate_up.stride(1) == 1
+    parts, bias, splits = parts_of(gate_up)
+    assert parts.stride(-1) == 1
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, next_power_of_2(width))  # 8 elements per thread of 4 warps: one load of 16 bytes from each half
     _gated_kernel[(rows, cdiv(width, block))](
-        gate_up, out, gate_up.stride(0), WIDTH=width, ACTIVATION=activation, BLOCK=block, num_warps=4,
+        parts, bias, out, parts.stride(-2), rows, WIDTH=width, ACTIVATION=activation, SPLITS=splits, BLOCK=block,
+        num_warps=4,
         **early_launch(gate_up.device),
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated_kernel(
-    gate_up_ptr, out_ptr, stride,
-    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    gate_up_ptr, bias_ptr, out_ptr, stride, rows,
+    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCK columns of a row."""
+    """One program for BLOCK columns of a row. gate_up_ptr: the tensor, or its SPLITS parts (split_sum.py)."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    y = _gated(gate_up_ptr + row * stride, column, WIDTH, ACTIVATION)
-    tl.store(out_ptr + row * WIDTH + column, y.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
+    inside, split_stride = column < WIDTH, tl.cast(rows, tl.int64) * stride
+    type: tl.constexpr = out_ptr.dtype.element_ty
+    gate = load_sum(gate_up_ptr + row * stride, bias_ptr, column, column, inside, split_stride, SPLITS, type)
+    second = WIDTH + column
+    up = load_sum(gate_up_ptr + row * stride, bias_ptr, second, second, inside, split_stride, SPLITS, type)
+    tl.store(out_ptr + row * WIDTH + column, _gated(gate, up, ACTIVATION).to(type), mask=inside)
 
 
 @triton.jit
-def _gated(row_ptr, column, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Return act(gate) * up in fp32, 0 from WIDTH on."""
-    gate = tl.load(row_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    up = tl.load(row_ptr + WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+def _gated(gate, up, ACTIVATION: tl.constexpr):
+    """Return act(gate) * up in fp32."""
     if ACTIVATION == "silu":
         return gate / (1.0 + tl.exp(-gate)) * up
     if ACTIVATION == "tanh":

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from localllm.kernels.gated import launch_gated
 from localllm.kernels.launch import runs_triton
+from localllm.kernels.split_sum import SplitSum
 
 
-def gelu_mul(gate_up: Tensor, approximate: str) -> Tensor:
+def gelu_mul(gate_up: Tensor | SplitSum, approximate: str) -> Tensor:
     """gate_up [T, 2 * I], gate first -> [T, I] contiguous, same dtype. approximate: 'none' or 'tanh'."""
-    if not runs_triton(gate_up):
+    if isinstance(gate_up, Tensor) and not runs_triton(gate_up):
         return gelu_mul_reference(gate_up, approximate)
     return launch_gated(gate_up, approximate)
 

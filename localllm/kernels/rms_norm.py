@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
+from localllm.kernels.split_sum import SplitSum, load_sum, parts_of
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -27,9 +28,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor | SplitSum, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add x to residual [..., H] (contiguous) in place, and return the norm of the sum in x's dtype."""
-    if not runs_triton(x):
+    if isinstance(x, Tensor) and not runs_triton(x):
         return rms_norm_reference(residual.add_(x), weight, eps).to(x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, residual, weight, eps, out)
@@ -68,34 +69,38 @@ def norm_launch(width: int) -> NormLaunch:
     return NormLaunch(block, min(16, max(1, block // 256)))
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
+def _launch(x: Tensor | SplitSum, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
     width = x.shape[-1]
     heads = weight.numel() // width
     assert heads == 1 or x.shape[-2] == heads, (x.shape, weight.shape)
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
+    x, bias, splits = parts_of(x)
     rows = x.reshape(-1, heads, width)  # a view of x if its strides permit
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
+    num_rows = rows.shape[0] // splits
     block, num_warps = norm_launch(width)
-    _rms_norm_kernel[(rows.shape[0] * heads,)](
-        rows, residual, weight.contiguous(), out, rows.stride(0), rows.stride(1), eps,
-        WIDTH=width, HEADS=heads, BLOCK=block, num_warps=num_warps, **early_launch(x.device),
+    _rms_norm_kernel[(num_rows * heads,)](
+        rows, bias, residual, weight.contiguous(), out, rows.stride(0), rows.stride(1), eps, num_rows,
+        WIDTH=width, HEADS=heads, SPLITS=splits, BLOCK=block, num_warps=num_warps, **early_launch(x.device),
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, x_head_stride, eps,
-    WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, bias_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, x_head_stride, eps, num_rows,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per row; each of HEADS consecutive rows has its own weight. residual_ptr may be None."""
+    """One program per row; each of HEADS consecutive rows has its own weight. residual_ptr may be None.
+    x_ptr: x, or its SPLITS parts (split_sum.py)."""
     row = tl.program_id(0).to(tl.int64)
     head = row % HEADS
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     weight = tl.load(weight_ptr + head * WIDTH + column, mask=inside, other=0.0)
     wait_for_inputs(PDL)
-    x = tl.load(x_ptr + row // HEADS * x_stride + head * x_head_stride + column, mask=inside, other=0.0)
-    x = x.to(tl.float32)
+    x_row_ptr = x_ptr + row // HEADS * x_stride + head * x_head_stride
+    split_stride = tl.cast(num_rows, tl.int64) * x_stride
+    x = load_sum(x_row_ptr, bias_ptr, column, column, inside, split_stride, SPLITS, out_ptr.dtype.element_ty)
     if residual_ptr is not None:
         place = residual_ptr + row * WIDTH + column
         total = (x + tl.load(place, mask=inside, other=0.0)).to(residual_ptr.dtype.element_ty)

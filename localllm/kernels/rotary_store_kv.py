@@ -27,6 +27,7 @@ from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.quantize import as_bytes, encode, encoding, inverse_of, magnitude, native_fp8, scale_for
 from localllm.kernels.rms_norm import rms_norm_reference
 from localllm.kernels.rotary import rotary, rotary_angles
+from localllm.kernels.split_sum import SplitSum, load_sum, parts_of
 from localllm.kernels.store_kv import store_kv
 
 Heads = Literal["qkv", "qk", "q"]
@@ -50,7 +51,7 @@ def plan_rotation(table: Tensor, positions: Tensor, *, interleaved: bool = False
 
 
 def rotary_store_kv(
-    qkv: Tensor,
+    qkv: Tensor | SplitSum,
     kv: LayerKV,
     slot_mapping: Tensor,
     rotation: Rotation | None,
@@ -70,7 +71,7 @@ def rotary_store_kv(
     before.
     `all_valid` promises that no slot is -1, which saves the twin a check.
     """
-    if not runs_triton(qkv):
+    if isinstance(qkv, Tensor) and not runs_triton(qkv):
         return rotary_store_kv_reference(
             qkv, kv, slot_mapping, rotation, norm_weight, norm_eps, norm_last=norm_last, made=made, all_valid=all_valid
         )
@@ -78,7 +79,8 @@ def rotary_store_kv(
     num_heads = count_query_heads(qkv.shape[1] // head_dim, kv, made)
     stored = 0 if made == "q" else 1 if kv.values_are_keys else 2
     num_tokens, num_slots = qkv.shape[0], num_blocks * block_size
-    assert qkv.stride(1) == 1
+    parts, bias, splits = parts_of(qkv)
+    assert parts.stride(-1) == 1
     assert kv.k.is_contiguous()
     assert kv.v.is_contiguous()
     assert head_dim % 2 == 0, head_dim
@@ -89,16 +91,17 @@ def rotary_store_kv(
     block_heads, block_pairs, num_warps = rotary_launch(num_heads, head_dim)
     q_parts, kv_parts = cdiv(num_heads, block_heads), cdiv(num_kv_heads, block_heads)
     _rotary_store_kv_kernel[(num_tokens * (q_parts + stored * kv_parts),)](
-        qkv, q, k if stored else None, v if stored == 2 else None, kv.k_scale, kv.v_scale, slot_mapping,
+        parts, bias, q, k if stored else None, v if stored == 2 else None, kv.k_scale, kv.v_scale, slot_mapping,
         None if rotation is None else rotation.table, None if rotation is None else rotation.positions,
-        norm_weight, norm_eps, qkv.stride(0), num_slots,
+        norm_weight, norm_eps, parts.stride(-2), num_slots, num_tokens,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         ROTARY_DIM=0 if rotation is None else rotation.table.shape[1],
         INTERLEAVED=rotation is not None and rotation.interleaved,
         FIRST_VALUE=num_heads + (num_kv_heads if made == "qkv" else 0),
         NORMS_VALUES=norm_weight is not None and norm_weight.shape[0] > num_heads + num_kv_heads,
         NORM_LAST=norm_last, TO=to, NATIVE_FP8=bool(to) and native_fp8(qkv.device),
-        BLOCK_HEADS=block_heads, BLOCK_PAIRS=block_pairs, num_warps=num_warps, **early_launch(qkv.device),
+        SPLITS=splits, BLOCK_HEADS=block_heads, BLOCK_PAIRS=block_pairs, num_warps=num_warps,
+        **early_launch(qkv.device),
     )  # fmt: skip
     return q
 
@@ -157,30 +160,34 @@ def rotary_launch(num_heads: int, head_dim: int) -> RotaryLaunch:
     return RotaryLaunch(heads, pairs, max(1, heads * pairs // 256))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rotary_store_kv_kernel(
-    qkv_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, table_ptr, positions_ptr, norm_ptr, eps,
-    qkv_stride, num_slots,
+    qkv_ptr, bias_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, table_ptr, positions_ptr, norm_ptr,
+    eps, qkv_stride, num_slots, num_tokens,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, FIRST_VALUE: tl.constexpr, NORMS_VALUES: tl.constexpr, NORM_LAST: tl.constexpr,
-    TO: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    TO: tl.constexpr, NATIVE_FP8: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCK_HEADS heads of a token, all of q, all of k or all of v. Pointers to an unused rotation or
-    norm table are None, and so are v_ptr if no values are stored, and k_ptr if no keys are. FIRST_VALUE: the head of
-    the projection that becomes the first value."""
+    """One program for BLOCK_HEADS heads of a token, all of q, all of k or all of v. qkv_ptr: the projection, or its
+    SPLITS parts (split_sum.py). Pointers to an unused rotation or norm table are None, and so are v_ptr if no values
+    are stored, and k_ptr if no keys are. FIRST_VALUE: the head of the projection that becomes the first value."""
     Q_PARTS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     KV_PARTS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     PARTS: tl.constexpr = Q_PARTS + (0 if k_ptr is None else 1 if v_ptr is None else 2) * KV_PARTS
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     row_ptr = qkv_ptr + token * qkv_stride
+    split_stride = tl.cast(num_tokens, tl.int64) * qkv_stride
     wait_for_inputs(PDL)
     head = tl.arange(0, BLOCK_HEADS)
     if part < Q_PARTS:
         head += part * BLOCK_HEADS
         keep = head < NUM_HEADS
-        a, b = _load_pairs(row_ptr, head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+        a, b = _load_projected(
+            row_ptr, bias_ptr, head, keep, split_stride, SPLITS, q_ptr.dtype.element_ty,
+            HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS,
+        )  # fmt: skip
         if norm_ptr is not None and not NORM_LAST:
             a, b = _norm(a, b, norm_ptr, head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         if ROTARY_DIM > 0:
@@ -194,7 +201,10 @@ def _rotary_store_kv_kernel(
         if k_ptr is not None:
             head += (part - Q_PARTS) * BLOCK_HEADS
             keep = head < NUM_KV_HEADS
-            a, b = _load_pairs(row_ptr, NUM_HEADS + head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+            a, b = _load_projected(
+                row_ptr, bias_ptr, NUM_HEADS + head, keep, split_stride, SPLITS, q_ptr.dtype.element_ty,
+                HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS,
+            )  # fmt: skip
             row = NUM_HEADS + head
             if norm_ptr is not None and not NORM_LAST:
                 a, b = _norm(a, b, norm_ptr, row, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
@@ -210,7 +220,10 @@ def _rotary_store_kv_kernel(
         if v_ptr is not None:
             head += (part - Q_PARTS - KV_PARTS) * BLOCK_HEADS
             keep = head < NUM_KV_HEADS
-            a, b = _load_pairs(row_ptr, FIRST_VALUE + head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+            a, b = _load_projected(
+                row_ptr, bias_ptr, FIRST_VALUE + head, keep, split_stride, SPLITS, q_ptr.dtype.element_ty,
+                HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS,
+            )  # fmt: skip
             if NORMS_VALUES:
                 row = NUM_HEADS + NUM_KV_HEADS + head
                 a, b = _norm(a, b, norm_ptr, row, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
@@ -248,6 +261,23 @@ def _load_pairs(
     a = tl.load(row + column_a, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(row + column_b, mask=inside, other=0.0).to(tl.float32)
     return a, b
+
+
+@triton.jit
+def _load_projected(
+    row_ptr, bias_ptr, head, keep, split_stride, SPLITS: tl.constexpr, dtype: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Do `_load_pairs` for heads of the projection, whose splits may still have to be added."""
+    if SPLITS == 1:
+        return _load_pairs(row_ptr, head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+    else:
+        column_a, column_b = _pairs(HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+        inside = keep[:, None] & (tl.arange(0, BLOCK_PAIRS) < HEAD_DIM // 2)[None, :]
+        at_a, at_b = head[:, None] * HEAD_DIM + column_a, head[:, None] * HEAD_DIM + column_b
+        a = load_sum(row_ptr, bias_ptr, at_a, at_a, inside, split_stride, SPLITS, dtype)
+        b = load_sum(row_ptr, bias_ptr, at_b, at_b, inside, split_stride, SPLITS, dtype)
+        return a, b
 
 
 @triton.jit

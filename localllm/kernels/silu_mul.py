@@ -7,11 +7,12 @@ from torch import Tensor
 
 from localllm.kernels.gated import launch_gated
 from localllm.kernels.launch import runs_triton
+from localllm.kernels.split_sum import SplitSum
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor | SplitSum) -> Tensor:
     """gate_up [T, 2 * I], gate first -> [T, I] contiguous, same dtype."""
-    if not runs_triton(gate_up):
+    if isinstance(gate_up, Tensor) and not runs_triton(gate_up):
         return silu_mul_reference(gate_up)
     return launch_gated(gate_up, "silu")
 

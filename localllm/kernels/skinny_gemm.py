@@ -6,8 +6,8 @@ in registers, so the only roundings are those of the fp32 sums and of the output
 
 Operands are swapped: W is the MMA operand that needs 64 rows (wgmma on sm_90; 16 rows elsewhere), x the one for which
 16 suffice, so no tensor-core row is wasted on padding. On sm_90 and later W is loaded by TMA if its rows are 16-byte
-aligned. If N gives too few programs, K is split; each split writes fp32 sums, and a second kernel adds them in order,
-without atomics.
+aligned. If N gives too few programs, K is split; each split writes fp32 sums, which the next kernel adds in order,
+without atomics (split_sum.py).
 
 Roof: memory. Floor time = bytes of W / bandwidth. At 4.3 TB/s an H200 allows about 15 thread instructions per 16-bit
 weight and 7.5 per byte; tests/kernels/variants/skinny_gemm.py keeps the loops far below that. The remaining limit is
@@ -37,7 +37,9 @@ from localllm.kernels.launch import (
     tl,
     triton,
 )
+from localllm.kernels.split_sum import SplitSum, whole
 from localllm.kernels.tuned import settings_for
+from localllm.kernels.unpack_bytes import unpack_pairs
 
 PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of W for each program, before it waits for x
 SCALE_BLOCK = 128  # rows and columns of W per scale, if scales are per block
@@ -55,13 +57,20 @@ def skinny_gemm(
     weight [N, K] in x's dtype; or float8_e4m3fn with scales fp32 [N] or [ceil(N/128), ceil(K/128)]; or int8 with scales
     fp32 [N] and optional zeros int8 [N]: (q - zero) * scale. bias [N].
     """
+    return whole(skinny_gemm_unsummed(x, weight, bias, scales, zeros, out), out)
+
+
+def skinny_gemm_unsummed(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | SplitSum:  # fmt: skip
+    """Compute `skinny_gemm`, but leave the sum of the splits to the reader; `out` is only written without splits."""
     if not runs_triton(x):
         y = skinny_gemm_reference(x, weight, bias, scales, zeros)
         return y if out is None else out.copy_(y)
     rows, n, k = x.shape[0], *weight.shape
-    out = torch.empty((rows, n), dtype=x.dtype, device=x.device) if out is None else out
     if rows == 0:
-        return out
+        return x.new_empty((0, n)) if out is None else out
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     target = device_features(x.device)
@@ -69,13 +78,16 @@ def skinny_gemm(
     kind = _kind(weight)
     if kind != "float" and (k % 2 or weight.stride(0) % 2 or weight.storage_offset() % 2):
         even = F.pad(weight.view(torch.uint8), (0, k % 2)).contiguous().view(weight.dtype)  # not found in checkpoints
-        return skinny_gemm(F.pad(x, (0, k % 2)), even, bias, scales, zeros, out)
+        return skinny_gemm_unsummed(F.pad(x, (0, k % 2)), even, bias, scales, zeros, out)
     key = (_row_bucket(rows), n, k, weight.element_size(), x.element_size(), block_scales, target.arch)
     tile = settings_for("skinny_gemm", key, skinny_gemm_tile)
     assert tile.block_k <= SCALE_BLOCK or not block_scales, "a tile has one scale"
     serial = tile.split_k > 1 and launch_options().deterministic and rows >= SERIAL_ROWS
     splits = 1 if serial else tile.split_k
-    sums = out if splits == 1 else torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
+    if splits > 1:
+        sums = torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
+    else:
+        sums = torch.empty((rows, n), dtype=x.dtype, device=x.device) if out is None else out
     stored = weight if kind == "float" else weight.view(torch.int16)  # [N, K / 2]: two weights per word
     tma = target.tma and stored.data_ptr() % 16 == 0 and stored.stride(0) * stored.element_size() % 16 == 0
     stages = tile.num_stages if target.ptx else _plain_stages(kind, tile)
@@ -112,13 +124,7 @@ def skinny_gemm(
         PDL=pdl,
         **launch,
     )
-    if splits > 1:
-        launch = {"launch_pdl": True} if pdl else {}
-        block = min(1024, next_power_of_2(n))
-        _sum_splits_kernel[(rows, cdiv(n, block))](
-            out, sums, bias, rows, n, SPLIT_K=splits, HAS_BIAS=bias is not None, BLOCK_N=block, PDL=pdl, **launch
-        )
-    return out
+    return sums if splits == 1 else SplitSum(sums, bias, x.dtype)
 
 
 def skinny_gemm_reference(
@@ -135,12 +141,14 @@ def skinny_gemm_reference(
     return (out if bias is None else out + bias).to(x.dtype)
 
 
-def w8a16_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """Do `skinny_gemm` with one-byte weights and any number of rows; before sm_80 cuBLAS computes many rows, on
-    dequantised W."""
+def w8a16_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor | None = None
+) -> Tensor | SplitSum:
+    """Do `skinny_gemm_unsummed` with one-byte weights and any number of rows; before sm_80 cuBLAS computes many rows,
+    on dequantised W."""
     if x.is_cuda and x.shape[0] > 16 and device_features(x.device).arch < 80 and not launch_options().deterministic:
         return F.linear(x, dequantized(weight, scales, zeros, x.dtype), bias)
-    return skinny_gemm(x, weight, bias, scales, zeros)
+    return skinny_gemm_unsummed(x, weight, bias, scales, zeros)
 
 
 def dequantized(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -176,18 +184,32 @@ def skinny_gemm_tile(
     rows: int, n: int, k: int, weight_bytes: int, x_bytes: int, block_scales: bool, arch: int
 ) -> SkinnyGemmTile:
     """Return settings. rows: a bucket.
-    Tiles of 64 rows of W use wgmma on sm_90; tiles of 32 give enough programs for a medium N without splits."""
+
+    Tiles of 64 rows of W use wgmma on sm_90; tiles of 32 give enough programs for a medium N without splits. With more
+    than 16 rows of x, each tile of W reads as much of x as of itself or half of that: 128 rows of W halve it again.
+    """
     if x_bytes == 4 or arch < 80:  # no tensor cores: the loop is unrolled multiplications
         return SkinnyGemmTile(16, 32, 32, 1 if launch_options().deterministic else _split(n, k, 32, 32), 4, 3)
     if launch_options().deterministic:
         return _deterministic_tile(n, k, weight_bytes, block_scales)
     block_m = min(64, max(16, rows))
+    if arch == 90 and block_m > 16 and n >= 4096:
+        return _wide_tile(block_m, n, k, weight_bytes, block_scales)
     if weight_bytes == 1:
         block_k = 256 if arch == 90 and block_m < 64 and not block_scales else 128
         return SkinnyGemmTile(block_m, 64, block_k, _split(n, k, 64, block_k), 4, 4)
     block_n = 64 if n >= 8192 or (block_m > 16 and n >= 2048) else 32
     stages = 6 if block_n == 32 and block_m == 16 else 4 if block_m < 64 or arch == 90 else 3
     return SkinnyGemmTile(block_m, block_n, 128, _split(n, k, block_n, 128), 4, stages)
+
+
+def _wide_tile(block_m: int, n: int, k: int, weight_bytes: int, block_scales: bool) -> SkinnyGemmTile:
+    """Return settings for 17 rows of x and more on sm_90, with which two programs share an SM."""
+    if weight_bytes == 2:
+        return SkinnyGemmTile(block_m, 128, 64, _split(n, k, 128, 64), 8, 4)
+    if block_m == 64 or block_scales:
+        return SkinnyGemmTile(block_m, 128, 128, _split(n, k, 128, 128), 8, 4)
+    return SkinnyGemmTile(block_m, 128, 256, _split(n, k, 128, 256), 8, 3)
 
 
 def _deterministic_tile(n: int, k: int, weight_bytes: int, block_scales: bool) -> SkinnyGemmTile:
@@ -378,87 +400,3 @@ def _split_sum(
                 total = tl.dot(even, tl.trans(x_even), total, input_precision="ieee")
                 total = tl.dot(odd, tl.trans(x_odd), total, input_precision="ieee")
     return total
-
-
-# PTX for two 16-bit words of two weights each: $0 receives the weights in the low bytes, $1 those in the high ones.
-# e4m3: the seven bits below the sign are moved to the low exponent bits and the mantissa of the 16-bit type;
-# multiplying by a power of two then corrects the exponent's bias, subnormals included.
-# int8: bytes become mantissas with a known exponent, which avoids the slow conversion from integers.
-E4M3_TO_BF16 = tl.constexpr(
-    """{ .reg .b32 t, u, bias, none;
-    mov.b32 bias, 0x7b807b80; mov.b32 none, 0x80008000;
-    shl.b32 t, $2, 4; and.b32 t, t, 0x07f007f0; shl.b32 u, $2, 8;
-    lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $0, t, bias, none;
-    shr.u32 t, $2, 4; and.b32 t, t, 0x07f007f0;
-    lop3.b32 t, $2, 0x80008000, t, 0xEA; fma.rn.bf16x2 $1, t, bias, none; }"""
-)
-E4M3_TO_FP16 = tl.constexpr(
-    """{ .reg .b32 t, u, bias;
-    mov.b32 bias, 0x5c005c00;
-    shl.b32 t, $2, 7; and.b32 t, t, 0x3f803f80; shl.b32 u, $2, 8;
-    lop3.b32 t, u, 0x80008000, t, 0xEA; mul.f16x2 $0, t, bias;
-    shr.u32 t, $2, 1; and.b32 t, t, 0x3f803f80;
-    lop3.b32 t, $2, 0x80008000, t, 0xEA; mul.f16x2 $1, t, bias; }"""
-)
-INT8_TO_BF16 = tl.constexpr(  # 128 + q's low seven bits, minus 128, or minus 256 if q < 0
-    """{ .reg .b32 t, u, v, one;
-    mov.b32 one, 0x3f803f80;
-    lop3.b32 u, $2, 0x007f007f, 0x43004300, 0xEA; lop3.b32 v, $2, 0x00800080, 0xc300c300, 0xEA;
-    shr.u32 t, $2, 8; fma.rn.bf16x2 $0, u, one, v;
-    lop3.b32 u, t, 0x007f007f, 0x43004300, 0xEA; lop3.b32 v, t, 0x00800080, 0xc300c300, 0xEA;
-    fma.rn.bf16x2 $1, u, one, v; }"""
-)
-INT8_TO_FP16 = tl.constexpr(  # 1024 + (q + 128), minus 1152
-    """{ .reg .b32 t, u, offset;
-    mov.b32 offset, 0x64806480;
-    xor.b32 t, $2, 0x80808080;
-    lop3.b32 u, t, 0x00ff00ff, 0x64006400, 0xEA; sub.f16x2 $0, u, offset;
-    shr.u32 t, t, 8;
-    lop3.b32 u, t, 0x00ff00ff, 0x64006400, 0xEA; sub.f16x2 $1, u, offset; }"""
-)
-
-
-@triton.jit
-def unpack_pairs(pairs, KIND: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
-    """Convert 16-bit words of two weights to (weights in the low bytes, weights in the high bytes),
-    in dtype, exactly."""
-    if PTX and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            E4M3_TO_BF16 if KIND == "e4m3" else INT8_TO_BF16,
-            "=&r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif PTX and dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            E4M3_TO_FP16 if KIND == "e4m3" else INT8_TO_FP16,
-            "=&r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif KIND == "e4m3":
-        return _e4m3_bits(pairs & 0xFF).to(dtype), _e4m3_bits((pairs >> 8) & 0xFF).to(dtype)
-    else:
-        low, high = (pairs & 0xFF).to(tl.int8), ((pairs >> 8) & 0xFF).to(tl.int8)
-        return low.to(tl.float32).to(dtype), high.to(tl.float32).to(dtype)
-
-
-@triton.jit
-def _e4m3_bits(byte):
-    """Convert a byte with a finite float8_e4m3fn to fp16, exactly."""
-    half = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
-    return half.to(tl.float16, bitcast=True) * 256.0
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _sum_splits_kernel(
-    out_ptr, sums_ptr, bias_ptr, rows, N,
-    SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Compute out = the splits' sums, added in order, + bias; one program per row and BLOCK_N columns."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros([BLOCK_N], tl.float32)
-    for split in tl.static_range(SPLIT_K):
-        total += tl.load(sums_ptr + (row + tl.cast(rows, tl.int64) * split) * N + n, mask=n < N, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from localllm.kernels import skinny_gemm as file
+from localllm.kernels import unpack_bytes
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED
 from localllm.kernels.skinny_gemm import SkinnyGemmTile, dequantized, skinny_gemm
 from tests.kernels.conftest import DTYPES
@@ -99,6 +100,23 @@ def test_splits_of_k_add_up(
         check(x, torch.randint(-128, 128, (45, k), dtype=torch.int8).to(device), bias, torch.rand(45, device=device))
 
 
+@pytest.mark.parametrize(("rows", "tile"), [
+    (33, SkinnyGemmTile(64, 128, 64, 2, 8, 4)),
+    (20, SkinnyGemmTile(32, 128, 128, 1, 8, 4)),
+])  # fmt: skip
+def test_tiles_of_128_rows(
+    rows: int, tile: SkinnyGemmTile, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on sm_90, of which the interpreter knows nothing; also where N and K end within a tile."""
+    monkeypatch.setattr(file, "settings_for", lambda *_: tile)
+    n, k = 200, 300
+    x, weight, bias = tensors(rows, n, k, torch.float16, device)
+    check(x, weight, bias)
+    check(x, e4m3(n, k, device), bias, torch.rand(n, device=device) / 448)
+    if tile.split_k == 1:
+        check(x, e4m3(n, k, device), bias, torch.rand(2, 3, device=device) / 448)
+
+
 @settings(max_examples=10 if INTERPRETED else 40, deadline=None)
 @given(
     rows=st.integers(0, 70),
@@ -168,7 +186,7 @@ def test_ptx_unpacks_every_byte_exactly(kind: str, dtype: str) -> None:
     """The texts that compiled kernels hold, run in Python on all pairs of bytes."""
     low, high = torch.arange(256).repeat(256), torch.arange(256).repeat_interleave(256)
     words = low + (high << 8)
-    text = getattr(file, f"{kind.upper()}_TO_{dtype.upper()}").value
+    text = getattr(unpack_bytes, f"{kind.upper()}_TO_{dtype.upper()}").value
     outputs = run_ptx(text, words | (words.flip(0) << 16))
     for byte, out in zip((low, high), outputs, strict=True):
         for half, bits in ((byte, out & 0xFFFF), (byte.flip(0), out >> 16)):

@@ -11,9 +11,13 @@ from typing import NamedTuple
 import pytest
 
 pytest.importorskip("triton")
-from localllm.kernels.launch import cdiv
+from localllm.kernels.launch import INTERPRETED, cdiv, next_power_of_2
+from localllm.kernels.planar.kernels import planar_tile
+from localllm.kernels.planar.layout import chunk_size
 from localllm.kernels.skinny_gemm import UNMASKED_ROWS, SkinnyGemmTile, _row_bucket, skinny_gemm_tile
 from scripts.random_weights import shape_spec
+from tests.kernels.ahead_of_time import compile_variant
+from tests.kernels.variants import skinny_gemm as skinny_variants
 
 
 class Matrix(NamedTuple):
@@ -51,7 +55,91 @@ def l2_bytes_per_weight_byte(matrix: Matrix, rows: int, weight_bytes: int) -> fl
 
 
 @pytest.mark.parametrize("weight_bytes", [2, 1])
-@pytest.mark.parametrize(("rows", "limit"), [(1, 1.05), (4, 1.16), (8, 1.32)])
+@pytest.mark.parametrize(("rows", "limit"), [(1, 1.05), (4, 1.16), (8, 1.32), (16, 1.63)])
 def test_x_adds_little_to_what_l2_delivers(rows: int, limit: float, weight_bytes: int) -> None:
     for matrix in [matrix for shape in SHAPES for matrix in served(shape)]:
         assert l2_bytes_per_weight_byte(matrix, rows, weight_bytes) <= limit, matrix
+
+
+@pytest.mark.parametrize(("weight_bytes", "rows", "limit"), [(2, 32, 1.38), (2, 64, 1.75), (1, 32, 1.75)])
+def test_wide_tiles_read_x_less_often(weight_bytes: int, rows: int, limit: float) -> None:
+    """One-byte weights have 8-bit activations, and another kernel, from 33 rows on."""
+    for matrix in [matrix for shape in SHAPES for matrix in served(shape) if matrix.n >= 4096 and matrix.k >= 2048]:
+        assert l2_bytes_per_weight_byte(matrix, rows, weight_bytes) <= limit, matrix
+
+
+class Gpu(NamedTuple):
+    arch: int
+    processors: int
+    bytes_per_s: float
+    shared_kib: int  # per processor
+
+
+H200, RTX_4090, RTX_5090 = Gpu(90, 132, 4.3e12, 227), Gpu(89, 128, 0.93e12, 99), Gpu(120, 170, 1.65e12, 99)
+LATENCY_S = 0.8e-6  # of a load from busy memory
+SMALL = 10e6  # bytes: such a matrix is read in the time of two launches, whatever is in flight
+REGISTERS = 65536  # per processor
+LARGEST = 128  # registers of a thread, as tests/kernels/variants has them
+
+
+def buffers(tile: SkinnyGemmTile, weight_bytes: int, arch: int) -> tuple[int, int]:
+    """Return how many tiles of W and of x are in shared memory. wgmma reads 16-bit operands there, and Triton keeps one
+    tile more of what it reads; what is converted, or goes through registers, has been read by then."""
+    wgmma = arch == 90 and tile.block_n >= 64
+    more = tile.num_stages if wgmma else tile.num_stages - 1
+    return (more if weight_bytes == 2 else tile.num_stages - 1), more
+
+
+def shared_bytes(tile: SkinnyGemmTile, weight_bytes: int, arch: int) -> int:
+    of_w, of_x = buffers(tile, weight_bytes, arch)
+    return tile.block_k * (of_w * tile.block_n * weight_bytes + of_x * tile.block_m * 2)
+
+
+def resident(shared: int, num_warps: int, programs: int, gpu: Gpu, registers: int = LARGEST) -> float:
+    """Return how many programs a processor runs at once, on average over the processors."""
+    by_registers = REGISTERS // (registers * 32 * num_warps)
+    return min(gpu.shared_kib * 1024 // (shared + 1024), by_registers, programs / gpu.processors)
+
+
+def bytes_in_flight(matrix: Matrix, rows: int, weight_bytes: int, gpu: Gpu) -> float:
+    """Return the bytes of W that a processor waits for at any time: all buffers but the one that is read."""
+    tile = skinny_gemm_tile(_row_bucket(rows), matrix.n, matrix.k, weight_bytes, 2, False, gpu.arch)
+    programs = cdiv(matrix.n, tile.block_n) * tile.split_k
+    per_processor = resident(shared_bytes(tile, weight_bytes, gpu.arch), tile.num_warps, programs, gpu)
+    of_w, _ = buffers(tile, weight_bytes, gpu.arch)
+    return per_processor * (of_w - 1) * tile.block_n * tile.block_k * weight_bytes
+
+
+def planar_bytes_in_flight(matrix: Matrix, rows: int, gpu: Gpu) -> float:
+    """The same for int4 with groups of 128. Words are unpacked in registers, so they have a buffer less."""
+    tile = planar_tile(next_power_of_2(rows), matrix.n, matrix.k, 4, 128, False, gpu.processors, gpu.arch == 90)
+    words, x = tile.block_n * 64, tile.block_m * chunk_size(4, 32) * 2
+    more = tile.num_stages if gpu.arch == 90 else tile.num_stages - 1
+    shared = (tile.num_stages - 1) * words + more * x
+    programs = cdiv(matrix.n, tile.block_n) * cdiv(rows, tile.block_m) * tile.split
+    registers = LARGEST if tile.block_m <= 16 else 255
+    return resident(shared, tile.num_warps, programs, gpu, registers) * (tile.num_stages - 2) * words
+
+
+@pytest.mark.parametrize("gpu", [H200, RTX_4090, RTX_5090], ids=["H200", "RTX 4090", "RTX 5090"])
+@pytest.mark.parametrize("rows", [1, 16, 32, 64])
+def test_enough_bytes_are_in_flight(rows: int, gpu: Gpu) -> None:
+    """As many as arrive while one load is under way, but for a tenth."""
+    wanted = 0.9 * gpu.bytes_per_s * LATENCY_S / gpu.processors
+    for matrix in [matrix for shape in SHAPES for matrix in served(shape)]:
+        weights = matrix.n * matrix.k
+        for weight_bytes in (2, 1) if rows <= 32 else (2,):
+            if weights * weight_bytes >= SMALL:
+                assert bytes_in_flight(matrix, rows, weight_bytes, gpu) >= wanted, (matrix, weight_bytes)
+        if weights / 2 >= SMALL:
+            assert planar_bytes_in_flight(matrix, rows, gpu) >= wanted, matrix
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
+@pytest.mark.parametrize("name", ["8B o, 1-16 rows", "8B gate_up, 33-64 rows", "8B qkv e4m3, 1-16 rows"])
+def test_the_model_of_shared_memory_is_the_compilers(name: str) -> None:
+    variant = next(v for v in skinny_variants.VARIANTS if v.name.startswith(name) and 90 in v.archs)
+    constants, weight_bytes = variant.constants, 2 if variant.constants["KIND"] == "float" else 1
+    sizes = (constants[size] for size in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K"))
+    modelled = shared_bytes(SkinnyGemmTile(*sizes, variant.num_warps, variant.num_stages), weight_bytes, 90)
+    assert modelled <= compile_variant(variant, 90).shared_bytes <= modelled + 1024  # and barriers

@@ -43,10 +43,10 @@ ONCE = 9
 attention, the embedding, the last norm, the head. To the token: two kernels and one that records it."""
 PER_LAYER = {
     ("llama-3.1-8b", "16-bit"): 10,
-    ("llama-3.2-1b", "16-bit"): 12,
-    ("qwen2.5-0.5b", "16-bit"): 11,
-    ("llama-3.1-8b", "fp8"): 12,
-    ("llama-3.1-8b", "int4"): 14,
+    ("llama-3.2-1b", "16-bit"): 10,
+    ("qwen2.5-0.5b", "16-bit"): 10,
+    ("llama-3.1-8b", "fp8"): 10,
+    ("llama-3.1-8b", "int4"): 10,
 }
 
 

@@ -35,7 +35,7 @@ from localllm.kernels.launch import (
 from localllm.kernels.moe.align import Alignment
 from localllm.kernels.moe.weights import ScaledExperts
 from localllm.kernels.silu_mul import silu_mul_reference
-from localllm.kernels.skinny_gemm import unpack_pairs
+from localllm.kernels.unpack_bytes import unpack_pairs
 
 CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702  # of swiglu_clamped, as in gpt-oss's training
 

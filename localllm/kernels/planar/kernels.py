@@ -1,4 +1,4 @@
-"""The kernels for planar words: multiply, sum the splits of K, dequantise W to 16 bits. linear.py launches them.
+"""The kernels for planar words: multiply, dequantise W to 16 bits. linear.py launches them.
 
 Scales are loaded one iteration ahead, weights and x through the pipeline's buffers. A load of 128 scales is too narrow
 for cp.async; loaded when needed, it would make each iteration wait for memory twice more.
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from localllm.kernels.launch import cdiv, prefetch_rows, tl, triton, wait_for_inputs
+from localllm.kernels.launch import cdiv, prefetch_rows, tl, triton
 from localllm.kernels.planar.layout import chunk_size
 from localllm.kernels.planar.unpack import unpack_planes
 
 PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of words for each program, before it waits for x
 PROGRAMS_PER_PROCESSOR = 4  # fits the registers at 16 rows; target when splitting over K
+MAX_SPLIT = 8  # one program of the next norm reads a row's sums from all splits: 128 KB at 4096 outputs
 
 
 class PlanarTile(NamedTuple):
@@ -47,9 +48,10 @@ def planar_tile(
     wanted = max(1, PROGRAMS_PER_PROCESSOR * processors // tiles)
     chunks = cdiv(columns, chunk_size(bits, lanes))
     split = 1
-    while split * 2 <= wanted and chunks >= split * 2 * 4:  # a program has at least four iterations
+    while split < MAX_SPLIT and split * 2 <= wanted and chunks >= split * 2 * 4:  # at least four iterations each
         split *= 2
-    return PlanarTile(block_m, block_n, split, num_warps, 3 if block_m >= 64 else 4)
+    stages = 4 if block_m < 64 or (block_m == 64 and wgmma) else 3  # more would not fit into 99 KB of shared memory
+    return PlanarTile(block_m, block_n, split, num_warps, stages)
 
 
 @triton.jit
@@ -262,21 +264,6 @@ def planar_linear_kernel(
     y_rows = part_of_k.to(tl.int64) * M + offs_m
     y_ptrs = y_ptr + y_rows[None, :] * N + offs_n[:, None]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_n[:, None] & in_m[None, :])
-
-
-@triton.jit(do_not_specialize=["size"])
-def add_splits_kernel(y_ptr, parts_ptr, bias_ptr, size, N, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Compute y = sum of the parts, always in the same order, plus bias. size = M * N."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    wait_for_inputs(PDL)
-    total = tl.zeros([BLOCK], tl.float32)
-    for _ in tl.static_range(SPLIT):
-        total += tl.load(parts_ptr + at, mask=inside, other=0.0)
-        parts_ptr += size
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + at % N, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -11,7 +11,8 @@ On NVIDIA the bits are set for two weights at a time by lop3 in inline assembly;
 
 Roof: at a few rows the weights are read once and the limit is either memory or instructions. With 128 weights per group
 the loop takes under 3 thread instructions per weight on sm_90 (tests/kernels/variants/planar_linear.py has the budget);
-4.3 TB/s allows 3.8. Rows are split over K if N alone does not fill the GPU; partial sums are added in a fixed order.
+4.3 TB/s allows 3.8. K is split if N alone does not fill the GPU; the next kernel adds the sums of the splits in a fixed
+order (kernels/split_sum.py).
 From `_dequantize_from` rows the matrix is converted to 16 bits, part by part, and multiplied by cuBLAS.
 """
 
@@ -37,13 +38,13 @@ from localllm.kernels.launch import (
 )
 from localllm.kernels.planar.kernels import (
     PlanarTile,
-    add_splits_kernel,
     dequantize_kernel,
     planar_linear_kernel,
     planar_tile,
 )
 from localllm.kernels.planar.layout import chunk_size, unpack_words
 from localllm.kernels.planar.unpack import unpack_assembly
+from localllm.kernels.split_sum import SplitSum, whole
 from localllm.kernels.tuned import settings_for
 
 SUPER_GROUP = 256  # weights that share one 16-bit scale if the scales themselves are quantised (GGUF's K types)
@@ -84,7 +85,11 @@ class PlanarWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K], bias [N] -> [T, N] in x's dtype."""
-        return planar_linear(x, self, bias)
+        return whole(self.unsummed(x, bias))
+
+    def unsummed(self, x: Tensor, bias: Tensor | None = None) -> Tensor | SplitSum:
+        """Compute `linear`, but leave the sum of splits over K to the reader, if the product is split."""
+        return planar_linear_unsummed(x, self, bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [N, K]: scale * (q - zero) + min in fp32, rounded once to dtype."""
@@ -150,6 +155,10 @@ def _equal(a: object, b: object) -> bool:
 
 def planar_linear(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -> Tensor:
     """x [T, K] fp16, bf16 or fp32, bias [N] -> x W^T + bias [T, N] in x's dtype."""
+    return whole(planar_linear_unsummed(x, weight, bias))
+
+
+def planar_linear_unsummed(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -> Tensor | SplitSum:
     if x.shape[0] == 0:
         return x.new_empty((0, weight.shape[0]))
     if not runs_triton(x):
@@ -228,22 +237,23 @@ def code_table_on(table: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(table, dtype=torch.float32, device=device)
 
 
-def _multiply(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Tensor:
+def _multiply(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Tensor | SplitSum:
     rows, (outputs, columns) = x.shape[0], weight.shape
     bucket = DETERMINISTIC_ROWS if launch_options().deterministic else next_power_of_2(rows)
     key = (bucket, outputs, columns, weight.bits, weight.group, weight.mins is not None, *_gpu(x.device))
     tile = settings_for("planar_linear", key, planar_tile)
+    if tile.split == 1 or rows <= PARTIAL_ROWS:
+        return _launch(x, weight, bias, tile)
     y = x.new_empty((rows, outputs))
-    step = rows if tile.split == 1 else PARTIAL_ROWS
-    for start in range(0, rows, step):
-        _launch(x[start : start + step], weight, bias, tile, y[start : start + step])
+    for start in range(0, rows, PARTIAL_ROWS):
+        whole(_launch(x[start : start + PARTIAL_ROWS], weight, bias, tile), y[start : start + PARTIAL_ROWS])
     return y
 
 
-def _launch(x: Tensor, weight: PlanarWeight, bias: Tensor | None, tile: PlanarTile, y: Tensor) -> None:
+def _launch(x: Tensor, weight: PlanarWeight, bias: Tensor | None, tile: PlanarTile) -> Tensor | SplitSum:
     rows, (outputs, columns), split = x.shape[0], weight.shape, tile.split
-    early = early_launch(x.device)
-    target = y if split == 1 else x.new_empty((split, rows, outputs), dtype=torch.float32)
+    shape = (rows, outputs) if split == 1 else (split, rows, outputs)
+    target = x.new_empty(shape, dtype=x.dtype if split == 1 else torch.float32)
     grid = (cdiv(rows, tile.block_m), cdiv(outputs, tile.block_n), split)
     planar_linear_kernel[grid](
         target,
@@ -268,13 +278,9 @@ def _launch(x: Tensor, weight: PlanarWeight, bias: Tensor | None, tile: PlanarTi
         SPLIT=split,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **early,
+        **early_launch(x.device),
     )
-    if split > 1:
-        block = 1024
-        add_splits_kernel[(cdiv(rows * outputs, block),)](
-            y, target, bias, rows * outputs, outputs, SPLIT=split, BLOCK=block, num_warps=4, **early
-        )
+    return target if split == 1 else SplitSum(target, bias, x.dtype)
 
 
 def constants(weight: PlanarWeight, dtype: torch.dtype) -> dict[str, int | bool | str]:

@@ -16,8 +16,9 @@ from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.layer_state import HybridCache, LayerCache, StateStep
 from localllm.kernels.paged_attention import AttentionPlan
 from localllm.kernels.rotary_store_kv import Rotation, plan_rotation
+from localllm.kernels.split_sum import whole
 from localllm.kernels.store_kv import has_no_skipped_slot
-from localllm.models.architectures.layer import DecoderLayer, LayerKind, LayerStep, Norm, RecurrentStep
+from localllm.models.architectures.layer import DecoderLayer, Delta, LayerKind, LayerStep, Norm, RecurrentStep
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.altup import AltUpEnds
 from localllm.models.layers.attention import AttentionStep, plan_step
@@ -115,14 +116,14 @@ class DecoderModel:
             }
         if self.streams is not None:
             residual = self.streams.spread(residual)
-        delta: Tensor | None = None
+        delta: Delta | None = None
         for layer, kept, key in zip(self.layers, cache, self._steps, strict=True):
             delta = layer(residual, delta, kept, steps[key])
         if self.streams is not None:
             residual = self.streams.join(residual)
         if delta is None:
             return residual if self.norm is None else self.norm(residual)
-        return residual.add_(delta) if self.norm is None else self.norm.add(delta, residual)
+        return residual.add_(whole(delta)) if self.norm is None else self.norm.add(delta, residual)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:

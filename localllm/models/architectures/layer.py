@@ -28,18 +28,23 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState, StateStep
+from localllm.kernels.split_sum import SplitSum, whole
 from localllm.models.layers.altup import AltUp, Laurel
 from localllm.models.layers.attention import AttentionStep
 from localllm.models.layers.group import Group
+from localllm.models.layers.linear import unsummed
 from localllm.models.layers.moe import ExpertsOfStream
 from localllm.models.layers.per_layer_input import PerLayerGate
 from localllm.models.spec.recurrent import LayerPart
+
+Delta = Tensor | SplitSum
+"""What a layer adds to the stream. The next norm adds it, and may have to add the splits of a product before."""
 
 
 class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add(self, x: Tensor | SplitSum, residual: Tensor) -> Tensor:
         """Add x to residual in place; return the norm of the sum."""
         ...
 
@@ -91,8 +96,8 @@ class DecoderLayer(Protocol):
     def kind(self) -> LayerKind: ...
 
     def __call__(
-        self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep
-    ) -> Tensor | None:
+        self, residual: Tensor, delta: Delta | None, cache: LayerCache | None, step: LayerStep
+    ) -> Delta | None:
         """Add delta to residual [T, hidden] in place, run the layer, and return the next delta; None: all is added.
         cache: None for a layer that keeps nothing."""
         ...
@@ -106,9 +111,9 @@ class PreNormLayer:
     mlp_norm: Norm
     mlp: FeedForward
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
-        x = self.attention(_enter(self.input_norm, residual, delta), cache, step)
-        return self.mlp(self.mlp_norm.add(x, residual), step.slot_mapping)
+    def __call__(self, residual: Tensor, delta: Delta | None, cache: LayerCache | None, step: LayerStep) -> Delta:
+        x = unsummed(self.attention, _enter(self.input_norm, residual, delta), cache, step)
+        return unsummed(self.mlp, self.mlp_norm.add(x, residual), step.slot_mapping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,7 @@ class SandwichLayer:
     mlp: FeedForward
     mlp_post_norm: Norm
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
+    def __call__(self, residual: Tensor, delta: Delta | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
         x = self.attention_post_norm(self.attention(_enter(self.input_norm, residual, delta), cache, step))
         return self.mlp_post_norm(self.mlp(self.mlp_norm.add(x, residual), step.slot_mapping))
 
@@ -149,7 +154,7 @@ class Gemma4Layer:
     index: int  # of the layer's embedding
     scalar: float
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
+    def __call__(self, residual: Tensor, delta: Delta | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
         x = self.attention_post_norm(self.attention(_enter(self.input_norm, residual, delta), cache, step))
         x = self.mlp(self.mlp_norm.add(x, residual), step.slot_mapping)
         if self.experts is not None and self.dense_post_norm is not None:
@@ -179,7 +184,7 @@ class Gemma3nLayer:
     per_layer: PerLayerGate
     index: int  # of the layer's embedding
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> None:
+    def __call__(self, residual: Tensor, delta: Delta | None, cache: LayerCache | None, step: LayerStep) -> None:
         assert isinstance(step, AttentionStep), "each layer of such a model attends"
         assert step.layer_inputs is not None, "the model computes per-layer embeddings"
         predicted = self.altup.predict(residual)
@@ -202,8 +207,8 @@ class PostNormLayer:
     mlp: FeedForward
     mlp_post_norm: Norm
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
-        x = residual if delta is None else residual.add_(delta)
+    def __call__(self, residual: Tensor, delta: Delta | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
+        x = residual if delta is None else residual.add_(whole(delta))
         residual.add_(self.attention_post_norm(self.attention(x, cache, step)))
         return self.mlp_post_norm(self.mlp(residual, step.slot_mapping))
 
@@ -216,7 +221,7 @@ class ParallelLayer:
     mlp_norm: Norm | None  # None: the feed-forward reads what attention reads
     mlp: FeedForward
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
+    def __call__(self, residual: Tensor, delta: Delta | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
         x = _enter(self.input_norm, residual, delta)
         y = x if self.mlp_norm is None else self.mlp_norm(residual)
         return self.attention(x, cache, step).add_(self.mlp(y, step.slot_mapping))
@@ -233,7 +238,7 @@ class SummedLayer:
     def kind(self) -> LayerKind:
         return self.layer.kind
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
+    def __call__(self, residual: Tensor, delta: Delta | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
         return self.group.sum_(self.layer(residual, delta, cache, step))
 
 
@@ -243,7 +248,7 @@ class SingleLayer:
     norm: Norm
     part: MixerPart | FeedForward
 
-    def __call__(self, residual: Tensor, delta: Tensor | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
+    def __call__(self, residual: Tensor, delta: Delta | None, cache: LayerCache | None, step: LayerStep) -> Tensor:
         x = _enter(self.norm, residual, delta)
         part: Any = self.part
         result: Tensor = part(x, step.slot_mapping) if self.kind.part in ("mlp", "moe") else part(x, cache, step)
@@ -288,6 +293,6 @@ class Scaled:
         return self.part(*inputs).mul_(self.factor)
 
 
-def _enter(norm: Norm, residual: Tensor, delta: Tensor | None) -> Tensor:
+def _enter(norm: Norm, residual: Tensor, delta: Delta | None) -> Tensor:
     """Return the normed stream, after adding delta to it; the first layer has no delta."""
     return norm(residual) if delta is None else norm.add(delta, residual)

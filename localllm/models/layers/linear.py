@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.pack import CpuPacker, cpu_layout, is_on_cpu, packed_nbytes
-from localllm.kernels.linear import linear, linear_fp32, pack_weight
+from localllm.kernels.linear import linear, linear_fp32, linear_unsummed, pack_weight
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable, QuantizedWeight
+from localllm.kernels.split_sum import SplitSum
 from localllm.kernels.stacked_weight import StackedWeight
 
 Weight = Tensor | QuantizedWeight
@@ -33,6 +36,14 @@ class Linear:
         weight = self.weight
         return linear(x, weight, self.bias) if isinstance(weight, Tensor) else weight.linear(x, self.bias)
 
+    def unsummed(self, x: Tensor, first_row: int = 0) -> Tensor | SplitSum:
+        """Map [T, K] to [T, N], but leave the sum of splits over K to the reader, if the product is split."""
+        weight = self.weight
+        if isinstance(weight, Tensor):
+            return linear_unsummed(x, weight, self.bias)
+        product: Tensor | SplitSum = getattr(weight, "unsummed", weight.linear)(x, self.bias)
+        return product
+
     def in_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Map [T, K] to [T, N] fp32, in `out` if given, without an adapter."""
         if isinstance(self.weight, Tensor):
@@ -52,6 +63,12 @@ class ScaledOutputs:
 
     def __call__(self, x: Tensor, first_row: int = 0) -> Tensor:
         return self.linear(x, first_row).mul_(self.factors)
+
+
+def unsummed(part: Callable[..., Tensor], *inputs: Any) -> Tensor | SplitSum:
+    """Call a matrix or a part of a layer whose reader adds the splits of its last product, if it can leave them."""
+    result: Tensor | SplitSum = getattr(part, "unsummed", part)(*inputs)
+    return result
 
 
 def to_device_layout(weight: Weight, packer: CpuPacker) -> Weight:

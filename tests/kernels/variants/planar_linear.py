@@ -10,7 +10,6 @@ import torch
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.planar.kernels import (
     PREFETCHED_LINES,
-    add_splits_kernel,
     dequantize_kernel,
     planar_linear_kernel,
     planar_tile,
@@ -150,16 +149,6 @@ VARIANTS += [
         aligned=("N", "K", "words_stride", "scales_stride"),
         archs=(80, 89, 90, 120),
         max_registers=96,
-        hip=True,
-    ),
-    Variant(
-        name="8 parts of K, bf16",
-        kernel=add_splits_kernel,
-        signature={"y_ptr": "*bf16", "parts_ptr": "*fp32", "size": "i32", "N": "i32"},
-        constants={"bias_ptr": None, "SPLIT": 8, "BLOCK": 1024, "PDL": False},
-        aligned=("N",),
-        archs=(80, 89, 90, 120),
-        max_registers=64,
         hip=True,
     ),
 ]

@@ -8,7 +8,6 @@ from localllm.kernels.skinny_gemm import (
     PREFETCHED_LINES,
     _plain_stages,
     _skinny_gemm_kernel,
-    _sum_splits_kernel,
     skinny_gemm_tile,
 )
 from tests.kernels.ahead_of_time import Variant
@@ -71,19 +70,6 @@ def skinny(
     )
 
 
-def sum_splits(split: int) -> Variant:
-    return Variant(
-        f"{split} splits, bf16",
-        _sum_splits_kernel,
-        {"out_ptr": "*bf16", "sums_ptr": "*fp32", "bias_ptr": "*bf16", "rows": "i32", "N": "i32"},
-        {"SPLIT_K": split, "HAS_BIAS": True, "BLOCK_N": 1024, "PDL": False},
-        aligned=("N",),
-        archs=(80, 89, 90, 120),
-        max_registers=64,
-        hip=True,
-    )
-
-
 NO_CONVERSIONS = ("I2F", "F2F")
 HGMMA: dict[str, Any] = {"mma": "HGMMA", "max_instructions_per_element": 4.0}
 BYTES: dict[str, Any] = {"mma": "HGMMA", "max_instructions_per_element": 5.25, "forbidden": NO_CONVERSIONS}
@@ -92,14 +78,16 @@ E4M3_BLOCK: dict[str, Any] = {**BYTES, "max_instructions_per_element": 6.5}
 VARIANTS = [
     skinny("8B o, 1-16 rows", 16, OUT, mma="HMMA", max_instructions_per_element=6.0, max_registers=96, archs=(90,)),
     skinny("8B gate_up, 1-16 rows", 16, GATE_UP, **HGMMA, max_registers=64, archs=(90,)),
-    skinny("8B gate_up, 33-64 rows", 64, GATE_UP, **HGMMA, max_registers=112),
+    skinny("8B gate_up, 33-64 rows", 64, GATE_UP, **HGMMA, max_registers=80, archs=(90,)),
+    skinny("8B gate_up, 33-64 rows, RTX 50", 64, GATE_UP, archs=(120,)),
     skinny("0.5B down, 1-16 rows, split", 16, SMALL_DOWN, mma="HMMA", max_registers=96, archs=(90,)),
     skinny("8B down, deterministic, splits in turn", 64, DOWN, serial=2, mma="HGMMA", max_registers=128, archs=(90,)),
     skinny("8B gate_up, 33-64 rows", 64, GATE_UP, archs=(89,)),
     skinny("any shape", 16, (1152, 900), dtype="fp32", archs=(90,)),
     skinny("8B gate_up, before tensor cores", 16, GATE_UP, dtype="fp16", archs=(75,), hip=True),
     skinny("8B qkv int8, 1-16 rows", 16, QKV, "int8", "channel", **BYTES, max_registers=168, archs=(90,)),
-    skinny("8B down int8, 33-64 rows, split", 64, DOWN, "int8", "channel", **BYTES, max_registers=168),
+    skinny("8B down int8, 33-64 rows, split", 64, DOWN, "int8", "channel", **BYTES, max_registers=128, archs=(90,)),
+    skinny("8B down int8, 33-64 rows, RTX 50", 64, DOWN, "int8", "channel", archs=(120,)),
     skinny("8B o int8 with zeros, 17-32 rows", 32, OUT, "int8", "channel", **BYTES, zeros=True, archs=(90,)),
     skinny("0.5B qkv int8, 1-16 rows", 16, SMALL_QKV, "int8", "channel", "fp16", **BYTES, archs=(90,)),
     skinny("8B gate_up int8, 33-64 rows", 64, GATE_UP, "int8", "channel", archs=(80,)),
@@ -114,5 +102,4 @@ VARIANTS = [
     skinny("8B gate_up, 33-64 rows, B200", 64, GATE_UP, archs=(100,), often=False),
     skinny("8B gate_up e4m3, 1-16 rows, B200", 16, GATE_UP, "e4m3", "channel", archs=(100,), often=False),
     skinny("8B gate_up, 33-64 rows, RTX 30", 64, GATE_UP, archs=(86,), often=False),
-    sum_splits(8),
 ]
