@@ -69,11 +69,30 @@ class Drawn:
     logprobs: LogprobTensors | None = None
     logprob_rows: tuple[tuple[int, int, int], ...] = ()  # (draw, its row in `logprobs`, k)
     accepted: Ints | None = None  # [S] how many of a row's draws count, from the first one on; None: one of each
+    counts: Tensor | None = None  # [2, rows of the padded step] accepted draws, verified drafts; None: host steps
+
+    def row_counts(self, batch: StepBatch) -> tuple[list[int], list[int]]:
+        """Return for each sampling row how many of its draws count, and how many drafts were verified."""
+        if self.counts is not None and self.places is not None:
+            width = len(self.token_ids) // self.counts.shape[1]
+            rows = np.array(self.places)[batch.firsts] // width
+            kept, checked = self.counts.numpy()[:, rows].tolist()
+            return kept, checked
+        kept = np.ones_like(batch.counts) if self.accepted is None else self.accepted
+        return kept.tolist(), (batch.counts - 1).tolist()
 
     def to_host(self) -> Drawn:
         """Start the copy to the host; it is complete when the device's stream has reached this point."""
         logprobs = None if self.logprobs is None else self.logprobs.to_host()
-        return replace(self, token_ids=to_host(self.token_ids), best=to_host(self.best), logprobs=logprobs)
+        ids, counts = self._ids_to_host()
+        return replace(self, token_ids=ids, best=to_host(self.best), logprobs=logprobs, counts=counts)
+
+    def _ids_to_host(self) -> tuple[Tensor, Tensor | None]:
+        """Copy the ids; with their counts, which are of the same type, in one copy."""
+        if self.counts is None:
+            return to_host(self.token_ids), None
+        ids, counts = to_host(torch.cat([self.token_ids, self.counts.flatten()])).tensor_split([len(self.token_ids)])
+        return ids, counts.view(2, -1)
 
 
 class HostSteps:

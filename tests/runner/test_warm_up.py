@@ -92,7 +92,8 @@ def runner_of(served: Served, graphs: bool) -> TorchRunner:
 def step(
     runner: TorchRunner, number: int, decodes: int, prompts: list[int], asked: dict[str, Any], masked: bool
 ) -> None:
-    """One step of so many decode rows and of prompts of these lengths; all of it is forgotten after it."""
+    """One step of so many decode rows and of prompts of these lengths, and one with drafts of the decode rows; all of
+    it is forgotten after it."""
     params = SamplingParams(**asked)
     lengths = [BLOCK + 1] * decodes + prompts
     news, rows = [], []
@@ -107,6 +108,12 @@ def step(
     words = -(-runner.vocab_size // 32)
     masks = TokenMasks((0,), np.full((1, words), -1, np.int32)) if masked else None
     runner.sample(plan, masks).result()
+    drafts = min(15, 64 // max(1, decodes) - 1)
+    if drafts > 0 and not prompts:
+        verified = tuple(Row(s, f"r{s}", BLOCK + 1, 1 + drafts, (), True, (), None, drafts) for s in range(decodes))
+        plan = StepPlan(number + 1, verified, propose=15)
+        runner.forward(plan)
+        runner.sample(plan, masks).result()
     runner.forward(StepPlan(number + 1, (), (), tuple(range(len(lengths)))))
     runner.reset()
 
