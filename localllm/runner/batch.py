@@ -96,7 +96,7 @@ class StepRows(NamedTuple):
         return StepRows(
             self.slots[rows], self.computed[rows], self.scheduled[rows], starts - starts[0], self.samples[rows],
             self.adapters[rows], self.drafts[rows], None if self.states is None else self.states[:, rows],
-            None if self.are_bounds is None else self.are_bounds[rows],
+            are_bounds=None if self.are_bounds is None else self.are_bounds[rows],
         )  # fmt: skip
 
 
@@ -317,7 +317,7 @@ class SlotState:
         np.cumsum(scheduled[order], out=starts[1:])
         rows = StepRows(
             slots, computed[order], scheduled[order], starts, samples, self._adapter[slots], drafts[order],
-            self._states(plan.rows, order), bounded[order] if self._accepts_on_device else None,
+            self._states(plan.rows, order), are_bounds=bounded[order] if self._accepts_on_device else None,
         )  # fmt: skip
         self._check(plan, rows, samples)
         self._num_computed[rows.slots] = rows.context

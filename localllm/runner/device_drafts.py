@@ -38,10 +38,10 @@ def most_draws(max_num_seqs: int, max_num_batched_tokens: int) -> int:
 
 def draft_support(draws: int) -> DraftSupport:
     """Return what steps of at most so many draws verify."""
-    most = max([width for width in DRAFT_WIDTHS if width < draws], default=0)
-    if not most:
+    widths = tuple(width for width in DRAFT_WIDTHS if width < draws)
+    if not widths:
         return DraftSupport(why_none=f"a step of {draws} tokens does not hold {1 + DRAFT_WIDTHS[0]} of one request")
-    return DraftSupport(most, draws, proposes=True)
+    return DraftSupport(widths[-1], draws, proposes=True, widths=widths)
 
 
 def draft_shapes(sizes: Sequence[int], draws: int) -> list[StepShape]:
