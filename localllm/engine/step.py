@@ -227,6 +227,11 @@ class DraftSupport(NamedTuple):
     step_tokens: int = 0  # tokens of a step that has drafts, at most
     proposes: bool = False
     why_none: str = ""  # why `most` is 0, as a part of a sentence
+    widths: tuple[int, ...] = ()  # drafts of each row to which a step is padded, ascending; (): it is not padded
+
+    def padded_tokens(self, num_rows: int, drafts: int) -> int:
+        """Return the tokens of a step with so many drafts of each row, padding included."""
+        return num_rows * (1 + next((width for width in self.widths if width >= drafts), drafts))
 
 
 class PendingStep(Protocol):

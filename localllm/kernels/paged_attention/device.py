@@ -329,12 +329,13 @@ def _launch_prefill(call: _Call) -> None:
     num_kv_heads, num_blocks = call.k_cache.shape[:2]
     num_rows, num_tokens = len(plan.context_lens) - plan.num_decodes, len(call.q)
     block_q = launch.block_m // (call.q.shape[1] // num_kv_heads)
+    positions = None if plan.splits is not None else plan.positions  # rows with drafts are here in deterministic mode
     # Enough blocks for any lengths, and one more request: the padding tokens after the last row.
     num_blocks_q = (num_tokens - plan.num_decode_tokens) // block_q + num_rows + 1
     prefill_kernel[(num_blocks_q, num_kv_heads)](
         call.out, call.q, call.cache(call.k_cache, launch), call.cache(call.v_cache, launch),
-        call.k_scale, call.v_scale, plan.block_table, plan.context_lens, plan.cu_seqlens_q, call.sinks,
-        call.alibi_slopes, call.scale, num_tokens, plan.num_decodes, num_rows, num_blocks,
+        call.k_scale, call.v_scale, plan.block_table, plan.context_lens, plan.cu_seqlens_q, positions,
+        call.sinks, call.alibi_slopes, call.scale, num_tokens, plan.num_decodes, num_rows, num_blocks,
         plan.block_table.stride(0), call.q.stride(0), call.q.stride(1), call.out.stride(0),
         ONE_LOOP=launch_options().deterministic, **call.constants(launch),
     )  # fmt: skip

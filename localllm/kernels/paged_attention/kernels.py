@@ -207,7 +207,7 @@ def _find_row(cu_seqlens_q, first_row, num_rows, place, BLOCK_Q: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "first_row", "num_rows", "num_blocks", "table_stride"])
 def prefill_kernel(
-    out, q, k_cache, v_cache, k_scale, v_scale, block_table, context_lens, cu_seqlens_q, sinks, alibi_slopes,
+    out, q, k_cache, v_cache, k_scale, v_scale, block_table, context_lens, cu_seqlens_q, positions, sinks, alibi_slopes,
     scale, num_tokens, first_row, num_rows, num_blocks, table_stride, q_token_stride, q_head_stride, out_stride,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
@@ -216,6 +216,8 @@ def prefill_kernel(
     """One program per block of consecutive queries of one request, and key head.
 
     ONE_LOOP: every tile uses the masked loop, so that a query's bits do not depend on other queries in the block.
+    positions [num_tokens] int64: read if given, of each request's first query; its queries from the context's end on
+    are padding. None: a request's last query is at its context's end.
     """
     wait_for_inputs(PDL)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_SIZE
@@ -235,7 +237,7 @@ def prefill_kernel(
     queries = first_query + rows // GROUP_SIZE
     heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
     present = (queries < query_len) & (rows < BLOCK_Q * GROUP_SIZE)
-    computed = context_len - query_len
+    computed = context_len - query_len if positions is None else tl.load(positions + start).to(tl.int32)
     q_positions = computed + queries
     q_block = _load_queries(
         q, start + queries, heads, present, q_token_stride, q_head_stride, k_cache, HEAD_DIM, BLOCK_D, FORMAT, TMA

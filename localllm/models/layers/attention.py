@@ -47,6 +47,8 @@ def plan_step(
         cache_shape=k_cache.shape,
         cache_dtype=k_cache.dtype,
         window=window,
+        decode_queries=inputs.decode_queries,
+        positions=inputs.positions if inputs.decode_queries > 1 else None,
     )
 
 

@@ -19,9 +19,9 @@ POINTERS = {
 def attention(
     entry: str, name: str, group_size: int, head_dim: int, *archs: int, block_size: int = 64, dtype: str = "bf16",
     format: str = "plain", window: int = 0, softcap: float = 0.0, has_sinks: bool = False, has_slopes: bool = False,
-    one_loop: bool = False, queries: int = 1, **budget: Any,
+    one_loop: bool = False, queries: int = 1, has_positions: bool = False, **budget: Any,
 ) -> Variant:  # fmt: skip
-    """archs share the settings of the first. queries: of a decode row."""
+    """archs share the settings of the first. queries: of a decode row. has_positions: of a prefill row."""
     kernel, choose = {
         "decode": (kernels.decode_kernel, device.decode_launch),
         "prefill": (kernels.prefill_kernel, device.prefill_launch),
@@ -40,7 +40,7 @@ def attention(
     }  # fmt: skip
     if format != "plain":
         del constants["k_scale"], constants["v_scale"]
-    if queries > 1:
+    if queries > 1 or has_positions:
         del constants["positions"]
     if has_sinks:
         del constants["sinks"]
@@ -133,4 +133,5 @@ VARIANTS = [
     attention("prefill", "8B, fp8 cache", 4, 128, 90, 100, format="fp8", often=False),
     attention("prefill", "8B, int8 cache", 4, 128, 90, 100, format="int8_ptx", often=False),
     attention("prefill", "8B, deterministic", 4, 128, 90, 100, one_loop=True, often=False),
+    attention("prefill", "8B, deterministic, drafts", 4, 128, 90, one_loop=True, has_positions=True),
 ]  # fmt: skip
