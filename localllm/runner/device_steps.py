@@ -72,11 +72,11 @@ class DeviceSteps:
         self._vocab_size, self._is_alone = vocab_size, is_alone
         most = max((shape.rows * shape.num_draws for shape in shapes), default=0)
         self._logits = torch.zeros(most, vocab_size, device=device) if draws else None
-        draws = -(-inputs.max_draws // 4) * 4  # so that each part is aligned
-        drawn = torch.zeros(draws * 12 + rows * 16, dtype=torch.uint8, device=device)  # one copy brings it to the host
-        longs = drawn[: draws * 8 + rows * 16].view(torch.int64)
-        self._token_ids, self._counts = longs[:draws], longs[draws:]
-        self._best = drawn[draws * 8 + rows * 16 :].view(torch.float32)
+        size = -(-inputs.max_draws // 4) * 4  # so that each part is aligned
+        drawn = torch.zeros(size * 12 + rows * 16, dtype=torch.uint8, device=device)  # one copy brings it to the host
+        longs = drawn[: size * 8 + rows * 16].view(torch.int64)
+        self._token_ids, self._counts = longs[:size], longs[size:]
+        self._best = drawn[size * 8 + rows * 16 :].view(torch.float32)
         self._most_draws = most_draws
         self._lookup = LookupOnDevice(inputs.slots, rows) if most_draws else None
         self._proposed = torch.zeros(rows, 1 + MOST_DRAFTS, dtype=torch.int32, device=device)
