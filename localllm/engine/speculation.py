@@ -142,7 +142,7 @@ class Speculation:
         rows, best, gain = len(decoding), 0, LEAST_GAIN
         for width in self._widths:
             tokens = rows + sum([min(width, drafts) for drafts in ready])
-            if tokens > limit:
+            if tokens > limit or (self.support.widths and self.support.padded_tokens(rows, width) > limit):
                 break
             expected = rows + sum([
                 request.acceptance.expected(min(width, drafts))

@@ -230,6 +230,11 @@ class DraftSupport(NamedTuple):
     why_none: str = ""  # why `most` is 0, as a part of a sentence
     lookahead: int = 0  # positions behind the known tokens that a drafter with weights writes to, if they have blocks
     num_reread: int = 0  # `Row.num_reread` of rows that begin behind a prefix hit
+    widths: tuple[int, ...] = ()  # drafts of each row to which a step is padded, ascending; (): it is not padded
+
+    def padded_tokens(self, num_rows: int, drafts: int) -> int:
+        """Return the tokens of a step with so many drafts of each row, padding included."""
+        return num_rows * (1 + next((width for width in self.widths if width >= drafts), drafts))
 
 
 class PendingStep(Protocol):

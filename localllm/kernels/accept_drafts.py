@@ -23,16 +23,18 @@ ROWS = 64  # rows of one program
 
 
 def accept_drafts(
-    slots: Tensor, lengths: Tensor, token_ids: Tensor, drawn: Tensor, best: Tensor, known: Tensor, valid: Tensor
-) -> Tensor:
+    slots: Tensor, lengths: Tensor, token_ids: Tensor, drawn: Tensor, best: Tensor, known: Tensor, valid: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Accept draws: write them to the table, and advance `known` of their slots. `valid` of these slots becomes 0.
 
     slots [R, D] int64: -1 where the row has no such draw, which is in all places of a padding row; lengths [R, D]
     int64: the position that each draw fills; token_ids [slots, max_model_len + 1] int32: known tokens, then drafts;
     drawn [R, D] int64; best [R, D] float32: a draw's largest logit; known [slots] int64: tokens known of each slot;
-    valid [slots] int32: drafts behind them. Returns [2, R] int64: accepted draws, and drafts that were verified.
+    valid [slots] int32: drafts behind them. Returns [2, R] int64, in `out` if
+    given: accepted draws, and drafts that were verified.
     """
-    counts = torch.empty((2, len(slots)), dtype=torch.int64, device=slots.device)
+    counts = torch.empty((2, len(slots)), dtype=torch.int64, device=slots.device) if out is None else out
     if not runs_triton(slots):
         accept_drafts_reference(slots, lengths, token_ids, drawn, best, known, valid, counts)
         return counts

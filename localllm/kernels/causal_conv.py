@@ -13,7 +13,7 @@ from torch import Tensor
 
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.recurrent import causal_conv as native_causal_conv
-from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.layer_state import HostRow, StateStep
 
 TOKENS = 8  # that a program takes at a time
@@ -65,7 +65,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, 
     num_rows = step.read.shape[0]
     _causal_conv_kernel[(num_rows, cdiv(channels, block))](
         x, weight, bias, conv_state, out, step.cu_seqlens, step.read, step.write, step.save, x.stride(0), channels,
-        TAPS=taps, SILU=silu, TOKENS=TOKENS, BLOCK=block, num_warps=4,
+        TAPS=taps, SILU=silu, TOKENS=TOKENS, BLOCK=block, num_warps=4, **early_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -73,9 +73,10 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, 
 @triton.jit
 def _causal_conv_kernel(
     x_ptr, weight_ptr, bias_ptr, state_ptr, out_ptr, cu_seqlens_ptr, read_ptr, write_ptr, save_ptr, x_stride, channels,
-    TAPS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK channels of a row. bias_ptr may be None."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.recurrent import gated_delta as native_gated_delta
-from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.layer_state import StateStep
 
 EPS = 1e-6  # added to the squared length of q and k
@@ -90,7 +90,7 @@ def _launch(
         q, k, v, a, b, rate, dt_bias, matrix, out, step.cu_seqlens, step.read, step.write, step.save,
         q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), dk**-0.5,
         HEADS=heads, KEY_HEADS=key_heads, DK=dk, DV=dv, TILED=tiled, EPS=EPS, ROWS=next_power_of_2(dk),
-        COLUMNS=columns, num_warps=1,
+        COLUMNS=columns, num_warps=1, **early_launch(q.device),
     )  # fmt: skip
     return out
 
@@ -100,9 +100,10 @@ def _gated_delta_kernel(
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, rate_ptr, dt_bias_ptr, state_ptr, out_ptr, cu_seqlens_ptr, read_ptr, write_ptr,
     save_ptr, q_stride, k_stride, v_stride, a_stride, b_stride, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TILED: tl.constexpr,
-    EPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for COLUMNS columns of the state of one value head of a row."""
+    wait_for_inputs(PDL)
     head, row = tl.program_id(1), tl.program_id(2)
     i, column = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     key_head = head % KEY_HEADS if TILED else head // (HEADS // KEY_HEADS)

@@ -1,8 +1,7 @@
 """Expands one small buffer into all inputs of a step: token ids, positions, KV cache slots, lengths, block tables.
 
     staged                                  filled on the host, in pinned memory; one copy moves it to the device
-    prepare_step(staged, state, inputs)     on the device: replaces the host's look-ups in a dozen tensors
-    record_tokens(slots, lengths, token_ids, sampled)
+    prepare_step(staged, slots, inputs)     on the device: replaces the host's look-ups in a dozen tensors
 
 Token ids and block tables are stored on the device, one row per slot, tables once per KV group; the host only says
 which slots run and from which position. The host therefore never waits for a token that the device has just sampled. A
@@ -10,18 +9,25 @@ captured graph can replay these kernels, since the number of rows is in the buff
 
 The buffer, int32:
 
-    U, T | slot x R | computed x R | scheduled x R | start x R | samples x R | adapter x R | state x 3R | update x U
+    U, T | slot x R | computed x R | scheduled x R | start x R | samples x R | adapter x R | drafts x R | state x 3R |
+    update x U
 
 R and the number of tokens are those of the `StepInputs` to fill, including padding. A padding row has slot -1: its
 context is 0, and its tokens have cache slot -1, which is never written. T: tokens without padding. An update is four
 numbers: a group, a slot, a place in its block table, and the block. The places of recurrent states that a row reads,
 writes and saves to are copied by `state_fields`.
+
+`drafts` is -1 where the host knows where a row begins: at `computed`. Otherwise drafts of the request were in flight
+when the step was planned, so the row begins at the last token that the device knows, and runs as many of its `drafts`
+as there are. In a step with drafts each row draws D times and has D tokens, so that shapes do not depend on what was
+accepted; tokens and draws without a draft are padding.
 Not limited by memory: a step of 256 rows moves about 100 KB.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,15 +35,24 @@ from torch import Tensor
 from localllm.kernels.launch import cdiv, runs_triton, tl, triton
 
 HEADER = 2
-ROW_FIELDS = 9
-STATE_FIELDS = 6  # first of the three fields of recurrent states: read, write, save
+ROW_FIELDS = 10
+STATE_FIELDS = 7  # first of the three fields of recurrent states: read, write, save
 UPDATE_FIELDS = 4
 CHUNK = 128  # tokens of one row that one program writes
 
 
+class SlotTokens(NamedTuple):
+    """The tokens of every slot: first the known ones, then drafts."""
+
+    token_ids: Tensor  # [slots, max_model_len + 1] int32
+    known: Tensor  # [slots] int64  tokens known; not yet written for a slot that has sampled nothing
+    valid: Tensor  # [slots] int32  drafts behind them
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Inputs of a step; R rows, T tokens, W blocks per row, G KV groups. Persistent: graphs hold the addresses."""
+    """Inputs of a step; R rows, T tokens, W blocks per row, G KV groups, D draws per row. Persistent: graphs hold the
+    addresses."""
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
@@ -46,30 +61,40 @@ class StepInputs:
     context_lens: Tensor  # [R] int32
     cu_seqlens_q: Tensor  # [R + 1] int32
     last_tokens: Tensor  # [R] int64        index of each row's last token among the T
-    slots: Tensor  # [R] int64              -1: this row is not sampled
-    lengths: Tensor  # [R] int64            known tokens, which is the sampled position
+    slots: Tensor  # [R * D] int64          -1: nothing is drawn here
+    lengths: Tensor  # [R * D] int64        tokens before the drawn one, which is its position
     adapters: Tensor  # [T] int32           -1: none
 
     @staticmethod
-    def empty(num_rows: int, num_tokens: int, max_blocks: int, device: torch.device, num_groups: int = 1) -> StepInputs:
+    def empty(
+        num_rows: int, num_tokens: int, max_blocks: int, device: torch.device, num_groups: int = 1, num_draws: int = 0
+    ) -> StepInputs:
+        """num_draws: of all rows, if they may be more than one of each."""
+
         def longs(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        rows, tokens = num_rows, num_tokens
+        rows, tokens, draws = num_rows, num_tokens, max(num_rows, num_draws)
         return StepInputs(
             longs(tokens), longs(tokens), longs(num_groups, tokens), ints(num_groups, rows, max_blocks), ints(rows),
-            ints(rows + 1), longs(rows), longs(rows), longs(rows), ints(tokens),
+            ints(rows + 1), longs(rows), longs(draws), longs(draws), ints(tokens),
         )  # fmt: skip
 
-    def part(self, num_rows: int, num_tokens: int) -> StepInputs:
-        """Return views of the same memory for fewer rows and tokens: a step of another shape."""
-        r, t = num_rows, num_tokens
+    @property
+    def num_draws(self) -> int:
+        """Draws of each row."""
+        return len(self.slots) // max(1, len(self.context_lens))
+
+    def part(self, num_rows: int, num_tokens: int, num_draws: int = 1) -> StepInputs:
+        """Return views of the same memory for fewer rows and tokens: a step of another shape.
+        num_draws: of each row."""
+        r, t, d = num_rows, num_tokens, num_rows * num_draws
         return StepInputs(
             self.token_ids[:t], self.positions[:t], self.slot_mapping[:, :t], self.block_tables[:, :r],
-            self.context_lens[:r], self.cu_seqlens_q[: r + 1], self.last_tokens[:r], self.slots[:r], self.lengths[:r],
+            self.context_lens[:r], self.cu_seqlens_q[: r + 1], self.last_tokens[:r], self.slots[:d], self.lengths[:d],
             self.adapters[:t],
         )  # fmt: skip
 
@@ -86,41 +111,47 @@ def state_fields(staged: Tensor, num_rows: int) -> Tensor:
 
 
 def prepare_step(
-    staged: Tensor, token_ids: Tensor, block_tables: Tensor, inputs: StepInputs, block_size: int, max_query_len: int
+    staged: Tensor, slots: SlotTokens, block_tables: Tensor, inputs: StepInputs, block_size: int, max_query_len: int
 ) -> None:
-    """Apply the buffer's block-table updates, then fill `inputs`.
+    """Apply the buffer's block-table updates, then fill `inputs`. Drafts of rows without any become invalid.
 
-    staged [>= staged_size] int32; token_ids [slots, max_model_len + 1] int32: known tokens of every slot; block_tables
-    [G, slots, W] int32, changed by the updates. max_query_len: upper bound of a row's tokens in this step.
+    staged [>= staged_size] int32; block_tables [G, slots, W] int32, changed by the updates. max_query_len: upper bound
+    of a row's tokens in this step.
     """
     if not runs_triton(staged):
-        prepare_step_reference(staged, token_ids, block_tables, inputs, block_size)
+        prepare_step_reference(staged, slots, block_tables, inputs, block_size)
         return
-    rows, tokens = len(inputs.slots), len(inputs.token_ids)
+    rows, tokens, token_ids = len(inputs.context_lens), len(inputs.token_ids), slots.token_ids
     _update_tables_kernel[(cdiv(max(rows, 256), 256),)](
         staged, block_tables, rows, block_tables.stride(0), block_tables.stride(1), HEADER=HEADER,
         ROW_FIELDS=ROW_FIELDS, UPDATE_FIELDS=UPDATE_FIELDS, BLOCK=256,
     )  # fmt: skip
     chunks = cdiv(max(max_query_len, 1), CHUNK)
     _prepare_rows_kernel[(rows + 1, max(chunks, cdiv(tokens, CHUNK * 8)))](
-        staged, token_ids, block_tables, *_outputs(inputs), rows, tokens, token_ids.stride(0), block_tables.stride(0),
-        block_tables.stride(1), inputs.block_tables.stride(0), inputs.block_tables.stride(1),
-        inputs.slot_mapping.stride(0), GROUPS=len(block_tables), BLOCK_SIZE=block_size, HEADER=HEADER, CHUNK=CHUNK,
+        staged, token_ids, slots.known, slots.valid, block_tables, *_outputs(inputs), rows, tokens, inputs.num_draws,
+        token_ids.stride(0), block_tables.stride(0), block_tables.stride(1), inputs.block_tables.stride(0),
+        inputs.block_tables.stride(1), inputs.slot_mapping.stride(0),
+        GROUPS=len(block_tables), BLOCK_SIZE=block_size, HEADER=HEADER, CHUNK=CHUNK,
     )  # fmt: skip
 
 
 def prepare_step_reference(
-    staged: Tensor, token_ids: Tensor, block_tables: Tensor, inputs: StepInputs, block_size: int
+    staged: Tensor, slots: SlotTokens, block_tables: Tensor, inputs: StepInputs, block_size: int
 ) -> None:
     """The definition in plain torch."""
-    rows, tokens = len(inputs.slots), len(inputs.token_ids)
+    rows, tokens, draws = len(inputs.context_lens), len(inputs.token_ids), inputs.num_draws
     num_updates, used = staged[:HEADER].tolist()
     fields = staged[HEADER : HEADER + ROW_FIELDS * rows].view(ROW_FIELDS, rows).long()
-    slot, computed, scheduled, start, samples, adapter = fields[:STATE_FIELDS]
+    slot, computed, scheduled, start, samples, adapter, drafts = fields[:STATE_FIELDS]
     updates = staged[HEADER + ROW_FIELDS * rows :][: UPDATE_FIELDS * num_updates].view(-1, UPDATE_FIELDS).long()
     block_tables[updates[:, 0], updates[:, 1], updates[:, 2]] = updates[:, 3].int()
 
     real = slot >= 0
+    begins_here, owner = real & (drafts >= 0), slot.clamp(min=0)
+    computed = torch.where(begins_here, slots.known[owner] - 1, computed)
+    if draws > 1:
+        scheduled = 1 + torch.where(begins_here, torch.minimum(drafts, slots.valid[owner]), 0)
+    slots.valid[slot[real & (drafts < 0)]] = 0
     context = torch.where(real, computed + scheduled, 0)
     row_of_token = torch.repeat_interleave(torch.arange(rows), torch.where(real, scheduled, 0))
     places = start[row_of_token] + torch.arange(len(row_of_token)) - _first_of_run(row_of_token)
@@ -131,7 +162,7 @@ def prepare_step_reference(
         tensor.zero_()
     for tensor in (inputs.slot_mapping, inputs.adapters):
         tensor.fill_(-1)
-    inputs.token_ids[places] = token_ids[owners, positions].long()
+    inputs.token_ids[places] = slots.token_ids[owners, positions].long()
     inputs.positions[places] = positions
     inputs.slot_mapping[:, places] = blocks * block_size + positions % block_size
     inputs.adapters[places] = adapter[row_of_token].int()
@@ -140,25 +171,11 @@ def prepare_step_reference(
     inputs.cu_seqlens_q[:rows] = start.int()
     inputs.cu_seqlens_q[rows] = used
     inputs.last_tokens.copy_((start + scheduled - 1).clamp(0, max(0, tokens - 1)))
-    inputs.slots.copy_(torch.where(samples > 0, slot, -1))
-    inputs.lengths.copy_(context)
+    existing, place = (scheduled if draws > 1 else torch.ones_like(scheduled))[:, None], torch.arange(draws)
+    inputs.slots.copy_(torch.where((samples > 0)[:, None] & (place < existing), slot[:, None], -1).flatten())
+    inputs.lengths.copy_((context[:, None] - existing + 1 + place).flatten())
     held = torch.arange(block_tables.shape[2]) < -(-context // block_size)[:, None]
     inputs.block_tables.copy_(torch.where(held, block_tables[:, slot.clamp(min=0)], 0))
-
-
-def record_tokens(slots: Tensor, lengths: Tensor, token_ids: Tensor, sampled: Tensor) -> None:
-    """Set token_ids[slots, lengths] = sampled for slots other than -1. slots, lengths, sampled [R] int64."""
-    if not runs_triton(slots):
-        record_tokens_reference(slots, lengths, token_ids, sampled)
-        return
-    _record_tokens_kernel[(cdiv(len(slots), 256),)](
-        slots, lengths, token_ids, sampled, len(slots), token_ids.stride(0), BLOCK=256
-    )
-
-
-def record_tokens_reference(slots: Tensor, lengths: Tensor, token_ids: Tensor, sampled: Tensor) -> None:
-    keep = slots >= 0
-    token_ids[slots[keep], lengths[keep]] = sampled[keep].int()
 
 
 def _first_of_run(row_of_token: Tensor) -> Tensor:
@@ -195,12 +212,12 @@ def _update_tables_kernel(
         tl.store(tables_ptr + group * group_stride + slot * table_stride + place, block, mask=live)
 
 
-@triton.jit(do_not_specialize=["rows", "tokens"])
+@triton.jit(do_not_specialize=["rows", "tokens", "draws"])
 def _prepare_rows_kernel(
-    staged_ptr, tokens_ptr, tables_ptr, token_ids_ptr, positions_ptr, slot_mapping_ptr, block_tables_ptr, context_ptr,
-    cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, adapters_ptr, rows, tokens, tokens_stride, tables_group_stride,
-    tables_stride, block_tables_group_stride, block_tables_stride, slot_mapping_stride, GROUPS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr,
+    staged_ptr, tokens_ptr, known_ptr, valid_ptr, tables_ptr, token_ids_ptr, positions_ptr, slot_mapping_ptr,
+    block_tables_ptr, context_ptr, cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, adapters_ptr, rows, tokens, draws,
+    tokens_stride, tables_group_stride, tables_stride, block_tables_group_stride, block_tables_stride,
+    slot_mapping_stride, GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): CHUNK of the row's tokens; chunk 0 also writes the row's scalars. Row R: the padding."""
     row, chunk = tl.program_id(0), tl.program_id(1)
@@ -225,15 +242,23 @@ def _prepare_rows_kernel(
     start = tl.load(fields + 3 * rows + row)
     samples = tl.load(fields + 4 * rows + row)
     adapter = tl.load(fields + 5 * rows + row)
-    num_known = tl.where(slot >= 0, scheduled, 0)
-    context = tl.where(slot >= 0, computed + scheduled, 0)
+    drafts = tl.load(fields + 6 * rows + row)
     owner = tl.maximum(slot, 0)
+    begins_here = (slot >= 0) & (drafts >= 0)
+    known_tokens = tl.load(known_ptr + owner, mask=begins_here, other=0).to(tl.int32)
+    ready = tl.load(valid_ptr + owner, mask=begins_here, other=0)
+    computed = tl.where(begins_here, known_tokens - 1, computed)
+    existing = 1 + tl.where(begins_here & (draws > 1), tl.minimum(drafts, ready), 0)  # draws that are not padding
+    num_known = tl.where(slot >= 0, tl.where(draws > 1, existing, scheduled), 0)
+    context = tl.where(slot >= 0, computed + num_known, 0)
     if chunk == 0:
+        tl.store(valid_ptr + owner, 0, mask=(slot >= 0) & (drafts < 0))
         tl.store(context_ptr + row, context)
         tl.store(cu_seqlens_ptr + row, start)
         tl.store(last_ptr + row, tl.minimum(tl.maximum(start + scheduled - 1, 0), tokens - 1).to(tl.int64))
-        tl.store(slots_ptr + row, tl.where(samples > 0, slot, -1))
-        tl.store(lengths_ptr + row, context.to(tl.int64))
+        is_drawn = (lane < existing) & (samples > 0)
+        tl.store(slots_ptr + row * draws + lane, tl.where(is_drawn, slot, -1), mask=lane < draws)
+        tl.store(lengths_ptr + row * draws + lane, (context - existing + 1 + lane).to(tl.int64), mask=lane < draws)
         num_blocks = tl.cdiv(context, BLOCK_SIZE)
         for group in range(GROUPS):
             source = tables_ptr + group * tables_group_stride + owner * tables_stride
@@ -255,12 +280,3 @@ def _prepare_rows_kernel(
     tl.store(token_ids_ptr + start + offset, token.to(tl.int64), mask=inside)
     tl.store(positions_ptr + start + offset, tl.where(known, position, 0).to(tl.int64), mask=inside)
     tl.store(adapters_ptr + start + offset, tl.zeros([CHUNK], tl.int32) + adapter, mask=inside)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _record_tokens_kernel(slots_ptr, lengths_ptr, tokens_ptr, sampled_ptr, rows, tokens_stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots_ptr + row, mask=row < rows, other=-1)
-    length = tl.load(lengths_ptr + row, mask=row < rows, other=0)
-    sampled = tl.load(sampled_ptr + row, mask=row < rows, other=0)
-    tl.store(tokens_ptr + slot * tokens_stride + length, sampled.to(tl.int32), mask=(row < rows) & (slot >= 0))

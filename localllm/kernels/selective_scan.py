@@ -18,7 +18,7 @@ from torch import Tensor
 
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.recurrent import selective_scan as native_selective_scan
-from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.layer_state import StateStep
 
 NO_LIMITS = (0.0, float("inf"))
@@ -76,6 +76,7 @@ def _launch(
         x, dt, B, C, rate, dt_bias, skip, matrix, out, step.cu_seqlens, step.read, step.write, step.save,
         x.stride(0), dt.stride(0), B.stride(0), C.stride(0), *limits,
         HEADS=heads, GROUPS=groups, SIZE=size, WIDTH=width, ROWS=rows, COLUMNS=next_power_of_2(width), num_warps=1,
+        **early_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -85,9 +86,10 @@ def _selective_scan_kernel(
     x_ptr, dt_ptr, b_ptr, c_ptr, rate_ptr, dt_bias_ptr, skip_ptr, state_ptr, out_ptr, cu_seqlens_ptr, read_ptr,
     write_ptr, save_ptr, x_stride, dt_stride, b_stride, c_stride, least, most,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for ROWS rows of the state of one head of a row of the step."""
+    wait_for_inputs(PDL)
     head, row = tl.program_id(1), tl.program_id(2)
     i, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     group = head // (HEADS // GROUPS)

@@ -3,7 +3,7 @@
 The model defines the inputs and the runner fills them; layers read nothing else.
 
 T: tokens in this step. B: requests in this step. Rows are ordered: first the `num_decodes` requests with exactly
-one query token, then the others (prefill, chunks, drafts), so that each attention path gets one slice.
+`decode_queries` query tokens, then the others (prefill, chunks), so that each attention path gets one slice.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ class ForwardInputs:
     context_lens: Tensor  # [B] int32      tokens that have KV once this step is done
     cu_seqlens_q: Tensor  # [B + 1] int32  prefix sums of query tokens per request
     logits_indices: Tensor  # [L] int64      rows of the flat batch that need logits
-    num_decodes: int  # the first num_decodes requests have one query token each
+    num_decodes: int  # the first num_decodes requests have `decode_queries` query tokens each
     query_lens: tuple[int, ...]  # [B] the same lengths on the host: the plain-torch twins loop over them,
     context_lens_host: tuple[int, ...]  # [B] not for kernels: a replayed graph keeps the recorded values
     adapters: Tensor | None = None  # [T] int32    each token's adapter, -1: none; None: no adapter in this step
     adapters_host: tuple[int, ...] = ()  # [B] each request's adapter, on the host; empty if `adapters` is None
     embeds: GivenEmbeds | None = None
+    decode_queries: int = 1  # more than 1: requests that verify drafts; a query from its context's end on is padding
     state: StateInputs | None = None  # None: a model without recurrent states
     first_key: int = 0  # first slot that attention reads: 1 for a drafter that keeps nothing of token 0
 

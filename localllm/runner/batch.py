@@ -69,6 +69,7 @@ class StepRows(NamedTuple):
     drafts: Ints  # [B] int64       the last so many of the scheduled tokens are drafts
     states: Ints | None = None  # [3, B] int64 places of recurrent states that each row reads, writes and saves to
     reread: Ints | None = None  # [B] int64 the first so many of the scheduled tokens have KV and keep it; None: none
+    are_bounds: Ints | None = None  # [B] bool: `computed` and `drafts` are upper bounds; None: of no row
 
     @property
     def context(self) -> Ints:
@@ -97,6 +98,7 @@ class StepRows(NamedTuple):
             self.slots[rows], self.computed[rows], self.scheduled[rows], starts - starts[0], self.samples[rows],
             self.adapters[rows], self.drafts[rows], None if self.states is None else self.states[:, rows],
             None if self.reread is None else self.reread[rows],
+            None if self.are_bounds is None else self.are_bounds[rows],
         )  # fmt: skip
 
 
@@ -174,14 +176,15 @@ class SlotState:
 
     def __init__(
         self, inputs: InputMaker, *, max_num_seqs: int, max_model_len: int, num_blocks: tuple[int, ...],
-        block_size: int, vocab_size: int, num_places: int = 0,
+        block_size: int, vocab_size: int, num_places: int = 0, accepts_on_device: bool = False,
     ) -> None:  # fmt: skip
-        """num_places: of recurrent states, with the null place; 0: the model has none."""
-        self.inputs, self._num_places = inputs, num_places
+        """num_places: of recurrent states, with the null place; 0: the model has none. accepts_on_device: the host does
+        not wait for what the device accepts, so it counts tokens of requests with drafts from above."""
+        self.inputs, self._num_places, self._accepts_on_device = inputs, num_places, accepts_on_device
         self.max_model_len, self.block_size, self.num_blocks = max_model_len, block_size, num_blocks
         self._vocab_size = vocab_size
         self._num_blocks_held = np.zeros(max_num_seqs, np.int64)
-        self._num_tokens = np.zeros(max_num_seqs, np.int64)  # known tokens: given or sampled
+        self._num_tokens = np.zeros(max_num_seqs, np.int64)  # known tokens: given or sampled; or an upper bound
         self._num_computed = np.zeros(max_num_seqs, np.int64)
         self._num_ready = np.zeros(max_num_seqs, np.int64)  # drafts behind the known tokens
         self._has_drafted = np.zeros(max_num_seqs, bool)  # a row of the request had drafts: C is an upper bound
@@ -217,6 +220,8 @@ class SlotState:
             if row.new_block_ids:
                 assert all(map(all, row.new_block_ids)), f"the null block is handed out: {row.new_block_ids}"
                 self._add_blocks(row.slot, row.new_block_ids)
+            if row.num_drafts:
+                self._has_drafted[row.slot] = True
             if row.draft_token_ids:
                 assert len(row.draft_token_ids) == row.num_drafts, "drafts of another number than planned"
                 self.add_drafts(row.slot, np.array(row.draft_token_ids, np.int32))
@@ -270,11 +275,10 @@ class SlotState:
 
     def record_sampled(self, batch: StepBatch, accepted: Ints | None = None) -> None:
         """Count the accepted tokens of each sampling row as known, and its drafts as used up.
-        accepted: [S]; None: one each."""
-        slots, lengths = batch.slots, batch.lengths
-        if accepted is not None:
-            slots, lengths = slots[batch.firsts], lengths[batch.firsts] + accepted - 1
-        self._num_tokens[slots] = lengths + 1
+        accepted: [S]; None: not known, so all of them."""
+        slots = batch.slots[batch.firsts]
+        accepted = batch.counts if accepted is None else accepted
+        self._num_tokens[slots] = batch.lengths[batch.firsts] + accepted
         self._num_ready[slots] = 0
 
     # ---- drafts ------------------------------------------------------------------------------------------------------
@@ -310,10 +314,14 @@ class SlotState:
         slots, computed, scheduled, drafts = (_column(plan.rows, column) for column in (0, 2, 3, 8))
         samples = np.fromiter((row.samples for row in plan.rows), bool, len(plan.rows))
         generating = samples & (scheduled == 1 + drafts)
-        self._check_computed(slots, computed, generating)
-        drafts = np.where(generating, np.minimum(drafts, self._num_ready[slots]), drafts)
-        scheduled = np.where(generating, 1 + drafts, scheduled)
-        computed = np.where(generating, self._num_tokens[slots] - 1, computed)
+        bounded = generating & self._has_drafted[slots]  # P and C of the request may count rejected drafts
+        self._check_computed(slots, computed, generating, bounded)
+        if self._accepts_on_device:
+            self._num_tokens[slots[bounded]] = computed[bounded] + 1  # what was settled since has lowered the bound
+        else:
+            drafts = np.where(generating, np.minimum(drafts, self._num_ready[slots]), drafts)
+            scheduled = np.where(generating, 1 + drafts, scheduled)
+            computed = np.where(generating, self._num_tokens[slots] - 1, computed)
         reread = _column(plan.rows, 9)
         computed, scheduled = computed - reread, scheduled + reread
         order = np.argsort((scheduled > 1) + (scheduled > 1 + drafts), kind="stable")  # as StepRows has them
@@ -323,10 +331,10 @@ class SlotState:
         rows = StepRows(
             slots, computed[order], scheduled[order], starts, samples, self._adapter[slots], drafts[order],
             self._states(plan.rows, order), reread[order] if reread.any() else None,
+            bounded[order] if self._accepts_on_device else None,
         )  # fmt: skip
         self._check(plan, rows, samples)
         self._num_computed[rows.slots] = rows.context
-        self._has_drafted[rows.slots] |= _column(plan.rows, 8)[order] > 0
         spans, wanted = self._wanted_logits(rows, order)
         counts = 1 + rows.drafts[samples]
         positions = np.arange(rows.starts[-1]) - np.repeat(rows.starts[:-1] - rows.computed, rows.scheduled)
@@ -335,10 +343,10 @@ class SlotState:
             positions[rows.draws] + 1, counts, spans, self._given_embeds(rows),
         )  # fmt: skip
 
-    def _check_computed(self, slots: Ints, computed: Ints, generating: Ints) -> None:
-        """Check where rows begin. That of a request with drafts in flight is an upper bound."""
-        bounded = generating & self._has_drafted[slots]
-        assert (computed[bounded] >= self._num_tokens[slots][bounded] - 1).all(), "a position is left out"
+    def _check_computed(self, slots: Ints, computed: Ints, generating: Ints, bounded: Ints) -> None:
+        """Check where rows begin. That of a bounded row, of a request with earlier drafts, is an upper bound."""
+        if not self._accepts_on_device:
+            assert (computed[bounded] >= self._num_tokens[slots][bounded] - 1).all(), "a position is left out"
         exact = ~bounded
         assert (computed == self._num_computed[slots])[exact].all(), (computed, self._num_computed[slots])
         last = self._num_tokens[slots] - 1
@@ -377,7 +385,7 @@ class SlotState:
         known, given = self._num_tokens[slots], context - rows.drafts
         assert len(np.unique(slots)) == len(slots), "a slot twice in one step"
         assert not rows.drafts.any() or not self._num_places, "a recurrent state cannot take back a draft"
-        assert (rows.drafts <= self._num_ready[slots]).all(), "a draft that does not exist"
+        assert self._accepts_on_device or (rows.drafts <= self._num_ready[slots]).all(), "a draft that does not exist"
         assert (context > rows.computed).all(), "a row without tokens"
         assert (given <= known).all(), "a position is scheduled before its token exists"
         assert (given[samples] == known[samples]).all(), "a row samples before its last known token"

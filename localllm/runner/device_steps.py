@@ -18,27 +18,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localllm.engine.step import RunnerStats
+from localllm.engine.step import DraftSupport, NewSlot, RunnerStats, StepPlan
+from localllm.kernels.accept_drafts import accept_drafts
 from localllm.kernels.launch import num_compiles
 from localllm.kernels.layer_state import LayerCache
-from localllm.kernels.prepare_step import StepInputs, record_tokens
+from localllm.kernels.prepare_step import StepInputs
+from localllm.kernels.propose_lookup import MOST_DRAFTS
 from localllm.kernels.sampling.logprobs import ROOMS
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel, GivenEmbeds
-from localllm.runner.batch import StepBatch, embeds_on
+from localllm.runner.batch import Ints, StepBatch, embeds_on
+from localllm.runner.device_drafts import (
+    DRAFT_WIDTHS,
+    DeviceProposals,
+    LookupOnDevice,
+    draft_shapes,
+    draft_support,
+    fitting_width,
+    narrowed,
+)
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, Part, StepGraphs
 from localllm.runner.host_steps import Drawn, Forward
 from localllm.runner.logprobs import token_logprobs
 from localllm.runner.sampler import Sampled, sample, sample_on_device
 from localllm.runner.sampling import SamplingFeatures, SamplingState
-from localllm.runner.staging import StagedInputs, StepShape, row_places, shape_of
+from localllm.runner.staging import StagedInputs, StepShape, draw_places, row_places, shape_of
 from localllm.runner.upload import to_device, warm_pinned
 
 QUIET_S = 0.05  # seconds without a step before idle time is used
 SIZES_END = 1024  # all steps of at least this many tokens use the same kernels
 PAUSE_S = 0.001  # seconds that an arriving request may have to wait
-FORWARD = "forward"
+FORWARD, PROPOSE = "forward", "propose"
 FEATURE_SETS = (
     SamplingFeatures(),
     SamplingFeatures(filters=True),
@@ -52,17 +63,23 @@ class DeviceSteps:
     def __init__(
         self, model: CausalModel, layers: Sequence[LayerCache | None], inputs: StagedInputs, sampling: SamplingState,
         device: torch.device, *, vocab_size: int, shapes: list[StepShape], capture: Capture | None,
-        is_alone: bool = True, draws: bool = True,
+        is_alone: bool = True, draws: bool = True, most_draws: int = 0,
     ) -> None:  # fmt: skip
-        """is_alone: False if other ranks record with this one. draws: False if another rank samples."""
+        """is_alone: False if other ranks record with this one. draws: False if another rank samples. most_draws: of a
+        step with drafts; 0: none has any."""
         self._model, self._layers, self._staged, self._sampling, self._device = model, layers, inputs, sampling, device
         rows = inputs.max_rows
         self._vocab_size, self._is_alone = vocab_size, is_alone
-        most = max((shape.rows for shape in shapes), default=0)
+        most = max((shape.rows * shape.num_draws for shape in shapes), default=0)
         self._logits = torch.zeros(most, vocab_size, device=device) if draws else None
-        rows = -(-rows // 4) * 4  # so that both parts are aligned
-        drawn = torch.zeros(rows * 12, dtype=torch.uint8, device=device)  # one allocation: one copy to the host
-        self._token_ids, self._best = drawn[: rows * 8].view(torch.int64), drawn[rows * 8 :].view(torch.float32)
+        size = -(-inputs.max_draws // 4) * 4  # so that each part is aligned
+        drawn = torch.zeros(size * 12 + rows * 16, dtype=torch.uint8, device=device)  # one copy brings it to the host
+        longs = drawn[: size * 8 + rows * 16].view(torch.int64)
+        self._token_ids, self._counts = longs[:size], longs[size:]
+        self._best = drawn[size * 8 + rows * 16 :].view(torch.float32)
+        self._most_draws = most_draws
+        self._lookup = LookupOnDevice(inputs.slots, rows) if most_draws else None
+        self._proposed = torch.zeros(rows, 1 + MOST_DRAFTS, dtype=torch.int32, device=device)
         self._graphs = StepGraphs(shapes, capture, self._parts) if capture else None
         self._shape = StepShape(0)  # of the last launched step
         self._replayed = False
@@ -70,11 +87,55 @@ class DeviceSteps:
         self._early_compiles = self._early_allocations = self._graph_bytes = 0
         self._last_step_s = -math.inf
 
+    # ---- drafts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def drafts(self) -> DraftSupport:
+        return draft_support(self._most_draws)
+
+    def enter(self, new: NewSlot) -> None:
+        if self._lookup is not None:
+            self._lookup.enter(new)
+
+    def narrowed(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with no more drafts than a step can have, which was recorded if any is. A step with rows that
+        `_sample_any` samples has none, nor has one with a prompt."""
+        wanted = max((row.num_drafts for row in plan.rows), default=0)
+        if not wanted:
+            return plan
+        slots = np.array([row.slot for row in plan.rows])
+        is_plain = all(row.samples and row.num_scheduled_tokens == 1 + row.num_drafts for row in plan.rows)
+        if not is_plain or self._sampling.features(slots) is None:
+            return narrowed(plan, 0)
+        return narrowed(plan, fitting_width(wanted, lambda width: self._can_run(StepShape(len(slots), drafts=width))))
+
+    def _can_run(self, exact: StepShape) -> bool:
+        if exact.rows * exact.num_draws > self._most_draws:
+            return False
+        return self._graphs is None or self._recorded_for(exact) is not None
+
+    def propose(self, batch: StepBatch, most: int) -> DeviceProposals:
+        """Launch the lookup behind the tokens that this step accepts. It finds as many drafts as a slot may have,
+        whatever `most` is, so that every step launches the same."""
+        shape = self._shape
+        if self._replayed and self._graphs is not None and self._graphs.has(shape, PROPOSE):
+            self._graphs.replay(shape, PROPOSE)
+            proposed = self._proposed[: shape.rows]
+        else:
+            proposed = self._look_up(shape)
+        return DeviceProposals(proposed, batch.plan_rows, row_places(batch, shape)[batch.rows.samples])
+
+    def _look_up(self, shape: StepShape) -> Tensor:
+        assert self._lookup is not None, "a step without drafts proposes some"
+        return self._lookup.launch(self._staged.part(shape).slots.view(-1, shape.num_draws)[:, 0])
+
     # ---- the two halves ----------------------------------------------------------------------------------------------
 
     def forward(self, batch: StepBatch) -> Forward:
         self._last_step_s = time.monotonic()
         exact = shape_of(batch)
+        if exact.drafts:
+            exact = exact._replace(drafts=next(width for width in DRAFT_WIDTHS if width >= exact.drafts))
         launched = batch.prompt_spans or batch.embeds is not None
         recorded = self._recorded_for(exact) if not launched else None
         self._shape, self._replayed = recorded or exact, recorded is not None
@@ -82,56 +143,77 @@ class DeviceSteps:
         if recorded is not None and self._graphs is not None:
             self._num_replayed += 1
             self._graphs.replay(recorded, FORWARD)
-            return Forward(None if self._logits is None else self._logits[: recorded.rows], None)
+            return Forward(None if self._logits is None else self._logits[: recorded.rows * recorded.num_draws], None)
         self._num_launched += 1
         hidden, last = self._run(exact, embeds_on(batch, self._device))
         wanted = hidden.index_select(0, to_device(batch.wanted, self._device)) if batch.prompt_spans else None
         return Forward(self._model.compute_logits(last) if len(batch.slots) else None, wanted)
 
     def sample(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None = None) -> Drawn:
-        places = row_places(batch, self._shape)[batch.rows.samples]
+        places = draw_places(batch, self._shape)
         features = self._sampling.features(batch.slots)
         if features is None:
-            return self._sample_any(batch, logits.index_select(0, to_device(places, self._device)), masks)
+            return self._sample_any(batch, logits, places, masks)
         kind = next((kind for kind in FEATURE_SETS if kind.covers(features)), None) if masks is None else None
         if self._replayed and self._graphs is not None and kind is not None and self._graphs.has(self._shape, kind):
             self._graphs.replay(self._shape, kind)
-            out = Sampled(self._token_ids[: self._shape.rows], self._best[: self._shape.rows], None)
+            draws, rows = self._shape.rows * self._shape.num_draws, self._shape.rows
+            out, counts = Sampled(self._token_ids[:draws], self._best[:draws], None), self._counts[: 2 * rows]
         else:
             bitmask = None if masks is None else to_device(masks.for_rows(places, len(logits)), self._device)
-            out = self._draw(self._staged.part(self._shape), logits, features, bitmask)
-        counts = self._sampling.num_logprobs(batch.slots) if features.logprobs else np.full(len(places), -1)
-        rows = tuple((row, int(places[row]), int(k)) for row, k in enumerate(counts) if k >= 0)
-        return Drawn(out.token_ids, out.best, tuple(places.tolist()), out.logprobs, rows)
+            out, counts = self._draw(self._staged.part(self._shape), logits, features, bitmask)
+        asked = self._sampling.num_logprobs(batch.slots) if features.logprobs else np.full(len(places), -1)
+        scored = tuple((draw, int(places[draw]), int(k)) for draw, k in enumerate(asked) if k >= 0)
+        return Drawn(
+            out.token_ids, out.best, tuple(places.tolist()), out.logprobs, scored, counts=counts.view(2, -1)
+        )  # fmt: skip
 
     def _run(self, shape: StepShape, embeds: GivenEmbeds | None = None) -> tuple[Tensor, Tensor]:
-        """Run the model. Return the hidden states of all tokens, and of each row's last token."""
+        """Run the model. Return the hidden states of all tokens, and of those behind which a token is drawn: each row's
+        last one, or all in a step with drafts."""
         inputs, buffers = self._staged.prepare(shape)
         if embeds is not None:
             inputs = replace(inputs, embeds=embeds)
         hidden = self._model.forward(inputs, self._layers)
-        if not shape.prefill_rows:  # one token each
+        if shape.drafts or not shape.prefill_rows:  # without prompts each row has one token
             return hidden, hidden
         return hidden, hidden.index_select(0, buffers.last_tokens)
 
     def _draw(
         self, buffers: StepInputs, logits: Tensor, features: SamplingFeatures, bitmask: Tensor | None = None
-    ) -> Sampled:
-        """Sample into the buffers of the step's ids and best logits."""
+    ) -> tuple[Sampled, Tensor]:
+        """Sample into the buffers of the step's ids and best logits, and accept the draws.
+        Also returns [2, R] int64: see accept_drafts."""
         assert self._sampling.tables is not None
         tokens, tables = self._staged.token_ids, self._sampling.tables
         out = self._token_ids[: len(logits)], self._best[: len(logits)]
         drawn = sample_on_device(logits, buffers.slots, buffers.lengths, tables, tokens, features, bitmask, out)
-        record_tokens(buffers.slots, buffers.lengths, tokens, drawn.token_ids)
-        return drawn
+        counts = self._counts[: 2 * len(buffers.context_lens)].view(2, -1)
+        return drawn, self._accept(buffers, drawn.token_ids, drawn.best, counts)
 
-    def _sample_any(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None) -> Drawn:
-        """Sample rows whose lists do not fit into the tables, by the CPU's method with lists made for this batch."""
-        asked = self._sampling.batch(batch.slots, batch.lengths)
-        out = sample(logits, asked, self._staged.token_ids, masks)
-        self._staged.record_sampled(batch.slots, batch.lengths, out.token_ids)
-        rows = tuple((row, place, k) for place, (row, k) in enumerate(asked.logprob_counts))
-        return Drawn(out.token_ids, out.best, None, out.logprobs, rows)
+    def _accept(self, buffers: StepInputs, token_ids: Tensor, best: Tensor, counts: Tensor | None = None) -> Tensor:
+        by_row, tokens = (-1, buffers.num_draws), self._staged.slots
+        return accept_drafts(
+            buffers.slots.view(by_row), buffers.lengths.view(by_row), tokens.token_ids, token_ids.view(by_row),
+            best.view(by_row), tokens.known, tokens.valid, counts,
+        )  # fmt: skip
+
+    def _sample_any(self, batch: StepBatch, logits: Tensor, places: Ints, masks: RowMasks | None) -> Drawn:
+        """Sample rows whose lists do not fit into the tables, by the CPU's method with lists made for this batch.
+
+        places [S]: the rows among those of `logits`. The method needs lengths on the host: where earlier drafts of a
+        request may have been accepted since, the host waits for the device.
+        """
+        at, lengths = to_device(places, self._device), batch.lengths
+        bounds = None if batch.rows.are_bounds is None else batch.rows.are_bounds[batch.rows.samples]
+        if bounds is not None and bounds.any():
+            lengths = np.where(bounds, self._staged.slots.known.cpu().numpy()[batch.slots], lengths)
+        asked = self._sampling.batch(batch.slots, lengths)
+        out = sample(logits.index_select(0, at), asked, self._staged.token_ids, masks)
+        ids, best = (column.new_zeros(len(logits)).index_copy_(0, at, column) for column in (out.token_ids, out.best))
+        counts = self._accept(self._staged.part(self._shape), ids, best)
+        scored = tuple((row, place, k) for place, (row, k) in enumerate(asked.logprob_counts))
+        return Drawn(ids, best, tuple(places.tolist()), out.logprobs, scored, counts=counts)
 
     # ---- graphs ------------------------------------------------------------------------------------------------------
 
@@ -154,7 +236,7 @@ class DeviceSteps:
         blocks now belong to other requests.
         """
         self._staged.stage_padding(shape)
-        logits = None if self._logits is None else self._logits[: shape.rows]
+        logits = None if self._logits is None else self._logits[: shape.rows * shape.num_draws]
 
         def forward() -> None:
             _, last = self._run(shape)
@@ -169,7 +251,12 @@ class DeviceSteps:
 
             return step
 
-        return {FORWARD: forward, **{features: draw(features) for features in FEATURE_SETS}}
+        def propose() -> None:
+            self._proposed[: shape.rows].copy_(self._look_up(shape))
+
+        parts: dict[Part, Callable[[], None]] = {FORWARD: forward}
+        parts |= {features: draw(features) for features in FEATURE_SETS}
+        return parts if self._lookup is None else {**parts, PROPOSE: propose}
 
     def warm_up(self, budget_s: float = 0.0) -> None:
         """Compile every kernel, and record the shapes needed at the first request."""
@@ -186,6 +273,14 @@ class DeviceSteps:
         for tokens in [*kernel_sizes(min(most, SIZES_END)), most]:
             hidden, _ = self._padding_step(StepShape(0, 1, tokens))
             self._model.compute_logits(hidden[:LOGITS_ROWS])
+        for shape in draft_shapes([1, staged.max_num_seqs], self._most_draws):
+            _, last = self._padding_step(shape)
+            logits = self._model.compute_logits(last)
+            assert logits is not None, "drafts of a model of several shards"
+            self._draw(staged.part(shape), logits, SamplingFeatures())
+            self._look_up(shape)
+            for rows in kernel_sizes(shape.tokens):
+                self._model.compute_logits(last[:rows])
         shape = StepShape(staged.max_num_seqs)
         _, last = self._padding_step(shape)
         for rows in kernel_sizes(shape.rows):

@@ -1,8 +1,9 @@
 """CUDA graphs: a step's launches are recorded once per shape and replayed as one.
 
-A step is padded to the smallest recorded shape that holds it. There are two kinds of shapes: decode shapes with a
-number of one-token rows, and mixed shapes, which add a few prefill rows that share a number of tokens. Larger steps run
-without a graph: they keep the GPU busy for longer than their launches take.
+A step is padded to the smallest recorded shape that holds it. There are three kinds of shapes: decode shapes with a
+number of one-token rows, the same with a number of drafts for each row, and mixed shapes, which add a few prefill rows
+that share a number of tokens. Larger steps run without a graph: they keep the GPU busy for longer than their launches
+take.
 
 Capturing takes a fraction of a second per shape. The first few shapes are captured before the server reports that it is
 ready. The others are captured part by part while the engine is idle or, if it never is, one part after every few steps
@@ -23,6 +24,7 @@ import torch
 
 from localllm.errors import DeviceLost
 from localllm.models.layers.group import Group
+from localllm.runner.device_drafts import DRAFT_WIDTHS, draft_shapes
 from localllm.runner.device_memory import CaptureFailed, record
 from localllm.runner.staging import StepShape
 
@@ -137,8 +139,9 @@ def mixed_decodes(max_num_seqs: int) -> list[int]:
     return sizes + [max_num_seqs] * (sizes[-1] < min(max_num_seqs - 1, MIXED_DECODES[-1]))
 
 
-def capture_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
-    """Return every shape worth recording: decode shapes, then mixed ones, smallest first."""
+def capture_shapes(max_num_seqs: int, max_num_batched_tokens: int, most_draws: int = 0) -> list[StepShape]:
+    """Return every shape worth recording: decode shapes, then mixed ones, smallest first, then those with drafts, of at
+    most `most_draws` draws."""
     decodes = [StepShape(size) for size in decode_sizes(max_num_seqs)]
     mixed = [
         StepShape(beside, min(rows, max_num_seqs), tokens)
@@ -146,7 +149,7 @@ def capture_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepS
         for tokens, rows in PREFILL_TOKENS.items()
         if tokens + beside <= max_num_batched_tokens and (beside < MANY_DECODES or tokens in MANY_TOKENS)
     ]
-    return decodes + mixed
+    return decodes + mixed + draft_shapes(decode_sizes(max_num_seqs), most_draws)
 
 
 def largest_shape(shapes: Sequence[StepShape]) -> StepShape | None:
@@ -165,7 +168,11 @@ class StepGraphs:
     def __init__(
         self, shapes: Sequence[StepShape], capture: Capture, parts: Callable[[StepShape], Mapping[Part, Replay]]
     ) -> None:
-        first = [shape for shape in shapes if not shape.prefill_rows and shape.decodes in FIRST_DECODES]
+        first = [
+            shape
+            for shape in shapes
+            if not shape.prefill_rows and shape.decodes in FIRST_DECODES and shape.drafts in (0, DRAFT_WIDTHS[0])
+        ]
         rest = [shape for shape in shapes if shape not in first]
         # Largest first within each group: the pool then grows once, and smaller shapes fit into it.
         self._to_do = sorted(rest, key=_size) + sorted(first, key=_size)
@@ -173,7 +180,7 @@ class StepGraphs:
         self.num_wanted = len(shapes)
         self._capture, self._parts = capture, parts
         self._replays: dict[StepShape, dict[Part, Replay]] = {}
-        self._decodes: list[StepShape] = []
+        self._decodes: dict[int, list[StepShape]] = {}  # by number of drafts
         self._mixed: list[StepShape] = []
         self._num_missed = 0  # steps without a graph since the last capture for such a step
 
@@ -216,8 +223,9 @@ class StepGraphs:
         a pure decode step is never padded with prefill rows."""
         if exact.prefill_rows:
             return next((shape for shape in self._mixed if shape.holds(exact)), None)
-        place = bisect_left(self._decodes, exact.decodes, key=_size)
-        return self._decodes[place] if place < len(self._decodes) else None
+        decodes = self._decodes.get(exact.drafts, [])
+        place = bisect_left(decodes, exact.tokens, key=_size)
+        return decodes[place] if place < len(decodes) else None
 
     def has(self, shape: StepShape, part: Part) -> bool:
         return part in self._replays.get(shape, {})
@@ -227,7 +235,7 @@ class StepGraphs:
 
     def clear(self) -> None:
         self._replays.clear()
-        self._decodes, self._mixed, self._to_do = [], [], []
+        self._decodes, self._mixed, self._to_do = {}, [], []
 
     def _missing(self, exact: StepShape) -> StepShape | None:
         fits = (s for s in self._to_do if s.holds(exact) and bool(s.prefill_rows) == bool(exact.prefill_rows))
@@ -252,7 +260,8 @@ class StepGraphs:
         else:
             if not recorded:
                 self._replays[shape] = recorded
-                insort(self._mixed if shape.prefill_rows else self._decodes, shape, key=_size)
+                kind = self._mixed if shape.prefill_rows else self._decodes.setdefault(shape.drafts, [])
+                insort(kind, shape, key=_size)
             recorded[part] = replay
             if len(recorded) == len(steps):
                 self._to_do.remove(shape)

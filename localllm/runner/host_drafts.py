@@ -6,7 +6,8 @@ Does not know: how a text is searched (lookup.py), how a drafter runs (drafter_s
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -24,6 +25,22 @@ class Proposal(NamedTuple):
 
     token_ids: tuple[int, ...]
     are_predicted: bool  # from the prediction that came with the request
+
+
+class Proposals(Protocol):
+    """Drafts by row of the plan. Those of a device are read when its step is done."""
+
+    def items(self) -> Iterable[tuple[int, Proposal]]: ...
+
+
+class Drafters(Protocol):
+    """The sources of drafts of every slot."""
+
+    def enter(self, new: NewSlot) -> None:
+        """Set up a slot, in place of its last request."""
+
+    def propose(self, batch: StepBatch, most: int) -> Proposals:
+        """Put at most `most` drafts behind each sampling row's tokens. Return them by row of the plan."""
 
 
 class HostDrafts:

@@ -29,7 +29,7 @@ from localllm.runner.logprobs import LogprobTensors, joined
 from localllm.runner.sampler import sample
 from localllm.runner.sampling import SamplingState
 from localllm.runner.step_parts import in_order, lone_parts, parts_of
-from localllm.runner.upload import pair_to_host, to_device
+from localllm.runner.upload import parts_to_host, to_device
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +71,24 @@ class Drawn:
     logprobs: LogprobTensors | None = None
     logprob_rows: tuple[tuple[int, int, int], ...] = ()  # (draw, its row in `logprobs`, k)
     accepted: Ints | None = None  # [S] how many of a row's draws count, from the first one on; None: one of each
+    counts: Tensor | None = None  # [2, rows of the padded step] accepted draws, verified drafts; None: host steps
+
+    def row_counts(self, batch: StepBatch) -> tuple[list[int], list[int]]:
+        """Return for each sampling row how many of its draws count, and how many drafts were verified."""
+        if self.counts is not None and self.places is not None:
+            width = len(self.token_ids) // self.counts.shape[1]
+            rows = np.array(self.places)[batch.firsts] // width
+            kept, checked = self.counts.numpy()[:, rows].tolist()
+            return kept, checked
+        kept = np.ones_like(batch.counts) if self.accepted is None else self.accepted
+        return kept.tolist(), (batch.counts - 1).tolist()
 
     def to_host(self) -> Drawn:
         """Start the copy to the host; it is complete when the device's stream has reached this point."""
         logprobs = None if self.logprobs is None else self.logprobs.to_host()
-        token_ids, best = pair_to_host(self.token_ids, self.best)
-        return replace(self, token_ids=token_ids, best=best, logprobs=logprobs)
+        brought = parts_to_host(self.token_ids, self.best, *([] if self.counts is None else [self.counts]))
+        counts = brought[2] if len(brought) > 2 else None
+        return replace(self, token_ids=brought[0], best=brought[1], logprobs=logprobs, counts=counts)
 
 
 class HostSteps:

@@ -28,6 +28,7 @@ from localllm.models.prompt_embeds import PromptEmbedsTensor
 from localllm.models.spec.kv_group import main_group
 from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.runner.device_drafts import DRAFT_WIDTHS
 from localllm.runner.device_memory import empty_cache, make_current
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.graphs import AgreedCapture, Capture, CudaCapture
@@ -95,7 +96,8 @@ def open_on(
     if isinstance(capture, CudaCapture) and parallel is not None:
         capture = AgreedCapture(capture, parallel.world, device)
     options = launch_options_of(config)
-    runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states, drafter)
+    has_drafts = not config.speculation.is_off
+    runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states, drafter, has_drafts)
     if capture is not None:
         report("capturing CUDA graphs")
     try:
@@ -145,7 +147,9 @@ def measure(
     runner = _runner(model, spec, plan, kv, device, None, launch_options, parallel, states)
     embeds = torch.zeros(tokens, spec.hidden_size, dtype=getattr(torch, plan.dtype)) if prompt_embeds else None
     given = None if embeds is None else PromptEmbedsTensor(embeds, "")
-    for step in largest_steps(plan, tokens, given, has_states=states.num_places > 0):
+    for step in largest_steps(
+        plan, tokens, given, has_states=states.num_places > 0, draft_tokens=runner.drafts.step_tokens
+    ):
         runner.forward(step)
         runner.sample(step).result()
     peak = torch.cuda.max_memory_allocated(device)
@@ -155,9 +159,11 @@ def measure(
 
 
 def largest_steps(
-    plan: MemoryPlan, tokens: int, embeds: PromptEmbedsTensor | None = None, *, has_states: bool = False
-) -> list[StepPlan]:
-    """Return two steps: one prompt that fills a step, then every slot with one token, all of them sampling."""
+    plan: MemoryPlan, tokens: int, embeds: PromptEmbedsTensor | None = None, *, has_states: bool = False,
+    draft_tokens: int = 0,
+) -> list[StepPlan]:  # fmt: skip
+    """Return the largest steps: one prompt that fills a step; then every slot with one token, all of them sampling;
+    then slots with drafts, where `draft_tokens`, the most tokens of a step with drafts, are more than the slots."""
 
     def state(slot: int) -> StateUse | None:
         return StateUse(-1, 1 + slot) if has_states else None
@@ -170,7 +176,16 @@ def largest_steps(
     decodes = tuple(
         Row(slot, f"r{slot}", 0, 1, ((1 + slot,),) * groups, True, (), state(slot)) for slot in range(singles)
     )
-    return [StepPlan(1, tuple(rows), (prompt,)), StepPlan(2, decodes, news, (0,))]
+    steps = [StepPlan(1, tuple(rows), (prompt,)), StepPlan(2, decodes, news, (0,))]
+    width = min(DRAFT_WIDTHS[-1], plan.max_model_len - 2)
+    if width > 0 and draft_tokens > max(width, singles):  # drafts need not exist to take their memory
+        more = ((1,) * (-(-(2 + width) // plan.block_size) - 1),) * groups
+        drafted = tuple(
+            Row(slot, f"r{slot}", 1, 1 + width, more if more[0] else (), True, num_drafts=width)
+            for slot in range(min(singles, draft_tokens // (1 + width)))
+        )
+        steps.append(StepPlan(3, drafted))
+    return steps
 
 
 def _allocate(
@@ -226,7 +241,7 @@ def _plan_for_free_memory(
 def _runner(
     model: CausalModel, spec: ModelSpec, plan: MemoryPlan, kv: KVCache, device: torch.device,
     capture: Capture | None, launch_options: LaunchOptions, parallel: Parallel | None,
-    states: StateCache | None = None, drafter: OpenDrafter | None = None,
+    states: StateCache | None = None, drafter: OpenDrafter | None = None, has_drafts: bool = True,
 ) -> TorchRunner:  # fmt: skip
     return TorchRunner(
         model,
@@ -243,4 +258,5 @@ def _runner(
         samples=parallel is None or parallel.samples,
         states=states,
         drafter=drafter,
+        has_drafts=has_drafts,
     )

@@ -17,7 +17,7 @@ import torch
 from localllm.engine.step import RowResult, StepPlan, StepResult, StepTimings, TokenLogprobs
 from localllm.runner.batch import StepBatch
 from localllm.runner.device_errors import translated
-from localllm.runner.host_drafts import Proposal
+from localllm.runner.host_drafts import Proposals
 from localllm.runner.host_steps import Drawn
 from localllm.runner.logprobs import LogprobTensors, as_results
 
@@ -65,7 +65,7 @@ class PendingReadback:
     drawn: Drawn | None = None  # being copied to the host
     prompts: tuple[list[LogprobTensors], ...] = ()
     refused: Mapping[int, str] = field(default_factory=dict)  # rows of the plan whose result must not be used, and why
-    proposed: Mapping[int, Proposal] = field(default_factory=dict)  # drafts behind rows of the plan
+    proposed: Proposals = field(default_factory=dict)  # drafts behind rows of the plan
 
     def result(self) -> StepResult:
         with translated(self.plan):  # kernel errors are reported when the host waits
@@ -100,15 +100,14 @@ def _sample_results(batch: StepBatch, drawn: Drawn, results: list[RowResult]) ->
     logprobs = _logprobs_by_draw(drawn)
     ids, best = drawn.token_ids.tolist(), drawn.best.tolist()
     places = range(len(ids)) if drawn.places is None else drawn.places
-    kept = [1] * len(batch.plan_rows) if drawn.accepted is None else drawn.accepted.tolist()
-    rows = zip(batch.plan_rows, batch.firsts.tolist(), batch.counts.tolist(), kept, strict=True)
-    for plan_row, first, count, accepted in rows:
+    rows = zip(batch.plan_rows, batch.firsts.tolist(), *drawn.row_counts(batch), strict=True)
+    for plan_row, first, accepted, checked in rows:
         draws = range(first, first + accepted)
         place = places[first]
         if math.isfinite(best[place]):
             scores = tuple([logprobs[draw] for draw in draws]) if first in logprobs else ()
             tokens = tuple([ids[places[draw]] for draw in draws])
-            results[plan_row] = RowResult(tokens, scores, num_checked=count - 1)
+            results[plan_row] = RowResult(tokens, scores, num_checked=checked)
         elif best[place] == -math.inf:
             results[plan_row] = RowResult(error=NOTHING_LEFT, fault="request")
         else:

@@ -27,13 +27,14 @@ from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
+from localllm.runner.device_drafts import most_draws
 from localllm.runner.device_errors import check_device, first_line, is_device_loss, translated
 from localllm.runner.device_memory import empty_cache, make_current, use_cublas
 from localllm.runner.device_steps import DeviceSteps
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, capture_shapes, largest_shape
-from localllm.runner.host_drafts import HostDrafts, Proposal
+from localllm.runner.host_drafts import Drafters, HostDrafts, Proposals
 from localllm.runner.host_steps import Drawn, Forward, HostSteps
 from localllm.runner.id_exchange import exchange_of
 from localllm.runner.kv_cache import KVCache
@@ -63,8 +64,10 @@ class TorchRunner:
         max_model_len: int, block_size: int, device: torch.device, capture: Capture | None = None,
         staged: bool | None = None, launch_options: LaunchOptions = DEFAULTS, group: Group | None = None,
         samples: bool = True, states: StateCache | None = None, drafter: OpenDrafter | None = None,
+        has_drafts: bool = True,
     ) -> None:  # fmt: skip
-        """states: of a model with recurrent layers. drafter: on a CPU, in one process."""
+        """states: of a model with recurrent layers. drafter: on a CPU, in one process. has_drafts: False if no step will
+        have drafts; none is recorded."""
         assert block_size == kv.block_size, (block_size, kv.block_size)
         self.num_stages = 1
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
@@ -75,18 +78,24 @@ class TorchRunner:
         self._model: CausalModel | None = model
         self._samples, self._draws = samples, samples and (group is None or group.index == 0)
         self._sampling = SamplingState(max_num_seqs, spec.vocab_size, device, with_tables=staged and self._draws)
+        why_no_drafts = "" if has_drafts else "speculation is off"
+        if group is not None or not samples:
+            why_no_drafts = "the model is split over several ranks"
+        elif states.num_places:
+            why_no_drafts = "a recurrent state cannot take back a wrong guess"
         self._steps: HostSteps | DeviceSteps | None
         inputs: InputMaker
         if staged:
-            shapes = capture_shapes(max_num_seqs, max_num_batched_tokens) if capture else []
+            draws = 0 if why_no_drafts else most_draws(max_num_seqs, max_num_batched_tokens)
+            shapes = capture_shapes(max_num_seqs, max_num_batched_tokens, draws) if capture else []
             staging = StagedInputs(
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device,
                 max_num_batched_tokens=max_num_batched_tokens, largest=largest_shape(shapes),
-                num_groups=len(kv.num_blocks), has_states=states.num_places > 0,
+                num_groups=len(kv.num_blocks), has_states=states.num_places > 0, most_draws=draws,
             )  # fmt: skip
             self._steps = DeviceSteps(
                 model, cache, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
-                capture=capture, is_alone=group is None, draws=self._draws,
+                capture=capture, is_alone=group is None, draws=self._draws, most_draws=draws,
             )  # fmt: skip
             inputs = staging
         else:
@@ -102,21 +111,22 @@ class TorchRunner:
         self._inputs, self._exchange = inputs, exchange_of(group, device)
         self._slots = SlotState(
             inputs, max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=kv.num_blocks,
-            block_size=block_size, vocab_size=spec.vocab_size, num_places=states.num_places,
+            block_size=block_size, vocab_size=spec.vocab_size, num_places=states.num_places, accepts_on_device=staged,
         )  # fmt: skip
-        self._drafters: HostDrafts | None = None
-        self.drafts = DraftSupport(why_none="drafts are verified on a CPU only")
-        if isinstance(self._steps, HostSteps) and group is None and samples:
-            self.drafts = self._steps.drafts
-            if states.num_places:
-                self.drafts = DraftSupport(why_none="a recurrent state cannot take back a wrong guess")
-        if self.drafts.proposes and isinstance(inputs, HostInputs):
-            steps = None
-            if drafter is not None:
-                steps = drafter.steps(inputs, self._slots, self._sampling, max_num_seqs)
-                reread = 1 if drafter.drafter.taps else 0
-                self.drafts = self.drafts._replace(lookahead=drafter.num_drafts, num_reread=reread)
-            self._drafters = HostDrafts(inputs, self._slots, steps, drafter.num_drafts if drafter is not None else 0)
+        self._drafters: Drafters | None = None
+        self.drafts = DraftSupport(why_none=why_no_drafts) if why_no_drafts else self._steps.drafts
+        if self.drafts.proposes:
+            if isinstance(inputs, HostInputs):
+                steps = None
+                if drafter is not None:
+                    steps = drafter.steps(inputs, self._slots, self._sampling, max_num_seqs)
+                    reread = 1 if drafter.drafter.taps else 0
+                    self.drafts = self.drafts._replace(lookahead=drafter.num_drafts, num_reread=reread)
+                self._drafters = HostDrafts(
+                    inputs, self._slots, steps, drafter.num_drafts if drafter is not None else 0
+                )
+            elif isinstance(self._steps, DeviceSteps):
+                self._drafters = self._steps
         self._launched: _ForwardedStep | None = None
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
         self._launch_options = launch_options
@@ -134,6 +144,8 @@ class TorchRunner:
                 self._enter_sampling(new)
                 if self._drafters is not None:
                     self._drafters.enter(new)
+            if isinstance(self._steps, DeviceSteps):
+                plan = self._steps.narrowed(plan)
             batch = self._slots.batch(plan) if plan.rows else None
             done = self._loaded.forward(batch) if batch is not None else None
             self._launched = _ForwardedStep(plan.step_id, timer.stop(), batch, done)
@@ -197,14 +209,15 @@ class TorchRunner:
         self, plan: StepPlan, batch: StepBatch, done: Forward, masks: TokenMasks | None, forward_timer: StepTimer,
         timer: StepTimer,
     ) -> PendingStep:  # fmt: skip
-        drawn, proposed = None, dict[int, Proposal]()
+        drawn: Drawn | None = None
+        proposed: Proposals = {}
         if len(batch.slots) and self._samples:  # a stage that does not sample gets the ids with the next plan
             drawn = self._draw(batch, done.logits, masks).to_host()
             self._slots.record_sampled(batch, drawn.accepted)
-        if self._drafters is not None:
+        if isinstance(self._drafters, HostDrafts):
             self._drafters.extend(batch, done.features)
-            if drawn is not None and plan.propose:
-                proposed = self._drafters.propose(batch, plan.propose)
+        if self._drafters is not None and drawn is not None and plan.propose:
+            proposed = self._drafters.propose(batch, plan.propose)
         prompts = tuple(self._score_prompt(span, done.hidden) for span in batch.prompt_spans)
         refused = {i: self._refused[row.slot] for i, row in enumerate(plan.rows) if row.slot in self._refused}
         return PendingReadback(plan, forward_timer, timer.stop(), batch, drawn, prompts, refused, proposed)
@@ -225,9 +238,10 @@ class TorchRunner:
         """Map masks from rows of the plan and places in them to draws of the batch."""
         if masks is None:
             return None
-        firsts = dict(zip(batch.plan_rows, batch.firsts.tolist(), strict=True))
-        draws = np.array([firsts[row] for row in masks.rows])
-        return RowMasks(draws + np.array(masks.places) if masks.places else draws, masks.bits)
+        firsts, counts = (dict(zip(batch.plan_rows, of.tolist(), strict=True)) for of in (batch.firsts, batch.counts))
+        places = masks.places or (0,) * len(masks.rows)
+        kept = [i for i, row in enumerate(masks.rows) if places[i] < counts[row]]  # fewer drafts than were planned
+        return RowMasks(np.array([firsts[masks.rows[i]] + places[i] for i in kept]), masks.bits[kept])
 
     def _score_prompt(self, span: PromptSpan, wanted: Tensor | None) -> list[LogprobTensors]:
         """Score prompt tokens, a few rows of the head at a time:

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from localllm.kernels.launch import runs_triton
 from localllm.kernels.prepare_step import (
     HEADER,
     ROW_FIELDS,
     STATE_FIELDS,
     UPDATE_FIELDS,
+    SlotTokens,
     StepInputs,
     prepare_step,
     staged_size,
@@ -31,11 +33,13 @@ from localllm.runner.upload import pinned, to_device
 
 
 class StepShape(NamedTuple):
-    """Layout of a step: decode rows of one token each, then prefill rows that share `prefill_tokens`."""
+    """Layout of a step: decode rows of one token and `drafts` each, then prefill rows that share `prefill_tokens`. A
+    step with drafts has no prefill rows."""
 
     decodes: int
     prefill_rows: int = 0
     prefill_tokens: int = 0
+    drafts: int = 0
 
     @property
     def rows(self) -> int:
@@ -43,27 +47,44 @@ class StepShape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        return self.decodes + self.prefill_tokens
+        return self.decodes * self.num_draws + self.prefill_tokens
+
+    @property
+    def num_draws(self) -> int:
+        """Draws of each row."""
+        return 1 + self.drafts
 
     def holds(self, other: StepShape) -> bool:
         return (
-            self.decodes >= other.decodes
+            self.drafts == other.drafts
+            and self.decodes >= other.decodes
             and self.prefill_rows >= other.prefill_rows
             and self.prefill_tokens >= other.prefill_tokens
         )
 
 
 def shape_of(batch: StepBatch) -> StepShape:
-    """Return the shape that a batch fills exactly."""
+    """Return the shape that a batch fills, exactly unless its rows have different numbers of drafts."""
+    if batch.has_drafts:
+        return StepShape(len(batch.rows.slots), drafts=int(batch.rows.drafts.max()))
     decodes, rows, tokens = batch.rows.num_decodes, len(batch.rows.slots), int(batch.rows.starts[-1])
     return StepShape(decodes, rows - decodes, tokens - decodes)
 
 
 def row_places(batch: StepBatch, shape: StepShape) -> Ints:
     """Return [B] the index of each of the batch's rows in a step of this shape."""
-    decodes = batch.rows.num_decodes
     places = np.arange(len(batch.rows.slots))
+    if shape.drafts:
+        return places
+    decodes = batch.rows.num_decodes
     places[decodes:] += shape.decodes - decodes
+    return places
+
+
+def draw_places(batch: StepBatch, shape: StepShape) -> Ints:
+    """Return [D] the index of each of the batch's draws among those of a step of this shape."""
+    firsts = row_places(batch, shape)[batch.rows.samples] * shape.num_draws
+    places: Ints = np.repeat(firsts - batch.firsts, batch.counts) + np.arange(len(batch.slots))
     return places
 
 
@@ -73,18 +94,25 @@ class StagedInputs:
     def __init__(
         self, *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int,
         device: torch.device, largest: StepShape | None = None, num_groups: int = 1, has_states: bool = False,
+        most_draws: int = 0,
     ) -> None:  # fmt: skip
         """largest: the most rows and tokens of the shapes that batches will be padded to. has_states: whether the model
-        has recurrent states."""
+        has recurrent states. most_draws: of a step with drafts; 0: there are no drafts."""
         self.block_size, self._device = block_size, device
         self.max_num_seqs, self.max_batched_tokens = max_num_seqs, max_num_batched_tokens
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = torch.zeros((max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
         self._tables = torch.zeros((num_groups, max_num_seqs, max_blocks), dtype=torch.int32, device=device)
+        self.slots = SlotTokens(
+            self.token_ids,
+            torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
+            torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
+        )
         self.max_rows = max_rows = max(max_num_seqs, largest.rows if largest else 0)
-        max_tokens = max(max_num_batched_tokens, largest.tokens if largest else 0)
+        self.max_draws = max(max_rows, most_draws)
+        max_tokens = max(max_num_batched_tokens, largest.tokens if largest else 0, most_draws)
         self._max_updates = num_groups * (max_rows + max_num_batched_tokens // block_size + max_blocks)
-        self._inputs = StepInputs.empty(max_rows, max_tokens, max_blocks, device, num_groups)
+        self._inputs = StepInputs.empty(max_rows, max_tokens, max_blocks, device, num_groups, most_draws)
         size = staged_size(max_rows, self._max_updates)
         self._staged = torch.zeros(size, dtype=torch.int32, device=device)
         rows = -(-max_rows // 4) * 4  # so that each of the three is aligned
@@ -106,9 +134,10 @@ class StagedInputs:
 
     def clear(self) -> None:
         self._updates = []
+        self.slots.valid.zero_()
 
     def write_drafts(self, slot: int, known: int, token_ids: Ints) -> None:
-        raise AssertionError("staged steps verify no drafts")
+        raise AssertionError("the host does not know where the drafts of a staged step begin")
 
     def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
         index = to_device(np.stack([slots, lengths]), self._device)
@@ -130,7 +159,7 @@ class StagedInputs:
         while len(updates) > self._max_updates:  # many long prompts were found in the prefix cache at once
             self._send(_packed(np.empty((ROW_FIELDS, 0), np.int32), updates[: self._max_updates], 0))
             prepare_step(
-                self._staged, self.token_ids, self._tables, self._inputs.part(0, 0), self.block_size, max_query_len=0
+                self._staged, self.slots, self._tables, self._inputs.part(0, 0), self.block_size, max_query_len=0
             )
             updates = updates[self._max_updates :]
         fields, used = _row_fields(batch, shape)
@@ -140,24 +169,28 @@ class StagedInputs:
     def stage_padding(self, shape: StepShape) -> None:
         """Stage a step of this shape that has only padding rows.
         It reads no block, and writes only to the null block."""
-        fields = _padding(shape, shape.decodes)
-        self._send(_packed(fields, np.empty((0, UPDATE_FIELDS), np.int32), shape.decodes))
+        used = shape.decodes * shape.num_draws
+        fields = _padding(shape, used)
+        self._send(_packed(fields, np.empty((0, UPDATE_FIELDS), np.int32), used))
         zeros, none = (0,) * shape.rows, (-1,) * shape.rows
         self._host_rows = _HostRows(tuple(fields[2].tolist()), zeros, none, HostPlaces(none, zeros, zeros))
 
     def prepare(self, shape: StepShape) -> tuple[ForwardInputs, StepInputs]:
         """Unpack the staged step. The launched kernels depend on the shape alone, so a graph can record them."""
-        inputs, longest = self.part(shape), shape.prefill_tokens or 1
-        prepare_step(self._staged, self.token_ids, self._tables, inputs, self.block_size, longest)
+        inputs, longest = self.part(shape), shape.prefill_tokens or shape.num_draws
+        prepare_step(self._staged, self.slots, self._tables, inputs, self.block_size, longest)
         if self._states is not None:
             self._states[:, : shape.rows].copy_(state_fields(self._staged, shape.rows))
         return self._forward_inputs(inputs, shape), inputs
 
     def part(self, shape: StepShape) -> StepInputs:
         """Return the buffers that `prepare` fills for a step of this shape."""
-        return self._inputs.part(shape.rows, shape.tokens)
+        return self._inputs.part(shape.rows, shape.tokens, shape.num_draws)
 
     def _forward_inputs(self, inputs: StepInputs, shape: StepShape) -> ForwardInputs:
+        context = self._host_rows.context
+        if not runs_triton(inputs.context_lens):  # the twins read lengths on the host, which knows bounds of them
+            context = tuple(inputs.context_lens.tolist())
         return ForwardInputs(
             token_ids=inputs.token_ids,
             positions=inputs.positions,
@@ -166,8 +199,9 @@ class StagedInputs:
             cu_seqlens_q=inputs.cu_seqlens_q,
             logits_indices=inputs.last_tokens,
             num_decodes=shape.decodes,
+            decode_queries=shape.num_draws,
             query_lens=self._host_rows.scheduled,
-            context_lens_host=self._host_rows.context,
+            context_lens_host=context,
             adapters=inputs.adapters,
             adapters_host=self._host_rows.adapters,
             state=self._state_inputs(shape),
@@ -187,12 +221,16 @@ class StagedInputs:
 def _row_fields(batch: StepBatch, shape: StepShape) -> tuple[Ints, int]:
     """Return [ROW_FIELDS, R] int32 and the number of used tokens; see kernels/prepare_step.py."""
     rows, decodes = batch.rows, batch.rows.num_decodes
-    used = shape.decodes + int(rows.starts[-1]) - decodes
+    used = shape.decodes * shape.num_draws + (0 if shape.drafts else int(rows.starts[-1]) - decodes)
     fields = _padding(shape, used)
-    slot, computed, scheduled, start, samples, adapter = fields[:STATE_FIELDS]
+    slot, computed, scheduled, start, samples, adapter, drafts = fields[:STATE_FIELDS]
     places = row_places(batch, shape)
-    slot[places], computed[places], scheduled[places] = rows.slots, rows.computed, rows.scheduled
-    start[places[decodes:]] = rows.starts[decodes:-1] + shape.decodes - decodes
+    slot[places], computed[places] = rows.slots, rows.computed
+    if rows.are_bounds is not None:
+        drafts[places] = np.where(rows.are_bounds, rows.drafts, -1)
+    if not shape.drafts:
+        scheduled[places] = rows.scheduled
+        start[places[decodes:]] = rows.starts[decodes:-1] + shape.decodes - decodes
     samples[places], adapter[places] = rows.samples, rows.adapters
     if rows.states is not None:
         fields[STATE_FIELDS:, places] = rows.states
@@ -200,13 +238,13 @@ def _row_fields(batch: StepBatch, shape: StepShape) -> tuple[Ints, int]:
 
 
 def _padding(shape: StepShape, used: int) -> Ints:
-    """Return the fields of a step of padding rows: decode rows have one token each, prefill rows none. A padding row
-    reads and writes no recurrent state."""
+    """Return the fields of a step of padding rows: decode rows have one token for each of their draws, prefill rows
+    none. A padding row reads and writes no recurrent state."""
     fields = np.zeros((ROW_FIELDS, shape.rows), np.int32)
-    slot, _, scheduled, start, _, adapter, read = fields[: STATE_FIELDS + 1]
-    slot[:] = adapter[:] = read[:] = -1
-    scheduled[: shape.decodes] = 1
-    start[: shape.decodes] = np.arange(shape.decodes)
+    slot, _, scheduled, start, _, adapter, drafts, read = fields[: STATE_FIELDS + 1]
+    slot[:] = adapter[:] = drafts[:] = read[:] = -1
+    scheduled[: shape.decodes] = shape.num_draws
+    start[: shape.decodes] = np.arange(shape.decodes) * shape.num_draws
     start[shape.decodes :] = used
     return fields
 
@@ -233,11 +271,14 @@ class _HostRows(NamedTuple):
 
 
 def _host_rows(batch: StepBatch, shape: StepShape) -> _HostRows:
-    """Return the host values of a step. Padding rows have no context, no adapter and no state."""
+    """Return the host values of a step. Padding rows have no context, no adapter and no state. Contexts of requests
+    with drafts in flight are upper bounds."""
     scheduled, context, adapters = np.zeros((3, shape.rows), np.int64)
-    scheduled[: shape.decodes], adapters[:] = 1, -1
+    scheduled[: shape.decodes], adapters[:] = shape.num_draws, -1
     places, rows = row_places(batch, shape), batch.rows
-    scheduled[places], context[places], adapters[places] = rows.scheduled, rows.context, rows.adapters
+    context[places], adapters[places] = rows.context, rows.adapters
+    if not shape.drafts:
+        scheduled[places] = rows.scheduled
     states = None
     if rows.states is not None:
         padded = np.repeat([[-1], [0], [0]], shape.rows, axis=1)

@@ -34,13 +34,13 @@ def to_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def pair_to_host(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return host copies of two tensors, as `to_host`. Two parts of one allocation share one copy, of all of it."""
-    storage = a.untyped_storage()
-    if storage.data_ptr() != b.untyped_storage().data_ptr():
-        return to_host(a), to_host(b)
-    whole = to_host(torch.empty(0, dtype=torch.uint8, device=a.device).set_(storage))
-    return _part_of(whole, a), _part_of(whole, b)
+def parts_to_host(*tensors: Tensor) -> list[Tensor]:
+    """Return host copies, as `to_host`. Contiguous parts of one allocation share one copy, of all of it."""
+    storage = tensors[0].untyped_storage()
+    if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors):
+        return [to_host(tensor) for tensor in tensors]
+    whole = to_host(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+    return [_part_of(whole, tensor) for tensor in tensors]
 
 
 def _part_of(whole: Tensor, like: Tensor) -> Tensor:

@@ -315,6 +315,15 @@ def test_no_drafts_where_they_cost_what_they_bring():
     assert cheap.width([request], [7], 8) == 7
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1, 15), (4, 15), (5, 7), (8, 7), (9, 3), (16, 3), (17, 0)])
+def test_a_padded_step_is_no_larger_than_a_step_with_drafts_may_be(rows, width):
+    policy = Speculation(DraftSupport(15, 64, proposes=True, widths=(3, 7, 15)))
+    for tokens in (*range(1, 17), *range(24, 65, 8)):
+        policy.costs.observe(tokens, 1.0)
+    requests = [make_request(f"r{row}", [1]) for row in range(rows)]
+    assert policy.width(requests, [15] * rows, 64) == width
+
+
 def test_costs_that_were_not_measured_for_long_are_measured_again():
     costs = StepCosts()
     costs.observe(1, 1.0)

@@ -26,6 +26,8 @@ from tests.kernels.machine_code import before_wait, count, hottest_loop, instruc
 
 SHARED_BYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory one program may use, by compute capability."""
+MEMORY = ("LDG", "LDGSTS", "UTMALDG", "STG", "ATOM", "ATOMG", "RED")
+"""Instructions that reach memory: a kernel without weights has none before it waits."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,13 @@ class Variant:
     max_instructions_per_element: float = 0.0  # thread instructions; 0: not limited
     prefetches: int = 0  # on sm_90, of each thread, before the kernel waits for the previous one
     not_early: tuple[str, ...] = ()  # instructions that must not occur on sm_90 before that wait; for those that wait
-    options: Mapping[str, Any] = field(default_factory=dict)  # further compile options
+    options: Mapping[str, Any] = field(default_factory=dict)  # further compile options; PDL is chosen where not given
     hip: bool = False  # that it compiles for gfx1100 is tested as well; one variant of each kernel
+
+    def is_early(self, arch: int) -> bool:
+        """Return whether the kernel is launched on sm_<arch> while the previous one finishes: from sm_90 on, if it can
+        wait and the variant does not say otherwise."""
+        return bool(self.constants.get("PDL", arch >= 90 and "PDL" in self.kernel.arg_names))
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,10 @@ class Compiled:
 
 def compile_variant(variant: Variant, arch: int) -> Compiled:
     """Machine code of a variant for sm_<arch>. Triton caches by content, so asking twice costs little."""
-    source = _source(variant)
+    source = _source(variant, arch)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
+    if variant.is_early(arch):
+        options["launch_pdl"] = True
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={**options, **variant.options})
     usage, machine_code = _disassemble(compiled.asm["cubin"])
     code = instructions(machine_code)
@@ -99,7 +108,7 @@ def compile_variant(variant: Variant, arch: int) -> Compiled:
 def compile_for_hip(variant: Variant, arch: str = "gfx1100") -> bool:
     """Whether the kernel compiles for an AMD GPU; nothing is read from the result."""
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    return bool(triton.compile(_source(variant), target=GPUTarget("hip", arch, 32), options=options).asm["amdgcn"])
+    return bool(triton.compile(_source(variant, 0), target=GPUTarget("hip", arch, 32), options=options).asm["amdgcn"])
 
 
 def compile_by_number(number: int, arch: int) -> Compiled | bool:
@@ -115,12 +124,15 @@ def all_variants() -> list[Variant]:
     return [v for name in modules for v in importlib.import_module(f"{package.__name__}.{name}").VARIANTS]
 
 
-def _source(variant: Variant) -> ASTSource:
+def _source(variant: Variant, arch: int) -> ASTSource:
     names = variant.kernel.arg_names
-    constants = {(names.index(name),): value for name, value in variant.constants.items()}
-    unknown = [n for n in (*variant.signature, *variant.constants) if n not in names]
+    given = dict(variant.constants)
+    if "PDL" in names:
+        given["PDL"] = variant.is_early(arch)
+    constants = {(names.index(name),): value for name, value in given.items()}
+    unknown = [n for n in (*variant.signature, *given) if n not in names]
     assert not unknown, f"{variant.name}: {variant.kernel.__name__} has no argument {unknown}"
-    signature = {name: "constexpr" if name in variant.constants else variant.signature[name] for name in names}
+    signature = {name: "constexpr" if name in given else variant.signature[name] for name in names}
     attributes = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)

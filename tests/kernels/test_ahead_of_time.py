@@ -69,7 +69,7 @@ def _check(variant: Variant, arch: int, compiled: Compiled) -> None:
     if variant.mma:
         assert compiled.mma in variant.mma.split("|")
     assert not [name for name in variant.forbidden if compiled.hottest.get(name)]
-    if variant.options.get("launch_pdl"):
+    if variant.is_early(arch):
         assert compiled.counts.get("ACQBULK") == 1, "a kernel that starts early waits once"
         assert compiled.before_wait.get("CCTL", 0) == variant.prefetches
         assert not [name for name in variant.not_early if compiled.before_wait.get(name)]

@@ -224,7 +224,7 @@ def test_any_batch_matches_float64(
 @given(
     queries=st.sampled_from([2, 4]) if ON_GPU else st.integers(2, 8),
     contexts=st.lists(st.integers(0, 40), min_size=1, max_size=3),
-    padding=st.lists(st.integers(0, 7), max_size=3 if BY_KERNEL else 0),
+    padding=st.lists(st.integers(0, 7), max_size=3),
     has_prompt=st.booleans(),
     kv_heads=st.integers(1, 2),
     group=st.sampled_from([1, 4]) if ON_GPU else st.integers(1, 5),

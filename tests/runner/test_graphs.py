@@ -104,6 +104,20 @@ def test_a_recorded_shape_is_the_one_that_is_replayed() -> None:
     assert recorder.replayed == [shape]
 
 
+def test_a_step_with_drafts_is_padded_with_rows_and_never_with_drafts() -> None:
+    recorder = Recorder()
+    graphs = StepGraphs(capture_shapes(16, 256, 64), recorder, recorder.parts)
+    graphs.capture_first()
+    assert graphs.shape_for(StepShape(3, drafts=3)) == StepShape(4, drafts=3)
+    assert graphs.shape_for(StepShape(3, drafts=7)) is None, "recorded later"
+    complete(graphs)
+    assert graphs.shape_for(StepShape(3, drafts=7)) == StepShape(4, drafts=7)
+    assert graphs.shape_for(StepShape(9, drafts=3)) == StepShape(16, drafts=3)
+    assert graphs.shape_for(StepShape(9, drafts=7)) is None, "more than 64 draws"
+    assert graphs.shape_for(StepShape(3)) == StepShape(4)
+    assert not StepShape(4, drafts=7).holds(StepShape(4, drafts=3))
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), CaptureFailed("void")])
 def test_when_nothing_more_can_be_recorded_what_is_there_stays(error: Exception) -> None:
     recorder = Recorder(6, error)

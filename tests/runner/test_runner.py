@@ -155,7 +155,7 @@ def test_recording_graphs_between_requests_touches_nobody(
     assert a.output == reference(make_desk, PROMPT, GREEDY, 9)
     assert b.output == reference(make_desk, OTHER, SAMPLED, 9)
     assert runner.stats().replayed_steps >= 8
-    assert runner.stats().captured_graphs == len(capture_shapes(6, 256))
+    assert runner.stats().captured_graphs == len(capture_shapes(6, 256, runner.drafts.step_tokens))
 
 
 def test_recording_graphs_between_two_steps_touches_nobody(
@@ -177,7 +177,11 @@ def test_recording_graphs_between_two_steps_touches_nobody(
     assert a.output == reference(make_desk, PROMPT, GREEDY, 17)
     assert b.output == reference(make_desk, OTHER, SAMPLED, 17)
     assert runner.stats().replayed_steps > 0
-    assert runner.stats().captured_graphs < runner.stats().wanted_graphs == len(capture_shapes(6, 256))
+    assert (
+        runner.stats().captured_graphs
+        < runner.stats().wanted_graphs
+        == len(capture_shapes(6, 256, runner.drafts.step_tokens))
+    )
 
 
 def test_cached_prefix_equals_computed(make_desk: Callable[..., Desk]) -> None:

@@ -20,7 +20,10 @@ from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model
 from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
+from localllm.runner.device_drafts import LookupOnDevice
 from tests.kv import windowed_ledger
+from tests.runner.test_device_drafts import knowing
+from tests.runner.test_drafts import tokens_of
 from tests.runner.test_with_scheduler import BLOCK, serve
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1; on a GPU see tests/device")
@@ -72,6 +75,43 @@ def test_windowed_layers_that_give_blocks_back(
         return [Request(f"r{n}", list(range(3, 3 + n)), greedy, max_output_tokens=3) for n in (47, 2)]
 
     check(model, spec, two, "replayed", monkeypatch, windowed_ledger(spec, sizes, BLOCK, 24))
+
+
+def drafted() -> list[Request]:
+    """A text that repeats itself, which lookup finds, and one that is drawn."""
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=9, allowed_token_ids=[5, 6]),
+        SamplingParams(temperature=0.7, seed=3, max_tokens=7, repetition_penalty=1.2, logprobs=1),
+    ]
+    prompts = [[5, 6] * 5, [7, 8, 9, *range(30, 41)]]
+    return [
+        Request(f"r{i}", prompt, params, max_output_tokens=params.max_tokens or 1)
+        for i, (prompt, params) in enumerate(zip(prompts, asked, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("way", ["staged", "replayed"])
+@pytest.mark.parametrize("source", ["lookup", "right and wrong"])
+def test_drafts_through_the_kernels(
+    model: Any, spec: ModelSpec, way: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S2: rows of several queries, accepted on the device, while the next step is already launched."""
+    with monkeypatch.context() as twins:
+        twins.setattr(launch, "INTERPRETED", False)
+        plain, _ = serve(model, spec, drafted(), way="host")
+    texts = [[*r.token_ids, *tokens_of(plain[r.request_id])] for r in drafted()]
+    if source != "lookup":
+        monkeypatch.setattr(LookupOnDevice, "launch", knowing(texts, 0.2))
+    through_kernels, scheduler = serve(
+        model, spec, drafted(), num_blocks=14, depth=2, step=24, way=way, speculates=True
+    )
+    assert scheduler.recorder.num_failed_steps == 0
+    assert scheduler.speculation is not None
+    stats = scheduler.speculation.stats()
+    assert stats.num_accepted_tokens
+    assert (stats.num_accepted_tokens < stats.num_draft_tokens) == (source != "lookup")
+    for name, outputs in plain.items():
+        assert tokens_of(through_kernels[name]) == tokens_of(outputs), name
 
 
 def check(

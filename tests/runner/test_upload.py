@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from localllm.runner.upload import pair_to_host
+from localllm.runner.upload import parts_to_host
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_a_pair_comes_as_it_was(shared: bool, count: int) -> None:
+def test_parts_come_as_they_were(shared: bool, count: int) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     whole = torch.zeros(8 * 12, dtype=torch.uint8, device=device)
     ids, best = whole[:64].view(torch.int64)[:count], whole[64:].view(torch.float32)[:count]
@@ -19,7 +19,7 @@ def test_a_pair_comes_as_it_was(shared: bool, count: int) -> None:
     ids.copy_(torch.arange(7, 7 + count))
     best.copy_(torch.arange(count) / 3)
     with torch.inference_mode():
-        host_ids, host_best = pair_to_host(ids, best)
+        host_ids, host_best = parts_to_host(ids, best)
     if device.type == "cuda":
         torch.cuda.synchronize()
     ids.zero_()

@@ -12,6 +12,7 @@ import torch
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, Row, StepPlan, TokenMasks
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED, LaunchOptions
+from localllm.models.architectures import decoder
 from localllm.runner.graphs import Replay
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
@@ -92,7 +93,8 @@ def runner_of(served: Served, graphs: bool) -> TorchRunner:
 def step(
     runner: TorchRunner, number: int, decodes: int, prompts: list[int], asked: dict[str, Any], masked: bool
 ) -> None:
-    """One step of so many decode rows and of prompts of these lengths; all of it is forgotten after it."""
+    """One step of so many decode rows and of prompts of these lengths, and one with drafts of the decode rows; all of
+    it is forgotten after it."""
     params = SamplingParams(**asked)
     lengths = [BLOCK + 1] * decodes + prompts
     news, rows = [], []
@@ -107,6 +109,12 @@ def step(
     words = -(-runner.vocab_size // 32)
     masks = TokenMasks((0,), np.full((1, words), -1, np.int32)) if masked else None
     runner.sample(plan, masks).result()
+    drafts = min(15, 64 // max(1, decodes) - 1)
+    if drafts > 0 and not prompts:
+        verified = tuple(Row(s, f"r{s}", BLOCK + 1, 1 + drafts, (), True, (), None, drafts) for s in range(decodes))
+        plan = StepPlan(number + 1, verified, propose=15)
+        runner.forward(plan)
+        runner.sample(plan, masks).result()
     runner.forward(StepPlan(number + 1, (), (), tuple(range(len(lengths)))))
     runner.reset()
 
@@ -145,3 +153,33 @@ def test_nothing_compiles_late(served: Served, graphs: bool) -> None:
                 late[key] = f"{decodes} decodes, prompts {prompts}, {asked}{', a grammar' * masked}"
         runner.close()
     assert not late, "\n".join(f"{key}\n    first in: {where}" for key, where in late.items())
+
+
+def test_the_host_reads_nothing_between_the_forward_pass_and_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that the host reads of a device's tensor would make it wait for the step."""
+    with pretend_gpu():
+        runner = runner_of(SERVED[0], graphs=False)
+        runner.warm_up()
+        new = NewSlot(0, "r", [1, 2, 3], 3, SamplingParams(temperature=0.7), (), 0, max_drafts=15)
+        plans = [
+            StepPlan(1, (Row(0, "r", 0, 3, ((1,),), True),), (new,), propose=15),
+            StepPlan(2, (Row(0, "r", 3, 6, (), True, (), None, 5),), propose=15),
+            StepPlan(3, (Row(0, "r", 9, 16, (), True, (), None, 15),), propose=15),
+        ]
+        pending = []
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder, "has_no_skipped_slot", lambda slots: False)  # reads tensors of a CPU alone
+            for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "nonzero"):
+                patch.setattr(torch.Tensor, name, _refuse(name))
+            for plan in plans:
+                runner.forward(plan)
+                pending.append(runner.sample(plan))
+        assert [len(each.result().rows) for each in pending] == [1, 1, 1]
+        runner.close()
+
+
+def _refuse(name: str) -> Any:
+    def read(*args: Any, **options: Any) -> None:
+        raise AssertionError(f"the host reads a tensor: {name}")
+
+    return read

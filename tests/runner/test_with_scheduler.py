@@ -80,9 +80,11 @@ def serve(
         states = StateCache(spec, num_places, CPU, torch.float32)
         if num_places:
             poison(cache, states)
-        runner: Runner = TorchRunner(model, spec, cache, block_size=BLOCK, device=CPU, states=states,
-                                     drafter=drafter and drafter(sizes_of_groups[0]),
-                                     launch_options=LaunchOptions(deterministic=deterministic), **sizes)  # fmt: skip
+        runner: Runner = TorchRunner(
+            model, spec, cache, block_size=BLOCK, device=CPU, states=states, has_drafts=speculates,
+            drafter=drafter and drafter(sizes_of_groups[0]),
+            launch_options=LaunchOptions(deterministic=deterministic), **sizes,
+        )  # fmt: skip
     else:
         runner = make_runner(num_blocks=num_blocks, block_size=BLOCK, **sizes)
     while runner.use_idle_time():

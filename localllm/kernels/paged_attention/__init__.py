@@ -25,7 +25,12 @@ from torch import Tensor
 
 from localllm.kernels.launch import runs_triton
 from localllm.kernels.paged_attention.device import DevicePlan, attend_on_device, plan_on_device
-from localllm.kernels.paged_attention.twin import HostPlan, paged_attention_reference, plan_on_host
+from localllm.kernels.paged_attention.twin import (
+    HostPlan,
+    paged_attention_reference,
+    plan_drafts_on_host,
+    plan_on_host,
+)
 
 __all__ = ["AttentionPlan", "kv_cache_shape", "paged_attention", "paged_attention_reference", "plan_attention"]
 
@@ -65,8 +70,10 @@ def plan_attention(
     own; None: all previous ones. first_key: keys before this position are not read (only in the twin).
     """
     if not runs_triton(block_table):
-        lone = num_decodes if decode_queries == 1 else 0
-        return plan_on_host(block_table, query_lens, context_lens_host, lone, cache_shape, window, first_key)
+        if positions is not None:
+            starts = positions[: num_decodes * decode_queries : decode_queries].tolist()
+            return plan_drafts_on_host(block_table, query_lens, context_lens_host, starts, cache_shape, window)
+        return plan_on_host(block_table, query_lens, context_lens_host, num_decodes, cache_shape, window, first_key)
     assert not first_key, "the kernels read keys from position 0 on"
     return plan_on_device(
         block_table, context_lens, cu_seqlens_q, num_decodes, num_heads, cache_shape, cache_dtype, window,

@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import INTERPRETED, TensorDescriptor, cdiv, launch_options, next_power_of_2
+from localllm.kernels.launch import (
+    INTERPRETED,
+    TensorDescriptor,
+    cdiv,
+    early_launch,
+    launch_options,
+    next_power_of_2,
+)
 from localllm.kernels.paged_attention.kernels import decode_kernel, plan_kernel, prefill_kernel, reduce_kernel
 from localllm.kernels.tuned import settings_for
 
@@ -163,6 +170,7 @@ def _plan_splits(
     plan_kernel[(1,)](
         plan.items, plan.split_starts, context_lens, num_decodes, max_items, spare_items,
         TILE=tile, WINDOW=window, MIN_TILES=min_tiles, ROWS=256, QUERIES=queries, num_warps=4,
+        **early_launch(device),
     )  # fmt: skip
     return plan
 
@@ -290,6 +298,7 @@ class _Call(NamedTuple):
             "STAGES": launch.num_stages,
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
+            **early_launch(self.q.device),
         }
 
 
@@ -311,6 +320,7 @@ def _launch_decode(call: _Call, splits: SplitPlan) -> None:
     reduce_kernel[(num_tokens, call.q.shape[1])](
         call.out, splits.partial_out, splits.partial_max, splits.partial_sum, splits.split_starts, call.out.stride(0),
         HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), PARTS=16, QUERIES=queries, num_warps=4,
+        **early_launch(call.q.device),
     )  # fmt: skip
 
 
@@ -319,12 +329,13 @@ def _launch_prefill(call: _Call) -> None:
     num_kv_heads, num_blocks = call.k_cache.shape[:2]
     num_rows, num_tokens = len(plan.context_lens) - plan.num_decodes, len(call.q)
     block_q = launch.block_m // (call.q.shape[1] // num_kv_heads)
+    positions = None if plan.splits is not None else plan.positions  # rows with drafts are here in deterministic mode
     # Enough blocks for any lengths, and one more request: the padding tokens after the last row.
     num_blocks_q = (num_tokens - plan.num_decode_tokens) // block_q + num_rows + 1
     prefill_kernel[(num_blocks_q, num_kv_heads)](
         call.out, call.q, call.cache(call.k_cache, launch), call.cache(call.v_cache, launch),
-        call.k_scale, call.v_scale, plan.block_table, plan.context_lens, plan.cu_seqlens_q, call.sinks,
-        call.alibi_slopes, call.scale, num_tokens, plan.num_decodes, num_rows, num_blocks,
+        call.k_scale, call.v_scale, plan.block_table, plan.context_lens, plan.cu_seqlens_q, positions,
+        call.sinks, call.alibi_slopes, call.scale, num_tokens, plan.num_decodes, num_rows, num_blocks,
         plan.block_table.stride(0), call.q.stride(0), call.q.stride(1), call.out.stride(0),
         ONE_LOOP=launch_options().deterministic, **call.constants(launch),
     )  # fmt: skip

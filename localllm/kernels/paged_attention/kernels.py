@@ -12,7 +12,7 @@ zero (0 * NaN is NaN). A row that has seen no key yet keeps a maximum of -inf th
 
 from __future__ import annotations
 
-from localllm.kernels.launch import tl, triton
+from localllm.kernels.launch import tl, triton, wait_for_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FP8_SHIFT = tl.constexpr(256.0)
@@ -207,16 +207,19 @@ def _find_row(cu_seqlens_q, first_row, num_rows, place, BLOCK_Q: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "first_row", "num_rows", "num_blocks", "table_stride"])
 def prefill_kernel(
-    out, q, k_cache, v_cache, k_scale, v_scale, block_table, context_lens, cu_seqlens_q, sinks, alibi_slopes,
+    out, q, k_cache, v_cache, k_scale, v_scale, block_table, context_lens, cu_seqlens_q, positions, sinks, alibi_slopes,
     scale, num_tokens, first_row, num_rows, num_blocks, table_stride, q_token_stride, q_head_stride, out_stride,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
-    TMA: tl.constexpr, ONE_LOOP: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, ONE_LOOP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per block of consecutive queries of one request, and key head.
 
     ONE_LOOP: every tile uses the masked loop, so that a query's bits do not depend on other queries in the block.
+    positions [num_tokens] int64: read if given, of each request's first query; its queries from the context's end on
+    are padding. None: a request's last query is at its context's end.
     """
+    wait_for_inputs(PDL)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_SIZE
     place = tl.num_programs(0) - 1 - tl.program_id(0)  # the last block of a prompt has most work: it starts first
     kv_head = tl.program_id(1)
@@ -234,7 +237,7 @@ def prefill_kernel(
     queries = first_query + rows // GROUP_SIZE
     heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
     present = (queries < query_len) & (rows < BLOCK_Q * GROUP_SIZE)
-    computed = context_len - query_len
+    computed = context_len - query_len if positions is None else tl.load(positions + start).to(tl.int32)
     q_positions = computed + queries
     q_block = _load_queries(
         q, start + queries, heads, present, q_token_stride, q_head_stride, k_cache, HEAD_DIM, BLOCK_D, FORMAT, TMA
@@ -297,7 +300,7 @@ def decode_kernel(
     positions, items, sinks, alibi_slopes, scale, num_blocks, table_stride, q_token_stride, q_head_stride, out_stride,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr, QUERIES: tl.constexpr, TILE_QUERIES: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, QUERIES: tl.constexpr, TILE_QUERIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per item of the work list, key head and TILE_QUERIES query tokens: part of one request's keys for its
     QUERIES query tokens.
@@ -305,6 +308,7 @@ def decode_kernel(
     positions [num_decodes * QUERIES] int64: read if QUERIES > 1, of each row's first query. A query from the context's
     end on is padding; its output is not defined.
     """
+    wait_for_inputs(PDL)
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.load(items + item * 3)
@@ -389,10 +393,11 @@ def decode_kernel(
 @triton.jit
 def reduce_kernel(
     out, partial_out, partial_max, partial_sum, split_starts, out_stride,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, QUERIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per query token of a decode row and query head: combines its parts, weighted by their share of the
     sum."""
+    wait_for_inputs(PDL)
     token = tl.program_id(0)
     row = token // QUERIES
     head = tl.program_id(1)
@@ -438,11 +443,13 @@ def _key_tiles(context_lens, rows, num_rows, TILE: tl.constexpr, WINDOW: tl.cons
 def plan_kernel(
     items, split_starts, context_lens, num_rows, max_items, spare_items,
     TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program splits the decode kernel's work into parts of nearly equal length, at most num_rows + spare_items.
 
     items [max_items, 3]: row (-1: no work), first tile, end tile. split_starts [num_rows + 1].
     """
+    wait_for_inputs(PDL)
     total = 0
     for at in range(0, num_rows, ROWS):
         first, end = _key_tiles(context_lens, at + tl.arange(0, ROWS), num_rows, TILE, WINDOW, QUERIES)

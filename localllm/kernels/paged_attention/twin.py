@@ -105,6 +105,29 @@ def plan_on_host(
     return HostPlan(tuple(groups), tuple(prefills), num_tokens)
 
 
+def plan_drafts_on_host(
+    block_table: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    first_positions: Sequence[int],
+    cache_shape: Sequence[int],
+    window: int | None = None,
+) -> HostPlan:
+    """Do plan_attention for requests of which the first ones verify drafts: each of their queries is one of a prompt.
+
+    first_positions: of these requests; their queries from the context's end on are padding, whose output is zero.
+    """
+    layout = _Layout(cache_shape[0], cache_shape[1], cache_shape[2], window, first_key=0)
+    prefills, start, num_tokens = [], 0, 0
+    for row, (query_len, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        if context:
+            real = context - first_positions[row] if row < len(first_positions) else query_len
+            prefills.append(_plan_prefill(block_table, row, start, min(real, query_len), context, layout))
+            num_tokens += min(real, query_len)
+        start += query_len
+    return HostPlan((), tuple(prefills), num_tokens)
+
+
 def paged_attention_reference(
     q: Tensor,
     k_cache: Tensor,

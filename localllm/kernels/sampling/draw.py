@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.sampling import selection
 from localllm.kernels.sampling.noise import GROUP_STREAM, gumbel, gumbel_noise, row_key, row_keys_of
 from localllm.kernels.sampling.selection import GROUP
@@ -156,6 +156,7 @@ def _gumbel_max(
         logits, slots, lengths, tables.seed, tables.temperature, tables.top_k, tables.top_p, tables.min_p,
         value, last_id, summary.best, summary.scores, summary.groups, summary.heads, summary.masses,
         logits.stride(0), vocab_size, FILTERS=filters, KEPT=cutoff is not None, BLOCK=BLOCK, num_warps=4,
+        **early_launch(logits.device),
     )  # fmt: skip
 
 
@@ -173,7 +174,7 @@ def _pick(
     _pick_kernel[(num_rows,)](
         logits, slots, lengths, tables.seed, tables.temperature, value, last_id, summary.best, summary.scores,
         summary.groups, token_ids, best, logits.stride(0), vocab_size, num_blocks, KEPT=cutoff is not None,
-        BLOCKS=next_power_of_2(num_blocks), num_warps=1,
+        BLOCKS=next_power_of_2(num_blocks), num_warps=1, **early_launch(logits.device),
     )  # fmt: skip
     return token_ids, best
 
@@ -192,9 +193,10 @@ def is_filtered(slot, top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, V):
 def _gumbel_max_kernel(
     logits_ptr, slots_ptr, lengths_ptr, seed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     value_ptr, last_id_ptr, best_ptr, scores_ptr, groups_ptr, heads_ptr, masses_ptr,
-    row_stride, V, FILTERS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    row_stride, V, FILTERS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One block of one row. First pass: its largest logit, and its best group or (FILTERS) all its groups."""
+    wait_for_inputs(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_blocks = tl.num_programs(1)
     slot = tl.load(slots_ptr + row)
@@ -251,8 +253,10 @@ def _gumbel_max_kernel(
 def _pick_kernel(
     logits_ptr, slots_ptr, lengths_ptr, seed_ptr, temperature_ptr, value_ptr, last_id_ptr, best_ptr, scores_ptr,
     groups_ptr, token_ids_ptr, out_best_ptr, row_stride, V, num_blocks, KEPT: tl.constexpr, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: the best block's group, then the best token in it."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     if slot < 0:

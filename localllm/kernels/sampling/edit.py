@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.sampling.tables import (
     HAS_ALLOWED,
     HAS_BIAS,
@@ -55,6 +55,7 @@ def edit_logits(
         token_ids.stride(0), vocab_size, tables.allowed.shape[1], HAS_MASK=bitmask is not None, BLOCK=BLOCK,
         PART=PART, CHUNK=CHUNK, MAX_BIAS=MAX_BIAS, MAX_STOPS=MAX_STOPS, MAX_WORDS=MAX_WORDS, WORD_LEN=WORD_LEN,
         BIAS=HAS_BIAS, ALLOWED=HAS_ALLOWED, STOPS=HAS_STOPS, PENALTIES=HAS_PENALTIES, WORDS=HAS_WORDS, num_warps=8,
+        **early_launch(logits.device),
     )  # fmt: skip
     return None
 
@@ -135,9 +136,10 @@ def _edit_kernel(
     bitmask_ptr, row_stride, token_stride, V, mask_words, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr, CHUNK: tl.constexpr, MAX_BIAS: tl.constexpr, MAX_STOPS: tl.constexpr, MAX_WORDS: tl.constexpr,
     WORD_LEN: tl.constexpr, BIAS: tl.constexpr, ALLOWED: tl.constexpr, STOPS: tl.constexpr, PENALTIES: tl.constexpr,
-    WORDS: tl.constexpr,
+    WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One block of ids of one row."""
+    wait_for_inputs(PDL)
     row, first_id = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     slot = tl.load(slots_ptr + row)
     if slot < 0:

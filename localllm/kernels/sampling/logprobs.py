@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.sampling import selection
 from localllm.kernels.sampling.nucleus import order_key, value_of
 from localllm.kernels.sampling.selection import GROUP
@@ -49,12 +49,12 @@ def token_logprobs(
     by_slot = asked[0] is not token_ids
     _sum_kernel[(num_rows, num_blocks)](
         logits, token_ids, *asked, best, sums, above, heads, logits.stride(0), vocab_size, BY_SLOT=by_slot, BLOCK=BLOCK,
-        num_warps=4,
+        num_warps=4, **early_launch(device),
     )  # fmt: skip
     _logprobs_kernel[(num_rows,)](
         logits, token_ids, *asked, best, sums, above, heads, ids, logprobs, ranks, logits.stride(0), vocab_size,
         num_blocks, BY_SLOT=by_slot, K=room, NEAR=next_power_of_2(room), BLOCKS=next_power_of_2(num_blocks),
-        GROUPS=next_power_of_2(num_groups), num_warps=8,
+        GROUPS=next_power_of_2(num_groups), num_warps=8, **early_launch(device),
     )  # fmt: skip
     return ids[:, : 1 + k], logprobs[:, : 1 + k], ranks
 
@@ -95,10 +95,11 @@ def _num_asked(row, slots_ptr, counts_ptr, BY_SLOT: tl.constexpr, K: tl.constexp
 @triton.jit
 def _sum_kernel(
     logits_ptr, token_ids_ptr, slots_ptr, counts_ptr, best_ptr, sums_ptr, above_ptr, heads_ptr, row_stride, V,
-    BY_SLOT: tl.constexpr, BLOCK: tl.constexpr,
+    BY_SLOT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One block of one row: its largest logit, the sum of exponentials relative to it,
     the logits above the token's own."""
+    wait_for_inputs(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if _num_asked(row, slots_ptr, counts_ptr, BY_SLOT, 0) < 0:
         return
@@ -123,9 +124,10 @@ def _sum_kernel(
 def _logprobs_kernel(
     logits_ptr, token_ids_ptr, slots_ptr, counts_ptr, best_ptr, sums_ptr, above_ptr, heads_ptr, ids_ptr,
     logprobs_ptr, ranks_ptr, row_stride, V, num_blocks, BY_SLOT: tl.constexpr, K: tl.constexpr, NEAR: tl.constexpr,
-    BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCKS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: the token's own logprob and rank, then the likeliest in order."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     num = _num_asked(row, slots_ptr, counts_ptr, BY_SLOT, K)
     if num < 0:

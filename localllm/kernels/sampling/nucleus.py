@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.sampling import selection
 from localllm.kernels.sampling.draw import Cutoff, LogitSummary, is_filtered
 from localllm.kernels.sampling.selection import GROUP
@@ -45,6 +45,7 @@ def nucleus(logits: Tensor, slots: Tensor, tables: SlotTables, summary: LogitSum
         logits, slots, tables.temperature, tables.top_k, tables.top_p, tables.min_p, summary.heads, summary.masses,
         near, between, cutoff.value, cutoff.last_id, logits.stride(0), vocab_size,
         GROUPS=next_power_of_2(max(tries, cdiv(vocab_size, GROUP))), TRIES=tries, num_warps=16,
+        **early_launch(logits.device),
     )  # fmt: skip
     return cutoff
 
@@ -195,8 +196,10 @@ def _load_near(row_ptr, near_ptr, num_near, V, bound, floor, TRIES: tl.constexpr
 def _nucleus_kernel(
     logits_ptr, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, heads_ptr, masses_ptr,
     near_ptr, between_ptr, value_ptr, last_id_ptr, row_stride, V, GROUPS: tl.constexpr, TRIES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row. Keys are int32 in the order of the values; bounds are int64 so that their distance fits."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     tl.store(value_ptr + row, -float("inf"))

@@ -48,6 +48,8 @@ def plan_step(
         cache_dtype=k_cache.dtype,
         window=window,
         first_key=inputs.first_key,
+        decode_queries=inputs.decode_queries,
+        positions=inputs.positions if inputs.decode_queries > 1 else None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.paged_attention import device, kernels
-from tests.kernels.ahead_of_time import Variant
+from tests.kernels.ahead_of_time import MEMORY, Variant
 
 STRIDES = ("q_token_stride", "q_head_stride", "out_stride")
 CACHE_TYPES = {"plain": "{}", "fp8": "fp8e4nv", "fp8_bits": "u8", "int8": "i8", "int8_ptx": "i8"}
@@ -19,9 +19,9 @@ POINTERS = {
 def attention(
     entry: str, name: str, group_size: int, head_dim: int, *archs: int, block_size: int = 64, dtype: str = "bf16",
     format: str = "plain", window: int = 0, softcap: float = 0.0, has_sinks: bool = False, has_slopes: bool = False,
-    one_loop: bool = False, queries: int = 1, **budget: Any,
+    one_loop: bool = False, queries: int = 1, has_positions: bool = False, **budget: Any,
 ) -> Variant:  # fmt: skip
-    """archs share the settings of the first. queries: of a decode row."""
+    """archs share the settings of the first. queries: of a decode row. has_positions: of a prefill row."""
     kernel, choose = {
         "decode": (kernels.decode_kernel, device.decode_launch),
         "prefill": (kernels.prefill_kernel, device.prefill_launch),
@@ -40,7 +40,7 @@ def attention(
     }  # fmt: skip
     if format != "plain":
         del constants["k_scale"], constants["v_scale"]
-    if queries > 1:
+    if queries > 1 or has_positions:
         del constants["positions"]
     if has_sinks:
         del constants["sinks"]
@@ -51,15 +51,16 @@ def attention(
     cache = f"tensordesc<{cache_type}[{launch.tile},{block_d}]>" if launch.tma else f"*{cache_type}"
     types = {name: kind.format(dtype) for name, kind in POINTERS.items()} | {"k_cache": cache, "v_cache": cache}
     signature = {name: types.get(name, "fp32" if name == "scale" else "i32") for name in names if name not in constants}
+    del signature["PDL"]
     return Variant(
         f"{entry}, {name}", kernel, signature, constants, launch.num_warps, launch.num_stages, STRIDES,
-        archs=archs, **budget,
+        archs=archs, not_early=MEMORY, **budget,
     )  # fmt: skip
 
 
 def _small(name: str, kernel: Any, constants: dict[str, Any], **budget: Any) -> Variant:
-    signature = {n: POINTERS.get(n, "i32").format("bf16") for n in kernel.arg_names if n not in constants}
-    return Variant(name, kernel, signature, constants, archs=(80, 89, 90, 120), **budget)
+    signature = {n: POINTERS.get(n, "i32").format("bf16") for n in kernel.arg_names if n not in (*constants, "PDL")}
+    return Variant(name, kernel, signature, constants, archs=(80, 89, 90, 120), not_early=MEMORY, **budget)
 
 
 def _pair(name: str, group_size: int, head_dim: int, *archs: int, **terms: Any) -> list[Variant]:
@@ -132,4 +133,5 @@ VARIANTS = [
     attention("prefill", "8B, fp8 cache", 4, 128, 90, 100, format="fp8", often=False),
     attention("prefill", "8B, int8 cache", 4, 128, 90, 100, format="int8_ptx", often=False),
     attention("prefill", "8B, deterministic", 4, 128, 90, 100, one_loop=True, often=False),
+    attention("prefill", "8B, deterministic, drafts", 4, 128, 90, one_loop=True, has_positions=True),
 ]  # fmt: skip

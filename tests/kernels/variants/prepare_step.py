@@ -6,12 +6,14 @@ from localllm.kernels import prepare_step as module
 from tests.kernels.ahead_of_time import Variant
 
 _POINTERS = {
-    "staged_ptr": "*i32", "tokens_ptr": "*i32", "tables_ptr": "*i32", "token_ids_ptr": "*i64", "positions_ptr": "*i64",
+    "staged_ptr": "*i32", "tokens_ptr": "*i32", "known_ptr": "*i64",
+    "valid_ptr": "*i32", "tables_ptr": "*i32", "token_ids_ptr": "*i64", "positions_ptr": "*i64",
     "slot_mapping_ptr": "*i64", "block_tables_ptr": "*i32", "context_ptr": "*i32", "cu_seqlens_ptr": "*i32",
     "last_ptr": "*i64", "slots_ptr": "*i64", "lengths_ptr": "*i64", "adapters_ptr": "*i32",
 }  # fmt: skip
 _SIZES = {
-    "rows": "i32", "tokens": "i32", "tokens_stride": "i32", "tables_group_stride": "i32", "tables_stride": "i32",
+    "rows": "i32", "tokens": "i32", "draws": "i32", "tokens_stride": "i32", "tables_group_stride": "i32",
+    "tables_stride": "i32",
     "block_tables_group_stride": "i32", "block_tables_stride": "i32", "slot_mapping_stride": "i32",
 }  # fmt: skip
 
@@ -29,10 +31,5 @@ VARIANTS = [
         {"staged_ptr": "*i32", "tables_ptr": "*i32", "rows": "i32", "group_stride": "i32", "table_stride": "i32"},
         {"HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "UPDATE_FIELDS": module.UPDATE_FIELDS, "BLOCK": 256},
         max_registers=64, archs=(75, 80, 89, 90, 120),
-    ),
-    Variant(
-        "sampled tokens", module._record_tokens_kernel,
-        {"slots_ptr": "*i64", "lengths_ptr": "*i64", "tokens_ptr": "*i32", "sampled_ptr": "*i64", "rows": "i32",
-         "tokens_stride": "i32"}, {"BLOCK": 256}, max_registers=64, archs=(75, 80, 89, 90, 120),
     ),
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from localllm.kernels.gated_delta import EPS, _gated_delta_kernel
 from localllm.kernels.gated_norm import _gated_norm_kernel
 from localllm.kernels.rms_norm import norm_launch
 from localllm.kernels.selective_scan import _selective_scan_kernel
-from tests.kernels.ahead_of_time import Variant
+from tests.kernels.ahead_of_time import MEMORY, Variant
 
 ROWS = dict.fromkeys(("cu_seqlens_ptr", "read_ptr", "write_ptr", "save_ptr"), "*i32")
 
@@ -23,7 +23,9 @@ def convolution(
     else:
         constants["bias_ptr"] = None
     aligned = ("x_stride", "channels")
-    return Variant(name, _causal_conv_kernel, signature, constants, aligned=aligned, max_registers=160, **fields)
+    return Variant(
+        name, _causal_conv_kernel, signature, constants, aligned=aligned, max_registers=160, not_early=MEMORY, **fields
+    )
 
 
 def delta(name: str, key_heads: int, heads: int, dtype: str = "bf16", tiled: bool = False, **fields: bool) -> Variant:
@@ -39,7 +41,7 @@ def delta(name: str, key_heads: int, heads: int, dtype: str = "bf16", tiled: boo
     }  # fmt: skip
     return Variant(
         name, _gated_delta_kernel, signature, constants, num_warps=1, aligned=tuple(strides), max_registers=224,
-        **fields,
+        not_early=MEMORY, **fields,
     )  # fmt: skip
 
 
@@ -53,7 +55,7 @@ def scan(name: str, heads: int, groups: int, size: int, dtype: str = "bf16", **f
     constants = {"HEADS": heads, "GROUPS": groups, "SIZE": size, "WIDTH": 128, "ROWS": 16, "COLUMNS": 128}
     return Variant(
         name, _selective_scan_kernel, signature, constants, num_warps=1, aligned=tuple(strides), max_registers=224,
-        **fields,
+        not_early=MEMORY, **fields,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from localllm.kernels.launch import next_power_of_2
 from localllm.kernels.sampling import draw, edit, logprobs, nucleus, tables
-from tests.kernels.ahead_of_time import Variant
+from tests.kernels.ahead_of_time import MEMORY, Variant
 
 LLAMA, QWEN = 128_256, 151_936
 SLOTS = {"slots_ptr": "*i64", "lengths_ptr": "*i64", "seed_ptr": "*i64", "temperature_ptr": "*fp64"}
@@ -20,7 +20,7 @@ ROW = {"row_stride": "i32", "V": "i32"}
 def _gumbel_max(name: str, logits: str, **constants: Any) -> Variant:
     return Variant(
         name, draw._gumbel_max_kernel, {"logits_ptr": f"*{logits}", **SLOTS, **LESS, **KEPT, **FOUND, **ROW},
-        {"BLOCK": draw.BLOCK, **constants}, aligned=("row_stride", "V"), max_registers=128,
+        {"BLOCK": draw.BLOCK, **constants}, aligned=("row_stride", "V"), not_early=MEMORY, max_registers=128,
     )  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def _pick(name: str, logits: str, vocab_size: int, kept: bool) -> Variant:
     return Variant(
         name, draw._pick_kernel, {"logits_ptr": f"*{logits}", **SLOTS, **KEPT, **found, **out},
         {"KEPT": kept, "BLOCKS": next_power_of_2(-(-vocab_size // draw.BLOCK))}, num_warps=1,
-        aligned=("row_stride", "V"), max_registers=64,
+        aligned=("row_stride", "V"), not_early=MEMORY, max_registers=64,
     )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def _nucleus(name: str, logits: str, vocab_size: int, tries: int = nucleus.TRIES
         name, nucleus._nucleus_kernel,
         {"logits_ptr": f"*{logits}", "slots_ptr": "*i64", "temperature_ptr": "*fp64", **LESS, **ends},
         {"GROUPS": next_power_of_2(-(-vocab_size // 64)), "TRIES": tries}, num_warps=16,
-        aligned=("row_stride", "V"), max_registers=128,
+        aligned=("row_stride", "V"), not_early=MEMORY, max_registers=128,
     )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def _edit(name: str, logits: str, **constants: Any) -> Variant:
         {"logits_ptr": f"*{logits}", "slots_ptr": "*i64", "lengths_ptr": "*i64", **numbers, "bias_values_ptr": "*fp32",
          "bitmask_ptr": "*i32", **ROW, "token_stride": "i32", "mask_words": "i32"},
         {"BLOCK": edit.BLOCK, "PART": edit.PART, "CHUNK": edit.CHUNK, **sizes, **flags, **constants},
-        num_warps=8, aligned=("row_stride", "V"), max_registers=128,
+        num_warps=8, aligned=("row_stride", "V"), not_early=MEMORY, max_registers=128,
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def _sums(name: str, logits: str, by_slot: bool) -> Variant:
     return Variant(
         name, logprobs._sum_kernel,
         {"logits_ptr": f"*{logits}", "token_ids_ptr": "*i64", "slots_ptr": "*i64", "counts_ptr": "*i64", **parts},
-        {"BY_SLOT": by_slot, "BLOCK": logprobs.BLOCK}, aligned=("row_stride", "V"), max_registers=96,
+        {"BY_SLOT": by_slot, "BLOCK": logprobs.BLOCK}, aligned=("row_stride", "V"), not_early=MEMORY, max_registers=96,
     )  # fmt: skip
 
 
@@ -78,7 +78,8 @@ def _tell(name: str, logits: str, vocab_size: int, k: int) -> Variant:
         {"logits_ptr": f"*{logits}", "token_ids_ptr": "*i64", "slots_ptr": "*i64", "counts_ptr": "*i64", **parts},
         {"BY_SLOT": True, "K": k, "NEAR": next_power_of_2(k),
          "BLOCKS": next_power_of_2(-(-vocab_size // logprobs.BLOCK)),
-         "GROUPS": next_power_of_2(-(-vocab_size // 64))}, num_warps=8, aligned=("row_stride", "V"), max_registers=96,
+         "GROUPS": next_power_of_2(-(-vocab_size // 64))}, num_warps=8, aligned=("row_stride", "V"),
+        not_early=MEMORY, max_registers=96,
     )  # fmt: skip
 
 

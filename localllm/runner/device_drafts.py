@@ -1,0 +1,104 @@
+"""Drafts on a GPU: how many a step may verify, and the lookup that proposes them behind each slot's tokens.
+
+Drafts never leave the device before they are verified. The host reads, with a step's results, how many there are, and
+their ids, since a grammar needs them.
+A step with drafts is padded to one of a few widths, since each width has kernels and graphs of its own.
+Does not know: how drafts are accepted (kernels/accept_drafts.py), graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from localllm.engine.step import DraftSupport, NewSlot, StepPlan
+from localllm.kernels.prepare_step import SlotTokens
+from localllm.kernels.propose_lookup import propose_lookup
+from localllm.models.fit import LOGITS_ROWS
+from localllm.runner.batch import Ints
+from localllm.runner.host_drafts import Proposal
+from localllm.runner.staging import StepShape
+from localllm.runner.upload import to_host
+
+DRAFT_WIDTHS = (3, 7, 15)
+"""Drafts of each row of a step, between which steps are padded: 4, 8 or 16 tokens a row."""
+MOST_DRAWS = 256
+"""Most draws of a step with drafts."""
+
+
+def most_draws(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Return the most draws of a step with drafts: logits of as many rows as other steps have, or MOST_DRAWS."""
+    return min(
+        MOST_DRAWS, max(LOGITS_ROWS, max_num_seqs), max_num_seqs * (1 + DRAFT_WIDTHS[-1]), max_num_batched_tokens
+    )
+
+
+def draft_support(draws: int) -> DraftSupport:
+    """Return what steps of at most so many draws verify."""
+    widths = tuple(width for width in DRAFT_WIDTHS if width < draws)
+    if not widths:
+        return DraftSupport(why_none=f"a step of {draws} tokens does not hold {1 + DRAFT_WIDTHS[0]} of one request")
+    return DraftSupport(widths[-1], draws, proposes=True, widths=widths)
+
+
+def draft_shapes(sizes: Sequence[int], draws: int) -> list[StepShape]:
+    """Return the shapes of steps with drafts for each width: of so many rows, or of the most that fit `draws`."""
+    shapes: list[StepShape] = []
+    for width in DRAFT_WIDTHS:
+        most = draws // (1 + width)
+        fitting = sorted({size for size in sizes if size < most} | ({most} if most and max(sizes) >= most else set()))
+        shapes += [StepShape(rows, drafts=width) for rows in fitting]
+    return shapes
+
+
+def fitting_width(wanted: int, can_run: Callable[[int], bool]) -> int:
+    """Return the width of a step whose rows have up to `wanted` drafts: the smallest that holds all of them and can be
+    run; else the largest that can; else 0."""
+    runnable = [width for width in DRAFT_WIDTHS if can_run(width)]
+    return next((width for width in runnable if width >= wanted), max(runnable, default=0))
+
+
+def narrowed(plan: StepPlan, width: int) -> StepPlan:
+    """Return the plan with at most `width` drafts of each row. A runner may verify fewer than planned."""
+    rows = tuple(
+        row._replace(num_drafts=width, num_scheduled_tokens=1 + width) if row.num_drafts > width else row
+        for row in plan.rows
+    )
+    return replace(plan, rows=rows)
+
+
+class LookupOnDevice:
+    """Drafts by lookup in each slot's own text. R: rows of a padded step."""
+
+    def __init__(self, tokens: SlotTokens, max_rows: int) -> None:
+        device = tokens.token_ids.device
+        self._tokens = tokens
+        self._most = torch.zeros(len(tokens.known), dtype=torch.int32, device=device)
+        self._most_on_host = [0] * len(tokens.known)
+        self._matches = torch.zeros(max_rows, dtype=torch.int64, device=device)
+
+    def enter(self, new: NewSlot) -> None:
+        """Set how many drafts a slot may have. Drafts of its last request are invalid from its first step on."""
+        if self._most_on_host[new.slot] != new.max_drafts:
+            self._most_on_host[new.slot] = new.max_drafts
+            self._most[new.slot].fill_(new.max_drafts)
+
+    def launch(self, slots: Tensor) -> Tensor:
+        """Put drafts behind the tokens of slots [R], -1: none. Returns [R, 1 + places] int32: how many, and which."""
+        tokens = self._tokens
+        return propose_lookup(slots, self._most, tokens.known, tokens.valid, tokens.token_ids, self._matches)
+
+
+class DeviceProposals:
+    """Drafts that are being copied to the host."""
+
+    def __init__(self, proposed: Tensor, plan_rows: tuple[int, ...], places: Ints) -> None:
+        """proposed [R, 1 + places]: see `LookupOnDevice.launch`; places [S]: each sampling row's index among the R."""
+        self._proposed, self._rows = to_host(proposed), tuple(zip(plan_rows, places.tolist(), strict=True))
+
+    def items(self) -> Iterable[tuple[int, Proposal]]:
+        found = self._proposed.numpy()
+        return [(row, Proposal(tuple(found[at, 1 : 1 + found[at, 0]].tolist()), False)) for row, at in self._rows]
