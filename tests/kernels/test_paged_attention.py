@@ -259,6 +259,14 @@ def test_several_queries_with_what_a_layer_may_add(queries: int, cache_dtype: to
     assert_matches(batch, tolerance, window=20, alibi_slopes=slopes, sinks=sinks)
 
 
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("window", [None, 20])
+def test_rows_that_verify_drafts_in_deterministic_mode(window: int | None) -> None:
+    """They are rows of the prefill kernel, which takes their positions from the step: some queries are padding."""
+    batch = Batch([4, 4, 4], [70, 0, 34], 4, 2, 16, 32, decode_queries=4, padding_queries=(2, 0, 3))
+    assert_matches(batch, window=window)
+
+
 def test_queries_that_take_more_rows_than_a_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_code, "DECODE_ROWS", 9)
     batch = Batch([5, 5], [60, 21], 8, 2, 8, 16, decode_queries=5)
