@@ -27,10 +27,11 @@ def fit(options: argparse.Namespace) -> int:
     from localllm.machine.hardware import read_hardware
     from localllm.models.fit.checkpoint import estimate_checkpoint
     from localllm.models.library.inspection import inspect_checkpoint
+    from localllm.serving.drafters import with_drafter
 
     config = settings_from(options).engine
     with inspect_checkpoint(config.model, config.revision) as found:
-        spec, estimates = estimate_checkpoint(found.path, config, read_hardware())
+        spec, estimates = estimate_checkpoint(found.path, config, read_hardware(), with_drafter)
     if options.json:
         print(json.dumps(_facts(found, spec, estimates), indent=2))
     else:

@@ -9,8 +9,10 @@ Does not know: how tensors are named and stored (weights/, formats/), how they m
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,6 +139,42 @@ def _bytes_to_read(
         weights = _weights(MetaWeights, checkpoint, spec, device, dtype, quantize, None, cpu_weights, half_weights)
         DecoderBuilder(spec, weights, device, dtype, shard).build(1)
     return weights.done_bytes
+
+
+@contextmanager
+def open_further_layer(
+    path: Path,
+    spec: ModelSpec,
+    stored_prefix: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    quantization: str | None = None,
+    cpu_weights: str = "fast",
+    half_weights: bool = False,
+    sizes_only: bool = False,
+) -> Iterator[tuple[Checkpoint, Weights, DecoderBuilder]]:
+    """Open a checkpoint to build a layer that `load_model` leaves out. Layer 0 of the builder is this layer.
+
+    spec: of a model of this one layer. stored_prefix: how the stored names of the layer begin. sizes_only: read headers
+    alone. Other arguments as of `load_model`.
+    """
+    with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
+        storage = _storage(checkpoint, spec)
+        storage = replace(
+            storage,
+            renames=(*storage.renames, (r"^model\.layers\.0\.", stored_prefix)),
+            more_layers=False,
+            ignored=tuple(
+                pattern for pattern in storage.ignored if not re.match(pattern, f"{stored_prefix}norm.weight")
+            ),
+        )
+        weights = (MetaWeights if sizes_only else Weights)(
+            checkpoint, spec, storage, _format(checkpoint, spec), device, dtype,
+            quantize=_at_load(spec, quantization), cpu_weights=cpu_weights, half_weights=half_weights,
+        )  # fmt: skip
+        with torch.device("meta") if sizes_only else nullcontext():
+            yield checkpoint, weights, DecoderBuilder(spec, weights, device, dtype)
 
 
 def check_all_used(spec: ModelSpec, unused: Sequence[frozenset[str]]) -> None:

@@ -43,7 +43,8 @@ def with_drafter(config: EngineConfig, path: Path, spec: ModelSpec) -> ModelSpec
         )
     where = _place(choice) if choice.drafter else path
     plan = plan_drafter(where, choice.kind, spec, path)
-    plan = replace(plan, num_drafts=choice.most or plan.num_drafts, quantization=choice.quantization)
+    quantization = choice.quantization or (config.quantization if plan.method == "mtp" else None)  # one checkpoint
+    plan = replace(plan, num_drafts=choice.most or plan.num_drafts, quantization=quantization)
     length = min(plan.spec.max_position, choice.max_model_len or plan.spec.max_position)
     return replace(spec, drafter=replace(plan, spec=replace(plan.spec, max_position=length)))
 

@@ -147,6 +147,9 @@ DISGUISES = {
             ("down_proj", "c_proj"),
         ),
     ),
+    "mimo": Disguise(
+        "qwen2", {"architectures": ["MiMoForCausalLM"], "rms_norm_eps": 1e-6}, extra=("model.mtp_layers.0.x.weight",)
+    ),
     "minicpm": Disguise(
         "granite",
         {"architectures": ["MiniCPMForCausalLM"], "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},

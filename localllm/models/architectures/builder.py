@@ -77,7 +77,7 @@ class DecoderBuilder:
     def build(self, max_model_len: int) -> DecoderModel:
         spec, shard = self.spec, self.shard
         embedding, lm_head = self._embedding_and_head()
-        layers = [self._layer(index) for index in shard.layers]
+        layers = [self.layer(index) for index in shard.layers]
         norm = None if lm_head is None else self._norm("model.norm")
         tables = rope_tables(spec, max_model_len, self.weights.device)
         return DecoderModel(
@@ -153,7 +153,7 @@ class DecoderBuilder:
 
     # -- a layer
 
-    def _layer(self, index: int) -> DecoderLayer:
+    def layer(self, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}."
         kind, topology, norm = self._kind(index), self.spec.topology, self._norm
         if topology == "single":

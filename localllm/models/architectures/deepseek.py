@@ -18,6 +18,7 @@ from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import size
 from localllm.models.spec.latent import latent
 from localllm.models.spec.mixture import by_method, grouping, layers_after, mixture, typed_layers
+from localllm.models.spec.mtp import DEEPSEEK_MTP
 from localllm.models.spec.rope import RopeSpec, context_length, read_ropes
 from localllm.units import format_count
 
@@ -109,8 +110,10 @@ _V3_DEFAULTS = {
     "n_group": 8,
     "topk_group": 4,
 }
-_NO_PREDICTION = "multi-token prediction layers are not run"
-V3 = Family("DeepSeek-V3", ("DeepseekV3ForCausalLM",), _v3, _V3_DEFAULTS, storage=STORAGE, note=_NO_PREDICTION)
+_PREDICTION = "the multi-token prediction layer is run with --speculative mtp"
+V3 = Family(
+    "DeepSeek-V3", ("DeepseekV3ForCausalLM",), _v3, _V3_DEFAULTS, storage=STORAGE, note=_PREDICTION, mtp=DEEPSEEK_MTP
+)
 GLM_LITE = Family(
     "GLM-4.7-Flash",
     ("Glm4MoeLiteForCausalLM",),
@@ -125,7 +128,8 @@ GLM_LITE = Family(
         "q_lora_rank": 768,
     },
     storage=STORAGE,
-    note=_NO_PREDICTION,
+    note=_PREDICTION,
+    mtp=DEEPSEEK_MTP,
 )
 V32 = Family(
     "DeepSeek-V3.2",
@@ -133,7 +137,8 @@ V32 = Family(
     _indexed,
     {**_V3_DEFAULTS, "index_topk": 2048},
     storage=INDEXED,
-    note=_NO_PREDICTION,
+    note=_PREDICTION,
+    mtp=DEEPSEEK_MTP,
 )
 GLM5 = Family(
     "GLM-5",
@@ -141,5 +146,6 @@ GLM5 = Family(
     _indexed,
     {**_V3_DEFAULTS, "index_topk": 2048, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
     storage=INDEXED,
-    note=_NO_PREDICTION,
+    note=_PREDICTION,
+    mtp=DEEPSEEK_MTP,
 )

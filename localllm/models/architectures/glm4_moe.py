@@ -9,6 +9,7 @@ from typing import Any
 
 from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.mixture import grouping, layers_after, sigmoid_mixture, typed_layers
+from localllm.models.spec.mtp import DEEPSEEK_MTP
 
 
 def _differences(config: Config) -> dict[str, Any]:
@@ -47,7 +48,8 @@ FAMILY = Family(
     _differences,
     {**_DEFAULTS, "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408, "first_k_dense_replace": 1},
     storage=_STORAGE,
-    note="multi-token prediction layers are not run",
+    note="the multi-token prediction layer is run with --speculative mtp",
+    mtp=DEEPSEEK_MTP,
 )
 SOLAR = Family(
     "Solar Open",

@@ -61,6 +61,7 @@ FAMILIES = (
     mistral4.FAMILY,
     qwen.FAMILY,
     qwen2.FAMILY,
+    qwen2.MIMO,
     qwen3.FAMILY,
     gemma.GEMMA1,
     gemma.GEMMA2,

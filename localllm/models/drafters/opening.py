@@ -19,6 +19,7 @@ from localllm.models.drafters.draft_model import DraftModel, plan_draft_model
 from localllm.models.drafters.drafter import Drafter, DrafterPlan
 from localllm.models.drafters.eagle import load_eagle, plan_eagle
 from localllm.models.drafters.eagle_config import as_eagle
+from localllm.models.drafters.mtp import open_mtp, plan_mtp
 from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
 
@@ -34,6 +35,8 @@ def plan_drafter(path: Path, method: str, target: ModelSpec, target_path: Path) 
             "It runs through transformers' code, where no drafts are verified.",
             "Leave out --draft.",
         )
+    if method == "mtp":
+        return plan_mtp(target_path, target)
     if (eagle := as_eagle(path, method)) is not None:
         return plan_eagle(path, eagle, target)
     if method in ("", "draft_model"):
@@ -55,6 +58,8 @@ def open_drafter(
         )
         assert isinstance(model, DecoderModel), "plan_draft_model refuses other code"
         return DraftModel(model, target.spec.vocab_size)
+    if plan.method == "mtp":
+        return open_mtp(plan, target, device, dtype, **load)
     if plan.method in ("eagle", "eagle3"):
         return load_eagle(plan, target, device, dtype, max_model_len=max_model_len, **load)
     raise AssertionError(plan.method)

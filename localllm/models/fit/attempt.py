@@ -28,7 +28,15 @@ from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.parallel import (
     exchange_note,
 )
-from localllm.models.fit.rank import Measured, PlanInputs, RankMemory, RankPlan, ResidentBytes, scaled_bytes
+from localllm.models.fit.rank import (
+    Measured,
+    PlanInputs,
+    RankMemory,
+    RankPlan,
+    ResidentBytes,
+    drafter_note,
+    scaled_bytes,
+)
 from localllm.models.fit.shares import (
     Division,
     ModelBytes,
@@ -86,6 +94,8 @@ class PlanAttempt:
         self._refuse_latents()
         self._refuse_prompt_embeds()
         kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
+        if spec.drafter is not None:
+            self.notes.append(drafter_note(spec.drafter, self.dtype, kv_dtype))
         batched = config.max_num_batched_tokens or (2048 if self.gpu else 1024)
         size = config.block_size or (BLOCK_SIZE_GPU if self.gpu else BLOCK_SIZE_CPU)
         self.split = split_of(kv_groups(spec), size, batched, config.max_num_seqs)
@@ -122,7 +132,7 @@ class PlanAttempt:
     def _first_notes(self) -> list[str]:
         spec, config, notes = self.spec, self.config, list(quantization_notes(self.spec.quantization))
         family = families().get(spec.architecture)
-        if family is not None and family.note:
+        if family is not None and family.note and (spec.drafter is None or spec.drafter.method != "mtp"):
             notes.append(family.note)
         if spec.context_limit:
             notes.append(f"Context {format_count(spec.max_position)} tokens: {spec.context_limit}")

@@ -5,6 +5,7 @@ Does not know: where the files came from.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,11 +17,13 @@ from localllm.models.fit.estimate import Estimate, estimate
 from localllm.models.fit.rank import ResidentBytes, scaled_bytes
 from localllm.models.fit.request_cost import RequestCost
 from localllm.models.pooling.spec import spec_of_any
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
 from localllm.models.spec.shard import Shard
 
 if TYPE_CHECKING:
     from localllm.models.layers.lora import LoraLimits
+
+WithDrafter = Callable[[EngineConfig, Path, ModelSpec], ModelSpec]
 
 
 def lora_limits(config: EngineConfig) -> LoraLimits | None:
@@ -37,6 +40,9 @@ def count_resident_for(config: EngineConfig, path: Path, spec: ModelSpec) -> Res
     drafter = spec.drafter
     if drafter is None:
         return own
+    if drafter.method == "mtp":
+        layer = _count_mtp(drafter, spec.num_layers, cpu_weights, half_weights=half)
+        return lambda device, dtype, *more: own(device, dtype, *more) + layer(device, dtype)
     if drafter.method != "draft_model":
         return lambda device, dtype, *more: own(device, dtype, *more) + scaled_bytes(drafter, dtype)
     others = count_resident(drafter.path, drafter.spec, cpu_weights, half_weights=half)
@@ -45,6 +51,22 @@ def count_resident_for(config: EngineConfig, path: Path, spec: ModelSpec) -> Res
         length = min(max_model_len, drafter.spec.max_position)
         drafters = others(device, dtype, length, drafter.quantization)
         return own(device, dtype, max_model_len, quantization, shard) + drafters
+
+    return count
+
+
+def _count_mtp(
+    drafter: DrafterPlan, num_layers: int, cpu_weights: str, *, half_weights: bool
+) -> Callable[[str, str], int]:
+    """Return a cached function that counts the bytes of a prediction layer, as `count_resident` does."""
+    import torch
+
+    from localllm.models.drafters.mtp import mtp_bytes
+
+    @cache
+    def count(device: str, dtype: str) -> int:
+        where, kind = torch.device(device), getattr(torch, dtype)
+        return mtp_bytes(drafter, num_layers, where, kind, cpu_weights=cpu_weights, half_weights=half_weights)
 
     return count
 
@@ -74,14 +96,18 @@ def count_resident(
     return count
 
 
-def estimate_checkpoint(path: Path, config: EngineConfig, hardware: Hardware) -> tuple[ModelSpec, list[Estimate]]:
+def estimate_checkpoint(
+    path: Path, config: EngineConfig, hardware: Hardware, with_drafter: WithDrafter | None = None
+) -> tuple[ModelSpec, list[Estimate]]:
     """Estimate the checkpoint on every device of the machine, the device that a load would choose first.
 
+    with_drafter: adds the drafter that the settings name to the spec; None: the model alone.
     Raises `UnsupportedModel` and `CorruptModel` as a load would, `ConfigError` for flags that are not possible.
     """
     spec = spec_of_any(path, task=config.task, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
     if spec.task != "generate":
         return spec, [_estimate_pooling(path, spec, config, hardware)]
+    spec = spec if with_drafter is None else with_drafter(config, path, spec)
     resident = count_resident_for(config, path, spec)
     return spec, estimate(config, spec, weights_bytes(path), hardware, resident)
 

@@ -16,6 +16,7 @@ from localllm.models.fit.kv_split import KVSplit, most_blocks
 from localllm.models.fit.step import DTYPE_BYTES, StepMemory, kv_bytes_per_token, kv_cache_bytes
 from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
 from localllm.models.spec.shard import Shard, local_spec
+from localllm.units import format_bytes
 
 MIB = 1024**2
 GRAPH_BYTES = 256 * MIB  # the driver's memory for the CUDA graphs of all step shapes
@@ -67,6 +68,15 @@ class ResidentBytes(Protocol):
 def scaled_bytes(drafter: DrafterPlan, dtype: str) -> int:
     """Return the bytes of a drafter's tensors in another type than they are stored in."""
     return -(-drafter.stored_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES[drafter.spec.dtype])
+
+
+def drafter_note(drafter: DrafterPlan, dtype: str, kv_dtype: str) -> str:
+    """Return what a drafter adds to the numbers of a plan, as a sentence."""
+    kv = kv_bytes_per_token(drafter.spec, kv_dtype)
+    return (
+        f"Drafter ({drafter.method}): about {format_bytes(scaled_bytes(drafter, dtype))} of the weights, and "
+        f"{format_bytes(kv)} of KV cache per token beside the model's own."
+    )
 
 
 class PlanInputs(NamedTuple):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from localllm.models.spec.mtp import MTPLayout
 from localllm.models.spec.recurrent import RecurrentSpec
 
 Config = Mapping[str, Any]
@@ -43,7 +44,7 @@ class Storage:
     """(num_heads, num_kv_heads, head_dim) -> stored rows of the fused matrix in the order q, k, v."""
     fused_recurrent: tuple[FusedRecurrent, ...] = ()
     transposed: tuple[str, ...] = ()  # suffixes of stored names whose matrix is [inputs, outputs]
-    more_layers: bool = False  # layers past num_layers may exist, for predicting further tokens; they are not run
+    more_layers: bool = False  # layers past num_layers may exist, for predicting further tokens
     interleaved_experts: bool = False  # experts' gate_up_proj has rows of gate and up alternating
     alternatives: tuple[tuple[str, str], ...] = ()
     """(pattern, replacement): other spellings of a stored name; the first that exists is used."""
@@ -84,6 +85,7 @@ class Family:
     common_names: Callable[[Config], Config] = same_names
     """Return a config.json with the field names that most families use: hidden_size, num_hidden_layers, ..."""
     note: str = ""  # for display: parts of a checkpoint that are not run
+    mtp: MTPLayout | None = None  # of a layer that writes drafts, if a checkpoint has one; None: it is not supported
 
 
 def grouped_qkv_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> list[int]:

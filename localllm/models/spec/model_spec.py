@@ -129,4 +129,4 @@ class DrafterPlan:
     taps: tuple[int, ...] = ()  # layers whose input it reads (see Drafter.taps)
     first_key: int = 0  # first slot with keys: 1 if it computes pairs of a feature and a token
     num_drafts: int = 4  # most drafts at a time
-    quantization: str | None = None  # at load, of a draft model
+    quantization: str | None = None  # at load, of a draft model or MTP layers

@@ -1,0 +1,235 @@
+"""The layer for multi-token prediction (MTP) that a checkpoint brings, as a drafter of the checkpoint's own model.
+
+    x        = projection([norm(embedding of token i), norm(hidden i - 1)])      MiMo: the other order
+    output   = decoder layer(x)                  a whole layer of the family, with keys and values of its own
+    logits   = head(norm(output))                the target's head, unless the checkpoint stores another
+    hidden i = output                            MiMo: norm(output)
+
+The hidden state of a pair after a prompt is the target's, after its final norm; that of a further draft is the layer's
+own output. One layer writes all drafts, also if the checkpoint has several: released checkpoints have one.
+Sources: DeepSeek-V3 (arXiv:2412.19437, section 2.2), MiMo (arXiv:2505.07608).
+Does not know: which names a family stores (spec/mtp.py), how drafts are drawn and verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from localllm.errors import CorruptModel, DrafterMismatch
+from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.rotary_store_kv import plan_rotation
+from localllm.kernels.store_kv import has_no_skipped_slot
+from localllm.models.architectures.builder import DecoderBuilder
+from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.architectures.layer import DecoderLayer
+from localllm.models.architectures.read_spec import families
+from localllm.models.drafters.drafter import FINAL_HIDDEN, DrafterPlan, DraftStep
+from localllm.models.formats.checkpoint import FLOATS, Checkpoint, is_gguf
+from localllm.models.formats.opening import open_checkpoint
+from localllm.models.layers.attention import AttentionStep, plan_step
+from localllm.models.layers.embedding import EmbeddingTable
+from localllm.models.layers.linear import Linear
+from localllm.models.layers.norm import RMSNorm
+from localllm.models.loader import open_further_layer
+from localllm.models.spec.latent import heads_at_once
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.mtp import MTPLayout
+from localllm.models.weights.parameters import held_bytes
+from localllm.models.weights.source import EMBEDDING, LM_HEAD
+
+_PREFIX = "model.layers.0."  # of the names that the builder asks for
+_DRAFTS = 3  # the layer was trained to guess one token; each further one is right less often
+_COMPARED_ROWS = 256
+_HINT = "--speculative auto looks drafts up in the text, and --draft MODEL takes a smaller model."
+
+
+@dataclass(frozen=True, slots=True)
+class MTPParts:
+    """The tensors of the layer."""
+
+    embed_norm: RMSNorm
+    hidden_norm: RMSNorm
+    final_norm: RMSNorm  # before the head
+    projection: Linear  # [hidden, 2 * hidden]
+    layer: DecoderLayer
+    embedding: EmbeddingTable | None  # None: the target's
+    head: Linear | None  # None: the target's
+
+
+class MTPDrafter:
+    """A `Drafter` of one layer, which shares what it can with its target."""
+
+    taps: tuple[int, ...] = (FINAL_HIDDEN,)
+    first_key = 1
+
+    def __init__(self, plan: DrafterPlan, layout: MTPLayout, parts: MTPParts, target: DecoderModel) -> None:
+        self.spec, self.layout, self.parts, self._target = plan.spec, layout, parts, target
+
+    def serve_context(self, max_model_len: int) -> None:
+        """No-op: the rotary tables are the target's."""
+
+    def extend(self, step: DraftStep, cache: Sequence[LayerKV | None], features: Tensor | None) -> Tensor:
+        assert features is not None, "the layer reads the target's hidden states"
+        return self._run(step, cache, features).index_select(0, step.logits_indices)
+
+    def step(self, step: DraftStep, cache: Sequence[LayerKV | None], hidden: Tensor) -> Tensor:
+        return self._run(step, cache, hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        normed = hidden if self.layout.hands_on_normed else self.parts.final_norm(hidden)
+        if self.parts.head is not None:
+            return self._target.finish_logits(self.parts.head(normed).float())
+        logits = self._target.compute_logits(normed)
+        assert logits is not None, "the target is on one device"
+        return logits
+
+    def _run(self, step: DraftStep, cache: Sequence[LayerKV | None], hidden: Tensor) -> Tensor:
+        """Return the hidden states [T, hidden] of the step's pairs, as the next pair reads them."""
+        parts, (kv,) = self.parts, cache
+        assert kv is not None, "the layer keeps keys and values"
+        embedding = self._target.embedding if parts.embedding is None else parts.embedding
+        assert embedding is not None, "the target is on one device"
+        embedded, read = parts.embed_norm(embedding(step.token_ids, step.positions)), parts.hidden_norm(hidden)
+        both = (read, embedded) if self.layout.hidden_first else (embedded, read)
+        stream = parts.projection(torch.cat(both, dim=1))
+        delta = parts.layer(stream, None, kv, self._attention_step(step, kv))
+        output = stream if delta is None else stream.add_(delta)
+        return parts.final_norm(output) if self.layout.hands_on_normed else output
+
+    def _attention_step(self, step: DraftStep, kv: LayerKV) -> AttentionStep:
+        heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
+        group, table = step.groups[0], self._target.rope_table(self.parts.layer.kind)
+        assert table is not None, "the families with such a layer rotate"
+        plan = plan_step(step, group, kv.k, heads, None)
+        valid = has_no_skipped_slot(group.slot_mapping)
+        return AttentionStep(plan, plan_rotation(table, step.positions), group.slot_mapping, valid)
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def plan_mtp(path: Path, target: ModelSpec) -> DrafterPlan:
+    """Return the plan of the prediction layer in the target's own checkpoint, a folder.
+
+    Raises `DrafterMismatch` if the checkpoint has no such layer, or one that is not supported.
+    """
+    layout = _layout(path, target)
+    with open_checkpoint(path) as checkpoint:
+        prefix = layout.stored_prefix(target.num_layers)
+        if f"{prefix}{layout.embed_norm}.weight" not in checkpoint.tensors:
+            raise DrafterMismatch(
+                f"{path.name} has no layer for multi-token prediction.",
+                f"In a checkpoint of {target.architecture} its names begin with {prefix}, and there are none. Many "
+                "quantised copies leave the layer out.",
+                _HINT,
+            )
+        stems = {name.rpartition(".")[0] for name in checkpoint.tensors}
+        spec = _layer_spec(target, has_experts=f"{prefix}mlp.gate" in stems)
+        shared = _shared_copies(checkpoint, layout, prefix)
+        own = [info.num_bytes for name, info in checkpoint.tensors.items() if name.startswith(prefix)]
+        stored = sum(own) - sum(checkpoint.tensors[name].num_bytes for name in shared)
+    return DrafterPlan("mtp", path, spec, stored, MTPDrafter.taps, MTPDrafter.first_key, _DRAFTS)
+
+
+def mtp_bytes(plan: DrafterPlan, num_layers: int, device: torch.device, dtype: torch.dtype, **load: Any) -> int:
+    """Return the exact bytes of the loaded layer, from the headers. num_layers: the target's own. load: cpu_weights
+    and half_weights of `load_model`."""
+    return held_bytes(_read_parts(plan, num_layers, device, dtype, sizes_only=True, **load))
+
+
+def open_mtp(
+    plan: DrafterPlan, target: DecoderModel, device: torch.device, dtype: torch.dtype, **load: Any
+) -> MTPDrafter:
+    """Load the prediction layer. load: as for `mtp_bytes`. Raises `CorruptModel` for tensors of wrong shapes, or that
+    the layer does not use."""
+    parts = _read_parts(plan, target.spec.num_layers, device, dtype, **load)
+    return MTPDrafter(plan, _layout(plan.path, plan.spec), parts, target)
+
+
+def _layout(path: Path, target: ModelSpec) -> MTPLayout:
+    layout = families()[target.architecture].mtp if target.implementation == "localllm" else None
+    if layout is None:
+        known = sorted({family.name for family in families().values() if family.mtp is not None})
+        raise DrafterMismatch(
+            f"--speculative mtp is not supported for {target.architecture}.",
+            f"Layers for multi-token prediction are supported for {', '.join(known)}.",
+            _HINT,
+        )
+    if is_gguf(path):
+        raise DrafterMismatch(
+            f"--speculative mtp is not supported for {path.name}.",
+            "Layers for multi-token prediction are read from safetensors, not from GGUF files.",
+            _HINT,
+        )
+    return layout
+
+
+def _layer_spec(target: ModelSpec, *, has_experts: bool) -> ModelSpec:
+    """Return the spec of a model of the prediction layer alone: the target's, with one layer that sees all tokens."""
+    mixture = replace(target.mixture, layers=()) if target.mixture is not None and has_experts else None
+    return replace(target, num_layers=1, mixture=mixture, layer_is_windowed=(), sliding_window=None, drafter=None)
+
+
+def _read_parts(plan: DrafterPlan, num_layers: int, device: torch.device, dtype: torch.dtype, **load: Any) -> MTPParts:
+    layout = _layout(plan.path, plan.spec)
+    prefix = layout.stored_prefix(num_layers)
+    opened = open_further_layer(plan.path, plan.spec, prefix, device, dtype, quantization=plan.quantization, **load)
+    with opened as (checkpoint, weights, builder):
+        shared = _shared_copies(checkpoint, layout, prefix)
+        parts = _build(builder, layout, {name.removeprefix(prefix) for name in shared})
+        left = sorted(name for name in weights.unused() if name.startswith(prefix) and name not in shared)
+    if left:
+        raise CorruptModel(
+            f"The prediction layer of {plan.path.name} has {len(left)} tensors that {plan.spec.architecture} does "
+            "not use.",
+            f"Unexpected: {', '.join(left[:5])}.",
+            "Leave out --speculative mtp.",
+        )
+    return parts
+
+
+def _build(builder: DecoderBuilder, layout: MTPLayout, shared: set[str]) -> MTPParts:
+    """Build the layer's parts. shared: names below its prefix of copies of the target's tensors."""
+    spec, source = builder.spec, builder.weights
+    hidden, vocab = spec.hidden_size, (spec.vocab_size, spec.hidden_size)
+
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(source.take([f"{_PREFIX}{name}.weight"], (hidden,)), spec.norm.eps)
+
+    def has_own(name: str) -> bool:
+        return bool(name) and f"{name}.weight" not in shared and source.has(f"{_PREFIX}{name}.weight")
+
+    embedding = head = None
+    if has_own(layout.embedding):
+        table = source.table(f"{_PREFIX}{layout.embedding}.weight", vocab, keep_narrow=True)
+        embedding = EmbeddingTable(table, builder.dtype, spec.embedding_scale)
+    if has_own(layout.head):
+        head = source.linear([f"{_PREFIX}{layout.head}"], vocab)
+    projection = source.linear([f"{_PREFIX}{layout.projection}"], (hidden, 2 * hidden))
+    return MTPParts(
+        norm(layout.embed_norm), norm(layout.hidden_norm), norm(layout.final_norm), projection, builder.layer(0),
+        embedding, head,
+    )  # fmt: skip
+
+
+def _shared_copies(checkpoint: Checkpoint, layout: MTPLayout, prefix: str) -> list[str]:
+    """Return the stored tensors of the layer that repeat the model's embedding or head: the target's are used."""
+    head = LM_HEAD if LM_HEAD in checkpoint.tensors else EMBEDDING
+    pairs = ((layout.embedding, EMBEDDING), (layout.head, head))
+    names = ((f"{prefix}{copy}.weight", original) for copy, original in pairs if copy)
+    return [copy for copy, original in names if copy in checkpoint.tensors and _is_same(checkpoint, copy, original)]
+
+
+def _is_same(checkpoint: Checkpoint, copy: str, original: str) -> bool:
+    """Compare rows spread over both tensors: a matrix that was trained further differs in all rows."""
+    known, found = checkpoint.tensors.get(original), checkpoint.tensors[copy]
+    if known is None or (known.dtype, known.shape) != (found.dtype, found.shape) or found.dtype not in FLOATS:
+        return False
+    step = max(1, found.shape[0] // _COMPARED_ROWS)
+    return torch.equal(checkpoint.tensor(copy)[::step], checkpoint.tensor(original)[::step])

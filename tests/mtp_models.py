@@ -1,0 +1,129 @@
+"""Tiny checkpoints with a layer for multi-token prediction, and what that layer computes, by transformers' own layers.
+
+A tiny model of three layers is made; its last layer becomes the prediction layer's, and the parts around it are random.
+Does not know: localllm.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.tiny import load_reference, make_tiny_model
+
+LAYERS = 2  # of the target; the third is the prediction layer's
+
+
+@dataclass(frozen=True)
+class MTPKind:
+    base: str  # in tests/tiny.py
+    names: dict[str, str]  # the parts around the layer
+    hidden_first: bool = False
+    hands_on_normed: bool = False
+    has_copies: bool = True  # of the embedding and the head
+    stored_prefix: str = f"model.layers.{LAYERS}."
+    config: tuple[tuple[str, Any], ...] = ()
+    overrides: tuple[tuple[str, Any], ...] = ()
+
+
+_DEEPSEEK = {"embed": "enorm", "hidden": "hnorm", "projection": "eh_proj", "final": "shared_head.norm"}
+KINDS = {
+    "deepseek_v3": MTPKind("deepseek_v3", _DEEPSEEK),
+    "glm4_moe": MTPKind("glm4_moe", _DEEPSEEK),
+    "glm4_moe_lite": MTPKind("glm4_moe_lite", _DEEPSEEK),
+    "deepseek_v32": MTPKind("deepseek_v32", _DEEPSEEK, overrides=(("mlp_layer_types", ["sparse", "dense", "sparse"]),)),
+    "mimo": MTPKind(
+        "qwen2",
+        {
+            "embed": "token_layernorm",
+            "hidden": "hidden_layernorm",
+            "projection": "input_proj",
+            "final": "final_layernorm",
+        },
+        hidden_first=True,
+        hands_on_normed=True,
+        has_copies=False,
+        stored_prefix="model.mtp_layers.0.",
+        config=(("architectures", ["MiMoForCausalLM"]), ("model_type", "mimo")),
+        overrides=(("tie_word_embeddings", False),),
+    ),
+}
+
+
+def make_mtp_model(path: Path, name: str, *, seed: int = 0) -> Path:
+    """Write the checkpoint, and beside it the model with all layers in path/whole, which `MTPOracle` reads."""
+    kind = KINDS[name]
+    whole = make_tiny_model(path / "whole", kind.base, seed=seed, num_hidden_layers=LAYERS + 1, **dict(kind.overrides))
+    tensors = load_file(whole / "model.safetensors")
+    stored = {re.sub(rf"^model\.layers\.{LAYERS}\.", kind.stored_prefix, key): tensors[key] for key in tensors}
+    around = _parts_around(tensors["model.embed_tokens.weight"].shape[1], seed)
+    stored |= {f"{kind.stored_prefix}{kind.names[part]}.weight": tensor for part, tensor in around.items()}
+    if kind.has_copies:
+        stored[f"{kind.stored_prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        stored[f"{kind.stored_prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    for file in whole.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(around, path / "around.bin")
+    config = json.loads((whole / "config.json").read_text())
+    lists = {key: value[:LAYERS] for key, value in config.items() if key in ("layer_types", "mlp_layer_types")}
+    config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1, **lists, **dict(kind.config)}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def _parts_around(hidden: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed + 1)
+    norms = {part: 1 + torch.randn(hidden, generator=generator) * 0.2 for part in ("embed", "hidden", "final")}
+    return {**norms, "projection": torch.randn(hidden, 2 * hidden, generator=generator) * 0.2}
+
+
+class MTPOracle:
+    """The prediction layer over a whole text at once, without a cache, in float32."""
+
+    def __init__(self, path: Path, name: str, other: dict[str, Tensor] | None = None) -> None:
+        """other: tensors of the prediction layer by their stored names, in place of those in the checkpoint."""
+        self.kind, self.parts = KINDS[name], load_file(path / "around.bin")
+        reference = load_reference(path / "whole")
+        if other is not None:
+            prefix, own = self.kind.stored_prefix, f"model.layers.{LAYERS}."
+            reference.load_state_dict({key.replace(prefix, own): other[key] for key in other}, strict=False)
+            self.parts["projection"] = other[f"{prefix}{self.kind.names['projection']}.weight"]
+        self._model, self._head = reference.model, reference.lm_head
+        self._layer = self._model.layers[LAYERS]
+        self.embedding_scale = 1.0  # of a copy of the embedding
+        self._model.layers = self._model.layers[:LAYERS]
+
+    @torch.no_grad()
+    def target_hidden(self, token_ids: list[int]) -> Tensor:
+        """Return [T, hidden] of the target after its final norm."""
+        return self._model(torch.tensor([token_ids])).last_hidden_state[0]
+
+    @torch.no_grad()
+    def hidden(self, token_ids: list[int], before: Tensor) -> Tensor:
+        """Return [T - 1, hidden], what each pair hands on. before: [T - 1, hidden], of the token before each pair's."""
+        embedded = self._norm("embed", self._model.embed_tokens(torch.tensor(token_ids[1:])) * self.embedding_scale)
+        read = self._norm("hidden", before)
+        both = (read, embedded) if self.kind.hidden_first else (embedded, read)
+        x = (torch.cat(both, dim=1) @ self.parts["projection"].T)[None]
+        positions = torch.arange(x.shape[1])[None]
+        mask = torch.full((x.shape[1],) * 2, torch.finfo(torch.float32).min).triu(1)[None, None]
+        rotation = self._model.rotary_emb(x, positions)
+        out = self._layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
+        out = (out[0] if isinstance(out, tuple) else out)[0]
+        return self._norm("final", out) if self.kind.hands_on_normed else out
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden if self.kind.hands_on_normed else self._norm("final", hidden))
+
+    def _norm(self, part: str, x: Tensor) -> Tensor:
+        eps = self._model.norm.variance_epsilon
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * self.parts[part]
