@@ -78,7 +78,7 @@ class PromptSource:
 def own_text() -> str:
     """Return a text that every installation has: some modules of this package."""
     folder = Path(__file__).parent.parent / "engine"
-    return "\n".join([(folder / name).read_text() for name in OWN_MODULES])
+    return "\n".join([(folder / name).read_text(encoding="utf-8") for name in OWN_MODULES])
 
 
 def fixed_lengths(
