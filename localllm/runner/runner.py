@@ -66,8 +66,8 @@ class TorchRunner:
         samples: bool = True, states: StateCache | None = None, drafter: OpenDrafter | None = None,
         has_drafts: bool = True,
     ) -> None:  # fmt: skip
-        """states: of a model with recurrent layers. drafter: on a CPU, in one process. has_drafts: False if no step will
-        have drafts; none is recorded."""
+        """states: of a model with recurrent layers. drafter: on a CPU, in one process. has_drafts: False if no step
+        will have drafts; none is recorded."""
         assert block_size == kv.block_size, (block_size, kv.block_size)
         self.num_stages = 1
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size

@@ -20,7 +20,7 @@ MAX_CUTS = 4
 
 
 class ToolDecision(Protocol):
-    """What an owner decided about a tool."""
+    """An owner's decision about a tool."""
 
     @property
     def server(self) -> str: ...

@@ -120,7 +120,7 @@ NO_MCP = McpOffer()
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What an entry asks for. `named`: the tools that it names, which must not be left out silently."""
+    """The wishes of an entry. `named`: the tools that it names, which must not be left out silently."""
 
     server: McpServer
     where: str
