@@ -36,7 +36,7 @@ def test_a_setting_describes_itself(field: Any) -> None:
     assert spec.unset != "none" or "None" not in field.type or field.name in OFF, "say what None means"
 
 
-OFF = {"revision", "quantization", "api_key", "otlp_traces_endpoint", "ssl_certfile", "ssl_keyfile"}
+OFF = {"revision", "quantization", "api_key", "otlp_traces_endpoint", "ssl_certfile", "ssl_keyfile", "draft"}
 """Settings that are off, or not needed, while they are not set."""
 
 
