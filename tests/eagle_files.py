@@ -6,6 +6,7 @@ Does not know: localllm.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ def eagle_tensors(
     inputs = 2 * width if is_third else width
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=made) * columns**-0.5
+        return torch.randn(rows, columns, generator=made) / math.sqrt(columns)
 
     def norm(size: int) -> Tensor:
         return 1 + torch.randn(size, generator=made) * 0.2
