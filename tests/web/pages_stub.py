@@ -117,6 +117,9 @@ class StubClient:
     failure: LocalLLMError | None = None
     ranks: tuple[RankStats, ...] = ()
 
+    async def prepare(self, params: SamplingParams) -> None:
+        """It has no grammars to compile."""
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         if self.failure is not None:
             raise self.failure

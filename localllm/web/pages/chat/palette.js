@@ -12,9 +12,18 @@
     else field.removeAttribute("aria-activedescendant");
     option?.scrollIntoView({ block: "nearest" });
   }
-  document.addEventListener("htmx:after:swap", () => {
+  const choose = (options) => (options.find((each) => each.ariaSelected === "true") ?? options[0])?.click();
+  let isOld = false; // the list is that of an earlier text
+  let waits = false; // Enter was pressed then
+  document.addEventListener("input", (event) => {
+    if (event.target.matches?.("[aria-controls]")) [isOld, waits] = [true, false];
+  });
+  document.addEventListener("htmx:after:swap", (event) => {
     const field = document.activeElement;
-    if (field?.matches("[aria-controls]")) mark(field, optionsOf(field)[0]);
+    if (!field?.matches("[aria-controls]") || event.detail.ctx?.target?.id !== field.getAttribute("aria-controls")) return;
+    mark(field, optionsOf(field)[0]);
+    if (isOld && waits) choose(optionsOf(field));
+    [isOld, waits] = [false, false];
   });
 
   document.addEventListener("keydown", (event) => {
@@ -33,7 +42,8 @@
     const at = options.findIndex((each) => each.ariaSelected === "true");
     if (event.key === "ArrowDown") mark(field, options[(at + 1) % options.length]);
     else if (event.key === "ArrowUp") mark(field, options.at(at < 1 ? -1 : at - 1));
-    else if (event.key === "Enter") options[Math.max(at, 0)].click();
+    else if (event.key === "Enter" && isOld) waits = true;
+    else if (event.key === "Enter") choose(options);
     else if (event.key === "Escape" && !field.closest("dialog")) options[0].parentElement.remove();
     else return;
     event.preventDefault();
