@@ -272,7 +272,7 @@ def test_configured_servers_of_tools_need_their_package(monkeypatch: pytest.Monk
     assert missing.verdict == "problem"
     assert "need the package mcp" in missing.text
     assert "Configured servers: time." in missing.text
-    assert "localllm[mcp]" in missing.remedy
+    assert "[mcp]" in missing.remedy
     (folder / "config.toml").write_text("")
     assert [each for each in doctor_files.check_settings() if each.subject == "tools"] == []
 

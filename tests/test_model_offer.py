@@ -14,6 +14,7 @@ from localllm.config.settings import EngineConfig, PicksTable, ServerConfig, Set
 from localllm.errors import DiskFull, DoesNotFit, HubUnreachable, InvalidParameter, ModelNotFound
 from localllm.models.library.hub import cache, plan
 from localllm.models.library.hub.downloads import Downloads
+from localllm.models.library.hub.pull import REPORT_EVERY_S
 from localllm.serving.manager import ModelManager
 from localllm.serving.model_offer import ModelOffer
 from tests.hub import conftest as hub_fixtures
@@ -29,6 +30,7 @@ PICKS = only_pick(NAME)
 @pytest.fixture
 def loads(hub: LocalHub, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Loads:
     hub.add_repo(NAME, checkpoint)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))  # names that other tests gave are not installed here
     monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "60")  # a stalled answer stays stalled on a loaded machine
     return Loads(tmp_path / "made", monkeypatch)
 
@@ -135,6 +137,7 @@ def test_another_server_resumes_what_an_ended_one_left(hub: LocalHub, loads: Loa
             await reach(offer, "ready")
 
     run(first)
+    time.sleep(2 * REPORT_EVERY_S)  # by then the transfer knows that it is to stop; a real server would have ended
     hub.go_on.set()
     run(second)
     assert any(each.range.startswith("bytes=100000-") for each in hub.sent)

@@ -49,7 +49,7 @@ counts = st.integers(0, 2**31 - 1)
 ids = st.lists(counts, max_size=4).map(tuple)
 tables = st.lists(ids, min_size=1, max_size=3).map(tuple)  # block ids of each KV group
 uses = st.none() | st.builds(StateUse, st.integers(-1, 9), counts, counts)
-rows = st.builds(Row, counts, st.text(max_size=8), counts, counts, tables, st.booleans(), ids, uses, counts)
+rows = st.builds(Row, counts, st.text(max_size=8), counts, counts, tables, st.booleans(), ids, uses, counts, counts)
 params = st.builds(
     SamplingParams, temperature=st.floats(0, 2), top_k=st.integers(0, 9),
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),

@@ -78,7 +78,8 @@ def test_ctrl_c_stops_the_answer_at_the_server_and_the_chat_goes_on(
     runner.step_s = 0.02
     chat = terminal("chat", "--url", f"{server.url}/v1")
     chat.wait_for(">>> ")
-    chat.interrupt_until("Ctrl-D leaves.*>>> ")  # at the prompt it only drops the line
+    chat.interrupt()  # at the prompt it only drops the line
+    chat.wait_for("Ctrl-D leaves.*>>> ")
     chat.type("one\n")
     wait_until(lambda: server.stats().num_running == 1)
     wait_until(lambda: server.stats().requests[0].num_output_tokens > 3)

@@ -41,6 +41,7 @@ def test_a_phone_reaches_each_page_in_two_taps_and_sees_where_it_is(open_page: C
             more.tap()
         with page.expect_navigation():
             link.tap()
+        page.locator(f".nav__link[aria-current=page]:has-text('{entry.title}')").wait_for(state="attached")
         assert page.evaluate(f"{MARKED}.map(e => e.textContent.trim())") in ([entry.title], ["More"])
         inside = f"{MARKED}.every(e => e.getBoundingClientRect().right <= innerWidth)"
         assert page.evaluate(inside), entry.title
