@@ -174,6 +174,7 @@ def test_a_cancelled_load_leaves_the_model_installed(hub: LocalHub, loads: Loads
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_stop_before_the_hub_has_answered_starts_nothing(hub: LocalHub, loads: Loads) -> None:
     async def scenario() -> None:
         async with served() as offer:
@@ -254,6 +255,7 @@ def test_bytes_that_arrive_damaged_are_a_failure_of_the_download(hub: LocalHub, 
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_after_all_says_so(
     hub: LocalHub, loads: Loads, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_hybrid_of_27b(fit: Any) -> None:
     assert cells["one request of 32,768 tokens"] == ["2.1 GiB", "4.1 GiB"]
 
 
+@pytest.mark.slow
 def test_windows_and_two_sizes_of_heads(fit: Any) -> None:
     """Each group counts its own layers with its own heads, and a windowed group no more than its window."""
     code, (card, _) = fit("gemma4", GEMMA_31B, "--json")

@@ -54,6 +54,7 @@ def plan(spec: ModelSpec, hardware: Hardware, stored: int | None = None, **asked
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(
     st.lists(st.tuples(st.floats(5, 40), st.sampled_from((360, 936, None))), min_size=2, max_size=4),
