@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from localllm.errors import LocalLLMError, RequestError
 
@@ -67,3 +67,11 @@ class CallResult:
 
     text: str
     is_error: bool = False  # the tool reports an error; the model reads its text
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a call, for the model, which reads the text whatever happened."""
+
+    text: str
+    fails: Literal["", "tool", "call"] = ""  # "tool": the tool reports an error; "call": the call itself failed

@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 
 from localllm.engine.outputs import Usage
-from localllm.errors import LocalLLMError
 from localllm.mcp.results import bounded, limit_for
 from localllm.mcp.servers import McpServers
+from localllm.mcp.values import Outcome
 from localllm.serving.chat import Tools
 from localllm.web.access.caller import owner_of
 from localllm.web.access.tools import MAX_CUTS, MAX_ROUNDS, mcp_of
@@ -184,25 +184,16 @@ class McpRounds:
         await self._prepare(calls, results, last=last or (most is not None and self._num_calls >= most))
         return b"".join([self._output.finish(call) for call in calls])
 
-    async def _call(self, call: Item) -> _Result:
+    async def _call(self, call: Item) -> Outcome:
         """Run one call. A failure is a result as well: the model and the client read what happened."""
         label, name, arguments = call["server_label"], call["name"], arguments_of(call["arguments"])
         if arguments is None:
             return await _failed("The arguments are not a JSON object.")
         offered = self._asked.offer.find(label, name)
         assert offered is not None
-        try:
-            found = await self._servers.call(label, name, offered.tool.digest, arguments)
-        except LocalLLMError as error:
-            log.info("tool failed server=%s tool=%s code=%s", label, name, error.code)
-            return await _failed(f"The call failed. {error}")
-        except Exception:
-            log.exception("call failed server=%s", label)
-            return await _failed("The call failed with an internal error. The server's log has the details.")
-        log.info("tool called server=%s tool=%s characters=%d", label, name, len(found.text))
-        return _Result(found.text.strip() or "(empty)", "tool" if found.is_error else "")
+        return await self._servers.outcome(label, name, offered.tool.digest, arguments)
 
-    async def _prepare(self, calls: Sequence[Item], results: Sequence[_Result], *, last: bool) -> None:
+    async def _prepare(self, calls: Sequence[Item], results: Sequence[Outcome], *, last: bool) -> None:
         """Set the prompt of the next reply. Results that do not fit into the context are cut to half their length, a
         few times; if they still do not fit, the response ends as incomplete.
         """
@@ -218,7 +209,7 @@ class McpRounds:
         limit = limit_for(room)
         for _ in range(MAX_CUTS + 1):
             for call, result in zip(calls, results, strict=True):
-                call |= result.fields(limit)
+                call |= _fields(result, limit)
             output = msgspec.json.decode(msgspec.json.encode(self._output.items))
             for call in output:
                 if call.get("status") == "in_progress":
@@ -231,26 +222,19 @@ class McpRounds:
         self._events.cut = True
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """The result of a call. `fails`: "tool" if the tool says so, "call" if the call failed; empty: it worked."""
-
-    text: str
-    fails: str = ""
-
-    def fields(self, limit: int) -> Item:
-        """Return the fields of the item, with at most `limit` characters of text."""
-        text = bounded(self.text, limit)
-        if not self.fails:
-            return {"output": text, "error": None}
-        if self.fails == "tool":
-            content: list[Any] = [{"type": "text", "text": text}]
-            return {"output": None, "error": {"type": "mcp_tool_execution_error", "content": content}}
-        return {"output": None, "error": {"type": "mcp_protocol_error", "code": INTERNAL_ERROR, "message": text}}
+def _fields(outcome: Outcome, limit: int) -> Item:
+    """Return the fields of a call's item, with at most `limit` characters of text."""
+    text = bounded(outcome.text, limit)
+    if not outcome.fails:
+        return {"output": text, "error": None}
+    if outcome.fails == "tool":
+        content: list[Any] = [{"type": "text", "text": text}]
+        return {"output": None, "error": {"type": "mcp_tool_execution_error", "content": content}}
+    return {"output": None, "error": {"type": "mcp_protocol_error", "code": INTERNAL_ERROR, "message": text}}
 
 
-async def _failed(why: str) -> _Result:
-    return _Result(why, "call")
+async def _failed(why: str) -> Outcome:
+    return Outcome(why, "call")
 
 
 def _without_servers(tools: Tools, asked: Asked) -> Tools:

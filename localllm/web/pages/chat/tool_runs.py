@@ -188,20 +188,14 @@ class ToolRuns:
         assert call is not None
         arguments = calls_of(round_.message.details)[number].arguments_object() or {}
         try:
-            found = await self._state.mcp.call(call["server"], call["tool"], call["digest"], arguments)
-            run.text = f"Error: {found.text}" if found.is_error else found.text
-        except LocalLLMError as error:
-            run.text = f"The call failed. {error}"
+            outcome = await self._state.mcp.outcome(call["server"], call["tool"], call["digest"], arguments)
         except asyncio.CancelledError:
             run.state, run.note = "asks", "You stopped this call."
             round_.change()
             raise
-        except Exception:
-            log.exception("call failed server=%s", call["server"])
-            run.text = "The call failed with an internal error. The server's log has the details."
-        run.text = bounded(run.text.strip() or "(empty)", limit_for(round_.message.details.get("context_tokens", 0)))
+        text = f"Error: {outcome.text}" if outcome.fails == "tool" else outcome.text
+        run.text = bounded(text, limit_for(round_.message.details.get("context_tokens", 0)))
         run.state = "done"
-        log.info("tool called server=%s tool=%s characters=%d", call["server"], call["tool"], len(run.text))
         round_.change()
         await self._advance(round_)
 
