@@ -2,64 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from localllm.config.mcp_servers import McpServer
-from localllm.engine.client import GenerationRequest
-from localllm.engine.params import SamplingParams
 from localllm.mcp import servers
-from localllm.text.structured import StructuredOutputsParams
 from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat import claims, tool_runs
 from tests.mcp.programs import friendly, hostile
-from tests.text.templates import CHATML
-from tests.web import live_server
-from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
+from tests.web.live_server import LiveServer, wait_until
+from tests.web.scripted import Script, called, tool_servers
 from tests.web.test_pages_http import SCRIPTED, browser_of, listen, stream_url
-
-N = {"n": 1}
-
-
-def called(name: str = "tool", arguments: object = N) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-class Script:
-    """What the model says next, one text for each reply; the last one again and again. `prompts` is what it read."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.prompts: list[str] = []
-
-    def says(self, *texts: str) -> None:
-        self.texts = list(texts)
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LiveServer]]:
-    """Start a server with these servers of tools, and data of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live_server, "MAX_MODEL_LEN", 2048)
-        running: list[LiveServer] = []
-
-        def begin(*tools: McpServer, **server: Any) -> LiveServer:
-            patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-            model = fake_model(tmp_path_factory.mktemp("hermes"), PacedRunner(), chat_template=CHATML)
-            asked = replace(settings(ui=True, **server), mcp={each.name: each for each in tools})
-            running.append(LiveServer(model, asked))
-            return running[-1].__enter__()
-
+    with tool_servers(tmp_path_factory) as begin:
         yield begin
-        for each in running:
-            each.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +43,7 @@ def served(start: Callable[..., LiveServer], counted: Path) -> LiveServer:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, served: LiveServer) -> Script:
-    assert served.model is not None
-    tokenizer, found = served.model.tokenizer, Script()
-
-    def saying(name: str, token_ids: Sequence[int], params: SamplingParams, **others: Any) -> GenerationRequest:
-        found.prompts.append(tokenizer.decode(token_ids, skip_special_tokens=False))
-        text = found.texts.pop(0) if len(found.texts) > 1 else found.texts[0]
-        said = replace(params, structured_outputs=StructuredOutputsParams(choice=[text]))
-        return GenerationRequest(name, token_ids, said, **others)
-
-    monkeypatch.setattr(claims, "GenerationRequest", saying)
-    return found
+    return Script().direct(monkeypatch, claims, served)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,15 @@ import httpx
 import openai
 import pytest
 
-from localllm.config.mcp_servers import McpServer
-from localllm.engine.client import GenerationRequest
-from localllm.engine.params import SamplingParams
-from localllm.text.structured import StructuredOutputsParams
 from localllm.web.access.keys import add_key, keys_path
 from localllm.web.api import answer
 from localllm.web.api.responses import mcp_rounds
 from localllm.web.api.responses.truncation import droppable
 from localllm.web.pages.chat.state import chat_state_of
 from tests.mcp.programs import friendly, hostile
-from tests.text.templates import CHATML
-from tests.web import live_server
-from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
+from tests.web.live_server import LiveServer, wait_until
+from tests.web.scripted import Script, called, tool_servers
 from tests.web.test_disconnect import open_request
-from tests.web.test_page_tools import Script, called
 
 PATH = "/v1/responses"
 ASKED: dict[str, Any] = {"model": "tiny", "input": "2 + 40?"}
@@ -46,20 +39,8 @@ def kinds(answer: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LiveServer]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live_server, "MAX_MODEL_LEN", 2048)
-        running: list[LiveServer] = []
-
-        def begin(*tools: McpServer, template: str | None = CHATML, **server: Any) -> LiveServer:
-            patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-            model = fake_model(tmp_path_factory.mktemp("hermes"), PacedRunner(), chat_template=template)
-            asked = replace(settings(**{"ui": True, **server}), mcp={each.name: each for each in tools})
-            running.append(LiveServer(model, asked))
-            return running[-1].__enter__()
-
+    with tool_servers(tmp_path_factory) as begin:
         yield begin
-        for each in running:
-            each.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +66,7 @@ def served(start: Callable[..., LiveServer], counted: Path) -> LiveServer:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, served: LiveServer) -> Script:
-    assert served.model is not None
-    tokenizer, found = served.model.tokenizer, Script()
-
-    def saying(name: str, token_ids: Sequence[int], params: SamplingParams, *others: Any) -> GenerationRequest:
-        found.prompts.append(tokenizer.decode(token_ids, skip_special_tokens=False))
-        text = found.texts.pop(0) if len(found.texts) > 1 else found.texts[0]
-        said = replace(params, structured_outputs=StructuredOutputsParams(choice=[text]))
-        return GenerationRequest(name, token_ids, said, *others)
-
-    monkeypatch.setattr(answer, "GenerationRequest", saying)
-    return found
+    return Script().direct(monkeypatch, answer, served)
 
 
 def client_of(server: LiveServer, key: str = "none") -> openai.OpenAI:

@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from localllm.engine.client import GenerationRequest
-from localllm.engine.params import SamplingParams
-from localllm.text.structured import StructuredOutputsParams
 from localllm.web.pages.chat import claims
 from tests.mcp.programs import hostile
-from tests.text.templates import CHATML
-from tests.web import live_server
 from tests.web.browser.looks import opened, overflow, small_targets
-from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
+from tests.web.live_server import LiveServer
+from tests.web.scripted import Script, called, tool_servers
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 pytestmark = pytest.mark.slow
 
-CALL = '<tool_call>\n{"name": "tool", "arguments": {"n": 1}}\n</tool_call>'
-
 
 @pytest.fixture
-def tooled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
+def tooled(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
     """A server whose model calls a tool, calls it again, and then answers."""
-    monkeypatch.setattr(live_server, "MAX_MODEL_LEN", 2048)
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    texts = [CALL, "The tool was **called**.", CALL, "And once more, by itself."]
-
-    def saying(name: str, token_ids: Sequence[int], params: SamplingParams, **others: Any) -> GenerationRequest:
-        said = StructuredOutputsParams(choice=[texts.pop(0)])
-        return GenerationRequest(name, token_ids, replace(params, structured_outputs=said), **others)
-
-    monkeypatch.setattr(claims, "GenerationRequest", saying)
-    model = fake_model(tmp_path / "hermes", PacedRunner(), chat_template=CHATML)
-    asked = replace(settings(ui=True), file=tmp_path / "config.toml")
-    with LiveServer(model, replace(asked, mcp={"files": hostile("plain", name="files")})) as server:
+    with tool_servers(tmp_path_factory) as start:
+        server = start(hostile("plain", name="files"))
+        script = Script().direct(monkeypatch, claims, server)
+        script.says(called(), "The tool was **called**.", called(), "And once more, by itself.")
         yield server
 
 
