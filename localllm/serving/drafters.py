@@ -20,19 +20,21 @@ if TYPE_CHECKING:
     from localllm.models.spec.model_spec import ModelSpec
     from localllm.text.tokenizer import Tokenizer
 
+RANKS = ("several ranks", "A drafter runs in the process of its model.", "Leave out --draft.")
+
 
 def with_drafter(config: EngineConfig, path: Path, spec: ModelSpec) -> ModelSpec:
     """Return the spec of the model in `path` with its drafter, if the settings name one. It is on this machine.
 
     Raises `ModelNotFound`, `DrafterMismatch`, and what reading a checkpoint raises.
     """
+    choice = config.speculation
+    if not choice.has_drafter:
+        return spec
     from localllm.models.drafters.opening import plan_drafter
     from localllm.models.spec.kv_group import main_group
     from localllm.models.spec.kv_groups import kv_groups
 
-    choice = config.speculation
-    if not choice.has_drafter:
-        return spec
     _refuse_settings(config)
     windows = tuple(group.window for group in kv_groups(spec))
     if spec.recurrent is not None or not windows or windows[main_group(windows)] is not None:
@@ -64,7 +66,7 @@ def _refuse_settings(config: EngineConfig) -> None:
     if config.takes_adapters:
         raise _unsupported("adapters", "Steps with adapters run through torch alone.", "Leave out --enable-lora.")
     if (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1) > 1:
-        raise _unsupported("several ranks", "A drafter runs in the process of its model.", "Leave out --draft.")
+        raise _unsupported(*RANKS)
 
 
 def require_place(spec: ModelSpec, plan: MemoryPlan) -> None:
@@ -72,7 +74,7 @@ def require_place(spec: ModelSpec, plan: MemoryPlan) -> None:
     if spec.drafter is None:
         return
     if plan.ranks:
-        raise _unsupported("several ranks", "A drafter runs in the process of its model.", "Leave out --draft.")
+        raise _unsupported(*RANKS)
     if plan.device != "cpu":
         raise _unsupported(
             f"a model on {plan.device}",
