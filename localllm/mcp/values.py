@@ -71,7 +71,7 @@ class CallResult:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a call, for the model, which reads the text whatever happened."""
+    """The end of a call that worked or failed, as text for the model."""
 
     text: str
     fails: Literal["", "tool", "call"] = ""  # "tool": the tool reports an error; "call": the call itself failed
