@@ -97,22 +97,26 @@ class DeviceSteps:
         if self._lookup is not None:
             self._lookup.enter(new)
 
-    def narrowed(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with no more drafts than a step can have, which was recorded if any is. A step with rows that
-        `_sample_any` samples has none, nor has one with a prompt."""
+    def narrowed(self, plan: StepPlan) -> tuple[StepPlan, int]:
+        """Return the plan with no more drafts than its step can have, and the width of the step: the drafts of each row
+        with padding. A step with rows that `_sample_any` samples has no drafts, nor has one with a prompt."""
         wanted = max((row.num_drafts for row in plan.rows), default=0)
         if not wanted:
-            return plan
+            return plan, 0
         slots = np.array([row.slot for row in plan.rows])
         is_plain = all(row.samples and row.num_scheduled_tokens == 1 + row.num_drafts for row in plan.rows)
-        if not is_plain or self._sampling.features(slots) is None:
-            return narrowed(plan, 0)
-        return narrowed(plan, fitting_width(wanted, lambda width: self._can_run(StepShape(len(slots), drafts=width))))
+        width = self._width(len(slots), wanted) if is_plain and self._sampling.features(slots) is not None else 0
+        return narrowed(plan, width), width
 
-    def _can_run(self, exact: StepShape) -> bool:
-        if exact.rows * exact.num_draws > self._most_draws:
-            return False
-        return self._graphs is None or self._recorded_for(exact) is not None
+    def _width(self, rows: int, wanted: int) -> int:
+        """Return the width of a step whose rows have up to `wanted` drafts. Where steps are recorded it is a recorded
+        one: a step of another width would be launched kernel by kernel."""
+        shapes = {width: StepShape(rows, drafts=width) for width in DRAFT_WIDTHS}
+        fitting = [width for width, shape in shapes.items() if rows * shape.num_draws <= self._most_draws]
+        best = fitting_width(wanted, fitting)
+        if self._graphs is None or not best or self._recorded_for(shapes[best]) is not None:
+            return best
+        return fitting_width(wanted, [width for width in fitting if self._graphs.shape_for(shapes[width])])
 
     def propose(self, batch: StepBatch, most: int) -> DeviceProposals:
         """Launch the lookup behind the tokens that this step accepts. It finds as many drafts as a slot may have,
@@ -134,8 +138,6 @@ class DeviceSteps:
     def forward(self, batch: StepBatch) -> Forward:
         self._last_step_s = time.monotonic()
         exact = shape_of(batch)
-        if exact.drafts:
-            exact = exact._replace(drafts=next(width for width in DRAFT_WIDTHS if width >= exact.drafts))
         launched = batch.prompt_spans or batch.embeds is not None
         recorded = self._recorded_for(exact) if not launched else None
         self._shape, self._replayed = recorded or exact, recorded is not None
