@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, runs_triton, tl, triton, wait_for_inputs
 
 ROWS = 64  # rows of one program
 
@@ -40,8 +40,9 @@ def accept_drafts(
         return counts
     rows, draws = slots.shape
     _accept_drafts_kernel[(cdiv(rows, ROWS),)](
-        slots, lengths, token_ids, drawn, best, known, valid, counts, rows, draws, token_ids.stride(0), BLOCK=ROWS
-    )
+        slots, lengths, token_ids, drawn, best, known, valid, counts, rows, draws, token_ids.stride(0), BLOCK=ROWS,
+        **early_launch(slots.device),
+    )  # fmt: skip
     return counts
 
 
@@ -64,9 +65,10 @@ def accept_drafts_reference(
 @triton.jit(do_not_specialize=["rows", "draws"])
 def _accept_drafts_kernel(
     slots_ptr, lengths_ptr, tokens_ptr, drawn_ptr, best_ptr, known_ptr, valid_ptr, counts_ptr, rows, draws,
-    tokens_stride, BLOCK: tl.constexpr,
+    tokens_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK rows, draw after draw: the next one counts if this one is the draft in the table."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     first = row * draws

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, runs_triton, tl, triton, wait_for_inputs
 
 HEADER = 2
 ROW_FIELDS = 10
@@ -129,7 +129,7 @@ def prepare_step(
         token_ids.stride(0), block_tables.stride(0), block_tables.stride(1), inputs.block_tables.stride(0),
         inputs.block_tables.stride(1), inputs.slot_mapping.stride(0),
         GROUPS=len(block_tables), BLOCK_SIZE=block_size, HEADER=HEADER, ROW_FIELDS=ROW_FIELDS,
-        UPDATE_FIELDS=UPDATE_FIELDS, CHUNK=CHUNK, UPDATES=UPDATES,
+        UPDATE_FIELDS=UPDATE_FIELDS, CHUNK=CHUNK, UPDATES=UPDATES, **early_launch(staged.device),
     )  # fmt: skip
 
 
@@ -215,12 +215,14 @@ def _prepare_rows_kernel(
     tokens_stride, tables_group_stride, tables_stride, block_tables_group_stride, block_tables_stride,
     slot_mapping_stride, GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr,
     ROW_FIELDS: tl.constexpr, UPDATE_FIELDS: tl.constexpr, CHUNK: tl.constexpr, UPDATES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): CHUNK of the row's tokens; chunk 0 also writes the row's scalars. Row R: the padding, and
     the updates of slots that have no row.
 
     Programs do not wait for each other: each applies the updates that it reads, and several write the same numbers.
     """
+    wait_for_inputs(PDL)
     row, chunk = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, CHUNK)
     num_updates, used = tl.load(staged_ptr), tl.load(staged_ptr + 1)

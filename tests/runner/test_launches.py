@@ -125,3 +125,4 @@ def test_a_decode_step_has_few_nodes(shape: str, weights: WeightFormat, monkeypa
     per_layer = two - one
     assert per_layer.total() == PER_LAYER[shape, weights], per_layer
     assert (one - per_layer).total() == ONCE, one - per_layer
+    assert not compiled.in_turn, "drafts included: warming up launches their kernels as well"
