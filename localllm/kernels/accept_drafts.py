@@ -5,8 +5,8 @@
 A row draws a token at each of D consecutive positions: behind its last known token, and behind each of its drafts. The
 drafts are in the table at the same positions. A draft is right if it is the token that was drawn at its position, so
 the draws up to and including the first one that is not its draft are accepted: correction and bonus token are one case.
-A draw that is not a number ends its row before it; a later step draws that position first and reports the error. With
-D = 1 this records one token of each row.
+A draw that is not a number ends its row before it; a later step draws that position first and reports the error. Where
+every row has one draw, the kernel that draws records it (sampling/draw.py, `Record`).
 Not limited by memory: a step of 256 draws reads about 10 KB.
 Idea: speculative decoding (Leviathan et al. 2023, arXiv:2211.17192) with draws in place of rejections
 (docs/decisions/0020-a-draft-is-right-if-it-would-have-been-drawn.md).

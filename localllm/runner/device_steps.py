@@ -24,6 +24,7 @@ from localllm.kernels.launch import num_compiles
 from localllm.kernels.layer_state import LayerCache
 from localllm.kernels.prepare_step import StepInputs
 from localllm.kernels.propose_lookup import MOST_DRAFTS
+from localllm.kernels.sampling.draw import Record
 from localllm.kernels.sampling.logprobs import ROOMS
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel, GivenEmbeds
@@ -187,11 +188,14 @@ class DeviceSteps:
         """Sample into the buffers of the step's ids and best logits, and accept the draws.
         Also returns [2, R] int64: see accept_drafts."""
         assert self._sampling.tables is not None
-        tokens, tables = self._staged.token_ids, self._sampling.tables
+        tokens, tables = self._staged.slots, self._sampling.tables
         out = self._token_ids[: len(logits)], self._best[: len(logits)]
-        drawn = sample_on_device(logits, buffers.slots, buffers.lengths, tables, tokens, features, bitmask, out)
         counts = self._counts[: 2 * len(buffers.context_lens)].view(2, -1)
-        return drawn, self._accept(buffers, drawn.token_ids, drawn.best, counts)
+        record = Record(tokens, counts) if buffers.num_draws == 1 else None
+        drawn = sample_on_device(
+            logits, buffers.slots, buffers.lengths, tables, tokens.token_ids, features, bitmask, out, record
+        )
+        return drawn, counts if record else self._accept(buffers, drawn.token_ids, drawn.best, counts)
 
     def _accept(self, buffers: StepInputs, token_ids: Tensor, best: Tensor, counts: Tensor | None = None) -> Tensor:
         by_row, tokens = (-1, buffers.num_draws), self._staged.slots
@@ -279,7 +283,8 @@ class DeviceSteps:
             _, last = self._padding_step(shape)
             logits = self._model.compute_logits(last)
             assert logits is not None, "drafts of a model of several shards"
-            self._draw(staged.part(shape), logits, SamplingFeatures())
+            for filters in (False, True):
+                self._draw(staged.part(shape), logits, SamplingFeatures(filters))
             self._look_up(shape)
             for rows in kernel_sizes(shape.tokens):
                 self._model.compute_logits(last[:rows])

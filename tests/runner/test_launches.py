@@ -38,9 +38,9 @@ CPU = torch.device("cpu")
 CONTEXT = 2048  # enough for the decode kernel to split a request's context
 reserve = torch.empty  # the simulated GPU replaces it by one that writes zeros
 
-ONCE = 8
+ONCE = 7
 """Nodes outside of layers. From the staged buffer to the logits: the kernel that prepares the step, the plan of
-attention, the embedding, the last norm, the head. To the token: two kernels and one that records it."""
+attention, the embedding, the last norm, the head. To the token: two kernels, of which the last records it."""
 PER_LAYER = {
     ("llama-3.1-8b", "16-bit"): 10,
     ("llama-3.2-1b", "16-bit"): 10,
