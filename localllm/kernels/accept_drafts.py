@@ -5,8 +5,8 @@
 A row draws a token at each of D consecutive positions: behind its last known token, and behind each of its drafts. The
 drafts are in the table at the same positions. A draft is right if it is the token that was drawn at its position, so
 the draws up to and including the first one that is not its draft are accepted: correction and bonus token are one case.
-A draw that is not a number ends its row before it; a later step draws that position first and reports the error. With
-D = 1 this records one token of each row.
+A draw that is not a number ends its row before it; a later step draws that position first and reports the error. Where
+every row has one draw, the kernel that draws records it (sampling/draw.py, `Record`).
 Not limited by memory: a step of 256 draws reads about 10 KB.
 Idea: speculative decoding (Leviathan et al. 2023, arXiv:2211.17192) with draws in place of rejections
 (docs/decisions/0020-a-draft-is-right-if-it-would-have-been-drawn.md).
@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, runs_triton, tl, triton, wait_for_inputs
 
 ROWS = 64  # rows of one program
 
@@ -40,8 +40,9 @@ def accept_drafts(
         return counts
     rows, draws = slots.shape
     _accept_drafts_kernel[(cdiv(rows, ROWS),)](
-        slots, lengths, token_ids, drawn, best, known, valid, counts, rows, draws, token_ids.stride(0), BLOCK=ROWS
-    )
+        slots, lengths, token_ids, drawn, best, known, valid, counts, rows, draws, token_ids.stride(0), BLOCK=ROWS,
+        **early_launch(slots.device),
+    )  # fmt: skip
     return counts
 
 
@@ -64,9 +65,10 @@ def accept_drafts_reference(
 @triton.jit(do_not_specialize=["rows", "draws"])
 def _accept_drafts_kernel(
     slots_ptr, lengths_ptr, tokens_ptr, drawn_ptr, best_ptr, known_ptr, valid_ptr, counts_ptr, rows, draws,
-    tokens_stride, BLOCK: tl.constexpr,
+    tokens_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK rows, draw after draw: the next one counts if this one is the draft in the table."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     first = row * draws

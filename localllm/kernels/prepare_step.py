@@ -5,7 +5,7 @@
 
 Token ids and block tables are stored on the device, one row per slot, tables once per KV group; the host only says
 which slots run and from which position. The host therefore never waits for a token that the device has just sampled. A
-captured graph can replay these kernels, since the number of rows is in the buffer, not in the launch.
+captured graph can replay the kernel, since what changes from step to step is in the buffer, not in the launch.
 
 The buffer, int32:
 
@@ -32,13 +32,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, runs_triton, tl, triton, wait_for_inputs
 
 HEADER = 2
 ROW_FIELDS = 10
 STATE_FIELDS = 7  # first of the three fields of recurrent states: read, write, save
 UPDATE_FIELDS = 4
 CHUNK = 128  # tokens of one row that one program writes
+UPDATES = 512  # updates that a program reads at once
 
 
 class SlotTokens(NamedTuple):
@@ -122,16 +123,13 @@ def prepare_step(
         prepare_step_reference(staged, slots, block_tables, inputs, block_size)
         return
     rows, tokens, token_ids = len(inputs.context_lens), len(inputs.token_ids), slots.token_ids
-    _update_tables_kernel[(cdiv(max(rows, 256), 256),)](
-        staged, block_tables, rows, block_tables.stride(0), block_tables.stride(1), HEADER=HEADER,
-        ROW_FIELDS=ROW_FIELDS, UPDATE_FIELDS=UPDATE_FIELDS, BLOCK=256,
-    )  # fmt: skip
     chunks = cdiv(max(max_query_len, 1), CHUNK)
     _prepare_rows_kernel[(rows + 1, max(chunks, cdiv(tokens, CHUNK * 8)))](
         staged, token_ids, slots.known, slots.valid, block_tables, *_outputs(inputs), rows, tokens, inputs.num_draws,
         token_ids.stride(0), block_tables.stride(0), block_tables.stride(1), inputs.block_tables.stride(0),
         inputs.block_tables.stride(1), inputs.slot_mapping.stride(0),
-        GROUPS=len(block_tables), BLOCK_SIZE=block_size, HEADER=HEADER, CHUNK=CHUNK,
+        GROUPS=len(block_tables), BLOCK_SIZE=block_size, HEADER=HEADER, ROW_FIELDS=ROW_FIELDS,
+        UPDATE_FIELDS=UPDATE_FIELDS, CHUNK=CHUNK, UPDATES=UPDATES, **early_launch(staged.device),
     )  # fmt: skip
 
 
@@ -193,23 +191,21 @@ def _outputs(inputs: StepInputs) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _update_tables_kernel(
-    staged_ptr, tables_ptr, rows, group_stride, table_stride, HEADER: tl.constexpr, ROW_FIELDS: tl.constexpr,
-    UPDATE_FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _update_tables(
+    updates_ptr, num_updates, slot, tables_ptr, group_stride, stride, FIELDS: tl.constexpr, UPDATES: tl.constexpr,
 ):  # fmt: skip
-    """A fixed number of programs processes all updates of the buffer."""
-    num_updates = tl.load(staged_ptr)
-    first = staged_ptr + HEADER + ROW_FIELDS * rows
-    for begin in range(tl.program_id(0) * BLOCK, num_updates, tl.num_programs(0) * BLOCK):
-        update = begin + tl.arange(0, BLOCK)
-        live = update < num_updates
-        fields = first + UPDATE_FIELDS * update
+    """Apply the updates of one slot, of all slots if it is negative. The program then reads what it has written."""
+    for begin in range(0, num_updates, UPDATES):
+        update = begin + tl.arange(0, UPDATES)
+        fields = updates_ptr + FIELDS * update
+        owner = tl.load(fields + 1, mask=update < num_updates, other=0).to(tl.int64)
+        live = (update < num_updates) & (owner == tl.where(slot < 0, owner, slot))
         group = tl.load(fields, mask=live, other=0).to(tl.int64)
-        slot = tl.load(fields + 1, mask=live, other=0).to(tl.int64)
         place = tl.load(fields + 2, mask=live, other=0)
         block = tl.load(fields + 3, mask=live, other=0)
-        tl.store(tables_ptr + group * group_stride + slot * table_stride + place, block, mask=live)
+        tl.store(tables_ptr + group * group_stride + owner * stride + place, block, mask=live)
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "draws"])
@@ -217,16 +213,28 @@ def _prepare_rows_kernel(
     staged_ptr, tokens_ptr, known_ptr, valid_ptr, tables_ptr, token_ids_ptr, positions_ptr, slot_mapping_ptr,
     block_tables_ptr, context_ptr, cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, adapters_ptr, rows, tokens, draws,
     tokens_stride, tables_group_stride, tables_stride, block_tables_group_stride, block_tables_stride,
-    slot_mapping_stride, GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr,
+    slot_mapping_stride, GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr,
+    ROW_FIELDS: tl.constexpr, UPDATE_FIELDS: tl.constexpr, CHUNK: tl.constexpr, UPDATES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): CHUNK of the row's tokens; chunk 0 also writes the row's scalars. Row R: the padding."""
+    """Program (row, chunk): CHUNK of the row's tokens; chunk 0 also writes the row's scalars. Row R: the padding, and
+    the updates of slots that have no row.
+
+    Programs do not wait for each other: each applies the updates that it reads, and several write the same numbers.
+    """
+    wait_for_inputs(PDL)
     row, chunk = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, CHUNK)
-    used = tl.load(staged_ptr + 1)
+    num_updates, used = tl.load(staged_ptr), tl.load(staged_ptr + 1)
     fields = staged_ptr + HEADER
+    updates = fields + ROW_FIELDS * rows
     if row == rows:
         if chunk == 0:
             tl.store(cu_seqlens_ptr + rows, used)
+            every_slot = tl.full([], -1, tl.int64)
+            _update_tables(
+                updates, num_updates, every_slot, tables_ptr, tables_group_stride, tables_stride, UPDATE_FIELDS, UPDATES
+            )
         for begin in range(used + chunk * CHUNK, tokens, tl.num_programs(1) * CHUNK):
             place = begin + lane
             tl.store(token_ids_ptr + place, tl.zeros([CHUNK], tl.int64), mask=place < tokens)
@@ -239,11 +247,14 @@ def _prepare_rows_kernel(
     slot = tl.load(fields + row).to(tl.int64)
     computed = tl.load(fields + rows + row)
     scheduled = tl.load(fields + 2 * rows + row)
+    if (chunk > 0) & (chunk * CHUNK >= scheduled):
+        return
     start = tl.load(fields + 3 * rows + row)
     samples = tl.load(fields + 4 * rows + row)
     adapter = tl.load(fields + 5 * rows + row)
     drafts = tl.load(fields + 6 * rows + row)
     owner = tl.maximum(slot, 0)
+    _update_tables(updates, num_updates, owner, tables_ptr, tables_group_stride, tables_stride, UPDATE_FIELDS, UPDATES)
     begins_here = (slot >= 0) & (drafts >= 0)
     known_tokens = tl.load(known_ptr + owner, mask=begins_here, other=0).to(tl.int32)
     ready = tl.load(valid_ptr + owner, mask=begins_here, other=0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, runs_triton, tl, triton, wait_for_inputs
 
 LEAST_MATCH = 3
 LONGEST_MATCH = 64
@@ -40,11 +40,11 @@ def propose_lookup(
     rows, width = len(slots), token_ids.shape[1]
     _match_kernel[(rows, cdiv(width, PLACES))](
         slots, most, known, token_ids, matches, slots.stride(0), token_ids.stride(0),
-        LEAST=LEAST_MATCH, LONGEST=LONGEST_MATCH, BLOCK=PLACES,
+        LEAST=LEAST_MATCH, LONGEST=LONGEST_MATCH, BLOCK=PLACES, **early_launch(slots.device),
     )  # fmt: skip
     _copy_drafts_kernel[(rows,)](
         slots, most, known, valid, token_ids, matches, out, slots.stride(0), token_ids.stride(0), width - 1,
-        MOST=MOST_DRAFTS, num_warps=1,
+        MOST=MOST_DRAFTS, num_warps=1, **early_launch(slots.device),
     )  # fmt: skip
     return out
 
@@ -73,10 +73,11 @@ def propose_lookup_reference(
 @triton.jit(do_not_specialize=["slots_stride"])
 def _match_kernel(
     slots_ptr, most_ptr, known_ptr, tokens_ptr, matches_ptr, slots_stride, tokens_stride,
-    LEAST: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
+    LEAST: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part): the longest match that ends at one of BLOCK places, the latest of equals. Its length and its
     end are one number, so that the largest number is the best match of all parts."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row * slots_stride)
     if slot < 0:
@@ -110,9 +111,10 @@ def _match_kernel(
 @triton.jit(do_not_specialize=["slots_stride", "max_len"])
 def _copy_drafts_kernel(
     slots_ptr, most_ptr, known_ptr, valid_ptr, tokens_ptr, matches_ptr, out_ptr, slots_stride, tokens_stride, max_len,
-    MOST: tl.constexpr,
+    MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row): copy the tokens behind the row's best match behind its known ones."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row * slots_stride)
     out = out_ptr + row * (MOST + 1)

@@ -115,6 +115,7 @@ class StepBatch:
     counts: Ints  # [S] int64        tokens that each row draws, in turn
     prompt_spans: tuple[PromptSpan, ...]
     embeds: GivenEmbeds | None = None  # on the host
+    draft_width: int = 0  # drafts of each row of a staged step, with padding; 0: it has none
 
     @property
     def sample_index(self) -> Ints | None:
@@ -309,8 +310,9 @@ class SlotState:
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
-    def batch(self, plan: StepPlan) -> StepBatch:
-        """Return the arrays of a plan, whose rows must not be empty, and count its tokens as computed."""
+    def batch(self, plan: StepPlan, draft_width: int = 0) -> StepBatch:
+        """Return the arrays of a plan, whose rows must not be empty, and count its tokens as computed.
+        draft_width: see `StepBatch`."""
         slots, computed, scheduled, drafts = (_column(plan.rows, column) for column in (0, 2, 3, 8))
         samples = np.fromiter((row.samples for row in plan.rows), bool, len(plan.rows))
         generating = samples & (scheduled == 1 + drafts)
@@ -340,7 +342,7 @@ class SlotState:
         positions = np.arange(rows.starts[-1]) - np.repeat(rows.starts[:-1] - rows.computed, rows.scheduled)
         return StepBatch(
             rows, wanted, tuple(order[samples].tolist()), np.repeat(slots[samples], counts),
-            positions[rows.draws] + 1, counts, spans, self._given_embeds(rows),
+            positions[rows.draws] + 1, counts, spans, self._given_embeds(rows), draft_width,
         )  # fmt: skip
 
     def _check_computed(self, slots: Ints, computed: Ints, generating: Ints, bounded: Ints) -> None:

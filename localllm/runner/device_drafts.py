@@ -8,7 +8,7 @@ Does not know: how drafts are accepted (kernels/accept_drafts.py), graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -54,11 +54,10 @@ def draft_shapes(sizes: Sequence[int], draws: int) -> list[StepShape]:
     return shapes
 
 
-def fitting_width(wanted: int, can_run: Callable[[int], bool]) -> int:
-    """Return the width of a step whose rows have up to `wanted` drafts: the smallest that holds all of them and can be
-    run; else the largest that can; else 0."""
-    runnable = [width for width in DRAFT_WIDTHS if can_run(width)]
-    return next((width for width in runnable if width >= wanted), max(runnable, default=0))
+def fitting_width(wanted: int, widths: Sequence[int]) -> int:
+    """Return the width of a step whose rows have up to `wanted` drafts: the smallest of `widths`, ascending, that holds
+    all of them; else the largest; else 0."""
+    return next((width for width in widths if width >= wanted), max(widths, default=0))
 
 
 def narrowed(plan: StepPlan, width: int) -> StepPlan:

@@ -24,6 +24,7 @@ from localllm.kernels.launch import num_compiles
 from localllm.kernels.layer_state import LayerCache
 from localllm.kernels.prepare_step import StepInputs
 from localllm.kernels.propose_lookup import MOST_DRAFTS
+from localllm.kernels.sampling.draw import Record
 from localllm.kernels.sampling.logprobs import ROOMS
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel, GivenEmbeds
@@ -97,22 +98,26 @@ class DeviceSteps:
         if self._lookup is not None:
             self._lookup.enter(new)
 
-    def narrowed(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with no more drafts than a step can have, which was recorded if any is. A step with rows that
-        `_sample_any` samples has none, nor has one with a prompt."""
+    def narrowed(self, plan: StepPlan) -> tuple[StepPlan, int]:
+        """Return the plan with no more drafts than its step can have, and the width of the step: the drafts of each row
+        with padding. A step with rows that `_sample_any` samples has no drafts, nor has one with a prompt."""
         wanted = max((row.num_drafts for row in plan.rows), default=0)
         if not wanted:
-            return plan
+            return plan, 0
         slots = np.array([row.slot for row in plan.rows])
         is_plain = all(row.samples and row.num_scheduled_tokens == 1 + row.num_drafts for row in plan.rows)
-        if not is_plain or self._sampling.features(slots) is None:
-            return narrowed(plan, 0)
-        return narrowed(plan, fitting_width(wanted, lambda width: self._can_run(StepShape(len(slots), drafts=width))))
+        width = self._width(len(slots), wanted) if is_plain and self._sampling.features(slots) is not None else 0
+        return narrowed(plan, width), width
 
-    def _can_run(self, exact: StepShape) -> bool:
-        if exact.rows * exact.num_draws > self._most_draws:
-            return False
-        return self._graphs is None or self._recorded_for(exact) is not None
+    def _width(self, rows: int, wanted: int) -> int:
+        """Return the width of a step whose rows have up to `wanted` drafts. Where steps are recorded it is a recorded
+        one: a step of another width would be launched kernel by kernel."""
+        shapes = {width: StepShape(rows, drafts=width) for width in DRAFT_WIDTHS}
+        fitting = [width for width, shape in shapes.items() if rows * shape.num_draws <= self._most_draws]
+        best = fitting_width(wanted, fitting)
+        if self._graphs is None or not best or self._recorded_for(shapes[best]) is not None:
+            return best
+        return fitting_width(wanted, [width for width in fitting if self._graphs.shape_for(shapes[width])])
 
     def propose(self, batch: StepBatch, most: int) -> DeviceProposals:
         """Launch the lookup behind the tokens that this step accepts. It finds as many drafts as a slot may have,
@@ -134,8 +139,6 @@ class DeviceSteps:
     def forward(self, batch: StepBatch) -> Forward:
         self._last_step_s = time.monotonic()
         exact = shape_of(batch)
-        if exact.drafts:
-            exact = exact._replace(drafts=next(width for width in DRAFT_WIDTHS if width >= exact.drafts))
         launched = batch.prompt_spans or batch.embeds is not None
         recorded = self._recorded_for(exact) if not launched else None
         self._shape, self._replayed = recorded or exact, recorded is not None
@@ -185,11 +188,14 @@ class DeviceSteps:
         """Sample into the buffers of the step's ids and best logits, and accept the draws.
         Also returns [2, R] int64: see accept_drafts."""
         assert self._sampling.tables is not None
-        tokens, tables = self._staged.token_ids, self._sampling.tables
+        tokens, tables = self._staged.slots, self._sampling.tables
         out = self._token_ids[: len(logits)], self._best[: len(logits)]
-        drawn = sample_on_device(logits, buffers.slots, buffers.lengths, tables, tokens, features, bitmask, out)
         counts = self._counts[: 2 * len(buffers.context_lens)].view(2, -1)
-        return drawn, self._accept(buffers, drawn.token_ids, drawn.best, counts)
+        record = Record(tokens, counts) if buffers.num_draws == 1 else None
+        drawn = sample_on_device(
+            logits, buffers.slots, buffers.lengths, tables, tokens.token_ids, features, bitmask, out, record
+        )
+        return drawn, counts if record else self._accept(buffers, drawn.token_ids, drawn.best, counts)
 
     def _accept(self, buffers: StepInputs, token_ids: Tensor, best: Tensor, counts: Tensor | None = None) -> Tensor:
         by_row, tokens = (-1, buffers.num_draws), self._staged.slots
@@ -277,7 +283,8 @@ class DeviceSteps:
             _, last = self._padding_step(shape)
             logits = self._model.compute_logits(last)
             assert logits is not None, "drafts of a model of several shards"
-            self._draw(staged.part(shape), logits, SamplingFeatures())
+            for filters in (False, True):
+                self._draw(staged.part(shape), logits, SamplingFeatures(filters))
             self._look_up(shape)
             for rows in kernel_sizes(shape.tokens):
                 self._model.compute_logits(last[:rows])

@@ -144,9 +144,10 @@ class TorchRunner:
                 self._enter_sampling(new)
                 if self._drafters is not None:
                     self._drafters.enter(new)
+            width = 0
             if isinstance(self._steps, DeviceSteps):
-                plan = self._steps.narrowed(plan)
-            batch = self._slots.batch(plan) if plan.rows else None
+                plan, width = self._steps.narrowed(plan)
+            batch = self._slots.batch(plan, width) if plan.rows else None
             done = self._loaded.forward(batch) if batch is not None else None
             self._launched = _ForwardedStep(plan.step_id, timer.stop(), batch, done)
 

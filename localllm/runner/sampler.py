@@ -27,7 +27,7 @@ from torch import Tensor
 from localllm.engine.params import MAX_LOGPROBS
 from localllm.kernels.sampling import logprobs as on_device
 from localllm.kernels.sampling import selection
-from localllm.kernels.sampling.draw import draw, draw_among, draw_by_weight, summarize_logits
+from localllm.kernels.sampling.draw import Record, draw, draw_among, draw_by_weight, summarize_logits
 from localllm.kernels.sampling.edit import edit_logits
 from localllm.kernels.sampling.nucleus import keep_nucleus, keep_sorted, nucleus
 from localllm.kernels.sampling.tables import SlotTables
@@ -64,16 +64,17 @@ def sample(logits: Tensor, batch: SamplingBatch, token_ids: Tensor, masks: RowMa
 
 def sample_on_device(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, token_ids: Tensor, features: SamplingFeatures,
-    bitmask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None,
+    bitmask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None, record: Record | None = None,
 ) -> Sampled:  # fmt: skip
     """Sample one token per row with parameters from tables on the device.
     Can be captured in a CUDA graph, one per `features`.
 
     logits [S, V], may be overwritten; slots [S] int64, -1: padding, which gives token 0; lengths [S] int64, known
     tokens of each slot; tables: the slots' parameters; token_ids [slots, max_model_len]; bitmask [S, ceil(V / 32)]
-    int32, see `edit_logits`. out: where the ids [S] int64 and the best logits [S] float32 go. features: what rows may
-    use; unused ones cost time and change nothing. Logprobs have a row for each of the S and room for the maximum
-    number; rows that did not ask for any have meaningless values.
+    int32, see `edit_logits`. out: where the ids [S] int64 and the best logits [S] float32 go. record: where the ids are
+    recorded, of rows with one draw each. features: what rows may use; unused ones cost time and change nothing.
+    Logprobs have a row for each of the S and room for the maximum number; rows that did not ask for any have
+    meaningless values.
     """
     edited = features.edits or bitmask is not None
     raw = logits.clone() if features.logprobs and edited else logits
@@ -81,7 +82,7 @@ def sample_on_device(
         edit_logits(logits, slots, lengths, tables, token_ids, bitmask)
     summary = summarize_logits(logits, slots, lengths, tables, filters=features.filters)
     cutoff = nucleus(logits, slots, tables, summary) if features.filters else None
-    chosen, best = draw(logits, slots, lengths, tables, cutoff, summary, out)
+    chosen, best = draw(logits, slots, lengths, tables, cutoff, summary, out, record)
     if not features.logprobs:
         return Sampled(chosen, best, None)
     return Sampled(chosen, best, LogprobTensors(*on_device.token_logprobs(raw, chosen, MAX_LOGPROBS, slots, tables)))

@@ -64,9 +64,10 @@ class StepShape(NamedTuple):
 
 
 def shape_of(batch: StepBatch) -> StepShape:
-    """Return the shape that a batch fills, exactly unless its rows have different numbers of drafts."""
-    if batch.has_drafts:
-        return StepShape(len(batch.rows.slots), drafts=int(batch.rows.drafts.max()))
+    """Return the shape that a batch fills: exactly, but for rows with fewer drafts than the step's width."""
+    assert batch.draft_width or not batch.has_drafts, "a staged step with drafts of no width"
+    if batch.draft_width:
+        return StepShape(len(batch.rows.slots), drafts=batch.draft_width)
     decodes, rows, tokens = batch.rows.num_decodes, len(batch.rows.slots), int(batch.rows.starts[-1])
     return StepShape(decodes, rows - decodes, tokens - decodes)
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from localllm.kernels.launch import INTERPRETED
-from localllm.kernels.sampling.draw import BLOCK, Cutoff, draw, draw_reference, summarize_logits
+from localllm.kernels.prepare_step import SlotTokens
+from localllm.kernels.sampling.draw import BLOCK, Cutoff, Record, draw, draw_reference, summarize_logits
 from localllm.kernels.sampling.nucleus import nucleus
 from tests.kernels.conftest import DTYPES
 from tests.kernels.slot_tables import longs, tables_of
@@ -51,6 +52,24 @@ def test_rows_kept_in_part_draw_the_same_token_too(device: torch.device) -> None
     expected, expected_best = draw_reference(logits, slots, lengths, tables, cutoff)
     assert torch.equal(best, expected_best)
     assert got.tolist() == expected.tolist()
+
+
+def test_a_recorded_draw_is_behind_its_slots_tokens(device: torch.device) -> None:
+    vocab_size, slots = 700, [3, -1, 0, 4, -1]
+    tables = tables_of([fields(i) for i in range(5)], vocab_size, device)
+    logits, lengths = random_logits(5, vocab_size).to(device), [7, 0, 1, 9, 4]
+    text = torch.arange(50, dtype=torch.int32).view(5, 10) + 2000
+    tokens = SlotTokens(text.to(device), longs([5] * 5, device), torch.full((5,), 3, dtype=torch.int32, device=device))
+    counts = torch.full((2, 5), 9, device=device)
+    got, _ = draw(logits, longs(slots, device), longs(lengths, device), tables, record=Record(tokens, counts))
+    assert torch.equal(got, draw(logits, longs(slots, device), longs(lengths, device), tables)[0])
+    assert counts.tolist() == [[1, 0, 1, 1, 0], [0] * 5]
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            text[slot, lengths[row]] = got[row]
+    assert tokens.token_ids.tolist() == text.tolist()
+    assert tokens.known.tolist() == [2, 5, 5, 8, 10]
+    assert tokens.valid.tolist() == [0, 3, 3, 0, 0]
 
 
 def test_equals_take_the_lowest_id(device: torch.device) -> None:

@@ -28,17 +28,21 @@ PROCESSORS = 132
 
 class Compiled:
     """Keys that Triton would have compiled. `new`: keys first seen since the list was cleared; `launched`: the names of
-    the kernels launched since that list was cleared."""
+    the kernels launched since that list was cleared; `in_turn`: of those that cannot start before the previous one has
+    finished."""
 
     def __init__(self, arch: int) -> None:
         self.new: list[str] = []
         self.launched: list[str] = []
+        self.in_turn: set[str] = set()
         self._seen: set[str] = set()
         self._backend = make_backend(GPUTarget("cuda", arch, 32))
         self._binders: dict[int, Callable[..., Any]] = {}
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         self.launched.append(kernel.__name__)
+        if "PDL" not in kernel.arg_names:
+            self.in_turn.add(kernel.__name__)
         if id(kernel) not in self._binders:
             binder = create_function_from_signature(kernel.signature, kernel.params, self._backend)
             self._binders[id(kernel)] = binder

@@ -33,7 +33,7 @@ from localllm.runner.device_steps import DeviceSteps
 from localllm.runner.graphs import capture_shapes
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
-from localllm.runner.staging import StagedInputs
+from localllm.runner.staging import StagedInputs, StepShape
 from tests.kv import of_each
 from tests.runner.desk import GREEDY, WAYS
 from tests.runner.test_drafts import make_requests, tokens_of
@@ -136,7 +136,7 @@ def test_support_follows_the_size_of_a_step(max_num_seqs: int, budget: int, draw
 def test_a_step_has_the_width_that_holds_its_drafts_or_the_largest_there_is(
     wanted: int, runnable: set[int], width: int
 ) -> None:
-    assert fitting_width(wanted, runnable.__contains__) == width
+    assert fitting_width(wanted, sorted(runnable)) == width
 
 
 def test_rows_keep_the_drafts_that_fit() -> None:
@@ -274,7 +274,10 @@ def test_no_step_has_a_width_that_was_not_recorded(model: Any, spec: ModelSpec) 
 
     def width(rows: int, wanted: int) -> int:
         plan = StepPlan(1, tuple(Row(s, f"r{s}", 9, 1 + wanted, (), True, (), None, wanted) for s in range(rows)))
-        return max(row.num_drafts for row in steps.narrowed(plan).rows)
+        narrow, chosen = steps.narrowed(plan)
+        most = max(row.num_drafts for row in narrow.rows)
+        assert most <= chosen
+        return most
 
     assert width(1, 7) == 0, "nothing is recorded"
     runner.warm_up()
@@ -293,6 +296,32 @@ def test_no_step_has_a_width_that_was_not_recorded(model: Any, spec: ModelSpec) 
     assert len(recorded) == count
 
 
+def test_a_step_runs_in_the_recorded_width_that_was_chosen_for_it(
+    model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the smallest width that holds the drafts cannot be recorded, a wider one that was recorded is replayed."""
+    parts = DeviceSteps._parts
+
+    def without_the_first_width(self: DeviceSteps, shape: StepShape) -> Any:
+        if shape.drafts == DRAFT_WIDTHS[0]:
+            raise ValueError("cannot be recorded")
+        return parts(self, shape)
+
+    monkeypatch.setattr(DeviceSteps, "_parts", without_the_first_width)
+    runner = open_runner(model, spec, capture=lambda step: step)
+    runner.warm_up()
+    while runner.use_idle_time():
+        pass
+    enter(runner, [3, 1, 4])
+    run(runner, StepPlan(2, (Row(0, "r0", 2, 1, (), True),)))
+    before = runner.stats()
+    add_drafts(runner, 0, [1, 2])
+    (result,) = run(runner, StepPlan(3, (Row(0, "r0", 3, 3, (), True, (), None, 2),)))
+    assert result.num_checked == 2
+    assert steps_of(runner)._shape == StepShape(1, drafts=DRAFT_WIDTHS[1])
+    assert runner.stats().replayed_steps == before.replayed_steps + 1
+
+
 def test_steps_with_a_prompt_or_with_long_lists_have_no_drafts(model: Any, spec: ModelSpec) -> None:
     runner = open_runner(model, spec, staged=True)
     enter(runner, [3, 1, 4], [5, 6, 7, 8])
@@ -306,5 +335,5 @@ def test_steps_with_a_prompt_or_with_long_lists_have_no_drafts(model: Any, spec:
         "long lists": (Row(2, "r2", 0, 1, ((20,),) * groups, True), 0),
     }
     for name, (row, drafts) in beside.items():
-        plan = steps_of(runner).narrowed(StepPlan(3, (drafted, row)))
+        plan, _ = steps_of(runner).narrowed(StepPlan(3, (drafted, row)))
         assert plan.rows[0].num_drafts == drafts, name

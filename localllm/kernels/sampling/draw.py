@@ -10,6 +10,7 @@ beforehand: comparing logarithms is not affected by a common factor, so each blo
 and the second kernel brings all blocks to one level. Greedy rows work the same way with the logit as score. The floor
 is memory: V * 4 bytes of a row in fp32, read once; 256 rows of 128,256 are 131 MB.
 
+In a step without drafts, `_pick_kernel` also appends the token to those of its slot (`Record`).
 Rows with top_k, top_p or min_p are read twice: the first pass writes a `LogitSummary` for `nucleus`, the second reads
 only the row's groups with a kept token.
 The token equals the twin's, unless its two best scores differ by rounding only (see noise.py): sums of exponentials are
@@ -19,11 +20,14 @@ float32 here and start at another maximum.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from localllm.kernels.accept_drafts import accept_drafts_reference
 from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
+from localllm.kernels.prepare_step import SlotTokens
 from localllm.kernels.sampling import selection
 from localllm.kernels.sampling.noise import GROUP_STREAM, gumbel, gumbel_noise, row_key, row_keys_of
 from localllm.kernels.sampling.selection import GROUP
@@ -51,6 +55,13 @@ class Cutoff:
     last_id: Tensor  # [S] int64
 
 
+class Record(NamedTuple):
+    """Where draws are recorded if each row has one: behind the known tokens of its slot."""
+
+    tokens: SlotTokens
+    counts: Tensor  # [2, S] int64  1 for each row that is not padding, and 0 verified drafts: see accept_drafts
+
+
 def summarize_logits(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, *, filters: bool
 ) -> LogitSummary | None:
@@ -74,23 +85,27 @@ def summarize_logits(
 
 def draw(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, cutoff: Cutoff | None = None,
-    summary: LogitSummary | None = None, out: tuple[Tensor, Tensor] | None = None,
+    summary: LogitSummary | None = None, out: tuple[Tensor, Tensor] | None = None, record: Record | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return token ids [S] int64 and the largest logits [S] float32, NaN if a row contains one; in `out` if given.
     Padding rows give 0 and 0.
 
     cutoff: the last kept token of rows with top_k, top_p or min_p, from `nucleus`; None: the batch has no such rows.
-    summary: the summary from which `cutoff` was made.
+    summary: the summary from which `cutoff` was made. record: where the tokens also go.
     """
     if not runs_triton(logits):
         drawn = draw_reference(logits, slots, lengths, tables, cutoff)
+        if record is not None:
+            at, place, ids, best = (each[:, None] for each in (slots, lengths, *drawn))
+            token_ids, known, valid = record.tokens
+            accept_drafts_reference(at, place, token_ids, ids, best, known, valid, record.counts)
         return drawn if out is None else (out[0].copy_(drawn[0]), out[1].copy_(drawn[1]))
     if summary is None:
         summary = summarize_logits(logits, slots, lengths, tables, filters=False)
     assert summary is not None
     if cutoff is not None:
         _gumbel_max(logits, slots, lengths, tables, summary, cutoff, True)
-    return _pick(logits, slots, lengths, tables, summary, cutoff, out)
+    return _pick(logits, slots, lengths, tables, summary, cutoff, out, record)
 
 
 def draw_reference(
@@ -162,7 +177,7 @@ def _gumbel_max(
 
 def _pick(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, summary: LogitSummary, cutoff: Cutoff | None,
-    out: tuple[Tensor, Tensor] | None,
+    out: tuple[Tensor, Tensor] | None, record: Record | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_rows, vocab_size = logits.shape
     if out is None:
@@ -173,10 +188,18 @@ def _pick(
     num_blocks = cdiv(vocab_size, BLOCK)
     _pick_kernel[(num_rows,)](
         logits, slots, lengths, tables.seed, tables.temperature, value, last_id, summary.best, summary.scores,
-        summary.groups, token_ids, best, logits.stride(0), vocab_size, num_blocks, KEPT=cutoff is not None,
-        BLOCKS=next_power_of_2(num_blocks), num_warps=1, **early_launch(logits.device),
+        summary.groups, token_ids, best, *_slot_tokens(record), logits.stride(0), vocab_size, num_blocks,
+        KEPT=cutoff is not None, RECORDED=record is not None, BLOCKS=next_power_of_2(num_blocks), num_warps=1,
+        **early_launch(logits.device),
     )  # fmt: skip
     return token_ids, best
+
+
+def _slot_tokens(record: Record | None) -> tuple[Any, ...]:
+    if record is None:
+        return None, None, None, None, 0
+    token_ids, known, valid = record.tokens
+    return token_ids, known, valid, record.counts, token_ids.stride(0)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -252,13 +275,16 @@ def _gumbel_max_kernel(
 @triton.jit
 def _pick_kernel(
     logits_ptr, slots_ptr, lengths_ptr, seed_ptr, temperature_ptr, value_ptr, last_id_ptr, best_ptr, scores_ptr,
-    groups_ptr, token_ids_ptr, out_best_ptr, row_stride, V, num_blocks, KEPT: tl.constexpr, BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
+    groups_ptr, token_ids_ptr, out_best_ptr, tokens_ptr, known_ptr, valid_ptr, counts_ptr, tokens_stride, row_stride, V,
+    num_blocks, KEPT: tl.constexpr, RECORDED: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: the best block's group, then the best token in it."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
+    if RECORDED:
+        tl.store(counts_ptr + row, (slot >= 0).to(tl.int64))
+        tl.store(counts_ptr + tl.num_programs(0) + row, 0)
     if slot < 0:
         tl.store(token_ids_ptr + row, 0)
         tl.store(out_best_ptr + row, 0.0)
@@ -290,4 +316,10 @@ def _pick_kernel(
         key = row_key(tl.load(seed_ptr + slot), tl.load(lengths_ptr + row))
         head = tl.max(x, 0)
         x = (x - tl.where(tl.abs(head) == float("inf"), 0.0, head)) * scale + gumbel_noise(key, ids)
-    tl.store(token_ids_ptr + row, tl.minimum(group.to(tl.int64) * 64 + tl.argmax(x, 0), V - 1))
+    token = tl.minimum(group.to(tl.int64) * 64 + tl.argmax(x, 0), V - 1)
+    tl.store(token_ids_ptr + row, token)
+    if RECORDED:
+        length = tl.load(lengths_ptr + row)
+        tl.store(tokens_ptr + slot * tokens_stride + length, token.to(tl.int32))
+        tl.store(known_ptr + slot, length + 1)
+        tl.store(valid_ptr + slot, 0)

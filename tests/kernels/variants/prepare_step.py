@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from localllm.kernels import prepare_step as module
-from tests.kernels.ahead_of_time import Variant
+from tests.kernels.ahead_of_time import MEMORY, Variant
 
 _POINTERS = {
     "staged_ptr": "*i32", "tokens_ptr": "*i32", "known_ptr": "*i64",
@@ -21,15 +21,10 @@ VARIANTS = [
     *(
         Variant(
             f"blocks of 64, {groups} KV groups", module._prepare_rows_kernel, {**_POINTERS, **_SIZES},
-            {"GROUPS": groups, "BLOCK_SIZE": 64, "HEADER": module.HEADER, "CHUNK": module.CHUNK}, max_registers=64,
-            archs=(75, 80, 89, 90, 120),
+            {"GROUPS": groups, "BLOCK_SIZE": 64, "CHUNK": module.CHUNK, "UPDATES": module.UPDATES,
+             "HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "UPDATE_FIELDS": module.UPDATE_FIELDS},
+            max_registers=64, not_early=MEMORY, archs=(75, 80, 89, 90, 120),
         )
         for groups in (1, 2)
-    ),
-    Variant(
-        "block tables", module._update_tables_kernel,
-        {"staged_ptr": "*i32", "tables_ptr": "*i32", "rows": "i32", "group_stride": "i32", "table_stride": "i32"},
-        {"HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "UPDATE_FIELDS": module.UPDATE_FIELDS, "BLOCK": 256},
-        max_registers=64, archs=(75, 80, 89, 90, 120),
     ),
 ]  # fmt: skip

@@ -24,12 +24,15 @@ def _gumbel_max(name: str, logits: str, **constants: Any) -> Variant:
     )  # fmt: skip
 
 
-def _pick(name: str, logits: str, vocab_size: int, kept: bool) -> Variant:
+def _pick(name: str, logits: str, vocab_size: int, kept: bool, recorded: bool = True) -> Variant:
+    tokens = {"tokens_ptr": "*i32", "known_ptr": "*i64", "valid_ptr": "*i32", "counts_ptr": "*i64"}
     found = {"best_ptr": "*fp32", "scores_ptr": "*fp32", "groups_ptr": "*i32"}
-    out = {"token_ids_ptr": "*i64", "out_best_ptr": "*fp32", **ROW, "num_blocks": "i32"}
+    out = {"token_ids_ptr": "*i64", "out_best_ptr": "*fp32", **ROW, "num_blocks": "i32", "tokens_stride": "i32"}
     return Variant(
-        name, draw._pick_kernel, {"logits_ptr": f"*{logits}", **SLOTS, **KEPT, **found, **out},
-        {"KEPT": kept, "BLOCKS": next_power_of_2(-(-vocab_size // draw.BLOCK))}, num_warps=1,
+        name, draw._pick_kernel,
+        {"logits_ptr": f"*{logits}", **SLOTS, **KEPT, **found, **(tokens if recorded else {}), **out},
+        {"KEPT": kept, "RECORDED": recorded, "BLOCKS": next_power_of_2(-(-vocab_size // draw.BLOCK)),
+         **({} if recorded else dict.fromkeys(tokens))}, num_warps=1,
         aligned=("row_stride", "V"), not_early=MEMORY, max_registers=64,
     )  # fmt: skip
 
@@ -93,6 +96,7 @@ VARIANTS = [
     _on(_gumbel_max("any V, fp32, second pass", "fp32", FILTERS=True, KEPT=True), 80, 89, 90, 120),
     _on(_pick("V 128256, fp32", "fp32", LLAMA, False), 80, 89, 90, 120, hip=True),
     _on(_pick("V 151936, fp32, kept in part", "fp32", QWEN, True), 80, 89, 90, 120),
+    _on(_pick("V 128256, fp32, beside drafts", "fp32", LLAMA, False, recorded=False), 80, 89, 90, 120),
     _on(_nucleus("V 128256, fp32", "fp32", LLAMA), 80, 89, 90, 120, hip=True),
     _on(_nucleus("V 151936, fp32", "fp32", QWEN), 80, 89, 90, 120),
     _on(_nucleus("V 151936, fp32, Turing", "fp32", QWEN, nucleus.TURING_TRIES), 75),
