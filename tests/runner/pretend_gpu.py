@@ -19,9 +19,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from localllm.kernels import launch
+from localllm.kernels import launch, linear
 from localllm.kernels.moe import weights as expert_weights
 from localllm.kernels.tuned import table
+from localllm.models.architectures import builder, decoder
+from localllm.models.layers import linear as linear_layer
+from localllm.models.layers import mlp
 
 PROCESSORS = 132
 
@@ -35,7 +38,8 @@ class Compiled:
         self.new: list[str] = []
         self.launched: list[str] = []
         self.in_turn: set[str] = set()
-        self._seen: set[str] = set()
+        self.sources: list[tuple[Any, ...]] = []
+        self._seen: set[tuple[Any, ...]] = set()
         self._backend = make_backend(GPUTarget("cuda", arch, 32))
         self._binders: dict[int, Callable[..., Any]] = {}
 
@@ -46,13 +50,17 @@ class Compiled:
         if id(kernel) not in self._binders:
             binder = create_function_from_signature(kernel.signature, kernel.params, self._backend)
             self._binders[id(kernel)] = binder
-        _, specialization, options = self._binders[id(kernel)](*args, **named)
+        bound, specialization, options = self._binders[id(kernel)](*args, **named)
+        key = (id(kernel), *specialization, str(options))
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        # Also refuses launch options that this version of Triton does not have.
+        packed, *source = kernel._pack_args(self._backend, named, bound, specialization, options)
+        self.sources.append((kernel, packed.__dict__, *source))
         arguments = zip([param.name for param in kernel.params], specialization, strict=True)
         told = ", ".join(f"{name}={_in_words(kind)}" for name, kind in arguments)
-        key = f"{kernel.__name__}({told}) {options}"
-        if key not in self._seen:
-            self._seen.add(key)
-            self.new.append(key)
+        self.new.append(f"{kernel.__name__}({told}) {options}")
 
 
 def _in_words(kind: tuple[Any, Any]) -> str:
@@ -77,8 +85,14 @@ def pretend_gpu(arch: int = 90) -> Iterator[Compiled]:
         patch.setattr(Tensor, "new_empty", lambda *args, **options: new_empty(*args, **options).zero_())
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (properties.major, properties.minor))
         patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        patch.setattr(torch.nn.functional, "linear", lambda x, w, bias=None: x.new_zeros(*x.shape[:-1], len(w)))
         patch.setattr(launch, "INTERPRETED", True)  # only `runs_triton` reads it there
         patch.setattr(expert_weights, "INTERPRETED", True)
+        for module in (linear, builder):
+            patch.setattr(module, "should_pack", lambda *args: False)
+        patch.setattr(linear_layer, "to_device_layout", lambda weight, packer: weight)
+        patch.setattr(mlp, "CPU_ROWS", 1 << 30)
+        patch.setattr(decoder, "has_no_skipped_slot", lambda slots: False)
         _forget_devices()
         try:
             yield compiled

@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED
-from localllm.models.architectures import decoder
 from localllm.models.architectures.builder import DecoderBuilder
-from localllm.models.layers import linear as linear_layer
 from localllm.models.layers.linear import Linear
 from localllm.runner.graphs import Replay
 from localllm.runner.kv_cache import KVCache
@@ -117,9 +115,7 @@ def nodes_of_a_step(shape: str, weights: WeightFormat, layers: int, compiled: Co
 
 
 @pytest.mark.parametrize(("shape", "weights"), PER_LAYER)
-def test_a_decode_step_has_few_nodes(shape: str, weights: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_layer, "to_device_layout", lambda weight, packer: weight)  # a CPU's would be written
-    monkeypatch.setattr(decoder, "has_no_skipped_slot", lambda slots: False)  # as on a GPU
+def test_a_decode_step_has_few_nodes(shape: str, weights: WeightFormat) -> None:
     with pretend_gpu() as compiled:
         one, two = (nodes_of_a_step(shape, weights, layers, compiled) for layers in (1, 2))
     per_layer = two - one

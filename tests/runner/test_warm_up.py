@@ -2,63 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import NewSlot, Row, StepPlan, TokenMasks
-from localllm.kernels.launch import HAS_TRITON, INTERPRETED, LaunchOptions
-from localllm.models.architectures import decoder
+from localllm.engine.step import NewSlot, Row, StepPlan
+from localllm.kernels.launch import HAS_TRITON, INTERPRETED
 from localllm.runner.graphs import Replay
-from localllm.runner.kv_cache import KVCache
-from localllm.runner.runner import TorchRunner
-from scripts.random_weights import WeightFormat, random_model, shape_spec
-from tests.kv import of_each
+from tests.runner.served import (
+    CONVOLUTION,
+    DELTA,
+    FOUR_HEADS,
+    LATENT,
+    MAMBA,
+    MIXTURE,
+    NUM_SEQS,
+    SINKS,
+    WINDOWS,
+    Served,
+    Step,
+    runner_of,
+)
 
 if not HAS_TRITON or INTERPRETED:
     pytest.skip("notes what a GPU would compile", allow_module_level=True)
 
 from tests.runner.pretend_gpu import pretend_gpu
 
-CPU = torch.device("cpu")
-BLOCK, NUM_SEQS, BUDGET = 64, 24, 2048
-DENSE = {"vocab_size": 4608, "hidden_size": 256, "intermediate_size": 2048, "head_dim": 64}
-MIXTURE = {
-    **DENSE, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Served:
-    """A small model, and how it is served."""
-
-    name: str
-    shape: dict[str, Any]
-    weights: WeightFormat = "16-bit"
-    dtype: torch.dtype = torch.bfloat16
-    kv_dtype: torch.dtype | None = None  # None: as dtype
-    arch: int = 90
-    deterministic: bool = False
-    often: bool = False  # else only where slow tests run
-
-
 SERVED = [
-    Served("dense", DENSE, often=True),
-    Served("int4", DENSE, "int4", kv_dtype=torch.int8, often=True),
-    Served("fp8", DENSE, "fp8", kv_dtype=torch.float8_e4m3fn),
-    Served("int8", DENSE, "int8"),
+    Served("dense", samples_in_every_way=True, often=True),
+    Served("int4", weights="int4", kv_dtype=torch.int8, often=True),
+    Served("fp8", weights="fp8", kv_dtype=torch.float8_e4m3fn),
+    Served("int8", weights="int8"),
     Served("mixture", MIXTURE, often=True),
     Served("mixture-int4", MIXTURE, "int4"),
-    Served("turing", DENSE, dtype=torch.float16, arch=75),
-    Served("blackwell", DENSE, arch=120),
-    Served("deterministic", DENSE, deterministic=True),
-    Served("deterministic-int4", DENSE, "int4", deterministic=True),
+    Served("windows", WINDOWS, often=True),
+    Served("windows-int8-cache", WINDOWS, kv_dtype=torch.int8),
+    Served("sinks", SINKS),
+    Served("delta", DELTA, often=True),
+    Served("delta-int4", DELTA, "int4"),
+    Served("mamba", MAMBA),
+    Served("convolution", CONVOLUTION),
+    Served("latent", LATENT),
+    Served("latent-fp8", LATENT, "fp8"),
+    Served("adapters", adapters=True),
+    Served("adapters-int4", weights="int4", adapters=True),
+    Served("turing", dtype=torch.float16, arch=75, samples_in_every_way=True),
+    Served("turing-adapters", dtype=torch.float16, arch=75, adapters=True),
+    Served("turing-mixture", MIXTURE, dtype=torch.float16, arch=75),
+    Served("blackwell", arch=120, samples_in_every_way=True),
+    Served("many", num_seqs=200),
+    Served("many-int4", weights="int4", num_seqs=200),
+    Served("deterministic", deterministic=True),
+    Served("deterministic-int4", weights="int4", deterministic=True),
     Served("deterministic-mixture", MIXTURE, deterministic=True),
+    Served("deterministic-windows", WINDOWS, deterministic=True),
+    Served("deterministic-delta", DELTA, deterministic=True),
+    *(Served(f"rank-{rank}", FOUR_HEADS, heads=(1, 3), rank=rank) for rank in (0, 1)),
+    *(Served(f"mixture-rank-{rank}", {**MIXTURE, **FOUR_HEADS}, heads=(2, 2), rank=rank) for rank in (0, 1)),
 ]
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -79,58 +82,27 @@ def run_again(step: Replay) -> Replay:
     return lambda: None
 
 
-def runner_of(served: Served, graphs: bool) -> TorchRunner:
-    spec = shape_spec("tiny", **{"num_hidden_layers": 1, **served.shape})
-    model = random_model(spec, CPU, served.dtype, weights=served.weights, max_model_len=BUDGET)
-    kv = KVCache(spec, of_each(spec, 2 * NUM_SEQS * (BUDGET // BLOCK)), BLOCK, CPU, served.kv_dtype or served.dtype)
-    return TorchRunner(
-        model, spec, kv, max_num_seqs=NUM_SEQS, max_num_batched_tokens=BUDGET, max_model_len=BUDGET, block_size=BLOCK,
-        device=CPU, capture=run_again if graphs else None, staged=True,
-        launch_options=LaunchOptions(deterministic=served.deterministic),
-    )  # fmt: skip
-
-
-def step(
-    runner: TorchRunner, number: int, decodes: int, prompts: list[int], asked: dict[str, Any], masked: bool
-) -> None:
-    """One step of so many decode rows and of prompts of these lengths, and one with drafts of the decode rows; all of
-    it is forgotten after it."""
-    params = SamplingParams(**asked)
-    lengths = [BLOCK + 1] * decodes + prompts
-    news, rows = [], []
-    for slot, length in enumerate(lengths):
-        computed = BLOCK if slot < decodes else 0
-        cached = (1 + slot,) if computed else ()
-        blocks = tuple(range(100, 100 + -(-length // BLOCK) - len(cached)))
-        news.append(NewSlot(slot, f"r{slot}", [1] * length, length, params, (cached,), computed))
-        rows.append(Row(slot, f"r{slot}", computed, length - computed, (blocks,), True))
-    plan = StepPlan(number, tuple(rows), tuple(news))
-    runner.forward(plan)
-    words = -(-runner.vocab_size // 32)
-    masks = TokenMasks((0,), np.full((1, words), -1, np.int32)) if masked else None
-    runner.sample(plan, masks).result()
-    drafts = min(15, 64 // max(1, decodes) - 1)
-    if drafts > 0 and not prompts:
-        verified = tuple(Row(s, f"r{s}", BLOCK + 1, 1 + drafts, (), True, (), None, drafts) for s in range(decodes))
-        plan = StepPlan(number + 1, verified, propose=15)
-        runner.forward(plan)
-        runner.sample(plan, masks).result()
-    runner.forward(StepPlan(number + 1, (), (), tuple(range(len(lengths)))))
-    runner.reset()
-
-
-SIZES: list[tuple[int, list[int]]] = [
-    *((n, []) for n in range(1, NUM_SEQS + 1)),
-    *((0, [n]) for n in (2, 3, 5, 9, 15, 16, 17, 31, 33, 47, 63, 64, 65, 75, 97, 100, 129, 200, 257, 380, 400, 700)),
-    *((0, [n]) for n in (769, 1000, 1025, 1500, 1999, 2048)),
-    *((n, [m]) for n, m in ((1, 2), (3, 30), (8, 100), (17, 500), (23, 1030))),
-    (2, [3, 40, 5]),
+SIZES: list[tuple[int, tuple[int, ...]]] = [
+    *((n, ()) for n in range(1, NUM_SEQS + 1)),
+    *((0, (n,)) for n in (2, 3, 5, 9, 15, 16, 17, 31, 33, 47, 63, 64, 65, 75, 97, 100, 129, 200, 257, 380, 400, 700)),
+    *((0, (n,)) for n in (769, 1000, 1025, 1500, 1999, 2048)),
+    *((n, (m,)) for n, m in ((1, 2), (3, 30), (8, 100), (17, 500), (23, 1030))),
+    (2, (3, 40, 5)),
 ]
-FEW = [(1, []), (2, []), (3, []), (16, []), (0, [2]), (0, [17]), (2, [3, 70])]
-STEPS = [
-    *((size, asked, False) for size in SIZES for asked in ASKED[:3:2]),
-    *((size, asked, masked) for size in FEW for asked in ASKED for masked in (False, True)),
-]
+FEW: list[tuple[int, tuple[int, ...]]] = [(1, ()), (2, ()), (3, ()), (16, ()), (0, (2,)), (0, (17,)), (2, (3, 70))]
+
+
+def steps_of(served: Served) -> list[Step]:
+    """Return steps of every size, and steps with every parameter where the sampler differs from other models'."""
+    asked = ASKED if served.samples_in_every_way else ASKED[:3]
+    return [
+        *(
+            Step(*size, each)
+            for size in [*SIZES, *((n, ()) for n in range(NUM_SEQS + 1, served.num_seqs + 1))]
+            for each in ASKED[:3:2]
+        ),
+        *(Step(*size, each, masked) for size in FEW for each in asked for masked in (False, True)),
+    ]
 
 
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "graphs"])
@@ -140,25 +112,24 @@ STEPS = [
 def test_nothing_compiles_late(served: Served, graphs: bool) -> None:
     """Without graphs no step is padded to a shape that was recorded: each size meets the kernels as it is."""
     with pretend_gpu(served.arch) as compiled:
-        runner = runner_of(served, graphs)
+        runner = runner_of(served, run_again if graphs else None)
         runner.warm_up()
         while runner.use_idle_time():
             pass
         assert compiled.new
-        late: dict[str, str] = {}
-        for number, ((decodes, prompts), asked, masked) in enumerate(STEPS):
+        late: dict[str, Step] = {}
+        for step in steps_of(served):
             compiled.new.clear()
-            step(runner, 2 * number, decodes, prompts, asked, masked)
-            for key in compiled.new:
-                late[key] = f"{decodes} decodes, prompts {prompts}, {asked}{', a grammar' * masked}"
+            step.run(runner, served)
+            late |= dict.fromkeys(compiled.new, step)
         runner.close()
-    assert not late, "\n".join(f"{key}\n    first in: {where}" for key, where in late.items())
+    assert not late, "\n".join(f"{key}\n    first in: {step}" for key, step in late.items())
 
 
 def test_the_host_reads_nothing_between_the_forward_pass_and_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that the host reads of a device's tensor would make it wait for the step."""
     with pretend_gpu():
-        runner = runner_of(SERVED[0], graphs=False)
+        runner = runner_of(SERVED[0], None)
         runner.warm_up()
         new = NewSlot(0, "r", [1, 2, 3], 3, SamplingParams(temperature=0.7), (), 0, max_drafts=15)
         plans = [
@@ -168,7 +139,6 @@ def test_the_host_reads_nothing_between_the_forward_pass_and_the_drafts(monkeypa
         ]
         pending = []
         with monkeypatch.context() as patch:
-            patch.setattr(decoder, "has_no_skipped_slot", lambda slots: False)  # reads tensors of a CPU alone
             for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "nonzero"):
                 patch.setattr(torch.Tensor, name, _refuse(name))
             for plan in plans:
