@@ -18,14 +18,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.crossover import Crossover
 from localllm.kernels.launch import INTERPRETED, cdiv, launch_options, runs_triton
 from localllm.kernels.quantize import SMALLEST, Quantized, largest, quantize, round_to
-from localllm.kernels.skinny_gemm import ROW_BLOCK, SCALE_BLOCK, dequantized, skinny_gemm_reference, w8a16_gemm
+from localllm.kernels.skinny_gemm import (
+    ROW_BLOCK,
+    SCALE_BLOCK,
+    dequantized,
+    device_features,
+    skinny_gemm_reference,
+    w8a16_gemm,
+)
 from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.tuned import settings_for
 from localllm.kernels.w8a8_gemm import w8a8_gemm
 
 E4M3 = torch.float8_e4m3fn
-SKINNY_ROWS = 32
 Granularity = Literal["tensor", "channel", "block"]
 
 
@@ -77,10 +85,20 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tens
 def fp8_linear_unsummed(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor | SplitSum:
     if not runs_triton(x):
         return fp8_linear_reference(x, weight, bias)
-    stays_16_bit = weight.activations == "16-bit" or x.shape[0] <= SKINNY_ROWS or launch_options().deterministic
-    if stays_16_bit or not _has_mma(x.device):
+    stays_16_bit = weight.activations == "16-bit" or launch_options().deterministic or not _has_mma(x.device)
+    if stays_16_bit or x.shape[0] <= settings_for("fp8_linear", fp8_key(weight), fp8_crossover).skinny_rows:
         return w8a16_gemm(x, weight.values, bias, weight.scales)
     return w8a8_gemm(_quantized_input(x, weight), weight.values, weight.scales, bias, dtype=x.dtype)
+
+
+def fp8_key(weight: Fp8Weight) -> tuple[int, int, bool, int]:
+    """Return (N, K, whether scales are per block, architecture)."""
+    return *weight.shape, weight.scales.ndim == 2, device_features(weight.values.device).arch
+
+
+def fp8_crossover(n: int, k: int, block_scales: bool, arch: int) -> Crossover:
+    """Return 32 rows, which one tile of x holds."""
+    return Crossover(32)
 
 
 def fp8_linear_reference(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:

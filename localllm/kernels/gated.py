@@ -6,11 +6,14 @@ computed independently: a row's result has the same bits in any batch.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, tl, triton, wait_for_inputs
 from localllm.kernels.split_sum import SplitSum, load_sum, parts_of
+from localllm.kernels.tuned import settings_for
 
 
 def launch_gated(gate_up: Tensor | SplitSum, activation: str) -> Tensor:
@@ -19,13 +22,23 @@ def launch_gated(gate_up: Tensor | SplitSum, activation: str) -> Tensor:
     parts, bias, splits = parts_of(gate_up)
     assert parts.stride(-1) == 1
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, next_power_of_2(width))  # 8 elements per thread of 4 warps: one load of 16 bytes from each half
-    _gated_kernel[(rows, cdiv(width, block))](
-        parts, bias, out, parts.stride(-2), rows, WIDTH=width, ACTIVATION=activation, SPLITS=splits, BLOCK=block,
-        num_warps=4,
+    launch = settings_for("gated", (width,), gated_launch)
+    _gated_kernel[(rows, cdiv(width, launch.block))](
+        parts, bias, out, parts.stride(-2), rows, WIDTH=width, ACTIVATION=activation, SPLITS=splits, BLOCK=launch.block,
+        num_warps=launch.num_warps,
         **early_launch(gate_up.device),
     )  # fmt: skip
     return out
+
+
+class GatedLaunch(NamedTuple):
+    block: int  # columns of a program
+    num_warps: int
+
+
+def gated_launch(width: int) -> GatedLaunch:
+    """Return settings with 8 elements per thread: one load of 16 bytes from each half."""
+    return GatedLaunch(min(1024, next_power_of_2(width)), 4)
 
 
 @triton.jit(do_not_specialize=["rows"])

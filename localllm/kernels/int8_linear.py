@@ -17,13 +17,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from localllm.kernels.crossover import Crossover
 from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.quantize import SMALLEST, quantize
 from localllm.kernels.skinny_gemm import ROW_BLOCK, dequantized, device_features, skinny_gemm_reference, w8a16_gemm
 from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.tuned import settings_for
 from localllm.kernels.w8a8_gemm import w8a8_gemm
 
-SKINNY_ROWS = 32
 Activations = Literal["dynamic", "16-bit"]
 
 
@@ -72,10 +73,20 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
 def int8_linear_unsummed(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor | SplitSum:
     if not runs_triton(x):
         return int8_linear_reference(x, weight, bias)
-    stays_16_bit = weight.activations == "16-bit" or x.shape[0] <= SKINNY_ROWS or launch_options().deterministic
-    if stays_16_bit or not _has_int8_mma(x):
+    stays_16_bit = weight.activations == "16-bit" or launch_options().deterministic or not _has_int8_mma(x)
+    if stays_16_bit or x.shape[0] <= settings_for("int8_linear", int8_key(weight), int8_crossover).skinny_rows:
         return w8a16_gemm(x, weight.values, bias, weight.scales, weight.zeros)
     return w8a8_gemm(quantize(x, torch.int8), weight.values, weight.scales, bias, weight.zeros, dtype=x.dtype)
+
+
+def int8_key(weight: Int8Weight) -> tuple[int, int, int]:
+    """Return (N, K, architecture)."""
+    return *weight.shape, device_features(weight.values.device).arch
+
+
+def int8_crossover(n: int, k: int, arch: int) -> Crossover:
+    """Return 32 rows, which one tile of x holds."""
+    return Crossover(32)
 
 
 def _has_int8_mma(x: Tensor) -> bool:

@@ -11,12 +11,11 @@ machine, [9728, 896]) it is 2.0 times as fast at one row (26 instead of 13 GB/s)
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.crossover import Crossover
 from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.skinny_gemm import device_features, skinny_gemm, skinny_gemm_unsummed
 from localllm.kernels.split_sum import SplitSum, whole
@@ -65,10 +64,6 @@ def linear_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tens
     else:
         torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
     return out if bias is None else out.add_(bias)
-
-
-class Crossover(NamedTuple):
-    skinny_rows: int  # skinny_gemm is used up to so many rows
 
 
 def _uses_skinny_gemm(x: Tensor, weight: Tensor) -> bool:

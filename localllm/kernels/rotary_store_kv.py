@@ -29,6 +29,7 @@ from localllm.kernels.rms_norm import rms_norm_reference
 from localllm.kernels.rotary import rotary, rotary_angles
 from localllm.kernels.split_sum import SplitSum, load_sum, parts_of
 from localllm.kernels.store_kv import store_kv
+from localllm.kernels.tuned import settings_for
 
 Heads = Literal["qkv", "qk", "q"]
 """The heads that a projection makes. qk: a value head is its key head before norm and rotation (Gemma 4's full layers).
@@ -88,7 +89,7 @@ def rotary_store_kv(
     assert not to or (kv.k_scale is not None and kv.v_scale is not None), "a cache in 8 bits has scales"
     k, v = (as_bytes(kv.k), as_bytes(kv.v)) if to else (kv.k, kv.v)
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    block_heads, block_pairs, num_warps = rotary_launch(num_heads, head_dim)
+    block_heads, block_pairs, num_warps = settings_for("rotary_store_kv", (num_heads, head_dim), rotary_launch)
     q_parts, kv_parts = cdiv(num_heads, block_heads), cdiv(num_kv_heads, block_heads)
     _rotary_store_kv_kernel[(num_tokens * (q_parts + stored * kv_parts),)](
         parts, bias, q, k if stored else None, v if stored == 2 else None, kv.k_scale, kv.v_scale, slot_mapping,

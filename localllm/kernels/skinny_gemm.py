@@ -44,6 +44,10 @@ from localllm.kernels.unpack_bytes import unpack_pairs
 PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of W for each program, before it waits for x
 SCALE_BLOCK = 128  # rows and columns of W per scale, if scales are per block
 UNMASKED_ROWS = tl.constexpr(64)  # rows in a tile of x from which rows beyond the last are read again, not masked
+FEW_ROWS = 8  # with so few rows of x, tiles are chosen for enough programs without splits
+LEAST_PROGRAMS = 96  # with fewer, K is split
+UNSPLIT_PROGRAMS = 128  # one a processor
+MOST_SUMS = 32768  # of a row: 128 KB of fp32 that one program of the next norm reads, as for planar weights
 SERIAL_ROWS = 256  # deterministic: from this many rows on, parallel splits cost more than they gain
 ROW_BLOCK = 4096  # rows of W that the twin converts to fp32 at a time
 
@@ -185,31 +189,60 @@ def skinny_gemm_tile(
 ) -> SkinnyGemmTile:
     """Return settings. rows: a bucket.
 
-    Tiles of 64 rows of W use wgmma on sm_90; tiles of 32 give enough programs for a medium N without splits. With more
-    than 16 rows of x, each tile of W reads as much of x as of itself or half of that: 128 rows of W halve it again.
+    Tiles of 64 rows of W use wgmma on sm_90; tiles of 32 give enough programs for a medium N without splits.
     """
     if x_bytes == 4 or arch < 80:  # no tensor cores: the loop is unrolled multiplications
-        return SkinnyGemmTile(16, 32, 32, 1 if launch_options().deterministic else _split(n, k, 32, 32), 4, 3)
+        whole_k = SkinnyGemmTile(16, 32, 32, 1, 4, 3)
+        return whole_k if launch_options().deterministic else _split(whole_k, rows, n, k)
     if launch_options().deterministic:
         return _deterministic_tile(n, k, weight_bytes, block_scales)
+    if arch == 90:
+        return _hopper_tile(rows, n, k, weight_bytes, block_scales)
     block_m = min(64, max(16, rows))
-    if arch == 90 and block_m > 16 and n >= 4096:
-        return _wide_tile(block_m, n, k, weight_bytes, block_scales)
     if weight_bytes == 1:
-        block_k = 256 if arch == 90 and block_m < 64 and not block_scales else 128
-        return SkinnyGemmTile(block_m, 64, block_k, _split(n, k, 64, block_k), 4, 4)
+        return _split(SkinnyGemmTile(block_m, 64, 128, 1, 4, 4), rows, n, k)
     block_n = 64 if n >= 8192 or (block_m > 16 and n >= 2048) else 32
-    stages = 6 if block_n == 32 and block_m == 16 else 4 if block_m < 64 or arch == 90 else 3
-    return SkinnyGemmTile(block_m, block_n, 128, _split(n, k, block_n, 128), 4, stages)
+    stages = 6 if block_n == 32 and block_m == 16 else 4 if block_m < 64 else 3
+    return _split(SkinnyGemmTile(block_m, block_n, 128, 1, 4, stages), rows, n, k)
 
 
-def _wide_tile(block_m: int, n: int, k: int, weight_bytes: int, block_scales: bool) -> SkinnyGemmTile:
-    """Return settings for 17 rows of x and more on sm_90, with which two programs share an SM."""
+def _hopper_tile(rows: int, n: int, k: int, weight_bytes: int, block_scales: bool) -> SkinnyGemmTile:
+    """Return settings on sm_90, where L2 delivers little more than memory does, so what else is read from L2 counts: x
+    for every tile of W, and the sums of splits.
+
+    Up to 8 rows of x are small: the widest tile is chosen that fills the GPU without splits. With more rows the tile is
+    chosen with the fewest bytes of x and sums.
+    """
+    tiles = [_split(tile, rows, n, k) for tile in _hopper_tiles(rows, weight_bytes, block_scales)]
+    if rows <= FEW_ROWS:
+        filling = [tile for tile in tiles if _programs(tile, rows, n) >= UNSPLIT_PROGRAMS and tile.split_k == 1]
+        return filling[-1] if filling else tiles[0]
+    filling = [tile for tile in tiles if _programs(tile, rows, n) >= LEAST_PROGRAMS]
+    filling = [tile for tile in filling if tile.split_k == 1 or tile.split_k * n <= MOST_SUMS]
+    return min(filling, key=lambda tile: _bytes_per_row(tile, k), default=tiles[0])
+
+
+def _hopper_tiles(rows: int, weight_bytes: int, block_scales: bool) -> list[SkinnyGemmTile]:
+    """Return the tiles for wgmma (HMMA with 32 rows of W), ascending in width, with split_k still 1: those that spill
+    no registers, with two programs a processor for most."""
+    block_m = min(64, max(16, rows))
     if weight_bytes == 2:
-        return SkinnyGemmTile(block_m, 128, 64, _split(n, k, 128, 64), 8, 4)
-    if block_m == 64 or block_scales:
-        return SkinnyGemmTile(block_m, 128, 128, _split(n, k, 128, 128), 8, 4)
-    return SkinnyGemmTile(block_m, 128, 256, _split(n, k, 128, 256), 8, 3)
+        narrow = SkinnyGemmTile(block_m, 32, 128, 1, 4, 6 if block_m == 16 else 4)
+        wide = SkinnyGemmTile(block_m, 128, 64, 1, 4 if block_m == 16 else 8, 4)
+        return [narrow, SkinnyGemmTile(block_m, 64, 128, 1, 4, 4), wide]
+    if block_m == 64 or block_scales:  # a tile has one scale, of 128 rows and columns
+        return [SkinnyGemmTile(block_m, 64, 128, 1, 4, 4), SkinnyGemmTile(block_m, 128, 128, 1, 8, 4)]
+    return [
+        SkinnyGemmTile(block_m, 64, 256, 1, 4, 4),
+        SkinnyGemmTile(block_m, 128, 256, 1, 8, 3),
+        SkinnyGemmTile(block_m, 256, 128, 1, 8, 4),
+    ]
+
+
+def _bytes_per_row(tile: SkinnyGemmTile, k: int) -> float:
+    """Return the bytes that L2 moves for one row of x and one weight beside W: x, which every tile of W reads, and the
+    fp32 sums of splits, which are written and read again."""
+    return 2 / tile.block_n + (8 * tile.split_k / k if tile.split_k > 1 else 0.0)
 
 
 def _deterministic_tile(n: int, k: int, weight_bytes: int, block_scales: bool) -> SkinnyGemmTile:
@@ -217,16 +250,19 @@ def _deterministic_tile(n: int, k: int, weight_bytes: int, block_scales: bool) -
 
     One-byte weights are not split, since scales would be applied to the sum in another order.
     """
-    split = _split(n, k, 64, 64) if weight_bytes == 2 else 1
-    return SkinnyGemmTile(64, 64, 128 if block_scales else 64, split, 4, 4)
+    tile = SkinnyGemmTile(64, 64, 128 if block_scales else 64, 1, 4, 4)
+    return _split(tile, 64, n, k) if weight_bytes == 2 else tile
 
 
-def _split(n: int, k: int, block_n: int, block_k: int) -> int:
-    """Return the splits of K, a power of two: about 132 programs, each with at least four tiles."""
-    split = 1
-    while split < 8 and cdiv(n, block_n) * split < 96 and cdiv(k, block_k) >= 8 * split:
-        split *= 2
-    return split
+def _split(tile: SkinnyGemmTile, rows: int, n: int, k: int) -> SkinnyGemmTile:
+    """Return the tile with the splits of K, a power of two: about 132 programs, each with at least four tiles."""
+    while tile.split_k < 8 and _programs(tile, rows, n) < LEAST_PROGRAMS and cdiv(k, tile.block_k) >= 8 * tile.split_k:
+        tile = tile._replace(split_k=2 * tile.split_k)
+    return tile
+
+
+def _programs(tile: SkinnyGemmTile, rows: int, n: int) -> int:
+    return cdiv(rows, tile.block_m) * cdiv(n, tile.block_n) * tile.split_k
 
 
 def _plain_stages(kind: str, tile: SkinnyGemmTile) -> int:
@@ -236,7 +272,8 @@ def _plain_stages(kind: str, tile: SkinnyGemmTile) -> int:
 
 
 def _row_bucket(rows: int) -> int:
-    return min(64, max(16, next_power_of_2(rows)))
+    """Return a power of two. From 513 rows on the tiles of x alone fill a GPU, so K is whole."""
+    return min(1024, max(FEW_ROWS, next_power_of_2(rows)))
 
 
 def _kind(weight: Tensor) -> str:

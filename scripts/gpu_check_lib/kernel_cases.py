@@ -22,7 +22,7 @@ from localllm.kernels.linear import linear
 from localllm.kernels.paged_attention import kv_cache_shape, paged_attention, plan_attention
 from localllm.kernels.paged_attention.twin import paged_attention_reference, plan_on_host
 from localllm.kernels.rms_norm import add_rms_norm, rms_norm_reference
-from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
+from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv, rotary_store_kv_reference
 from localllm.kernels.sampling.draw import draw, draw_reference
 from localllm.kernels.sampling.tables import SlotTables
 from localllm.kernels.silu_mul import silu_mul, silu_mul_reference
@@ -50,6 +50,7 @@ class Case:
     weights: str = "16-bit"  # decides which GEMM ceiling applies
     error: Callable[[], float] | None = None  # largest relative difference from the twin; None: too large to compare
     plan: Callable[[], None] | None = None  # chooses launch settings again, if `run` does not
+    tunes: tuple[str, ...] = ()  # kernels whose settings matter to it; (): all for which it asks
 
     def floor_s(self, ceilings: Ceilings) -> float:
         """Return the least time for the bytes and the operations."""
@@ -110,8 +111,7 @@ def _linear(bench: Bench, weights: str, name: str, m: int, n: int, k: int) -> Ca
     x = bench.random(m, k)
 
     def run(turn: int) -> Tensor:
-        weight = held[turn % len(held)]
-        return linear(x, weight) if isinstance(weight, Tensor) else weight.linear(x)
+        return product(x, held[turn % len(held)])
 
     def error() -> float:
         plain = held[0] if isinstance(held[0], Tensor) else held[0].dequantize(torch.float32)
@@ -120,6 +120,11 @@ def _linear(bench: Bench, weights: str, name: str, m: int, n: int, k: int) -> Ca
     per_rows = m * (n + k) * size
     return Case(f"linear {weights}", f"{name} [{m}, {k}] x [{n}, {k}]", run, nbytes + per_rows, 2 * m * n * k, weights,
                 error if m <= LONGEST_CHECK else None)  # fmt: skip
+
+
+def product(x: Tensor, weight: Any) -> Tensor:
+    y: Tensor = linear(x, weight) if isinstance(weight, Tensor) else weight.linear(x)
+    return y
 
 
 def row_cases(bench: Bench, rows: list[int]) -> Iterator[Maker]:
@@ -175,7 +180,11 @@ def _rotary_store_kv(bench: Bench, m: int) -> Case:
     def run(turn: int) -> Tensor:
         return rotary_store_kv(held[turn % len(held)], kv, slots, rotation)
 
-    return Case("rotary_store_kv", f"[{m}, {heads} x {spec.head_dim}]", run, nbytes, 0)
+    def error() -> float:
+        wanted = rotary_store_kv_reference(held[0].float(), LayerKV(kv.k.float(), kv.v.float()), slots, rotation)
+        return relative_error(run(0), wanted)
+
+    return Case("rotary_store_kv", f"[{m}, {heads} x {spec.head_dim}]", run, nbytes, 0, error=error)
 
 
 def sampling_cases(bench: Bench, rows: list[int]) -> Iterator[Maker]:
@@ -254,7 +263,7 @@ def _attention(bench: Bench, batch: int, context: int, query_len: int) -> Case:
     return Case(
         f"attention {kind}", what, run, kv_bytes + 2 * queries.numel() * size,
         4 * pairs * spec.num_heads * spec.head_dim, error=error if batch * context <= 16 * LONGEST_CHECK else None,
-        plan=plan,
+        plan=plan, tunes=("decode_attention", "decode_splits") if query_len == 1 else ("prefill_attention",),
     )  # fmt: skip
 
 

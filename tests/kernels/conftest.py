@@ -11,7 +11,7 @@ results have the same bits on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,11 @@ def ordered_product(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: Any
     for k in range(1, a.shape[-1]):
         out += a[..., :, k : k + 1] * b[..., k : k + 1, :]
     return out
+
+
+def settings_with(kernel: str, chosen: Any) -> Callable[..., Any]:
+    """In place of `settings_for`: one kernel's settings are given, all others by their heuristics, without a table."""
+    return lambda asked, key, heuristic: chosen if asked == kernel else heuristic(*key)
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from localllm.kernels.crossover import Crossover
 from localllm.kernels.int4_linear import (
     AWQ_ORDER,
     Int4Weight,
@@ -21,7 +22,7 @@ from localllm.kernels.planar import linear as planar
 from localllm.kernels.planar.kernels import PlanarTile
 from localllm.kernels.planar.layout import pack_words, padded_columns, unpack_words
 from localllm.kernels.planar.linear import dequantize_reference, planar_linear_reference, stack_rows
-from tests.kernels.conftest import DTYPES
+from tests.kernels.conftest import DTYPES, settings_with
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -80,7 +81,7 @@ def test_tiles_and_splits_agree(
 ) -> None:
     """More parts of K than there are chunks leave some with nothing to do."""
     chosen = PlanarTile(block_m, 64, split, 4, 3)
-    monkeypatch.setattr(planar, "settings_for", lambda *_: chosen)
+    monkeypatch.setattr(planar, "settings_for", settings_with("planar_linear", chosen))
     torch.manual_seed(0)
     weight, meant = random_weight(100, 640, 128, device, scale_type=torch.float16)
     x = torch.randn(11, 640, dtype=torch.float16, device=device)
@@ -91,7 +92,7 @@ def test_tiles_and_splits_agree(
 def test_many_rows_go_through_the_dequantised_matrix(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts of 64 outputs, each with its share of the bias."""
     monkeypatch.setattr(planar, "DEQUANTIZED_ELEMENTS", 1)
-    monkeypatch.setattr(planar, "_dequantize_from", lambda *_: 4)
+    monkeypatch.setattr(planar, "settings_for", settings_with("planar_crossover", Crossover(3)))
     torch.manual_seed(0)
     weight, meant = random_weight(80, 256, 128, device, scale_type=torch.float16)
     x = torch.randn(5, 256, device=device)
@@ -104,7 +105,7 @@ def test_a_row_does_not_depend_on_its_neighbours_when_deterministic(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor on their number: a long prompt takes the same path as one token."""
-    monkeypatch.setattr(planar, "_dequantize_from", lambda *_: 4)
+    monkeypatch.setattr(planar, "settings_for", settings_with("planar_crossover", Crossover(3)))
     monkeypatch.setattr(planar, "PARTIAL_ROWS", 4)
     torch.manual_seed(0)
     weight, _ = random_weight(64, 1024, 128, device, scale_type=torch.float16)

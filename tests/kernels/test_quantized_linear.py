@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import int8_linear
+from localllm.kernels import fp8_linear, int8_linear
+from localllm.kernels.crossover import Crossover
 from localllm.kernels.fp8_linear import E4M3, Fp8Weight, Granularity, quantize_fp8
 from localllm.kernels.int8_linear import Int8Weight, quantize_int8
 from localllm.kernels.launch import INTERPRETED
+from localllm.kernels.quantize import Quantized
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.skinny_gemm import DeviceFeatures
 from localllm.models.layers.linear import Linear
-from tests.kernels.conftest import DTYPES
+from tests.kernels.conftest import DTYPES, settings_with
 from tests.kernels.test_skinny_gemm import ERROR
 
 MAKERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
@@ -138,6 +140,25 @@ def test_turing_never_multiplies_int8_by_int8(arch: int, quantises: bool, monkey
     weight = quantize_int8(torch.randn(8, 64), activations="dynamic")
     weight.linear(torch.randn(40, 64))
     assert taken == ["w8a8_gemm" if quantises else "w8a16_gemm"]
+
+
+@pytest.mark.parametrize("file", [fp8_linear, int8_linear])
+@pytest.mark.parametrize(("rows", "quantises"), [(48, False), (49, True)])
+def test_a_measured_crossover_decides_where_activations_are_quantised(
+    file: Any, rows: int, quantises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    name = file.__name__.rpartition(".")[2]
+    monkeypatch.setattr(file, "settings_for", settings_with(name, Crossover(48)))
+    monkeypatch.setattr(file, "runs_triton", lambda x: True)
+    monkeypatch.setattr(file, "device_features", lambda device: DeviceFeatures(90, True, True))
+    monkeypatch.setattr(fp8_linear, "_has_mma", lambda device: True)
+    monkeypatch.setattr(file, "w8a16_gemm", lambda x, *_: taken.append("unquantised") or x)
+    monkeypatch.setattr(file, "w8a8_gemm", lambda x, *_, **__: taken.append("quantised") or x.values)
+    monkeypatch.setattr(file, "_quantized_input" if file is fp8_linear else "quantize", lambda x, _: Quantized(x, x))
+    x, weight = torch.zeros(rows, 64), torch.randn(8, 64)
+    (quantize_fp8(weight, "channel") if file is fp8_linear else quantize_int8(weight, activations="dynamic")).linear(x)
+    assert taken == ["quantised" if quantises else "unquantised"]
 
 
 def test_scales_of_the_wrong_shape_are_refused() -> None:

@@ -23,7 +23,7 @@ from localllm.kernels.split_sum import SplitSum, whole
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.mlp import GatedMLP
 from localllm.models.layers.norm import RMSNorm
-from tests.kernels.conftest import DTYPES
+from tests.kernels.conftest import DTYPES, settings_with
 
 pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="products are split by kernels only"
@@ -99,7 +99,7 @@ def test_a_layer_leaves_the_splits_of_its_last_product(rows: int, device: torch.
 
 def test_products_leave_their_splits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skinny_file, "settings_for", lambda *_: SkinnyGemmTile(16, 32, 32, 4, 4, 2))
-    monkeypatch.setattr(planar_file, "settings_for", lambda *_: PlanarTile(16, 64, 2, 4, 3))
+    monkeypatch.setattr(planar_file, "settings_for", settings_with("planar_linear", PlanarTile(16, 64, 2, 4, 3)))
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(shape).to(device, torch.float16) for shape in ((3, 512), (64, 512), (64,)))
     quantised = quantize_int4(weight, 128)

@@ -101,8 +101,17 @@ def plan_on_device(
     num_decodes = 0 if launch_options().deterministic else num_decodes
     splits = None
     if num_decodes:
+        launch = settings_for("decode_splits", (arch, head_dim, bits, tile_rows, num_kv_heads), split_launch)
         splits = _plan_splits(
-            block_table, context_lens, num_decodes, num_heads, cache_shape, window or 0, decode.tile, decode_queries
+            block_table,
+            context_lens,
+            num_decodes,
+            num_heads,
+            cache_shape,
+            window or 0,
+            decode.tile,
+            decode_queries,
+            launch,
         )
     return DevicePlan(
         block_table, context_lens, cu_seqlens_q, num_decodes, window or 0, decode, prefill, splits, decode_queries,
@@ -149,12 +158,13 @@ def _plan_splits(
     window: int,
     tile: int,
     queries: int,
+    launch: SplitLaunch,
 ) -> SplitPlan:
     num_kv_heads, _, block_size, head_dim = cache_shape
     device = block_table.device
-    min_tiles = cdiv(MIN_SPLIT_TOKENS, tile) if not INTERPRETED else 2
+    min_tiles = cdiv(launch.min_tokens, tile)
     # Both bounds hold for any lengths: parts have equal length, and no part is shorter than min_tiles.
-    spare_items = cdiv(_num_processors(device) * PROGRAMS_PER_PROCESSOR, num_kv_heads)
+    spare_items = cdiv(_num_processors(device) * launch.programs, num_kv_heads)
     most_tokens = block_table.shape[1] * block_size
     seen_tokens = min(most_tokens, window + queries - 1 + tile) if window else most_tokens
     most_parts = cdiv(cdiv(seen_tokens, tile), min_tiles)
@@ -196,6 +206,18 @@ def decode_launch(arch: int, head_dim: int, bits: int, rows: int, block_size: in
     # The block table's load is pipelined too and takes two stages: 5 stages hold two tiles, 3 hold one.
     stages = 5 if arch in MUCH_SHARED_MEMORY or block_d <= 64 or bits == 8 else 3
     return AttentionLaunch(block_m, tile, 4, stages, _has_tma(arch, head_dim, bits) and block_size % tile == 0)
+
+
+class SplitLaunch(NamedTuple):
+    """Into how many parts the decode kernel splits a row's context."""
+
+    min_tokens: int  # of a part
+    programs: int  # for each processor
+
+
+def split_launch(arch: int, head_dim: int, bits: int, rows: int, num_kv_heads: int) -> SplitLaunch:
+    """Return settings. arch, rows: as for decode_launch."""
+    return SplitLaunch(MIN_SPLIT_TOKENS if arch else 32, PROGRAMS_PER_PROCESSOR)
 
 
 def prefill_launch(arch: int, head_dim: int, bits: int, group_size: int, block_size: int) -> AttentionLaunch:

@@ -13,7 +13,7 @@ Roof: at a few rows the weights are read once and the limit is either memory or 
 the loop takes under 3 thread instructions per weight on sm_90 (tests/kernels/variants/planar_linear.py has the budget);
 4.3 TB/s allows 3.8. K is split if N alone does not fill the GPU; the next kernel adds the sums of the splits in a fixed
 order (kernels/split_sum.py).
-From `_dequantize_from` rows the matrix is converted to 16 bits, part by part, and multiplied by cuBLAS.
+Beyond `planar_crossover` rows the matrix is converted to 16 bits, part by part, and multiplied by cuBLAS.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.crossover import Crossover
 from localllm.kernels.launch import (
     INTERPRETED,
     cdiv,
@@ -163,8 +164,8 @@ def planar_linear_unsummed(x: Tensor, weight: PlanarWeight, bias: Tensor | None 
         return x.new_empty((0, weight.shape[0]))
     if not runs_triton(x):
         return planar_linear_reference(x, weight, bias)
-    few_rows = x.shape[0] < _dequantize_from(weight.group)
-    if few_rows or launch_options().deterministic:  # then one path for all row counts: no row depends on their number
+    crossover = settings_for("planar_crossover", planar_key(weight), planar_crossover)
+    if x.shape[0] <= crossover.skinny_rows or launch_options().deterministic:  # then no row depends on their number
         return _multiply(x if x.stride(1) == 1 else x.contiguous(), weight, bias)
     return _multiply_dequantized(x, weight, bias)
 
@@ -214,13 +215,21 @@ def _in_fp32(per_group: Tensor, per_super_group: Tensor | None, group: int) -> T
 # Launches
 
 
-def _dequantize_from(group: int) -> int:
-    """Return the rows from which converting W to 16 bits once costs less than unpacking it for every tile of rows.
+def planar_key(weight: PlanarWeight) -> tuple[int | bool, ...]:
+    """Return (N, K, bits, group, whether there are minima, processors, whether the MMA is Hopper's)."""
+    return *weight.shape, weight.bits, weight.group, weight.mins is not None, *_gpu(weight.words.device)
+
+
+def planar_crossover(
+    outputs: int, columns: int, bits: int, group: int, mins: bool, processors: int, wgmma: bool
+) -> Crossover:
+    """Return the rows beyond which converting W to 16 bits once costs less than unpacking it for every tile of rows:
+    derived from instruction counts, not measured.
 
     The conversion moves 4.5 bytes per weight, eight times as much as the 4-bit weights alone. Short groups are scaled
-    more often, so it pays sooner. Derived from instruction counts, not measured.
+    more often, so it pays sooner.
     """
-    return 768 if group >= 128 else 192
+    return Crossover(767 if group >= 128 else 191)
 
 
 @cache
@@ -238,10 +247,9 @@ def code_table_on(table: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _multiply(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Tensor | SplitSum:
-    rows, (outputs, columns) = x.shape[0], weight.shape
+    rows, outputs = x.shape[0], weight.shape[0]
     bucket = DETERMINISTIC_ROWS if launch_options().deterministic else next_power_of_2(rows)
-    key = (bucket, outputs, columns, weight.bits, weight.group, weight.mins is not None, *_gpu(x.device))
-    tile = settings_for("planar_linear", key, planar_tile)
+    tile = settings_for("planar_linear", (bucket, *planar_key(weight)), planar_tile)
     if tile.split == 1 or rows <= PARTIAL_ROWS:
         return _launch(x, weight, bias, tile)
     y = x.new_empty((rows, outputs))

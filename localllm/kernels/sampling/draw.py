@@ -32,6 +32,7 @@ from localllm.kernels.sampling import selection
 from localllm.kernels.sampling.noise import GROUP_STREAM, gumbel, gumbel_noise, row_key, row_keys_of
 from localllm.kernels.sampling.selection import GROUP
 from localllm.kernels.sampling.tables import SlotTables
+from localllm.kernels.tuned import settings_for
 
 BLOCK = 4096  # ids per program; fixed, so that no result depends on the batch
 
@@ -167,12 +168,23 @@ def _gumbel_max(
 ) -> None:
     num_rows, vocab_size = logits.shape
     value, last_id = (summary.best, slots) if cutoff is None else (cutoff.value, cutoff.last_id)
+    launch = settings_for("gumbel_max", (vocab_size, filters, cutoff is not None), gumbel_max_launch)
     _gumbel_max_kernel[(num_rows, cdiv(vocab_size, BLOCK))](
         logits, slots, lengths, tables.seed, tables.temperature, tables.top_k, tables.top_p, tables.min_p,
         value, last_id, summary.best, summary.scores, summary.groups, summary.heads, summary.masses,
-        logits.stride(0), vocab_size, FILTERS=filters, KEPT=cutoff is not None, BLOCK=BLOCK, num_warps=4,
+        logits.stride(0), vocab_size, FILTERS=filters, KEPT=cutoff is not None, BLOCK=BLOCK,
+        num_warps=launch.num_warps,
         **early_launch(logits.device),
     )  # fmt: skip
+
+
+class GumbelMaxLaunch(NamedTuple):
+    num_warps: int
+
+
+def gumbel_max_launch(vocab_size: int, filters: bool, kept: bool) -> GumbelMaxLaunch:
+    """Return settings with 32 logits per thread."""
+    return GumbelMaxLaunch(4)
 
 
 def _pick(

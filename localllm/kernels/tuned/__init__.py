@@ -94,9 +94,8 @@ class Table:
     def _entries(self, kernel: str, heuristic: Callable[..., Any]) -> dict[Key, dict[str, Any]]:
         if kernel not in self.measured:
             own = self._path(kernel, heuristic)
-            shipped = _read(SHIPPED / f"{_file_name(self.gpu or '')}.json").get("kernels", {})
-            entries = _entries_of(shipped.get(kernel) if isinstance(shipped, dict) else None)
-            self.measured[kernel] = {**entries, **_entries_of(self._read_own(own) if own else None)}
+            shipped = read_shipped(SHIPPED / f"{_file_name(self.gpu or '')}.json").get(kernel, {})
+            self.measured[kernel] = {**shipped, **_entries_of(self._read_own(own) if own else None)}
         return self.measured[kernel]
 
     def _read_own(self, path: Path) -> Any:
@@ -202,13 +201,15 @@ def _entries_of(stored: Any) -> dict[Key, dict[str, Any]]:
     return entries
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Read a shipped file; usually there is none."""
+def read_shipped(path: Path) -> dict[str, dict[Key, dict[str, Any]]]:
+    """Return the settings in a file of the package's form, by kernel and key; usually there is none. Raises
+    `ValueError` if it is not JSON."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    return value if isinstance(value, dict) else {}
+    kernels = content.get("kernels") if isinstance(content, dict) else None
+    return {kernel: _entries_of(rows) for kernel, rows in kernels.items()} if isinstance(kernels, dict) else {}
 
 
 def _file_name(gpu: str) -> str:

@@ -36,7 +36,8 @@ def tune(
     *,
     into: Table | None = None,
 ) -> LaunchT:
-    """Record and return the cheapest candidate for `key`. The heuristic's own choice is always a candidate.
+    """Record and return the cheapest candidate for `key`. The heuristic's own choice is always a candidate, and the
+    first. The best so far is recorded at once: an interruption loses only the candidates that have not been measured.
 
     cost(settings): microseconds (`launch_us`), or a sum over several uses of the key. It raises for a candidate that
     does not compile, gives wrong results or needs too much shared memory, which is then skipped. Asserts that the
@@ -44,18 +45,21 @@ def tune(
     """
     into = into or table()
     assert not into.is_sealed, f"{kernel}: nothing is measured while serving"
-    costs: dict[LaunchT, float] = {}
+    best, least = None, float("inf")
     for settings in dict.fromkeys((heuristic(*key), *candidates)):
         try:
-            costs[settings] = cost(settings)
+            found = cost(settings)
         except LOST_CONTEXT:
             raise
         except Exception as error:  # Triton has its own exceptions: OutOfResources, CompilationError
             log.debug("candidate fails kernel=%s key=%s settings=%s error=%s", kernel, key, settings, error)
-    if not costs:
+            continue
+        if found < least:
+            best, least = settings, found
+            into.record(kernel, key, best, least, heuristic)
+    if best is None:
         raise RuntimeError(f"{kernel} {key}: not one of {len(candidates)} candidates runs")
-    best = min(costs, key=costs.__getitem__)
-    into.record(kernel, key, best, costs[best], heuristic)
+    into.record(kernel, key, best, least, heuristic)
     return best
 
 
