@@ -1,8 +1,8 @@
 """The parts of a matrix product whose K is split, and their sum: y = part 0 + part 1 + ... + bias.
 
 A product of few rows splits K to fill the GPU, and each split writes fp32 sums. The kernel that reads y next can add
-them as it loads (`load_sum`), which saves a kernel that only adds: rotary_store_kv, silu_mul, gelu_mul and
-add_rms_norm do. For every other reader `whole` launches that kernel. Both add in the order of the splits, then the
+them as it loads (`load_sum`), which saves a kernel that only adds: rotary_store_kv, gated and add_rms_norm
+do. For every other reader `whole` launches that kernel. Both add in the order of the splits, then the
 bias, and round once to y's type, so that y has the same bits.
 Does not know: how a product is split.
 """

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.fp8_linear import quantize_fp8
+from localllm.kernels.gated import gated, gated_reference
 from localllm.kernels.int4_linear import quantize_int4
 from localllm.kernels.int8_linear import quantize_int8
 from localllm.kernels.layer_kv import LayerKV
@@ -25,7 +26,6 @@ from localllm.kernels.rms_norm import add_rms_norm, rms_norm_reference
 from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
 from localllm.kernels.sampling.draw import draw, draw_reference
 from localllm.kernels.sampling.tables import SlotTables
-from localllm.kernels.silu_mul import silu_mul, silu_mul_reference
 from localllm.kernels.tuned.measure import num_copies
 from localllm.models.layers.rotary import rope_table
 from localllm.models.spec.model_spec import ModelSpec
@@ -154,10 +154,10 @@ def _silu_mul(bench: Bench, m: int) -> Case:
     held = bench.copies(lambda: bench.random(m, 2 * width), nbytes)
 
     def run(turn: int) -> Tensor:
-        return silu_mul(held[turn % len(held)])
+        return gated(held[turn % len(held)], "silu")
 
     return Case("silu_mul", f"[{m}, 2 x {width}]", run, nbytes, 0,
-                error=lambda: relative_error(run(0), silu_mul_reference(held[0].float())))  # fmt: skip
+                error=lambda: relative_error(run(0), gated_reference(held[0].float(), "silu")))  # fmt: skip
 
 
 def _rotary_store_kv(bench: Bench, m: int) -> Case:

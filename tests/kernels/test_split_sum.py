@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import skinny_gemm as skinny_file
-from localllm.kernels.gelu_mul import gelu_mul
+from localllm.kernels.gated import gated
 from localllm.kernels.int4_linear import quantize_int4
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.layer_kv import LayerKV
@@ -17,7 +17,6 @@ from localllm.kernels.planar import linear as planar_file
 from localllm.kernels.planar.kernels import PlanarTile
 from localllm.kernels.rms_norm import add_rms_norm
 from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
-from localllm.kernels.silu_mul import silu_mul
 from localllm.kernels.skinny_gemm import SkinnyGemmTile, skinny_gemm, skinny_gemm_unsummed
 from localllm.kernels.split_sum import SplitSum, whole
 from localllm.models.layers.linear import Linear
@@ -62,8 +61,7 @@ def add_and_norm(y: Tensor | SplitSum) -> list[Tensor]:
 
 READERS: dict[str, tuple[int, Callable[[Tensor | SplitSum], list[Tensor]]]] = {
     "rotary_store_kv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, rotate),
-    "silu_mul": (2 * 37, lambda y: [silu_mul(y)]),
-    "gelu_mul": (2 * 37, lambda y: [gelu_mul(y, "tanh")]),
+    "gated": (2 * 37, lambda y: [gated(y, "silu")]),
     "add_rms_norm": (77, add_and_norm),
 }
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.gelu_mul import gelu_mul
-from localllm.kernels.silu_mul import silu_mul
+from localllm.kernels.gated import ACTIVATIONS, gated
 from localllm.kernels.split_sum import SplitSum, whole
 from localllm.models.layers.linear import Linear, unsummed
 from localllm.models.layers.split import Projection
@@ -20,11 +19,6 @@ CPU_ROWS = 256
 what malloc keeps, and allocating its pages again in every layer costs a tenth of the step.
 """
 
-GATED: dict[str, Callable[..., Tensor]] = {
-    "silu": silu_mul,
-    "gelu_tanh": lambda gate_up: gelu_mul(gate_up, "tanh"),
-    "gelu": lambda gate_up: gelu_mul(gate_up, "none"),
-}
 UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: F.silu(x, inplace=True),
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -51,13 +45,13 @@ def sparse_gated(activation: str, share: float, dtype: torch.dtype) -> Callable[
 
 
 class GatedMLP:
-    __slots__ = ("activation", "adds_splits", "down", "gate_up")
+    __slots__ = ("activation", "down", "gate_up")
 
-    def __init__(self, gate_up: Projection, down: Projection, activation: str | Callable[..., Tensor]) -> None:
+    def __init__(self, gate_up: Projection, down: Projection, activation: str | Callable[[Tensor], Tensor]) -> None:
         self.gate_up = gate_up
         self.down = down
-        self.activation = GATED[activation] if isinstance(activation, str) else activation
-        self.adds_splits = isinstance(activation, str)  # the activation reads a product whose splits are not added
+        self.activation = activation
+        assert callable(activation) or activation in ACTIVATIONS, activation
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; padding rows are computed like any other."""
@@ -68,8 +62,11 @@ class GatedMLP:
         return _by_rows(x, self._compute)
 
     def _compute(self, x: Tensor, first: int) -> Tensor | SplitSum:
-        gate_up = unsummed(self.gate_up, x, first) if self.adds_splits else self.gate_up(x, first)
-        return unsummed(self.down, self.activation(gate_up), first)
+        if callable(self.activation):
+            features = self.activation(self.gate_up(x, first))
+        else:
+            features = gated(unsummed(self.gate_up, x, first), self.activation)
+        return unsummed(self.down, features, first)
 
 
 class MLP:
