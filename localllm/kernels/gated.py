@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
-from localllm.kernels.split_sum import SplitSum, load_sum, parts_of
+from localllm.kernels.split_sum import load_sum
+from localllm.kernels.unfinished import Unfinished, parts_of
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
-def gated(gate_up: Tensor | SplitSum, activation: str) -> Tensor:
+def gated(gate_up: Unfinished, activation: str) -> Tensor:
     """gate_up [T, 2 * I], gate first -> [T, I] contiguous, same dtype. activation: one of ACTIVATIONS."""
     if isinstance(gate_up, Tensor) and not runs_triton(gate_up):
         return gated_reference(gate_up, activation)

@@ -20,7 +20,7 @@ from torch import Tensor
 from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.quantize import SMALLEST, quantize
 from localllm.kernels.skinny_gemm import ROW_BLOCK, dequantized, device_features, skinny_gemm_reference, w8a16_gemm
-from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.unfinished import Unfinished, whole
 from localllm.kernels.w8a8_gemm import w8a8_gemm
 
 SKINNY_ROWS = 32
@@ -55,9 +55,9 @@ class Int8Weight:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
         return int8_linear(x, self, bias)
 
-    def unsummed(self, x: Tensor, bias: Tensor | None = None) -> Tensor | SplitSum:
-        """Compute `linear`, but leave the sum of splits over K to the reader, if the product is split."""
-        return int8_linear_unsummed(x, self, bias)
+    def unfinished(self, x: Tensor, bias: Tensor | None = None) -> Unfinished:
+        """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
+        return int8_linear_unfinished(x, self, bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[N, K]"""
@@ -66,10 +66,10 @@ class Int8Weight:
 
 def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
     """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-    return whole(int8_linear_unsummed(x, weight, bias))
+    return whole(int8_linear_unfinished(x, weight, bias))
 
 
-def int8_linear_unsummed(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor | SplitSum:
+def int8_linear_unfinished(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Unfinished:
     if not runs_triton(x):
         return int8_linear_reference(x, weight, bias)
     stays_16_bit = weight.activations == "16-bit" or x.shape[0] <= SKINNY_ROWS or launch_options().deterministic

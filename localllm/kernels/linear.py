@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.launch import launch_options, runs_triton
-from localllm.kernels.skinny_gemm import device_features, skinny_gemm, skinny_gemm_unsummed
-from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.skinny_gemm import device_features, skinny_gemm, skinny_gemm_unfinished
 from localllm.kernels.tuned import settings_for
+from localllm.kernels.unfinished import Unfinished, whole
 
 PACK_ROWS = 16
 PACK_MIN_ELEMENTS = 1 << 18  # for smaller weights the packed call's fixed cost (13 us instead of 2) exceeds its gain
@@ -37,13 +37,13 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K], weight from `pack_weight` of [N, K], bias [N] -> [T, N] in x's dtype."""
-    return whole(linear_unsummed(x, weight, bias))
+    return whole(linear_unfinished(x, weight, bias))
 
 
-def linear_unsummed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | SplitSum:
-    """Compute `linear`, but leave the sum of splits over K to the reader, if the product is split."""
+def linear_unfinished(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Unfinished:
+    """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
     if not weight.is_mkldnn:
-        return skinny_gemm_unsummed(x, weight, bias) if _uses_skinny_gemm(x, weight) else F.linear(x, weight, bias)
+        return skinny_gemm_unfinished(x, weight, bias) if _uses_skinny_gemm(x, weight) else F.linear(x, weight, bias)
     if x.shape[0] == 0:
         return x.new_empty((0, weight.shape[0]))
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

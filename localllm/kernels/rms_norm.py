@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
-from localllm.kernels.split_sum import SplitSum, load_sum, parts_of
+from localllm.kernels.split_sum import load_sum
+from localllm.kernels.unfinished import Unfinished, parts_of
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -28,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Tensor | SplitSum, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Unfinished, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add x to residual [..., H] (contiguous) in place, and return the norm of the sum in x's dtype."""
     if isinstance(x, Tensor) and not runs_triton(x):
         return rms_norm_reference(residual.add_(x), weight, eps).to(x.dtype)
@@ -69,7 +70,7 @@ def norm_launch(width: int) -> NormLaunch:
     return NormLaunch(block, min(16, max(1, block // 256)))
 
 
-def _launch(x: Tensor | SplitSum, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
+def _launch(x: Unfinished, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
     width = x.shape[-1]
     heads = weight.numel() // width
     assert heads == 1 or x.shape[-2] == heads, (x.shape, weight.shape)

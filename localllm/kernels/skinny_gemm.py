@@ -20,6 +20,7 @@ for many rows, and added in the same order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -37,8 +38,9 @@ from localllm.kernels.launch import (
     tl,
     triton,
 )
-from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.split_sum import SplitSum
 from localllm.kernels.tuned import settings_for
+from localllm.kernels.unfinished import Product, Unfinished, whole
 from localllm.kernels.unpack_bytes import unpack_pairs
 
 PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of W for each program, before it waits for x
@@ -57,74 +59,109 @@ def skinny_gemm(
     weight [N, K] in x's dtype; or float8_e4m3fn with scales fp32 [N] or [ceil(N/128), ceil(K/128)]; or int8 with scales
     fp32 [N] and optional zeros int8 [N]: (q - zero) * scale. bias [N].
     """
-    return whole(skinny_gemm_unsummed(x, weight, bias, scales, zeros, out), out)
+    y = skinny_gemm_unfinished(x, weight, bias, scales, zeros)
+    return out.copy_(y) if isinstance(y, Tensor) and out is not None else whole(y, out)
 
 
-def skinny_gemm_unsummed(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor | SplitSum:  # fmt: skip
-    """Compute `skinny_gemm`, but leave the sum of the splits to the reader; `out` is only written without splits."""
+def skinny_gemm_unfinished(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None
+) -> Unfinished:
+    """Compute `skinny_gemm`, but leave the sum of the splits to the reader, or without splits the launch."""
     if not runs_triton(x):
-        y = skinny_gemm_reference(x, weight, bias, scales, zeros)
-        return y if out is None else out.copy_(y)
+        return skinny_gemm_reference(x, weight, bias, scales, zeros)
     rows, n, k = x.shape[0], *weight.shape
     if rows == 0:
-        return x.new_empty((0, n)) if out is None else out
+        return x.new_empty((0, n))
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    target = device_features(x.device)
-    block_scales = scales is not None and scales.ndim == 2
-    kind = _kind(weight)
-    if kind != "float" and (k % 2 or weight.stride(0) % 2 or weight.storage_offset() % 2):
+    if _kind(weight) != "float" and (k % 2 or weight.stride(0) % 2 or weight.storage_offset() % 2):
         even = F.pad(weight.view(torch.uint8), (0, k % 2)).contiguous().view(weight.dtype)  # not found in checkpoints
-        return skinny_gemm_unsummed(F.pad(x, (0, k % 2)), even, bias, scales, zeros, out)
-    key = (_row_bucket(rows), n, k, weight.element_size(), x.element_size(), block_scales, target.arch)
+        return skinny_gemm_unfinished(F.pad(x, (0, k % 2)), even, bias, scales, zeros)
+    block_scales = scales is not None and scales.ndim == 2
+    arch = device_features(x.device).arch
+    key = (_row_bucket(rows), n, k, weight.element_size(), x.element_size(), block_scales, arch)
     tile = settings_for("skinny_gemm", key, skinny_gemm_tile)
     assert tile.block_k <= SCALE_BLOCK or not block_scales, "a tile has one scale"
     serial = tile.split_k > 1 and launch_options().deterministic and rows >= SERIAL_ROWS
-    splits = 1 if serial else tile.split_k
-    if splits > 1:
-        sums = torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
-    else:
-        sums = torch.empty((rows, n), dtype=x.dtype, device=x.device) if out is None else out
-    stored = weight if kind == "float" else weight.view(torch.int16)  # [N, K / 2]: two weights per word
-    tma = target.tma and stored.data_ptr() % 16 == 0 and stored.stride(0) * stored.element_size() % 16 == 0
-    stages = tile.num_stages if target.ptx else _plain_stages(kind, tile)
-    launch: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": stages}
-    if pdl := target.tma and launch_options().programmatic_launch:
-        launch["launch_pdl"] = True
-    programs = cdiv(rows, tile.block_m) * cdiv(n, tile.block_n)
-    _skinny_gemm_kernel[(programs, splits)](
-        sums,
-        x,
-        _descriptor(stored, tile) if tma else stored,
-        stored if pdl else None,
-        scales,
-        zeros,
-        bias if splits == 1 else None,
-        rows,
-        n,
-        k,
-        x.stride(0),
-        stored.stride(0),
-        0 if scales is None else scales.stride(0),
-        KIND=kind,
-        SCALES="none" if scales is None else "block" if block_scales else "channel",
-        HAS_ZEROS=zeros is not None,
-        HAS_BIAS=bias is not None and splits == 1,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        EVEN_K=k % tile.block_k == 0,
-        SPLIT_K=tile.split_k,
-        SERIAL=serial,
-        TMA=tma,
-        PTX=target.ptx,
-        PDL=pdl,
-        **launch,
-    )
-    return sums if splits == 1 else SplitSum(sums, bias, x.dtype)
+    product = SkinnyProduct(x, weight, bias, scales, zeros, tile, serial)
+    return product if serial or tile.split_k == 1 else product.split()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SkinnyProduct(Product):
+    """The arguments of `skinny_gemm`, with rows contiguous, and its tile. serial: one program computes all splits."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    scales: Tensor | None
+    zeros: Tensor | None
+    tile: SkinnyGemmTile
+    serial: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x.shape[0], self.weight.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def whole(self, out: Tensor | None = None) -> Tensor:
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device) if out is None else out
+        self._launch(out, self.bias)
+        return out
+
+    def split(self) -> SplitSum:
+        """Return the sums of the splits, which run in parallel."""
+        sums = torch.empty((self.tile.split_k, *self.shape), dtype=torch.float32, device=self.device)
+        self._launch(sums, None)
+        return SplitSum(sums, self.bias, self.dtype)
+
+    def _launch(self, out: Tensor, bias: Tensor | None) -> None:
+        x, weight, scales, tile = self.x, self.weight, self.scales, self.tile
+        (rows, n), k, kind = self.shape, x.shape[1], _kind(self.weight)
+        target = device_features(x.device)
+        stored = weight if kind == "float" else weight.view(torch.int16)  # [N, K / 2]: two weights per word
+        tma = target.tma and stored.data_ptr() % 16 == 0 and stored.stride(0) * stored.element_size() % 16 == 0
+        stages = tile.num_stages if target.ptx else _plain_stages(kind, tile)
+        launch: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": stages}
+        if pdl := target.tma and launch_options().programmatic_launch:
+            launch["launch_pdl"] = True
+        programs = cdiv(rows, tile.block_m) * cdiv(n, tile.block_n)
+        _skinny_gemm_kernel[(programs, 1 if self.serial else tile.split_k)](
+            out,
+            x,
+            _descriptor(stored, tile) if tma else stored,
+            stored if pdl else None,
+            scales,
+            self.zeros,
+            bias,
+            rows,
+            n,
+            k,
+            x.stride(0),
+            stored.stride(0),
+            0 if scales is None else scales.stride(0),
+            KIND=kind,
+            SCALES="none" if scales is None else "block" if scales.ndim == 2 else "channel",
+            HAS_ZEROS=self.zeros is not None,
+            HAS_BIAS=bias is not None,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            EVEN_K=k % tile.block_k == 0,
+            SPLIT_K=tile.split_k,
+            SERIAL=self.serial,
+            TMA=tma,
+            PTX=target.ptx,
+            PDL=pdl,
+            **launch,
+        )
 
 
 def skinny_gemm_reference(
@@ -143,12 +180,12 @@ def skinny_gemm_reference(
 
 def w8a16_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor | None = None
-) -> Tensor | SplitSum:
-    """Do `skinny_gemm_unsummed` with one-byte weights and any number of rows; before sm_80 cuBLAS computes many rows,
+) -> Unfinished:
+    """Do `skinny_gemm_unfinished` with one-byte weights and any number of rows; before sm_80 cuBLAS computes many rows,
     on dequantised W."""
     if x.is_cuda and x.shape[0] > 16 and device_features(x.device).arch < 80 and not launch_options().deterministic:
         return F.linear(x, dequantized(weight, scales, zeros, x.dtype), bias)
-    return skinny_gemm_unsummed(x, weight, bias, scales, zeros)
+    return skinny_gemm_unfinished(x, weight, bias, scales, zeros)
 
 
 def dequantized(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:

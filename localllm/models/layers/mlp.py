@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.gated import ACTIVATIONS, gated
-from localllm.kernels.split_sum import SplitSum, whole
-from localllm.models.layers.linear import Linear, unsummed
+from localllm.kernels.unfinished import Unfinished, whole
+from localllm.models.layers.linear import Linear, unfinished
 from localllm.models.layers.split import Projection
 
 CPU_ROWS = 256
@@ -55,18 +55,18 @@ class GatedMLP:
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; padding rows are computed like any other."""
-        return whole(self.unsummed(x, slot_mapping))
+        return whole(self.unfinished(x, slot_mapping))
 
-    def unsummed(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor | SplitSum:
-        """Do the same, but leave the sum of the last product's splits to the reader."""
+    def unfinished(self, x: Tensor, slot_mapping: Tensor | None = None) -> Unfinished:
+        """Do the same, but leave the last work of the last product to the reader."""
         return _by_rows(x, self._compute)
 
-    def _compute(self, x: Tensor, first: int) -> Tensor | SplitSum:
+    def _compute(self, x: Tensor, first: int) -> Unfinished:
         if callable(self.activation):
             features = self.activation(self.gate_up(x, first))
         else:
-            features = gated(unsummed(self.gate_up, x, first), self.activation)
-        return unsummed(self.down, features, first)
+            features = gated(unfinished(self.gate_up, x, first), self.activation)
+        return unfinished(self.down, features, first)
 
 
 class MLP:
@@ -79,14 +79,14 @@ class MLP:
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; padding rows are computed like any other."""
-        return whole(self.unsummed(x, slot_mapping))
+        return whole(self.unfinished(x, slot_mapping))
 
-    def unsummed(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor | SplitSum:
-        """Do the same, but leave the sum of the last product's splits to the reader."""
-        return _by_rows(x, lambda rows, first: unsummed(self.down, self.activation(self.up(rows, first)), first))
+    def unfinished(self, x: Tensor, slot_mapping: Tensor | None = None) -> Unfinished:
+        """Do the same, but leave the last work of the last product to the reader."""
+        return _by_rows(x, lambda rows, first: unfinished(self.down, self.activation(self.up(rows, first)), first))
 
 
-def _by_rows(x: Tensor, compute: Callable[[Tensor, int], Tensor | SplitSum]) -> Tensor | SplitSum:
+def _by_rows(x: Tensor, compute: Callable[[Tensor, int], Unfinished]) -> Unfinished:
     """Apply compute(rows, index of the first row) to a few rows at a time on a CPU, to all at once on a GPU."""
     if x.device.type != "cpu" or x.shape[0] <= CPU_ROWS:
         return compute(x, 0)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from localllm.kernels.layer_norm import add_layer_norm, layer_norm
 from localllm.kernels.rms_norm import add_rms_norm, rms_norm
-from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.unfinished import Unfinished, whole
 
 
 class RMSNorm:
@@ -19,7 +19,7 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor | SplitSum, residual: Tensor) -> Tensor:
+    def add(self, x: Unfinished, residual: Tensor) -> Tensor:
         """Add x to residual in place; return the norm of the sum."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
@@ -35,6 +35,6 @@ class LayerNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
-    def add(self, x: Tensor | SplitSum, residual: Tensor) -> Tensor:
+    def add(self, x: Unfinished, residual: Tensor) -> Tensor:
         """Add x to residual in place; return the norm of the sum."""
         return add_layer_norm(whole(x), residual, self.weight, self.bias, self.eps)
