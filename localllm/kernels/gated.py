@@ -16,7 +16,7 @@ from torch import Tensor
 
 from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.split_sum import load_sum
-from localllm.kernels.unfinished import Unfinished, parts_of
+from localllm.kernels.unfinished import Product, Unfinished, parts_of
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -25,6 +25,8 @@ def gated(gate_up: Unfinished, activation: str) -> Tensor:
     """gate_up [T, 2 * I], gate first -> [T, I] contiguous, same dtype. activation: one of ACTIVATIONS."""
     if isinstance(gate_up, Tensor) and not runs_triton(gate_up):
         return gated_reference(gate_up, activation)
+    if isinstance(gate_up, Product) and (out := gate_up.gated(activation)) is not None:
+        return out
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     parts, bias, splits = parts_of(gate_up)
     assert parts.stride(-1) == 1

@@ -7,7 +7,8 @@ in registers, so the only roundings are those of the fp32 sums and of the output
 Operands are swapped: W is the MMA operand that needs 64 rows (wgmma on sm_90; 16 rows elsewhere), x the one for which
 16 suffice, so no tensor-core row is wasted on padding. On sm_90 and later W is loaded by TMA if its rows are 16-byte
 aligned. If N gives too few programs, K is split; each split writes fp32 sums, which the next kernel adds in order,
-without atomics (split_sum.py).
+without atomics (split_sum.py). A product without splits is launched by its reader (unfinished.py): if that is a gated
+activation, the kernel applies it, with tiles of rows of gate and up.
 
 Roof: memory. Floor time = bytes of W / bandwidth. At 4.3 TB/s an H200 allows about 15 thread instructions per 16-bit
 weight and 7.5 per byte; tests/kernels/variants/skinny_gemm.py keeps the loops far below that. The remaining limit is
@@ -28,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.gated import gate_times_up
 from localllm.kernels.launch import (
     INTERPRETED,
     cdiv,
@@ -116,27 +118,37 @@ class SkinnyProduct(Product):
         self._launch(out, self.bias)
         return out
 
+    def gated(self, activation: str) -> Tensor | None:
+        rows, n = self.shape
+        straddles = self.scales is not None and self.scales.ndim == 2 and n // 2 % SCALE_BLOCK != 0
+        if self.serial or straddles:  # serial: few rows of the same matrix are split, and do not come here either
+            return None
+        out = torch.empty((rows, n // 2), dtype=self.dtype, device=self.device)
+        self._launch(out, self.bias, activation)
+        return out
+
     def split(self) -> SplitSum:
         """Return the sums of the splits, which run in parallel."""
         sums = torch.empty((self.tile.split_k, *self.shape), dtype=torch.float32, device=self.device)
         self._launch(sums, None)
         return SplitSum(sums, self.bias, self.dtype)
 
-    def _launch(self, out: Tensor, bias: Tensor | None) -> None:
+    def _launch(self, out: Tensor, bias: Tensor | None, activation: str | None = None) -> None:
         x, weight, scales, tile = self.x, self.weight, self.scales, self.tile
         (rows, n), k, kind = self.shape, x.shape[1], _kind(self.weight)
         target = device_features(x.device)
         stored = weight if kind == "float" else weight.view(torch.int16)  # [N, K / 2]: two weights per word
         tma = target.tma and stored.data_ptr() % 16 == 0 and stored.stride(0) * stored.element_size() % 16 == 0
-        stages = tile.num_stages if target.ptx else _plain_stages(kind, tile)
+        gated = activation is not None
+        stages = num_stages(tile, kind, target.arch, tma=tma, ptx=target.ptx, gated=gated)
         launch: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": stages}
         if pdl := target.tma and launch_options().programmatic_launch:
             launch["launch_pdl"] = True
-        programs = cdiv(rows, tile.block_m) * cdiv(n, tile.block_n)
+        programs = cdiv(rows, tile.block_m) * (cdiv(n // 2, tile.block_n // 2) if gated else cdiv(n, tile.block_n))
         _skinny_gemm_kernel[(programs, 1 if self.serial else tile.split_k)](
             out,
             x,
-            _descriptor(stored, tile) if tma else stored,
+            _descriptor(stored, tile, gated) if tma else stored,
             stored if pdl else None,
             scales,
             self.zeros,
@@ -151,6 +163,7 @@ class SkinnyProduct(Product):
             SCALES="none" if scales is None else "block" if scales.ndim == 2 else "channel",
             HAS_ZEROS=self.zeros is not None,
             HAS_BIAS=bias is not None,
+            ACTIVATION=activation,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
@@ -266,10 +279,17 @@ def _split(n: int, k: int, block_n: int, block_k: int) -> int:
     return split
 
 
-def _plain_stages(kind: str, tile: SkinnyGemmTile) -> int:
-    """Return the pipeline stages without PTX:
-    for AMD, Triton 3.6 cannot compile more stages of split bytes than this."""
-    return tile.num_stages if kind == "float" else min(3, tile.num_stages)
+def num_stages(tile: SkinnyGemmTile, kind: str, arch: int, *, tma: bool, ptx: bool, gated: bool) -> int:
+    """Return the stages of the loads' pipeline.
+
+    For AMD, without PTX, Triton 3.6 cannot compile more than three stages of split bytes. A gated tile loaded by TMA
+    reaches wgmma through registers, so that its shared memory is free a turn earlier: one more stage keeps as many
+    bytes in flight.
+    """
+    if not ptx and kind != "float":
+        return min(3, tile.num_stages)
+    through_registers = gated and tma and arch == 90 and kind == "float" and tile.block_n >= 64
+    return tile.num_stages + 1 if through_registers else tile.num_stages
 
 
 def _row_bucket(rows: int) -> int:
@@ -296,18 +316,22 @@ def device_features(device: torch.device) -> DeviceFeatures:
     return DeviceFeatures(10 * major + minor, major >= 9, True)
 
 
-def _descriptor(weight: Tensor, tile: SkinnyGemmTile) -> Any:
+def _descriptor(weight: Tensor, tile: SkinnyGemmTile, gated: bool) -> Any:
+    """Return the descriptor of tiles of W; of [gate; up] as [2, N / 2, K], whose tiles have rows of both."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     block_k = tile.block_k if weight.is_floating_point() else tile.block_k // 2
-    return TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [tile.block_n, block_k])
+    block = [tile.block_n, block_k]
+    if gated:
+        weight, block = weight.unflatten(0, (2, -1)), [2, tile.block_n // 2, block_k]
+    return TensorDescriptor(weight, list(weight.shape), list(weight.stride()), block)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_gemm_kernel(
-    out_ptr,  # [rows, N], or fp32 [SPLIT_K, rows, N] if splits run in parallel
+    out_ptr,  # [rows, N]; fp32 [SPLIT_K, rows, N] if splits run in parallel; [rows, N / 2] with ACTIVATION
     x_ptr,  # [rows, K]
-    weight,  # pointer to [N, K], or its tensor descriptor
+    weight,  # pointer to [N, K], or its tensor descriptor, with ACTIVATION as [2, N / 2, K]
     weight_ptr,  # to the same; None without PDL
     scales_ptr,
     zeros_ptr,
@@ -322,6 +346,7 @@ def _skinny_gemm_kernel(
     SCALES: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -333,11 +358,17 @@ def _skinny_gemm_kernel(
     PDL: tl.constexpr,
 ):
     """One program: BLOCK_N columns of y for BLOCK_M rows,
-    over one split of K (all splits one after another if SERIAL)."""
-    first_n, first_m = tile_of_program(rows, N, BLOCK_M, BLOCK_N)
+    over one split of K (all splits one after another if SERIAL).
+
+    ACTIVATION: W is [gate; up], and half of the tile's rows are gate's, the others the same rows of up. The program
+    writes act(gate) * up, both rounded before, as a kernel that reads y would."""
+    GATED: tl.constexpr = ACTIVATION is not None
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    width = N // 2 if GATED else N  # of out
+    first_n, first_m = tile_of_program(rows, width, BLOCK_M, OUTPUTS)
+    n = rows_of_tile(first_n, N, BLOCK_N, GATED)
     if PDL:
         PACKED: tl.constexpr = 1 if KIND == "float" else 2
-        n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
         first_k = 0 if SERIAL else tl.program_id(1) * tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
         row_ptrs = weight_ptr + n.to(tl.int64) * weight_stride
         prefetch_rows(row_ptrs, first_k // PACKED, K // PACKED, PREFETCHED_LINES // BLOCK_N)
@@ -346,26 +377,32 @@ def _skinny_gemm_kernel(
     if SERIAL:
         for split in range(SPLIT_K):
             total += _split_sum(
-                x_ptr, weight, scales_ptr, zeros_ptr, first_n, first_m, split, rows, N, K, x_stride, weight_stride,
-                scales_stride, KIND, SCALES, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SPLIT_K, TMA, PTX,
+                x_ptr, weight, scales_ptr, zeros_ptr, n, first_n, first_m, split, rows, N, K, x_stride, weight_stride,
+                scales_stride, KIND, SCALES, HAS_ZEROS, GATED, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SPLIT_K, TMA, PTX,
             )  # fmt: skip
     else:
         total = _split_sum(
-            x_ptr, weight, scales_ptr, zeros_ptr, first_n, first_m, tl.program_id(1), rows, N, K, x_stride,
-            weight_stride, scales_stride, KIND, SCALES, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SPLIT_K, TMA, PTX,
+            x_ptr, weight, scales_ptr, zeros_ptr, n, first_n, first_m, tl.program_id(1), rows, N, K, x_stride,
+            weight_stride, scales_stride, KIND, SCALES, HAS_ZEROS, GATED, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SPLIT_K,
+            TMA, PTX,
         )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    n, m = first_n + tl.arange(0, BLOCK_N), first_m + tl.arange(0, BLOCK_M)
     if SCALES == "channel":
-        total *= tl.load(scales_ptr + n, mask=n < N, other=0.0)[:, None]
+        total *= tl.load(scales_ptr + n)[:, None]
     if HAS_BIAS:
-        total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        total += tl.load(bias_ptr + n).to(tl.float32)[:, None]
+    if GATED:
+        total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
+        gate, up = tl.split(tl.permute(tl.reshape(total, [2, OUTPUTS, BLOCK_M]), [1, 2, 0]))
+        total = gate_times_up(gate, up, ACTIVATION)
+    column, m = first_n + tl.arange(0, OUTPUTS), first_m + tl.arange(0, BLOCK_M)
     row_of_out = m.to(tl.int64)
     if not SERIAL:
         row_of_out += tl.program_id(1).to(tl.int64) * rows
-    out_ptrs = out_ptr + row_of_out[:, None] * N + n[None, :]
-    tl.store(out_ptrs, tl.trans(total).to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
+    out_ptrs = out_ptr + row_of_out[:, None] * width + column[None, :]
+    inside = (m < rows)[:, None] & (column < width)[None, :]
+    tl.store(out_ptrs, tl.trans(total).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -381,19 +418,31 @@ def tile_of_program(rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def rows_of_tile(first, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Return the BLOCK_N rows of W of a tile: from `first` on, or if GATED half of them of gate from `first` on, then
+    the same of up. Beyond the edge the last row is read again: its results are not stored, and loads need no mask."""
+    if GATED:
+        HALF: tl.constexpr = BLOCK_N // 2
+        place = tl.arange(0, BLOCK_N)
+        return place // HALF * (N // 2) + tl.minimum(first + place % HALF, N // 2 - 1)
+    else:
+        return tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)
+
+
+@triton.jit
 def _split_sum(
-    x_ptr, weight, scales_ptr, zeros_ptr, first_n, first_m, split, rows, N, K, x_stride, weight_stride, scales_stride,
-    KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr,
+    x_ptr, weight, scales_ptr, zeros_ptr, n, first_n, first_m, split, rows, N, K, x_stride, weight_stride,
+    scales_stride, KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    TMA: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Return fp32 [BLOCK_N, BLOCK_M]: W x^T over one split of K, before channel scales are applied."""
+    """Return fp32 [BLOCK_N, BLOCK_M]: W x^T over one split of K, before channel scales are applied. n: rows of W."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PACKED: tl.constexpr = 1 if KIND == "float" else 2  # weights per element of `weight`
     k_of_x, k_of_w = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // PACKED)
-    # Beyond the edge the last row is read again: its results are not stored, and loads need no mask. In a small tile of
-    # x such rows are masked: at one row, 15 copies of it would add up to half of W's bytes to what L2 delivers.
+    # Beyond the edge the last row of x is read again. In a small tile of x such rows are masked: at one row, 15 copies
+    # of it would add up to half of W's bytes to what L2 delivers.
     MASKS_ROWS: tl.constexpr = BLOCK_M < UNMASKED_ROWS
-    n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
     m = first_m + tl.arange(0, BLOCK_M)
     is_row = (m < rows)[:, None]
     if not MASKS_ROWS:
@@ -408,7 +457,9 @@ def _split_sum(
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for tile in range(split * per_split, tl.minimum((split + 1) * per_split, tiles)):
         k = tile * BLOCK_K
-        if TMA:
+        if TMA and GATED:
+            w = tl.reshape(weight.load([0, first_n, k // PACKED]), [BLOCK_N, BLOCK_K // PACKED])
+        elif TMA:
             w = weight.load([first_n, k // PACKED])
         elif EVEN_K:
             w = tl.load(weight_ptrs + k // PACKED)
@@ -432,7 +483,11 @@ def _split_sum(
             if SCALES == "block":
                 part = tl.dot(even, tl.trans(x_even), input_precision="ieee")
                 part = tl.dot(odd, tl.trans(x_odd), part, input_precision="ieee")
-                total += part * tl.load(scales_ptr + first_n // 128 * scales_stride + k // 128)
+                scale = tl.load(scales_ptr + first_n // 128 * scales_stride + k // 128)
+                if GATED:
+                    of_up = tl.load(scales_ptr + (N // 2 + first_n) // 128 * scales_stride + k // 128)
+                    scale = tl.where(tl.arange(0, BLOCK_N) < BLOCK_N // 2, scale, of_up)[:, None]
+                total += part * scale
             else:
                 total = tl.dot(even, tl.trans(x_even), total, input_precision="ieee")
                 total = tl.dot(odd, tl.trans(x_odd), total, input_precision="ieee")

@@ -38,6 +38,10 @@ class Product(ABC):
     def whole(self, out: Tensor | None = None) -> Tensor:
         """Return y, in `out` [M, N] and its dtype if given."""
 
+    @abstractmethod
+    def gated(self, activation: str) -> Tensor | None:
+        """Return act(gate) * up [M, N / 2] where y is [gate; up]; None if that takes a kernel of its own (gated.py)."""
+
 
 Unfinished = Tensor | SplitSum | Product
 
