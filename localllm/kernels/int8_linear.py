@@ -19,8 +19,9 @@ from torch import Tensor
 
 from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.quantize import SMALLEST, quantize
+from localllm.kernels.rms_norm import normed
 from localllm.kernels.skinny_gemm import ROW_BLOCK, dequantized, device_features, skinny_gemm_reference, w8a16_gemm
-from localllm.kernels.unfinished import Unfinished, whole
+from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from localllm.kernels.w8a8_gemm import w8a8_gemm
 
 SKINNY_ROWS = 32
@@ -55,7 +56,7 @@ class Int8Weight:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
         return int8_linear(x, self, bias)
 
-    def unfinished(self, x: Tensor, bias: Tensor | None = None) -> Unfinished:
+    def unfinished(self, x: Tensor | PendingNorm, bias: Tensor | None = None) -> Unfinished:
         """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
         return int8_linear_unfinished(x, self, bias)
 
@@ -69,12 +70,13 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
     return whole(int8_linear_unfinished(x, weight, bias))
 
 
-def int8_linear_unfinished(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Unfinished:
-    if not runs_triton(x):
-        return int8_linear_reference(x, weight, bias)
+def int8_linear_unfinished(x: Tensor | PendingNorm, weight: Int8Weight, bias: Tensor | None = None) -> Unfinished:
+    if not runs_triton(weight.values):
+        return int8_linear_reference(normed(x), weight, bias)
     stays_16_bit = weight.activations == "16-bit" or x.shape[0] <= SKINNY_ROWS or launch_options().deterministic
-    if stays_16_bit or not _has_int8_mma(x):
+    if stays_16_bit or not _has_int8_mma(weight.values):
         return w8a16_gemm(x, weight.values, bias, weight.scales, weight.zeros)
+    x = normed(x)
     return w8a8_gemm(quantize(x, torch.int8), weight.values, weight.scales, bias, weight.zeros, dtype=x.dtype)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.split_sum import load_sum
-from localllm.kernels.unfinished import Unfinished, parts_of
+from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, parts_of
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -36,6 +36,19 @@ def add_rms_norm(x: Unfinished, residual: Tensor, weight: Tensor, eps: float) ->
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, residual, weight, eps, out)
     return out
+
+
+def add_rms_norm_pending(x: Unfinished, residual: Tensor, weight: Tensor, eps: float) -> Tensor | PendingNorm:
+    """Do `add_rms_norm`, but leave the division by the root mean square to the reader if x is a product that can add
+    itself to the residual."""
+    if isinstance(x, Product) and (norm := x.add_and_norm(residual, weight, eps)) is not None:
+        return norm
+    return add_rms_norm(x, residual, weight, eps)
+
+
+def normed(x: Tensor | PendingNorm) -> Tensor:
+    """Return the finished norm [T, H], in the stream's type."""
+    return rms_norm(x.stream, x.weight, x.eps) if isinstance(x, PendingNorm) else x
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -40,9 +40,10 @@ from localllm.kernels.launch import (
     tl,
     triton,
 )
+from localllm.kernels.rms_norm import normed
 from localllm.kernels.split_sum import SplitSum
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unfinished import Product, Unfinished, whole
+from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, whole
 from localllm.kernels.unpack_bytes import unpack_pairs
 
 PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of W for each program, before it waits for x
@@ -66,9 +67,11 @@ def skinny_gemm(
 
 
 def skinny_gemm_unfinished(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None
-) -> Unfinished:
+    x: Tensor | PendingNorm, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None,
+    zeros: Tensor | None = None,
+) -> Unfinished:  # fmt: skip
     """Compute `skinny_gemm`, but leave the sum of the splits to the reader, or without splits the launch."""
+    x, squares, eps = (x.scaled, x.squares, x.eps) if isinstance(x, PendingNorm) else (x, None, 0.0)
     if not runs_triton(x):
         return skinny_gemm_reference(x, weight, bias, scales, zeros)
     rows, n, k = x.shape[0], *weight.shape
@@ -78,6 +81,7 @@ def skinny_gemm_unfinished(
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     if _kind(weight) != "float" and (k % 2 or weight.stride(0) % 2 or weight.storage_offset() % 2):
         even = F.pad(weight.view(torch.uint8), (0, k % 2)).contiguous().view(weight.dtype)  # not found in checkpoints
+        assert squares is None, "hidden sizes are even"
         return skinny_gemm_unfinished(F.pad(x, (0, k % 2)), even, bias, scales, zeros)
     block_scales = scales is not None and scales.ndim == 2
     arch = device_features(x.device).arch
@@ -85,7 +89,7 @@ def skinny_gemm_unfinished(
     tile = settings_for("skinny_gemm", key, skinny_gemm_tile)
     assert tile.block_k <= SCALE_BLOCK or not block_scales, "a tile has one scale"
     serial = tile.split_k > 1 and launch_options().deterministic and rows >= SERIAL_ROWS
-    product = SkinnyProduct(x, weight, bias, scales, zeros, tile, serial)
+    product = SkinnyProduct(x, squares, eps, weight, bias, scales, zeros, tile, serial)
     return product if serial or tile.split_k == 1 else product.split()
 
 
@@ -94,6 +98,8 @@ class SkinnyProduct(Product):
     """The arguments of `skinny_gemm`, with rows contiguous, and its tile. serial: one program computes all splits."""
 
     x: Tensor
+    squares: Tensor | None  # of a `PendingNorm`, of which x is `scaled`
+    eps: float
     weight: Tensor
     bias: Tensor | None
     scales: Tensor | None
@@ -127,13 +133,25 @@ class SkinnyProduct(Product):
         self._launch(out, self.bias, activation)
         return out
 
+    def add_and_norm(self, residual: Tensor, weight: Tensor, eps: float) -> PendingNorm | None:
+        if self.dtype == torch.float16 or launch_options().deterministic:
+            return None
+        parts = torch.empty((len(residual), cdiv(residual.shape[1], self.tile.block_n)), device=self.device)
+        scaled = torch.empty(residual.shape, dtype=self.dtype, device=self.device)
+        self._launch(scaled, self.bias, stream=(residual, weight, parts))
+        return PendingNorm(residual, weight, eps, scaled, parts)
+
     def split(self) -> SplitSum:
         """Return the sums of the splits, which run in parallel."""
         sums = torch.empty((self.tile.split_k, *self.shape), dtype=torch.float32, device=self.device)
         self._launch(sums, None)
         return SplitSum(sums, self.bias, self.dtype)
 
-    def _launch(self, out: Tensor, bias: Tensor | None, activation: str | None = None) -> None:
+    def _launch(
+        self, out: Tensor, bias: Tensor | None, activation: str | None = None,
+        stream: tuple[Tensor, Tensor, Tensor] | tuple[None, None, None] = (None, None, None),
+    ) -> None:  # fmt: skip
+        """stream: the residual that y is added to, the weight of its norm, and where its squares are written."""
         x, weight, scales, tile = self.x, self.weight, self.scales, self.tile
         (rows, n), k, kind = self.shape, x.shape[1], _kind(self.weight)
         target = device_features(x.device)
@@ -153,6 +171,10 @@ class SkinnyProduct(Product):
             scales,
             self.zeros,
             bias,
+            *stream,
+            self.squares,
+            self.eps,
+            0 if self.squares is None else self.squares.shape[1],
             rows,
             n,
             k,
@@ -164,6 +186,7 @@ class SkinnyProduct(Product):
             HAS_ZEROS=self.zeros is not None,
             HAS_BIAS=bias is not None,
             ACTIVATION=activation,
+            SQUARES=0 if self.squares is None else next_power_of_2(self.squares.shape[1]),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
@@ -192,11 +215,13 @@ def skinny_gemm_reference(
 
 
 def w8a16_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor | None = None
+    x: Tensor | PendingNorm, weight: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor | None = None
 ) -> Unfinished:
     """Do `skinny_gemm_unfinished` with one-byte weights and any number of rows; before sm_80 cuBLAS computes many rows,
     on dequantised W."""
-    if x.is_cuda and x.shape[0] > 16 and device_features(x.device).arch < 80 and not launch_options().deterministic:
+    many = weight.is_cuda and x.shape[0] > 16
+    if many and device_features(weight.device).arch < 80 and not launch_options().deterministic:
+        x = normed(x)
         return F.linear(x, dequantized(weight, scales, zeros, x.dtype), bias)
     return skinny_gemm_unfinished(x, weight, bias, scales, zeros)
 
@@ -336,6 +361,12 @@ def _skinny_gemm_kernel(
     scales_ptr,
     zeros_ptr,
     bias_ptr,
+    residual_ptr,  # [rows, N], to which y is added; out is then the sum times gamma
+    gamma_ptr,  # [N]
+    sum_squares_ptr,  # [rows, tiles of N] fp32: of the sum
+    x_squares_ptr,  # [rows, num_squares] fp32: y is divided by the root of their mean over K
+    x_eps,
+    num_squares,
     rows,
     N,
     K,
@@ -347,6 +378,7 @@ def _skinny_gemm_kernel(
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    SQUARES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -373,6 +405,15 @@ def _skinny_gemm_kernel(
         row_ptrs = weight_ptr + n.to(tl.int64) * weight_stride
         prefetch_rows(row_ptrs, first_k // PACKED, K // PACKED, PREFETCHED_LINES // BLOCK_N)
         tl.extra.cuda.gdc_wait()
+    # Both edges of the product read what the kernel before has written: these loads are under way during the loop.
+    column, m = first_n + tl.arange(0, OUTPUTS), first_m + tl.arange(0, BLOCK_M)
+    row, inside = m.to(tl.int64)[:, None], (m < rows)[:, None] & (column < width)[None, :]
+    if x_squares_ptr is not None:
+        part = tl.arange(0, SQUARES)[None, :]
+        is_part = (m < rows)[:, None] & (part < num_squares)
+        squares = tl.load(x_squares_ptr + row * num_squares + part, mask=is_part, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * width + column[None, :], mask=inside, other=0.0)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if SERIAL:
         for split in range(SPLIT_K):
@@ -390,19 +431,24 @@ def _skinny_gemm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if SCALES == "channel":
         total *= tl.load(scales_ptr + n)[:, None]
+    if x_squares_ptr is not None:
+        total *= tl.rsqrt(tl.sum(squares, 1) / K + x_eps)[None, :]
     if HAS_BIAS:
         total += tl.load(bias_ptr + n).to(tl.float32)[:, None]
     if GATED:
         total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
         gate, up = tl.split(tl.permute(tl.reshape(total, [2, OUTPUTS, BLOCK_M]), [1, 2, 0]))
         total = gate_times_up(gate, up, ACTIVATION)
-    column, m = first_n + tl.arange(0, OUTPUTS), first_m + tl.arange(0, BLOCK_M)
-    row_of_out = m.to(tl.int64)
-    if not SERIAL:
-        row_of_out += tl.program_id(1).to(tl.int64) * rows
-    out_ptrs = out_ptr + row_of_out[:, None] * width + column[None, :]
-    inside = (m < rows)[:, None] & (column < width)[None, :]
-    tl.store(out_ptrs, tl.trans(total).to(out_ptr.dtype.element_ty), mask=inside)
+    y = tl.trans(total).to(out_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        y = (y.to(tl.float32) + residual).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * width + column[None, :], y, mask=inside)
+        stream = tl.where(inside, y.to(tl.float32), 0.0)
+        squares_ptrs = sum_squares_ptr + m.to(tl.int64) * tl.cdiv(N, BLOCK_N) + first_n // BLOCK_N
+        tl.store(squares_ptrs, tl.sum(stream * stream, 1), mask=m < rows)
+        y = (stream * tl.load(gamma_ptr + column, mask=column < width, other=0.0)[None, :]).to(out_ptr.dtype.element_ty)
+    row_of_out = row if SERIAL else row + tl.program_id(1).to(tl.int64) * rows
+    tl.store(out_ptr + row_of_out * width + column[None, :], y, mask=inside)
 
 
 @triton.jit

@@ -4,12 +4,16 @@
     Product    not launched yet: the reader tells the kernel what to do with its sums before it writes them
 
 A reader that knows neither calls `whole`. A row's y has the same bits in every way.
+
+Products also finish what they read: `PendingNorm` is an RMSNorm without its division. Any other reader calls `normed`
+(rms_norm.py).
 Does not know: how a product is computed.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,6 +45,33 @@ class Product(ABC):
     @abstractmethod
     def gated(self, activation: str) -> Tensor | None:
         """Return act(gate) * up [M, N / 2] where y is [gate; up]; None if that takes a kernel of its own (gated.py)."""
+
+    @abstractmethod
+    def add_and_norm(self, residual: Tensor, weight: Tensor, eps: float) -> PendingNorm | None:
+        """Add y to residual [M, N], contiguous, in place, and return the norm of the sum; None if that takes a kernel
+        of its own (rms_norm.py). weight [N] fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingNorm:
+    """An RMSNorm of a stream [T, H] whose rows are not yet divided by their root mean square.
+
+    A product is linear, so that it may divide its own sums instead: rms_norm(x) W^T = (x * weight) W^T / rms(x).
+    """
+
+    stream: Tensor  # [T, H], unchanged until the norm has been read
+    weight: Tensor  # [H] fp32
+    eps: float
+    scaled: Tensor  # [T, H] = stream * weight
+    squares: Tensor  # [T, P] fp32: a row's add up to the sum of the stream's squares
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.scaled.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.scaled.device
 
 
 Unfinished = Tensor | SplitSum | Product

@@ -44,9 +44,10 @@ from localllm.kernels.planar.kernels import (
 )
 from localllm.kernels.planar.layout import chunk_size, unpack_words
 from localllm.kernels.planar.unpack import unpack_assembly
+from localllm.kernels.rms_norm import normed
 from localllm.kernels.split_sum import SplitSum
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unfinished import Unfinished, whole
+from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 
 SUPER_GROUP = 256  # weights that share one 16-bit scale if the scales themselves are quantised (GGUF's K types)
 TWIN_ELEMENTS = 1 << 20  # weights that the twin holds in fp32 at a time
@@ -88,9 +89,9 @@ class PlanarWeight:
         """x [T, K], bias [N] -> [T, N] in x's dtype."""
         return whole(self.unfinished(x, bias))
 
-    def unfinished(self, x: Tensor, bias: Tensor | None = None) -> Unfinished:
+    def unfinished(self, x: Tensor | PendingNorm, bias: Tensor | None = None) -> Unfinished:
         """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
-        return planar_linear_unfinished(x, self, bias)
+        return planar_linear_unfinished(normed(x), self, bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [N, K]: scale * (q - zero) + min in fp32, rounded once to dtype."""

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState, StateStep
-from localllm.kernels.unfinished import Unfinished, whole
+from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from localllm.models.layers.altup import AltUp, Laurel
 from localllm.models.layers.attention import AttentionStep
 from localllm.models.layers.group import Group
@@ -46,6 +46,10 @@ class Norm(Protocol):
 
     def add(self, x: Unfinished, residual: Tensor) -> Tensor:
         """Add x to residual in place; return the norm of the sum."""
+        ...
+
+    def add_pending(self, x: Unfinished, residual: Tensor) -> Tensor | PendingNorm:
+        """Do the same, but leave the last step of the norm to the reader where that saves a kernel."""
         ...
 
 
@@ -112,8 +116,9 @@ class PreNormLayer:
     mlp: FeedForward
 
     def __call__(self, residual: Tensor, delta: Delta | None, cache: LayerCache | None, step: LayerStep) -> Delta:
-        x = unfinished(self.attention, _enter(self.input_norm, residual, delta), cache, step)
-        return unfinished(self.mlp, self.mlp_norm.add(x, residual), step.slot_mapping)
+        x = self.input_norm(residual) if delta is None else self.input_norm.add_pending(delta, residual)
+        y = unfinished(self.attention, x, cache, step)
+        return unfinished(self.mlp, self.mlp_norm.add_pending(y, residual), step.slot_mapping)
 
 
 @dataclass(frozen=True, slots=True)

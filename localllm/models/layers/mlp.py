@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.gated import ACTIVATIONS, gated
-from localllm.kernels.unfinished import Unfinished, whole
+from localllm.kernels.rms_norm import normed
+from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from localllm.models.layers.linear import Linear, unfinished
 from localllm.models.layers.split import Projection
 
@@ -57,13 +58,13 @@ class GatedMLP:
         """Map x [T, hidden] to [T, hidden]; padding rows are computed like any other."""
         return whole(self.unfinished(x, slot_mapping))
 
-    def unfinished(self, x: Tensor, slot_mapping: Tensor | None = None) -> Unfinished:
+    def unfinished(self, x: Tensor | PendingNorm, slot_mapping: Tensor | None = None) -> Unfinished:
         """Do the same, but leave the last work of the last product to the reader."""
         return _by_rows(x, self._compute)
 
-    def _compute(self, x: Tensor, first: int) -> Unfinished:
+    def _compute(self, x: Tensor | PendingNorm, first: int) -> Unfinished:
         if callable(self.activation):
-            features = self.activation(self.gate_up(x, first))
+            features = self.activation(self.gate_up(normed(x), first))
         else:
             features = gated(unfinished(self.gate_up, x, first), self.activation)
         return unfinished(self.down, features, first)
@@ -81,13 +82,17 @@ class MLP:
         """Map x [T, hidden] to [T, hidden]; padding rows are computed like any other."""
         return whole(self.unfinished(x, slot_mapping))
 
-    def unfinished(self, x: Tensor, slot_mapping: Tensor | None = None) -> Unfinished:
+    def unfinished(self, x: Tensor | PendingNorm, slot_mapping: Tensor | None = None) -> Unfinished:
         """Do the same, but leave the last work of the last product to the reader."""
-        return _by_rows(x, lambda rows, first: unfinished(self.down, self.activation(self.up(rows, first)), first))
+        return _by_rows(x, self._compute)
+
+    def _compute(self, x: Tensor | PendingNorm, first: int) -> Unfinished:
+        return unfinished(self.down, self.activation(whole(self.up.unfinished(x, first))), first)
 
 
-def _by_rows(x: Tensor, compute: Callable[[Tensor, int], Unfinished]) -> Unfinished:
+def _by_rows(x: Tensor | PendingNorm, compute: Callable[[Tensor | PendingNorm, int], Unfinished]) -> Unfinished:
     """Apply compute(rows, index of the first row) to a few rows at a time on a CPU, to all at once on a GPU."""
     if x.device.type != "cpu" or x.shape[0] <= CPU_ROWS:
         return compute(x, 0)
-    return torch.cat([whole(compute(rows, place * CPU_ROWS)) for place, rows in enumerate(x.split(CPU_ROWS))])
+    parts = normed(x).split(CPU_ROWS)
+    return torch.cat([whole(compute(rows, place * CPU_ROWS)) for place, rows in enumerate(parts)])

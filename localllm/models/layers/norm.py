@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from localllm.kernels.layer_norm import add_layer_norm, layer_norm
-from localllm.kernels.rms_norm import add_rms_norm, rms_norm
-from localllm.kernels.unfinished import Unfinished, whole
+from localllm.kernels.rms_norm import add_rms_norm, add_rms_norm_pending, rms_norm
+from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 
 
 class RMSNorm:
@@ -23,6 +23,10 @@ class RMSNorm:
         """Add x to residual in place; return the norm of the sum."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
+    def add_pending(self, x: Unfinished, residual: Tensor) -> Tensor | PendingNorm:
+        """Do the same, but leave the division by the root mean square to the reader where that saves a kernel."""
+        return add_rms_norm_pending(x, residual, self.weight, self.eps)
+
 
 class LayerNorm:
     __slots__ = ("bias", "eps", "weight")
@@ -38,3 +42,6 @@ class LayerNorm:
     def add(self, x: Unfinished, residual: Tensor) -> Tensor:
         """Add x to residual in place; return the norm of the sum."""
         return add_layer_norm(whole(x), residual, self.weight, self.bias, self.eps)
+
+    def add_pending(self, x: Unfinished, residual: Tensor) -> Tensor:
+        return self.add(x, residual)

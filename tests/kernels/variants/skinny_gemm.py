@@ -30,10 +30,12 @@ def skinny(
     serial: int = 0,
     plain: bool = False,
     activation: str | None = None,
+    adds: bool = False,
+    squares: int = 0,
     **budget: Any,
 ) -> Variant:
     """serial: splits that one program takes in turn, in deterministic mode's tiles. plain: for what is not NVIDIA.
-    activation: of a product of gate and up."""
+    activation: of a product of gate and up. adds: y to the stream. squares: parts of the sum of x's squares."""
     (n, k), new = shape, archs[0] >= 90  # with TMA and early launch
     x_bytes = 4 if dtype == "fp32" else 2
     tile = skinny_gemm_tile(rows, n, k, x_bytes if kind == "float" else 1, x_bytes, scales == "block", archs[0])
@@ -45,14 +47,19 @@ def skinny(
     tile_of_w = f"2,{tile.block_n // 2}" if activation else f"{tile.block_n}"
     constants = {
         "KIND": kind, "SCALES": scales, "HAS_ZEROS": zeros, "HAS_BIAS": tile.split_k == 1, "ACTIVATION": activation,
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_K": k % tile.block_k == 0,
-        "SPLIT_K": tile.split_k, "SERIAL": serial > 0, "TMA": new, "PTX": not plain, "PDL": new,
+        "SQUARES": squares, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "EVEN_K": k % tile.block_k == 0, "SPLIT_K": tile.split_k, "SERIAL": serial > 0, "TMA": new, "PTX": not plain,
+        "PDL": new,
     } | ({} if new else {"weight_ptr": None})  # fmt: skip
+    constants |= {} if adds else dict.fromkeys(("residual_ptr", "gamma_ptr", "sum_squares_ptr"))
+    constants |= {} if squares else {"x_squares_ptr": None}
     signature = {
         "out_ptr": f"*{dtype}" if tile.split_k == 1 or serial else "*fp32",
         "x_ptr": f"*{dtype}",
         "weight": f"tensordesc<{stored}[{tile_of_w},{tile.block_k // packed}]>" if new else f"*{stored}",
         "weight_ptr": f"*{stored}", "scales_ptr": "*fp32", "zeros_ptr": "*i8", "bias_ptr": f"*{dtype}",
+        "residual_ptr": f"*{dtype}", "gamma_ptr": "*fp32", "sum_squares_ptr": "*fp32", "x_squares_ptr": "*fp32",
+        "x_eps": "fp32", "num_squares": "i32",
         "rows": "i32", "N": "i32", "K": "i32", "x_stride": "i32", "weight_stride": "i32", "scales_stride": "i32",
     }  # fmt: skip
     return Variant(
@@ -62,7 +69,7 @@ def skinny(
         constants,
         num_warps=tile.num_warps,
         num_stages=stages,
-        aligned=("N", "K", "x_stride", "weight_stride"),
+        aligned=("N", "K", "x_stride", "weight_stride", "num_squares"),
         archs=archs,
         elements_per_loop=tile.block_n * tile.block_k,
         prefetches=PREFETCHED_LINES.value // (32 * tile.num_warps) if new else 0,
@@ -78,6 +85,7 @@ BYTES: dict[str, Any] = {"mma": "HGMMA", "max_instructions_per_element": 5.25, "
 E4M3_BLOCK: dict[str, Any] = {**BYTES, "max_instructions_per_element": 6.5}
 
 SILU: dict[str, Any] = {"activation": "silu"}
+NORMED: dict[str, Any] = {"squares": 128, **SILU}
 
 VARIANTS = [
     skinny("8B gate_up and SiLU, 1-16 rows", 16, GATE_UP, **HGMMA, max_registers=96, **SILU, archs=(90,)),
@@ -87,6 +95,12 @@ VARIANTS = [
     skinny("8B gate_up and SiLU, e4m3 by block", 16, GATE_UP, "e4m3", "block", **E4M3_BLOCK, **SILU, archs=(90,)),
     skinny("8B gate_up and SiLU, 1-16 rows", 16, GATE_UP, **SILU, archs=(120,)),
     skinny("8B gate_up and SiLU, 33-64 rows", 64, GATE_UP, **SILU, archs=(89,)),
+    skinny("8B o to stream, 1-16 rows", 16, OUT, mma="HMMA", max_registers=96, adds=True, archs=(90,)),
+    skinny("8B o to stream", 16, OUT, adds=True, archs=(120,)),
+    skinny("8B qkv of pending norm, 1-16 rows", 16, QKV, mma="HMMA", max_registers=96, squares=128, archs=(90,)),
+    skinny("8B gate_up and SiLU, pending norm", 16, GATE_UP, **HGMMA, max_registers=128, **NORMED, archs=(90,)),
+    skinny("8B gate_up and SiLU, pending norm", 16, GATE_UP, "e4m3", "channel", **BYTES, **NORMED, archs=(90,)),
+    skinny("8B gate_up and SiLU, pending norm", 16, GATE_UP, **NORMED, archs=(89,)),
     skinny("8B gate_up and GELU, B200", 64, GATE_UP, activation="gelu", archs=(100,), often=False),
     skinny("8B o, 1-16 rows", 16, OUT, mma="HMMA", max_instructions_per_element=6.0, max_registers=96, archs=(90,)),
     skinny("8B gate_up, 1-16 rows", 16, GATE_UP, **HGMMA, max_registers=64, archs=(90,)),
