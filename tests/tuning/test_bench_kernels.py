@@ -74,7 +74,12 @@ def test_the_table_has_a_line_for_each(tmp_path: Path, capsys: pytest.CaptureFix
     file = tmp_path / "out.json"
     assert script("bench_kernels").main(["--device", "cpu", "--only", "rows", "--rows", "2", "--json", str(file)]) == 0
     timings = json.loads(file.read_text())["timings"]
-    assert [timing["kernel"] for timing in timings] == ["add_rms_norm", "silu_mul", "rotary_store_kv"]
+    assert [timing["kernel"] for timing in timings] == [
+        "add_rms_norm",
+        "silu_mul",
+        "gate_up_and_silu",
+        "rotary_store_kv",
+    ]
     assert "| silu_mul | [2, 2 x 256] |" in capsys.readouterr().out
 
 
