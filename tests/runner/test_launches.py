@@ -18,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED
 from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.layers.linear import Linear
+from localllm.runner.device_steps import FEATURE_SETS, FORWARD, DeviceSteps
 from localllm.runner.graphs import Replay
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
+from localllm.runner.staging import StepShape
 from scripts.random_weights import GROUP_SIZE, RandomTensors, WeightFormat, shape_spec
 from tests.kv import of_each
 
@@ -95,17 +97,17 @@ def _memory(value: Any) -> int | None:
 
 
 def nodes_of_a_step(shape: str, weights: WeightFormat, layers: int, compiled: Compiled) -> Counter[str]:
-    """Return the nodes of two recorded parts: the forward pass, and the plain draw."""
+    """Return the nodes that a step of one request without drafts replays: the forward pass, and the plain draw."""
     spec = shape_spec(shape, num_hidden_layers=layers)
     model = DecoderBuilder(spec, ReservedTensors(weights), CPU, torch.bfloat16).build(CONTEXT)
-    recorded: list[Counter[str]] = []
+    replayed: Counter[str] = Counter()
 
     def record(step: Replay) -> Replay:
         compiled.launched.clear()
         with Operations() as operations:
             step()
-        recorded.append(Counter([*compiled.launched, *operations.names]))
-        return lambda: None
+        nodes = Counter([*compiled.launched, *operations.names])
+        return lambda: replayed.update(nodes)
 
     kv = KVCache(spec, of_each(spec, 8), 64, CPU, torch.bfloat16)
     runner = TorchRunner(
@@ -113,8 +115,13 @@ def nodes_of_a_step(shape: str, weights: WeightFormat, layers: int, compiled: Co
         capture=record, staged=True,
     )  # fmt: skip
     runner.warm_up()
+    assert isinstance(runner._steps, DeviceSteps)
+    graphs = runner._steps._graphs
+    assert graphs is not None
+    for part in (FORWARD, FEATURE_SETS[0]):
+        graphs.replay(StepShape(1), part)
     runner.close()
-    return recorded[0] + recorded[1]
+    return replayed
 
 
 @pytest.mark.parametrize(("shape", "weights"), NODES)
