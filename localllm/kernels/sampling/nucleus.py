@@ -3,12 +3,13 @@
 All three keep a prefix of one order (larger value first, equal values by lower id), so their combination is described
 by its last token: `Cutoff`. min_p is a bound on the value. top_k and top_p are the shortest prefix whose measure is
 large enough, where the measure of a token is 1 or its probability. Both are found by halving an interval of values
-(pivot search, as in Qrita, arXiv:2602.01518), without ordering.
+(pivot search, as in Qrita, arXiv:2602.01518), without ordering, until one token is left in it.
 
 The kernel, one program per row, starts from the result of `draw.summarize_logits`: the largest logit of each group of
-64 ids. Tokens above the 129th largest head can only be in 128 groups: these 8,192 tokens are loaded once and searched
-in registers, which suffices for top_k up to 128 and most nuclei. Wider ones read the row again a few times, until at
-most 8,192 tokens are left between two pivots, and continue with these.
+64 ids. Tokens above the 129th largest head can only be in 128 groups. Of these, the groups above some value with at
+least 112 of them are loaded once, at most 8,192 tokens, and searched in registers, which suffices for top_k up to 112
+and most nuclei. Wider ones read the row again a few times, until at most 8,192 tokens are left between two pivots, and
+continue with these.
 Probabilities are summed as integer multiples of 2^-40 of the likeliest token's probability. The sums are exact, so they
 do not depend on order, and two sums over the same tokens agree to the bit. Rows without any of the three return at
 once.
@@ -119,6 +120,13 @@ def _mass(x, largest, scale):
 
 
 @triton.jit
+def _least(key, counts, largest, scale):
+    """Return what a token with at least this key measures, to within rounding; 0 where that decides."""
+    mass = _mass(value_of(key.to(tl.int32)), largest, scale)
+    return tl.where(counts, 1, tl.where(mass < 4, 0, mass))
+
+
+@triton.jit
 def _from_row(row_ptr, V, key, floor, largest, scale, TILE: tl.constexpr):
     """Count the row's tokens with at least this key and value `floor`, and sum their mass."""
     count = tl.zeros([TILE], tl.int32)
@@ -165,16 +173,19 @@ def _id_of_tie(row_ptr, V, value, place, TILE: tl.constexpr):
 
 
 @triton.jit
-def _near_groups(heads, near_ptr, largest, TRIES: tl.constexpr, GROUPS: tl.constexpr):
-    """Find the lowest key with at most TRIES heads above it, and write their groups to near_ptr.
-    Return it and their number."""
+def _near_groups(heads, near_ptr, largest, lowest, TRIES: tl.constexpr, GROUPS: tl.constexpr):
+    """Find a key with at most TRIES heads above it, and nearly as many if there are: `lowest` if it is one. Write their
+    groups to near_ptr. Return the key and their number."""
     keys = order_key(heads)
-    low = tl.full([], -2139095042, tl.int64)  # one below the key of -inf
-    high = order_key(largest).to(tl.int64)
-    while high - low > 1:
+    low, high = lowest, order_key(largest).to(tl.int64)
+    above = 0  # of heads, above `high`
+    if tl.sum((keys > lowest.to(tl.int32)).to(tl.int32), 0) <= TRIES:
+        high = lowest
+    while (high - low > 1) & (above < TRIES - TRIES // 8):
         middle = low + (high - low) // 2
-        if tl.sum((keys > middle.to(tl.int32)).to(tl.int32), 0) <= TRIES:
-            high = middle
+        count = tl.sum((keys > middle.to(tl.int32)).to(tl.int32), 0)
+        if count <= TRIES:
+            high, above = middle, count
         else:
             low = middle
     near = (keys > high.to(tl.int32)).to(tl.int32)
@@ -224,9 +235,10 @@ def _nucleus_kernel(
     floor = tl.where(min_p > 0, largest + tl.log(tl.where(min_p > 0, min_p, 1.0)) / scale, -float("inf"))
 
     # the tokens of the likeliest groups: complete above `bound`, or entirely if that is below all that is needed
-    bound, num_near = _near_groups(heads, near_ptr + row * TRIES, largest, TRIES, GROUPS)
+    below_all = tl.maximum(order_key(floor).to(tl.int64) - 1, LOWEST)
+    bound, num_near = _near_groups(heads, near_ptr + row * TRIES, largest, below_all, TRIES, GROUPS)
     near = _load_near(row_ptr, near_ptr + row * TRIES, num_near, V, bound.to(tl.int32), floor, TRIES)
-    complete = (bound == LOWEST) | (order_key(floor) > bound)
+    complete = bound == below_all
     near_count = tl.sum((near > -float("inf")).to(tl.int32), 0).to(tl.int64)
     near_mass = tl.sum(_mass(near, largest, scale), 0)
 
@@ -249,12 +261,15 @@ def _nucleus_kernel(
             enough = share.to(tl.int64)
             enough = tl.maximum(enough + (enough.to(tl.float64) < share).to(tl.int64), 1)
             enough = tl.where(counts, top_k, enough)
+            reached_low = tl.where(counts, near_count, near_mass)  # what tokens with keys >= low add up to
+            if complete:
+                enough = tl.minimum(enough, reached_low)  # min_p may leave fewer
             # loaded again: kept throughout, it would take the registers that the passes below need
             x = _load_near(row_ptr, near_ptr + row * TRIES, num_near, V, bound.to(tl.int32), floor, TRIES)
             low, high = bound + 0, order_key(largest).to(tl.int64) + 1  # the pivot is in [low, high)
             base_count, base_mass = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)  # of keys >= high
             uncounted = tl.full([], 0, tl.int64)
-            if (tl.where(counts, near_count, near_mass) < enough) & (not complete):
+            if reached_low < enough:
                 # wider: pivots over the whole row until the tokens between them fit
                 high, base_count, base_mass = bound + 1, near_count, near_mass
                 tail = (1.0 - top_p) * total.to(tl.float64) / (V * 1099511627776.0)
@@ -266,7 +281,7 @@ def _nucleus_kernel(
                 low_value = tl.maximum(low_value, floor)
                 low = tl.minimum(tl.maximum(order_key(low_value).to(tl.int64), LOWEST), high - 1)
                 low_count, low_mass = _from_row(row_ptr, V, low.to(tl.int32), floor, largest, scale, TILE)
-                enough = tl.minimum(enough, tl.where(counts, low_count, low_mass))  # min_p may leave fewer
+                enough = tl.minimum(enough, tl.where(counts, low_count, low_mass))
                 passes = 0
                 while (low_count - base_count > TRIES * 64) & (high - low > 1):
                     first, last = value_of(low.to(tl.int32)), value_of((high - 1).to(tl.int32))
@@ -276,10 +291,11 @@ def _nucleus_kernel(
                     middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
                     count, mass = _from_row(row_ptr, V, middle.to(tl.int32), floor, largest, scale, TILE)
                     if tl.where(counts, count, mass) >= enough:
-                        low, low_count = middle, count
+                        low, low_count, low_mass = middle, count, mass
                     else:
                         high, base_count, base_mass = middle, count, mass
                     passes += 1
+                reached_low = tl.where(counts, low_count, low_mass)
                 x = tl.full([TRIES * 64], -float("inf"), tl.float32)
                 uncounted = low_count - base_count
                 if uncounted <= TRIES * 64:
@@ -292,27 +308,27 @@ def _nucleus_kernel(
                     places = tl.arange(0, TRIES * 64)
                     x = tl.load(between_ptr + row * TRIES * 64 + places, mask=places < num, other=-float("inf"))
             keys = tl.where(x > -float("inf"), order_key(x), -2147483648)
-            mass = _mass(x, largest, scale)
+            measure = tl.where(counts, (x > -float("inf")).to(tl.int64), _mass(x, largest, scale))
             base = tl.where(counts, base_count, base_mass)
             above = base
-            while high - low > 1:
+            least = _least(low, counts, largest, scale)
+            # until one token is in [low, high): two would measure nearly 2 * least
+            while (high - low > 1) & (2 * (reached_low - above) >= 3 * least):
                 middle = low + (high - low) // 2
-                reached = tl.where(
-                    counts,
-                    tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0).to(tl.int64),
-                    tl.sum(tl.where(keys >= middle.to(tl.int32), mass, 0), 0),
-                )
-                reached += base
+                reached = base + tl.sum(tl.where(keys >= middle.to(tl.int32), measure, 0), 0)
                 if reached >= enough:
-                    low = middle
+                    low, reached_low = middle, reached
+                    least = _least(low, counts, largest, scale)
                 else:
                     high, above = middle, reached
-            pivot = low
+            last = tl.max(tl.where(keys < high.to(tl.int32), keys, -2147483648), 0).to(tl.int64)
+            pivot = tl.where(high - low > 1, last, low)
             ties = uncounted + tl.sum((keys == pivot.to(tl.int32)).to(tl.int32), 0)
             each = _mass(value_of(pivot.to(tl.int32)), largest, scale)
             needed = (enough - above + tl.where(counts, 1, each) - 1) // tl.maximum(tl.where(counts, 1, each), 1)
             kept_ties = tl.minimum(tl.maximum(needed, 1), ties)
-            total = base_mass + tl.sum(tl.where(keys > pivot.to(tl.int32), mass, 0), 0) + kept_ties * each
+            kept = tl.where(keys > pivot.to(tl.int32), value_of(keys), -float("inf"))
+            total = base_mass + tl.sum(_mass(kept, largest, scale), 0) + kept_ties * each
 
     value = value_of(pivot.to(tl.int32))
     last_id = tl.full([], 0, tl.int64) + V
