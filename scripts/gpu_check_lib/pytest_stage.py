@@ -35,7 +35,7 @@ def run_tests(context: Context, name: str, arguments: Sequence[str]) -> Iterator
     seen: list[dict[str, Any]] = []
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env={**os.environ, LINES: str(lines)}, stdout=output, stderr=subprocess.STDOUT,
+            command, env={**_outside_of_workers(), LINES: str(lines)}, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
         try:
@@ -47,6 +47,11 @@ def run_tests(context: Context, name: str, arguments: Sequence[str]) -> Iterator
             end_group(process)
     yield from _failures(lines, seen)
     yield summary(seen, code, context.limit_s, log)
+
+
+def _outside_of_workers() -> dict[str, str]:
+    """Return the environment without what marks a worker of pytest-xdist, whose reports are not written."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
 
 
 def _failures(lines: Path, seen: list[dict[str, Any]]) -> Iterator[Found]:

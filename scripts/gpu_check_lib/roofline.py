@@ -128,7 +128,8 @@ OFFLINE_TOKENS_PER_S, HTTP_TOKENS_PER_S, HTTP_P99_ITL_S = 17_000.0, 13_000.0, 0.
 CROWD_TOKENS_PER_S = {(128, 1024): 60_000.0, (1024, 128): 32_000.0}  # G13, by tokens in and out
 IDLE_TTFT_S = 0.015  # G14
 IDLE_GAP, CRITICAL_PATH_S = 0.03, 0.3e-3  # G15
-START_S = 12.0
+START_S = {"qwen2.5-0.5b": (12.0, None), "llama-3.1-8b": (25.0, 60.0)}
+"""Seconds from the command to the first token: with the files and kernels cached, and with neither; None: any."""
 
 
 def _count(tokens: int) -> str:

@@ -1,4 +1,4 @@
-"""Checks over HTTP: a client's first calls on the demo model; an 8B shape under load; time from command to first token.
+"""Checks over HTTP: a client's first calls on the demo model; an 8B shape under load.
 
 A server is a process of its own, started as a user would start it. Only its weights may be random: `serve_random`
 replaces the loader by random_weights and nothing else.
@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import importlib.util
 import json
+import os
 import re
 import socket
 import statistics
@@ -19,7 +20,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -30,11 +31,9 @@ from localllm.tuning.report import RequestTimes, summarise
 from localllm.tuning.workload import Workload, WorkloadRequest, chat_lengths, fixed_lengths
 from scripts.gpu_check_lib.figures import verdict
 from scripts.gpu_check_lib.roofline import (
-    ASKED_OF,
     HTTP_P99_ITL_S,
     HTTP_TOKENS_PER_S,
     IDLE_TTFT_S,
-    START_S,
 )
 from scripts.gpu_check_lib.stages import Context, Found, Skip, end_group
 
@@ -97,38 +96,10 @@ def load_of(shape: str, context: Context, streams: int, workload: Workload) -> I
         warm = fixed_lengths(streams, 64, 32, seed=9)
         asyncio.run(client.run(warm.requests, streams))
         yield "captures", "note", wait_for_captures(url)
-        yield judge_ttft(asyncio.run(_one_by_one(client, fixed_lengths(TTFT_REQUESTS, 128, 4).requests)), context.gpu)
+        yield judge_ttft(asyncio.run(one_by_one(client, fixed_lengths(TTFT_REQUESTS, 128, 4).requests)), context.gpu)
         started_s = time.perf_counter()
         times = asyncio.run(client.run(workload.requests, streams))
         yield judge_load(times, time.perf_counter() - started_s, streams, context.gpu)
-
-
-def start(context: Context) -> Iterator[Found]:
-    """Measure the time from command to first token, a 0.5B shape from disk; the first start fills Triton's cache."""
-    require_server()
-    yield from start_of("qwen2.5-0.5b", context)
-
-
-def start_of(shape: str, context: Context) -> Iterator[Found]:
-    folder = context.out / f"{shape}-on-disk"
-    if not (folder / "model.safetensors").exists():
-        script("make_tiny_model").main([shape, str(folder), "--dtype", "bfloat16", "--force"])
-    command = [sys.executable, "-m", "localllm", "serve", str(folder), "--device", context.device]
-    seconds = []
-    for turn in ("cold", "warm"):
-        started_s = time.perf_counter()
-        with server(command, context, f"start-{turn}") as url:
-            client = LoadClient(Endpoint.from_url(url), folder.name, ignore_eos=True)
-            asyncio.run(_one_by_one(client, fixed_lengths(1, 16, 1).requests))
-            seconds.append(time.perf_counter() - started_s)
-    text = f"command to first token {seconds[1]:.1f} s; the start before it took {seconds[0]:.1f} s"
-    asked = f" (target{'' if ASKED_OF in context.gpu else f' for an {ASKED_OF}'}: at most {START_S:.0f} s)"
-    yield (
-        "start",
-        verdict(seconds[1] <= START_S, context.gpu),
-        text + asked,
-        {"cold_s": seconds[0], "warm_s": seconds[1]},
-    )
 
 
 # ---- verdicts --------------------------------------------------------------------------------------------------------
@@ -163,14 +134,18 @@ def judge_load(times: list[RequestTimes], duration_s: float, streams: int, gpu: 
 
 
 @contextlib.contextmanager
-def server(command: list[str], context: Context, name: str, limit_s: float = START_LIMIT_S) -> Iterator[str]:
+def server(
+    command: list[str], context: Context, name: str, limit_s: float = START_LIMIT_S,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:  # fmt: skip
     """Start a server on a free port, yield its URL when ready, stop it. Raises with the log's last line."""
     port = free_port()
     log = context.out / f"server-{name}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*command, "--port", str(port)], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            [*command, "--port", str(port)], stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )  # fmt: skip
         try:
             wait_ready(port, process, log, limit_s)
             yield f"http://127.0.0.1:{port}"
@@ -242,7 +217,7 @@ def write_folder(folder: Path, shape: str) -> None:
     from scripts.random_weights import SHAPES
 
     maker = script("make_tiny_model")
-    words = {"llama-3.1-8b": maker.LLAMA_1B, "tiny": maker.TINY}[shape]  # the 8B has the 1B's vocabulary
+    words = {"llama-3.1-8b": maker.LLAMA_1B, "qwen2.5-0.5b": maker.QWEN_05B, "tiny": maker.TINY}[shape]
     config = {**SHAPES[shape], "vocab_size": words.config["vocab_size"]}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -286,7 +261,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-async def _one_by_one(client: LoadClient, requests: tuple[WorkloadRequest, ...]) -> list[RequestTimes]:
+async def one_by_one(client: LoadClient, requests: tuple[WorkloadRequest, ...]) -> list[RequestTimes]:
     times: list[RequestTimes] = []
     for request in requests:
         times += await client.run((request,), 1)

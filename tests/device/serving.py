@@ -34,13 +34,14 @@ def options(dtype: torch.dtype = torch.float32, **changes: Any) -> Options:
     return replace(common, **changes)
 
 
-def many_requests(vocab_size: int, count: int = 10) -> list[Request]:
-    """Prompts of 1 to 70 tokens, some with a beginning in common; every kind of sampling."""
+def many_requests(vocab_size: int, count: int = 10, end: Sequence[int] = ()) -> list[Request]:
+    """Prompts of 1 to 70 tokens, some with a beginning in common; every kind of sampling. end: of each prompt."""
     dice = random.Random(8)
     shared = [dice.randrange(vocab_size) for _ in range(40)]
     requests = []
     for i in range(count):
         prompt = shared[: dice.choice([0, 17, 40])] + [dice.randrange(vocab_size) for _ in range(dice.randint(1, 30))]
+        prompt += end
         length = dice.randint(10, 30)
         params = SamplingParams(max_tokens=length, **ASKED[i % len(ASKED)])
         requests.append(Request(f"r{i}", prompt, params, max_output_tokens=length, eos_token_ids=(2,)))

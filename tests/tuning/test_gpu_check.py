@@ -19,14 +19,18 @@ import torch
 from localllm.models.spec.kv_groups import kv_numbers_per_token
 from localllm.tuning.report import RequestTimes
 from localllm.tuning.workload import Workload, WorkloadRequest, chat_lengths
+from scripts import random_weights
 from scripts.gpu_check_lib import (
     compiling,
     counters,
+    drafts,
     environment,
+    families,
     figures,
     profiling,
     report,
     serving,
+    start,
     variants,
     wheels,
 )
@@ -36,6 +40,7 @@ from scripts.gpu_check_lib.engine import Options, RandomEngine, StepTimes, bytes
 from scripts.gpu_check_lib.pytest_stage import run_tests
 from scripts.gpu_check_lib.roofline import GOALS, Ceilings, Goal, Work, work_of
 from scripts.gpu_check_lib.stages import Context, Found, Result, Skip, Stage, run_inside, run_stages
+from tests.runner import served
 from tests.tuning.test_scripts import script
 
 pytestmark = pytest.mark.slow
@@ -87,7 +92,7 @@ def test_goals_have_models_and_limits() -> None:
 
 @pytest.mark.parametrize(("step_ms", "on_h200"), [(3.8, "ok"), (4.2, "missed")])
 def test_a_figure_is_judged_on_the_gpu_that_it_is_asked_of(step_ms: float, on_h200: str) -> None:
-    times = StepTimes(step_ms / 1e3, step_ms / 1e3, 1e-4, 1024.0, 1)
+    times = StepTimes(step_ms / 1e3, step_ms / 1e3, 1e-4, 1024.0, 1, 1.0)
     name, verdict, text, data = figures.judge_decode(GOALS[0], times, work(), H200, "NVIDIA H200")  # type: ignore[misc]
     assert (name, verdict) == ("G1", on_h200)
     assert f"{1e3 / step_ms:.0f} tok/s" in text
@@ -550,3 +555,64 @@ def test_a_random_model_is_served_under_load(tmp_path: Path) -> None:
     found = list(serving.load_of("tiny", Context(tmp_path, device="cpu"), 4, workload))
     assert [(name, verdict) for name, verdict, *_ in found] == [(name, "note") for name in ("captures", "G14", "G12")]
     assert "8 chat-like requests over HTTP, 4 streams" in found[2][2]
+
+
+def test_drafts_are_measured_on_a_model_whose_drafts_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"CONTEXT": 150, "STEPS": 3, "BATCHES": (1,)}.items():
+        monkeypatch.setattr(drafts, name, value)
+    found = list(drafts.measure_drafts(Context(tmp_path, device="cpu"), "tiny"))
+    assert [name for name, *_ in found][1:-1] == [
+        *(f"batch 1, {width} drafts" for width in (0, 3, 7, 15)), "batch 1, as decided"
+    ]  # fmt: skip
+    assert {verdict for _, verdict, *_ in found} == {"note", "ok"}
+    assert "16.0 tokens of each request" in found[4][2]
+
+
+@pytest.mark.parametrize(("kind", "floor"), [("WINDOWS", 1.9e6), ("DELTA", 2.1e6), ("MIXTURE", 0.64e6)])
+def test_other_kinds_of_models_are_measured(
+    kind: str, floor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"CONTEXT": 60, "STEPS": 2, "PROMPT": 90, "BATCHES": (1, 2)}.items():
+        monkeypatch.setattr(families, name, value)
+    monkeypatch.setitem(random_weights.SHAPES, kind, {**served.DENSE, **getattr(served, kind)})
+    context = Context(tmp_path, device="cpu")
+    context.leave("ceilings", {"copy_bytes_per_s": 1e10, "bf16_flops_per_s": 1e11, "fp8_flops_per_s": None})
+    found = list(families.measure_families(context, [kind]))
+    assert [name.removeprefix(f"{kind} ") for name, *_ in found] == [kind, "decode", "decode", "prefill", "late work"]
+    assert all(verdict in ("note", "ok") for _, verdict, *_ in found)
+    data: dict[str, float] = found[1][3]  # type: ignore[misc]
+    assert data["floor_s"] * 1e10 == pytest.approx(floor * 10, rel=0.05)
+
+
+def test_experts_that_no_token_meets_are_not_read() -> None:
+    spec = random_weights.shape_spec("qwen3-30b-a3b")
+    table = spec.vocab_size * spec.hidden_size
+    held = 48 * 128 * 3 * 2048 * 768
+    assert families.unread_bytes(spec, 1, 2) == pytest.approx(2 * (table + held * 120 / 128))
+    assert families.unread_bytes(spec, 512, 2) == pytest.approx(2 * table)
+
+
+def test_the_start_is_measured_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very processes of the stage, with a tiny checkpoint of its tensors."""
+    monkeypatch.setattr(start, "NOISE_NUMBERS", 1000)
+    monkeypatch.setitem(start.START_S, "tiny", (500.0, 1000.0))
+    found = list(start.start_of("tiny", Context(tmp_path, device="cpu", gpu="NVIDIA H200")))
+    assert [(name, verdict) for name, verdict, *_ in found] == [
+        ("tiny, nothing cached", "ok"), ("tiny, everything cached", "ok")
+    ]  # fmt: skip
+    assert "at most 1000 s" in found[0][2]
+    monkeypatch.setattr(start, "SPARE_BYTES", 1 << 60)
+    assert [verdict for _, verdict, *_ in start.start_of("tiny", Context(tmp_path, device="cpu"))] == ["skipped"]
+
+
+@pytest.mark.parametrize("shape", ["qwen2.5-0.5b", "llama-3.1-8b"])
+def test_a_written_checkpoint_has_every_tensor_of_its_model(shape: str) -> None:
+    spec = random_weights.shape_spec(shape)
+    count = sum(
+        torch.Size(each).numel() for file in start.tensors(random_weights.SHAPES[shape]) for each in file.values()
+    )
+    width = spec.num_heads * spec.head_dim
+    biases = (width + 2 * spec.num_kv_heads * spec.head_dim) * spec.num_layers if shape.startswith("qwen") else 0
+    norms = (2 * spec.num_layers + 1) * spec.hidden_size
+    tables = (1 if spec.tie_word_embeddings else 2) * spec.vocab_size * spec.hidden_size
+    assert count == work_of(spec).layer_parameters + biases + norms + tables
