@@ -77,7 +77,7 @@ E4M3_BLOCK: dict[str, Any] = {**BYTES, "max_instructions_per_element": 6.5}
 
 VARIANTS = [
     skinny("8B o, 1-8 rows", 8, OUT, mma="HMMA", max_instructions_per_element=6.0, max_registers=96, archs=(90,)),
-    skinny("8B o, 9-16 rows, split", 16, OUT, **HGMMA, max_registers=64, archs=(90,)),
+    skinny("8B down, 9-16 rows, split", 16, DOWN, **HGMMA, max_registers=64, archs=(90,)),
     skinny("8B gate_up, 1-16 rows", 16, GATE_UP, **HGMMA, max_registers=64, archs=(90,)),
     skinny("8B gate_up, 33-64 rows", 64, GATE_UP, **HGMMA, max_registers=80, archs=(90,)),
     skinny("8B gate_up, 33-64 rows, RTX 50", 64, GATE_UP, archs=(120,)),
