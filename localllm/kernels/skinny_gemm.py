@@ -53,6 +53,8 @@ FEW_ROWS = 8  # with so few rows of x, tiles are chosen for enough programs with
 LEAST_PROGRAMS = 96  # with fewer, K is split
 UNSPLIT_PROGRAMS = 128  # one a processor
 MOST_SUMS = 32768  # of a row: 128 KB of fp32 that one program of the next norm reads, as for planar weights
+L2_OVER_MEMORY = 1.28  # an H200's 5.5 TB/s over 4.3: estimates, not measured
+LAUNCH_BYTES = 10_000_000  # that memory delivers while a small kernel starts and ends: 2.4 us
 SERIAL_ROWS = 256  # deterministic: from this many rows on, parallel splits cost more than they gain
 ROW_BLOCK = 4096  # rows of W that the twin converts to fp32 at a time
 
@@ -285,8 +287,8 @@ def _hopper_tile(rows: int, n: int, k: int, weight_bytes: int, block_scales: boo
     """Return settings on sm_90, where L2 delivers little more than memory does, so what else is read from L2 counts: x
     for every tile of W, and the sums of splits.
 
-    Up to 8 rows of x are small: the widest tile is chosen that fills the GPU without splits. With more rows the tile is
-    chosen with the fewest bytes of x and sums.
+    Up to 8 rows of x are small: the widest tile is chosen that fills the GPU without splits. With more rows the tile
+    with the least `_cost` is chosen.
     """
     tiles = [_split(tile, rows, n, k) for tile in _hopper_tiles(rows, weight_bytes, block_scales)]
     if rows <= FEW_ROWS:
@@ -294,7 +296,7 @@ def _hopper_tile(rows: int, n: int, k: int, weight_bytes: int, block_scales: boo
         return filling[-1] if filling else tiles[0]
     filling = [tile for tile in tiles if _programs(tile, rows, n) >= LEAST_PROGRAMS]
     filling = [tile for tile in filling if tile.split_k == 1 or tile.split_k * n <= MOST_SUMS]
-    return min(filling, key=lambda tile: _bytes_per_row(tile, k), default=tiles[0])
+    return min(filling, key=lambda tile: _cost(tile, rows, n, k, weight_bytes), default=tiles[0])
 
 
 def _hopper_tiles(rows: int, weight_bytes: int, block_scales: bool) -> list[SkinnyGemmTile]:
@@ -314,10 +316,19 @@ def _hopper_tiles(rows: int, weight_bytes: int, block_scales: bool) -> list[Skin
     ]
 
 
-def _bytes_per_row(tile: SkinnyGemmTile, k: int) -> float:
-    """Return the bytes that L2 moves for one row of x and one weight beside W: x, which every tile of W reads, and the
-    fp32 sums of splits, which are written and read again."""
-    return 2 / tile.block_n + (8 * tile.split_k / k if tile.split_k > 1 else 0.0)
+def _cost(tile: SkinnyGemmTile, rows: int, n: int, k: int, weight_bytes: int) -> tuple[float, float]:
+    """Return about how long the product takes, as the bytes that memory delivers meanwhile; and the bytes from L2.
+
+    L2 moves W, x for every tile of W, and the fp32 sums of splits, written and read again. Where N <= K a norm follows,
+    as after the projections of attention and MLP: it can be part of the product if K is whole, and is launched by
+    itself otherwise.
+    """
+    weights = n * k * weight_bytes
+    moved = weights + 2 * rows * k * cdiv(n, tile.block_n)
+    if tile.split_k == 1:
+        return max(weights, moved / L2_OVER_MEMORY), moved
+    moved += 8 * rows * n * tile.split_k
+    return max(weights, moved / L2_OVER_MEMORY) + (LAUNCH_BYTES if n <= k else 0), moved
 
 
 def _deterministic_tile(n: int, k: int, weight_bytes: int, block_scales: bool) -> SkinnyGemmTile:

@@ -43,6 +43,9 @@ SMALL = 10e6  # bytes: such a matrix is read in the time of two launches, whatev
 SHAPES = ("llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-14b")
 
 
+ALL = [matrix for shape in SHAPES for matrix in served(shape)]
+
+
 def tile_of(matrix: Matrix, rows: int, weight_bytes: int) -> SkinnyGemmTile:
     return skinny_gemm_tile(_row_bucket(rows), matrix.n, matrix.k, weight_bytes, 2, False, 90)
 
@@ -62,41 +65,43 @@ def l2_bytes_per_weight_byte(matrix: Matrix, rows: int, weight_bytes: int) -> fl
      (1, 1, 1.04), (1, 4, 1.15), (1, 8, 1.29), (1, 9, 1.22), (1, 16, 1.38), (1, 32, 1.75)],
 )  # fmt: skip
 def test_x_and_sums_add_little_to_what_l2_delivers(weight_bytes: int, rows: int, limit: float) -> None:
-    """One-byte weights have 8-bit activations, and another kernel, from 33 rows on."""
-    for matrix in [
-        matrix for shape in SHAPES for matrix in served(shape) if matrix.n * matrix.k * weight_bytes >= SMALL
-    ]:
-        assert l2_bytes_per_weight_byte(matrix, rows, weight_bytes) <= limit, matrix
+    """One-byte weights have 8-bit activations, and another kernel, from 33 rows on. The square matrix after attention
+    keeps narrow tiles up to 16 rows, since a split would cost more: the launch of a norm."""
+    for matrix in ALL:
+        narrow = rows in (9, 16) and weight_bytes == 2 and matrix.n == matrix.k
+        if matrix.n * matrix.k * weight_bytes >= SMALL:
+            assert l2_bytes_per_weight_byte(matrix, rows, weight_bytes) <= (1.5 if narrow else limit), matrix
 
 
-@pytest.mark.parametrize("shape", ["llama-3.1-8b", "llama-3.1-70b", "qwen3-14b"])
-def test_x_and_sums_of_16_rows_add_a_seventh_to_a_layer(shape: str) -> None:
+@pytest.mark.parametrize("shape", ["llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "qwen3-14b"])
+@pytest.mark.parametrize(("weight_bytes", "rows", "limit"), [(2, 9, 1.1), (2, 16, 1.175), (1, 9, 1.2), (1, 16, 1.35)])
+def test_x_and_sums_add_little_to_a_layer(shape: str, weight_bytes: int, rows: int, limit: float) -> None:
     weights = {matrix: matrix.n * matrix.k for matrix in served(shape)}
-    delivered = sum(size * l2_bytes_per_weight_byte(matrix, 16, 2) for matrix, size in weights.items())
-    assert delivered <= 1.15 * sum(weights.values())
+    delivered = sum(size * l2_bytes_per_weight_byte(m, rows, weight_bytes) for m, size in weights.items())
+    assert delivered <= limit * sum(weights.values())
 
 
-def test_k_is_split_only_where_n_is_too_small() -> None:
-    """What follows gate_up and a norm can only be part of the product if K is whole."""
-    for matrix in [matrix for shape in SHAPES for matrix in served(shape)]:
-        for weight_bytes, rows in itertools.product((2, 1), (1, 8, 16, 32, 64)):
-            if matrix.name == "gate_up":
-                assert tile_of(matrix, rows, weight_bytes).split_k == 1, (matrix, rows)
-        if matrix.n >= 4096:
-            assert tile_of(matrix, 8, 2).split_k == 1, matrix
+def test_k_is_whole_where_the_next_operation_can_be_part_of_the_product() -> None:
+    """The activation after gate and up; the norm after the others, if there are few rows."""
+    for matrix, weight_bytes, rows in itertools.product(ALL, (2, 1), (1, 8, 16, 32, 64)):
+        if matrix.name == "gate_up":
+            assert tile_of(matrix, rows, weight_bytes).split_k == 1, (matrix, rows)
+    for matrix in [matrix for matrix in ALL if matrix.n >= 4096]:
+        assert tile_of(matrix, 8, 2).split_k == 1, matrix
+        assert tile_of(matrix, 16, 2).split_k == 1 or matrix.name != "out"
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_many_rows_fill_a_gpu_without_splits(arch: int) -> None:
     """Sums of 8192 rows would be half a gigabyte."""
-    for matrix in [matrix for shape in SHAPES for matrix in served(shape)]:
+    for matrix in ALL:
         for weight_bytes in (2, 1):
             tile = skinny_gemm_tile(_row_bucket(8192), matrix.n, matrix.k, weight_bytes, 2, False, arch)
             assert tile.split_k == 1, matrix
 
 
 def test_a_row_of_sums_is_read_by_one_program() -> None:
-    for matrix, rows in itertools.product([m for shape in SHAPES for m in served(shape)], (9, 16, 32, 64)):
+    for matrix, rows in itertools.product(ALL, (9, 16, 32, 64)):
         tile = tile_of(matrix, rows, 1)
         assert tile.split_k == 1 or tile.split_k * matrix.n * 4 <= 128 << 10, matrix
 
@@ -161,7 +166,7 @@ def planar_bytes_in_flight(matrix: Matrix, rows: int, gpu: Gpu) -> float:
 def test_enough_bytes_are_in_flight(rows: int, gpu: Gpu) -> None:
     """As many as arrive while one load is under way, but for a tenth."""
     wanted = 0.9 * gpu.bytes_per_s * LATENCY_S / gpu.processors
-    for matrix in [matrix for shape in SHAPES for matrix in served(shape)]:
+    for matrix in ALL:
         weights = matrix.n * matrix.k
         for weight_bytes in (2, 1) if rows <= 32 else (2,):
             if weights * weight_bytes >= SMALL:

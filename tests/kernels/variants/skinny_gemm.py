@@ -89,7 +89,6 @@ NORMED: dict[str, Any] = {"squares": 128, **SILU}
 
 VARIANTS = [
     skinny("8B o, 1-8 rows", 8, OUT, mma="HMMA", max_instructions_per_element=6.0, max_registers=96, archs=(90,)),
-    skinny("8B o, 9-16 rows, split", 16, OUT, **HGMMA, max_registers=64, archs=(90,)),
     skinny("8B o to stream, 1-8 rows", 8, OUT, mma="HMMA", max_registers=96, adds=True, archs=(90,)),
     skinny("8B o to stream", 16, OUT, adds=True, archs=(120,)),
     skinny("8B qkv of pending norm, 1-8 rows", 8, QKV, mma="HMMA", max_registers=96, squares=128, archs=(90,)),
@@ -104,6 +103,7 @@ VARIANTS = [
     skinny("8B gate_up and SiLU, pending norm", 16, GATE_UP, "e4m3", "channel", **BYTES, **NORMED, archs=(90,)),
     skinny("8B gate_up and SiLU, pending norm", 16, GATE_UP, **NORMED, archs=(89,)),
     skinny("8B gate_up and GELU, B200", 64, GATE_UP, activation="gelu", archs=(100,), often=False),
+    skinny("8B down, 9-16 rows, split", 16, DOWN, **HGMMA, max_registers=64, archs=(90,)),
     skinny("8B gate_up, 1-16 rows", 16, GATE_UP, **HGMMA, max_registers=64, archs=(90,)),
     skinny("8B gate_up, 33-64 rows", 64, GATE_UP, **HGMMA, max_registers=80, archs=(90,)),
     skinny("8B gate_up, 33-64 rows, RTX 50", 64, GATE_UP, archs=(120,)),
