@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.byte_weight import ROW_BLOCK, SCALE_BLOCK, dequantized
 from localllm.kernels.launch import INTERPRETED, cdiv, launch_options, runs_triton
 from localllm.kernels.quantize import SMALLEST, Quantized, largest, quantize, round_to
 from localllm.kernels.rms_norm import normed
-from localllm.kernels.skinny_gemm import ROW_BLOCK, SCALE_BLOCK, dequantized, skinny_gemm_reference, w8a16_gemm
+from localllm.kernels.skinny_gemm import skinny_gemm_reference, w8a16_gemm
 from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from localllm.kernels.w8a8_gemm import w8a8_gemm
 
