@@ -18,18 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.byte_weight import ROW_BLOCK, SCALE_BLOCK, dequantized
 from localllm.kernels.crossover import Crossover
+from localllm.kernels.device_features import device_features
 from localllm.kernels.launch import INTERPRETED, cdiv, launch_options, runs_triton
 from localllm.kernels.quantize import SMALLEST, Quantized, largest, quantize, round_to
 from localllm.kernels.rms_norm import normed
-from localllm.kernels.skinny_gemm import (
-    ROW_BLOCK,
-    SCALE_BLOCK,
-    dequantized,
-    device_features,
-    skinny_gemm_reference,
-    w8a16_gemm,
-)
+from localllm.kernels.skinny_gemm import skinny_gemm_reference, w8a16_gemm
 from localllm.kernels.tuned import settings_for
 from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from localllm.kernels.w8a8_gemm import w8a8_gemm

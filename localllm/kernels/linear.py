@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.crossover import Crossover
+from localllm.kernels.device_features import device_features
 from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.rms_norm import normed
-from localllm.kernels.skinny_gemm import device_features, skinny_gemm, skinny_gemm_unfinished
+from localllm.kernels.skinny_gemm import skinny_gemm, skinny_gemm_unfinished
 from localllm.kernels.tuned import settings_for
 from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 

@@ -22,16 +22,16 @@ for many rows, and added in the same order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.byte_weight import ROW_BLOCK, SCALE_BLOCK, dequantized, rows_in_fp32
+from localllm.kernels.device_features import device_features
 from localllm.kernels.gated import gate_times_up
 from localllm.kernels.launch import (
-    INTERPRETED,
     cdiv,
     launch_options,
     next_power_of_2,
@@ -47,7 +47,6 @@ from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, whole
 from localllm.kernels.unpack_bytes import unpack_pairs
 
 PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of W for each program, before it waits for x
-SCALE_BLOCK = 128  # rows and columns of W per scale, if scales are per block
 UNMASKED_ROWS = tl.constexpr(64)  # rows in a tile of x from which rows beyond the last are read again, not masked
 FEW_ROWS = 8  # with so few rows of x, tiles are chosen for enough programs without splits
 LEAST_PROGRAMS = 96  # with fewer, K is split
@@ -56,7 +55,6 @@ MOST_SUMS = 32768  # of a row: 128 KB of fp32 that one program of the next norm 
 L2_OVER_MEMORY = 1.28  # an H200's 5.5 TB/s over 4.3: estimates, not measured
 LAUNCH_BYTES = 10_000_000  # that memory delivers while a small kernel starts and ends: 2.4 us
 SERIAL_ROWS = 256  # deterministic: from this many rows on, parallel splits cost more than they gain
-ROW_BLOCK = 4096  # rows of W that the twin converts to fp32 at a time
 
 
 def skinny_gemm(
@@ -140,12 +138,15 @@ class SkinnyProduct(Product):
         return out
 
     def add_and_norm(self, residual: Tensor, weight: Tensor, eps: float) -> PendingNorm | None:
+        # fp16 cannot hold a large stream times the weight. A row's squares must not depend on the batch's tiles.
         if self.dtype == torch.float16 or launch_options().deterministic:
             return None
-        parts = torch.empty((len(residual), cdiv(residual.shape[1], self.tile.block_n)), device=self.device)
-        scaled = torch.empty(residual.shape, dtype=self.dtype, device=self.device)
-        self._launch(scaled, self.bias, stream=(residual, weight, parts))
-        return PendingNorm(residual, weight, eps, scaled, parts)
+        assert residual.is_contiguous()
+        rows, n = self.shape
+        squares = torch.empty((rows, cdiv(n, self.tile.block_n)), dtype=torch.float32, device=self.device)
+        scaled = torch.empty((rows, n), dtype=self.dtype, device=self.device)
+        self._launch(scaled, self.bias, stream=(residual, weight, squares))
+        return PendingNorm(residual, weight, eps, scaled, squares)
 
     def split(self) -> SplitSum:
         """Return the sums of the splits, which run in parallel."""
@@ -168,42 +169,18 @@ class SkinnyProduct(Product):
         launch: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": stages}
         if pdl := target.tma and launch_options().programmatic_launch:
             launch["launch_pdl"] = True
+        squares = 0 if self.squares is None else self.squares.shape[1]
         programs = cdiv(rows, tile.block_m) * (cdiv(n // 2, tile.block_n // 2) if gated else cdiv(n, tile.block_n))
         _skinny_gemm_kernel[(programs, 1 if self.serial else tile.split_k)](
-            out,
-            x,
-            _descriptor(stored, tile, gated) if tma else stored,
-            stored if pdl else None,
-            scales,
-            self.zeros,
-            bias,
-            *stream,
-            self.squares,
-            self.eps,
-            0 if self.squares is None else self.squares.shape[1],
-            rows,
-            n,
-            k,
-            x.stride(0),
-            stored.stride(0),
-            0 if scales is None else scales.stride(0),
-            KIND=kind,
-            SCALES="none" if scales is None else "block" if scales.ndim == 2 else "channel",
-            HAS_ZEROS=self.zeros is not None,
-            HAS_BIAS=bias is not None,
-            ACTIVATION=activation,
-            SQUARES=0 if self.squares is None else next_power_of_2(self.squares.shape[1]),
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            EVEN_K=k % tile.block_k == 0,
-            SPLIT_K=tile.split_k,
-            SERIAL=self.serial,
-            TMA=tma,
-            PTX=target.ptx,
-            PDL=pdl,
+            out, x, _descriptor(stored, tile, gated) if tma else stored, stored if pdl else None,
+            scales, self.zeros, bias, *stream, self.squares, self.eps, squares, rows, n, k,
+            x.stride(0), stored.stride(0), 0 if scales is None else scales.stride(0),
+            KIND=kind, SCALES="none" if scales is None else "block" if scales.ndim == 2 else "channel",
+            HAS_ZEROS=self.zeros is not None, HAS_BIAS=bias is not None, ACTIVATION=activation,
+            SQUARES=next_power_of_2(squares), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            EVEN_K=k % tile.block_k == 0, SPLIT_K=tile.split_k, SERIAL=self.serial, TMA=tma, PTX=target.ptx, PDL=pdl,
             **launch,
-        )
+        )  # fmt: skip
 
 
 def skinny_gemm_reference(
@@ -215,7 +192,7 @@ def skinny_gemm_reference(
     wide, parts = x.float(), []
     for first in range(0, weight.shape[0], ROW_BLOCK):
         rows = slice(first, first + ROW_BLOCK)
-        parts.append(F.linear(wide, _rows_in_fp32(weight, scales, zeros, rows)))
+        parts.append(F.linear(wide, rows_in_fp32(weight, scales, zeros, rows)))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return (out if bias is None else out + bias).to(x.dtype)
 
@@ -230,26 +207,6 @@ def w8a16_gemm(
         x = normed(x)
         return F.linear(x, dequantized(weight, scales, zeros, x.dtype), bias)
     return skinny_gemm_unfinished(x, weight, bias, scales, zeros)
-
-
-def dequantized(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return [N, K] in dtype, the dequantised one-byte weights; arguments as in `skinny_gemm`."""
-    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    for first in range(0, weight.shape[0], ROW_BLOCK):
-        rows = slice(first, first + ROW_BLOCK)
-        out[rows] = _rows_in_fp32(weight, scales, zeros, rows)
-    return out
-
-
-def _rows_in_fp32(weight: Tensor, scales: Tensor, zeros: Tensor | None, rows: slice) -> Tensor:
-    wide = weight[rows].float()  # ROW_BLOCK is a multiple of SCALE_BLOCK: blocks begin where a slice does
-    if scales.ndim == 2:
-        blocks = scales[rows.start // SCALE_BLOCK : cdiv(rows.stop, SCALE_BLOCK)]
-        per_column = blocks.repeat_interleave(SCALE_BLOCK, dim=1)[:, : wide.shape[1]]
-        return wide.mul_(per_column.repeat_interleave(SCALE_BLOCK, dim=0)[: wide.shape[0]])
-    if zeros is not None:
-        wide.sub_(zeros[rows].float()[:, None])
-    return wide.mul_(scales[rows][:, None])
 
 
 class SkinnyGemmTile(NamedTuple):
@@ -373,22 +330,6 @@ def _kind(weight: Tensor) -> str:
     return {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}.get(weight.dtype, "float")
 
 
-class DeviceFeatures(NamedTuple):
-    """Features of the device that kernels may use."""
-
-    arch: int  # compute capability as 75, 80, 90; 80 for other vendors
-    tma: bool  # also: programmatic dependent launch
-    ptx: bool
-
-
-@cache
-def device_features(device: torch.device) -> DeviceFeatures:
-    if INTERPRETED or torch.version.hip is not None:
-        return DeviceFeatures(80, False, False)
-    major, minor = torch.cuda.get_device_capability(device)
-    return DeviceFeatures(10 * major + minor, major >= 9, True)
-
-
 def _descriptor(weight: Tensor, tile: SkinnyGemmTile, gated: bool) -> Any:
     """Return the descriptor of tiles of W; of [gate; up] as [2, N / 2, K], whose tiles have rows of both."""
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -413,35 +354,18 @@ def _skinny_gemm_kernel(
     gamma_ptr,  # [N]
     sum_squares_ptr,  # [rows, tiles of N] fp32: of the sum
     x_squares_ptr,  # [rows, num_squares] fp32: y is divided by the root of their mean over K
-    x_eps,
-    num_squares,
-    rows,
-    N,
-    K,
-    x_stride,
-    weight_stride,
-    scales_stride,
-    KIND: tl.constexpr,
-    SCALES: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SQUARES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    SERIAL: tl.constexpr,
-    TMA: tl.constexpr,
-    PTX: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_eps, num_squares, rows, N, K, x_stride, weight_stride, scales_stride,
+    KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, SQUARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SPLIT_K: tl.constexpr, SERIAL: tl.constexpr, TMA: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_N columns of y for BLOCK_M rows,
     over one split of K (all splits one after another if SERIAL).
 
     ACTIVATION: W is [gate; up], and half of the tile's rows are gate's, the others the same rows of up. The program
-    writes act(gate) * up, both rounded before, as a kernel that reads y would."""
+    writes act(gate) * up, both rounded before, as a kernel that reads y would. Likewise y is rounded before it is added
+    to the residual."""
     GATED: tl.constexpr = ACTIVATION is not None
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     width = N // 2 if GATED else N  # of out
@@ -453,7 +377,7 @@ def _skinny_gemm_kernel(
         row_ptrs = weight_ptr + n.to(tl.int64) * weight_stride
         prefetch_rows(row_ptrs, first_k // PACKED, K // PACKED, PREFETCHED_LINES // BLOCK_N)
         tl.extra.cuda.gdc_wait()
-    # Both edges of the product read what the kernel before has written: these loads are under way during the loop.
+    # What the end of the program reads is on its way during the loop.
     column, m = first_n + tl.arange(0, OUTPUTS), first_m + tl.arange(0, BLOCK_M)
     row, inside = m.to(tl.int64)[:, None], (m < rows)[:, None] & (column < width)[None, :]
     if x_squares_ptr is not None:

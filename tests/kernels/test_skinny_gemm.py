@@ -13,16 +13,11 @@ from torch import Tensor
 
 from localllm.kernels import skinny_gemm as file
 from localllm.kernels import unpack_bytes
+from localllm.kernels.byte_weight import dequantized
+from localllm.kernels.device_features import DeviceFeatures
 from localllm.kernels.gated import ACTIVATIONS, gated
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED, LaunchOptions, launching_with
-from localllm.kernels.skinny_gemm import (
-    DeviceFeatures,
-    SkinnyGemmTile,
-    SkinnyProduct,
-    dequantized,
-    skinny_gemm,
-    skinny_gemm_unfinished,
-)
+from localllm.kernels.skinny_gemm import SkinnyGemmTile, SkinnyProduct, skinny_gemm, skinny_gemm_unfinished
 from tests.kernels.conftest import DTYPES
 
 ERROR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

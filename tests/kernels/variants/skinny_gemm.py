@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.skinny_gemm import (
-    PREFETCHED_LINES,
-    _skinny_gemm_kernel,
-    num_stages,
-    skinny_gemm_tile,
-)
+from localllm.kernels.launch import next_power_of_2
+from localllm.kernels.skinny_gemm import PREFETCHED_LINES, _skinny_gemm_kernel, num_stages, skinny_gemm_tile
 from tests.kernels.ahead_of_time import Variant
 
 QKV, OUT, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)  # 8B
@@ -47,7 +43,7 @@ def skinny(
     tile_of_w = f"2,{tile.block_n // 2}" if activation else f"{tile.block_n}"
     constants = {
         "KIND": kind, "SCALES": scales, "HAS_ZEROS": zeros, "HAS_BIAS": tile.split_k == 1, "ACTIVATION": activation,
-        "SQUARES": squares, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "SQUARES": next_power_of_2(squares), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
         "EVEN_K": k % tile.block_k == 0, "SPLIT_K": tile.split_k, "SERIAL": serial > 0, "TMA": new, "PTX": not plain,
         "PDL": new,
     } | ({} if new else {"weight_ptr": None})  # fmt: skip
