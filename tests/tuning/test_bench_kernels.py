@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from localllm.kernels import tuned
+from localllm.kernels.device_features import DeviceFeatures
 from localllm.kernels.gated import gated_launch
 from localllm.kernels.paged_attention.device import decode_launch, prefill_launch, split_launch
 from localllm.kernels.planar.kernels import planar_tile
 from localllm.kernels.rotary_store_kv import rotary_launch
 from localllm.kernels.sampling.draw import gumbel_max_launch
-from localllm.kernels.skinny_gemm import DeviceFeatures, SkinnyGemmTile
+from localllm.kernels.skinny_gemm import SkinnyGemmTile
 from localllm.kernels.tuned import Table, settings_for
 from localllm.kernels.w8a8_gemm import w8a8_tile
 from scripts.gpu_check_lib import tuning
