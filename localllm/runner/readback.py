@@ -25,6 +25,10 @@ NOT_A_NUMBER = "The model's output for this request is not a number (NaN or infi
 NOTHING_LEFT = "This request's constraints exclude every token."
 
 
+SHORT_S = 0.6e-3  # the host polls for the end of steps that take less: to wake it up takes 20 to 60 us
+POLLED_S = 1e-3  # then it sleeps: something else is on the device
+
+
 class StepTimer:
     """Measures the time from construction to `stop`: host time on a CPU, time of the device's stream on CUDA."""
 
@@ -43,15 +47,26 @@ class StepTimer:
             self._events[1].record()
         return self
 
-    def wait(self) -> None:
-        """Wait until the device has reached `stop`."""
-        if self._events:
-            self._events[1].synchronize()
+    def wait(self, *, polls: bool = False) -> None:
+        """Wait until the device has reached `stop`; if `polls`, do not sleep at first."""
+        if not self._events:
+            return
+        until = time.perf_counter() + POLLED_S
+        while polls and not self._events[1].query() and time.perf_counter() < until:
+            time.sleep(0)  # other threads may run
+        self._events[1].synchronize()
 
     def seconds(self) -> float:
         if self._events:
             return float(self._events[0].elapsed_time(self._events[1])) / 1e3
         return self._stopped - self._started
+
+
+@dataclass(slots=True)
+class Pace:
+    """How long a runner's last step took."""
+
+    last_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +81,14 @@ class PendingReadback:
     prompts: tuple[list[LogprobTensors], ...] = ()
     refused: Mapping[int, str] = field(default_factory=dict)  # rows of the plan whose result must not be used, and why
     proposed: Proposals = field(default_factory=dict)  # drafts behind rows of the plan
+    pace: Pace = field(default_factory=Pace)
 
     def result(self) -> StepResult:
         with translated(self.plan):  # kernel errors are reported when the host waits
             return self._result()
 
     def _result(self) -> StepResult:
-        self.sample_timer.wait()
+        self.sample_timer.wait(polls=self.pace.last_s < SHORT_S)
         results = [RowResult()] * len(self.plan.rows)
         if self.batch is not None:
             if self.drawn is not None:
@@ -85,6 +101,7 @@ class PendingReadback:
         for row, why in self.refused.items():
             results[row] = RowResult(error=why)
         timings = StepTimings(self.forward_timer.seconds(), self.sample_timer.seconds())
+        self.pace.last_s = timings.forward_s + timings.sample_s
         return StepResult(self.plan.step_id, tuple(results), timings)
 
     def _prompt_results(self, batch: StepBatch, results: list[RowResult]) -> None:

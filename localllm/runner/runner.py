@@ -39,7 +39,7 @@ from localllm.runner.host_steps import Drawn, Forward, HostSteps
 from localllm.runner.id_exchange import exchange_of
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
-from localllm.runner.readback import PendingReadback, StepTimer
+from localllm.runner.readback import Pace, PendingReadback, StepTimer
 from localllm.runner.sampling import SamplingState
 from localllm.runner.staging import StagedInputs
 from localllm.runner.state_cache import StateCache, layer_caches
@@ -128,6 +128,7 @@ class TorchRunner:
             elif isinstance(self._steps, DeviceSteps):
                 self._drafters = self._steps
         self._launched: _ForwardedStep | None = None
+        self._pace = Pace()
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
         self._launch_options = launch_options
         self._thread: int | None = None  # the last calling thread
@@ -158,7 +159,7 @@ class TorchRunner:
         with translated(plan), self._on_this_thread():
             timer = StepTimer(self._device)
             if launched.batch is None or launched.done is None:
-                return PendingReadback(plan, launched.timer, timer.stop())
+                return PendingReadback(plan, launched.timer, timer.stop(), pace=self._pace)
             return self._sample(plan, launched.batch, launched.done, masks, launched.timer, timer)
 
     def warm_up(self, budget_s: float = 0.0) -> None:
@@ -221,7 +222,7 @@ class TorchRunner:
             proposed = self._drafters.propose(batch, plan.propose)
         prompts = tuple(self._score_prompt(span, done.hidden) for span in batch.prompt_spans)
         refused = {i: self._refused[row.slot] for i, row in enumerate(plan.rows) if row.slot in self._refused}
-        return PendingReadback(plan, forward_timer, timer.stop(), batch, drawn, prompts, refused, proposed)
+        return PendingReadback(plan, forward_timer, timer.stop(), batch, drawn, prompts, refused, proposed, self._pace)
 
     def _draw(self, batch: StepBatch, logits: Tensor | None, masks: TokenMasks | None) -> Drawn:
         """Sample, or receive what the first shard has sampled. logits: None on the other shards."""

@@ -406,7 +406,7 @@ def test_parameters_that_cannot_be_set_up_end_their_own_request(
     assert b.output == reference(make_desk, OTHER, sampled, 3)
 
 
-def lost(*args: Any) -> None:
+def lost(*args: Any, **named: Any) -> None:
     raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700)
 
 
