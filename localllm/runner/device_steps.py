@@ -107,12 +107,16 @@ class DeviceSteps:
         is_plain = all(row.samples and row.num_scheduled_tokens == 1 + row.num_drafts for row in plan.rows)
         if not is_plain or self._sampling.features(slots) is None:
             return narrowed(plan, 0)
-        return narrowed(plan, fitting_width(wanted, lambda width: self._can_run(StepShape(len(slots), drafts=width))))
+        rows, best = len(slots), next((width for width in DRAFT_WIDTHS if width >= wanted), DRAFT_WIDTHS[-1])
+        if self._fits(StepShape(rows, drafts=best)):
+            self._recorded_for(StepShape(rows, drafts=best))  # no other width is recorded in place of this step's
+        return narrowed(plan, fitting_width(wanted, lambda width: self._can_run(StepShape(rows, drafts=width))))
 
     def _can_run(self, exact: StepShape) -> bool:
-        if exact.rows * exact.num_draws > self._most_draws:
-            return False
-        return self._graphs is None or self._recorded_for(exact) is not None
+        return self._fits(exact) and (self._graphs is None or self._graphs.shape_for(exact) is not None)
+
+    def _fits(self, exact: StepShape) -> bool:
+        return exact.rows * exact.num_draws <= self._most_draws
 
     def propose(self, batch: StepBatch, most: int) -> DeviceProposals:
         """Launch the lookup behind the tokens that this step accepts. It finds as many drafts as a slot may have,
