@@ -88,6 +88,10 @@ CONVOLUTION = {
     "architectures": ["Lfm2ForCausalLM"], "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"],
     "conv_L_cache": 3, "conv_bias": False, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-5,
 }  # fmt: skip
+LAYER_NORMS = {
+    "architectures": ["StableLmForCausalLM"], "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25,
+    "use_qkv_bias": True,
+}  # fmt: skip
 LATENT = {
     "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 2, "first_k_dense_replace": 1,
     "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
@@ -95,6 +99,41 @@ LATENT = {
     "moe_intermediate_size": 128, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
     "norm_topk_prob": True,
 }  # fmt: skip
+
+
+SERVED = [
+    Served("dense", samples_in_every_way=True, often=True),
+    Served("int4", weights="int4", kv_dtype=torch.int8, often=True),
+    Served("fp8", weights="fp8", kv_dtype=torch.float8_e4m3fn),
+    Served("int8", weights="int8"),
+    Served("mixture", MIXTURE, often=True),
+    Served("mixture-int4", MIXTURE, "int4"),
+    Served("windows", WINDOWS, often=True),
+    Served("windows-int8-cache", WINDOWS, kv_dtype=torch.int8),
+    Served("sinks", SINKS),
+    Served("delta", DELTA, often=True),
+    Served("delta-int4", DELTA, "int4"),
+    Served("mamba", MAMBA),
+    Served("convolution", CONVOLUTION),
+    Served("layer-norms", LAYER_NORMS),
+    Served("latent", LATENT),
+    Served("latent-fp8", LATENT, "fp8"),
+    Served("adapters", adapters=True),
+    Served("adapters-int4", weights="int4", adapters=True),
+    Served("turing", dtype=torch.float16, arch=75, samples_in_every_way=True),
+    Served("turing-adapters", dtype=torch.float16, arch=75, adapters=True),
+    Served("turing-mixture", MIXTURE, dtype=torch.float16, arch=75),
+    Served("blackwell", arch=120, samples_in_every_way=True),
+    Served("many", num_seqs=200),
+    Served("many-int4", weights="int4", num_seqs=200),
+    Served("deterministic", deterministic=True),
+    Served("deterministic-int4", weights="int4", deterministic=True),
+    Served("deterministic-mixture", MIXTURE, deterministic=True),
+    Served("deterministic-windows", WINDOWS, deterministic=True),
+    Served("deterministic-delta", DELTA, deterministic=True),
+    *(Served(f"rank-{rank}", FOUR_HEADS, heads=(1, 3), rank=rank) for rank in (0, 1)),
+    *(Served(f"mixture-rank-{rank}", {**MIXTURE, **FOUR_HEADS}, heads=(2, 2), rank=rank) for rank in (0, 1)),
+]
 
 
 class Rank:

@@ -30,7 +30,7 @@ from localllm.runner.device_drafts import (
     narrowed,
 )
 from localllm.runner.device_steps import DeviceSteps
-from localllm.runner.graphs import capture_shapes
+from localllm.runner.graphs import STEPS_PER_CAPTURE, capture_shapes
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from localllm.runner.staging import StagedInputs, StepShape
@@ -283,6 +283,13 @@ def test_no_step_has_a_width_that_was_not_recorded(model: Any, spec: ModelSpec) 
     runner.warm_up()
     assert width(1, 2) == 2
     assert width(1, 7) == 3, "the first width alone is recorded before the server is ready"
+    count = len(recorded)
+    for _ in range(2 * STEPS_PER_CAPTURE):
+        width(1, 2)
+    assert len(recorded) == count, "under load nothing is recorded that this step does not need"
+    for _ in range(STEPS_PER_CAPTURE):
+        width(1, 7)
+    assert (len(recorded), width(1, 7)) == (count + 1, 7)
     while runner.use_idle_time():
         pass
     assert (width(1, 7), width(1, 15), width(4, 15), width(4, 9)) == (7, 15, 15, 9)

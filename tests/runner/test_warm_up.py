@@ -11,58 +11,13 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, Row, StepPlan
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED
 from localllm.runner.graphs import Replay
-from tests.runner.served import (
-    CONVOLUTION,
-    DELTA,
-    FOUR_HEADS,
-    LATENT,
-    MAMBA,
-    MIXTURE,
-    NUM_SEQS,
-    SINKS,
-    WINDOWS,
-    Served,
-    Step,
-    runner_of,
-)
+from tests.runner.served import NUM_SEQS, SERVED, Served, Step, runner_of
 
 if not HAS_TRITON or INTERPRETED:
     pytest.skip("notes what a GPU would compile", allow_module_level=True)
 
 from tests.runner.pretend_gpu import pretend_gpu
 
-SERVED = [
-    Served("dense", samples_in_every_way=True, often=True),
-    Served("int4", weights="int4", kv_dtype=torch.int8, often=True),
-    Served("fp8", weights="fp8", kv_dtype=torch.float8_e4m3fn),
-    Served("int8", weights="int8"),
-    Served("mixture", MIXTURE, often=True),
-    Served("mixture-int4", MIXTURE, "int4"),
-    Served("windows", WINDOWS, often=True),
-    Served("windows-int8-cache", WINDOWS, kv_dtype=torch.int8),
-    Served("sinks", SINKS),
-    Served("delta", DELTA, often=True),
-    Served("delta-int4", DELTA, "int4"),
-    Served("mamba", MAMBA),
-    Served("convolution", CONVOLUTION),
-    Served("latent", LATENT),
-    Served("latent-fp8", LATENT, "fp8"),
-    Served("adapters", adapters=True),
-    Served("adapters-int4", weights="int4", adapters=True),
-    Served("turing", dtype=torch.float16, arch=75, samples_in_every_way=True),
-    Served("turing-adapters", dtype=torch.float16, arch=75, adapters=True),
-    Served("turing-mixture", MIXTURE, dtype=torch.float16, arch=75),
-    Served("blackwell", arch=120, samples_in_every_way=True),
-    Served("many", num_seqs=200),
-    Served("many-int4", weights="int4", num_seqs=200),
-    Served("deterministic", deterministic=True),
-    Served("deterministic-int4", weights="int4", deterministic=True),
-    Served("deterministic-mixture", MIXTURE, deterministic=True),
-    Served("deterministic-windows", WINDOWS, deterministic=True),
-    Served("deterministic-delta", DELTA, deterministic=True),
-    *(Served(f"rank-{rank}", FOUR_HEADS, heads=(1, 3), rank=rank) for rank in (0, 1)),
-    *(Served(f"mixture-rank-{rank}", {**MIXTURE, **FOUR_HEADS}, heads=(2, 2), rank=rank) for rank in (0, 1)),
-]
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 2},
