@@ -189,9 +189,10 @@ def _expand_kernel(
     for start in range(0, rank, BLOCK_R):
         r = start + lane
         low = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        for part in range(parts):
-            low_ptrs = low_ptr + (part * num_tokens + token).to(tl.int64)[:, None] * rank + r[None, :]
+        low_ptrs = low_ptr + token.to(tl.int64)[:, None] * rank + r[None, :]
+        for _ in range(parts):
             low += tl.load(low_ptrs, mask=mine[:, None] & (r < rank)[None, :], other=0.0)
+            low_ptrs += tl.cast(num_tokens, tl.int64) * rank
         b = tl.load(b_rows + r[None, :], mask=(n < width)[:, None] & (r < rank)[None, :], other=0.0)
         acc = tl.dot(low.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
     y_ptrs = y_ptr + token.to(tl.int64)[:, None] * y_stride + n[None, :]

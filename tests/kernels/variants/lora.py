@@ -21,13 +21,7 @@ def shrink(
 
 
 def expand(
-    name: str,
-    rank: int,
-    *,
-    dtype: str = "bf16",
-    archs: tuple[int, ...] = (80, 89, 90, 120),
-    hip: bool = False,
-    max_spills: int = 0,
+    name: str, rank: int, *, dtype: str = "bf16", archs: tuple[int, ...] = (80, 89, 90, 120), hip: bool = False
 ) -> Variant:
     tiles = lora_tile(rank, dtype != "fp32" and archs != (75,))
     pointers = {"low_ptr": "*fp32", "b_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "ids_ptr": "*i32"}
@@ -35,7 +29,6 @@ def expand(
         name, _expand_kernel, {**pointers, **_SIZES, "width": "i32", "y_stride": "i32", "parts": "i32"},
         {"BLOCK_M": BLOCK_M, "BLOCK_R": tiles.block_r, "BLOCK_N": tiles.block_n, "PDL": False},
         num_warps=4, num_stages=2, aligned=("width", "y_stride", "rank"), archs=archs, hip=hip,
-        max_spills=max_spills,
     )  # fmt: skip
 
 
@@ -44,7 +37,7 @@ VARIANTS = [
     shrink("x A^T, three of rank 16, bf16", 48),
     shrink("x A^T, three of rank 16, fp16", 48, dtype="fp16", archs=(75,)),
     expand("y += (x A^T) B^T, rank 16, bf16", 16, hip=True),
-    expand("y += (x A^T) B^T, three of rank 16, bf16", 48, max_spills=8),  # by Triton 3.6
+    expand("y += (x A^T) B^T, three of rank 16, bf16", 48, archs=(80, 86, 89, 90, 100, 103, 120)),
     expand("y += (x A^T) B^T, three of rank 16, fp16", 48, dtype="fp16", archs=(75,)),
     expand("y += (x A^T) B^T, three of rank 16, fp32", 48, dtype="fp32", archs=(80,)),
 ]
