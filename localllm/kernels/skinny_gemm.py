@@ -7,8 +7,9 @@ in registers, so the only roundings are those of the fp32 sums and of the output
 Operands are swapped: W is the MMA operand that needs 64 rows (wgmma on sm_90; 16 rows elsewhere), x the one for which
 16 suffice, so no tensor-core row is wasted on padding. On sm_90 and later W is loaded by TMA if its rows are 16-byte
 aligned. If N gives too few programs, K is split; each split writes fp32 sums, which the next kernel adds in order,
-without atomics (split_sum.py). A product without splits is launched by its reader (unfinished.py): if that is a gated
-activation, the kernel applies it, with tiles of rows of gate and up.
+without atomics (split_sum.py). A product without splits is launched by its reader (unfinished.py), and the kernel then
+does the reader's work: a gated activation (with tiles of rows of gate and up), or the addition to the stream and what
+the norm of the stream needs. x may be such a norm, which the kernel finishes.
 
 Roof: memory. Floor time = bytes of W / bandwidth. At 4.3 TB/s an H200 allows about 15 thread instructions per 16-bit
 weight and 7.5 per byte; tests/kernels/variants/skinny_gemm.py keeps the loops far below that. The remaining limit is
