@@ -1,4 +1,4 @@
-"""What kernels ask of the device that they are launched on."""
+"""Features of the device that kernels are launched on."""
 
 from __future__ import annotations
 

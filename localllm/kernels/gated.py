@@ -88,3 +88,23 @@ def gate_times_up(gate, up, ACTIVATION: tl.constexpr):
         twice = gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate)
         return gate / (1.0 + tl.exp(-twice)) * up
     return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+
+
+@triton.jit
+def gated_tile(y, ACTIVATION: tl.constexpr):
+    """Return act(gate) * up, fp32 [N / 2, M], of a tile y [N, M] of the rows that `rows_of_tile` returns."""
+    halves = tl.reshape(y.to(tl.float32), [2, y.shape[0] // 2, y.shape[1]])
+    gate, up = tl.split(tl.permute(halves, [1, 2, 0]))
+    return gate_times_up(gate, up, ACTIVATION)
+
+
+@triton.jit
+def rows_of_tile(first, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Return the BLOCK_N rows of W of a tile: from `first` on, or if GATED half of them of gate from `first` on, then
+    the same of up. Beyond the edge the last row is read again: its results are not stored, and loads need no mask."""
+    if GATED:
+        HALF: tl.constexpr = BLOCK_N // 2
+        place = tl.arange(0, BLOCK_N)
+        return place // HALF * (N // 2) + tl.minimum(first + place % HALF, N // 2 - 1)
+    else:
+        return tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)

@@ -7,8 +7,9 @@ in registers, so the only roundings are those of the fp32 sums and of the output
 Operands are swapped: W is the MMA operand that needs 64 rows (wgmma on sm_90; 16 rows elsewhere), x the one for which
 16 suffice, so no tensor-core row is wasted on padding. On sm_90 and later W is loaded by TMA if its rows are 16-byte
 aligned. If N gives too few programs, K is split; each split writes fp32 sums, which the next kernel adds in order,
-without atomics (split_sum.py). A product without splits is launched by its reader (unfinished.py): if that is a gated
-activation, the kernel applies it, with tiles of rows of gate and up.
+without atomics (split_sum.py). A product without splits is launched by its reader (unfinished.py), and the kernel then
+does the reader's work: a gated activation (with tiles of rows of gate and up), or the addition to the stream and what
+the norm of the stream needs. x may be such a norm, which the kernel finishes.
 
 Roof: memory. Floor time = bytes of W / bandwidth. At 4.3 TB/s an H200 allows about 15 thread instructions per 16-bit
 weight and 7.5 per byte; tests/kernels/variants/skinny_gemm.py keeps the loops far below that. The remaining limit is
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from localllm.kernels.byte_weight import ROW_BLOCK, SCALE_BLOCK, dequantized, rows_in_fp32
 from localllm.kernels.device_features import device_features
-from localllm.kernels.gated import gate_times_up
+from localllm.kernels.gated import gated_tile, rows_of_tile
 from localllm.kernels.launch import (
     cdiv,
     launch_options,
@@ -114,14 +115,6 @@ class SkinnyProduct(Product):
     @property
     def shape(self) -> tuple[int, int]:
         return self.x.shape[0], self.weight.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.x.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
 
     def whole(self, out: Tensor | None = None) -> Tensor:
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device) if out is None else out
@@ -408,9 +401,7 @@ def _skinny_gemm_kernel(
     if HAS_BIAS:
         total += tl.load(bias_ptr + n).to(tl.float32)[:, None]
     if GATED:
-        total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
-        gate, up = tl.split(tl.permute(tl.reshape(total, [2, OUTPUTS, BLOCK_M]), [1, 2, 0]))
-        total = gate_times_up(gate, up, ACTIVATION)
+        total = gated_tile(total.to(out_ptr.dtype.element_ty), ACTIVATION)
     y = tl.trans(total).to(out_ptr.dtype.element_ty)
     if residual_ptr is not None:
         y = (y.to(tl.float32) + residual).to(residual_ptr.dtype.element_ty)
@@ -433,18 +424,6 @@ def tile_of_program(rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     within = tl.program_id(0) % (GROUP * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP, GROUP)
     return within // height * BLOCK_N, (group * GROUP + within % height) * BLOCK_M
-
-
-@triton.jit
-def rows_of_tile(first, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """Return the BLOCK_N rows of W of a tile: from `first` on, or if GATED half of them of gate from `first` on, then
-    the same of up. Beyond the edge the last row is read again: its results are not stored, and loads need no mask."""
-    if GATED:
-        HALF: tl.constexpr = BLOCK_N // 2
-        place = tl.arange(0, BLOCK_N)
-        return place // HALF * (N // 2) + tl.minimum(first + place % HALF, N // 2 - 1)
-    else:
-        return tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)
 
 
 @triton.jit

@@ -25,18 +25,19 @@ class Product(ABC):
     """y [M, N] = x W^T + b, before the launch. Its inputs must not change until one of its methods computes it."""
 
     __slots__ = ()
+    x: Tensor  # [M, K]
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int]: ...
 
     @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
 
     @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        return self.x.device
 
     @abstractmethod
     def whole(self, out: Tensor | None = None) -> Tensor:
@@ -46,10 +47,10 @@ class Product(ABC):
     def gated(self, activation: str) -> Tensor | None:
         """Return act(gate) * up [M, N / 2] where y is [gate; up]; None if that takes a kernel of its own (gated.py)."""
 
-    @abstractmethod
     def add_and_norm(self, residual: Tensor, weight: Tensor, eps: float) -> PendingNorm | None:
         """Add y to residual [M, N], contiguous, in place, and return the norm of the sum; None if that takes a kernel
         of its own (rms_norm.py). weight [N] fp32."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from localllm.kernels import gated as file
 from localllm.kernels.crossover import Crossover
+from localllm.kernels.gated import gated
 from localllm.kernels.int4_linear import (
     AWQ_ORDER,
     Int4Weight,
@@ -87,6 +89,24 @@ def test_tiles_and_splits_agree(
     x = torch.randn(11, 640, dtype=torch.float16, device=device)
     bias = torch.randn(100, dtype=torch.float16, device=device)
     assert_close(weight.linear(x, bias), x.double() @ meant.t() + bias.double())
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, when interpreted
+@pytest.mark.parametrize("group", [128, 32])
+def test_a_gated_activation_has_the_bits_of_its_own_kernel(
+    group: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the rows of gate end within a tile, after which up's begin."""
+    monkeypatch.setattr(planar, "settings_for", lambda *_: PlanarTile(16, 64, 1, 4, 3))
+    torch.manual_seed(0)
+    weight, _ = random_weight(2 * 75, 320, group, device, scale_type=torch.float16)
+    x = torch.randn(3, 320, dtype=torch.float16, device=device)
+    bias = torch.randn(2 * 75, dtype=torch.float16, device=device)
+    wanted, product = gated(weight.linear(x, bias), "silu"), weight.unfinished(x, bias)
+    if INTERPRETED or device.type == "cuda":
+        assert isinstance(product, planar.PlanarProduct)
+        monkeypatch.setattr(file, "_gated_kernel", None)  # not launched
+    assert torch.equal(gated(product, "silu"), wanted)
 
 
 def test_many_rows_go_through_the_dequantised_matrix(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

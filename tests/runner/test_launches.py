@@ -44,6 +44,7 @@ NODES = {
     ("qwen2.5-0.5b", "16-bit"): (8, 7),
     ("llama-3.1-8b", "fp8"): (9, 7),
     ("llama-3.1-8b", "int4"): (10, 7),
+    ("qwen3-14b", "int4"): (9, 7),
 }
 """Nodes of each layer, and nodes besides. A layer has 7 where no product is split: four products, rotation, attention
 and its reduction. A product that is split leaves the norm or the activation after it a kernel of its own.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from localllm.kernels.gated import gated_tile, rows_of_tile
 from localllm.kernels.launch import cdiv, prefetch_rows, tl, triton
 from localllm.kernels.planar.layout import chunk_size
 from localllm.kernels.planar.unpack import unpack_planes
@@ -171,9 +172,14 @@ def planar_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_M rows of x, BLOCK_N outputs, one of SPLIT parts of K. y [M, N], or [SPLIT, M, N] fp32."""
+    """One program: BLOCK_M rows of x, BLOCK_N outputs, one of SPLIT parts of K. y [M, N], or [SPLIT, M, N] fp32; or
+    with ACTIVATION, W being [gate; up] and unsplit, act(gate) * up [M, N / 2]."""
+    GATED: tl.constexpr = ACTIVATION is not None
+    WRITTEN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    width = N // 2 if GATED else N  # of y
     PLANES: tl.constexpr = 16 // BITS
     CHUNK: tl.constexpr = LANES * PLANES
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -181,7 +187,8 @@ def planar_linear_kernel(
     MAGIC: tl.constexpr = 0.0 if BITS == 8 or dtype == tl.float32 else (1024.0 if dtype == tl.float16 else 128.0)
 
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_n = tl.program_id(1) * WRITTEN
+    offs_n = rows_of_tile(first_n, N, BLOCK_N, True) if GATED else first_n + tl.arange(0, BLOCK_N)
     part_of_k = tl.program_id(2)
     lanes = tl.arange(0, LANES)
     in_m, in_n = offs_m < M, offs_n < N
@@ -261,9 +268,12 @@ def planar_linear_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        acc = gated_tile(acc.to(y_ptr.dtype.element_ty), ACTIVATION)
+    column = first_n + tl.arange(0, WRITTEN)
     y_rows = part_of_k.to(tl.int64) * M + offs_m
-    y_ptrs = y_ptr + y_rows[None, :] * N + offs_n[:, None]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_n[:, None] & in_m[None, :])
+    y_ptrs = y_ptr + y_rows[None, :] * width + column[:, None]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=(column < width)[:, None] & in_m[None, :])
 
 
 @triton.jit

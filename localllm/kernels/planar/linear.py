@@ -48,7 +48,7 @@ from localllm.kernels.planar.unpack import unpack_assembly
 from localllm.kernels.rms_norm import normed
 from localllm.kernels.split_sum import SplitSum
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
+from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, whole
 
 SUPER_GROUP = 256  # weights that share one 16-bit scale if the scales themselves are quantised (GGUF's K types)
 TWIN_ELEMENTS = 1 << 20  # weights that the twin holds in fp32 at a time
@@ -252,21 +252,54 @@ def _multiply(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Unfinishe
     rows, outputs = x.shape[0], weight.shape[0]
     bucket = DETERMINISTIC_ROWS if launch_options().deterministic else next_power_of_2(rows)
     tile = settings_for("planar_linear", (bucket, *planar_key(weight)), planar_tile)
-    if tile.split == 1 or rows <= PARTIAL_ROWS:
-        return _launch(x, weight, bias, tile)
+    if tile.split == 1:
+        return PlanarProduct(x, weight, bias, tile)
+    if rows <= PARTIAL_ROWS:
+        return _split(x, weight, bias, tile)
     y = x.new_empty((rows, outputs))
     for start in range(0, rows, PARTIAL_ROWS):
-        whole(_launch(x[start : start + PARTIAL_ROWS], weight, bias, tile), y[start : start + PARTIAL_ROWS])
+        whole(_split(x[start : start + PARTIAL_ROWS], weight, bias, tile), y[start : start + PARTIAL_ROWS])
     return y
 
 
-def _launch(x: Tensor, weight: PlanarWeight, bias: Tensor | None, tile: PlanarTile) -> Unfinished:
-    rows, (outputs, columns), split = x.shape[0], weight.shape, tile.split
-    shape = (rows, outputs) if split == 1 else (split, rows, outputs)
-    target = x.new_empty(shape, dtype=x.dtype if split == 1 else torch.float32)
-    grid = (cdiv(rows, tile.block_m), cdiv(outputs, tile.block_n), split)
-    planar_linear_kernel[grid](
-        target,
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanarProduct(Product):
+    """A product whose K is not split."""
+
+    x: Tensor
+    weight: PlanarWeight
+    bias: Tensor | None
+    tile: PlanarTile
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x.shape[0], self.weight.shape[0]
+
+    def whole(self, out: Tensor | None = None) -> Tensor:
+        out = self.x.new_empty(self.shape) if out is None else out
+        _launch(out, self.x, self.weight, self.bias, self.tile)
+        return out
+
+    def gated(self, activation: str) -> Tensor:
+        rows, outputs = self.shape
+        out = self.x.new_empty((rows, outputs // 2))
+        _launch(out, self.x, self.weight, self.bias, self.tile, activation)
+        return out
+
+
+def _split(x: Tensor, weight: PlanarWeight, bias: Tensor | None, tile: PlanarTile) -> SplitSum:
+    sums = x.new_empty((tile.split, x.shape[0], weight.shape[0]), dtype=torch.float32)
+    _launch(sums, x, weight, None, tile)
+    return SplitSum(sums, bias, x.dtype)
+
+
+def _launch(
+    out: Tensor, x: Tensor, weight: PlanarWeight, bias: Tensor | None, tile: PlanarTile, activation: str | None = None
+) -> None:
+    rows, (outputs, columns) = x.shape[0], weight.shape
+    tiles_n = cdiv(outputs, tile.block_n) if activation is None else cdiv(outputs // 2, tile.block_n // 2)
+    planar_linear_kernel[(cdiv(rows, tile.block_m), tiles_n, tile.split)](
+        out,
         x,
         weight.words,
         weight.scales,
@@ -275,7 +308,7 @@ def _launch(x: Tensor, weight: PlanarWeight, bias: Tensor | None, tile: PlanarTi
         weight.super_scales,
         weight.super_mins,
         None if weight.table is None else code_table_on(weight.table, x.device),
-        bias if split == 1 else None,
+        bias,
         rows,
         outputs,
         columns,
@@ -285,12 +318,12 @@ def _launch(x: Tensor, weight: PlanarWeight, bias: Tensor | None, tile: PlanarTi
         **constants(weight, x.dtype),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        SPLIT=split,
+        SPLIT=tile.split,
+        ACTIVATION=activation,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **early_launch(x.device),
     )
-    return target if split == 1 else SplitSum(target, bias, x.dtype)
 
 
 def constants(weight: PlanarWeight, dtype: torch.dtype) -> dict[str, int | bool | str]:

@@ -63,13 +63,15 @@ def _linear(
     registers: int = 255,
     archs: tuple[int, ...] = (90,),
     plain: bool = False,
+    activation: str | None = None,
     **kind: Any,
 ) -> Variant:
-    """The out projection of an 8B model, with the tiles that its GPU gets."""
+    """The out projection of an 8B model, with the tiles that its GPU gets; or gate and up of a 70B with activation."""
     pointers, constants = _weight(**kind)
     pdl = min(archs) >= 90
     lanes, bits, mins = constants["LANES"], constants["BITS"], "mins_ptr" in pointers
-    tile = planar_tile(rows, 4096, 4096, bits, constants["GROUP"], mins, 132, wgmma=90 in archs)
+    n, k = (4096, 4096) if activation is None else (57344, 8192)
+    tile = planar_tile(rows, n, k, bits, constants["GROUP"], mins, 132, wgmma=90 in archs)
     signature = {"y_ptr": f"*{dtype}" if tile.split == 1 else "*fp32", "x_ptr": f"*{dtype}", **pointers}
     signature |= dict.fromkeys(("M", *STRIDES), "i32")
     constants |= {
@@ -78,6 +80,7 @@ def _linear(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "SPLIT": tile.split,
+        "ACTIVATION": activation,
         "PDL": pdl,
     }
     return Variant(
@@ -112,6 +115,7 @@ VARIANTS = [
     _linear(AWQ, 64, "bf16", 3.5, 240, zeros=True),
     _linear(AWQ, 64, "bf16", archs=(80, 120), zeros=True),
     _linear(AWQ, 128, "bf16", 5.8, 224, zeros=True),
+    _linear(f"{AWQ}, and SiLU", 16, "bf16", 3.0, 128, zeros=True, activation="silu"),
     _linear(SHORT, 8, "bf16", 3.5, 128, group=32),
     _linear(SHORT, 16, "fp16", 3.8, 168, group=32),
     _linear(SHORT, 64, "fp16", 6.5, 200, archs=(90, 120), group=32),
