@@ -294,6 +294,41 @@ def _first_tile(context_lens, TILE: tl.constexpr, WINDOW: tl.constexpr, QUERIES:
     return tl.maximum(context_lens - (QUERIES - 1) - WINDOW, 0) // TILE if WINDOW > 0 else context_lens * 0
 
 
+@triton.jit
+def _merge_parts(
+    partial_out, partial_max, partial_sum, start, end, rows, present, rows_of_part,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Return the attention [ROWS, BLOCK_D] of items start .. end-1 together, which are all parts of one request's keys.
+
+    rows [ROWS]: query heads within an item's rows_of_part. The order of the sum is that of the items, PARTS at a time.
+    """
+    ROWS: tl.constexpr = rows.shape[0]
+    dims = tl.arange(0, BLOCK_D)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for at in range(start, end, PARTS):
+        items = at + tl.arange(0, PARTS)
+        loaded = (items < end)[:, None] & present[None, :]
+        places = items[:, None] * rows_of_part + rows[None, :]
+        # Other programs have just written the parts, so they are in L2 and not in this processor's L1.
+        part_max = tl.load(partial_max + places, mask=loaded, other=float("-inf"), cache_modifier=".cg")
+        part_sum = tl.load(partial_sum + places, mask=loaded, other=0.0, cache_modifier=".cg")
+        part_out = tl.load(
+            partial_out + places[:, :, None].to(tl.int64) * HEAD_DIM + dims[None, None, :],
+            mask=loaded[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(part_max, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(part_max - shift[None, :])
+        alpha = tl.exp2(row_max - shift)
+        acc = acc * alpha[:, None] + tl.sum(part_out * weights[:, :, None], 0)
+        row_sum = row_sum * alpha + tl.sum(part_sum * weights, 0)
+        row_max = new_max
+    return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+
+
 @triton.jit(do_not_specialize=["num_blocks", "table_stride"])
 def decode_kernel(
     out, partial_out, partial_max, partial_sum, q, k_cache, v_cache, k_scale, v_scale, block_table, context_lens,
@@ -395,41 +430,23 @@ def reduce_kernel(
     out, partial_out, partial_max, partial_sum, split_starts, out_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, QUERIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per query token of a decode row and query head: combines its parts, weighted by their share of the
-    sum."""
+    """One program per query token of a decode row and query head merges its parts."""
     wait_for_inputs(PDL)
     token = tl.program_id(0)
     row = token // QUERIES
-    head = tl.program_id(1)
+    heads = tl.program_id(1) + tl.arange(0, 1)
     start = tl.load(split_starts + row)
     end = tl.load(split_starts + row + 1)
     if end - start <= 1:
         return  # the decode kernel has written rows with one part
+    num_heads = tl.num_programs(1)
+    acc = _merge_parts(
+        partial_out, partial_max, partial_sum, start, end, token % QUERIES * num_heads + heads, heads >= 0,
+        QUERIES * num_heads, HEAD_DIM, BLOCK_D, PARTS,
+    )  # fmt: skip
     dims = tl.arange(0, BLOCK_D)
-    row_max = float("-inf")
-    row_sum = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for at in range(start, end, PARTS):
-        items = at + tl.arange(0, PARTS)
-        present = items < end
-        parts = (items * QUERIES + token % QUERIES) * tl.num_programs(1) + head
-        part_max = tl.load(partial_max + parts, mask=present, other=float("-inf"))
-        part_sum = tl.load(partial_sum + parts, mask=present, other=0.0)
-        part_out = tl.load(
-            partial_out + parts[:, None].to(tl.int64) * HEAD_DIM + dims[None, :],
-            mask=present[:, None] & (dims < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        new_max = tl.maximum(row_max, tl.max(part_max, 0))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(part_max - shift)
-        alpha = tl.exp2(row_max - shift)
-        acc = acc * alpha + tl.sum(part_out * weights[:, None], 0)
-        row_sum = row_sum * alpha + tl.sum(part_sum * weights, 0)
-        row_max = new_max
-    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)
-    tl.store(out + token.to(tl.int64) * out_stride + head * HEAD_DIM + dims, acc.to(out.dtype.element_ty),
-             mask=dims < HEAD_DIM)  # fmt: skip
+    places = token.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=(dims < HEAD_DIM)[None, :])
 
 
 @triton.jit
