@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.kernels.machine_code import before_wait, count, hottest_loop, instructions, num_spills
+from tests.kernels.machine_code import before_wait, count, hottest_loop, instructions, is_handed_over, num_spills
 
 SHARED_BYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """KiB of shared memory one program may use, by compute capability."""
@@ -52,6 +52,7 @@ class Variant:
     max_instructions_per_element: float = 0.0  # thread instructions; 0: not limited
     prefetches: int = 0  # on sm_90, of each thread, before the kernel waits for the previous one
     not_early: tuple[str, ...] = ()  # instructions that must not occur on sm_90 before that wait; for those that wait
+    hands_over: bool = False  # on sm_90, reads after an atomic addition what other programs wrote before theirs
     options: Mapping[str, Any] = field(default_factory=dict)  # further compile options; PDL is chosen where not given
     hip: bool = False  # that it compiles for gfx1100 is tested as well; one variant of each kernel
 
@@ -73,6 +74,7 @@ class Compiled:
     loop: Mapping[str, int]  # of each opcode in the hottest loop (machine_code.hottest_loop says which that is)
     before_wait: Mapping[str, int]  # of each opcode before the wait for the previous kernel; none without a wait
     num_warps: int
+    is_handed_over: bool  # machine_code.is_handed_over says what
 
     @property
     def hottest(self) -> Mapping[str, int]:
@@ -102,7 +104,10 @@ def compile_variant(variant: Variant, arch: int) -> Compiled:
     registers, stack = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     spills = num_spills(machine_code)
     before = count(before_wait(code))
-    return Compiled(registers, stack, spills, compiled.metadata.shared, counts, loop, before, variant.num_warps)
+    return Compiled(
+        registers, stack, spills, compiled.metadata.shared, counts, loop, before, variant.num_warps,
+        is_handed_over(machine_code),
+    )  # fmt: skip
 
 
 def compile_for_hip(variant: Variant, arch: str = "gfx1100") -> bool:

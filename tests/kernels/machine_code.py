@@ -75,6 +75,24 @@ def before_wait(code: list[Instruction]) -> list[Instruction]:
     return code[: places[0]] if places else []
 
 
+def is_handed_over(sass: str) -> bool:
+    """Return whether what all threads store before an atomic addition is seen by all threads of the program that adds
+    after it: a barrier and a fence of the whole GPU before the addition; an invalidated L1 and a barrier after it."""
+    steps = [
+        f"{name}{rest.split()[0] if rest.startswith('.') else ''}" for _, _, name, rest in _INSTRUCTION.findall(sass)
+    ]
+    add = next((place for place, step in enumerate(steps) if step.startswith("ATOMG")), None)
+    if add is None:
+        return False
+    before = steps[max(place for place, step in enumerate(steps[:add]) if step.startswith("STG")) : add]
+    after = steps[add : add + next(place for place, step in enumerate(steps[add:]) if step.startswith("LDG"))]
+    fence = next((place for place, step in enumerate(before) if re.match(r"MEMBAR\.\w+\.GPU", step)), 0)
+    invalidation = after.index("CCTL.IVALL") if "CCTL.IVALL" in after else len(after)
+    return any(step.startswith("BAR.SYNC") for step in before[:fence]) and any(
+        step.startswith("BAR.SYNC") for step in after[invalidation:]
+    )
+
+
 def count(code: Iterable[Instruction]) -> Mapping[str, int]:
     names = [instruction.opcode for instruction in code]
     return {name: names.count(name) for name in sorted(set(names))}

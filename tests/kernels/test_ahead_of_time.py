@@ -73,6 +73,8 @@ def _check(variant: Variant, arch: int, compiled: Compiled) -> None:
         assert compiled.counts.get("ACQBULK") == 1, "a kernel that starts early waits once"
         assert compiled.before_wait.get("CCTL", 0) == variant.prefetches
         assert not [name for name in variant.not_early if compiled.before_wait.get(name)]
+    if variant.hands_over:
+        assert compiled.is_handed_over
     if limit := variant.max_instructions_per_element:
         assert compiled.instructions_per_element(variant.elements_per_loop) <= limit
 

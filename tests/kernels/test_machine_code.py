@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernels.machine_code import before_wait, count, hottest_loop, instructions, num_spills
+from tests.kernels.machine_code import before_wait, count, hottest_loop, instructions, is_handed_over, num_spills
 
 
 def sass(*lines: str) -> str:
@@ -40,6 +40,17 @@ def test_what_runs_before_the_previous_kernel_has_finished() -> None:
     code = instructions(sass("MOV R1, R2", "CCTL.E.PF2 [R2.64]", "ACQBULK", "LDG.E R4, [R2]", "ACQBULK", "EXIT"))
     assert count(before_wait(code)) == {"CCTL": 1, "MOV": 1}
     assert not before_wait(instructions(sass("LDG.E R4, [R2]", "EXIT")))
+
+
+def test_what_one_program_writes_is_handed_over_to_another() -> None:
+    order = [
+        "STG.E [R6], R0", "BAR.SYNC.DEFER_BLOCKING 0x0", "@P1 MEMBAR.ALL.CTA", "@P1 MEMBAR.ALL.GPU",
+        "@P1 ATOMG.E.ADD.STRONG.GPU PT, R3, [R8], R3", "@P1 CCTL.IVALL", "BAR.SYNC.DEFER_BLOCKING 0x0",
+        "@P2 LDG.E.STRONG.GPU R67, [R4]", "EXIT",
+    ]  # fmt: skip
+    assert is_handed_over(sass(*order))
+    for needed in (1, 3, 4, 5, 6):
+        assert not is_handed_over(sass(*order[:needed], *order[needed + 1 :])), order[needed]
 
 
 def test_no_loop() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -418,6 +421,59 @@ def test_a_long_row_is_split_and_put_together(window: int | None, queries: int) 
         covered = [tile for first, end in spans for tile in range(first, end)]
         assert covered == list(range(first // plan.decode.tile, -(-length // plan.decode.tile)))
     assert_matches(batch, window=window)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter runs programs in an order that is asked for")
+@pytest.mark.parametrize(("queries", "decode_rows", "window"), [(1, 64, None), (3, 8, 90)])
+def test_whichever_part_is_last_merges_all(
+    queries: int, decode_rows: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs in any order, layer after layer with one plan: the bits are those of a kernel that only merges."""
+    monkeypatch.setattr(device_code, "DECODE_ROWS", decode_rows)  # 8: two programs share a row's queries
+    batch = Batch([queries] * 4, [150, 0, 31, 80], 4, 1, 64, 16, decode_queries=queries)
+    sinks = torch.linspace(-2, 3, 4)
+    plan = batch.plan(window)
+    assert isinstance(plan, DevicePlan)
+    assert plan.splits is not None
+    assert plan.splits.split_starts.diff()[[0, 3]].min() > 2
+    monkeypatch.setattr(batch, "plan", lambda window: plan)
+    _, at_once = device_code.merge_tile(4 * min(queries, decode_rows // 4), 64, plan.decode.num_warps)
+
+    def attend() -> Tensor:
+        for part in (plan.splits.partial_out, plan.splits.partial_max, plan.splits.partial_sum):
+            part.fill_(torch.nan)
+        out = batch.attend(window, sinks=sinks)
+        assert not plan.splits.counters.any(), "the next layer begins at zero"
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device_code, "MERGED_BY_ONE", 0)
+        patch.setattr(device_code, "REDUCED_AT_ONCE", at_once)
+        wanted = attend()
+    for seed in range(2):
+        with shuffled_programs(seed):
+            assert torch.equal(attend(), wanted)
+    real = batch.definition(window, sinks=sinks)
+    torch.testing.assert_close(wanted.double(), real, rtol=1e-5, atol=1e-5)
+
+
+@contextmanager
+def shuffled_programs(seed: int) -> Iterator[None]:
+    """The interpreter runs a grid's programs one by one, in another order than that of their ids."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    real, orders = InterpreterBuilder.set_grid_idx, dict[tuple[int, ...], list[int]]()
+
+    def shuffled(builder: Any, x: int, y: int, z: int) -> None:
+        _, ys, zs = grid = tuple(builder.grid_dim)
+        if grid not in orders:
+            orders[grid] = random.Random(seed).sample(range(math.prod(grid)), math.prod(grid))
+        rest, z = divmod(orders[grid][(x * ys + y) * zs + z], zs)
+        real(builder, *divmod(rest, ys), z)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "set_grid_idx", shuffled)
+        yield
 
 
 @kernel_only

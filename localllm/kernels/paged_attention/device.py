@@ -25,11 +25,14 @@ from localllm.kernels.launch import (
 from localllm.kernels.paged_attention.kernels import decode_kernel, plan_kernel, prefill_kernel, reduce_kernel
 from localllm.kernels.tuned import settings_for
 
-MIN_SPLIT_TOKENS = 256  # shorter parts cost more in the reduction than they save
+MIN_SPLIT_TOKENS = 256  # shorter parts cost more in the merge than they save
 PROGRAMS_PER_PROCESSOR = 4  # of the decode kernel: enough loads in flight to keep memory busy
 HAS_WGMMA = (90, 100, 103)  # matrix units that read shared memory, 64 rows at a time
 MATRIX_D = 256  # wider heads (the latents of MLA, padded to 1024) fill registers with few rows, memory with few keys
 DECODE_ROWS = 64  # of a score tile of the decode kernel
+MERGED_BY_ONE = 1024  # numbers of a part, at most: with more, one program a head merges the parts sooner
+MERGED_AT_ONCE = 32  # numbers a thread: few enough for the registers that the keys' loop needs anyway
+REDUCED_AT_ONCE = 16  # parts that a program of `reduce_kernel` merges at a time
 MUCH_SHARED_MEMORY = (80, 90, 100, 103)  # 163 KiB and more for one program; others have 99
 
 
@@ -49,6 +52,7 @@ class SplitPlan:
 
     items: Tensor  # [N, 3] int32  row (-1: none), first tile, end tile
     split_starts: Tensor  # [num_decodes + 1] int32  each row's first item
+    counters: Tensor  # [num_decodes, kv_heads, query tiles] int32  written parts; zero before and after each layer
     partial_out: Tensor  # [N, queries, num_heads, head_dim] fp32
     partial_max: Tensor  # [N, queries, num_heads] fp32
     partial_sum: Tensor  # [N, queries, num_heads] fp32
@@ -170,15 +174,18 @@ def _plan_splits(
     most_parts = cdiv(cdiv(seen_tokens, tile), min_tiles)
     max_items = min(num_decodes + spare_items, num_decodes * max(1, most_parts))
     parts = (max_items, queries, num_heads)
+    query_tiles = cdiv(queries, tile_queries(num_heads // num_kv_heads, head_dim, queries))
     plan = SplitPlan(
         items=torch.empty((max_items, 3), dtype=torch.int32, device=device),
         split_starts=torch.empty(num_decodes + 1, dtype=torch.int32, device=device),
+        counters=torch.empty((num_decodes, num_kv_heads, query_tiles), dtype=torch.int32, device=device),
         partial_out=torch.empty((*parts, head_dim), dtype=torch.float32, device=device),
         partial_max=torch.empty(parts, dtype=torch.float32, device=device),
         partial_sum=torch.empty(parts, dtype=torch.float32, device=device),
     )
     plan_kernel[(1,)](
-        plan.items, plan.split_starts, context_lens, num_decodes, max_items, spare_items,
+        plan.items, plan.split_starts, plan.counters, context_lens, num_decodes, max_items, spare_items,
+        plan.counters.numel(),
         TILE=tile, WINDOW=window, MIN_TILES=min_tiles, ROWS=256, QUERIES=queries, num_warps=4,
         **early_launch(device),
     )  # fmt: skip
@@ -190,6 +197,16 @@ def tile_queries(group_size: int, head_dim: int, queries: int) -> int:
     the sums of."""
     most_rows = DECODE_ROWS if _block_d(head_dim) <= MATRIX_D else 16
     return min(queries, max(1, most_rows // group_size))
+
+
+def merge_tile(rows: int, head_dim: int, num_warps: int) -> tuple[int, int]:
+    """Return (rows, parts) that a program of the decode kernel merges at a time; no parts if `reduce_kernel` does.
+
+    rows: query heads of a key head, times the queries that a program takes.
+    """
+    merge_rows = next_power_of_2(rows)
+    numbers = merge_rows * _block_d(head_dim)
+    return merge_rows, MERGED_AT_ONCE * 32 * num_warps // numbers if numbers <= MERGED_BY_ONE else 0
 
 
 def decode_launch(arch: int, head_dim: int, bits: int, rows: int, block_size: int) -> AttentionLaunch:
@@ -328,20 +345,22 @@ def _launch_decode(call: _Call, splits: SplitPlan) -> None:
     plan, launch = call.plan, call.plan.decode
     num_kv_heads, num_blocks = call.k_cache.shape[:2]
     num_tokens, queries = plan.num_decode_tokens, plan.decode_queries
-    at_once = tile_queries(call.q.shape[1] // num_kv_heads, call.q.shape[2], queries)
+    group_size, head_dim = call.q.shape[1] // num_kv_heads, call.q.shape[2]
+    at_once = tile_queries(group_size, head_dim, queries)
+    merge_rows, merge_parts = merge_tile(group_size * at_once, head_dim, launch.num_warps)
     decode_kernel[(len(splits.items), num_kv_heads, cdiv(queries, at_once))](
         call.out, splits.partial_out, splits.partial_max, splits.partial_sum, call.q,
         call.cache(call.k_cache, launch), call.cache(call.v_cache, launch), call.k_scale, call.v_scale,
-        plan.block_table, plan.context_lens, plan.positions, splits.items, call.sinks, call.alibi_slopes, call.scale,
+        plan.block_table, plan.context_lens, plan.positions, splits.items, splits.split_starts, splits.counters,
+        call.sinks, call.alibi_slopes, call.scale,
         num_blocks, plan.block_table.stride(0), call.q.stride(0), call.q.stride(1), call.out.stride(0),
-        QUERIES=queries, TILE_QUERIES=at_once, **call.constants(launch),
+        QUERIES=queries, TILE_QUERIES=at_once, MERGE_ROWS=merge_rows, MERGE_PARTS=merge_parts, **call.constants(launch),
     )  # fmt: skip
-    if len(splits.items) == plan.num_decodes:
-        return  # no row can have several parts
-    head_dim = call.q.shape[2]
+    if merge_parts or len(splits.items) == plan.num_decodes:
+        return  # the decode kernel has merged the parts, or no row can have several
     reduce_kernel[(num_tokens, call.q.shape[1])](
         call.out, splits.partial_out, splits.partial_max, splits.partial_sum, splits.split_starts, call.out.stride(0),
-        HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), PARTS=16, QUERIES=queries, num_warps=4,
+        HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), PARTS=REDUCED_AT_ONCE, QUERIES=queries, num_warps=4,
         **early_launch(call.q.device),
     )  # fmt: skip
 

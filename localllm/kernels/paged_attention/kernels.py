@@ -1,4 +1,4 @@
-"""The device code of paged attention: one body for prefill rows and decode rows, a plan kernel and a reduction.
+"""The device code of paged attention: one body for prefill rows and decode rows, a plan kernel and a merge.
 
 The body iterates over tiles of TILE consecutive keys with a running maximum and sum (Milakov & Gimelshein 2018,
 arXiv:1805.02867; FlashAttention, Dao 2023, arXiv:2307.08691), in base 2: scale and log2(e) are one factor. Its rows are
@@ -294,16 +294,89 @@ def _first_tile(context_lens, TILE: tl.constexpr, WINDOW: tl.constexpr, QUERIES:
     return tl.maximum(context_lens - (QUERIES - 1) - WINDOW, 0) // TILE if WINDOW > 0 else context_lens * 0
 
 
+@triton.jit
+def _merge_parts(
+    partial_out, partial_max, partial_sum, start, end, rows, present, rows_of_part,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Return the attention [ROWS, BLOCK_D] of items start .. end-1 together, which are all parts of one request's keys.
+
+    rows [ROWS]: query heads within an item's rows_of_part. The order of the sum is that of the items, PARTS at a time.
+    """
+    ROWS: tl.constexpr = rows.shape[0]
+    dims = tl.arange(0, BLOCK_D)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for at in range(start, end, PARTS):
+        items = at + tl.arange(0, PARTS)
+        loaded = (items < end)[:, None] & present[None, :]
+        places = items[:, None] * rows_of_part + rows[None, :]
+        # Other programs have just written the parts, so they are in L2 and not in this processor's L1.
+        part_max = tl.load(partial_max + places, mask=loaded, other=float("-inf"), cache_modifier=".cg")
+        part_sum = tl.load(partial_sum + places, mask=loaded, other=0.0, cache_modifier=".cg")
+        part_out = tl.load(
+            partial_out + places[:, :, None].to(tl.int64) * HEAD_DIM + dims[None, None, :],
+            mask=loaded[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(part_max, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(part_max - shift[None, :])
+        alpha = tl.exp2(row_max - shift)
+        acc = acc * alpha[:, None] + tl.sum(part_out * weights[:, :, None], 0)
+        row_sum = row_sum * alpha + tl.sum(part_sum * weights, 0)
+        row_max = new_max
+    return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+
+
+@triton.jit
+def _merge_if_last(
+    out, partial_out, partial_max, partial_sum, split_starts, counters, row, out_stride,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
+    TILE_QUERIES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Count this program's part of a decode row; in the program that counts the last one, merge them all.
+
+    The addition releases what this program has written, and acquires what others had written before they counted.
+    """
+    kv_head, query_tile = tl.program_id(1), tl.program_id(2)
+    counter = counters + (row * tl.num_programs(1) + kv_head) * tl.num_programs(2) + query_tile
+    start = tl.load(split_starts + row)
+    end = tl.load(split_starts + row + 1)
+    num_written = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
+    if num_written == end - start:
+        tl.store(counter, 0)  # for the next layer
+        num_heads = tl.num_programs(1) * GROUP_SIZE
+        rows = tl.arange(0, ROWS)
+        queries = query_tile * TILE_QUERIES + rows // GROUP_SIZE
+        heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
+        present = (rows < TILE_QUERIES * GROUP_SIZE) & (queries < QUERIES)
+        acc = _merge_parts(
+            partial_out, partial_max, partial_sum, start, end, queries * num_heads + heads, present,
+            QUERIES * num_heads, HEAD_DIM, BLOCK_D, PARTS,
+        )  # fmt: skip
+        dims = tl.arange(0, BLOCK_D)
+        tokens = row.to(tl.int64) * QUERIES + queries
+        places = tokens[:, None] * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out + places, acc.to(out.dtype.element_ty), mask=present[:, None] & (dims < HEAD_DIM)[None, :])
+
+
 @triton.jit(do_not_specialize=["num_blocks", "table_stride"])
 def decode_kernel(
     out, partial_out, partial_max, partial_sum, q, k_cache, v_cache, k_scale, v_scale, block_table, context_lens,
-    positions, items, sinks, alibi_slopes, scale, num_blocks, table_stride, q_token_stride, q_head_stride, out_stride,
+    positions, items, split_starts, counters, sinks, alibi_slopes, scale, num_blocks, table_stride, q_token_stride,
+    q_head_stride, out_stride,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr, QUERIES: tl.constexpr, TILE_QUERIES: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, QUERIES: tl.constexpr, TILE_QUERIES: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per item of the work list, key head and TILE_QUERIES query tokens: part of one request's keys for its
     QUERIES query tokens.
+
+    counters [num_decodes, kv heads, cdiv(QUERIES, TILE_QUERIES)] int32: how many of a request's parts are written. The
+    program that writes the last one merges them all, MERGE_PARTS at a time, and sets the counter to zero. MERGE_PARTS
+    0: the parts are left to `reduce_kernel`. MERGE_ROWS: a power of two, at least TILE_QUERIES * GROUP_SIZE.
 
     positions [num_decodes * QUERIES] int64: read if QUERIES > 1, of each row's first query. A query from the context's
     end on is padding; its output is not defined.
@@ -388,6 +461,12 @@ def decode_kernel(
         tl.store(partial_max + parts, row_max, mask=present)
         tl.store(partial_sum + parts, row_sum, mask=present)
         tl.store(partial_out + parts[:, None].to(tl.int64) * HEAD_DIM + dims[None, :], acc * v_factor, mask=stored)
+        if MERGE_PARTS > 0:
+            tl.debug_barrier()  # until all threads have written their share of the part
+            _merge_if_last(
+                out, partial_out, partial_max, partial_sum, split_starts, counters, row, out_stride, GROUP_SIZE,
+                HEAD_DIM, BLOCK_D, QUERIES, TILE_QUERIES, MERGE_ROWS, MERGE_PARTS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -395,41 +474,23 @@ def reduce_kernel(
     out, partial_out, partial_max, partial_sum, split_starts, out_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, QUERIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per query token of a decode row and query head: combines its parts, weighted by their share of the
-    sum."""
+    """One program per query token of a decode row and query head merges its parts."""
     wait_for_inputs(PDL)
     token = tl.program_id(0)
     row = token // QUERIES
-    head = tl.program_id(1)
+    heads = tl.program_id(1) + tl.arange(0, 1)
     start = tl.load(split_starts + row)
     end = tl.load(split_starts + row + 1)
     if end - start <= 1:
         return  # the decode kernel has written rows with one part
+    num_heads = tl.num_programs(1)
+    acc = _merge_parts(
+        partial_out, partial_max, partial_sum, start, end, token % QUERIES * num_heads + heads, heads >= 0,
+        QUERIES * num_heads, HEAD_DIM, BLOCK_D, PARTS,
+    )  # fmt: skip
     dims = tl.arange(0, BLOCK_D)
-    row_max = float("-inf")
-    row_sum = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for at in range(start, end, PARTS):
-        items = at + tl.arange(0, PARTS)
-        present = items < end
-        parts = (items * QUERIES + token % QUERIES) * tl.num_programs(1) + head
-        part_max = tl.load(partial_max + parts, mask=present, other=float("-inf"))
-        part_sum = tl.load(partial_sum + parts, mask=present, other=0.0)
-        part_out = tl.load(
-            partial_out + parts[:, None].to(tl.int64) * HEAD_DIM + dims[None, :],
-            mask=present[:, None] & (dims < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        new_max = tl.maximum(row_max, tl.max(part_max, 0))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(part_max - shift)
-        alpha = tl.exp2(row_max - shift)
-        acc = acc * alpha + tl.sum(part_out * weights[:, None], 0)
-        row_sum = row_sum * alpha + tl.sum(part_sum * weights, 0)
-        row_max = new_max
-    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)
-    tl.store(out + token.to(tl.int64) * out_stride + head * HEAD_DIM + dims, acc.to(out.dtype.element_ty),
-             mask=dims < HEAD_DIM)  # fmt: skip
+    places = token.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=(dims < HEAD_DIM)[None, :])
 
 
 @triton.jit
@@ -439,15 +500,16 @@ def _key_tiles(context_lens, rows, num_rows, TILE: tl.constexpr, WINDOW: tl.cons
     return _first_tile(lengths, TILE, WINDOW, QUERIES), tl.cdiv(lengths, TILE)
 
 
-@triton.jit(do_not_specialize=["num_rows", "max_items", "spare_items"])
+@triton.jit(do_not_specialize=["num_rows", "max_items", "spare_items", "num_counters"])
 def plan_kernel(
-    items, split_starts, context_lens, num_rows, max_items, spare_items,
+    items, split_starts, counters, context_lens, num_rows, max_items, spare_items, num_counters,
     TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program splits the decode kernel's work into parts of nearly equal length, at most num_rows + spare_items.
 
-    items [max_items, 3]: row (-1: no work), first tile, end tile. split_starts [num_rows + 1].
+    items [max_items, 3]: row (-1: no work), first tile, end tile. split_starts [num_rows + 1]. counters [num_counters]:
+    set to zero.
     """
     wait_for_inputs(PDL)
     total = 0
@@ -475,3 +537,6 @@ def plan_kernel(
     for at in range(used, max_items, ROWS):
         idle = at + tl.arange(0, ROWS)
         tl.store(items + idle * 3, -1, mask=idle < max_items)
+    for at in range(0, num_counters, ROWS):
+        counted = at + tl.arange(0, ROWS)
+        tl.store(counters + counted, 0, mask=counted < num_counters)

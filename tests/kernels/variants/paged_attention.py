@@ -11,8 +11,8 @@ STRIDES = ("q_token_stride", "q_head_stride", "out_stride")
 CACHE_TYPES = {"plain": "{}", "fp8": "fp8e4nv", "fp8_bits": "u8", "int8": "i8", "int8_ptx": "i8"}
 POINTERS = {
     "out": "*{}", "q": "*{}", "k_scale": "*fp32", "v_scale": "*fp32", "block_table": "*i32", "context_lens": "*i32",
-    "cu_seqlens_q": "*i32", "positions": "*i64", "items": "*i32", "split_starts": "*i32", "sinks": "*fp32",
-    "alibi_slopes": "*fp32", "partial_out": "*fp32", "partial_max": "*fp32", "partial_sum": "*fp32",
+    "cu_seqlens_q": "*i32", "positions": "*i64", "items": "*i32", "split_starts": "*i32", "counters": "*i32",
+    "sinks": "*fp32", "alibi_slopes": "*fp32", "partial_out": "*fp32", "partial_max": "*fp32", "partial_sum": "*fp32",
 }  # fmt: skip
 
 
@@ -30,12 +30,14 @@ def attention(
     bits = 8 if format != "plain" else 32 if dtype == "fp32" else 16
     at_once = device.tile_queries(group_size, head_dim, queries)
     launch = choose(archs[0], head_dim, bits, group_size * at_once, block_size)
+    merge_rows, merge_parts = device.merge_tile(group_size * at_once, head_dim, launch.num_warps)
     block_d = device._block_d(head_dim)
     constants: dict[str, Any] = {
         "GROUP_SIZE": group_size, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_SIZE": block_size,
         "BLOCK_M": launch.block_m, "TILE": launch.tile, "WINDOW": window, "SOFTCAP": softcap, "FORMAT": format,
         "TMA": launch.tma, "ONE_LOOP": one_loop, "STAGES": launch.num_stages,
         "QUERIES": queries, "TILE_QUERIES": at_once, "positions": None,
+        "MERGE_ROWS": merge_rows, "MERGE_PARTS": merge_parts,
         "k_scale": None, "v_scale": None, "sinks": None, "alibi_slopes": None,
     }  # fmt: skip
     if format != "plain":
@@ -54,7 +56,7 @@ def attention(
     del signature["PDL"]
     return Variant(
         f"{entry}, {name}", kernel, signature, constants, launch.num_warps, launch.num_stages, STRIDES,
-        archs=archs, not_early=MEMORY, **budget,
+        archs=archs, not_early=MEMORY, hands_over=entry == "decode" and merge_parts > 0, **budget,
     )  # fmt: skip
 
 
