@@ -18,19 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.byte_weight import ROW_BLOCK, SCALE_BLOCK, dequantized
 from localllm.kernels.crossover import Crossover
+from localllm.kernels.device_features import device_features
 from localllm.kernels.launch import INTERPRETED, cdiv, launch_options, runs_triton
 from localllm.kernels.quantize import SMALLEST, Quantized, largest, quantize, round_to
-from localllm.kernels.skinny_gemm import (
-    ROW_BLOCK,
-    SCALE_BLOCK,
-    dequantized,
-    device_features,
-    skinny_gemm_reference,
-    w8a16_gemm,
-)
-from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.rms_norm import normed
+from localllm.kernels.skinny_gemm import skinny_gemm_reference, w8a16_gemm
 from localllm.kernels.tuned import settings_for
+from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from localllm.kernels.w8a8_gemm import w8a8_gemm
 
 E4M3 = torch.float8_e4m3fn
@@ -68,9 +64,9 @@ class Fp8Weight:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
         return fp8_linear(x, self, bias)
 
-    def unsummed(self, x: Tensor, bias: Tensor | None = None) -> Tensor | SplitSum:
-        """Compute `linear`, but leave the sum of splits over K to the reader, if the product is split."""
-        return fp8_linear_unsummed(x, self, bias)
+    def unfinished(self, x: Tensor | PendingNorm, bias: Tensor | None = None) -> Unfinished:
+        """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
+        return fp8_linear_unfinished(x, self, bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[N, K]"""
@@ -79,15 +75,16 @@ class Fp8Weight:
 
 def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
     """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-    return whole(fp8_linear_unsummed(x, weight, bias))
+    return whole(fp8_linear_unfinished(x, weight, bias))
 
 
-def fp8_linear_unsummed(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor | SplitSum:
-    if not runs_triton(x):
-        return fp8_linear_reference(x, weight, bias)
+def fp8_linear_unfinished(x: Tensor | PendingNorm, weight: Fp8Weight, bias: Tensor | None = None) -> Unfinished:
+    if not runs_triton(weight.values):
+        return fp8_linear_reference(normed(x), weight, bias)
     stays_16_bit = weight.activations == "16-bit" or launch_options().deterministic or not _has_mma(x.device)
     if stays_16_bit or x.shape[0] <= settings_for("fp8_linear", fp8_key(weight), fp8_crossover).skinny_rows:
         return w8a16_gemm(x, weight.values, bias, weight.scales)
+    x = normed(x)
     return w8a8_gemm(_quantized_input(x, weight), weight.values, weight.scales, bias, dtype=x.dtype)
 
 

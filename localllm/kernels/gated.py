@@ -1,4 +1,8 @@
-"""The kernels of a gated activation, act(gate) * up, for silu_mul.py and gelu_mul.py.
+"""A gated activation, act(gate) * up: SwiGLU's and GeGLU's elementwise half (Shazeer 2020, arXiv:2002.05202).
+
+    silu        gate / (1 + exp(-gate)) * up
+    gelu        with erf
+    gelu_tanh   GELU by its tanh approximation
 
 Limited by memory bandwidth: two elements are read and one is written for about ten instructions. Each element is
 computed independently: a row's result has the same bits in any batch.
@@ -9,15 +13,23 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, tl, triton, wait_for_inputs
-from localllm.kernels.split_sum import SplitSum, load_sum, parts_of
+from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
+from localllm.kernels.split_sum import load_sum
 from localllm.kernels.tuned import settings_for
+from localllm.kernels.unfinished import Product, Unfinished, parts_of
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
-def launch_gated(gate_up: Tensor | SplitSum, activation: str) -> Tensor:
-    """gate_up [T, 2 * I] -> [T, I]. activation: "silu", or gelu's `approximate`: "none" or "tanh"."""
+def gated(gate_up: Unfinished, activation: str) -> Tensor:
+    """gate_up [T, 2 * I], gate first -> [T, I] contiguous, same dtype. activation: one of ACTIVATIONS."""
+    if isinstance(gate_up, Tensor) and not runs_triton(gate_up):
+        return gated_reference(gate_up, activation)
+    if isinstance(gate_up, Product) and (out := gate_up.gated(activation)) is not None:
+        return out
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     parts, bias, splits = parts_of(gate_up)
     assert parts.stride(-1) == 1
@@ -41,6 +53,14 @@ def gated_launch(width: int) -> GatedLaunch:
     return GatedLaunch(min(1024, next_power_of_2(width)), 4)
 
 
+def gated_reference(gate_up: Tensor, activation: str) -> Tensor:
+    """The plain-torch twin."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate).mul_(up)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _gated_kernel(
     gate_up_ptr, bias_ptr, out_ptr, stride, rows,
@@ -55,15 +75,15 @@ def _gated_kernel(
     gate = load_sum(gate_up_ptr + row * stride, bias_ptr, column, column, inside, split_stride, SPLITS, type)
     second = WIDTH + column
     up = load_sum(gate_up_ptr + row * stride, bias_ptr, second, second, inside, split_stride, SPLITS, type)
-    tl.store(out_ptr + row * WIDTH + column, _gated(gate, up, ACTIVATION).to(type), mask=inside)
+    tl.store(out_ptr + row * WIDTH + column, gate_times_up(gate, up, ACTIVATION).to(type), mask=inside)
 
 
 @triton.jit
-def _gated(gate, up, ACTIVATION: tl.constexpr):
+def gate_times_up(gate, up, ACTIVATION: tl.constexpr):
     """Return act(gate) * up in fp32."""
     if ACTIVATION == "silu":
         return gate / (1.0 + tl.exp(-gate)) * up
-    if ACTIVATION == "tanh":
+    if ACTIVATION == "gelu_tanh":
         # (1 + tanh(u)) / 2 is the logistic function of 2u, u = sqrt(2 / pi) * (gate + 0.044715 * gate^3).
         twice = gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate)
         return gate / (1.0 + tl.exp(-twice)) * up

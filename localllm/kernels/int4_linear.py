@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.planar.layout import chunk_size, pack_words, padded_columns
-from localllm.kernels.planar.linear import PlanarWeight, planar_linear_unsummed
-from localllm.kernels.split_sum import SplitSum
+from localllm.kernels.planar.linear import PlanarWeight, planar_linear_unfinished
+from localllm.kernels.rms_norm import normed
+from localllm.kernels.unfinished import PendingNorm, Unfinished
 
 PACK_ELEMENTS = 1 << 22  # weights converted at a time
 QUANTIZE_ELEMENTS = 1 << 20  # weights rounded at a time: several fp32 copies are needed
@@ -37,10 +38,11 @@ class Int4Weight(PlanarWeight):
 
     input_order: Tensor | None = None  # [K] int64: column k of W multiplies x[:, input_order[k]]
 
-    def unsummed(self, x: Tensor, bias: Tensor | None = None) -> Tensor | SplitSum:
-        """Compute `linear`, but leave the sum of splits over K to the reader, if the product is split."""
+    def unfinished(self, x: Tensor | PendingNorm, bias: Tensor | None = None) -> Unfinished:
+        """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
+        x = normed(x)
         x = x if self.input_order is None else x.index_select(1, self.input_order)
-        return planar_linear_unsummed(x, self, bias)
+        return planar_linear_unfinished(x, self, bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [N, K] in the original order of the inputs."""

@@ -17,12 +17,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from localllm.kernels.byte_weight import ROW_BLOCK, dequantized
 from localllm.kernels.crossover import Crossover
+from localllm.kernels.device_features import device_features
 from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.quantize import SMALLEST, quantize
-from localllm.kernels.skinny_gemm import ROW_BLOCK, dequantized, device_features, skinny_gemm_reference, w8a16_gemm
-from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.rms_norm import normed
+from localllm.kernels.skinny_gemm import skinny_gemm_reference, w8a16_gemm
 from localllm.kernels.tuned import settings_for
+from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from localllm.kernels.w8a8_gemm import w8a8_gemm
 
 Activations = Literal["dynamic", "16-bit"]
@@ -56,9 +59,9 @@ class Int8Weight:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
         return int8_linear(x, self, bias)
 
-    def unsummed(self, x: Tensor, bias: Tensor | None = None) -> Tensor | SplitSum:
-        """Compute `linear`, but leave the sum of splits over K to the reader, if the product is split."""
-        return int8_linear_unsummed(x, self, bias)
+    def unfinished(self, x: Tensor | PendingNorm, bias: Tensor | None = None) -> Unfinished:
+        """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
+        return int8_linear_unfinished(x, self, bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[N, K]"""
@@ -67,15 +70,16 @@ class Int8Weight:
 
 def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
     """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
-    return whole(int8_linear_unsummed(x, weight, bias))
+    return whole(int8_linear_unfinished(x, weight, bias))
 
 
-def int8_linear_unsummed(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor | SplitSum:
-    if not runs_triton(x):
-        return int8_linear_reference(x, weight, bias)
-    stays_16_bit = weight.activations == "16-bit" or launch_options().deterministic or not _has_int8_mma(x)
-    if stays_16_bit or x.shape[0] <= settings_for("int8_linear", int8_key(weight), int8_crossover).skinny_rows:
+def int8_linear_unfinished(x: Tensor | PendingNorm, weight: Int8Weight, bias: Tensor | None = None) -> Unfinished:
+    if not runs_triton(weight.values):
+        return int8_linear_reference(normed(x), weight, bias)
+    dynamic = weight.activations == "dynamic" and not launch_options().deterministic and _has_int8_mma(weight.values)
+    if not dynamic or x.shape[0] <= settings_for("int8_linear", int8_key(weight), int8_crossover).skinny_rows:
         return w8a16_gemm(x, weight.values, bias, weight.scales, weight.zeros)
+    x = normed(x)
     return w8a8_gemm(quantize(x, torch.int8), weight.values, weight.scales, bias, weight.zeros, dtype=x.dtype)
 
 

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.crossover import Crossover
+from localllm.kernels.device_features import device_features
 from localllm.kernels.launch import launch_options, runs_triton
-from localllm.kernels.skinny_gemm import device_features, skinny_gemm, skinny_gemm_unsummed
-from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.rms_norm import normed
+from localllm.kernels.skinny_gemm import skinny_gemm, skinny_gemm_unfinished
 from localllm.kernels.tuned import settings_for
+from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 
 PACK_ROWS = 16
 PACK_MIN_ELEMENTS = 1 << 18  # for smaller weights the packed call's fixed cost (13 us instead of 2) exceeds its gain
@@ -36,13 +38,16 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K], weight from `pack_weight` of [N, K], bias [N] -> [T, N] in x's dtype."""
-    return whole(linear_unsummed(x, weight, bias))
+    return whole(linear_unfinished(x, weight, bias))
 
 
-def linear_unsummed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | SplitSum:
-    """Compute `linear`, but leave the sum of splits over K to the reader, if the product is split."""
+def linear_unfinished(x: Tensor | PendingNorm, weight: Tensor, bias: Tensor | None = None) -> Unfinished:
+    """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
+    if _uses_skinny_gemm(x, weight):
+        return skinny_gemm_unfinished(x, weight, bias)
+    x = normed(x)
     if not weight.is_mkldnn:
-        return skinny_gemm_unsummed(x, weight, bias) if _uses_skinny_gemm(x, weight) else F.linear(x, weight, bias)
+        return F.linear(x, weight, bias)
     if x.shape[0] == 0:
         return x.new_empty((0, weight.shape[0]))
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -51,7 +56,7 @@ def linear_unsummed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 def linear_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Return `linear` as fp32 [T, N], in `out` if given. On a GPU its sums are not rounded to x's dtype before."""
-    has_kernel = not weight.is_mkldnn and _uses_skinny_gemm(x, weight)
+    has_kernel = _uses_skinny_gemm(x, weight)
     if not has_kernel and (not x.is_cuda or torch.version.hip is not None):
         y = linear(x, weight, bias)
         return y.float() if out is None else out.copy_(y)
@@ -66,8 +71,8 @@ def linear_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tens
     return out if bias is None else out.add_(bias)
 
 
-def _uses_skinny_gemm(x: Tensor, weight: Tensor) -> bool:
-    if not runs_triton(x):
+def _uses_skinny_gemm(x: Tensor | PendingNorm, weight: Tensor) -> bool:
+    if weight.is_mkldnn or not runs_triton(weight):
         return False
     settings = settings_for("linear", crossover_key(weight), crossover_heuristic)
     return launch_options().deterministic or x.shape[0] <= settings.skinny_rows

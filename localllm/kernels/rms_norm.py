@@ -2,6 +2,7 @@
 
     y = x * rsqrt(mean(x^2) + eps) * weight
 
+Between two products it needs no kernel: `add_rms_norm_pending` (unfinished.py: PendingNorm).
 Statistics are in fp32. The sum with the residual is first rounded to the residual's type, as a 16-bit model does.
 Limited by memory bandwidth: x and the residual are read once and kept in registers, and every result is written once.
 One program per row, and no setting depends on the number of rows: a row's result has the same bits in any batch.
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
-from localllm.kernels.split_sum import SplitSum, load_sum, parts_of
+from localllm.kernels.split_sum import load_sum
+from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, parts_of
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -28,13 +30,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Tensor | SplitSum, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Unfinished, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add x to residual [..., H] (contiguous) in place, and return the norm of the sum in x's dtype."""
     if isinstance(x, Tensor) and not runs_triton(x):
         return rms_norm_reference(residual.add_(x), weight, eps).to(x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, residual, weight, eps, out)
     return out
+
+
+def add_rms_norm_pending(x: Unfinished, residual: Tensor, weight: Tensor, eps: float) -> Tensor | PendingNorm:
+    """Do `add_rms_norm`, but leave the division by the root mean square to the reader if x is a product that can add
+    itself to the residual."""
+    if isinstance(x, Product) and (norm := x.add_and_norm(residual, weight, eps)) is not None:
+        return norm
+    return add_rms_norm(x, residual, weight, eps)
+
+
+def normed(x: Tensor | PendingNorm) -> Tensor:
+    """Return the finished norm [T, H], in the stream's type."""
+    return rms_norm(x.stream, x.weight, x.eps) if isinstance(x, PendingNorm) else x
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,7 +84,7 @@ def norm_launch(width: int) -> NormLaunch:
     return NormLaunch(block, min(16, max(1, block // 256)))
 
 
-def _launch(x: Tensor | SplitSum, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
+def _launch(x: Unfinished, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
     width = x.shape[-1]
     heads = weight.numel() // width
     assert heads == 1 or x.shape[-2] == heads, (x.shape, weight.shape)

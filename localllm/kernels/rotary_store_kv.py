@@ -27,9 +27,10 @@ from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.quantize import as_bytes, encode, encoding, inverse_of, magnitude, native_fp8, scale_for
 from localllm.kernels.rms_norm import rms_norm_reference
 from localllm.kernels.rotary import rotary, rotary_angles
-from localllm.kernels.split_sum import SplitSum, load_sum, parts_of
+from localllm.kernels.split_sum import load_sum
 from localllm.kernels.store_kv import store_kv
 from localllm.kernels.tuned import settings_for
+from localllm.kernels.unfinished import Unfinished, parts_of
 
 Heads = Literal["qkv", "qk", "q"]
 """The heads that a projection makes. qk: a value head is its key head before norm and rotation (Gemma 4's full layers).
@@ -52,7 +53,7 @@ def plan_rotation(table: Tensor, positions: Tensor, *, interleaved: bool = False
 
 
 def rotary_store_kv(
-    qkv: Tensor | SplitSum,
+    qkv: Unfinished,
     kv: LayerKV,
     slot_mapping: Tensor,
     rotation: Rotation | None,

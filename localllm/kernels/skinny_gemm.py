@@ -7,7 +7,9 @@ in registers, so the only roundings are those of the fp32 sums and of the output
 Operands are swapped: W is the MMA operand that needs 64 rows (wgmma on sm_90; 16 rows elsewhere), x the one for which
 16 suffice, so no tensor-core row is wasted on padding. On sm_90 and later W is loaded by TMA if its rows are 16-byte
 aligned. If N gives too few programs, K is split; each split writes fp32 sums, which the next kernel adds in order,
-without atomics (split_sum.py).
+without atomics (split_sum.py). A product without splits is launched by its reader (unfinished.py), and the kernel then
+does the reader's work: a gated activation (with tiles of rows of gate and up), or the addition to the stream and what
+the norm of the stream needs. x may be such a norm, which the kernel finishes.
 
 Roof: memory. Floor time = bytes of W / bandwidth. At 4.3 TB/s an H200 allows about 15 thread instructions per 16-bit
 weight and 7.5 per byte; tests/kernels/variants/skinny_gemm.py keeps the loops far below that. The remaining limit is
@@ -20,15 +22,17 @@ for many rows, and added in the same order.
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.byte_weight import ROW_BLOCK, SCALE_BLOCK, dequantized, rows_in_fp32
+from localllm.kernels.device_features import device_features
+from localllm.kernels.gated import gate_times_up
 from localllm.kernels.launch import (
-    INTERPRETED,
     cdiv,
     launch_options,
     next_power_of_2,
@@ -37,12 +41,13 @@ from localllm.kernels.launch import (
     tl,
     triton,
 )
-from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.rms_norm import normed
+from localllm.kernels.split_sum import SplitSum
 from localllm.kernels.tuned import settings_for
+from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, whole
 from localllm.kernels.unpack_bytes import unpack_pairs
 
 PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of W for each program, before it waits for x
-SCALE_BLOCK = 128  # rows and columns of W per scale, if scales are per block
 UNMASKED_ROWS = tl.constexpr(64)  # rows in a tile of x from which rows beyond the last are read again, not masked
 FEW_ROWS = 8  # with so few rows of x, tiles are chosen for enough programs without splits
 LEAST_PROGRAMS = 96  # with fewer, K is split
@@ -51,7 +56,6 @@ MOST_SUMS = 32768  # of a row: 128 KB of fp32 that one program of the next norm 
 L2_OVER_MEMORY = 1.28  # an H200's 5.5 TB/s over 4.3: estimates, not measured
 LAUNCH_BYTES = 10_000_000  # that memory delivers while a small kernel starts and ends: 2.4 us
 SERIAL_ROWS = 256  # deterministic: from this many rows on, parallel splits cost more than they gain
-ROW_BLOCK = 4096  # rows of W that the twin converts to fp32 at a time
 
 
 def skinny_gemm(
@@ -63,74 +67,121 @@ def skinny_gemm(
     weight [N, K] in x's dtype; or float8_e4m3fn with scales fp32 [N] or [ceil(N/128), ceil(K/128)]; or int8 with scales
     fp32 [N] and optional zeros int8 [N]: (q - zero) * scale. bias [N].
     """
-    return whole(skinny_gemm_unsummed(x, weight, bias, scales, zeros, out), out)
+    y = skinny_gemm_unfinished(x, weight, bias, scales, zeros)
+    return out.copy_(y) if isinstance(y, Tensor) and out is not None else whole(y, out)
 
 
-def skinny_gemm_unsummed(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor | SplitSum:  # fmt: skip
-    """Compute `skinny_gemm`, but leave the sum of the splits to the reader; `out` is only written without splits."""
+def skinny_gemm_unfinished(
+    x: Tensor | PendingNorm, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None,
+    zeros: Tensor | None = None,
+) -> Unfinished:  # fmt: skip
+    """Compute `skinny_gemm`, but leave the sum of the splits to the reader, or without splits the launch."""
+    x, squares, eps = (x.scaled, x.squares, x.eps) if isinstance(x, PendingNorm) else (x, None, 0.0)
     if not runs_triton(x):
-        y = skinny_gemm_reference(x, weight, bias, scales, zeros)
-        return y if out is None else out.copy_(y)
+        return skinny_gemm_reference(x, weight, bias, scales, zeros)
     rows, n, k = x.shape[0], *weight.shape
     if rows == 0:
-        return x.new_empty((0, n)) if out is None else out
+        return x.new_empty((0, n))
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    target = device_features(x.device)
-    block_scales = scales is not None and scales.ndim == 2
-    kind = _kind(weight)
-    if kind != "float" and (k % 2 or weight.stride(0) % 2 or weight.storage_offset() % 2):
+    if _kind(weight) != "float" and (k % 2 or weight.stride(0) % 2 or weight.storage_offset() % 2):
         even = F.pad(weight.view(torch.uint8), (0, k % 2)).contiguous().view(weight.dtype)  # not found in checkpoints
-        return skinny_gemm_unsummed(F.pad(x, (0, k % 2)), even, bias, scales, zeros, out)
-    key = (_row_bucket(rows), n, k, weight.element_size(), x.element_size(), block_scales, target.arch)
+        assert squares is None, "hidden sizes are even"
+        return skinny_gemm_unfinished(F.pad(x, (0, k % 2)), even, bias, scales, zeros)
+    block_scales = scales is not None and scales.ndim == 2
+    arch = device_features(x.device).arch
+    key = (_row_bucket(rows), n, k, weight.element_size(), x.element_size(), block_scales, arch)
     tile = settings_for("skinny_gemm", key, skinny_gemm_tile)
     assert tile.block_k <= SCALE_BLOCK or not block_scales, "a tile has one scale"
     serial = tile.split_k > 1 and launch_options().deterministic and rows >= SERIAL_ROWS
-    splits = 1 if serial else tile.split_k
-    if splits > 1:
-        sums = torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
-    else:
-        sums = torch.empty((rows, n), dtype=x.dtype, device=x.device) if out is None else out
-    stored = weight if kind == "float" else weight.view(torch.int16)  # [N, K / 2]: two weights per word
-    tma = target.tma and stored.data_ptr() % 16 == 0 and stored.stride(0) * stored.element_size() % 16 == 0
-    stages = tile.num_stages if target.ptx else _plain_stages(kind, tile)
-    launch: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": stages}
-    if pdl := target.tma and launch_options().programmatic_launch:
-        launch["launch_pdl"] = True
-    programs = cdiv(rows, tile.block_m) * cdiv(n, tile.block_n)
-    _skinny_gemm_kernel[(programs, splits)](
-        sums,
-        x,
-        _descriptor(stored, tile) if tma else stored,
-        stored if pdl else None,
-        scales,
-        zeros,
-        bias if splits == 1 else None,
-        rows,
-        n,
-        k,
-        x.stride(0),
-        stored.stride(0),
-        0 if scales is None else scales.stride(0),
-        KIND=kind,
-        SCALES="none" if scales is None else "block" if block_scales else "channel",
-        HAS_ZEROS=zeros is not None,
-        HAS_BIAS=bias is not None and splits == 1,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        EVEN_K=k % tile.block_k == 0,
-        SPLIT_K=tile.split_k,
-        SERIAL=serial,
-        TMA=tma,
-        PTX=target.ptx,
-        PDL=pdl,
-        **launch,
-    )
-    return sums if splits == 1 else SplitSum(sums, bias, x.dtype)
+    product = SkinnyProduct(x, squares, eps, weight, bias, scales, zeros, tile, serial)
+    return product if serial or tile.split_k == 1 else product.split()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SkinnyProduct(Product):
+    """The arguments of `skinny_gemm`, with rows contiguous, and its tile. serial: one program computes all splits."""
+
+    x: Tensor
+    squares: Tensor | None  # of a `PendingNorm`, of which x is `scaled`
+    eps: float
+    weight: Tensor
+    bias: Tensor | None
+    scales: Tensor | None
+    zeros: Tensor | None
+    tile: SkinnyGemmTile
+    serial: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x.shape[0], self.weight.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def whole(self, out: Tensor | None = None) -> Tensor:
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device) if out is None else out
+        self._launch(out, self.bias)
+        return out
+
+    def gated(self, activation: str) -> Tensor | None:
+        rows, n = self.shape
+        straddles = self.scales is not None and self.scales.ndim == 2 and n // 2 % SCALE_BLOCK != 0
+        if self.serial or straddles:  # serial: few rows of the same matrix are split, and do not come here either
+            return None
+        out = torch.empty((rows, n // 2), dtype=self.dtype, device=self.device)
+        self._launch(out, self.bias, activation)
+        return out
+
+    def add_and_norm(self, residual: Tensor, weight: Tensor, eps: float) -> PendingNorm | None:
+        # fp16 cannot hold a large stream times the weight. A row's squares must not depend on the batch's tiles.
+        if self.dtype == torch.float16 or launch_options().deterministic:
+            return None
+        assert residual.is_contiguous()
+        rows, n = self.shape
+        squares = torch.empty((rows, cdiv(n, self.tile.block_n)), dtype=torch.float32, device=self.device)
+        scaled = torch.empty((rows, n), dtype=self.dtype, device=self.device)
+        self._launch(scaled, self.bias, stream=(residual, weight, squares))
+        return PendingNorm(residual, weight, eps, scaled, squares)
+
+    def split(self) -> SplitSum:
+        """Return the sums of the splits, which run in parallel."""
+        sums = torch.empty((self.tile.split_k, *self.shape), dtype=torch.float32, device=self.device)
+        self._launch(sums, None)
+        return SplitSum(sums, self.bias, self.dtype)
+
+    def _launch(
+        self, out: Tensor, bias: Tensor | None, activation: str | None = None,
+        stream: tuple[Tensor, Tensor, Tensor] | tuple[None, None, None] = (None, None, None),
+    ) -> None:  # fmt: skip
+        """stream: the residual that y is added to, the weight of its norm, and where its squares are written."""
+        x, weight, scales, tile = self.x, self.weight, self.scales, self.tile
+        (rows, n), k, kind = self.shape, x.shape[1], _kind(self.weight)
+        target = device_features(x.device)
+        stored = weight if kind == "float" else weight.view(torch.int16)  # [N, K / 2]: two weights per word
+        tma = target.tma and stored.data_ptr() % 16 == 0 and stored.stride(0) * stored.element_size() % 16 == 0
+        gated = activation is not None
+        stages = num_stages(tile, kind, target.arch, tma=tma, ptx=target.ptx, gated=gated)
+        launch: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": stages}
+        if pdl := target.tma and launch_options().programmatic_launch:
+            launch["launch_pdl"] = True
+        squares = 0 if self.squares is None else self.squares.shape[1]
+        programs = cdiv(rows, tile.block_m) * (cdiv(n // 2, tile.block_n // 2) if gated else cdiv(n, tile.block_n))
+        _skinny_gemm_kernel[(programs, 1 if self.serial else tile.split_k)](
+            out, x, _descriptor(stored, tile, gated) if tma else stored, stored if pdl else None,
+            scales, self.zeros, bias, *stream, self.squares, self.eps, squares, rows, n, k,
+            x.stride(0), stored.stride(0), 0 if scales is None else scales.stride(0),
+            KIND=kind, SCALES="none" if scales is None else "block" if scales.ndim == 2 else "channel",
+            HAS_ZEROS=self.zeros is not None, HAS_BIAS=bias is not None, ACTIVATION=activation,
+            SQUARES=next_power_of_2(squares), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            EVEN_K=k % tile.block_k == 0, SPLIT_K=tile.split_k, SERIAL=self.serial, TMA=tma, PTX=target.ptx, PDL=pdl,
+            **launch,
+        )  # fmt: skip
 
 
 def skinny_gemm_reference(
@@ -142,39 +193,21 @@ def skinny_gemm_reference(
     wide, parts = x.float(), []
     for first in range(0, weight.shape[0], ROW_BLOCK):
         rows = slice(first, first + ROW_BLOCK)
-        parts.append(F.linear(wide, _rows_in_fp32(weight, scales, zeros, rows)))
+        parts.append(F.linear(wide, rows_in_fp32(weight, scales, zeros, rows)))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return (out if bias is None else out + bias).to(x.dtype)
 
 
 def w8a16_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor | None = None
-) -> Tensor | SplitSum:
-    """Do `skinny_gemm_unsummed` with one-byte weights and any number of rows; before sm_80 cuBLAS computes many rows,
+    x: Tensor | PendingNorm, weight: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor | None = None
+) -> Unfinished:
+    """Do `skinny_gemm_unfinished` with one-byte weights and any number of rows; before sm_80 cuBLAS computes many rows,
     on dequantised W."""
-    if x.is_cuda and x.shape[0] > 16 and device_features(x.device).arch < 80 and not launch_options().deterministic:
+    many = weight.is_cuda and x.shape[0] > 16
+    if many and device_features(weight.device).arch < 80 and not launch_options().deterministic:
+        x = normed(x)
         return F.linear(x, dequantized(weight, scales, zeros, x.dtype), bias)
-    return skinny_gemm_unsummed(x, weight, bias, scales, zeros)
-
-
-def dequantized(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return [N, K] in dtype, the dequantised one-byte weights; arguments as in `skinny_gemm`."""
-    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    for first in range(0, weight.shape[0], ROW_BLOCK):
-        rows = slice(first, first + ROW_BLOCK)
-        out[rows] = _rows_in_fp32(weight, scales, zeros, rows)
-    return out
-
-
-def _rows_in_fp32(weight: Tensor, scales: Tensor, zeros: Tensor | None, rows: slice) -> Tensor:
-    wide = weight[rows].float()  # ROW_BLOCK is a multiple of SCALE_BLOCK: blocks begin where a slice does
-    if scales.ndim == 2:
-        blocks = scales[rows.start // SCALE_BLOCK : cdiv(rows.stop, SCALE_BLOCK)]
-        per_column = blocks.repeat_interleave(SCALE_BLOCK, dim=1)[:, : wide.shape[1]]
-        return wide.mul_(per_column.repeat_interleave(SCALE_BLOCK, dim=0)[: wide.shape[0]])
-    if zeros is not None:
-        wide.sub_(zeros[rows].float()[:, None])
-    return wide.mul_(scales[rows][:, None])
+    return skinny_gemm_unfinished(x, weight, bias, scales, zeros)
 
 
 class SkinnyGemmTile(NamedTuple):
@@ -276,10 +309,17 @@ def _programs(tile: SkinnyGemmTile, rows: int, n: int) -> int:
     return cdiv(rows, tile.block_m) * cdiv(n, tile.block_n) * tile.split_k
 
 
-def _plain_stages(kind: str, tile: SkinnyGemmTile) -> int:
-    """Return the pipeline stages without PTX:
-    for AMD, Triton 3.6 cannot compile more stages of split bytes than this."""
-    return tile.num_stages if kind == "float" else min(3, tile.num_stages)
+def num_stages(tile: SkinnyGemmTile, kind: str, arch: int, *, tma: bool, ptx: bool, gated: bool) -> int:
+    """Return the stages of the loads' pipeline.
+
+    For AMD, without PTX, Triton 3.6 cannot compile more than three stages of split bytes. A gated tile loaded by TMA
+    reaches wgmma through registers, so that its shared memory is free a turn earlier: one more stage keeps as many
+    bytes in flight.
+    """
+    if not ptx and kind != "float":
+        return min(3, tile.num_stages)
+    through_registers = gated and tma and arch == 90 and kind == "float" and tile.block_n >= 64
+    return tile.num_stages + 1 if through_registers else tile.num_stages
 
 
 def _row_bucket(rows: int) -> int:
@@ -291,92 +331,97 @@ def _kind(weight: Tensor) -> str:
     return {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}.get(weight.dtype, "float")
 
 
-class DeviceFeatures(NamedTuple):
-    """Features of the device that kernels may use."""
-
-    arch: int  # compute capability as 75, 80, 90; 80 for other vendors
-    tma: bool  # also: programmatic dependent launch
-    ptx: bool
-
-
-@cache
-def device_features(device: torch.device) -> DeviceFeatures:
-    if INTERPRETED or torch.version.hip is not None:
-        return DeviceFeatures(80, False, False)
-    major, minor = torch.cuda.get_device_capability(device)
-    return DeviceFeatures(10 * major + minor, major >= 9, True)
-
-
-def _descriptor(weight: Tensor, tile: SkinnyGemmTile) -> Any:
+def _descriptor(weight: Tensor, tile: SkinnyGemmTile, gated: bool) -> Any:
+    """Return the descriptor of tiles of W; of [gate; up] as [2, N / 2, K], whose tiles have rows of both."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     block_k = tile.block_k if weight.is_floating_point() else tile.block_k // 2
-    return TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [tile.block_n, block_k])
+    block = [tile.block_n, block_k]
+    if gated:
+        weight, block = weight.unflatten(0, (2, -1)), [2, tile.block_n // 2, block_k]
+    return TensorDescriptor(weight, list(weight.shape), list(weight.stride()), block)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_gemm_kernel(
-    out_ptr,  # [rows, N], or fp32 [SPLIT_K, rows, N] if splits run in parallel
+    out_ptr,  # [rows, N]; fp32 [SPLIT_K, rows, N] if splits run in parallel; [rows, N / 2] with ACTIVATION
     x_ptr,  # [rows, K]
-    weight,  # pointer to [N, K], or its tensor descriptor
+    weight,  # pointer to [N, K], or its tensor descriptor, with ACTIVATION as [2, N / 2, K]
     weight_ptr,  # to the same; None without PDL
     scales_ptr,
     zeros_ptr,
     bias_ptr,
-    rows,
-    N,
-    K,
-    x_stride,
-    weight_stride,
-    scales_stride,
-    KIND: tl.constexpr,
-    SCALES: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    SERIAL: tl.constexpr,
-    TMA: tl.constexpr,
-    PTX: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    residual_ptr,  # [rows, N], to which y is added; out is then the sum times gamma
+    gamma_ptr,  # [N]
+    sum_squares_ptr,  # [rows, tiles of N] fp32: of the sum
+    x_squares_ptr,  # [rows, num_squares] fp32: y is divided by the root of their mean over K
+    x_eps, num_squares, rows, N, K, x_stride, weight_stride, scales_stride,
+    KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, SQUARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SPLIT_K: tl.constexpr, SERIAL: tl.constexpr, TMA: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_N columns of y for BLOCK_M rows,
-    over one split of K (all splits one after another if SERIAL)."""
-    first_n, first_m = tile_of_program(rows, N, BLOCK_M, BLOCK_N)
+    over one split of K (all splits one after another if SERIAL).
+
+    ACTIVATION: W is [gate; up], and half of the tile's rows are gate's, the others the same rows of up. The program
+    writes act(gate) * up, both rounded before, as a kernel that reads y would. Likewise y is rounded before it is added
+    to the residual."""
+    GATED: tl.constexpr = ACTIVATION is not None
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    width = N // 2 if GATED else N  # of out
+    first_n, first_m = tile_of_program(rows, width, BLOCK_M, OUTPUTS)
+    n = rows_of_tile(first_n, N, BLOCK_N, GATED)
     if PDL:
         PACKED: tl.constexpr = 1 if KIND == "float" else 2
-        n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
         first_k = 0 if SERIAL else tl.program_id(1) * tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
         row_ptrs = weight_ptr + n.to(tl.int64) * weight_stride
         prefetch_rows(row_ptrs, first_k // PACKED, K // PACKED, PREFETCHED_LINES // BLOCK_N)
         tl.extra.cuda.gdc_wait()
+    # What the end of the program reads is on its way during the loop.
+    column, m = first_n + tl.arange(0, OUTPUTS), first_m + tl.arange(0, BLOCK_M)
+    row, inside = m.to(tl.int64)[:, None], (m < rows)[:, None] & (column < width)[None, :]
+    if x_squares_ptr is not None:
+        part = tl.arange(0, SQUARES)[None, :]
+        is_part = (m < rows)[:, None] & (part < num_squares)
+        squares = tl.load(x_squares_ptr + row * num_squares + part, mask=is_part, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * width + column[None, :], mask=inside, other=0.0)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if SERIAL:
         for split in range(SPLIT_K):
             total += _split_sum(
-                x_ptr, weight, scales_ptr, zeros_ptr, first_n, first_m, split, rows, N, K, x_stride, weight_stride,
-                scales_stride, KIND, SCALES, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SPLIT_K, TMA, PTX,
+                x_ptr, weight, scales_ptr, zeros_ptr, n, first_n, first_m, split, rows, N, K, x_stride, weight_stride,
+                scales_stride, KIND, SCALES, HAS_ZEROS, GATED, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SPLIT_K, TMA, PTX,
             )  # fmt: skip
     else:
         total = _split_sum(
-            x_ptr, weight, scales_ptr, zeros_ptr, first_n, first_m, tl.program_id(1), rows, N, K, x_stride,
-            weight_stride, scales_stride, KIND, SCALES, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SPLIT_K, TMA, PTX,
+            x_ptr, weight, scales_ptr, zeros_ptr, n, first_n, first_m, tl.program_id(1), rows, N, K, x_stride,
+            weight_stride, scales_stride, KIND, SCALES, HAS_ZEROS, GATED, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SPLIT_K,
+            TMA, PTX,
         )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    n, m = first_n + tl.arange(0, BLOCK_N), first_m + tl.arange(0, BLOCK_M)
     if SCALES == "channel":
-        total *= tl.load(scales_ptr + n, mask=n < N, other=0.0)[:, None]
+        total *= tl.load(scales_ptr + n)[:, None]
+    if x_squares_ptr is not None:
+        total *= tl.rsqrt(tl.sum(squares, 1) / K + x_eps)[None, :]
     if HAS_BIAS:
-        total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    row_of_out = m.to(tl.int64)
-    if not SERIAL:
-        row_of_out += tl.program_id(1).to(tl.int64) * rows
-    out_ptrs = out_ptr + row_of_out[:, None] * N + n[None, :]
-    tl.store(out_ptrs, tl.trans(total).to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
+        total += tl.load(bias_ptr + n).to(tl.float32)[:, None]
+    if GATED:
+        total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
+        gate, up = tl.split(tl.permute(tl.reshape(total, [2, OUTPUTS, BLOCK_M]), [1, 2, 0]))
+        total = gate_times_up(gate, up, ACTIVATION)
+    y = tl.trans(total).to(out_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        y = (y.to(tl.float32) + residual).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * width + column[None, :], y, mask=inside)
+        stream = tl.where(inside, y.to(tl.float32), 0.0)
+        squares_ptrs = sum_squares_ptr + m.to(tl.int64) * tl.cdiv(N, BLOCK_N) + first_n // BLOCK_N
+        tl.store(squares_ptrs, tl.sum(stream * stream, 1), mask=m < rows)
+        y = (stream * tl.load(gamma_ptr + column, mask=column < width, other=0.0)[None, :]).to(out_ptr.dtype.element_ty)
+    row_of_out = row if SERIAL else row + tl.program_id(1).to(tl.int64) * rows
+    tl.store(out_ptr + row_of_out * width + column[None, :], y, mask=inside)
 
 
 @triton.jit
@@ -392,19 +437,31 @@ def tile_of_program(rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def rows_of_tile(first, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Return the BLOCK_N rows of W of a tile: from `first` on, or if GATED half of them of gate from `first` on, then
+    the same of up. Beyond the edge the last row is read again: its results are not stored, and loads need no mask."""
+    if GATED:
+        HALF: tl.constexpr = BLOCK_N // 2
+        place = tl.arange(0, BLOCK_N)
+        return place // HALF * (N // 2) + tl.minimum(first + place % HALF, N // 2 - 1)
+    else:
+        return tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)
+
+
+@triton.jit
 def _split_sum(
-    x_ptr, weight, scales_ptr, zeros_ptr, first_n, first_m, split, rows, N, K, x_stride, weight_stride, scales_stride,
-    KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr,
+    x_ptr, weight, scales_ptr, zeros_ptr, n, first_n, first_m, split, rows, N, K, x_stride, weight_stride,
+    scales_stride, KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    TMA: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Return fp32 [BLOCK_N, BLOCK_M]: W x^T over one split of K, before channel scales are applied."""
+    """Return fp32 [BLOCK_N, BLOCK_M]: W x^T over one split of K, before channel scales are applied. n: rows of W."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PACKED: tl.constexpr = 1 if KIND == "float" else 2  # weights per element of `weight`
     k_of_x, k_of_w = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // PACKED)
-    # Beyond the edge the last row is read again: its results are not stored, and loads need no mask. In a small tile of
-    # x such rows are masked: at one row, 15 copies of it would add up to half of W's bytes to what L2 delivers.
+    # Beyond the edge the last row of x is read again. In a small tile of x such rows are masked: at one row, 15 copies
+    # of it would add up to half of W's bytes to what L2 delivers.
     MASKS_ROWS: tl.constexpr = BLOCK_M < UNMASKED_ROWS
-    n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
     m = first_m + tl.arange(0, BLOCK_M)
     is_row = (m < rows)[:, None]
     if not MASKS_ROWS:
@@ -419,7 +476,9 @@ def _split_sum(
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for tile in range(split * per_split, tl.minimum((split + 1) * per_split, tiles)):
         k = tile * BLOCK_K
-        if TMA:
+        if TMA and GATED:
+            w = tl.reshape(weight.load([0, first_n, k // PACKED]), [BLOCK_N, BLOCK_K // PACKED])
+        elif TMA:
             w = weight.load([first_n, k // PACKED])
         elif EVEN_K:
             w = tl.load(weight_ptrs + k // PACKED)
@@ -443,7 +502,11 @@ def _split_sum(
             if SCALES == "block":
                 part = tl.dot(even, tl.trans(x_even), input_precision="ieee")
                 part = tl.dot(odd, tl.trans(x_odd), part, input_precision="ieee")
-                total += part * tl.load(scales_ptr + first_n // 128 * scales_stride + k // 128)
+                scale = tl.load(scales_ptr + first_n // 128 * scales_stride + k // 128)
+                if GATED:
+                    of_up = tl.load(scales_ptr + (N // 2 + first_n) // 128 * scales_stride + k // 128)
+                    scale = tl.where(tl.arange(0, BLOCK_N) < BLOCK_N // 2, scale, of_up)[:, None]
+                total += part * scale
             else:
                 total = tl.dot(even, tl.trans(x_even), total, input_precision="ieee")
                 total = tl.dot(odd, tl.trans(x_odd), total, input_precision="ieee")

@@ -1,9 +1,9 @@
 """The parts of a matrix product whose K is split, and their sum: y = part 0 + part 1 + ... + bias.
 
 A product of few rows splits K to fill the GPU, and each split writes fp32 sums. The kernel that reads y next can add
-them as it loads (`load_sum`), which saves a kernel that only adds: rotary_store_kv, silu_mul, gelu_mul and
-add_rms_norm do. For every other reader `whole` launches that kernel. Both add in the order of the splits, then the
-bias, and round once to y's type, so that y has the same bits.
+them as it loads (`load_sum`), which saves a kernel that only adds: rotary_store_kv, gated and add_rms_norm do. For
+every other reader `add_splits` launches that kernel. Both add in the order of the splits, then the bias, and round once
+to y's type, so that y has the same bits.
 Does not know: how a product is split.
 """
 
@@ -34,10 +34,8 @@ class SplitSum:
         return self.parts.device
 
 
-def whole(y: Tensor | SplitSum, out: Tensor | None = None) -> Tensor:
-    """Return y [M, N]: a tensor unchanged, or the sum of the parts, in `out` [M, N] and its dtype if given."""
-    if isinstance(y, Tensor):
-        return y
+def add_splits(y: SplitSum, out: Tensor | None = None) -> Tensor:
+    """Return y [M, N], in `out` [M, N] and its dtype if given."""
     splits, rows, n = y.parts.shape
     out = torch.empty((rows, n), dtype=y.dtype, device=y.device) if out is None else out
     block = min(1024, next_power_of_2(n))
@@ -45,11 +43,6 @@ def whole(y: Tensor | SplitSum, out: Tensor | None = None) -> Tensor:
         out, y.parts, y.bias, rows, n, SPLITS=splits, BLOCK_N=block, **early_launch(y.device)
     )
     return out
-
-
-def parts_of(y: Tensor | SplitSum) -> tuple[Tensor, Tensor | None, int]:
-    """Return what a kernel that calls `load_sum` is given: (the tensor or the parts, bias, number of splits)."""
-    return (y, None, 1) if isinstance(y, Tensor) else (y.parts, y.bias, y.parts.shape[0])
 
 
 @triton.jit

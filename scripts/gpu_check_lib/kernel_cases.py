@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.fp8_linear import quantize_fp8
+from localllm.kernels.gated import gated, gated_reference
 from localllm.kernels.int4_linear import quantize_int4
 from localllm.kernels.int8_linear import quantize_int8
 from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.linear import linear
+from localllm.kernels.linear import linear, linear_unfinished
 from localllm.kernels.paged_attention import kv_cache_shape, paged_attention, plan_attention
 from localllm.kernels.paged_attention.twin import paged_attention_reference, plan_on_host
 from localllm.kernels.rms_norm import add_rms_norm, rms_norm_reference
 from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv, rotary_store_kv_reference
 from localllm.kernels.sampling.draw import draw, draw_reference
 from localllm.kernels.sampling.tables import SlotTables
-from localllm.kernels.silu_mul import silu_mul, silu_mul_reference
 from localllm.kernels.tuned.measure import num_copies
 from localllm.models.layers.rotary import rope_table
 from localllm.models.spec.model_spec import ModelSpec
@@ -132,6 +132,7 @@ def row_cases(bench: Bench, rows: list[int]) -> Iterator[Maker]:
     for m in rows:
         yield lambda m=m: _add_rms_norm(bench, m)
         yield lambda m=m: _silu_mul(bench, m)
+        yield lambda m=m: _gate_up_and_silu(bench, m)
         yield lambda m=m: _rotary_store_kv(bench, m)
 
 
@@ -159,10 +160,28 @@ def _silu_mul(bench: Bench, m: int) -> Case:
     held = bench.copies(lambda: bench.random(m, 2 * width), nbytes)
 
     def run(turn: int) -> Tensor:
-        return silu_mul(held[turn % len(held)])
+        return gated(held[turn % len(held)], "silu")
 
     return Case("silu_mul", f"[{m}, 2 x {width}]", run, nbytes, 0,
-                error=lambda: relative_error(run(0), silu_mul_reference(held[0].float())))  # fmt: skip
+                error=lambda: relative_error(run(0), gated_reference(held[0].float(), "silu")))  # fmt: skip
+
+
+def _gate_up_and_silu(bench: Bench, m: int) -> Case:
+    """The product of gate and up that ends with the activation: in one kernel where few rows need no splits of K."""
+    n, k = matrices(bench.spec)["gate_up"]
+    nbytes = n * k * bench.dtype.itemsize
+    held = bench.copies(lambda: bench.random(n, k, scale=1 / math.sqrt(k)), nbytes)
+    x = bench.random(m, k)
+
+    def run(turn: int) -> Tensor:
+        return gated(linear_unfinished(x, held[turn % len(held)]), "silu")
+
+    def error() -> float:
+        return relative_error(run(0), gated_reference(x.float() @ held[0].float().t(), "silu"))
+
+    per_rows = m * (n // 2 + k) * bench.dtype.itemsize
+    return Case("gate_up_and_silu", f"[{m}, {k}] x [{n}, {k}]", run, nbytes + per_rows, 2 * m * n * k,
+                error=error if m <= LONGEST_CHECK else None)  # fmt: skip
 
 
 def _rotary_store_kv(bench: Bench, m: int) -> Case:

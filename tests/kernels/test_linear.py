@@ -58,7 +58,7 @@ def test_a_gpu_takes_our_kernel_for_few_rows(
     """In deterministic mode for any number of them; a CPU takes it never."""
     taken = []
     monkeypatch.setattr(
-        "localllm.kernels.linear.skinny_gemm_unsummed", lambda x, w, b: taken.append(len(x)) or torch_linear(x, w, b)
+        "localllm.kernels.linear.skinny_gemm_unfinished", lambda x, w, b: taken.append(len(x)) or torch_linear(x, w, b)
     )
     weight, x = torch.randn(48, 64, device=device).half(), torch.randn(rows, 64, device=device).half()
     with launching_with(LaunchOptions(deterministic=deterministic)):

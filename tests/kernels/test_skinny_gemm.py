@@ -13,12 +13,20 @@ from torch import Tensor
 
 from localllm.kernels import skinny_gemm as file
 from localllm.kernels import unpack_bytes
-from localllm.kernels.launch import HAS_TRITON, INTERPRETED
-from localllm.kernels.skinny_gemm import SkinnyGemmTile, dequantized, skinny_gemm
+from localllm.kernels.byte_weight import dequantized
+from localllm.kernels.device_features import DeviceFeatures
+from localllm.kernels.gated import ACTIVATIONS, gated
+from localllm.kernels.launch import HAS_TRITON, INTERPRETED, LaunchOptions, launching_with
+from localllm.kernels.skinny_gemm import SkinnyGemmTile, SkinnyProduct, skinny_gemm, skinny_gemm_unfinished
 from tests.kernels.conftest import DTYPES
 
 ERROR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Largest error, as a part of sum |x| |w| (what any order of fp32 sums stays within) plus |y| (rounding the output)."""
+
+
+needs_kernels = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="the twin finishes its products"
+)
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, *quantisation: Tensor | None) -> Tensor:
@@ -133,6 +141,47 @@ def test_any_shape(rows: int, n: int, k: int, kind: str) -> None:
         check(
             x, e4m3(n, k, device) if kind == "e4m3" else weight.to(torch.int8), bias, torch.rand(n, device=device) / 448
         )
+
+
+@needs_kernels
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, when interpreted
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "TMA"])
+@pytest.mark.parametrize("kind", ["float", "e4m3", "e4m3 by block", "int8"])
+def test_a_gated_activation_has_the_bits_of_its_own_kernel(
+    kind: str, tma: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the tiles of gate and up end within a tile: the next rows after gate's last are up's."""
+    if INTERPRETED:
+        monkeypatch.setattr(file, "device_features", lambda _: DeviceFeatures(90, tma, False))
+    monkeypatch.setattr(file, "settings_for", lambda *_: SkinnyGemmTile(16, 64, 64, 1, 4, 2))
+    width, k = {"e4m3 by block": (128, 192), "float": (83, 136)}.get(kind, (83, 160))
+    x, weight, bias = tensors(5, 2 * width, k, torch.float16, device)
+    arguments: tuple[Tensor | None, ...] = (weight, bias)
+    if kind == "e4m3":
+        arguments = (e4m3(2 * width, k, device), bias, torch.rand(2 * width, device=device) / 448)
+    elif kind == "e4m3 by block":
+        arguments = (e4m3(2 * width, k, device), bias, torch.rand(2, 2, device=device) / 448)
+    elif kind == "int8":
+        zeros = torch.randint(-8, 8, (2 * width,), dtype=torch.int8).to(device)
+        arguments = (weight.to(torch.int8), None, torch.rand(2 * width, device=device), zeros)
+    with launching_with(LaunchOptions(programmatic_launch=False)):
+        for activation in ACTIVATIONS:
+            product = skinny_gemm_unfinished(x, *arguments)
+            assert isinstance(product, SkinnyProduct)
+            fused = product.gated(activation)
+            assert fused is not None
+            assert torch.equal(fused, gated(check(x, *arguments), activation))
+
+
+@needs_kernels
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_gate_and_up_in_one_block_of_scales_take_two_kernels(device: torch.device) -> None:
+    x, _, bias = tensors(3, 192, 128, torch.float16, device)
+    weight, scales = e4m3(192, 128, device), torch.rand(2, 1, device=device) / 448
+    product = skinny_gemm_unfinished(x, weight, bias, scales)
+    assert isinstance(product, SkinnyProduct)
+    assert product.gated("silu") is None
+    assert torch.equal(gated(product, "silu"), gated(product.whole(), "silu"))
 
 
 def test_rows_and_weights_that_lie_apart(device: torch.device) -> None:

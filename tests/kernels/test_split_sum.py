@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import skinny_gemm as skinny_file
-from localllm.kernels.gelu_mul import gelu_mul
+from localllm.kernels.gated import gated
 from localllm.kernels.int4_linear import quantize_int4
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.layer_kv import LayerKV
@@ -17,9 +17,9 @@ from localllm.kernels.planar import linear as planar_file
 from localllm.kernels.planar.kernels import PlanarTile
 from localllm.kernels.rms_norm import add_rms_norm
 from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
-from localllm.kernels.silu_mul import silu_mul
-from localllm.kernels.skinny_gemm import SkinnyGemmTile, skinny_gemm, skinny_gemm_unsummed
-from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.skinny_gemm import SkinnyGemmTile, skinny_gemm, skinny_gemm_unfinished
+from localllm.kernels.split_sum import SplitSum
+from localllm.kernels.unfinished import Unfinished, whole
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.mlp import GatedMLP
 from localllm.models.layers.norm import RMSNorm
@@ -44,7 +44,7 @@ def by_hand(y: SplitSum) -> Tensor:
     return (total if y.bias is None else total + y.bias.float()).to(y.dtype)
 
 
-def rotate(y: Tensor | SplitSum) -> list[Tensor]:
+def rotate(y: Unfinished) -> list[Tensor]:
     rows, cache = y.shape[0], torch.zeros(2, KV_HEADS, 3, 4, HEAD_DIM, dtype=y.dtype, device=y.device)
     table = torch.linspace(-1, 1, 16 * HEAD_DIM, device=y.device).view(16, HEAD_DIM)
     rotation = plan_rotation(table, torch.arange(rows, device=y.device))
@@ -54,16 +54,15 @@ def rotate(y: Tensor | SplitSum) -> list[Tensor]:
     return [q, cache]
 
 
-def add_and_norm(y: Tensor | SplitSum) -> list[Tensor]:
+def add_and_norm(y: Unfinished) -> list[Tensor]:
     residual = torch.linspace(-2, 2, y.shape[0] * y.shape[1], device=y.device).view(y.shape).to(y.dtype)
     weight = torch.linspace(0.5, 2, y.shape[1], device=y.device)
     return [add_rms_norm(y, residual, weight, 1e-6), residual]
 
 
-READERS: dict[str, tuple[int, Callable[[Tensor | SplitSum], list[Tensor]]]] = {
+READERS: dict[str, tuple[int, Callable[[Unfinished], list[Tensor]]]] = {
     "rotary_store_kv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, rotate),
-    "silu_mul": (2 * 37, lambda y: [silu_mul(y)]),
-    "gelu_mul": (2 * 37, lambda y: [gelu_mul(y, "tanh")]),
+    "gated": (2 * 37, lambda y: [gated(y, "silu")]),
     "add_rms_norm": (77, add_and_norm),
 }
 
@@ -89,7 +88,7 @@ def test_a_layer_leaves_the_splits_of_its_last_product(rows: int, device: torch.
     weights = [torch.randn(shape).div(16).to(device, torch.float16) for shape in shapes]
     mlp = GatedMLP(Linear(weights[0]), Linear(weights[1]), "silu")
     x = torch.randn(rows, width).to(device, torch.float16)
-    left, added = mlp.unsummed(x), mlp(x)
+    left, added = mlp.unfinished(x), mlp(x)
     assert isinstance(left, SplitSum) == (rows == 1)
     norm, residuals = RMSNorm(torch.ones(width, device=device), 1e-6), [torch.zeros_like(x), torch.zeros_like(x)]
     for y, residual in zip((left, added), residuals, strict=True):
@@ -104,8 +103,8 @@ def test_products_leave_their_splits(device: torch.device, monkeypatch: pytest.M
     x, weight, bias = (torch.randn(shape).to(device, torch.float16) for shape in ((3, 512), (64, 512), (64,)))
     quantised = quantize_int4(weight, 128)
     for left, added in (
-        (skinny_gemm_unsummed(x, weight, bias), skinny_gemm(x, weight, bias)),
-        (quantised.unsummed(x, bias), quantised.linear(x, bias)),
+        (skinny_gemm_unfinished(x, weight, bias), skinny_gemm(x, weight, bias)),
+        (quantised.unfinished(x, bias), quantised.linear(x, bias)),
     ):
         assert isinstance(left, SplitSum)
         assert torch.equal(whole(left), added)

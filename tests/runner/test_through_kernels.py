@@ -15,7 +15,8 @@ import torch
 from localllm.engine.ledger import Ledger
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
-from localllm.kernels import launch
+from localllm.kernels import launch, linear
+from localllm.kernels.skinny_gemm import SkinnyProduct
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model
 from localllm.models.spec.kv_groups import kv_groups
@@ -45,6 +46,24 @@ def requests() -> list[Request]:
 @pytest.mark.parametrize("way", ["staged", "replayed"])
 def test_kernels_answer_as_their_twins(model: Any, spec: ModelSpec, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(model, spec, requests, way, monkeypatch)
+
+
+def test_products_that_finish_what_is_between_them(
+    model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bfloat16 on a GPU, where few rows do not use the BLAS: they add to the stream, divide, and activate."""
+    monkeypatch.setattr(linear, "_uses_skinny_gemm", lambda x, weight: launch.runs_triton(weight) and x.shape[0] <= 16)
+    finished: list[str] = []
+    for name in ("gated", "add_and_norm"):
+        method = getattr(SkinnyProduct, name)
+
+        def record(*args: Any, name: str = name, method: Any = method) -> Any:
+            finished.append(name)
+            return method(*args)
+
+        monkeypatch.setattr(SkinnyProduct, name, record)
+    check(model, spec, requests, "replayed", monkeypatch)
+    assert {"gated", "add_and_norm"} <= set(finished)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2", "bloom", "cohere", "gpt2", "ministral3"])

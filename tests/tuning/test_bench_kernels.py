@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from localllm.kernels import tuned
+from localllm.kernels.device_features import DeviceFeatures
 from localllm.kernels.gated import gated_launch
 from localllm.kernels.paged_attention.device import decode_launch, prefill_launch, split_launch
 from localllm.kernels.planar.kernels import planar_tile
 from localllm.kernels.rotary_store_kv import rotary_launch
 from localllm.kernels.sampling.draw import gumbel_max_launch
-from localllm.kernels.skinny_gemm import DeviceFeatures, SkinnyGemmTile
+from localllm.kernels.skinny_gemm import SkinnyGemmTile
 from localllm.kernels.tuned import Table, settings_for
 from localllm.kernels.w8a8_gemm import w8a8_tile
 from scripts.gpu_check_lib import tuning
@@ -74,7 +75,12 @@ def test_the_table_has_a_line_for_each(tmp_path: Path, capsys: pytest.CaptureFix
     file = tmp_path / "out.json"
     assert script("bench_kernels").main(["--device", "cpu", "--only", "rows", "--rows", "2", "--json", str(file)]) == 0
     timings = json.loads(file.read_text())["timings"]
-    assert [timing["kernel"] for timing in timings] == ["add_rms_norm", "silu_mul", "rotary_store_kv"]
+    assert [timing["kernel"] for timing in timings] == [
+        "add_rms_norm",
+        "silu_mul",
+        "gate_up_and_silu",
+        "rotary_store_kv",
+    ]
     assert "| silu_mul | [2, 2 x 256] |" in capsys.readouterr().out
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.gelu_mul import gelu_mul_reference
+from localllm.kernels.gated import gated_reference
 from localllm.kernels.launch import (
     INTERPRETED,
     TensorDescriptor,
@@ -34,7 +34,6 @@ from localllm.kernels.launch import (
 )
 from localllm.kernels.moe.align import Alignment
 from localllm.kernels.moe.weights import ScaledExperts
-from localllm.kernels.silu_mul import silu_mul_reference
 from localllm.kernels.unpack_bytes import unpack_pairs
 
 CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702  # of swiglu_clamped, as in gpt-oss's training
@@ -174,13 +173,11 @@ def act_reference(gate_up: Tensor, activation: str) -> Tensor:
     """gate_up [T, 2 * I], gate first -> [T, I]; relu2: [T, I] without a gate -> [T, I]"""
     if activation == "relu2":
         return gate_up.relu().square()
-    if activation == "silu":
-        return silu_mul_reference(gate_up)
     if activation == "swiglu_clamped":
         gate, up = gate_up.chunk(2, dim=-1)
         gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
         return (up + 1) * (gate * torch.sigmoid(CLAMP_ALPHA * gate))
-    return gelu_mul_reference(gate_up, {"gelu": "none", "gelu_tanh": "tanh"}[activation])
+    return gated_reference(gate_up, activation)
 
 
 def grouped_gemm_reference(

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.byte_weight import dequantized
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
@@ -24,7 +25,6 @@ from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.linear import linear, pack_weight, should_pack
 from localllm.kernels.planar.linear import PlanarWeight, planar_differences
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedWeight
-from localllm.kernels.skinny_gemm import dequantized
 
 PACKED_ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
 

@@ -45,8 +45,10 @@ from localllm.kernels.planar.kernels import (
 )
 from localllm.kernels.planar.layout import chunk_size, unpack_words
 from localllm.kernels.planar.unpack import unpack_assembly
-from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.rms_norm import normed
+from localllm.kernels.split_sum import SplitSum
 from localllm.kernels.tuned import settings_for
+from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 
 SUPER_GROUP = 256  # weights that share one 16-bit scale if the scales themselves are quantised (GGUF's K types)
 TWIN_ELEMENTS = 1 << 20  # weights that the twin holds in fp32 at a time
@@ -86,11 +88,11 @@ class PlanarWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K], bias [N] -> [T, N] in x's dtype."""
-        return whole(self.unsummed(x, bias))
+        return whole(self.unfinished(x, bias))
 
-    def unsummed(self, x: Tensor, bias: Tensor | None = None) -> Tensor | SplitSum:
-        """Compute `linear`, but leave the sum of splits over K to the reader, if the product is split."""
-        return planar_linear_unsummed(x, self, bias)
+    def unfinished(self, x: Tensor | PendingNorm, bias: Tensor | None = None) -> Unfinished:
+        """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
+        return planar_linear_unfinished(normed(x), self, bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [N, K]: scale * (q - zero) + min in fp32, rounded once to dtype."""
@@ -156,10 +158,10 @@ def _equal(a: object, b: object) -> bool:
 
 def planar_linear(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -> Tensor:
     """x [T, K] fp16, bf16 or fp32, bias [N] -> x W^T + bias [T, N] in x's dtype."""
-    return whole(planar_linear_unsummed(x, weight, bias))
+    return whole(planar_linear_unfinished(x, weight, bias))
 
 
-def planar_linear_unsummed(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -> Tensor | SplitSum:
+def planar_linear_unfinished(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -> Unfinished:
     if x.shape[0] == 0:
         return x.new_empty((0, weight.shape[0]))
     if not runs_triton(x):
@@ -246,7 +248,7 @@ def code_table_on(table: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(table, dtype=torch.float32, device=device)
 
 
-def _multiply(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Tensor | SplitSum:
+def _multiply(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Unfinished:
     rows, outputs = x.shape[0], weight.shape[0]
     bucket = DETERMINISTIC_ROWS if launch_options().deterministic else next_power_of_2(rows)
     tile = settings_for("planar_linear", (bucket, *planar_key(weight)), planar_tile)
@@ -258,7 +260,7 @@ def _multiply(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Tensor | 
     return y
 
 
-def _launch(x: Tensor, weight: PlanarWeight, bias: Tensor | None, tile: PlanarTile) -> Tensor | SplitSum:
+def _launch(x: Tensor, weight: PlanarWeight, bias: Tensor | None, tile: PlanarTile) -> Unfinished:
     rows, (outputs, columns), split = x.shape[0], weight.shape, tile.split
     shape = (rows, outputs) if split == 1 else (split, rows, outputs)
     target = x.new_empty(shape, dtype=x.dtype if split == 1 else torch.float32)

@@ -16,8 +16,8 @@ from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.layer_state import HybridCache, LayerCache, StateStep
 from localllm.kernels.paged_attention import AttentionPlan
 from localllm.kernels.rotary_store_kv import Rotation, plan_rotation
-from localllm.kernels.split_sum import whole
 from localllm.kernels.store_kv import has_no_skipped_slot
+from localllm.kernels.unfinished import whole
 from localllm.models.architectures.layer import DecoderLayer, Delta, LayerKind, LayerStep, Norm, RecurrentStep
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.altup import AltUpEnds
@@ -148,7 +148,8 @@ class DecoderModel:
         delta: Delta | None = None
         for index, (layer, kept, key) in enumerate(zip(self.layers, cache, self._steps, strict=True)):
             if taps is not None:
-                taps.keep(index, residual, None if delta is None else whole(delta))
+                delta = None if delta is None else whole(delta)
+                taps.keep(index, residual, delta)
             delta = layer(residual, delta, kept, steps[key])
         if self.streams is not None:
             residual = self.streams.join(residual)

@@ -28,24 +28,28 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState, StateStep
-from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from localllm.models.layers.altup import AltUp, Laurel
 from localllm.models.layers.attention import AttentionStep
 from localllm.models.layers.group import Group
-from localllm.models.layers.linear import unsummed
+from localllm.models.layers.linear import unfinished
 from localllm.models.layers.moe import ExpertsOfStream
 from localllm.models.layers.per_layer_input import PerLayerGate
 from localllm.models.spec.recurrent import LayerPart
 
-Delta = Tensor | SplitSum
-"""What a layer adds to the stream. The next norm adds it, and may have to add the splits of a product before."""
+Delta = Unfinished
+"""What a layer adds to the stream. The next norm adds it, and may have to finish a product before."""
 
 
 class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
-    def add(self, x: Tensor | SplitSum, residual: Tensor) -> Tensor:
+    def add(self, x: Unfinished, residual: Tensor) -> Tensor:
         """Add x to residual in place; return the norm of the sum."""
+        ...
+
+    def add_pending(self, x: Unfinished, residual: Tensor) -> Tensor | PendingNorm:
+        """Do the same, but leave the last step of the norm to the reader where that saves a kernel."""
         ...
 
 
@@ -112,8 +116,9 @@ class PreNormLayer:
     mlp: FeedForward
 
     def __call__(self, residual: Tensor, delta: Delta | None, cache: LayerCache | None, step: LayerStep) -> Delta:
-        x = unsummed(self.attention, _enter(self.input_norm, residual, delta), cache, step)
-        return unsummed(self.mlp, self.mlp_norm.add(x, residual), step.slot_mapping)
+        x = self.input_norm(residual) if delta is None else self.input_norm.add_pending(delta, residual)
+        y = unfinished(self.attention, x, cache, step)
+        return unfinished(self.mlp, self.mlp_norm.add_pending(y, residual), step.slot_mapping)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from torch import Tensor
 from localllm.errors import CorruptModel, DrafterMismatch
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.rotary_store_kv import plan_rotation
-from localllm.kernels.split_sum import whole
 from localllm.kernels.store_kv import has_no_skipped_slot
+from localllm.kernels.unfinished import whole
 from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.layer import DecoderLayer

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
+from localllm.kernels.rms_norm import normed
 from localllm.kernels.rotary_store_kv import Heads, Rotation, rotary_store_kv
-from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from localllm.models.inputs import ForwardInputs, GroupInputs
-from localllm.models.layers.linear import Linear, unsummed
+from localllm.models.layers.linear import Linear, unfinished
 from localllm.models.layers.norm import RMSNorm
 from localllm.models.layers.split import Projection
 
@@ -95,10 +96,10 @@ class Attention:
 
     def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; writes the step's K and V into the cache."""
-        return whole(self.unsummed(x, kv, step))
+        return whole(self.unfinished(x, kv, step))
 
-    def unsummed(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor | SplitSum:
-        """Do the same, but leave the sum of the last product's splits to the reader."""
+    def unfinished(self, x: Tensor | PendingNorm, kv: LayerKV, step: AttentionStep) -> Unfinished:
+        """Do the same, but leave the last work of the last product to the reader."""
         qkv, gate = self._project(x)
         norm, eps = (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
         q = rotary_store_kv(
@@ -119,13 +120,13 @@ class Attention:
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
         )
-        return unsummed(self.out, attended if gate is None else attended.mul_(gate.sigmoid()))
+        return unfinished(self.out, attended if gate is None else attended.mul_(gate.sigmoid()))
 
-    def _project(self, x: Tensor) -> tuple[Tensor | SplitSum, Tensor | None]:
+    def _project(self, x: Tensor | PendingNorm) -> tuple[Unfinished, Tensor | None]:
         """Return the heads as the rotation reads them, and the gate of the layer if it has one."""
         if not self.gate_size and not self.before_rotation:
-            return unsummed(self.qkv, x), None
-        qkv, gate = self.qkv(x), None
+            return unfinished(self.qkv, x), None
+        qkv, gate = self.qkv(normed(x)), None
         if self.gate_size:
             gate, qkv = qkv[:, : self.gate_size], qkv[:, self.gate_size :]
         for change in self.before_rotation:

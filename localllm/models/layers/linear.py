@@ -11,10 +11,11 @@ from torch import Tensor
 
 from localllm.kernels.cpu.half import CpuHalfWeight
 from localllm.kernels.cpu.pack import CpuPacker, cpu_layout, is_on_cpu, packed_nbytes
-from localllm.kernels.linear import linear, linear_fp32, linear_unsummed, pack_weight
+from localllm.kernels.linear import linear, linear_fp32, linear_unfinished, pack_weight
 from localllm.kernels.quantized_weight import MetaWeight, QuantizedTable, QuantizedWeight
-from localllm.kernels.split_sum import SplitSum
+from localllm.kernels.rms_norm import normed
 from localllm.kernels.stacked_weight import StackedWeight
+from localllm.kernels.unfinished import PendingNorm, Unfinished
 
 Weight = Tensor | QuantizedWeight
 
@@ -36,13 +37,15 @@ class Linear:
         weight = self.weight
         return linear(x, weight, self.bias) if isinstance(weight, Tensor) else weight.linear(x, self.bias)
 
-    def unsummed(self, x: Tensor, first_row: int = 0) -> Tensor | SplitSum:
-        """Map [T, K] to [T, N], but leave the sum of splits over K to the reader, if the product is split."""
+    def unfinished(self, x: Tensor | PendingNorm, first_row: int = 0) -> Unfinished:
+        """Map [T, K] to [T, N], but leave the last work of the product to the reader (kernels/unfinished.py)."""
         weight = self.weight
         if isinstance(weight, Tensor):
-            return linear_unsummed(x, weight, self.bias)
-        product: Tensor | SplitSum = getattr(weight, "unsummed", weight.linear)(x, self.bias)
-        return product
+            return linear_unfinished(x, weight, self.bias)
+        if hasattr(weight, "unfinished"):
+            product: Unfinished = weight.unfinished(x, self.bias)
+            return product
+        return weight.linear(normed(x), self.bias)
 
     def in_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Map [T, K] to [T, N] fp32, in `out` if given, without an adapter."""
@@ -65,9 +68,12 @@ class ScaledOutputs:
         return self.linear(x, first_row).mul_(self.factors)
 
 
-def unsummed(part: Callable[..., Tensor], *inputs: Any) -> Tensor | SplitSum:
-    """Call a matrix or a part of a layer whose reader adds the splits of its last product, if it can leave them."""
-    result: Tensor | SplitSum = getattr(part, "unsummed", part)(*inputs)
+def unfinished(part: Callable[..., Tensor], x: Tensor | PendingNorm, *inputs: Any) -> Unfinished:
+    """Call a matrix or a part of a layer. One with a method `unfinished` leaves the last work of its last product to
+    the reader, and its first product may divide by the root mean square of x."""
+    if not hasattr(part, "unfinished"):
+        return part(normed(x), *inputs)
+    result: Unfinished = part.unfinished(x, *inputs)
     return result
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from localllm.kernels.cpu.pack import CpuPacker
 from localllm.kernels.lora import LoraRows, add_lora, lora_rows
-from localllm.kernels.split_sum import SplitSum
+from localllm.kernels.rms_norm import normed
+from localllm.kernels.unfinished import PendingNorm, Unfinished
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.linear import Linear, Weight
 
@@ -70,8 +71,8 @@ class LoraLinear(Linear):
             add_lora(y, x, self.a, self.b, self.step.rows.part(first_row, len(x)), self.ranks)
         return y
 
-    def unsummed(self, x: Tensor, first_row: int = 0) -> Tensor | SplitSum:
-        return super().unsummed(x, first_row) if self.step.rows is None else self(x, first_row)
+    def unfinished(self, x: Tensor | PendingNorm, first_row: int = 0) -> Unfinished:
+        return super().unfinished(x, first_row) if self.step.rows is None else self(normed(x), first_row)
 
     def clear(self, slot: int) -> None:
         self.a[slot].zero_()

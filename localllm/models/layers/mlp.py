@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.gelu_mul import gelu_mul
-from localllm.kernels.silu_mul import silu_mul
-from localllm.kernels.split_sum import SplitSum, whole
-from localllm.models.layers.linear import Linear, unsummed
+from localllm.kernels.gated import ACTIVATIONS, gated
+from localllm.kernels.rms_norm import normed
+from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
+from localllm.models.layers.linear import Linear, unfinished
 from localllm.models.layers.split import Projection
 
 CPU_ROWS = 256
@@ -20,11 +20,6 @@ CPU_ROWS = 256
 what malloc keeps, and allocating its pages again in every layer costs a tenth of the step.
 """
 
-GATED: dict[str, Callable[..., Tensor]] = {
-    "silu": silu_mul,
-    "gelu_tanh": lambda gate_up: gelu_mul(gate_up, "tanh"),
-    "gelu": lambda gate_up: gelu_mul(gate_up, "none"),
-}
 UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: F.silu(x, inplace=True),
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -51,25 +46,28 @@ def sparse_gated(activation: str, share: float, dtype: torch.dtype) -> Callable[
 
 
 class GatedMLP:
-    __slots__ = ("activation", "adds_splits", "down", "gate_up")
+    __slots__ = ("activation", "down", "gate_up")
 
-    def __init__(self, gate_up: Projection, down: Projection, activation: str | Callable[..., Tensor]) -> None:
+    def __init__(self, gate_up: Projection, down: Projection, activation: str | Callable[[Tensor], Tensor]) -> None:
         self.gate_up = gate_up
         self.down = down
-        self.activation = GATED[activation] if isinstance(activation, str) else activation
-        self.adds_splits = isinstance(activation, str)  # the activation reads a product whose splits are not added
+        self.activation = activation
+        assert callable(activation) or activation in ACTIVATIONS, activation
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; padding rows are computed like any other."""
-        return whole(self.unsummed(x, slot_mapping))
+        return whole(self.unfinished(x, slot_mapping))
 
-    def unsummed(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor | SplitSum:
-        """Do the same, but leave the sum of the last product's splits to the reader."""
+    def unfinished(self, x: Tensor | PendingNorm, slot_mapping: Tensor | None = None) -> Unfinished:
+        """Do the same, but leave the last work of the last product to the reader."""
         return _by_rows(x, self._compute)
 
-    def _compute(self, x: Tensor, first: int) -> Tensor | SplitSum:
-        gate_up = unsummed(self.gate_up, x, first) if self.adds_splits else self.gate_up(x, first)
-        return unsummed(self.down, self.activation(gate_up), first)
+    def _compute(self, x: Tensor | PendingNorm, first: int) -> Unfinished:
+        if callable(self.activation):
+            features = self.activation(self.gate_up(normed(x), first))
+        else:
+            features = gated(unfinished(self.gate_up, x, first), self.activation)
+        return unfinished(self.down, features, first)
 
 
 class MLP:
@@ -82,15 +80,19 @@ class MLP:
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
         """Map x [T, hidden] to [T, hidden]; padding rows are computed like any other."""
-        return whole(self.unsummed(x, slot_mapping))
+        return whole(self.unfinished(x, slot_mapping))
 
-    def unsummed(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor | SplitSum:
-        """Do the same, but leave the sum of the last product's splits to the reader."""
-        return _by_rows(x, lambda rows, first: unsummed(self.down, self.activation(self.up(rows, first)), first))
+    def unfinished(self, x: Tensor | PendingNorm, slot_mapping: Tensor | None = None) -> Unfinished:
+        """Do the same, but leave the last work of the last product to the reader."""
+        return _by_rows(x, self._compute)
+
+    def _compute(self, x: Tensor | PendingNorm, first: int) -> Unfinished:
+        return unfinished(self.down, self.activation(whole(self.up.unfinished(x, first))), first)
 
 
-def _by_rows(x: Tensor, compute: Callable[[Tensor, int], Tensor | SplitSum]) -> Tensor | SplitSum:
+def _by_rows(x: Tensor | PendingNorm, compute: Callable[[Tensor | PendingNorm, int], Unfinished]) -> Unfinished:
     """Apply compute(rows, index of the first row) to a few rows at a time on a CPU, to all at once on a GPU."""
     if x.device.type != "cpu" or x.shape[0] <= CPU_ROWS:
         return compute(x, 0)
-    return torch.cat([whole(compute(rows, place * CPU_ROWS)) for place, rows in enumerate(x.split(CPU_ROWS))])
+    parts = normed(x).split(CPU_ROWS)
+    return torch.cat([whole(compute(rows, place * CPU_ROWS)) for place, rows in enumerate(parts)])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from localllm.kernels.layer_norm import add_layer_norm, layer_norm
-from localllm.kernels.rms_norm import add_rms_norm, rms_norm
-from localllm.kernels.split_sum import SplitSum, whole
+from localllm.kernels.rms_norm import add_rms_norm, add_rms_norm_pending, rms_norm
+from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 
 
 class RMSNorm:
@@ -19,9 +19,13 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor | SplitSum, residual: Tensor) -> Tensor:
+    def add(self, x: Unfinished, residual: Tensor) -> Tensor:
         """Add x to residual in place; return the norm of the sum."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def add_pending(self, x: Unfinished, residual: Tensor) -> Tensor | PendingNorm:
+        """Do the same, but leave the division by the root mean square to the reader where that saves a kernel."""
+        return add_rms_norm_pending(x, residual, self.weight, self.eps)
 
 
 class LayerNorm:
@@ -35,6 +39,9 @@ class LayerNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
-    def add(self, x: Tensor | SplitSum, residual: Tensor) -> Tensor:
+    def add(self, x: Unfinished, residual: Tensor) -> Tensor:
         """Add x to residual in place; return the norm of the sum."""
         return add_layer_norm(whole(x), residual, self.weight, self.bias, self.eps)
+
+    def add_pending(self, x: Unfinished, residual: Tensor) -> Tensor:
+        return self.add(x, residual)

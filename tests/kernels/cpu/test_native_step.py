@@ -25,6 +25,8 @@ from localllm.kernels.cpu.native.structures import (
     NormKind,
     Op,
 )
+from localllm.kernels.gated import ACTIVATIONS as GATED
+from localllm.kernels.gated import gated_reference
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.layer_norm import layer_norm_reference
 from localllm.kernels.moe.grouped_gemm import act_reference
@@ -32,7 +34,7 @@ from localllm.kernels.moe.route import route
 from localllm.kernels.paged_attention import paged_attention, plan_attention
 from localllm.kernels.rms_norm import rms_norm_reference
 from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
-from localllm.models.layers.mlp import GATED, UNGATED
+from localllm.models.layers.mlp import UNGATED
 from localllm.models.layers.qkv import Clip, HeadLayerNorm
 from tests.kernels.cpu.native_steps import Builder, listed, no_rows
 
@@ -125,7 +127,7 @@ def test_gated(pool: Pool, name: str, width: int) -> None:
         activation=ACTIVATIONS[name],
     )  # fmt: skip
     pool.run_step(listed(operation), no_rows(), 3)
-    close(y[:3, :width], GATED[name](F.linear(rms_norm_reference(x[:3], norm_weight, 1e-5), weight, bias)))
+    close(y[:3, :width], gated_reference(F.linear(rms_norm_reference(x[:3], norm_weight, 1e-5), weight, bias), name))
     assert not y[3:].any()
     assert not y[:, width:].any()
 
@@ -425,7 +427,7 @@ def test_gate(pool: Pool, name: str, width: int) -> None:
     build, x, y = Builder(), torch.randn(MAX_ROWS, 2 * width), torch.zeros(MAX_ROWS, width)
     operation = build.operation(Op.GATE, x, y, matrix=NativeMatrix(outputs=width), activation=ACTIVATIONS[name])
     pool.run_step(listed(operation), no_rows(), 6)
-    close(y[:6], GATED[name](x[:6]))
+    close(y[:6], gated_reference(x[:6], name))
     assert not y[6:].any()
 
 
@@ -531,7 +533,7 @@ def test_mixture_of_experts(pool: Pool, routing: dict[str, Any], rows: int) -> N
     assert torch.equal(case.ids[:rows], ids)
     close(case.weights[:rows], weights)
     result, case.y = case.y, before
-    close(result, case.expected(GATED["silu"], rows))
+    close(result, case.expected(lambda gate_up: gated_reference(gate_up, "silu"), rows))
 
 
 def test_clamped_swiglu(pool: Pool) -> None:

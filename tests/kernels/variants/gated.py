@@ -38,6 +38,6 @@ VARIANTS = [
     plain("SiLU, 14336 wide, bf16", 14336, "silu", (80, 89, 90, 120), hip=True),
     plain("SiLU, 14336 wide, fp16", 14336, "silu", (75,), "fp16"),
     plain("SiLU, 14336 wide, 8 splits, bf16", 14336, "silu", (90,), splits=8),
-    plain("GELU by tanh, 10240 wide, bf16", 10240, "tanh", (80, 89, 90, 120)),
-    plain("GELU, 10240 wide, bf16", 10240, "none", (80, 89, 90, 120)),
+    plain("GELU by tanh, 10240 wide, bf16", 10240, "gelu_tanh", (80, 89, 90, 120)),
+    plain("GELU, 10240 wide, bf16", 10240, "gelu", (80, 89, 90, 120)),
 ]

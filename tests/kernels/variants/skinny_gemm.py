@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.skinny_gemm import (
-    PREFETCHED_LINES,
-    _plain_stages,
-    _skinny_gemm_kernel,
-    skinny_gemm_tile,
-)
+from localllm.kernels.launch import next_power_of_2
+from localllm.kernels.skinny_gemm import PREFETCHED_LINES, _skinny_gemm_kernel, num_stages, skinny_gemm_tile
 from tests.kernels.ahead_of_time import Variant
 
 QKV, OUT, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)  # 8B
@@ -29,28 +25,37 @@ def skinny(
     zeros: bool = False,
     serial: int = 0,
     plain: bool = False,
+    activation: str | None = None,
+    adds: bool = False,
+    squares: int = 0,
     **budget: Any,
 ) -> Variant:
-    """serial: splits that one program takes in turn, in deterministic mode's tiles. plain: for what is not NVIDIA."""
+    """serial: splits that one program takes in turn, in deterministic mode's tiles. plain: for what is not NVIDIA.
+    activation: of a product of gate and up. adds: y to the stream. squares: parts of the sum of x's squares."""
     (n, k), new = shape, archs[0] >= 90  # with TMA and early launch
     x_bytes = 4 if dtype == "fp32" else 2
     tile = skinny_gemm_tile(rows, n, k, x_bytes if kind == "float" else 1, x_bytes, scales == "block", archs[0])
-    if plain:
-        tile = tile._replace(num_stages=_plain_stages(kind, tile))
     if serial:
         tile = tile._replace(block_m=64, block_n=64, block_k=64, split_k=serial, num_stages=4)
+    stages = num_stages(tile, kind, archs[0], tma=new, ptx=not plain, gated=activation is not None)
     packed = 1 if kind == "float" else 2
     stored = dtype if kind == "float" else "i16"
+    tile_of_w = f"2,{tile.block_n // 2}" if activation else f"{tile.block_n}"
     constants = {
-        "KIND": kind, "SCALES": scales, "HAS_ZEROS": zeros, "HAS_BIAS": tile.split_k == 1, "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_K": k % tile.block_k == 0, "SPLIT_K": tile.split_k,
-        "SERIAL": serial > 0, "TMA": new, "PTX": not plain, "PDL": new,
+        "KIND": kind, "SCALES": scales, "HAS_ZEROS": zeros, "HAS_BIAS": tile.split_k == 1, "ACTIVATION": activation,
+        "SQUARES": next_power_of_2(squares), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "EVEN_K": k % tile.block_k == 0, "SPLIT_K": tile.split_k, "SERIAL": serial > 0, "TMA": new, "PTX": not plain,
+        "PDL": new,
     } | ({} if new else {"weight_ptr": None})  # fmt: skip
+    constants |= {} if adds else dict.fromkeys(("residual_ptr", "gamma_ptr", "sum_squares_ptr"))
+    constants |= {} if squares else {"x_squares_ptr": None}
     signature = {
         "out_ptr": f"*{dtype}" if tile.split_k == 1 or serial else "*fp32",
         "x_ptr": f"*{dtype}",
-        "weight": f"tensordesc<{stored}[{tile.block_n},{tile.block_k // packed}]>" if new else f"*{stored}",
+        "weight": f"tensordesc<{stored}[{tile_of_w},{tile.block_k // packed}]>" if new else f"*{stored}",
         "weight_ptr": f"*{stored}", "scales_ptr": "*fp32", "zeros_ptr": "*i8", "bias_ptr": f"*{dtype}",
+        "residual_ptr": f"*{dtype}", "gamma_ptr": "*fp32", "sum_squares_ptr": "*fp32", "x_squares_ptr": "*fp32",
+        "x_eps": "fp32", "num_squares": "i32",
         "rows": "i32", "N": "i32", "K": "i32", "x_stride": "i32", "weight_stride": "i32", "scales_stride": "i32",
     }  # fmt: skip
     return Variant(
@@ -59,8 +64,8 @@ def skinny(
         signature,
         constants,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        aligned=("N", "K", "x_stride", "weight_stride"),
+        num_stages=stages,
+        aligned=("N", "K", "x_stride", "weight_stride", "num_squares"),
         archs=archs,
         elements_per_loop=tile.block_n * tile.block_k,
         prefetches=PREFETCHED_LINES.value // (32 * tile.num_warps) if new else 0,
@@ -75,8 +80,24 @@ HGMMA: dict[str, Any] = {"mma": "HGMMA", "max_instructions_per_element": 4.0}
 BYTES: dict[str, Any] = {"mma": "HGMMA", "max_instructions_per_element": 5.25, "forbidden": NO_CONVERSIONS}
 E4M3_BLOCK: dict[str, Any] = {**BYTES, "max_instructions_per_element": 6.5}
 
+SILU: dict[str, Any] = {"activation": "silu"}
+NORMED: dict[str, Any] = {"squares": 128, **SILU}
+
 VARIANTS = [
-    skinny("8B o, 1-8 rows", 8, OUT, mma="HMMA", max_instructions_per_element=6.0, max_registers=96, archs=(90,)),
+    skinny("8B gate_up and SiLU, 1-16 rows", 16, GATE_UP, **HGMMA, max_registers=96, **SILU, archs=(90,)),
+    skinny("8B gate_up and SiLU, 33-64 rows", 64, GATE_UP, **HGMMA, max_registers=96, **SILU, archs=(90,)),
+    skinny("8B gate_up and SiLU, e4m3, 1-16 rows", 16, GATE_UP, "e4m3", "channel", **BYTES, **SILU, archs=(90,)),
+    skinny("8B gate_up and SiLU, e4m3 by block", 16, GATE_UP, "e4m3", "block", **E4M3_BLOCK, **SILU, archs=(90,)),
+    skinny("8B gate_up and SiLU, 1-16 rows", 16, GATE_UP, **SILU, archs=(120,)),
+    skinny("8B gate_up and SiLU, 33-64 rows", 64, GATE_UP, **SILU, archs=(89,)),
+    skinny("8B o to stream, 1-16 rows", 16, OUT, mma="HMMA", max_registers=96, adds=True, archs=(90,)),
+    skinny("8B o to stream", 16, OUT, adds=True, archs=(120,)),
+    skinny("8B qkv of pending norm, 1-8 rows", 8, QKV, mma="HMMA", max_registers=96, squares=128, archs=(90,)),
+    skinny("8B qkv of pending norm, 9-16 rows, split", 16, QKV, **HGMMA, max_registers=96, squares=128, archs=(90,)),
+    skinny("8B gate_up and SiLU, pending norm", 16, GATE_UP, **HGMMA, max_registers=128, **NORMED, archs=(90,)),
+    skinny("8B gate_up and SiLU, pending norm", 16, GATE_UP, **NORMED, archs=(89,)),
+    skinny("8B gate_up and GELU, B200", 64, GATE_UP, activation="gelu", archs=(100,), often=False),
+    skinny("8B o, 1-16 rows", 16, OUT, mma="HMMA", max_instructions_per_element=6.0, max_registers=96, archs=(90,)),
     skinny("8B down, 9-16 rows, split", 16, DOWN, **HGMMA, max_registers=64, archs=(90,)),
     skinny("8B gate_up, 1-16 rows", 16, GATE_UP, **HGMMA, max_registers=64, archs=(90,)),
     skinny("8B gate_up, 33-64 rows", 64, GATE_UP, **HGMMA, max_registers=80, archs=(90,)),
