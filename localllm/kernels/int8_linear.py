@@ -76,8 +76,8 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
 def int8_linear_unfinished(x: Tensor | PendingNorm, weight: Int8Weight, bias: Tensor | None = None) -> Unfinished:
     if not runs_triton(weight.values):
         return int8_linear_reference(normed(x), weight, bias)
-    stays_16_bit = weight.activations == "16-bit" or launch_options().deterministic or not _has_int8_mma(weight.values)
-    if stays_16_bit or x.shape[0] <= settings_for("int8_linear", int8_key(weight), int8_crossover).skinny_rows:
+    dynamic = weight.activations == "dynamic" and not launch_options().deterministic and _has_int8_mma(weight.values)
+    if not dynamic or x.shape[0] <= settings_for("int8_linear", int8_key(weight), int8_crossover).skinny_rows:
         return w8a16_gemm(x, weight.values, bias, weight.scales, weight.zeros)
     x = normed(x)
     return w8a8_gemm(quantize(x, torch.int8), weight.values, weight.scales, bias, weight.zeros, dtype=x.dtype)

@@ -28,6 +28,12 @@ VARIANTS = [] if INTERPRETED else all_variants()
 NUMBERED = list(enumerate(VARIANTS))
 AMD = 0  # in place of a compute capability
 QUICK = 90  # the one whose budgets are held; the others are slow
+LIKE = {86: 89, 100: 90, 103: 90}  # GPUs that fewer people have, and the architecture whose kernels they run
+FURTHER = {
+    number: [arch for arch, like in LIKE.items() if like in v.archs and arch not in v.archs]
+    for number, v in {v.kernel: (number, v) for number, v in reversed(NUMBERED)}.values()
+}
+"""Of each kernel the first variant is compiled for those too."""
 CASES = [
     pytest.param(
         number,
@@ -36,7 +42,7 @@ CASES = [
         marks=() if v.often and arch == QUICK else pytest.mark.slow,
     )
     for number, v in NUMBERED
-    for arch in v.archs
+    for arch in (*v.archs, *FURTHER.get(number, ()))
 ]
 AMD_CASES = [pytest.param(number, AMD, id=f"{v.kernel.__name__}-{v.name}") for number, v in NUMBERED if v.hip]
 

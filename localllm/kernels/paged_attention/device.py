@@ -226,7 +226,7 @@ def decode_launch(arch: int, head_dim: int, bits: int, rows: int, block_size: in
 
 
 class SplitLaunch(NamedTuple):
-    """Into how many parts the decode kernel splits a row's context."""
+    """The number of parts into which the decode kernel splits a row's context."""
 
     min_tokens: int  # of a part
     programs: int  # for each processor
