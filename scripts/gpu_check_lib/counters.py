@@ -28,7 +28,8 @@ MOST_LAUNCHES = 60
 def read_counters(context: Context, tool: str) -> Iterator[Found]:
     for weights in ("16-bit", "int4"):
         command = [tool, "--clock-control", "none", "--csv", "--metrics", ",".join(METRICS), "--kernel-name", KERNELS,
-                   "--launch-count", str(MOST_LAUNCHES), sys.executable, "-m", __name__, weights]  # fmt: skip
+                   "--launch-count", str(MOST_LAUNCHES),
+                   sys.executable, "-m", __name__, weights, context.device]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
         (context.out / f"counters-{weights}.txt").write_text(done.stdout + done.stderr)
         found = parse(done.stdout)

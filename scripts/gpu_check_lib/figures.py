@@ -36,6 +36,7 @@ from scripts.random_weights import shape_spec
 DECODE_STEPS = 256
 GAP_STEPS = 40
 CROWD = 256  # concurrent requests
+OFFLINE, OFFLINE_SEQS = 1000, 512  # requests at once, and how many of them run
 DEFAULT_SAMPLING = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=1)
 
 
@@ -97,9 +98,10 @@ def crowd(context: Context) -> Iterator[Found]:
 def offline(context: Context) -> Iterator[Found]:
     """Measure G12, the engine alone: 1,000 chat-like requests at once, at most 512 running."""
     spec, device = shape_spec("llama-3.1-8b"), torch.device(context.device)
-    workload = chat_lengths(1000, vocab_size=spec.vocab_size)
+    workload = chat_lengths(OFFLINE, vocab_size=spec.vocab_size)
     work = work_of(spec)
-    options = Options(device, dtype_of(device), max_num_seqs=512, max_model_len=4096, num_kv_tokens=512 * 450)
+    options = Options(device, dtype_of(device), max_num_seqs=OFFLINE_SEQS, max_model_len=4096,
+                      num_kv_tokens=OFFLINE_SEQS * 450)  # fmt: skip
     require_memory(spec, options, work, "16-bit")
     engine = RandomEngine(spec, options)
     engine.run(chat_lengths(64, seed=1, vocab_size=spec.vocab_size))

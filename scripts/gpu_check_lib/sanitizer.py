@@ -12,25 +12,26 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from scripts.gpu_check_lib.stages import Context, Found, Skip, Verdict
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOUND_CODE = 99
 
 
-def check_memory(context: object, tool: str) -> Iterator[tuple[str, str, str]]:
-    from scripts.gpu_check_lib.stages import Skip
-
-    probe = _under(tool, "-c", "import torch; torch.ones(8, device='cuda').sum().item()")
+def check_memory(context: Context, tool: str) -> Iterator[Found]:
+    probe = _under(tool, "-c", f"import torch; torch.ones(8, device='{context.device}').sum().item()")
     if probe.returncode not in (0, FOUND_CODE):
         raise Skip(f"compute-sanitizer does not work here: {_last(probe)}")
     for check, weights in (("memcheck", "16-bit"), ("racecheck", "16-bit"), ("memcheck", "int4")):
-        done = _under(tool, "-m", "scripts.gpu_check_lib.sanitizer", weights, check=check)
-        verdict = "ok" if done.returncode == 0 else "failed"
+        done = _under(tool, "-m", "scripts.gpu_check_lib.sanitizer", weights, context.device, check=check)
+        verdict: Verdict = "ok" if done.returncode == 0 else "failed"
         yield f"{check}, {weights}", verdict, "no error" if verdict == "ok" else _errors(done)
 
 
 def _under(tool: str, *arguments: str, check: str = "memcheck") -> subprocess.CompletedProcess[str]:
     command = [tool, "--tool", check, "--error-exitcode", str(FOUND_CODE), "--print-limit", "5", sys.executable]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
+    packages = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": packages}
     return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, check=False)
 
 

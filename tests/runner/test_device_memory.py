@@ -6,12 +6,14 @@ import gc
 import threading
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import localllm
 from localllm.runner import device_memory
 from localllm.runner.device_memory import CaptureFailed, empty_cache, make_current, record
 
@@ -143,3 +145,10 @@ def test_the_device_is_made_current_for_the_calling_thread(cuda: SimpleNamespace
     assert cuda.current is None
     make_current(GPU)
     assert cuda.current == GPU
+
+
+def test_nothing_else_empties_the_cache() -> None:
+    """It would be done while another engine's thread records, sooner or later."""
+    package = Path(localllm.__file__).parent
+    callers = [path.name for path in package.rglob("*.py") if "torch.cuda.empty_cache()" in path.read_text()]
+    assert callers == ["device_memory.py"]

@@ -29,6 +29,7 @@ from scripts.gpu_check_lib import (
     figures,
     profiling,
     report,
+    sanitizer,
     serving,
     start,
     variants,
@@ -616,3 +617,74 @@ def test_a_written_checkpoint_has_every_tensor_of_its_model(shape: str) -> None:
     norms = (2 * spec.num_layers + 1) * spec.hidden_size
     tables = (1 if spec.tie_word_embeddings else 2) * spec.vocab_size * spec.hidden_size
     assert count == work_of(spec).layer_parameters + biases + norms + tables
+
+
+# ---- stages in small, on a CPU ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each stage measure the tiny shape, a few requests and a few steps."""
+    for module in (figures, profiling):
+        monkeypatch.setattr(module, "shape_spec", lambda name: random_weights.shape_spec("tiny"))
+    for name, value in {"CROWD": 3, "CROWD_TOKENS_PER_S": {(20, 9): 1.0}, "OFFLINE": 6, "OFFLINE_SEQS": 4}.items():
+        monkeypatch.setattr(figures, name, value)
+    lengths = figures.chat_lengths
+    monkeypatch.setattr(figures, "chat_lengths", lambda *args, **o: lengths(
+        *args, **{**o, "max_input_len": 40, "max_output_len": 12}
+    ))  # fmt: skip
+    for name, value in {"CONTEXT": 40, "STEPS": 3}.items():
+        monkeypatch.setattr(profiling, name, value)
+
+
+def test_a_crowd_and_requests_at_once_are_measured(tmp_path: Path, tiny: None) -> None:
+    context = Context(tmp_path, device="cpu")
+    found = [*figures.crowd(context), *figures.offline(context)]
+    assert [name for name, *_ in found if name.startswith("G")] == ["G13", "G12"]
+    assert {verdict for _, verdict, *_ in found} == {"note", "ok"}
+
+
+def test_without_a_gpu_profiles_are_skipped(tmp_path: Path, tiny: None) -> None:
+    found = list(profiling.profile_steps(Context(tmp_path, device="cpu")))
+    assert [verdict for _, verdict, *_ in found] == ["skipped"] * 4
+
+
+TOOL = """#!/bin/sh
+while [ "$1" != "$PYTHON" ]; do shift; done
+echo "$PYTHONPATH" >> "$SEEN"
+exec "$@"
+"""
+
+
+@pytest.mark.timeout(400)
+def test_tools_run_their_programs_with_the_packages_of_this_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "tool"
+    tool.write_text(TOOL)
+    tool.chmod(0o755)
+    packages = os.pathsep.join((str(ROOT), "packages"))
+    for name, value in {"PYTHON": sys.executable, "SEEN": str(tmp_path / "seen"), "PYTHONPATH": packages}.items():
+        monkeypatch.setenv(name, value)
+    context = Context(tmp_path, device="cpu")
+    assert [verdict for _, verdict, *_ in sanitizer.check_memory(context, str(tool))] == ["ok"] * 3
+    with pytest.raises(Skip, match=r"ncu read nothing: $"):
+        list(counters.read_counters(context, str(tool)))
+    seen = (tmp_path / "seen").read_text().splitlines()
+    assert len(seen) == 5
+    assert all(line.endswith("packages") for line in seen)
+
+
+def test_the_machine_is_told_with_its_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "machine", lambda: {"gpu": "NVIDIA H200", "SMs": 132})
+    found = {name: text for name, _, text, *_ in environment.check_environment(Context(tmp_path, device="cpu"))}
+    assert found["gpu"] == "NVIDIA H200"
+    assert "iterations of an empty loop per second" in found["host"]
+
+
+def test_a_part_ends_within_a_command() -> None:
+    """The limits of a part's stages add up to more; what its last stages lack is told."""
+    check = script("gpu_check")
+    assert check.MINUTES * 60 + 30 <= 600
+    for part, stages in check.PARTS.items():
+        assert sum(stage.limit_s for stage in stages) <= 1.5 * check.MINUTES * 60, part
