@@ -15,7 +15,7 @@ from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.weights.parameters import replace_tensors
 from scripts.random_weights import RandomTensors, random_model, shape_spec
-from tests.device.conftest import DEVICE, ON_GPU, SIXTEEN_BITS
+from tests.device.conftest import BLOCK_SIZES, DEVICE, ON_GPU, SIXTEEN_BITS
 from tests.models.harness import CPU, ModelHarness
 
 SMALLER = {} if ON_GPU else {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
@@ -55,13 +55,14 @@ def in_fp32(spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> DecoderM
     return model
 
 
+@pytest.mark.parametrize("block_size", BLOCK_SIZES if ON_GPU else BLOCK_SIZES[-1:])
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
 @pytest.mark.parametrize("shape", ["llama-3.1-8b", "qwen3-4b"])
-def test_a_layer_is_its_fp32_twin(shape: str, dtype: torch.dtype) -> None:
+def test_a_layer_is_its_fp32_twin(shape: str, dtype: torch.dtype, block_size: int) -> None:
     spec = shape_spec(shape, num_hidden_layers=1, vocab_size=1024, tie_word_embeddings=False, **SMALLER)
     tokens = random.Random(0).choices(range(1024), k=67)
     twin = ModelHarness(in_fp32(spec, dtype, 256))
-    ours = ModelHarness(random_model(spec, DEVICE, dtype, max_model_len=256), kv_dtype=dtype)
+    ours = ModelHarness(random_model(spec, DEVICE, dtype, max_model_len=256), kv_dtype=dtype, block_size=block_size)
     for chunk in (None, 16, 1):
         _, wanted = twin.prefill(tokens, chunk)
         _, got = ours.prefill(tokens, chunk)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -511,27 +511,52 @@ def test_whole_tiles_and_gathered_ones_agree(monkeypatch: pytest.MonkeyPatch, ca
     assert len(set(seen)) == len(seen) >= 3, "each setting reached the launch"
 
 
+@pytest.fixture
+def as_served(monkeypatch: pytest.MonkeyPatch) -> Callable[[Batch, int | None], None]:
+    """A function that asks for Hopper's tiles and for TMA, in the interpreter as well, and fails where a GPU that has
+    TMA does not take a batch's blocks whole."""
+
+    def choose(batch: Batch, window: int | None = None) -> None:
+        has_tma = INTERPRETED or torch.cuda.get_device_capability() >= (9, 0)
+        if INTERPRETED:
+            monkeypatch.setattr(device_code, "settings_for", lambda kernel, key, heuristic: heuristic(*key))
+            for name in ("decode_launch", "prefill_launch"):
+                real = getattr(device_code, name)
+                monkeypatch.setattr(device_code, name, lambda arch, *shape, real=real: real(90, *shape))
+        plan = batch.plan(window)
+        assert isinstance(plan, DevicePlan)
+        assert (plan.decode.tma, plan.prefill.tma) == (has_tma, has_tma)
+
+    return choose
+
+
 @kernel_only
 @pytest.mark.parametrize("cache_dtype", [None, FP8, INT8])
 @pytest.mark.parametrize(("head_dim", "group", "dtype"), [(64, 7, DTYPES[1]), (128, 4, DTYPES[-1])])
 def test_blocks_as_served(
-    head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype | None, as_served: Callable[..., None]
 ) -> None:
-    """Blocks of 64 tokens, fetched whole where the GPU can; the interpreter takes Hopper's tiles."""
-    if INTERPRETED:
-        monkeypatch.setattr(device_code, "settings_for", lambda kernel, key, heuristic: heuristic(*key))
-        hopper = 90, head_dim, 16 if cache_dtype is None else 8, group, 64
-        for name in ("decode_launch", "prefill_launch"):
-            chosen = getattr(device_code, name)(*hopper)
-            monkeypatch.setattr(device_code, name, lambda *_, c=chosen: c)
+    """Blocks of 64 tokens, fetched whole where the GPU can."""
     lens = [1, 1, 9] if INTERPRETED else [1, 1, 1, 150, 9]
     context_lens = [130, 64, 70] if INTERPRETED else [700, 64, 130, 150, 333]
     batch = Batch(lens, context_lens, group, 1, head_dim, 64, dtype=dtype, cache_dtype=cache_dtype)
-    plan = batch.plan()
-    assert isinstance(plan, DevicePlan)
-    if INTERPRETED or torch.cuda.get_device_capability() >= (9, 0):
-        assert (plan.decode.tma, plan.prefill.tma) == (True, True)
+    as_served(batch)
     assert_matches(batch, scale=head_dim**-0.5)
+
+
+@kernel_only
+@pytest.mark.parametrize("cache_dtype", [None, INT8] if INTERPRETED else [None, FP8, INT8])
+@pytest.mark.parametrize(("queries", "window", "has_sinks"), [(1, 80, True), (4, None, True), (4, 80, False)])
+def test_windows_sinks_and_drafts_in_blocks_as_served(
+    queries: int, window: int | None, has_sinks: bool, cache_dtype: torch.dtype | None, as_served: Callable[..., None]
+) -> None:
+    batch = Batch(
+        [queries, queries, 9], [150, 64, 90], 8, 2, 64, 64, dtype=DTYPES[1], cache_dtype=cache_dtype,
+        decode_queries=queries, padding_queries=(queries // 2,),
+    )  # fmt: skip
+    as_served(batch, window)
+    terms = {"sinks": torch.linspace(-2, 3, 8)} if has_sinks else {}
+    assert_matches(batch, window=window, **terms)
 
 
 @kernel_only

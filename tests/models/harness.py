@@ -38,12 +38,18 @@ class ModelHarness:
     """One model, one cache full of NaN but for the null block, block ids and places handed out in random order."""
 
     def __init__(
-        self, model: DecoderModel, *, num_blocks: int = 128, seed: int = 0, kv_dtype: torch.dtype = torch.float32
+        self,
+        model: DecoderModel,
+        *,
+        num_blocks: int = 128,
+        seed: int = 0,
+        kv_dtype: torch.dtype = torch.float32,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
-        self.model, self.spec = model, model.spec
+        self.model, self.spec, self.block_size = model, model.spec, block_size
 
         def unwritten(layer: int) -> Tensor:
-            shape = kv_cache_shape(num_blocks, BLOCK_SIZE, *kv_shape(self.spec, layer))
+            shape = kv_cache_shape(num_blocks, block_size, *kv_shape(self.spec, layer))
             return torch.full(shape, torch.nan, dtype=kv_dtype, device=model.device)
 
         def cache_of(layer: int) -> LayerKV:
@@ -104,13 +110,13 @@ class ModelHarness:
     def _inputs(self, rows: list[tuple[Sequence, int]], all_logits: bool) -> ForwardInputs:
         state = self._state_inputs([sequence for sequence, _ in rows]) if self.spec.recurrent is not None else None
         for sequence, n in rows:
-            while len(sequence.blocks) * BLOCK_SIZE < sequence.computed + n:
+            while len(sequence.blocks) * self.block_size < sequence.computed + n:
                 sequence.blocks.append(self.free.pop())
         lens = tuple(n for _, n in rows)
         contexts = tuple(s.computed + n for s, n in rows)
         positions = [p for s, n in rows for p in range(s.computed, s.computed + n)]
         slots = [
-            s.blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+            s.blocks[p // self.block_size] * self.block_size + p % self.block_size
             for s, n in rows
             for p in range(s.computed, s.computed + n)
         ]
@@ -169,7 +175,8 @@ class Harness(ModelHarness):
         dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
         cpu_weights: str = "fast",
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         model = load_model(path, read_spec(path), device, dtype, max_model_len=max_model_len, cpu_weights=cpu_weights)
         kv_dtype = torch.float32 if device.type == "cpu" else dtype
-        super().__init__(model, num_blocks=num_blocks, seed=seed, kv_dtype=kv_dtype)
+        super().__init__(model, num_blocks=num_blocks, seed=seed, kv_dtype=kv_dtype, block_size=block_size)
