@@ -38,8 +38,8 @@ CPU = torch.device("cpu")
 CONTEXT = 2048  # enough for the decode kernel to split a request's context
 reserve = torch.empty  # the simulated GPU replaces it by one that writes zeros
 
-ONCE = 7
-"""Nodes outside of layers. From the staged buffer to the logits: the kernel that prepares the step, the plan of
+ONCE = 6
+"""Nodes outside of layers. From the staged buffer to the logits: the kernel that prepares the step and plans its
 attention, the embedding, the last norm, the head. To the token: two kernels, of which the last records it."""
 PER_LAYER = {
     ("llama-3.1-8b", "16-bit"): 10,
@@ -93,8 +93,11 @@ def _memory(value: Any) -> int | None:
     return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else None
 
 
-def nodes_of_a_step(shape: str, weights: WeightFormat, layers: int, compiled: Compiled) -> Counter[str]:
-    """Return the nodes of two recorded parts: the forward pass, and the plain draw."""
+def nodes_of_a_step(
+    shape: str, weights: WeightFormat, layers: int, compiled: Compiled, *, has_drafts: bool = False
+) -> Counter[str]:
+    """Return the nodes of the first two recorded parts: the forward pass, and the plain draw.
+    has_drafts: the step has some, and wider ones are launched before."""
     spec = shape_spec(shape, num_hidden_layers=layers)
     model = DecoderBuilder(spec, ReservedTensors(weights), CPU, torch.bfloat16).build(CONTEXT)
     recorded: list[Counter[str]] = []
@@ -109,7 +112,7 @@ def nodes_of_a_step(shape: str, weights: WeightFormat, layers: int, compiled: Co
     kv = KVCache(spec, of_each(spec, 8), 64, CPU, torch.bfloat16)
     runner = TorchRunner(
         model, spec, kv, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=CONTEXT, block_size=64, device=CPU,
-        capture=record, staged=True,
+        capture=record, staged=True, has_drafts=has_drafts,
     )  # fmt: skip
     runner.warm_up()
     runner.close()
@@ -125,4 +128,13 @@ def test_a_decode_step_has_few_nodes(shape: str, weights: WeightFormat, monkeypa
     per_layer = two - one
     assert per_layer.total() == PER_LAYER[shape, weights], per_layer
     assert (one - per_layer).total() == ONCE, one - per_layer
-    assert not compiled.in_turn, "drafts included: warming up launches their kernels as well"
+
+
+def test_every_kernel_of_a_decode_step_may_start_while_the_previous_one_finishes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear_layer, "to_device_layout", lambda weight, packer: weight)
+    with pretend_gpu() as compiled:
+        nodes = nodes_of_a_step("qwen2.5-0.5b", "16-bit", 1, compiled, has_drafts=True)
+    assert nodes["_accept_drafts_kernel"] == 1
+    assert not compiled.in_turn
