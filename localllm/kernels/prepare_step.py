@@ -233,10 +233,17 @@ def _extent(fields, rows, row, is_row, known_ptr, valid_ptr, draws):
 
 @triton.jit
 def _fill_work_list(
-    work_ptr, context_ptr, num_decodes, TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
-    QUERIES: tl.constexpr, SPARE_ITEMS: tl.constexpr, MOST_PARTS: tl.constexpr, ROWS: tl.constexpr,
+    work_ptr, fields, rows, context_ptr, known_ptr, valid_ptr, draws, num_decodes, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, QUERIES: tl.constexpr, SPARE_ITEMS: tl.constexpr,
+    MOST_PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Fill one list of `WorkLists` from the lengths that this program has written."""
+    """Fill one list of `WorkLists`. All decode rows' lengths are written first, to the same values as by the rows'
+    programs."""
+    for begin in range(0, num_decodes, ROWS):
+        some = begin + tl.arange(0, ROWS)
+        _, _, _, _, _, length = _extent(fields, rows, some, some < num_decodes, known_ptr, valid_ptr, draws)
+        tl.store(context_ptr + some, length, mask=some < num_decodes)
+    tl.debug_barrier()
     max_items = tl.minimum(num_decodes + SPARE_ITEMS, num_decodes * MOST_PARTS)
     split_rows(
         work_ptr, work_ptr + tl.cdiv(max_items * 3, 4) * 4, context_ptr, num_decodes, max_items, SPARE_ITEMS, TILE,
@@ -266,14 +273,10 @@ def _prepare_rows_kernel(
     updates = fields + ROW_FIELDS * rows
     for way in tl.static_range(len(SPLITTINGS)):
         if (row == rows + 1 + way) & (chunk == 0):
-            for begin in range(0, num_decodes, SPLIT_ROWS):  # all lengths, as the rows' programs write them
-                some = begin + tl.arange(0, SPLIT_ROWS)
-                _, _, _, _, _, length = _extent(fields, rows, some, some < num_decodes, known_ptr, valid_ptr, draws)
-                tl.store(context_ptr + some, length, mask=some < num_decodes)
-            tl.debug_barrier()
             _fill_work_list(
-                work_ptr + way * work_stride, context_ptr, num_decodes, SPLITTINGS[way][0], SPLITTINGS[way][1],
-                SPLITTINGS[way][2], SPLITTINGS[way][3], SPLITTINGS[way][4], SPLITTINGS[way][5], SPLIT_ROWS,
+                work_ptr + way * work_stride, fields, rows, context_ptr, known_ptr, valid_ptr, draws, num_decodes,
+                SPLITTINGS[way][0], SPLITTINGS[way][1], SPLITTINGS[way][2], SPLITTINGS[way][3], SPLITTINGS[way][4],
+                SPLITTINGS[way][5], SPLIT_ROWS,
             )  # fmt: skip
     if row > rows:
         return

@@ -175,6 +175,8 @@ def test_work_lists_are_those_of_the_lengths(step: tuple[int, list[Asked]], at_o
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_module, "SPLIT_ROWS", at_once)
         inputs = prepared(draws, rows, slot_tokens(rows), block_tables(), [], work)
+    lengths = [0 if row.slot < 0 else row.begins() + row.num_tokens(draws) for row in rows]
+    assert inputs.context_lens.tolist() == lengths
     for way in ways:
         got, expected = work.of(way), filled_list(way, inputs.context_lens, decodes)
         assert got is not None

@@ -44,7 +44,7 @@ class AttentionLaunch(NamedTuple):
 
 
 class KVReads(NamedTuple):
-    """How the layers of a KV group read their cache; fixed while serving."""
+    """The cache of a KV group and what its layers read of it; fixed while serving."""
 
     num_heads: int
     cache_shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class KVReads(NamedTuple):
 
 
 class Splitting(NamedTuple):
-    """How the work of the decode kernel is split into items; constants of the kernels that do it."""
+    """The rules by which the work of the decode kernel is split into items; constants of the kernels that do it."""
 
     tile: int
     window: int  # 0: none
