@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import cdiv, early_launch, runs_triton, tl, triton, wait_for_inputs
+from localllm.kernels.paged_attention.device import SPLIT_ROWS, WorkLists
+from localllm.kernels.paged_attention.kernels import split_rows
 
 HEADER = 2
 ROW_FIELDS = 10
@@ -112,24 +114,28 @@ def state_fields(staged: Tensor, num_rows: int) -> Tensor:
 
 
 def prepare_step(
-    staged: Tensor, slots: SlotTokens, block_tables: Tensor, inputs: StepInputs, block_size: int, max_query_len: int
-) -> None:
+    staged: Tensor, slots: SlotTokens, block_tables: Tensor, inputs: StepInputs, block_size: int, max_query_len: int,
+    work: WorkLists | None = None,
+) -> None:  # fmt: skip
     """Apply the buffer's block-table updates, then fill `inputs`. Drafts of rows without any become invalid.
 
     staged [>= staged_size] int32; block_tables [G, slots, W] int32, changed by the updates. max_query_len: upper bound
-    of a row's tokens in this step.
+    of a row's tokens in this step. work: lists of the decode rows' attention, which the kernel fills as well.
     """
     if not runs_triton(staged):
         prepare_step_reference(staged, slots, block_tables, inputs, block_size)
         return
     rows, tokens, token_ids = len(inputs.context_lens), len(inputs.token_ids), slots.token_ids
     chunks = cdiv(max(max_query_len, 1), CHUNK)
-    _prepare_rows_kernel[(rows + 1, max(chunks, cdiv(tokens, CHUNK * 8)))](
+    splittings = () if work is None else work.splittings
+    _prepare_rows_kernel[(rows + 1 + len(splittings), max(chunks, cdiv(tokens, CHUNK * 8)))](
         staged, token_ids, slots.known, slots.valid, block_tables, *_outputs(inputs), rows, tokens, inputs.num_draws,
         token_ids.stride(0), block_tables.stride(0), block_tables.stride(1), inputs.block_tables.stride(0),
-        inputs.block_tables.stride(1), inputs.slot_mapping.stride(0),
+        inputs.block_tables.stride(1), inputs.slot_mapping.stride(0), None if work is None else work.buffer,
+        0 if work is None else work.num_decodes, 0 if work is None else work.buffer.stride(0),
         GROUPS=len(block_tables), BLOCK_SIZE=block_size, HEADER=HEADER, ROW_FIELDS=ROW_FIELDS,
-        UPDATE_FIELDS=UPDATE_FIELDS, CHUNK=CHUNK, UPDATES=UPDATES, **early_launch(staged.device),
+        UPDATE_FIELDS=UPDATE_FIELDS, CHUNK=CHUNK, UPDATES=UPDATES, SPLIT_ROWS=SPLIT_ROWS,
+        SPLITTINGS=tuple(map(tuple, splittings)), **early_launch(staged.device),
     )  # fmt: skip
 
 
@@ -208,17 +214,55 @@ def _update_tables(
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["rows", "tokens", "draws"])
+@triton.jit
+def _extent(fields, rows, row, is_row, known_ptr, valid_ptr, draws):
+    """Return where rows begin and end: their slot, first position, tokens with padding, draws that are not padding,
+    tokens that are not padding, and context. `valid` of a slot changes in this kernel only where it is not read."""
+    slot = tl.load(fields + row, mask=is_row, other=-1).to(tl.int64)
+    computed = tl.load(fields + rows + row, mask=is_row, other=0)
+    scheduled = tl.load(fields + 2 * rows + row, mask=is_row, other=0)
+    drafts = tl.load(fields + 6 * rows + row, mask=is_row, other=-1)
+    begins_here = (slot >= 0) & (drafts >= 0)
+    known_tokens = tl.load(known_ptr + slot, mask=begins_here, other=0).to(tl.int32)
+    ready = tl.load(valid_ptr + slot, mask=begins_here, other=0)
+    computed = tl.where(begins_here, known_tokens - 1, computed)
+    existing = 1 + tl.where(begins_here & (draws > 1), tl.minimum(drafts, ready), 0)
+    num_known = tl.where(slot >= 0, tl.where(draws > 1, existing, scheduled), 0)
+    return slot, computed, scheduled, existing, num_known, tl.where(slot >= 0, computed + num_known, 0)
+
+
+@triton.jit
+def _fill_work_list(
+    work_ptr, fields, rows, context_ptr, known_ptr, valid_ptr, draws, num_decodes, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, QUERIES: tl.constexpr, SPARE_ITEMS: tl.constexpr,
+    MOST_PARTS: tl.constexpr, COUNTERS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Fill one list of `WorkLists`. All decode rows' lengths are written first, to the same values as by the rows'
+    programs."""
+    for begin in range(0, num_decodes, ROWS):
+        some = begin + tl.arange(0, ROWS)
+        _, _, _, _, _, length = _extent(fields, rows, some, some < num_decodes, known_ptr, valid_ptr, draws)
+        tl.store(context_ptr + some, length, mask=some < num_decodes)
+    tl.debug_barrier()
+    max_items = tl.minimum(num_decodes + SPARE_ITEMS, num_decodes * MOST_PARTS)
+    starts_ptr = work_ptr + tl.cdiv(max_items * 3, 4) * 4
+    split_rows(
+        work_ptr, starts_ptr, starts_ptr + tl.cdiv(num_decodes + 1, 4) * 4, context_ptr, num_decodes, max_items,
+        SPARE_ITEMS, num_decodes * COUNTERS, TILE, WINDOW, MIN_TILES, ROWS, QUERIES,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "tokens", "draws", "num_decodes", "work_stride"])
 def _prepare_rows_kernel(
     staged_ptr, tokens_ptr, known_ptr, valid_ptr, tables_ptr, token_ids_ptr, positions_ptr, slot_mapping_ptr,
     block_tables_ptr, context_ptr, cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, adapters_ptr, rows, tokens, draws,
     tokens_stride, tables_group_stride, tables_stride, block_tables_group_stride, block_tables_stride,
-    slot_mapping_stride, GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr,
-    ROW_FIELDS: tl.constexpr, UPDATE_FIELDS: tl.constexpr, CHUNK: tl.constexpr, UPDATES: tl.constexpr,
-    PDL: tl.constexpr,
+    slot_mapping_stride, work_ptr, num_decodes, work_stride, GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADER: tl.constexpr, ROW_FIELDS: tl.constexpr, UPDATE_FIELDS: tl.constexpr, CHUNK: tl.constexpr,
+    UPDATES: tl.constexpr, SPLIT_ROWS: tl.constexpr, SPLITTINGS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): CHUNK of the row's tokens; chunk 0 also writes the row's scalars. Row R: the padding, and
-    the updates of slots that have no row.
+    the updates of slots that have no row. Behind it, for each of SPLITTINGS: the list of the decode rows' work.
 
     Programs do not wait for each other: each applies the updates that it reads, and several write the same numbers.
     """
@@ -228,6 +272,15 @@ def _prepare_rows_kernel(
     num_updates, used = tl.load(staged_ptr), tl.load(staged_ptr + 1)
     fields = staged_ptr + HEADER
     updates = fields + ROW_FIELDS * rows
+    for way in tl.static_range(len(SPLITTINGS)):
+        if (row == rows + 1 + way) & (chunk == 0):
+            _fill_work_list(
+                work_ptr + way * work_stride, fields, rows, context_ptr, known_ptr, valid_ptr, draws, num_decodes,
+                SPLITTINGS[way][0], SPLITTINGS[way][1], SPLITTINGS[way][2], SPLITTINGS[way][3], SPLITTINGS[way][4],
+                SPLITTINGS[way][5], SPLITTINGS[way][6], SPLIT_ROWS,
+            )  # fmt: skip
+    if row > rows:
+        return
     if row == rows:
         if chunk == 0:
             tl.store(cu_seqlens_ptr + rows, used)
@@ -244,9 +297,9 @@ def _prepare_rows_kernel(
                 tl.store(slots, tl.full([CHUNK], -1, tl.int64), mask=place < tokens)
             tl.store(adapters_ptr + place, tl.full([CHUNK], -1, tl.int32), mask=place < tokens)
         return
-    slot = tl.load(fields + row).to(tl.int64)
-    computed = tl.load(fields + rows + row)
-    scheduled = tl.load(fields + 2 * rows + row)
+    slot, computed, scheduled, existing, num_known, context = _extent(
+        fields, rows, row, row < rows, known_ptr, valid_ptr, draws
+    )
     if (chunk > 0) & (chunk * CHUNK >= scheduled):
         return
     start = tl.load(fields + 3 * rows + row)
@@ -255,13 +308,6 @@ def _prepare_rows_kernel(
     drafts = tl.load(fields + 6 * rows + row)
     owner = tl.maximum(slot, 0)
     _update_tables(updates, num_updates, owner, tables_ptr, tables_group_stride, tables_stride, UPDATE_FIELDS, UPDATES)
-    begins_here = (slot >= 0) & (drafts >= 0)
-    known_tokens = tl.load(known_ptr + owner, mask=begins_here, other=0).to(tl.int32)
-    ready = tl.load(valid_ptr + owner, mask=begins_here, other=0)
-    computed = tl.where(begins_here, known_tokens - 1, computed)
-    existing = 1 + tl.where(begins_here & (draws > 1), tl.minimum(drafts, ready), 0)  # draws that are not padding
-    num_known = tl.where(slot >= 0, tl.where(draws > 1, existing, scheduled), 0)
-    context = tl.where(slot >= 0, computed + num_known, 0)
     if chunk == 0:
         tl.store(valid_ptr + owner, 0, mask=(slot >= 0) & (drafts < 0))
         tl.store(context_ptr + row, context)

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from localllm.kernels.layer_state import LayerCache
+from localllm.kernels.paged_attention import WorkLists
 
 
 class GivenEmbeds(NamedTuple):
@@ -59,6 +60,7 @@ class ForwardInputs:
     embeds: GivenEmbeds | None = None
     decode_queries: int = 1  # more than 1: requests that verify drafts; a query from its context's end on is padding
     state: StateInputs | None = None  # None: a model without recurrent states
+    work: WorkLists | None = None  # of the decode rows' attention, where prepare_step has filled some
     first_key: int = 0  # first slot that attention reads: 1 for a drafter that keeps nothing of token 0
 
 

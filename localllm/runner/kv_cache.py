@@ -15,9 +15,10 @@ from torch import Tensor
 
 from localllm.errors import DoesNotFit
 from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.paged_attention import kv_cache_shape
+from localllm.kernels.paged_attention import KVReads, kv_cache_shape
 from localllm.models.fit import kv_cache_bytes
 from localllm.models.spec.kv_groups import kv_groups
+from localllm.models.spec.latent import heads_at_once
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_bytes
 
@@ -49,6 +50,11 @@ class KVCache:
                 f"The allocation of {format_bytes(size)} on {device} failed: {str(error).splitlines()[0]}",
                 "Another program took memory meanwhile: start again, or set a smaller --kv-cache-memory-bytes.",
             ) from error
+        heads = spec.num_heads if spec.latent is None else heads_at_once(spec.num_heads)
+        self.reads = tuple(
+            KVReads(heads, kv_cache_shape(count, block_size, group.num_kv_heads, group.head_dim), dtype, group.window)
+            for group, count in zip(groups, num_blocks, strict=True)
+        )
         sources = spec.kv_source or range(spec.num_layers)
         self.layers = [kept.get(sources[layer]) for layer in range(spec.num_layers)]  # None: a layer without attention
         self._kept = tuple(kept.values())

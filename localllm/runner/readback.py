@@ -64,7 +64,7 @@ class StepTimer:
 
 @dataclass(slots=True)
 class Pace:
-    """How long a runner's last step took."""
+    """The duration of a runner's last step."""
 
     last_s: float = math.inf
 

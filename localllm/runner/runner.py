@@ -91,7 +91,7 @@ class TorchRunner:
             staging = StagedInputs(
                 max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size, device=device,
                 max_num_batched_tokens=max_num_batched_tokens, largest=largest_shape(shapes),
-                num_groups=len(kv.num_blocks), has_states=states.num_places > 0, most_draws=draws,
+                num_groups=len(kv.num_blocks), has_states=states.num_places > 0, most_draws=draws, reads=kv.reads,
             )  # fmt: skip
             self._steps = DeviceSteps(
                 model, cache, staging, self._sampling, device, vocab_size=spec.vocab_size, shapes=shapes,
@@ -128,9 +128,8 @@ class TorchRunner:
             elif isinstance(self._steps, DeviceSteps):
                 self._drafters = self._steps
         self._launched: _ForwardedStep | None = None
-        self._pace = Pace()
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
-        self._launch_options = launch_options
+        self._launch_options, self._pace = launch_options, Pace()
         self._thread: int | None = None  # the last calling thread
 
     def forward(self, plan: StepPlan) -> None:

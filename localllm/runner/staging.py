@@ -8,6 +8,7 @@ On a CPU everything works the same, without pinned memory; tests use that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import runs_triton
+from localllm.kernels.launch import launch_options, runs_triton
+from localllm.kernels.paged_attention import KVReads, WorkLists, splitting
 from localllm.kernels.prepare_step import (
     HEADER,
     ROW_FIELDS,
@@ -95,10 +97,11 @@ class StagedInputs:
     def __init__(
         self, *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int,
         device: torch.device, largest: StepShape | None = None, num_groups: int = 1, has_states: bool = False,
-        most_draws: int = 0,
+        most_draws: int = 0, reads: Sequence[KVReads] = (),
     ) -> None:  # fmt: skip
         """largest: the most rows and tokens of the shapes that batches will be padded to. has_states: whether the model
-        has recurrent states. most_draws: of a step with drafts; 0: there are no drafts."""
+        has recurrent states. most_draws: of a step with drafts; 0: there are no drafts. reads: how
+        the layers of each KV group read their cache."""
         self.block_size, self._device = block_size, device
         self.max_num_seqs, self.max_batched_tokens = max_num_seqs, max_num_batched_tokens
         max_blocks = -(-max_model_len // block_size)
@@ -109,6 +112,7 @@ class StagedInputs:
             torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
             torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
         )
+        self._reads = tuple(reads)
         self.max_rows = max_rows = max(max_num_seqs, largest.rows if largest else 0)
         self.max_draws = max(max_rows, most_draws)
         max_tokens = max(max_num_batched_tokens, largest.tokens if largest else 0, most_draws)
@@ -179,10 +183,19 @@ class StagedInputs:
     def prepare(self, shape: StepShape) -> tuple[ForwardInputs, StepInputs]:
         """Unpack the staged step. The launched kernels depend on the shape alone, so a graph can record them."""
         inputs, longest = self.part(shape), shape.prefill_tokens or shape.num_draws
-        prepare_step(self._staged, self.slots, self._tables, inputs, self.block_size, longest)
+        work = self._work_lists(shape)
+        prepare_step(self._staged, self.slots, self._tables, inputs, self.block_size, longest, work)
         if self._states is not None:
             self._states[:, : shape.rows].copy_(state_fields(self._staged, shape.rows))
-        return self._forward_inputs(inputs, shape), inputs
+        return replace(self._forward_inputs(inputs, shape), work=work), inputs
+
+    def _work_lists(self, shape: StepShape) -> WorkLists | None:
+        """Return lists for the attention of decode rows, where there are any and kernels read them."""
+        max_blocks = self._tables.shape[2]
+        if not shape.decodes or not runs_triton(self._tables) or launch_options().deterministic or not self._reads:
+            return None
+        ways = dict.fromkeys(splitting(reads, shape.num_draws, max_blocks, self._device) for reads in self._reads)
+        return WorkLists.empty(tuple(ways), shape.decodes, self._device)
 
     def part(self, shape: StepShape) -> StepInputs:
         """Return the buffers that `prepare` fills for a step of this shape."""

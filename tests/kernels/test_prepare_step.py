@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from localllm.kernels import prepare_step as prepare_module
 from localllm.kernels.accept_drafts import accept_drafts
 from localllm.kernels.launch import INTERPRETED
+from localllm.kernels.paged_attention.device import Splitting, WorkLists, filled_list
 from localllm.kernels.prepare_step import ROW_FIELDS, SlotTokens, StepInputs, prepare_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -69,7 +71,10 @@ def steps(draw: st.DrawFn) -> tuple[int, list[Asked]]:
     return draws, rows
 
 
-def prepared(draws: int, rows: list[Asked], tokens: SlotTokens, tables: Tensor, updates: list[list[int]]) -> StepInputs:
+def prepared(
+    draws: int, rows: list[Asked], tokens: SlotTokens, tables: Tensor, updates: list[list[int]],
+    work: WorkLists | None = None,
+) -> StepInputs:  # fmt: skip
     starts = [sum(row.scheduled for row in rows[:place]) for place in range(len(rows))]
     used = sum(row.scheduled for row in rows)
     fields = torch.zeros(ROW_FIELDS, len(rows), dtype=torch.int32)
@@ -85,7 +90,7 @@ def prepared(draws: int, rows: list[Asked], tokens: SlotTokens, tables: Tensor, 
     for field in StepInputs.__dataclass_fields__:
         getattr(inputs, field).fill_(UNWRITTEN)
     longest = max(row.scheduled for row in rows)
-    prepare_step(staged.to(DEVICE), tokens, tables, inputs, BLOCK, longest)
+    prepare_step(staged.to(DEVICE), tokens, tables, inputs, BLOCK, longest, work)
     return inputs
 
 
@@ -152,6 +157,33 @@ def test_rows_begin_where_the_device_knows(step: tuple[int, list[Asked]]) -> Non
     padding = slice(at, None)
     assert {*ids[padding], *positions[padding]} <= {0}
     assert {*adapters[padding], *mapping[0][padding], *mapping[1][padding]} <= {-1}
+
+
+@pytest.mark.skipif(not INTERPRETED and DEVICE.type == "cpu", reason="only kernels read work lists")
+@settings(max_examples=20, deadline=None)
+@given(steps(), st.sampled_from([2, 256]))
+def test_work_lists_are_those_of_the_lengths(step: tuple[int, list[Asked]], at_once: int) -> None:
+    """As the plan kernel fills them, for layers with and without a window; also of more rows than are read at once."""
+    draws, rows = step
+    decodes = sum(row.scheduled == draws for row in rows) if draws == 1 else len(rows)
+    rows = sorted(rows, key=lambda row: row.scheduled != draws)
+    if not decodes:
+        return
+    ways = (Splitting(4, 0, 2, draws, 6, 5), Splitting(8, 5, 1, draws, 3, 4))
+    work = WorkLists.empty(ways, decodes, DEVICE)
+    work.buffer.fill_(UNWRITTEN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "SPLIT_ROWS", at_once)
+        inputs = prepared(draws, rows, slot_tokens(rows), block_tables(), [], work)
+    lengths = [0 if row.slot < 0 else row.begins() + row.num_tokens(draws) for row in rows]
+    assert inputs.context_lens.tolist() == lengths
+    for way in ways:
+        got, expected = work.of(way), filled_list(way, inputs.context_lens, decodes)
+        assert got is not None
+        assert got.split_starts.tolist() == expected.split_starts.tolist()
+        used = got.items[:, 0] >= 0
+        assert got.items[used].tolist() == expected.items[used].tolist()
+        assert torch.equal(got.items[:, 0], expected.items[:, 0])
 
 
 @pytest.mark.parametrize("width", [0, 3])

@@ -24,7 +24,14 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import runs_triton
-from localllm.kernels.paged_attention.device import DevicePlan, attend_on_device, plan_on_device
+from localllm.kernels.paged_attention.device import (
+    DevicePlan,
+    KVReads,
+    WorkLists,
+    attend_on_device,
+    plan_on_device,
+    splitting,
+)
 from localllm.kernels.paged_attention.twin import (
     HostPlan,
     paged_attention_reference,
@@ -32,7 +39,10 @@ from localllm.kernels.paged_attention.twin import (
     plan_on_host,
 )
 
-__all__ = ["AttentionPlan", "kv_cache_shape", "paged_attention", "paged_attention_reference", "plan_attention"]
+__all__ = [
+    "AttentionPlan", "KVReads", "WorkLists", "kv_cache_shape", "paged_attention", "paged_attention_reference",
+    "plan_attention", "splitting",
+]  # fmt: skip
 
 AttentionPlan = HostPlan | DevicePlan
 """The plan that all layers with the same window share in one step."""
@@ -60,6 +70,7 @@ def plan_attention(
     decode_queries: int = 1,
     positions: Tensor | None = None,
     first_key: int = 0,
+    work: WorkLists | None = None,
 ) -> AttentionPlan:
     """Plan a step. block_table [B, max_blocks], context_lens [B], cu_seqlens_q [B + 1] int32, as in ForwardInputs.
 
@@ -67,7 +78,8 @@ def plan_attention(
     positions [T] int64 are given, and a query from its context's end on is padding (its output is not defined). Only
     the twin reads the lengths on the host; kernels read
     the tensors, so that a recorded step is valid for other lengths. window: tokens that a query sees, including its
-    own; None: all previous ones. first_key: keys before this position are not read (only in the twin).
+    own; None: all previous ones. first_key: keys before this position are not read (only in the twin). work: what
+    `prepare_step` has filled.
     """
     if not runs_triton(block_table):
         if positions is not None:
@@ -76,8 +88,8 @@ def plan_attention(
         return plan_on_host(block_table, query_lens, context_lens_host, num_decodes, cache_shape, window, first_key)
     assert not first_key, "the kernels read keys from position 0 on"
     return plan_on_device(
-        block_table, context_lens, cu_seqlens_q, num_decodes, num_heads, cache_shape, cache_dtype, window,
-        decode_queries, positions,
+        block_table, context_lens, cu_seqlens_q, num_decodes,
+        KVReads(num_heads, tuple(cache_shape), cache_dtype, window), decode_queries, positions, work,
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ Lengths are read on the device, so a step can be recorded as a CUDA graph and re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ DECODE_ROWS = 64  # of a score tile of the decode kernel
 MERGED_BY_ONE = 1024  # numbers of a part, at most: with more, one program a head merges the parts sooner
 MERGED_AT_ONCE = 32  # numbers a thread: few enough for the registers that the keys' loop needs anyway
 REDUCED_AT_ONCE = 16  # parts that a program of `reduce_kernel` merges at a time
+SPLIT_ROWS = 256  # decode rows that are split at once
 MUCH_SHARED_MEMORY = (80, 90, 100, 103)  # 163 KiB and more for one program; others have 99
 
 
@@ -46,13 +46,78 @@ class AttentionLaunch(NamedTuple):
     tma: bool  # load whole tiles by the tensor memory accelerator; a tile must then be inside one block
 
 
+class KVReads(NamedTuple):
+    """The cache of a KV group and what its layers read of it; fixed while serving."""
+
+    num_heads: int
+    cache_shape: tuple[int, ...]
+    cache_dtype: torch.dtype
+    window: int | None  # tokens that a query sees, including its own; None: all previous ones
+
+
+class Splitting(NamedTuple):
+    """The rules by which the work of the decode kernel is split into items; constants of the kernels that do it."""
+
+    tile: int
+    window: int  # 0: none
+    min_tiles: int  # of an item
+    queries: int  # of a row
+    spare_items: int  # more than rows
+    most_parts: int  # of a row
+    counters: int  # of a row: key heads times tiles of queries
+
+    def max_items(self, num_rows: int) -> int:
+        return min(num_rows + self.spare_items, num_rows * self.most_parts)
+
+
+class WorkList(NamedTuple):
+    """The decode kernel's work. N: most items."""
+
+    splitting: Splitting
+    items: Tensor  # [N, 3] int32  row (-1: none), first tile, end tile
+    split_starts: Tensor  # [num_decodes + 1] int32  each row's first item
+    counters: Tensor  # [num_decodes * splitting.counters] int32  written parts; zero before and after each layer
+
+
+class WorkLists(NamedTuple):
+    """Work lists of one step, to be filled on the device."""
+
+    splittings: tuple[Splitting, ...]
+    buffer: Tensor  # [splittings, size] int32: items, split_starts and counters, each aligned to 4 numbers
+    num_decodes: int
+
+    @staticmethod
+    def empty(splittings: tuple[Splitting, ...], num_decodes: int, device: torch.device) -> WorkLists:
+        size = max(sum(WorkLists._sizes(splits, num_decodes)) for splits in splittings)
+        buffer = torch.empty((len(splittings), size), dtype=torch.int32, device=device)
+        return WorkLists(splittings, buffer, num_decodes)
+
+    @staticmethod
+    def _sizes(splits: Splitting, num_decodes: int) -> tuple[int, int, int]:
+        numbers = splits.max_items(num_decodes) * 3, num_decodes + 1, num_decodes * splits.counters
+        items, starts, counters = (cdiv(count, 4) * 4 for count in numbers)
+        return items, starts, counters
+
+    def of(self, splits: Splitting) -> WorkList | None:
+        """Return the list of this splitting; None if it is not one of these."""
+        if splits not in self.splittings:
+            return None
+        sizes = self._sizes(splits, self.num_decodes)
+        items, starts, counters = self.buffer[self.splittings.index(splits)][: sum(sizes)].split(sizes)
+        count = splits.max_items(self.num_decodes)
+        return WorkList(
+            splits, items[: count * 3].view(count, 3), starts[: self.num_decodes + 1],
+            counters[: self.num_decodes * splits.counters],
+        )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
     """The decode kernel's work list, filled on the device, and buffers for its partial results. N: most items."""
 
     items: Tensor  # [N, 3] int32  row (-1: none), first tile, end tile
     split_starts: Tensor  # [num_decodes + 1] int32  each row's first item
-    counters: Tensor  # [num_decodes, kv_heads, query tiles] int32  written parts; zero before and after each layer
+    counters: Tensor  # [num_decodes * kv_heads * query tiles] int32  written parts; zero before and after each layer
     partial_out: Tensor  # [N, queries, num_heads, head_dim] fp32
     partial_max: Tensor  # [N, queries, num_heads] fp32
     partial_sum: Tensor  # [N, queries, num_heads] fp32
@@ -84,42 +149,28 @@ def plan_on_device(
     context_lens: Tensor,
     cu_seqlens_q: Tensor,
     num_decodes: int,
-    num_heads: int,
-    cache_shape: Sequence[int],
-    cache_dtype: torch.dtype,
-    window: int | None,
+    reads: KVReads,
     decode_queries: int,
     positions: Tensor | None,
+    work: WorkLists | None,
 ) -> DevicePlan:
-    """Make the plan, and launch the plan kernel if there are decode rows to split.
+    """Make the plan. If there are decode rows to split, take their work list from `work`, or launch the plan kernel.
 
     In deterministic mode there are none: every row uses the prefill kernel, whose sums do not depend on other rows.
     """
-    num_kv_heads, _, block_size, head_dim = cache_shape
-    arch, bits = _arch(block_table.device), cache_dtype.itemsize * 8
-    group_size = num_heads // num_kv_heads
-    key = (arch, head_dim, bits, group_size, block_size)
-    tile_rows = group_size * tile_queries(group_size, head_dim, decode_queries)
-    decode = settings_for("decode_attention", (arch, head_dim, bits, tile_rows, block_size), decode_launch)
+    num_kv_heads, _, block_size, head_dim = reads.cache_shape
+    device = block_table.device
+    key = (_arch(device), head_dim, reads.cache_dtype.itemsize * 8, reads.num_heads // num_kv_heads, block_size)
     prefill = settings_for("prefill_attention", key, prefill_launch)
     num_decodes = 0 if launch_options().deterministic else num_decodes
     splits = None
     if num_decodes:
-        launch = settings_for("decode_splits", (arch, head_dim, bits, tile_rows, num_kv_heads), split_launch)
-        splits = _plan_splits(
-            block_table,
-            context_lens,
-            num_decodes,
-            num_heads,
-            cache_shape,
-            window or 0,
-            decode.tile,
-            decode_queries,
-            launch,
-        )
+        how = splitting(reads, decode_queries, block_table.shape[1], device)
+        held = work.of(how) if work is not None else None
+        splits = _plan_splits(reads, held or filled_list(how, context_lens, num_decodes))
     return DevicePlan(
-        block_table, context_lens, cu_seqlens_q, num_decodes, window or 0, decode, prefill, splits, decode_queries,
-        positions,
+        block_table, context_lens, cu_seqlens_q, num_decodes, reads.window or 0,
+        _decode_launch(reads, decode_queries, device), prefill, splits, decode_queries, positions,
     )  # fmt: skip
 
 
@@ -153,43 +204,54 @@ def attend_on_device(
 # Planning
 
 
-def _plan_splits(
-    block_table: Tensor,
-    context_lens: Tensor,
-    num_decodes: int,
-    num_heads: int,
-    cache_shape: Sequence[int],
-    window: int,
-    tile: int,
-    queries: int,
-    launch: SplitLaunch,
-) -> SplitPlan:
-    num_kv_heads, _, block_size, head_dim = cache_shape
-    device = block_table.device
+def splitting(reads: KVReads, queries: int, max_blocks: int, device: torch.device) -> Splitting:
+    """Return how rows of so many queries are split. max_blocks: of a block table."""
+    num_kv_heads, _, block_size, head_dim = reads.cache_shape
+    group_size, window = reads.num_heads // num_kv_heads, reads.window or 0
+    at_once = tile_queries(group_size, head_dim, queries)
+    key = (_arch(device), head_dim, reads.cache_dtype.itemsize * 8, group_size * at_once, num_kv_heads)
+    launch, tile = settings_for("decode_splits", key, split_launch), _decode_launch(reads, queries, device).tile
     min_tiles = cdiv(launch.min_tokens, tile)
     # Both bounds hold for any lengths: parts have equal length, and no part is shorter than min_tiles.
     spare_items = cdiv(_num_processors(device) * launch.programs, num_kv_heads)
-    most_tokens = block_table.shape[1] * block_size
+    most_tokens = max_blocks * block_size
     seen_tokens = min(most_tokens, window + queries - 1 + tile) if window else most_tokens
-    most_parts = cdiv(cdiv(seen_tokens, tile), min_tiles)
-    max_items = min(num_decodes + spare_items, num_decodes * max(1, most_parts))
-    parts = (max_items, queries, num_heads)
-    query_tiles = cdiv(queries, tile_queries(num_heads // num_kv_heads, head_dim, queries))
-    plan = SplitPlan(
-        items=torch.empty((max_items, 3), dtype=torch.int32, device=device),
-        split_starts=torch.empty(num_decodes + 1, dtype=torch.int32, device=device),
-        counters=torch.empty((num_decodes, num_kv_heads, query_tiles), dtype=torch.int32, device=device),
+    most_parts = max(1, cdiv(cdiv(seen_tokens, tile), min_tiles))
+    return Splitting(tile, window, min_tiles, queries, spare_items, most_parts, num_kv_heads * cdiv(queries, at_once))
+
+
+def _decode_launch(reads: KVReads, queries: int, device: torch.device) -> AttentionLaunch:
+    num_kv_heads, _, block_size, head_dim = reads.cache_shape
+    group_size = reads.num_heads // num_kv_heads
+    rows = group_size * tile_queries(group_size, head_dim, queries)
+    key = (_arch(device), head_dim, reads.cache_dtype.itemsize * 8, rows, block_size)
+    return settings_for("decode_attention", key, decode_launch)
+
+
+def _plan_splits(reads: KVReads, work: WorkList) -> SplitPlan:
+    head_dim, device = reads.cache_shape[3], work.items.device
+    parts = (len(work.items), work.splitting.queries, reads.num_heads)
+    return SplitPlan(
+        items=work.items,
+        split_starts=work.split_starts,
+        counters=work.counters,
         partial_out=torch.empty((*parts, head_dim), dtype=torch.float32, device=device),
         partial_max=torch.empty(parts, dtype=torch.float32, device=device),
         partial_sum=torch.empty(parts, dtype=torch.float32, device=device),
     )
+
+
+def filled_list(splits: Splitting, context_lens: Tensor, num_decodes: int) -> WorkList:
+    """Return a work list that a kernel of its own fills."""
+    device = context_lens.device
+    work = WorkLists.empty((splits,), num_decodes, device).of(splits)
+    assert work is not None
     plan_kernel[(1,)](
-        plan.items, plan.split_starts, plan.counters, context_lens, num_decodes, max_items, spare_items,
-        plan.counters.numel(),
-        TILE=tile, WINDOW=window, MIN_TILES=min_tiles, ROWS=256, QUERIES=queries, num_warps=4,
-        **early_launch(device),
+        work.items, work.split_starts, work.counters, context_lens, num_decodes, len(work.items), splits.spare_items,
+        len(work.counters), TILE=splits.tile, WINDOW=splits.window, MIN_TILES=splits.min_tiles, ROWS=SPLIT_ROWS,
+        QUERIES=splits.queries, num_warps=4, **early_launch(device),
     )  # fmt: skip
-    return plan
+    return work
 
 
 def tile_queries(group_size: int, head_dim: int, queries: int) -> int:

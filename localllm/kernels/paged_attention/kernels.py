@@ -506,12 +506,24 @@ def plan_kernel(
     TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program splits the decode kernel's work into parts of nearly equal length, at most num_rows + spare_items.
+    """One program plans a step whose work list was not filled by `prepare_step`."""
+    wait_for_inputs(PDL)
+    split_rows(
+        items, split_starts, counters, context_lens, num_rows, max_items, spare_items, num_counters, TILE, WINDOW,
+        MIN_TILES, ROWS, QUERIES,
+    )  # fmt: skip
+
+
+@triton.jit
+def split_rows(
+    items, split_starts, counters, context_lens, num_rows, max_items, spare_items, num_counters,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Split the decode kernel's work into parts of nearly equal length, at most num_rows + spare_items; one program.
 
     items [max_items, 3]: row (-1: no work), first tile, end tile. split_starts [num_rows + 1]. counters [num_counters]:
     set to zero.
     """
-    wait_for_inputs(PDL)
     total = 0
     for at in range(0, num_rows, ROWS):
         first, end = _key_tiles(context_lens, at + tl.arange(0, ROWS), num_rows, TILE, WINDOW, QUERIES)

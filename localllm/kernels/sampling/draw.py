@@ -57,7 +57,7 @@ class Cutoff:
 
 
 class Record(NamedTuple):
-    """Where draws are recorded if each row has one: behind the known tokens of its slot."""
+    """The place where draws are recorded if each row has one: behind the known tokens of its slot."""
 
     tokens: SlotTokens
     counts: Tensor  # [2, S] int64  1 for each row that is not padding, and 0 verified drafts: see accept_drafts

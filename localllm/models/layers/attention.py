@@ -51,6 +51,7 @@ def plan_step(
         first_key=inputs.first_key,
         decode_queries=inputs.decode_queries,
         positions=inputs.positions if inputs.decode_queries > 1 else None,
+        work=inputs.work,
     )
 
 

@@ -17,14 +17,25 @@ _SIZES = {
     "block_tables_group_stride": "i32", "block_tables_stride": "i32", "slot_mapping_stride": "i32",
 }  # fmt: skip
 
+_WORK = {"work_ptr": "*i32", "num_decodes": "i32", "work_stride": "i32"}
+_WHOLE = (64, 0, 4, 1, 66, 32)  # as Splitting: a model's layers, or its full ones
+_WINDOWED = (64, 1024, 4, 1, 66, 5)
+
+
+def _prepare(name: str, groups: int, *splittings: tuple[int, ...]) -> Variant:
+    constants = {
+        "GROUPS": groups, "BLOCK_SIZE": 64, "CHUNK": module.CHUNK, "UPDATES": module.UPDATES,
+        "HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "UPDATE_FIELDS": module.UPDATE_FIELDS,
+        "SPLIT_ROWS": module.SPLIT_ROWS, "SPLITTINGS": splittings, **({} if splittings else {"work_ptr": None}),
+    }  # fmt: skip
+    types = {**_POINTERS, **_SIZES, **_WORK}
+    return Variant(
+        f"blocks of 64, {name}", module._prepare_rows_kernel,
+        {argument: kind for argument, kind in types.items() if argument not in constants}, constants,
+        max_registers=64, not_early=MEMORY, archs=(75, 80, 89, 90, 120),
+    )  # fmt: skip
+
+
 VARIANTS = [
-    *(
-        Variant(
-            f"blocks of 64, {groups} KV groups", module._prepare_rows_kernel, {**_POINTERS, **_SIZES},
-            {"GROUPS": groups, "BLOCK_SIZE": 64, "CHUNK": module.CHUNK, "UPDATES": module.UPDATES,
-             "HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "UPDATE_FIELDS": module.UPDATE_FIELDS},
-            max_registers=64, not_early=MEMORY, archs=(75, 80, 89, 90, 120),
-        )
-        for groups in (1, 2)
-    ),
+    _prepare("prompts", 1), _prepare("1 KV group", 1, _WHOLE), _prepare("2 KV groups", 2, _WHOLE, _WINDOWED),
 ]  # fmt: skip
