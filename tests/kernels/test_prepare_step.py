@@ -169,7 +169,7 @@ def test_work_lists_are_those_of_the_lengths(step: tuple[int, list[Asked]], at_o
     rows = sorted(rows, key=lambda row: row.scheduled != draws)
     if not decodes:
         return
-    ways = (Splitting(4, 0, 2, draws, 6, 5), Splitting(8, 5, 1, draws, 3, 4))
+    ways = (Splitting(4, 0, 2, draws, 6, 5, 2), Splitting(8, 5, 1, draws, 3, 4, 7))
     work = WorkLists.empty(ways, decodes, DEVICE)
     work.buffer.fill_(UNWRITTEN)
     with pytest.MonkeyPatch.context() as patch:
@@ -184,6 +184,7 @@ def test_work_lists_are_those_of_the_lengths(step: tuple[int, list[Asked]], at_o
         used = got.items[:, 0] >= 0
         assert got.items[used].tolist() == expected.items[used].tolist()
         assert torch.equal(got.items[:, 0], expected.items[:, 0])
+        assert not got.counters.any(), "the first layer begins at zero"
 
 
 @pytest.mark.parametrize("width", [0, 3])

@@ -18,8 +18,8 @@ _SIZES = {
 }  # fmt: skip
 
 _WORK = {"work_ptr": "*i32", "num_decodes": "i32", "work_stride": "i32"}
-_WHOLE = (64, 0, 4, 1, 66, 32)  # as Splitting: a model's layers, or its full ones
-_WINDOWED = (64, 1024, 4, 1, 66, 5)
+_WHOLE = (64, 0, 4, 1, 66, 32, 8)  # as Splitting: a model's layers, or its full ones
+_WINDOWED = (64, 1024, 4, 1, 66, 5, 8)
 
 
 def _prepare(name: str, groups: int, *splittings: tuple[int, ...]) -> Variant:
