@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from tests.kernels.machine_code import before_wait, count, hottest_loop, instructions, is_handed_over, num_spills
 
-SHARED_BYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+SHARED_BYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory one program may use, by compute capability."""
 MEMORY = ("LDG", "LDGSTS", "UTMALDG", "STG", "ATOM", "ATOMG", "RED")
 """Instructions that reach memory: a kernel without weights has none before it waits."""

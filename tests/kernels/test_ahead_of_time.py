@@ -28,7 +28,7 @@ VARIANTS = [] if INTERPRETED else all_variants()
 NUMBERED = list(enumerate(VARIANTS))
 AMD = 0  # in place of a compute capability
 QUICK = 90  # the one whose budgets are held; the others are slow
-LIKE = {86: 89, 100: 90, 103: 90}  # GPUs that fewer people have, and the architecture whose kernels they run
+LIKE = {86: 80, 100: 90}  # GPUs that fewer people have, and the architecture whose kernels they run
 FURTHER = {
     number: [arch for arch, like in LIKE.items() if like in v.archs and arch not in v.archs]
     for number, v in {v.kernel: (number, v) for number, v in reversed(NUMBERED)}.values()

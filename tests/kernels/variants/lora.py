@@ -37,7 +37,7 @@ VARIANTS = [
     shrink("x A^T, three of rank 16, bf16", 48),
     shrink("x A^T, three of rank 16, fp16", 48, dtype="fp16", archs=(75,)),
     expand("y += (x A^T) B^T, rank 16, bf16", 16, hip=True),
-    expand("y += (x A^T) B^T, three of rank 16, bf16", 48, archs=(80, 86, 89, 90, 100, 103, 120)),
+    expand("y += (x A^T) B^T, three of rank 16, bf16", 48, archs=(80, 86, 89, 90, 100, 120)),
     expand("y += (x A^T) B^T, three of rank 16, fp16", 48, dtype="fp16", archs=(75,)),
     expand("y += (x A^T) B^T, three of rank 16, fp32", 48, dtype="fp32", archs=(80,)),
 ]
