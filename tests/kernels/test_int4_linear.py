@@ -97,7 +97,7 @@ def test_a_gated_activation_has_the_bits_of_its_own_kernel(
     group: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the rows of gate end within a tile, after which up's begin."""
-    monkeypatch.setattr(planar, "settings_for", lambda *_: PlanarTile(16, 64, 1, 4, 3))
+    monkeypatch.setattr(planar, "settings_for", settings_with("planar_linear", PlanarTile(16, 64, 1, 4, 3)))
     torch.manual_seed(0)
     weight, _ = random_weight(2 * 75, 320, group, device, scale_type=torch.float16)
     x = torch.randn(3, 320, dtype=torch.float16, device=device)
