@@ -281,10 +281,14 @@ def decode_launch(arch: int, head_dim: int, bits: int, rows: int, block_size: in
         return AttentionLaunch(block_m, 16, 4, 1, False)  # no tensor cores: fp32, or Turing, unknown to Triton
     if block_d > MATRIX_D:
         return AttentionLaunch(block_m, 16, 8, 3, False)
-    tile = 32 if block_d > 128 or block_m > 16 else 64
-    # The block table's load is pipelined too and takes two stages: 5 stages hold two tiles, 3 hold one.
-    stages = 5 if arch in MUCH_SHARED_MEMORY or block_d <= 64 or bits == 8 else 3
-    return AttentionLaunch(block_m, tile, 4, stages, _has_tma(arch, head_dim, bits) and block_size % tile == 0)
+    # The block table's load is pipelined too and takes two stages: 5 stages hold two tiles, 3 hold one. Where shared
+    # memory is small, tiles are smaller, so that each of two programs has two of them.
+    is_small = arch not in MUCH_SHARED_MEMORY and block_d > 64
+    tma = _has_tma(arch, head_dim, bits)
+    if is_small and block_d > 128:
+        return AttentionLaunch(block_m, 16, 8, 5, tma and block_size % 16 == 0)
+    tile = 32 if is_small or block_d > 128 or block_m > 16 else 64
+    return AttentionLaunch(block_m, tile, 4, 5, tma and block_size % tile == 0)
 
 
 class SplitLaunch(NamedTuple):
@@ -313,7 +317,11 @@ def prefill_launch(arch: int, head_dim: int, bits: int, group_size: int, block_s
         return AttentionLaunch(max(32, min_rows), tile, 8, 2, False)
     block_m = max(128 if block_d <= 128 else 64, min_rows)
     tile = 64 if block_d <= 128 and arch in HAS_WGMMA else 32
-    stages = 1 if block_d > 128 and arch not in MUCH_SHARED_MEMORY else 2
+    # Tiles are requested at the end of a turn. 5 stages request the tile after the next, which then has a whole turn to
+    # arrive. Heads of 64 leave registers for two programs, which wait in turn. 8 bits leave too few for 5 stages.
+    stages = 2 if block_d <= 64 or bits == 8 else 5
+    if block_d > 128 and arch not in MUCH_SHARED_MEMORY:
+        stages = 1
     return AttentionLaunch(block_m, tile, 8, stages, _has_tma(arch, head_dim, bits) and block_size % tile == 0)
 
 

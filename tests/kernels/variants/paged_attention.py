@@ -75,32 +75,38 @@ def _pair(name: str, group_size: int, head_dim: int, *archs: int, **terms: Any) 
 BYTES = {"elements_per_loop": 2 * 64 * 128 * 2}  # one tile of keys and one of values, in 16 bits
 REDUCE = {"PARTS": 16, "QUERIES": 4}
 VARIANTS = [
-    attention("prefill", "8B", 4, 128, 90, max_registers=224, mma="HGMMA"),
-    attention("prefill", "8B, before Hopper", 4, 128, 80, 89, hip=True),
-    attention("prefill", "8B, small shared memory", 4, 128, 120),
+    attention("prefill", "8B", 4, 128, 90, max_registers=232, mma="HGMMA", min_shared=32 + 3 * 2 * 16),
+    attention("prefill", "8B, before Hopper", 4, 128, 80, 89, hip=True, min_shared=32 + 2 * 2 * 8),
+    attention("prefill", "8B, small shared memory", 4, 128, 120, min_shared=32 + 2 * 2 * 8),
     attention("prefill", "8B, blocks of 16", 4, 128, 90, block_size=16, max_registers=224, mma="HGMMA"),
     attention("prefill", "Gemma 2 9B, windowed", 2, 256, 90, window=4096, softcap=50.0, max_registers=240, mma="HGMMA"),
-    attention("decode", "8B", 4, 128, 90, max_registers=128, mma="HMMA", **BYTES, max_instructions_per_element=1.2),
-    attention("decode", "8B, small shared memory", 4, 128, 120),
-    attention("decode", "8B, before Hopper", 4, 128, 80, 89),
+    attention(
+        "decode", "8B", 4, 128, 90, max_registers=128, mma="HMMA", min_shared=2 * 2 * 16, **BYTES,
+        max_instructions_per_element=1.2,
+    ),
+    attention("decode", "8B, small shared memory", 4, 128, 120, min_shared=2 * 2 * 8),
+    attention("decode", "8B, before Hopper", 4, 128, 80, min_shared=2 * 2 * 16),
+    attention("decode", "8B, RTX 40", 4, 128, 89, 86, min_shared=2 * 2 * 8),
     attention("decode", "Qwen2.5 0.5B, before Hopper", 7, 64, 80, hip=True),
     attention("decode", "Gemma 2 9B, windowed", 2, 256, 90, window=4096, softcap=50.0, max_registers=128, mma="HMMA"),
     attention(
         "decode", "8B, fp8 cache", 4, 128, 90, format="fp8", max_registers=144, mma="HMMA", forbidden=("F2F",),
-        elements_per_loop=2 * 64 * 128, max_instructions_per_element=4.2,
+        elements_per_loop=2 * 64 * 128, max_instructions_per_element=4.4,
     ),
     attention(
         "decode", "8B, int8 cache", 4, 128, 90, format="int8_ptx", max_registers=144, mma="HMMA",
-        forbidden=("F2F", "I2F"), elements_per_loop=2 * 64 * 128, max_instructions_per_element=6.0,
+        forbidden=("F2F", "I2F"), elements_per_loop=2 * 64 * 128, max_instructions_per_element=6.1,
     ),
     attention("decode", "8B, 4 queries", 4, 128, 90, queries=4, max_registers=128, mma="HMMA", **BYTES),
     attention("decode", "8B, 16 queries", 4, 128, 90, queries=16, mma="HGMMA"),
-    attention("decode", "8B, 8 queries, before Hopper", 4, 128, 80, 89, queries=8),
-    attention("decode", "8B, 8 queries, small shared memory", 4, 128, 120, queries=8),
+    attention("decode", "8B, 8 queries, before Hopper", 4, 128, 80, 89, queries=8, min_shared=2 * 2 * 8),
+    attention("decode", "8B, 8 queries, small shared memory", 4, 128, 120, queries=8, min_shared=2 * 2 * 8),
     attention(
         "decode", "Gemma 2 9B, windowed, 8 queries", 2, 256, 90, window=4096, softcap=50.0, queries=8, mma="HMMA"
     ),
-    attention("decode", "8B, int8 cache, 8 queries", 4, 128, 90, format="int8_ptx", queries=8, mma="HMMA"),
+    attention(
+        "decode", "8B, int8 cache, 8 queries", 4, 128, 90, format="int8_ptx", queries=8, mma="HMMA", max_spills=2
+    ),
     attention("decode", "latents, 16 heads, 4 queries", 16, 576, 90, 80, 89, 120, queries=4, max_registers=192),
     attention("decode", "8B, Turing", 4, 128, 75, dtype="fp16"),
     attention("prefill", "Gemma 4 31B, full layers", 8, 512, 90, 80, max_registers=192, mma="HMMA"),
@@ -128,7 +134,7 @@ VARIANTS = [
     *_pair("8B, fp8 cache, small shared memory", 4, 128, 120, format="fp8"),
     *_pair("8B, int8 cache, small shared memory", 4, 128, 120, format="int8_ptx", max_spills=64),
     *_pair("8B, int8 cache, RTX 40", 4, 128, 89, 86, format="int8_ptx", max_spills=16),
-    *_pair("Gemma 2 9B, small shared memory", 2, 256, 120, window=4096, softcap=50.0, max_spills=8),
+    *_pair("Gemma 2 9B, small shared memory", 2, 256, 120, window=4096, softcap=50.0, min_shared=32),
     *_pair("Gemma 2 9B, RTX 40", 2, 256, 89, 86, window=4096, softcap=50.0),
     *_pair("Gemma 4 31B, small shared memory", 8, 512, 89, 120),
     *_pair("Gemma 4 31B, fp8 cache", 8, 512, 90, format="fp8"),
