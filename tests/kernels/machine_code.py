@@ -84,8 +84,11 @@ def is_handed_over(sass: str) -> bool:
     add = next((place for place, step in enumerate(steps) if step.startswith("ATOMG")), None)
     if add is None:
         return False
-    before = steps[max(place for place, step in enumerate(steps[:add]) if step.startswith("STG")) : add]
-    after = steps[add : add + next(place for place, step in enumerate(steps[add:]) if step.startswith("LDG"))]
+    stores = [place for place, step in enumerate(steps[:add]) if step.startswith("STG")]
+    loads = [place for place, step in enumerate(steps) if place > add and step.startswith("LDG")]
+    if not stores or not loads:
+        return False
+    before, after = steps[stores[-1] : add], steps[add : loads[0]]
     fence = next((place for place, step in enumerate(before) if re.match(r"MEMBAR\.\w+\.GPU", step)), 0)
     invalidation = after.index("CCTL.IVALL") if "CCTL.IVALL" in after else len(after)
     return any(step.startswith("BAR.SYNC") for step in before[:fence]) and any(
