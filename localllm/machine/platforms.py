@@ -70,12 +70,12 @@ def handled_signals(handler: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     with ExitStack() as undo:
         for number in SIGNALS:
+            undo.callback(signal.signal, number, signal.getsignal(number))  # a loop leaves Python's own handler
             try:
                 loop.add_signal_handler(number, handler)
                 undo.callback(loop.remove_signal_handler, number)
             except NotImplementedError:
-                before = signal.signal(number, lambda *_: loop.call_soon_threadsafe(handler))
-                undo.callback(signal.signal, number, before)
+                signal.signal(number, lambda *_: loop.call_soon_threadsafe(handler))
         yield
 
 

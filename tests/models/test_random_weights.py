@@ -29,7 +29,7 @@ def test_every_shape_is_a_model_we_run() -> None:
     for name in SHAPES:
         spec = shape_spec(name, num_hidden_layers=4)
         assert spec.num_layers == 4
-        assert (spec.qk_norm == "head") == name.startswith("qwen3")
+        assert (spec.qk_norm == "head") == name.startswith(("qwen3", "gemma-3"))
 
 
 @pytest.mark.parametrize("weights", ["16-bit", "int4", "int8", "fp8"])
