@@ -71,7 +71,7 @@ def variant(
 VARIANTS = [
     variant("32 + 8 heads of 128, bf16", (32, 8), 128, archs=(80, 89, 90, 120), hip=True),
     variant("launched early, 32 + 8 heads of 128, bf16", (32, 8), 128, pdl=True, archs=(90, 120)),
-    variant("8 splits, 32 + 8 heads of 128, bf16", (32, 8), 128, pdl=True, splits=8, archs=(90,), max_registers=64),
+    variant("8 splits, 32 + 8 heads of 128, bf16", (32, 8), 128, pdl=True, splits=8, archs=(90,), max_registers=72),
     variant("14 + 2 heads of 64, bf16", (14, 2), 64),
     variant("14 + 2 heads of 64, fp16", (14, 2), 64, dtype="fp16", archs=(75,)),
     variant("normed, 32 + 8 heads of 128, bf16", (32, 8), 128, norm=True),
