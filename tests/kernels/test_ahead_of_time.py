@@ -29,6 +29,7 @@ NUMBERED = list(enumerate(VARIANTS))
 AMD = 0  # in place of a compute capability
 QUICK = 90  # the one whose budgets are held; the others are slow
 LIKE = {86: 80, 100: 90}  # GPUs that fewer people have, and the architecture whose kernels they run
+FOREIGN_SPILLS = 8  # instructions, with settings that were chosen for another architecture
 FURTHER = {
     number: [arch for arch, like in LIKE.items() if like in v.archs and arch not in v.archs]
     for number, v in {v.kernel: (number, v) for number, v in reversed(NUMBERED)}.values()
@@ -67,7 +68,8 @@ def test_keeps_its_budget(compiled: dict[tuple[int, int], Future[Compiled]], num
 
 
 def _check(variant: Variant, arch: int, compiled: Compiled) -> None:
-    assert compiled.spill_instructions <= variant.max_spills
+    spills = variant.max_spills if arch in variant.archs else max(variant.max_spills, FOREIGN_SPILLS)
+    assert compiled.spill_instructions <= spills
     assert variant.min_shared * 1024 <= compiled.shared_bytes <= SHARED_BYTES[arch] * 1024
     if arch != 90:
         return
