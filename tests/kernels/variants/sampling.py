@@ -86,8 +86,8 @@ def _tell(name: str, logits: str, vocab_size: int, k: int) -> Variant:
     )  # fmt: skip
 
 
-def _on(variant: Variant, *archs: int, hip: bool = False) -> Variant:
-    return replace(variant, archs=archs, hip=hip)
+def _on(variant: Variant, *archs: int, **changes: Any) -> Variant:
+    return replace(variant, archs=archs, **changes)
 
 
 VARIANTS = [
@@ -97,8 +97,10 @@ VARIANTS = [
     _on(_pick("V 128256, fp32", "fp32", LLAMA, False), 80, 89, 90, 120, hip=True),
     _on(_pick("V 151936, fp32, kept in part", "fp32", QWEN, True), 80, 89, 90, 120),
     _on(_pick("V 128256, fp32, beside drafts", "fp32", LLAMA, False, recorded=False), 80, 89, 90, 120),
-    _on(_nucleus("V 128256, fp32", "fp32", LLAMA), 80, 89, 90, 120, hip=True),
-    _on(_nucleus("V 151936, fp32", "fp32", QWEN), 80, 89, 90, 120),
+    _on(_nucleus("V 128256, fp32", "fp32", LLAMA), 80, 90, 120, hip=True),
+    _on(_nucleus("V 151936, fp32", "fp32", QWEN), 80, 90, 120),
+    _on(_nucleus("V 128256, fp32, RTX 40", "fp32", LLAMA), 89, max_spills=4, often=False),
+    _on(_nucleus("V 151936, fp32, RTX 40", "fp32", QWEN), 89, max_spills=4, often=False),
     _on(_nucleus("V 151936, fp32, Turing", "fp32", QWEN, nucleus.TURING_TRIES), 75),
     _on(_edit("any V, fp32", "fp32", HAS_MASK=False), 80, 89, 90, 120),
     _on(_edit("blocks of 512, which AMD's compiler does sooner", "fp32", HAS_MASK=True, BLOCK=512, PART=512), hip=True),
