@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from localllm.errors import ConfigError
-from localllm.machine import gpu_support
+from localllm.machine import gpu_support, hardware
 from localllm.machine.gpu_support import (
     CompilerFacts,
     NvidiaFacts,
@@ -18,11 +19,13 @@ from localllm.machine.gpu_support import (
     read_compiler,
     require_compiler,
 )
+from localllm.machine.hardware import read_hardware
 
 H200, P100, TURING = ("NVIDIA H200", (9, 0)), ("Tesla P100", (6, 0)), ("Tesla T4", (7, 5))
 RTX_5090, ADA = ("NVIDIA GeForce RTX 5090", (12, 0)), ("NVIDIA GeForce RTX 4090", (8, 9))
 CU128 = TorchFacts("2.11.0+cu128", "12.8", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
 CU124 = TorchFacts("2.6.0+cu124", "12.4", ("sm_75", "sm_80", "sm_86", "sm_90"))
+ROCM = TorchFacts("2.13.0+rocm7.1", None, (), "7.1.0")
 CU130 = TorchFacts("2.11.0+cu130", "13.0", ("sm_75", "sm_80", "sm_90a", "sm_90", "compute_120"))
 
 
@@ -50,6 +53,8 @@ def test_a_driver_of_the_same_major_version_will_do() -> None:
         (facts(H200), TorchFacts("2.13.0+cpu", None, ()), ["2.13.0+cpu", "not a CUDA build", "pip install", "torch"]),
         (facts(H200, driver="535.1", cuda=(12, 2)), CU130, ["535.1", "CUDA up to 12.2", "13.0", "580.65.06"]),
         (facts(H200, driver="470.82", cuda=(11, 4)), CU128, ["11.4", "12.8", "525.60.13", "Update the driver"]),
+        (NvidiaFacts(None, None, ()), ROCM, ["2.13.0+rocm7.1", "AMD", "ROCm 7.1", "on the CPU"]),
+        (facts(H200), ROCM, ["There is an NVIDIA GPU", "2.13.0+rocm7.1", "not a CUDA build"]),
         (facts(P100), CU128, ["Tesla P100", "6.0", "7.5", "Turing", "--device cpu"]),
         (facts(RTX_5090), CU124, ["RTX 5090", "12.0", "2.6.0+cu124", "sm_90", "--force-reinstall torch"]),
     ],
@@ -96,3 +101,16 @@ def test_a_triton_that_compiles_no_c_needs_no_compiler(monkeypatch: pytest.Monke
 def test_this_machine_can_be_asked() -> None:
     assert read_compiler().header.name == "Python.h"
     assert all(problem.what and problem.remedy for problem in gpu_problems())
+
+
+def test_an_amd_gpu_is_named_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's ROCm build shows AMD GPUs as CUDA devices; kernels and limits here are NVIDIA's."""
+    monkeypatch.setattr(torch.version, "hip", "7.1.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu_support, "open_nvml", lambda: None)
+    monkeypatch.setattr(hardware, "open_nvml", lambda: None)
+    assert read_hardware().gpus == ()
+    [problem] = gpu_problems()
+    assert "AMD" in problem.what
+    assert "7.1.0" in problem.what

@@ -49,6 +49,7 @@ class TorchFacts(NamedTuple):
     version: str
     cuda: str | None  # '12.8'; None: a CPU build, or one for AMD
     archs: tuple[str, ...]  # 'sm_80', 'compute_120', ...
+    rocm: str | None = None  # '7.1'; None: not a build for AMD
 
 
 class CompilerFacts(NamedTuple):
@@ -65,7 +66,7 @@ def gpu_problems() -> list[GpuProblem]:
     """Return the reasons why this machine's GPU cannot be used; empty if it can."""
     import torch
 
-    built_for = TorchFacts(torch.__version__, torch.version.cuda, tuple(torch.cuda.get_arch_list()))
+    built_for = TorchFacts(torch.__version__, torch.version.cuda, tuple(torch.cuda.get_arch_list()), torch.version.hip)
     nvidia = read_nvidia()
     found = judge_gpus(nvidia, built_for)
     if nvidia.gpus:
@@ -77,6 +78,15 @@ def gpu_problems() -> list[GpuProblem]:
 
 def judge_gpus(nvidia: NvidiaFacts, built_for: TorchFacts) -> list[GpuProblem]:
     """Return the problems that follow from these facts: no GPU, torch's build, the driver's age, each GPU's age."""
+    if built_for.rocm and not nvidia.gpus:
+        what = (
+            f"torch {built_for.version} is built for AMD GPUs (ROCm {built_for.rocm}), which localllm does not use yet."
+        )
+        return [
+            GpuProblem(
+                f"{what} Models run on the CPU.", "Nothing to do, or install a CPU build of torch: it is smaller."
+            )
+        ]
     if not nvidia.gpus:
         if nvidia.driver is None:
             return [GpuProblem("There is no NVIDIA GPU, or no driver for it.", "nvidia-smi should list the GPU.")]
@@ -204,7 +214,7 @@ def _gpus_by_torch() -> tuple[tuple[str, tuple[int, int]], ...]:
         import torch
     except ImportError:
         return ()
-    if not torch.cuda.is_available():
+    if torch.version.hip or not torch.cuda.is_available():
         return ()
     count = torch.cuda.device_count()
     return tuple((torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count))

@@ -205,7 +205,7 @@ def _read_gpus() -> tuple[Gpu, ...]:
         return ()
     import torch
 
-    if not torch.cuda.is_available():
+    if torch.version.hip or not torch.cuda.is_available():  # no AMD GPU has run the kernels
         return ()
     nvml = open_nvml()
     try:

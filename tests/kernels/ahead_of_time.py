@@ -24,6 +24,8 @@ from triton.compiler import ASTSource
 
 from tests.kernels.machine_code import before_wait, count, hottest_loop, instructions, is_handed_over, num_spills
 
+AMD_ARCHS = ("gfx1100", "gfx1151", "gfx1201")
+"""RDNA 3 (Radeon RX 7900), RDNA 3.5 (Strix Halo) and RDNA 4 (Radeon RX 9070)."""
 SHARED_BYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory one program may use, by compute capability."""
 MEMORY = ("LDG", "LDGSTS", "UTMALDG", "STG", "ATOM", "ATOMG", "RED")
@@ -55,7 +57,8 @@ class Variant:
     min_shared: int = 0  # KiB on every architecture: so many tiles are on their way or in use
     hands_over: bool = False  # on sm_90, reads after an atomic addition what other programs wrote before theirs
     options: Mapping[str, Any] = field(default_factory=dict)  # further compile options; PDL is chosen where not given
-    hip: bool = False  # that it compiles for gfx1100 is tested as well; one variant of each kernel
+    hip: bool = False  # compiled for AMD_ARCHS as well; one variant of each kernel
+    max_hip_spills: int = 0  # vector registers, on any of AMD_ARCHS
 
     def is_early(self, arch: int) -> bool:
         """Return whether the kernel is launched on sm_<arch> while the previous one finishes: from sm_90 on, if it can
@@ -111,16 +114,29 @@ def compile_variant(variant: Variant, arch: int) -> Compiled:
     )  # fmt: skip
 
 
-def compile_for_hip(variant: Variant, arch: str = "gfx1100") -> bool:
-    """Whether the kernel compiles for an AMD GPU; nothing is read from the result."""
+@dataclass(frozen=True)
+class HipCompiled:
+    """What the metadata of an AMD kernel's machine code says, for one thread."""
+
+    registers: int  # vector registers
+    spills: int  # vector registers kept in memory
+    stack_bytes: int
+
+
+def compile_for_hip(variant: Variant, arch: str) -> HipCompiled:
+    """Return the registers of a variant on the AMD GPU `arch`, e.g. "gfx1100"."""
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    return bool(triton.compile(_source(variant, 0), target=GPUTarget("hip", arch, 32), options=options).asm["amdgcn"])
+    compiled = triton.compile(_source(variant, 0), target=GPUTarget("hip", arch, 32), options=options)
+    assert compiled.asm["hsaco"], "the machine code was not linked"
+    names = ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
+    found = [re.search(rf"\.{name}:\s*(\d+)", compiled.asm["amdgcn"]) for name in names]
+    return HipCompiled(*(int(each[1]) for each in found if each))
 
 
-def compile_by_number(number: int, arch: int) -> Compiled | bool:
-    """For another process, which cannot be handed a kernel: the variant's place in `all_variants`; arch 0 is AMD."""
+def compile_by_number(number: int, arch: int | str) -> Compiled | HipCompiled:
+    """Compile the variant with this index in `all_variants`, for another process, which cannot be sent a kernel."""
     variant = all_variants()[number]
-    return compile_variant(variant, arch) if arch else compile_for_hip(variant)
+    return compile_for_hip(variant, arch) if isinstance(arch, str) else compile_variant(variant, arch)
 
 
 def all_variants() -> list[Variant]:

@@ -50,3 +50,8 @@ def test_every_kernel_is_compiled() -> None:
     compiled = {id(v.kernel) for v in all_variants() if v.often and QUICK in v.archs}
     assert not [kernel.__name__ for key, kernel in launched.items() if key not in compiled]
     assert not {v.kernel.__name__ for v in all_variants() if id(v.kernel) not in launched}
+
+
+def test_every_kernel_is_compiled_for_amd() -> None:
+    compiled = {id(v.kernel) for v in all_variants() if v.hip}
+    assert not [kernel.__name__ for key, kernel in kernels().items() if key not in compiled]

@@ -76,7 +76,7 @@ BYTES = {"elements_per_loop": 2 * 64 * 128 * 2}  # one tile of keys and one of v
 REDUCE = {"PARTS": 16, "QUERIES": 4}
 VARIANTS = [
     attention("prefill", "8B", 4, 128, 90, max_registers=232, mma="HGMMA", min_shared=32 + 3 * 2 * 16),
-    attention("prefill", "8B, before Hopper", 4, 128, 80, 89, hip=True, min_shared=32 + 2 * 2 * 8),
+    attention("prefill", "8B, before Hopper", 4, 128, 80, 89, hip=True, max_hip_spills=175, min_shared=32 + 2 * 2 * 8),
     attention("prefill", "8B, small shared memory", 4, 128, 120, min_shared=32 + 2 * 2 * 8),
     attention("prefill", "8B, blocks of 16", 4, 128, 90, block_size=16, max_registers=224, mma="HGMMA"),
     attention("prefill", "Gemma 2 9B, windowed", 2, 256, 90, window=4096, softcap=50.0, max_registers=240, mma="HGMMA"),
@@ -87,7 +87,7 @@ VARIANTS = [
     attention("decode", "8B, small shared memory", 4, 128, 120, min_shared=2 * 2 * 8),
     attention("decode", "8B, before Hopper", 4, 128, 80, min_shared=2 * 2 * 16),
     attention("decode", "8B, RTX 40", 4, 128, 89, 86, min_shared=2 * 2 * 8),
-    attention("decode", "Qwen2.5 0.5B, before Hopper", 7, 64, 80, hip=True),
+    attention("decode", "Qwen2.5 0.5B, before Hopper", 7, 64, 80, hip=True, max_hip_spills=46),
     attention("decode", "Gemma 2 9B, windowed", 2, 256, 90, window=4096, softcap=50.0, max_registers=128, mma="HMMA"),
     attention(
         "decode", "8B, fp8 cache", 4, 128, 90, format="fp8", max_registers=144, mma="HMMA", forbidden=("F2F",),
@@ -115,11 +115,13 @@ VARIANTS = [
     attention("decode", "latents, 16 heads", 16, 576, 90, 80, 89, 120, max_registers=192, mma="HMMA"),
     attention("decode", "latents, 16 heads, fp8 cache", 16, 576, 90, format="fp8", mma="HMMA"),
     attention("decode", "latents, 16 heads, int8 cache", 16, 576, 90, format="int8_ptx", mma="HMMA"),
-    _small("head_dim 128", kernels.reduce_kernel, REDUCE | {"HEAD_DIM": 128, "BLOCK_D": 128}, max_registers=64),
+    _small(
+        "head_dim 128", kernels.reduce_kernel, REDUCE | {"HEAD_DIM": 128, "BLOCK_D": 128}, max_registers=64, hip=True
+    ),
     _small("latents", kernels.reduce_kernel, REDUCE | {"HEAD_DIM": 576, "BLOCK_D": 1024}, max_registers=255),
     _small(
         "tiles of 64", kernels.plan_kernel, {"TILE": 64, "WINDOW": 4096, "MIN_TILES": 4, "ROWS": 256, "QUERIES": 4},
-        max_registers=64,
+        max_registers=64, hip=True,
     ),
     *_pair("Qwen2.5 0.5B", 7, 64, 90, 100, max_spills=8),
     *_pair("Qwen2.5 0.5B, small shared memory", 7, 64, 120),

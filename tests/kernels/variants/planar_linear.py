@@ -62,6 +62,7 @@ def _linear(
     budget: float = 0,
     registers: int = 255,
     archs: tuple[int, ...] = (90,),
+    hip_spills: int = 0,
     plain: bool = False,
     activation: str | None = None,
     **kind: Any,
@@ -96,6 +97,7 @@ def _linear(
         # At 8 rows Triton 3.6 takes HMMA, whose tile has just as many, and fewer instructions with it.
         mma="HGMMA|HMMA" if tile.block_m == 8 else "HGMMA",
         hip=plain,
+        max_hip_spills=hip_spills,
         forbidden=("I2F", "F2F"),
         elements_per_loop=tile.block_n * lanes * 16 // bits,
         max_instructions_per_element=budget,
@@ -126,10 +128,10 @@ VARIANTS = [
     _linear("GGUF Q8_0", 16, "bf16", 4.8, 128, **_gguf("Q8_0")),
     _linear("GGUF Q6_K", 16, "bf16", 7.6, 128, **_gguf("Q6_K")),
     _linear(AWQ, 16, "fp16", archs=(80,), plain=True, zeros=True),
-    _linear("GGUF IQ4_XS", 16, "bf16", archs=(80,), plain=True, **_gguf("IQ4_XS")),
+    _linear("GGUF IQ4_XS", 16, "bf16", archs=(80,), plain=True, hip_spills=694, **_gguf("IQ4_XS")),
     _linear("GGUF Q5_K", 16, "bf16", archs=(80,), plain=True, **_gguf("Q5_K")),
     # A table whose values are no bytes is looked up in memory, on every GPU.
-    _linear("NF4, blocks of 64", 16, "bf16", archs=(80, 90), plain=True, group=64, table=NO_BYTES),
+    _linear("NF4, blocks of 64", 16, "bf16", archs=(80, 90), plain=True, hip_spills=586, group=64, table=NO_BYTES),
     # Triton has no MMA for Turing: it multiplies in fp32 lanes there, slow and right.
     _linear(AWQ, 16, "fp16", archs=(75,), zeros=True),
 ]

@@ -22,7 +22,7 @@ _WHOLE = (64, 0, 4, 1, 66, 32, 8)  # as Splitting: a model's layers, or its full
 _WINDOWED = (64, 1024, 4, 1, 66, 5, 8)
 
 
-def _prepare(name: str, groups: int, *splittings: tuple[int, ...]) -> Variant:
+def _prepare(name: str, groups: int, *splittings: tuple[int, ...], hip: bool = False) -> Variant:
     constants = {
         "GROUPS": groups, "BLOCK_SIZE": 64, "CHUNK": module.CHUNK, "UPDATES": module.UPDATES,
         "HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "UPDATE_FIELDS": module.UPDATE_FIELDS,
@@ -32,10 +32,10 @@ def _prepare(name: str, groups: int, *splittings: tuple[int, ...]) -> Variant:
     return Variant(
         f"blocks of 64, {name}", module._prepare_rows_kernel,
         {argument: kind for argument, kind in types.items() if argument not in constants}, constants,
-        max_registers=64, not_early=MEMORY, archs=(75, 80, 89, 90, 120),
+        max_registers=64, not_early=MEMORY, archs=(75, 80, 89, 90, 120), hip=hip,
     )  # fmt: skip
 
 
 VARIANTS = [
-    _prepare("prompts", 1), _prepare("1 KV group", 1, _WHOLE), _prepare("2 KV groups", 2, _WHOLE, _WINDOWED),
+    _prepare("prompts", 1, hip=True), _prepare("1 KV group", 1, _WHOLE), _prepare("2 KV groups", 2, _WHOLE, _WINDOWED),
 ]  # fmt: skip
