@@ -57,7 +57,10 @@ class _Counts:
 
 
 class StatsRecorder:
-    """Totals since the start, histograms, and the rates of the last few seconds."""
+    """Totals since the start, histograms, and the rates of the last few seconds.
+
+    Tokens of every request count. Of a beam search, `on_search` counts one request, and its parts are not counted.
+    """
 
     def __init__(self) -> None:
         self.started_s = now_s()
@@ -84,7 +87,8 @@ class StatsRecorder:
         a readmission finds the request's own blocks. num_kv_tokens: prompt tokens whose KV was known."""
         if request.scheduled_s is None:
             request.scheduled_s = now_s()
-            self._queue.observe(request.scheduled_s - request.arrived_s)
+            if not request.options.part_of:
+                self._queue.observe(request.scheduled_s - request.arrived_s)
             self.prefix_cache_queries += request.prompt_len
             self.prefix_cache_hits += request.num_cached_tokens
             self.prefix_cache_lacks_state += num_kv_tokens - request.num_cached_tokens
@@ -105,8 +109,8 @@ class StatsRecorder:
             if row.num_scheduled_tokens == 1 + row.num_drafts and row.samples:
                 decode_requests += 1
                 decode_tokens += row.num_scheduled_tokens
-            if not request.num_preemptions and row.num_computed_tokens < request.prompt_len:
-                prompt_tokens += min(request.num_computed_tokens, request.prompt_len) - row.num_computed_tokens
+            if (first := max(row.num_computed_tokens, request.num_lost_tokens)) < request.prompt_len:
+                prompt_tokens += max(0, min(request.num_computed_tokens, request.prompt_len) - first)
             if row.num_computed_tokens < request.num_lost_tokens:
                 recomputed_tokens += min(request.num_computed_tokens, request.num_lost_tokens) - row.num_computed_tokens
         self.on_step(
@@ -147,14 +151,27 @@ class StatsRecorder:
         """Record `count` tokens of one request that became known at `at_s`."""
         if request.last_token_s is None:
             request.first_token_s = at_s
-            self._ttft.observe(at_s - request.arrived_s)
+            if not request.options.part_of:
+                self._ttft.observe(at_s - request.arrived_s)
         else:
             gap = (at_s - request.last_token_s) / count
             for _ in range(count):
                 self._inter_token.observe(gap)
         request.last_token_s = at_s
 
+    def on_search(self, search: RequestTimeline) -> None:
+        """Record a beam search that has ended as one request."""
+        if search.scheduled_s is not None:
+            self._queue.observe(search.scheduled_s - search.arrived_s)
+        if search.ttft_s is not None:
+            self._ttft.observe(search.ttft_s)
+        self._count_ended(search)
+
     def on_finish(self, request: Request, timeline: RequestTimeline) -> None:
+        if not request.options.part_of:
+            self._count_ended(timeline)
+
+    def _count_ended(self, timeline: RequestTimeline) -> None:
         self.finished[timeline.finish_reason or "abort"] += 1
         self.recent.appendleft(timeline)
         self._prompt_len.observe(timeline.num_prompt_tokens)
