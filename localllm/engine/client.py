@@ -164,6 +164,11 @@ class EngineClient(LoopClient):
         for index in range(n):
             self._engine.cancel(child_id(request_id, index, n), reason)
 
+    def cancel_all(self) -> None:
+        """End every request now, as `cancel` does."""
+        for request_id in self._streams:
+            self._engine.cancel(request_id)
+
     def report(self, search: RequestTimeline) -> None:
         """Count a beam search that has ended as one request."""
         self._engine.report(search)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from itertools import islice
 
 from localllm.engine.ledger import Ledger
 from localllm.engine.request import Request
@@ -29,6 +30,8 @@ _EPOCH = time.time() - time.perf_counter()
 RATE_WINDOW_S = 5.0
 RECENT_REQUESTS = 50
 RECENT_STEPS = 60
+SHOWN_WAITING = 50
+"""Waiting requests with a timeline in a snapshot, which is made ten times a second however long the queue is."""
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
             20.0, 40.0, 80.0, 160.0, 640.0)  # fmt: skip
@@ -188,9 +191,10 @@ class StatsRecorder:
     def snapshot(
         self,
         ledger: Ledger,
-        running: Iterable[Request],
+        running: Collection[Request],
         waiting: Iterable[Request],
         *,
+        num_waiting: int,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
@@ -202,12 +206,12 @@ class StatsRecorder:
         taken_s = now_s()
         self._drop_old_rates(taken_s)
         span_s = max(taken_s - self._window[0][0], 0.5) if self._window else 1.0
-        running, waiting, pool = list(running), list(waiting), ledger.main_pool
+        pool = ledger.main_pool
         return EngineStats(
             taken_s=taken_s,
             uptime_s=taken_s - self.started_s,
             num_running=len(running),
-            num_waiting=len(waiting),
+            num_waiting=num_waiting,
             block_size=block_size,
             total_blocks=pool.capacity,
             used_blocks=pool.num_used,
@@ -249,7 +253,7 @@ class StatsRecorder:
             prompt_len=self._prompt_len.freeze(),
             generation_len=self._generation_len.freeze(),
             iteration_tokens=self._iteration.freeze(),
-            requests=tuple(r.timeline() for r in (*running, *waiting)),
+            requests=tuple(r.timeline() for r in (*running, *islice(waiting, SHOWN_WAITING))),
             recent=tuple(self.recent),
             speculation=speculation,
             kv_groups=ledger.stats(),

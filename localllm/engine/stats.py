@@ -227,7 +227,7 @@ class EngineStats:
     prompt_len: Histogram
     generation_len: Histogram
     iteration_tokens: Histogram
-    requests: tuple[RequestTimeline, ...]  # running first, then waiting
+    requests: tuple[RequestTimeline, ...]  # all running ones, then the first waiting ones
     recent: tuple[RequestTimeline, ...]  # the last finished requests, newest first
     speculation: SpeculationStats = NO_SPECULATION
     kv_groups: tuple[KVGroupStats, ...] = ()  # the other numbers of blocks are those of one of them

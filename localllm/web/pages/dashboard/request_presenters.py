@@ -61,8 +61,8 @@ def live_requests(stats: EngineStats, viewer: Viewer = ADMIN, limit: int = MAX_L
     colour_of = colours([request.request_id for request in stats.requests])
     shown = stats.requests[:limit]
     rows = tuple(_live_row(line, colour_of[line.request_id], stats.taken_s, viewer) for line in shown)
-    count = len(stats.requests)
-    return LiveRequests(rows, max(0, count - limit), count, f"/dashboard/requests/cancel{viewer.query}", curl)
+    count = stats.num_running + stats.num_waiting
+    return LiveRequests(rows, max(0, count - len(rows)), count, f"/dashboard/requests/cancel{viewer.query}", curl)
 
 
 def _live_row(request: RequestTimeline, colour: str, now_s: float, viewer: Viewer) -> RequestRow:
