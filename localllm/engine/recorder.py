@@ -194,7 +194,7 @@ class StatsRecorder:
         running: Collection[Request],
         waiting: Iterable[Request],
         *,
-        num_waiting: int,
+        num_waiting: int = 0,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,

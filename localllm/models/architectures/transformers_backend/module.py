@@ -48,7 +48,8 @@ def _remove_floor_of_time_steps(module: nn.Module) -> None:
         config = getattr(part, "config", None) or module.config
         floor = (getattr(config, "time_step_min", None), float("inf"))
         if tuple(getattr(part, "time_step_limit", None) or ()) == floor:
-            part.time_step_limit = time_step_limits({"time_step_limit": getattr(config, "time_step_limit", None)})
+            limits: Any = time_step_limits({"time_step_limit": getattr(config, "time_step_limit", None)})
+            part.time_step_limit = limits
 
 
 def read_module(
