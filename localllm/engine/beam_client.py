@@ -42,7 +42,8 @@ async def beam_batches(client: EngineClient, asked: GenerationRequest) -> AsyncG
     finally:
         if first is not None:
             ended = _begun(ended, first)
-        client.report(replace(ended, num_output_tokens=search.num_steps, finished_s=now_s(), finish_reason=reason))
+        if first is not None or reason == "abort":  # otherwise it was refused
+            client.report(replace(ended, num_output_tokens=search.num_steps, finished_s=now_s(), finish_reason=reason))
     assert first is not None, "a search has at least one step"
     assert first.usage is not None
     assert first.timings is not None

@@ -276,7 +276,10 @@ class EngineLoop:
                 self.scheduler.abort(item.request_id, item.reason)
                 self._collect(self.scheduler.take_outputs())  # at once: the next item may reuse the id
             elif isinstance(item, RequestTimeline):
-                self.scheduler.recorder.on_search(item)
+                try:
+                    self.scheduler.recorder.on_search(item)
+                except Exception:
+                    log.exception("statistics of a search were not recorded id=%s", item.request_id)
             else:
                 self._take_in(item)
 
