@@ -90,7 +90,7 @@ class RequestTable:
 
     @property
     def num_cache_changes(self) -> int:
-        """How often the prefix cache has changed: what `find_hit` returns is valid until the next change."""
+        """The number of changes of the prefix cache so far: what `find_hit` returns is valid until the next change."""
         return self.ledger.num_changes + (0 if self.states is None else self.states.pool.num_changes)
 
     def find_hit(self, request: Request) -> Hit:

@@ -77,7 +77,7 @@ class StatePool:
 
     @property
     def num_changes(self) -> int:
-        """How often a checkpoint was added or dropped."""
+        """The number of checkpoints added or dropped so far."""
         return self._places.num_changes
 
     # ---- places ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from localllm.runner.batch import StepRows
 
 
 class NativeSteps(NamedTuple):
-    """What the native steps of a model take."""
+    """The limits of the native steps of a model."""
 
     most_tokens: int = 0  # of one step; 0: the model has none
     rounds: bool = False  # whether its bits differ from torch's by more than the last ones
