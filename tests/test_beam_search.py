@@ -157,6 +157,23 @@ def test_values_out_of_range_are_refused(server: LiveServer, fields: dict[str, A
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+def test_a_search_is_one_request_in_every_figure(server: LiveServer) -> None:
+    def counts() -> list[float]:
+        stats = server.wait_idle()
+        each = (stats.ttft, stats.queue, stats.e2e, stats.prefill, stats.decode, stats.inference, stats.tpot)
+        return [sum(stats.finished.values()), *(histogram.count for histogram in (*each, stats.prompt_len))]
+
+    before, asked = counts(), {**BEAMS, "n": 4, "max_tokens": 12, "ignore_eos": True}
+    computed = server.stats().prompt_tokens
+    answer = server.post(TEXT, {"prompt": PROMPTS[1], **asked}).json()
+    wait_until(lambda: counts() != before)  # the search is counted behind its last step
+    assert [after - one for after, one in zip(counts(), before, strict=True)] == [1] * 9
+    latest = server.stats().recent[0]
+    assert (latest.num_prompt_tokens, latest.num_output_tokens, latest.finish_reason) == (3, 12, "length")
+    assert latest.ttft_s == pytest.approx(answer["timings"]["ttft_ms"] / 1e3, abs=1e-6)
+    assert server.stats().prompt_tokens - computed > 100  # every step's tokens count
+
+
 def test_a_client_that_leaves_ends_its_search(server: LiveServer) -> None:
     body = {"prompt": ["Hello", "Goodbye"], "use_beam_search": True, "n": 8, "max_tokens": 400, "ignore_eos": True}
     with httpx.Client(base_url=server.url) as http, pytest.raises(httpx.ReadTimeout):
@@ -171,3 +188,4 @@ def test_a_client_that_leaves_ends_its_search(server: LiveServer) -> None:
     wait_until(rests)
     assert server.stats().num_steps - started < 200
     assert (server.stats().num_running, server.stats().num_waiting, server.stats().used_blocks) == (0, 0, 0)
+    wait_until(lambda: server.stats().finished.get("abort") == 2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from localllm.engine.admission import GenerationRequest
 from localllm.engine.beam_search import Beam, BeamSearch
@@ -14,7 +15,8 @@ from localllm.engine.client import EngineClient
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.engine.params import SamplingParams
 from localllm.engine.recorder import now_s
-from localllm.errors import StepFailed
+from localllm.engine.stats import RequestTimeline
+from localllm.errors import LocalLLMError, StepFailed
 from localllm.text.cursor import TextCursor
 from localllm.text.tokenizer import Tokenizer
 
@@ -22,20 +24,32 @@ from localllm.text.tokenizer import Tokenizer
 async def beam_batches(client: EngineClient, asked: GenerationRequest) -> AsyncGenerator[list[GenerationEvent], None]:
     """Yield one event for each of the best beams, all at the end. `asked` has an `options.length_penalty`; otherwise
     like `EngineClient.generate_batches`. Closing the iterator cancels the running requests."""
-    started_s = now_s()
     search = BeamSearch(asked, client.admission)
+    ended = RequestTimeline(asked.request_id, "finished", len(search.prompt), 0, 0, 0, 0, now_s(),
+                            source=asked.options.source, key_name=asked.options.key_name)  # fmt: skip
     first: GenerationEvent | None = None
-    while not search.is_over:
-        events = await _run(client, search.requests())
-        first = first or events[0]
-        search.advance([event.logprobs[0] for event in events])
+    reason = "abort"
+    try:
+        while not search.is_over:
+            events = await _run(client, search.requests())
+            first = first or events[0]
+            search.advance([event.logprobs[0] for event in events])
+        beams = search.best()
+        reason = beams[0].finish_reason
+    except LocalLLMError:
+        reason = "error"
+        raise
+    finally:
+        if first is not None:
+            ended = _begun(ended, first)
+        if first is not None or reason == "abort":  # otherwise it was refused
+            client.report(replace(ended, num_output_tokens=search.num_steps, finished_s=now_s(), finish_reason=reason))
     assert first is not None, "a search has at least one step"
     assert first.usage is not None
     assert first.timings is not None
     timings = first.timings
-    decode_s = max(0.0, now_s() - started_s - timings.ttft_s)
+    decode_s = max(0.0, now_s() - ended.arrived_s - timings.ttft_s)
     timings = Timings(timings.queue_s, timings.prefill_s, decode_s, timings.ttft_s)
-    beams = search.best()
     yield [
         GenerationEvent(
             index=index,
@@ -48,6 +62,15 @@ async def beam_batches(client: EngineClient, asked: GenerationRequest) -> AsyncG
         )
         for index, beam in enumerate(beams)
     ]
+
+
+def _begun(search: RequestTimeline, first: GenerationEvent) -> RequestTimeline:
+    """Return the timeline of a search with the times of its first step, which reads the prompt."""
+    assert first.timings is not None
+    assert first.usage is not None
+    scheduled_s, first_token_s = (search.arrived_s + each for each in (first.timings.queue_s, first.timings.ttft_s))
+    cached = first.usage.cached_tokens
+    return replace(search, num_cached_tokens=cached, scheduled_s=scheduled_s, first_token_s=first_token_s)
 
 
 async def _run(client: EngineClient, requests: list[GenerationRequest]) -> list[GenerationEvent]:

@@ -106,12 +106,12 @@ class BeamSearch:
             temperature=0.0, max_tokens=1, logprobs=max(few, params.logprobs or 0), detokenize=False, ignore_eos=True
         )
         self._num_next = few
-        self._steps = 0
+        self.num_steps = 0  # tokens of each open beam
         self._beams, self._ended = [Beam()], list[Beam]()
 
     @property
     def is_over(self) -> bool:
-        if not self._beams or self._steps >= self._max_tokens:
+        if not self._beams or self.num_steps >= self._max_tokens:
             return True
         if len(self._ended) < self._width:
             return False
@@ -121,16 +121,17 @@ class BeamSearch:
     def requests(self) -> list[GenerationRequest]:
         """Return one request per beam, for its next token."""
         prompts = [[*self.prompt, *beam.token_ids] for beam in self._beams]
-        asked = replace(self._asked, params=self._one_token, options=replace(self._asked.options, length_penalty=None))
+        options = replace(self._asked.options, length_penalty=None, part_of=self._asked.request_id)
+        asked = replace(self._asked, params=self._one_token, options=options)
         return [
-            replace(asked, request_id=f"{asked.request_id}/{self._steps}/{i}", prompt_token_ids=prompt)
+            replace(asked, request_id=f"{asked.request_id}/{self.num_steps}/{i}", prompt_token_ids=prompt)
             for i, prompt in enumerate(prompts)
         ]
 
     def advance(self, answers: Sequence[TokenLogprobs]) -> None:
         """Extend the beams by the answers to `requests`, in the same order."""
         following = list(self._following(answers))
-        self._steps += 1
+        self.num_steps += 1
         self._ended += [self._grown(each) for each in following if each.ends]
         going_on = sorted((each for each in following if not each.ends), key=lambda each: each.score, reverse=True)
         self._beams = [self._grown(each) for each in going_on[: self._width]]
@@ -140,7 +141,7 @@ class BeamSearch:
         return sorted([*self._ended, *self._beams], key=self._score, reverse=True)[: self._width]
 
     def _following(self, answers: Sequence[TokenLogprobs]) -> Iterator[_Next]:
-        length = len(self.prompt) + self._steps + 1
+        length = len(self.prompt) + self.num_steps + 1
         for beam, answer in zip(self._beams, answers, strict=True):
             for place in range(1, 1 + self._num_next):  # place 0 is the sampled token
                 score = (beam.cum_logprob + answer.logprobs[place]) / self._weight(length)
@@ -164,7 +165,7 @@ class BeamSearch:
     def _best_possible(self, beam: Beam) -> float:
         """Return an upper bound of the beam's final score. Further tokens never increase the sum of log-probabilities;
         with a positive penalty the longest answer scores best, else the shortest."""
-        length = len(self.prompt) + (self._max_tokens if self._length_penalty > 0 else self._steps)
+        length = len(self.prompt) + (self._max_tokens if self._length_penalty > 0 else self.num_steps)
         return beam.cum_logprob / self._weight(length)
 
     def _weight(self, length: int) -> float:

@@ -26,6 +26,7 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and at least one more, not {num_blocks}")
         self.num_blocks = num_blocks
+        self.num_changes = 0  # names added or dropped so far: a lookup before the last change may be out of date
         self.on_dropped: Callable[[bytes], None] | None = None
         """Called with each name that is dropped alone: by an eviction or by `forget`, not by `forget_all`."""
         self.clear()
@@ -39,6 +40,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._next = [*range(1, num_blocks), 0]  # circular; the null block is the sentinel
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
+        self.num_changes += 1
         self.num_free = num_blocks - 1  # unreferenced blocks, including cached ones
         self.num_cached = 0  # free blocks with a name
 
@@ -113,6 +115,7 @@ class BlockPool:
         if self._hash_of[block] is None and name not in self._block_of:
             self._hash_of[block] = name
             self._block_of[name] = block
+            self.num_changes += 1
 
     def is_named(self, block: int) -> bool:
         return self._hash_of[block] is not None
@@ -139,6 +142,7 @@ class BlockPool:
                 self.num_cached -= 1
             self._hash_of[block] = None
         self._block_of.clear()
+        self.num_changes += 1
 
     def free_list(self) -> list[int]:
         """Return unreferenced blocks in order of allocation. O(free): for tests and the dashboard."""
@@ -160,6 +164,7 @@ class BlockPool:
     def _drop_name(self, block: int, name: bytes) -> None:
         del self._block_of[name]
         self._hash_of[block] = None
+        self.num_changes += 1
         if self.on_dropped is not None:
             self.on_dropped(name)
 

@@ -74,7 +74,7 @@ class Checkpoints:
             found = self.pool.lookup(names, hit.num_places)
             depth = 0 if found is None else found.num_blocks
             if depth != hit.num_places:
-                hit = self._ledger.lookup(names[:depth])
+                hit = self._ledger.lookup(names[:depth], self._unit // self._config.block_size)
             if found is not None and depth == hit.num_places:
                 return Hit(depth, hit.blocks, found.place, num_kv_places)
         return hit._replace(num_kv_places=num_kv_places)

@@ -20,7 +20,7 @@ from localllm.engine.outputs import EngineOutput, GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.pulse import LoopClient, TimedPool
-from localllm.engine.stats import EngineStats
+from localllm.engine.stats import EngineStats, RequestTimeline
 from localllm.engine.streams import Stream, Wakes
 from localllm.errors import EngineStopped, InvalidParameter, LocalLLMError, QueueFull, StepFailed
 from localllm.text.structured import StructuredOutputsParams
@@ -163,6 +163,15 @@ class EngineClient(LoopClient):
         also in the statistics."""
         for index in range(n):
             self._engine.cancel(child_id(request_id, index, n), reason)
+
+    def cancel_all(self) -> None:
+        """End every request now, as `cancel` does."""
+        for request_id in self._streams:
+            self._engine.cancel(request_id)
+
+    def report(self, search: RequestTimeline) -> None:
+        """Count a beam search that has ended as one request."""
+        self._engine.report(search)
 
     def stats(self) -> EngineStats:
         """Return the latest snapshot; at most 100 ms old while the engine works."""

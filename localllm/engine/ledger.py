@@ -148,6 +148,11 @@ class Ledger:
             for group, blocks in enumerate(found)
         ), num_kv_places=places)  # fmt: skip
 
+    @property
+    def num_changes(self) -> int:
+        """The number of changes of the prefix cache so far. A hit is what `lookup` would return until the next change."""
+        return sum([pool.num_changes for pool in self.pools])
+
     def can_enter(self, hit: Hit, places: int) -> bool:
         """Return whether a request that starts from a hit can have so many places now."""
         new = places - hit.num_places

@@ -30,7 +30,7 @@ from localllm.engine.recorder import now_s
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.settle import as_localllm_error
-from localllm.engine.stats import EngineStats
+from localllm.engine.stats import EngineStats, RequestTimeline
 from localllm.engine.step import PendingStep, Runner, StepPlan, TokenMasks
 from localllm.errors import DeviceLost, EngineCrashed, EngineError, EngineStopped, LocalLLMError, RanksLost
 from localllm.text.grammar import fill_along
@@ -86,7 +86,7 @@ class EngineLoop:
         self._open: dict[str, Request] = {}  # accepted requests without a last output
         self._left: deque[Adapter] = deque()  # adapters of ended requests, to be released
         self._outputs: list[EngineOutput] = []  # outputs not delivered yet
-        self._inbox: deque[Request | _Cancel] = deque()
+        self._inbox: deque[Request | _Cancel | RequestTimeline] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._uses_idle_time = True
@@ -119,6 +119,12 @@ class EngineLoop:
         """
         with self._wake:
             self._inbox.append(_Cancel(request_id, reason))
+            self._wake.notify()
+
+    def report(self, search: RequestTimeline) -> None:
+        """Count a beam search that has ended, whose parts were submitted as requests, as one request."""
+        with self._wake:
+            self._inbox.append(search)
             self._wake.notify()
 
     def stats(self) -> EngineStats:
@@ -269,6 +275,11 @@ class EngineLoop:
             if isinstance(item, _Cancel):
                 self.scheduler.abort(item.request_id, item.reason)
                 self._collect(self.scheduler.take_outputs())  # at once: the next item may reuse the id
+            elif isinstance(item, RequestTimeline):
+                try:
+                    self.scheduler.recorder.on_search(item)
+                except Exception:
+                    log.exception("statistics of a search were not recorded id=%s", item.request_id)
             else:
                 self._take_in(item)
 

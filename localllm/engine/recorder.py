@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from itertools import islice
 
 from localllm.engine.ledger import Ledger
 from localllm.engine.request import Request
@@ -29,6 +30,8 @@ _EPOCH = time.time() - time.perf_counter()
 RATE_WINDOW_S = 5.0
 RECENT_REQUESTS = 50
 RECENT_STEPS = 60
+SHOWN_WAITING = 50
+"""Waiting requests with a timeline in a snapshot, which is made ten times a second however long the queue is."""
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
             20.0, 40.0, 80.0, 160.0, 640.0)  # fmt: skip
@@ -57,7 +60,10 @@ class _Counts:
 
 
 class StatsRecorder:
-    """Totals since the start, histograms, and the rates of the last few seconds."""
+    """Totals since the start, histograms, and the rates of the last few seconds.
+
+    Tokens of every request count. Of a beam search, `on_search` counts one request, and its parts are not counted.
+    """
 
     def __init__(self) -> None:
         self.started_s = now_s()
@@ -84,7 +90,8 @@ class StatsRecorder:
         a readmission finds the request's own blocks. num_kv_tokens: prompt tokens whose KV was known."""
         if request.scheduled_s is None:
             request.scheduled_s = now_s()
-            self._queue.observe(request.scheduled_s - request.arrived_s)
+            if not request.options.part_of:
+                self._queue.observe(request.scheduled_s - request.arrived_s)
             self.prefix_cache_queries += request.prompt_len
             self.prefix_cache_hits += request.num_cached_tokens
             self.prefix_cache_lacks_state += num_kv_tokens - request.num_cached_tokens
@@ -105,8 +112,8 @@ class StatsRecorder:
             if row.num_scheduled_tokens == 1 + row.num_drafts and row.samples:
                 decode_requests += 1
                 decode_tokens += row.num_scheduled_tokens
-            if not request.num_preemptions and row.num_computed_tokens < request.prompt_len:
-                prompt_tokens += min(request.num_computed_tokens, request.prompt_len) - row.num_computed_tokens
+            if (first := max(row.num_computed_tokens, request.num_lost_tokens)) < request.prompt_len:
+                prompt_tokens += max(0, min(request.num_computed_tokens, request.prompt_len) - first)
             if row.num_computed_tokens < request.num_lost_tokens:
                 recomputed_tokens += min(request.num_computed_tokens, request.num_lost_tokens) - row.num_computed_tokens
         self.on_step(
@@ -147,14 +154,27 @@ class StatsRecorder:
         """Record `count` tokens of one request that became known at `at_s`."""
         if request.last_token_s is None:
             request.first_token_s = at_s
-            self._ttft.observe(at_s - request.arrived_s)
+            if not request.options.part_of:
+                self._ttft.observe(at_s - request.arrived_s)
         else:
             gap = (at_s - request.last_token_s) / count
             for _ in range(count):
                 self._inter_token.observe(gap)
         request.last_token_s = at_s
 
+    def on_search(self, search: RequestTimeline) -> None:
+        """Record a beam search that has ended as one request."""
+        if search.scheduled_s is not None:
+            self._queue.observe(search.scheduled_s - search.arrived_s)
+        if search.ttft_s is not None:
+            self._ttft.observe(search.ttft_s)
+        self._count_ended(search)
+
     def on_finish(self, request: Request, timeline: RequestTimeline) -> None:
+        if not request.options.part_of:
+            self._count_ended(timeline)
+
+    def _count_ended(self, timeline: RequestTimeline) -> None:
         self.finished[timeline.finish_reason or "abort"] += 1
         self.recent.appendleft(timeline)
         self._prompt_len.observe(timeline.num_prompt_tokens)
@@ -171,9 +191,10 @@ class StatsRecorder:
     def snapshot(
         self,
         ledger: Ledger,
-        running: Iterable[Request],
+        running: Collection[Request],
         waiting: Iterable[Request],
         *,
+        num_waiting: int = 0,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
@@ -185,12 +206,12 @@ class StatsRecorder:
         taken_s = now_s()
         self._drop_old_rates(taken_s)
         span_s = max(taken_s - self._window[0][0], 0.5) if self._window else 1.0
-        running, waiting, pool = list(running), list(waiting), ledger.main_pool
+        pool = ledger.main_pool
         return EngineStats(
             taken_s=taken_s,
             uptime_s=taken_s - self.started_s,
             num_running=len(running),
-            num_waiting=len(waiting),
+            num_waiting=num_waiting,
             block_size=block_size,
             total_blocks=pool.capacity,
             used_blocks=pool.num_used,
@@ -232,7 +253,7 @@ class StatsRecorder:
             prompt_len=self._prompt_len.freeze(),
             generation_len=self._generation_len.freeze(),
             iteration_tokens=self._iteration.freeze(),
-            requests=tuple(r.timeline() for r in (*running, *waiting)),
+            requests=tuple(r.timeline() for r in (*running, *islice(waiting, SHOWN_WAITING))),
             recent=tuple(self.recent),
             speculation=speculation,
             kv_groups=ledger.stats(),

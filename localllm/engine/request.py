@@ -42,6 +42,7 @@ class RequestOptions:
     key_name: str = ""  # name of the key that it was sent with; empty: none, or a chat
     max_drafts: int | None = None  # most tokens guessed ahead at a time (speculation); 0: none, None: as configured
     prediction_token_ids: tuple[int, ...] = ()  # a text that the output may repeat: a source of drafts
+    part_of: str = ""  # id of the beam search that the request is a step of; empty: a request of its own
 
 
 NO_OPTIONS = RequestOptions()
@@ -197,6 +198,7 @@ class Request:
         self.slot, self.held_state = -1, None
         self.drop_drafts()
         self.block_tables, self.num_dropped_blocks = [], []
+        self.num_lost_tokens = max(self.num_lost_tokens, self.num_computed_tokens)
         self.num_computed_tokens = self.num_in_flight_tokens = self.num_output_placeholders = 0
         self.num_registered_blocks = 0
 

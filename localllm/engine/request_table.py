@@ -88,6 +88,11 @@ class RequestTable:
         self.requests[request.request_id] = request
         self.waiting.push(request)
 
+    @property
+    def num_cache_changes(self) -> int:
+        """The number of changes of the prefix cache so far: what `find_hit` returns is valid until the next change."""
+        return self.ledger.num_changes + (0 if self.states is None else self.states.pool.num_changes)
+
     def find_hit(self, request: Request) -> Hit:
         """Return what a waiting request may begin from. At least one token is computed, since logits are not cached."""
         if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:

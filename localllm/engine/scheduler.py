@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.fixed_chunks import chunk_length, whole_chunks
-from localllm.engine.ledger import BlockIds, Counts, Ledger, fits, plus
+from localllm.engine.ledger import BlockIds, Counts, Hit, Ledger, fits, plus
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.prefill_shares import prefill_shares
 from localllm.engine.prompt_pace import PromptPace
@@ -39,13 +39,17 @@ from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull
 LOOKAHEAD = 8
 """Waiting requests examined beyond those that fill the step, since one of them may have a short prompt."""
 
+MOST_HIT_PLACES = 4096
+"""Blocks that requests of one step find in the prefix cache, if there are several: each block takes the host about a
+microsecond, and streams wait meanwhile."""
+
 
 class _Prefill(NamedTuple):
     """A request, running or about to be admitted, with more than one prompt token left to compute."""
 
     request: Request
     wanted: int
-    enters: bool
+    hit: Hit | None = None  # of a request to be admitted
 
     @property
     def start(self) -> int:
@@ -217,18 +221,19 @@ class Scheduler:
         if draft.prefill_budget <= 0:
             return
         prefills = [
-            _Prefill(request, wanted, enters=False)
+            _Prefill(request, wanted)
             for request in self.running
             if request.request_id not in draft.rows and (wanted := self._wanted(request)) > 1 + request.num_drafts
         ]
         if self.table.free_slots and not draft.preempted:
             prefills += self._admissible(prefills, draft)
+        num_changes = self.table.num_cache_changes  # so far, the hits are up to date
         prefills.sort(key=lambda each: (each.request.priority, each.request.sequence))
         self._prefilled = [each.request for each in prefills]
         shares = self._shares(prefills, draft.prefill_budget)
         spare, ran = 0, []
         for each, share in zip(prefills, shares, strict=True):
-            if share and not each.enters and each.request.state is State.RUNNING:
+            if share and each.hit is None and each.request.state is State.RUNNING:
                 if count := self._schedule_one(each.request, share, draft):
                     ran.append((each.request, count))
                 spare += share - count
@@ -237,8 +242,9 @@ class Scheduler:
         for request, count in ran:  # from here on no row leaves the step: its blocks may be shared
             self.table.register_blocks(request, request.num_computed_tokens + count)
         for each, share in zip(prefills, shares, strict=True):
-            if share and each.enters:
-                spare += share - self._enter(each.request, share + spare, draft)
+            if share and each.hit is not None:
+                hit = each.hit if self.table.num_cache_changes == num_changes else self.table.find_hit(each.request)
+                spare += share - self._enter(each.request, hit, share + spare, draft)
 
     def _shares(self, prefills: Sequence[_Prefill], budget: int) -> list[int]:
         """Return the tokens of each prompt, which are in order of urgency and arrival."""
@@ -362,7 +368,7 @@ class Scheduler:
         prefix.
         """
         found: list[_Prefill] = []
-        filled, num_beyond = sum(each.wanted for each in running), 0
+        filled, num_beyond, num_hit_places = sum(each.wanted for each in running), 0, 0
         ledger = self.ledger
         entering = (0,) * len(ledger.pools)  # blocks of the found requests, including the reserve for their outputs
         spare: dict[int, Counts] = {}  # blocks by priority: nothing here changes them
@@ -375,6 +381,9 @@ class Scheduler:
             if self.states is not None and not self.states.can_enter(len(found)):
                 break
             hit = self.table.find_hit(request)
+            num_hit_places += hit.num_places
+            if found and num_hit_places > MOST_HIT_PLACES:
+                break
             if self.table.is_being_computed(request, hit):
                 continue
             taken, is_alone = ledger.taken_by_hit(hit), not (found or self.running)
@@ -392,7 +401,7 @@ class Scheduler:
                     break
                 most = ledger.capacity  # no other request may be admitted with it
             wanted = request.num_tokens - hit.num_places * self.config.block_size
-            found.append(_Prefill(request, wanted, enters=True))
+            found.append(_Prefill(request, wanted, hit))
             entering = plus(entering, most)
             filled += wanted
         return found
@@ -421,11 +430,10 @@ class Scheduler:
         kept = zip(ledger.num_free, promised, ledger.step_reserve, strict=True)
         return tuple([free - blocks - reserve for free, blocks, reserve in kept])
 
-    def _enter(self, request: Request, limit: int, draft: _Draft) -> int:
+    def _enter(self, request: Request, hit: Hit, limit: int, draft: _Draft) -> int:
         """Admit a waiting request with at most `limit` tokens, and return how many it took. Return 0 if a request
         admitted just before is computing their common prefix, or took the last place for a recurrent state, or if a
         fixed chunk does not fit any more."""
-        hit = self.table.find_hit(request)  # requests admitted in this step may have added blocks, or evicted some
         start = hit.num_places * self.config.block_size
         reread = self._num_reread if start else 0
         count = min(request.num_tokens - start, limit - reread)
@@ -528,6 +536,7 @@ class Scheduler:
             self.ledger,
             self.running,
             self.waiting,
+            num_waiting=len(self.waiting),
             states=None if self.states is None else self.states.pool,
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,

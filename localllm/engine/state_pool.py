@@ -75,6 +75,11 @@ class StatePool:
     def num_checkpoints(self) -> int:
         return self._places.num_cached
 
+    @property
+    def num_changes(self) -> int:
+        """The number of checkpoints added or dropped so far."""
+        return self._places.num_changes
+
     # ---- places ------------------------------------------------------------------------------------------------------
 
     def allocate(self, *, may_evict: bool = True) -> int | None:

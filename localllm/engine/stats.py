@@ -47,6 +47,12 @@ class Histogram:
         return low
 
 
+def generation_rate(num_tokens: int, decode_s: float) -> float | None:
+    """Return the tokens per second of an answer without its first token, which the prompt's time yields; None for a
+    single token. decode_s: seconds from the first token to the last one."""
+    return (num_tokens - 1) / decode_s if num_tokens > 1 and decode_s > 0 else None
+
+
 @dataclass(frozen=True, slots=True)
 class RequestTimeline:
     """Times of a request's phases, in `time.time()` seconds; None for phases not reached."""
@@ -72,6 +78,12 @@ class RequestTimeline:
     @property
     def ttft_s(self) -> float | None:
         return None if self.first_token_s is None else self.first_token_s - self.arrived_s
+
+    def tokens_per_s(self, now_s: float) -> float | None:
+        """Return the rate of generation, up to now if the request is not finished."""
+        if self.first_token_s is None:
+            return None
+        return generation_rate(self.num_output_tokens, (self.finished_s or now_s) - self.first_token_s)
 
     @property
     def tpot_s(self) -> float | None:
@@ -215,7 +227,7 @@ class EngineStats:
     prompt_len: Histogram
     generation_len: Histogram
     iteration_tokens: Histogram
-    requests: tuple[RequestTimeline, ...]  # running first, then waiting
+    requests: tuple[RequestTimeline, ...]  # all running ones, then the first waiting ones
     recent: tuple[RequestTimeline, ...]  # the last finished requests, newest first
     speculation: SpeculationStats = NO_SPECULATION
     kv_groups: tuple[KVGroupStats, ...] = ()  # the other numbers of blocks are those of one of them

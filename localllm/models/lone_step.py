@@ -80,7 +80,7 @@ class LoneStep:
         self._features = torch.empty(0)
         self._stream, self._logits = writer.stream.values, writer.logits.values
         self._layer_inputs = writer.others["layer_inputs"].values if model.layer_inputs is not None else None
-        self.rounds = any(operation.matrix.kind != Kind.F32 for operation in self._operations)
+        self.rounds = bool(writer.kinds - {Kind.F32})  # whether torch's products of several rows round otherwise
         self._rows = (NativeRow * (len(kv_groups(model.spec)) * MAX_ROWS))()
         self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(-1, MAX_ROWS, 3)
         states = np.frombuffer(memoryview(writer.states).cast("B"), np.int64).reshape(MAX_ROWS, 5)

@@ -105,6 +105,7 @@ class Writer:
         self.projected, self.mixed, self.recurred = (Buffer() for _ in range(3))  # of recurrent layers
         self.states = (NativeStateRow * MAX_ROWS)()
         self.planned: list[_Planned] = []
+        self.kinds: set[int] = set()  # of all matrices, those of experts included
         self._operands: list[_Operands] = []
         self.group = 0  # of the block tables of the layer that is written
         self.others: defaultdict[str, Buffer] = defaultdict(Buffer)  # of few families
@@ -324,6 +325,7 @@ class Writer:
             kind = str(weight.dtype) if isinstance(weight, Tensor) else type(weight).__name__
             raise NoLoneStep(f"a weight of {weight.shape[0]} x {weight.shape[1]} in a layout without products ({kind})")
         self.kept.append(matrices)
+        self.kinds.update(held.matrix.kind for held in matrices)
         return [held.matrix for held in matrices]
 
     def _norm(self, norm: RMSNorm | LayerNorm | None) -> NativeNorm:

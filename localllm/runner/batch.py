@@ -58,13 +58,15 @@ def host_places(states: Ints) -> HostPlaces:
 
 
 class StepRows(NamedTuple):
-    """A plan's rows as arrays: first those with one token, then those that verify drafts. B: requests."""
+    """A plan's rows as arrays: first those that generate, without drafts and with drafts, then prompts, with one token
+    and with more. B: requests."""
 
     slots: Ints  # [B] int64
     computed: Ints  # [B] int64     tokens whose KV exists before this step
     scheduled: Ints  # [B] int64    tokens that run now
     starts: Ints  # [B + 1] int64   start of each request in the flat batch
     samples: Ints  # [B] bool
+    generates: Ints  # [B] bool     one token from the prompt's last one on, which has an id, and its drafts
     adapters: Ints  # [B] int64     -1: none
     drafts: Ints  # [B] int64       the last so many of the scheduled tokens are drafts
     states: Ints | None = None  # [3, B] int64 places of recurrent states that each row reads, writes and saves to
@@ -78,12 +80,12 @@ class StepRows(NamedTuple):
 
     @property
     def num_decodes(self) -> int:
-        return int(np.count_nonzero(self.scheduled == 1))
+        """Rows of one token before the first one with more."""
+        return int(np.count_nonzero(np.maximum.accumulate(self.scheduled) == 1))
 
     @property
     def num_generating(self) -> int:
-        """Rows of a known token and its drafts: they come first."""
-        return int(np.count_nonzero(self.scheduled == 1 + self.drafts))
+        return int(np.count_nonzero(self.generates))
 
     @property
     def draws(self) -> Ints:
@@ -96,7 +98,8 @@ class StepRows(NamedTuple):
         starts = self.starts[rows.start : rows.stop + 1]
         return StepRows(
             self.slots[rows], self.computed[rows], self.scheduled[rows], starts - starts[0], self.samples[rows],
-            self.adapters[rows], self.drafts[rows], None if self.states is None else self.states[:, rows],
+            self.generates[rows], self.adapters[rows], self.drafts[rows],
+            None if self.states is None else self.states[:, rows],
             None if self.reread is None else self.reread[rows],
             None if self.are_bounds is None else self.are_bounds[rows],
         )  # fmt: skip
@@ -194,6 +197,7 @@ class SlotState:
         self._adapter = np.full(max_num_seqs, -1, np.int64)
         self._holder: list[str | None] = [None] * max_num_seqs
         self._embeds: dict[int, Tensor] = {}  # [prompt, hidden] on the host, of slots with prompt embeddings
+        self._generates_from = np.zeros(max_num_seqs, np.int64)  # position of the prompt's last token that has an id
 
     def clear(self) -> None:
         """Free all slots. Buffers stay: an entering request overwrites what it reads."""
@@ -242,10 +246,10 @@ class SlotState:
         self._num_ready[slot], self._has_drafted[slot] = 0, False
         asked = new.params.prompt_logprobs
         self._prompt_logprobs[slot] = -1 if asked is None else asked
-        self._adapter[slot] = new.adapter
+        self._adapter[slot], self._generates_from[slot] = new.adapter, new.prompt_len - 1
         if new.prompt_embeds is not None:
             assert isinstance(new.prompt_embeds, PromptEmbedsTensor)
-            self._embeds[slot] = new.prompt_embeds.values
+            self._embeds[slot], self._generates_from[slot] = new.prompt_embeds.values, new.prompt_len
         if any(new.block_ids):
             self._add_blocks(slot, new.block_ids)
 
@@ -326,13 +330,14 @@ class SlotState:
             computed = np.where(generating, self._num_tokens[slots] - 1, computed)
         reread = _column(plan.rows, 9)
         computed, scheduled = computed - reread, scheduled + reread
-        order = np.argsort((scheduled > 1) + (scheduled > 1 + drafts), kind="stable")  # as StepRows has them
+        generates = (scheduled == 1 + drafts) & (computed >= self._generates_from[slots])
+        order = np.lexsort((scheduled > 1, ~generates))  # as StepRows has them
         samples, slots = samples[order], slots[order]
         starts = np.zeros(len(order) + 1, np.int64)
         np.cumsum(scheduled[order], out=starts[1:])
         rows = StepRows(
-            slots, computed[order], scheduled[order], starts, samples, self._adapter[slots], drafts[order],
-            self._states(plan.rows, order), reread[order] if reread.any() else None,
+            slots, computed[order], scheduled[order], starts, samples, generates[order], self._adapter[slots],
+            drafts[order], self._states(plan.rows, order), reread[order] if reread.any() else None,
             bounded[order] if self._accepts_on_device else None,
         )  # fmt: skip
         self._check(plan, rows, samples)

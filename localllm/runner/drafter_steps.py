@@ -194,7 +194,7 @@ class DrafterSteps:
         starts = np.zeros(len(slots) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
         none = np.zeros(len(slots), np.int64)
-        rows = StepRows(slots, first, counts, starts, none > 0, none - 1, none)
+        rows = StepRows(slots, first, counts, starts, none > 0, none > 0, none - 1, none)
         made = self._inputs.make(StepBatch(rows, starts[1:] - 1, (), none[:0], none[:0], none[:0], ()))
         groups = (made.groups[self._main_group],) * self._num_groups
         first_key = self._drafter.first_key

@@ -28,7 +28,7 @@ from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.logprobs import LogprobTensors, joined
 from localllm.runner.sampler import sample
 from localllm.runner.sampling import SamplingState
-from localllm.runner.step_parts import in_order, lone_parts, parts_of
+from localllm.runner.step_parts import NativeSteps, Part, in_order, parts_of
 from localllm.runner.upload import parts_to_host, to_device
 
 log = logging.getLogger(__name__)
@@ -110,29 +110,27 @@ class HostSteps:
         self._model, self._layers, self._inputs, self._sampling, self._device = model, layers, inputs, sampling, device
         self._taps = taps
         self._lone, self._decode_steps = _lone_step(model, layers)
-        if self._lone is not None and taps:
-            self._lone.tap(taps)
+        self._native = NativeSteps()
+        if self._lone is not None:
+            self._native = NativeSteps(MAX_ROWS, self._lone.rounds)
+            if taps:
+                self._lone.tap(taps)
         self._huge_pages = HugePages(held_memory(model) if device.type == "cpu" else ())
         self._deterministic, self._num_launched = deterministic, 0
 
     def forward(self, batch: StepBatch) -> Forward:
         self._num_launched += 1
-        parts = self._parts(batch)
+        parts = parts_of(batch.rows, self._native, is_deterministic=self._deterministic)
         if len(parts) == 1:
-            return self._forward(batch)
-        batches = [batch.part(rows) for rows in parts]
-        done = [self._forward(part).kept() for part in batches]
+            return self._forward(batch, parts[0])
+        batches = [batch.part(part.rows) for part in parts]
+        done = [self._forward(each, part).kept() for each, part in zip(batches, parts, strict=True)]
         order = in_order(parts)
         return _joined([done[place] for place in order], [len(batches[place].wanted) for place in order])
 
-    def _parts(self, batch: StepBatch) -> list[slice]:
-        native_rows = 0 if self._lone is None or batch.embeds is not None else MAX_ROWS
-        if self._deterministic:
-            return lone_parts(batch.rows, native_rows=native_rows)
-        return parts_of(batch.rows, native_rows=native_rows, splits=self._lone is not None and self._lone.rounds)
-
-    def _forward(self, batch: StepBatch) -> Forward:
-        if self._lone is not None and is_lone(batch):
+    def _forward(self, batch: StepBatch, part: Part) -> Forward:
+        if part.is_native:
+            assert self._lone is not None
             return self._run_lone(self._lone, batch)
         inputs = self._inputs.make(batch)
         hidden, features = self._hidden(inputs)
@@ -231,14 +229,6 @@ def count_accepted(right: Ints, usable: Ints, counts: Ints) -> Ints:
             accepted[row] += 1
         first += count
     return accepted
-
-
-def is_lone(batch: StepBatch) -> bool:
-    """Return whether a native step can run the batch: a few rows of one known token and its drafts, with nothing but
-    their logits wanted."""
-    rows = batch.rows
-    few = rows.starts[-1] <= MAX_ROWS and rows.num_generating == len(rows.slots)
-    return bool(few) and not batch.prompt_spans and batch.embeds is None
 
 
 def _joined(parts: Sequence[Forward], counts: Sequence[int]) -> Forward:

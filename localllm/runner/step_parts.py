@@ -14,36 +14,49 @@ Does not know: how a part is computed, why the scheduler chose the rows.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from localllm.runner.batch import StepRows
 
 
-def parts_of(rows: StepRows, *, native_rows: int, splits: bool) -> list[slice]:
-    """Return the parts of a step in the order in which they are computed.
+class NativeSteps(NamedTuple):
+    """The limits of the native steps of a model."""
 
-    native_rows: most tokens of a native step; 0: the model has none. splits: whether its bits differ from torch's by
-    more than the last ones.
-    """
+    most_tokens: int = 0  # of one step; 0: the model has none
+    rounds: bool = False  # whether its bits differ from torch's by more than the last ones
+
+
+class Part(NamedTuple):
+    """Consecutive rows of a step that are computed together."""
+
+    rows: slice
+    is_native: bool
+
+
+def parts_of(rows: StepRows, native: NativeSteps, *, is_deterministic: bool) -> list[Part]:
+    """Return the parts of a step in the order in which they are computed."""
     count, generating = len(rows.slots), rows.num_generating
-    mixed = 0 < generating < count
-    if not (splits and mixed and rows.starts[generating] <= native_rows and rows.samples[:generating].all()):
-        return [slice(0, count)]
-    return [slice(generating, count), slice(0, generating)]
+    if is_deterministic:
+        chunks = [Part(slice(row, row + 1), is_native=False) for row in range(generating, count)]
+        return chunks + _generating_parts(rows, generating, native.most_tokens)
+    fits = 0 < rows.starts[generating] <= native.most_tokens
+    if generating == count:
+        return [Part(slice(0, count), is_native=bool(fits))]
+    if fits and native.rounds:
+        return [Part(slice(generating, count), is_native=False), Part(slice(0, generating), is_native=True)]
+    return [Part(slice(0, count), is_native=False)]
 
 
-def lone_parts(rows: StepRows, *, native_rows: int) -> list[slice]:
-    """Return the parts of a step in deterministic mode, in the order in which they are computed.
-
-    native_rows: most tokens that may be one part because their bits do not depend on each other.
-    """
-    parts = [slice(row, row + 1) for row in range(rows.num_generating, len(rows.slots))]
-    first = 0
-    for row in range(rows.num_generating):
-        if row > first and rows.starts[row + 1] - rows.starts[first] > native_rows:
-            parts.append(slice(first, row))
+def _generating_parts(rows: StepRows, count: int, most_tokens: int) -> list[Part]:
+    """Return the first `count` rows in as few native steps as take them, or one by one."""
+    parts, first = list[Part](), 0
+    for row in range(1, count + 1):
+        if row == count or rows.starts[row + 1] - rows.starts[first] > most_tokens:
+            parts.append(Part(slice(first, row), bool(rows.starts[row] - rows.starts[first] <= most_tokens)))
             first = row
-    return [*parts, slice(first, rows.num_generating)] if rows.num_generating else parts
+    return parts
 
 
-def in_order(parts: list[slice]) -> list[int]:
+def in_order(parts: list[Part]) -> list[int]:
     """Return the places of the parts in the order of their rows."""
-    return sorted(range(len(parts)), key=lambda place: parts[place].start)
+    return sorted(range(len(parts)), key=lambda place: parts[place].rows.start)

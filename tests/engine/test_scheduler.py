@@ -13,9 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
+from localllm.engine import scheduler as scheduler_module
+from localllm.engine.recorder import SHOWN_WAITING
 from localllm.engine.request import State
 from localllm.engine.scheduler import _Draft
-from localllm.engine.step import RowResult
+from localllm.engine.step import RowResult, RunnerStats
 from localllm.errors import KVCacheExhausted, QueueFull, RequestError, StepFailed
 from tests.engine.harness import BLOCK_SIZE, EveryOther, check_invariants, make_engine, make_request
 from tests.engine.walk import EngineMachine
@@ -879,6 +881,78 @@ def test_full_queue_refuses():
     assert isinstance(engine.endings["r2"][0].error, QueueFull)
     engine.run()
     assert engine.endings["r0"][0].finish_reason == "length"
+
+
+def test_a_step_admits_few_long_hits(monkeypatch):
+    """Each block of a hit takes the host time, which streams wait for. The others enter in the next steps."""
+    monkeypatch.setattr(scheduler_module, "MOST_HIT_PLACES", 20)
+    engine = make_engine(num_blocks=200, max_num_seqs=32)
+    document = list(range(32))
+    engine.add("first", [*document, 99], max_tokens=1)
+    engine.run()
+    looked, find_hit = [], engine.scheduler.table.find_hit
+    monkeypatch.setattr(engine.scheduler.table, "find_hit", lambda request: looked.append(request) or find_hit(request))
+    for index in range(9):
+        engine.add(f"r{index}", [*document, index, 7, 8], max_tokens=2)
+    entered = []
+    while len(entered) < 9:
+        looked.clear()
+        plans = len(engine.plans)
+        engine.loop.step()
+        new = [slot.request_id for plan in engine.plans[plans:] for slot in plan.new_slots]
+        assert len(new) == (2 if len(entered) < 8 else 1)  # of eight blocks each
+        assert len(looked) <= 4
+        entered += new
+    engine.run()
+    assert entered == [f"r{index}" for index in range(9)]
+    assert engine.loop.stats().prefix_cache_hits == 9 * 32
+
+
+def test_a_hit_longer_than_the_bound_enters_alone(monkeypatch):
+    monkeypatch.setattr(scheduler_module, "MOST_HIT_PLACES", 2)
+    engine = make_engine(num_blocks=200)
+    for index in range(3):
+        engine.add(f"r{index}", [*range(32), 50 + index], max_tokens=2)
+        if not index:
+            engine.run()
+    engine.run()
+    assert [len(plan.new_slots) for plan in engine.plans if plan.new_slots] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("change", ["evicted", "registered"])
+def test_a_hit_is_looked_up_again_after_the_cache_has_changed(change):
+    """What `_admissible` found is handed on unless a request that entered before it took or named blocks."""
+    engine = make_engine(num_blocks=12, max_num_seqs=4, watermark=0.0, output_reserve=0.0)
+    engine.add("first", list(range(17)), max_tokens=1)
+    engine.run()
+    long = list(range(100, 120)) if change == "evicted" else list(range(16, 30))
+    engine.add("a", long, max_tokens=2)
+    engine.add("b", [*range(16), 77], max_tokens=2)
+    engine.add("c", [*long, 78], max_tokens=2)
+    engine.run()  # checks the invariants of blocks and tables after every step
+    assert {name: len(tokens) for name, tokens in engine.tokens.items()} == {"first": 1, "a": 2, "b": 2, "c": 2}
+
+
+def test_a_snapshot_does_not_grow_with_the_queue():
+    engine = make_engine(max_num_seqs=2, max_num_queued_reqs=500)
+    for index in range(300):
+        engine.add(f"r{index}", [1, 2, 3], max_tokens=4)
+    engine.loop.step()
+    stats = engine.scheduler.stats(1, RunnerStats())
+    assert (stats.num_running, stats.num_waiting) == (2, 298)
+    assert [line.request_id for line in stats.requests] == [f"r{index}" for index in range(2 + SHOWN_WAITING)]
+
+
+def test_a_prompt_preempted_in_its_middle_is_counted_once():
+    engine = make_engine(max_num_batched_tokens=8, max_num_seqs=1, policy="priority", enable_prefix_caching=False)
+    engine.add("late", list(range(40)), max_tokens=2, priority=5)
+    engine.loop.step()
+    engine.loop.step()
+    engine.add("urgent", list(range(4)), max_tokens=2)
+    engine.run()
+    stats = engine.loop.stats()
+    assert (stats.num_preemptions, stats.recomputed_tokens) == (1, 16)
+    assert stats.prompt_tokens == 40 + 4
 
 
 def test_hit_rate_counts_each_request_once():

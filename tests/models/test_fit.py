@@ -179,8 +179,19 @@ def test_auto_length_fits_and_one_block_more_does_not(free: float, block_size: i
     assert again.max_model_len == made.max_model_len
     if made.max_model_len < QWEN_05B.max_position:
         longer = min(made.max_model_len + block_size, QWEN_05B.max_position)
-        with pytest.raises(DoesNotFit, match="largest length that works"):
+        with pytest.raises(DoesNotFit, match="largest length that works with steps"):
             plan(QWEN_05B, hardware, block_size=block_size, dtype="bfloat16", max_model_len=longer)
+
+
+def test_a_refused_context_names_the_tokens_of_a_step() -> None:
+    """In a model with windows, fewer of them free more memory than fewer tokens of context."""
+    few = 40 << 20
+    windowed = replace(QWEN_05B, sliding_window=512, layer_is_windowed=(True,) * 20 + (False,) * 4)
+    for spec in (QWEN_05B, windowed):
+        with pytest.raises(DoesNotFit, match="largest length that works with steps of 2,048 tokens") as caught:
+            plan(spec, NO_GPU, max_model_len=16_384, kv_cache_memory_bytes=few, max_num_batched_tokens=2048)
+        assert "less than --max-num-batched-tokens 2048" in caught.value.hint
+        assert ("layers with a window" in caught.value.hint) == (spec is windowed)
 
 
 @settings(deadline=None, max_examples=40)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.layer_state import LayerState
@@ -279,3 +280,31 @@ def test_missing_tensors_of_a_hybrid_are_named(tmp_path: Path) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if name != gone}, file, {"format": "pt"})
     with pytest.raises(CorruptModel, match=f"missing keys: {re.escape(gone)}"):
         load_model(tmp_path, read_spec(tmp_path), CPU, torch.float32)
+
+
+def test_a_recurrent_state_does_not_depend_on_how_its_tokens_were_computed(tmp_path: Path) -> None:
+    """Zamba2 with time steps below `time_step_min`, as heads with a long memory have: decoded against prefilled."""
+    config = AutoConfig.for_model(
+        "zamba2", vocab_size=512, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=4,
+        max_position_embeddings=512, chunk_size=8, num_hidden_layers=4, n_mamba_heads=8, mamba_headdim=16,
+        layers_block_type=["mamba", "mamba", "mamba", "hybrid"], mamba_ngroups=2, mamba_d_state=32,
+        attention_head_dim=32, time_step_min=0.001,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.dim() > 1 and "conv1d" not in name:
+                parameter.normal_(0, 1.3 / parameter.shape[-1] ** 0.5)
+            elif name.endswith("dt_bias"):
+                parameter.fill_(-8.0)
+            elif name.endswith(".D"):
+                parameter.zero_()  # what a layer returns is its memory
+    module.save_pretrained(tmp_path)
+    harness, tokens = through_transformers(tmp_path), prompt(120)
+    whole = harness.prefill(tokens)[1]
+    sequence, _ = harness.prefill(tokens[:20])
+    for token in tokens[20:]:
+        sequence.token_ids.append(token)
+        (last,) = harness.step([(sequence, 1)])
+    assert (last.log_softmax(-1) - whole[-1].log_softmax(-1)).abs().max() < 1e-5

@@ -79,9 +79,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make_model(path: Path, config_name: str) -> Any:
-    """A tiny random model that sees, saved by transformers."""
+def make_model(path: Path, config_name: str, **changes: Any) -> Any:
+    """A tiny random model that sees, saved by transformers. changes: fields of its text part."""
     class_name, text, vision = MODELS[config_name]
+    text = {**text, **changes}
     config = getattr(transformers, config_name)(text_config={**TEXT, **text}, vision_config=vision)
     config.tie_word_embeddings = bool(text.get("tie_word_embeddings"))
     torch.manual_seed(0)
@@ -105,15 +106,36 @@ def test_text_alone_has_the_logits_of_the_whole_model(config_name: str, tmp_path
     assert held_bytes(harness.model) == resident_bytes(tmp_path, harness.spec, CPU, torch.float32)
 
 
+@pytest.mark.parametrize("rope", [{}, {"partial_rotary_factor": 1.0}])
+def test_a_config_without_a_partial_rotary_factor_rotates_whole_heads(rope: dict[str, Any], tmp_path: Path) -> None:
+    """Glm4vTextConfig has no such field, where GLM-4's has 0.5."""
+    model, tokens = make_model(tmp_path, "Glm4vConfig", rope_parameters={**_SECTIONS, **rope}), prompt(20)
+    assert_close(Harness(tmp_path).prefill(tokens)[1], reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_square_experts_are_read_as_the_other_matrix_is_stored(width: int, tmp_path: Path) -> None:
+    """With 32 gate_up_proj is [experts, 64, 64] and fits either way, with 64 down_proj."""
+    model, tokens = make_model(tmp_path, "Qwen3VLMoeConfig", moe_intermediate_size=width), prompt(20)
+    assert_close(Harness(tmp_path).prefill(tokens)[1], reference_logits(model, tokens))
+    _turn_experts(tmp_path)
+    assert_close(Harness(tmp_path).prefill(tokens)[1], reference_logits(model, tokens))
+
+
 def test_experts_stored_the_other_way(tmp_path: Path) -> None:
     """As Qwen3-VL-MoE is published: inputs first, where transformers 5 saves outputs first."""
     model, tokens = make_model(tmp_path, "Qwen3VLMoeConfig"), prompt(20)
-    state = load_file(tmp_path / "model.safetensors")
-    turned = {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in state.items()}
-    assert turned.keys() == state.keys()
-    save_file(turned, tmp_path / "model.safetensors")
+    _turn_experts(tmp_path)
     _, logits = Harness(tmp_path).prefill(tokens)
     assert_close(logits, reference_logits(model, tokens))
+
+
+def _turn_experts(path: Path) -> None:
+    """Store the experts' matrices transposed."""
+    state = load_file(path / "model.safetensors")
+    turned = {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in state.items()}
+    assert turned.keys() == state.keys()
+    save_file(turned, path / "model.safetensors")
 
 
 def test_fields_of_both_parts_in_one_place(tmp_path: Path) -> None:

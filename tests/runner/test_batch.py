@@ -79,9 +79,10 @@ def test_inputs_say_what_the_plan_says(
     plan = StepPlan(1, tuple(rows), tuple(news))
     batch, inputs = run(state, plan)
 
-    order = [i for i, r in enumerate(rows) if r.num_scheduled_tokens == 1]
-    assert inputs.num_decodes == len(order)
-    order += [i for i, r in enumerate(rows) if r.num_scheduled_tokens != 1]
+    ones = [i for i, r in enumerate(rows) if r.num_scheduled_tokens == 1]
+    assert inputs.num_decodes == len(ones)
+    ones.sort(key=lambda i: rows[i].num_computed_tokens < news[i].prompt_len - 1)  # rows that generate come first
+    order = ones + [i for i, r in enumerate(rows) if r.num_scheduled_tokens != 1]
     first = [row.num_computed_tokens for row in rows]
     flat = [(i, p) for i in order for p in range(first[i], first[i] + rows[i].num_scheduled_tokens)]
     assert inputs.token_ids.tolist() == [news[i].token_ids[p] for i, p in flat]

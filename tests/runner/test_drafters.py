@@ -229,7 +229,7 @@ def test_a_token_that_runs_again_writes_to_the_null_block() -> None:
     inputs = HostInputs(max_num_seqs=1, max_model_len=32, block_size=BLOCK, device=CPU)
     inputs.add_blocks(0, 0, ((5, 3),))
     one, two = np.ones(1, np.int64), np.array([2])
-    rows = StepRows(0 * one, 7 * one, two, np.array([0, 2]), one > 0, -one, 0 * one, None, one)
+    rows = StepRows(0 * one, 7 * one, two, np.array([0, 2]), one > 0, one < 0, -one, 0 * one, None, one)
     made = inputs.make(StepBatch(rows, one, (0,), 0 * one, 9 * one, one, ()))
     assert made.positions.tolist() == [7, 8]
     assert made.groups[0].slot_mapping.tolist() == [0, 3 * BLOCK]

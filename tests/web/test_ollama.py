@@ -139,7 +139,7 @@ GOLDEN = b"""\
 {"model":"tiny","created_at":"2026-01-02T03:04:05.000000Z","message":{"role":"assistant","content":"\\n!"},"done":false}
 {"model":"tiny","created_at":"2026-01-02T03:04:05.000000Z","message":{"role":"assistant","content":""},"done":true,\
 "done_reason":"stop","total_duration":99,"load_duration":7,"prompt_eval_count":9,"prompt_eval_duration":250000000,\
-"eval_count":3,"eval_duration":500000000}
+"eval_count":3,"eval_duration":750000000}
 """
 
 

@@ -171,7 +171,7 @@ GOLDEN = f"""\
 {HEAD}"content":"","tool_calls":[{{"function":{{"name":"weather","arguments":{{"city":1}}}}}}]}},"done":false}}
 {HEAD}"content":"clock {{"}},"done":false}}
 {HEAD}"content":""}},"done":true,"done_reason":"stop","total_duration":99,"load_duration":7,"prompt_eval_count":9,\
-"prompt_eval_duration":250000000,"eval_count":4,"eval_duration":500000000}}
+"prompt_eval_duration":250000000,"eval_count":4,"eval_duration":666666667}}
 """
 
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
+from localllm.engine.outputs import GenerationEvent, Timings, Usage
+from localllm.engine.stats import RequestTimeline
+from localllm.units import format_rate
+from localllm.web.api.generation import Progress
+from localllm.web.api.ollama.lines import OllamaHead, RequestClock
+from localllm.web.api.ollama.shapes import OllamaMessage
+from localllm.web.api.openai.usage import timings_object, usage_object
+from localllm.web.pages.dashboard.request_presenters import finished_requests
+from localllm.web.pages.playground.presenters import result
 from tests.web.live_server import LiveServer, PacedRunner
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -114,3 +124,51 @@ def test_progress_needs_a_stream(server: LiveServer) -> None:
 def test_wrong_types_are_named(server: LiveServer, name: str, value: Any) -> None:
     response = server.post(CHAT, {"messages": LONG, "stream": True, name: value})
     assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+def progress_of(*choices: tuple[int, float]) -> Progress:
+    """Return the progress of a request whose choices ended: the tokens of each, and the seconds of its decoding."""
+    progress = Progress(len(choices), 9, len(choices))
+    for index, (count, decode_s) in enumerate(choices):
+        usage, timings = Usage(9, count, 0), Timings(0.0, 0.1, decode_s, 0.1)
+        ids = (5,) * count
+        progress.count(GenerationEvent(index, token_ids=ids, finish_reason="stop", usage=usage, timings=timings))
+    return progress
+
+
+@pytest.mark.parametrize(
+    ("choices", "rate"),
+    [
+        ([(11, 0.5)], 20.0),
+        ([(2, 0.5)], 2.0),
+        ([(1, 0.00007)], None),
+        ([(1, 0.0)], None),
+        ([(10, 0.4), (11, 0.5)], 20.0),
+    ],
+)
+def test_the_speed_of_an_answer_is_that_of_the_tokens_after_the_first(
+    choices: list[tuple[int, float]], rate: float | None
+) -> None:
+    """The times begin with the first token. Of several choices the longest one counts alone."""
+    progress = progress_of(*choices)
+    timings = json.loads(msgspec.json.encode(timings_object(progress)))
+    assert timings.get("predicted_per_second") == rate
+    assert timings.get("predicted_per_token_ms") == (None if rate is None else 1e3 / rate)
+    assert timings["predicted_n"] == sum(count for count, _ in choices)
+    usage = json.loads(msgspec.json.encode(usage_object(progress.usage())))
+    answer = {"choices": [{"text": "Hi", "finish_reason": "stop"}], "usage": usage, "timings": timings}
+    shown = {fact.name: fact.value for fact in result("completions", answer, "").facts}
+    assert shown.get("Generation speed") == (None if rate is None else format_rate(rate))
+
+
+@pytest.mark.parametrize(("count", "decode_s", "rate"), [(11, 0.5, 20.0), (2, 0.5, 2.0), (1, 0.00007, None)])
+def test_ollamas_counts_and_the_dashboard_give_the_same_speed(count: int, decode_s: float, rate: float | None) -> None:
+    head = OllamaHead("tiny", "generate", RequestClock())
+    last = json.loads(
+        msgspec.json.encode(head.last(OllamaMessage("assistant", ""), "stop", progress_of((count, decode_s))))
+    )
+    assert last["eval_count"] == count
+    assert last["eval_duration"] == (0 if rate is None else pytest.approx(count / rate * 1e9))
+    ended = RequestTimeline("r", "finished", 9, 0, count, 1, 0, 1.0, 1.1, 2.0, 2.0 + decode_s, "stop")
+    [row] = finished_requests([ended]).rows
+    assert row.tokens_per_s == (None if rate is None else pytest.approx(rate))

@@ -39,7 +39,8 @@ def mamba2(config: Config, **more: Any) -> RecurrentSpec:
 
 
 def time_step_limits(config: Config) -> tuple[float, float]:
-    """Return the limits of Mamba-2's time step; missing: none."""
+    """Return the limits of Mamba-2's time step; missing: none. `time_step_min` is not one of them: it is the range of
+    the initialisation, which the scans of transformers take for a limit, and their single steps do not."""
     limits = config.get("time_step_limit")
     if limits is None:
         return 0.0, float("inf")

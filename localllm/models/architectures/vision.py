@@ -43,6 +43,7 @@ GLM4V = of_family(
     glm.GLM4,
     rms_norm_eps=1e-5,
     head_dim=None,
+    partial_rotary_factor=1.0,
 )
 GLM4V_MOE = of_family("GLM-4.5V, GLM-4.6V", ("Glm4vMoeForConditionalGeneration",), glm4_moe.FAMILY, attention_bias=True)
 FAMILIES = (QWEN2_VL, QWEN3_VL, QWEN3_VL_MOE, INTERNVL, SMOLVLM, GLM4V, GLM4V_MOE)

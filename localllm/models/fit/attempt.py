@@ -446,7 +446,10 @@ class PlanAttempt:
             options.append("a higher --gpu-memory-utilization")
         elif self.gpu is None and self._kv(self._blocks_left(asked)) >= need:
             options.append(f"--kv-cache-memory-bytes {need}")
-        options += ["fewer --max-num-seqs", "a smaller --max-num-batched-tokens"]
+        steps, windowed = self.inputs.batched_tokens, any(self.split.windows)
+        fewer = f"less than --max-num-batched-tokens {steps}"
+        fewer += ", whose blocks layers with a window hold besides their windows" if windowed else ""
+        options += ["fewer --max-num-seqs", fewer]
         options += ["--dtype bfloat16"] if self.dtype == "float32" else []
         auto = (
             " Without --max-model-len the largest length is chosen automatically." if self.config.max_model_len else ""
@@ -454,7 +457,8 @@ class PlanAttempt:
         error = DoesNotFit(
             f"A context of {format_count(asked)} tokens does not fit {place}.",
             f"It needs {format_bytes(need)} of KV cache and {format_bytes(planned)} are planned for it "
-            f"({budget}); the largest length that works is {format_count(largest)}.",
+            f"({budget}); the largest length that works with steps of {format_count(steps)} tokens is "
+            f"{format_count(largest)}.",
             f"{', or '.join(options)}.{auto}",
             param="max_model_len",
         )

@@ -198,7 +198,22 @@ class Weights:
 
     def unused(self) -> frozenset[str]:
         """Return the names of tensors that no layer has taken, without those that carry no information."""
-        return frozenset(n for n in self._checkpoint.tensors if n not in self._used and not self._is_ignored(n))
+        left = [n for n in self._checkpoint.tensors if n not in self._used and not self._is_ignored(n)]
+        return frozenset(name for name in left if not self._is_zero_bias(name))
+
+    def _is_zero_bias(self, stored: str) -> bool:
+        """Return whether a tensor is one of the zeros that AutoGPTQ wrote as the bias of every quantised matrix.
+        Raises `CorruptModel` for another bias that no layer adds."""
+        stem = stored.removesuffix(".bias")
+        if stem == stored or self._format_of(stem) is None:
+            return False
+        if matrices.stored(self._checkpoint, stored).any():
+            raise CorruptModel(
+                f"{stored} is not zero.",
+                f"{self._spec.architecture} has no bias there, and ignoring the tensor would change the answers.",
+                "Use another quantisation of the same model.",
+            )
+        return True
 
     # -- adapters
 
@@ -301,11 +316,21 @@ class Weights:
         views = [self._stored(StoredPart(name)) for name in stacked]
         views = [v.transpose(1, 2) if self._is_transposed(n) else v for n, v in zip(stacked, views, strict=True)]
         flipped = [view.transpose(1, 2) for view in views]  # transformers 5 writes some families' the other way
-        for each in (views, flipped) if self._is_transposed(stacked[0]) else (views,):
+        ways = [views, flipped] if self._is_transposed(stacked[0]) else [views]
+        for each in ways[::-1] if self._is_flipped(stacked[0], shape) else ways:
             got = (sum(view.shape[1] for view in each), *each[0].shape[2:])
             if all(view.shape[0] == shape[0] for view in each) and got == shape[1:]:
                 return each
         raise _wrong_shape(stacked, views[0].shape, shape)
+
+    def _is_flipped(self, stored: str, shape: tuple[int, int, int]) -> bool:
+        """Return whether the other matrix of a mixture is stored [E, n, K] where [E, K, n] was published. That decides
+        for a square matrix, which fits either way."""
+        first, last = "gate_up_proj", "down_proj"
+        other = stored.replace(first, last) if first in stored else stored.replace(last, first)
+        wanted = (shape[2], shape[1] // 2) if first in stored else (2 * shape[2], shape[1])
+        found = self._checkpoint.tensors.get(other)
+        return found is not None and tuple(found.shape[1:]) == wanted and wanted[0] != wanted[1]
 
     def _expert_biases(self, prefix: str, names: Sequence[str], shape: tuple[int, int], cut: ExpertCut) -> Tensor:
         biases = self._all_expert_biases(prefix, names, shape)

@@ -20,6 +20,7 @@ from localllm.engine.admission import child_id
 from localllm.engine.beam_client import beam_batches
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
+from localllm.engine.stats import generation_rate
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import StepFailed
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, joined
@@ -41,6 +42,7 @@ class Progress:
     unfinished: int  # choices without a last event so far
     completion_tokens: int = 0  # over all choices, so far
     timings: Timings = field(default_factory=Timings)  # of the choice with the longest decode
+    timed_tokens: int = 0  # completion tokens of that choice
     finish_reasons: list[str] = field(default_factory=list)  # of the ended choices, in the order of their ends
     _cached_by_prompt: dict[int, int] = field(default_factory=dict)
     _seen_by_choice: dict[int, int] = field(default_factory=dict)
@@ -60,6 +62,7 @@ class Progress:
             self._drafts_by_choice[event.index] = event.usage.drafts
         if event.timings is not None and event.timings.decode_s >= self.timings.decode_s:
             self.timings = event.timings
+            self.timed_tokens = seen if event.usage is None else event.usage.completion_tokens
         if event.finish_reason is None:
             return
         self.unfinished -= 1
@@ -83,6 +86,11 @@ class Progress:
         proportion to characters.
         """
         return round(self._reasoning_tokens)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The rate at which the choice with the longest decode was generated."""
+        return generation_rate(self.timed_tokens, self.timings.decode_s)
 
     def usage(self) -> Usage:
         drafts = DraftCounts()

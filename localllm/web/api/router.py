@@ -54,7 +54,7 @@ class WakeQuery(ModelQuery, kw_only=True):
 
 @get("/slots", operation=Operation(list[shapes.Slot], query=ModelQuery, also=OF_MODELS))
 async def slots(request: ApiRequest) -> ASGIResponse:
-    """List the sequences that are running or waiting.
+    """List the sequences that are running, and the first ones that are waiting.
 
     A slot of llama.cpp is a sequence here; there are no idle slots.
     """

@@ -230,3 +230,21 @@ def test_zero_point_of_256(source: Path, tmp_path: Path) -> None:
     saved = save_quantised(source, tmp_path / "model", {**CONFIG, "bits": 8}, gptq(8, 32))
     rewrite(saved.path, lambda t: t[f"{Q}.qzeros"].fill_(-1))
     assert_refused(saved, LocalLLMError, f"{Q}.*zero point of 256")
+
+
+def test_a_bias_of_zeros_beside_a_quantised_matrix_is_dropped(source: Path, tmp_path: Path) -> None:
+    """AutoGPTQ wrote one for every layer."""
+    saved = save_quantised(source, tmp_path / "model", CONFIG, gptq(4, 32))
+    rewrite(saved.path, lambda tensors: tensors.update(_biases(tensors, 0.0)))
+    agrees(saved)
+
+
+def test_another_bias_is_refused_by_name(source: Path, tmp_path: Path) -> None:
+    saved = save_quantised(source, tmp_path / "model", CONFIG, gptq(4, 32))
+    rewrite(saved.path, lambda tensors: tensors.update(_biases(tensors, 0.25)))
+    assert_refused(saved, CorruptModel, r"_proj\.bias is not zero")
+
+
+def _biases(tensors: dict[str, Tensor], value: float) -> dict[str, Tensor]:
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith(".scales")}
+    return {name.replace(".scales", ".bias"): torch.full((t.shape[1],), value).half() for name, t in scales.items()}

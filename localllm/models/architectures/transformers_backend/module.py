@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.models.architectures.bamba import time_step_limits
 from localllm.models.architectures.transformers_backend.config_class import first_line, load_config
 from localllm.models.layers.linear import Linear
 from localllm.models.spec.model_spec import ModelSpec
@@ -33,7 +34,22 @@ def load_module(
     module = read_module(
         AutoModelForCausalLM, path, config, dtype, attention=attention, trust_remote_code=trust_remote_code
     )
+    _remove_floor_of_time_steps(module)
     return module.to(device)
+
+
+def _remove_floor_of_time_steps(module: nn.Module) -> None:
+    """Set the limits of Mamba-2's time step to those of the config; missing: none.
+
+    transformers 5.23 gives some classes config.time_step_min, which is the range of an initialisation, as a floor that
+    their scan of several tokens has and their single step has not: a state would depend on how a token was computed.
+    """
+    for part in module.modules():
+        config = getattr(part, "config", None) or module.config
+        floor = (getattr(config, "time_step_min", None), float("inf"))
+        if tuple(getattr(part, "time_step_limit", None) or ()) == floor:
+            limits: Any = time_step_limits({"time_step_limit": getattr(config, "time_step_limit", None)})
+            part.time_step_limit = limits
 
 
 def read_module(

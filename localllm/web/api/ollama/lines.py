@@ -68,7 +68,8 @@ class OllamaHead:
         )
 
     def last(self, said: OllamaMessage, reason: str | None, progress: Progress) -> ChatLine | GenerateLine:
-        usage, timings = progress.usage(), progress.timings
+        """Return the last line. Clients divide eval_count by eval_duration to get the rate of generation."""
+        usage, timings, rate = progress.usage(), progress.timings, progress.tokens_per_s
         return self.line(
             said,
             done=True,
@@ -78,7 +79,7 @@ class OllamaHead:
             prompt_eval_count=usage.prompt_tokens,
             prompt_eval_duration=int(timings.prefill_s * 1e9),
             eval_count=usage.completion_tokens,
-            eval_duration=int(timings.decode_s * 1e9),
+            eval_duration=0 if rate is None else round(usage.completion_tokens / rate * 1e9),
         )
 
     def whole(self, choices: Sequence[Choice], progress: Progress) -> ChatLine | GenerateLine:

@@ -33,8 +33,8 @@ class OpenAIUsage(Shape):
     completion_tokens_details: CompletionDetails | UnsetType = UNSET  # if a prediction was verified
 
 
-class OpenAITimings(Shape):
-    """Timings in llama.cpp's format."""
+class OpenAITimings(Shape, kw_only=True):
+    """Timings in llama.cpp's format. The rate of generation is that of the tokens after the first one."""
 
     cache_n: int
     prompt_n: int
@@ -43,8 +43,8 @@ class OpenAITimings(Shape):
     prompt_per_second: float
     predicted_n: int
     predicted_ms: float
-    predicted_per_token_ms: float
-    predicted_per_second: float
+    predicted_per_token_ms: float | UnsetType = UNSET  # absent for a single token
+    predicted_per_second: float | UnsetType = UNSET
     queue_ms: float
     ttft_ms: float
     draft_n: int | UnsetType = UNSET  # tokens guessed ahead and verified

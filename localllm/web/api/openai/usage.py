@@ -27,14 +27,21 @@ def usage_object(usage: Usage) -> OpenAIUsage:
 
 
 def timings_object(progress: Progress) -> OpenAITimings:
-    """Return llama.cpp's timings. prompt_n counts computed tokens only; with several choices the times are those of the
-    longest one.
+    """Return llama.cpp's timings. prompt_n counts computed tokens only, and predicted_n the tokens of all choices. With
+    several choices, the times and the rate are those of the longest one.
     """
     usage, timings = progress.usage(), progress.timings
+    prompt_n, rate = usage.prompt_tokens - usage.cached_tokens, progress.tokens_per_s
     return OpenAITimings(
-        usage.cached_tokens,
-        *_phase(usage.prompt_tokens - usage.cached_tokens, timings.prefill_s),
-        *_phase(usage.completion_tokens, timings.decode_s),
+        cache_n=usage.cached_tokens,
+        prompt_n=prompt_n,
+        prompt_ms=timings.prefill_s * 1e3,
+        prompt_per_token_ms=timings.prefill_s * 1e3 / prompt_n if prompt_n else 0.0,
+        prompt_per_second=prompt_n / timings.prefill_s if timings.prefill_s > 0 else 0.0,
+        predicted_n=usage.completion_tokens,
+        predicted_ms=timings.decode_s * 1e3,
+        predicted_per_token_ms=UNSET if rate is None else 1e3 / rate,
+        predicted_per_second=UNSET if rate is None else rate,
         queue_ms=timings.queue_s * 1e3,
         ttft_ms=timings.ttft_s * 1e3,
         draft_n=usage.drafts.checked or UNSET,
@@ -44,8 +51,3 @@ def timings_object(progress: Progress) -> OpenAITimings:
 
 def progress_object(progress: PromptProgress) -> OpenAIPromptProgress:
     return OpenAIPromptProgress(progress.total, progress.cached, progress.processed, round(progress.seconds * 1e3))
-
-
-def _phase(tokens: int, seconds: float) -> tuple[int, float, float, float]:
-    """Return the tokens, the milliseconds, the milliseconds per token, and the tokens per second."""
-    return tokens, seconds * 1e3, seconds * 1e3 / tokens if tokens else 0.0, tokens / seconds if seconds > 0 else 0.0

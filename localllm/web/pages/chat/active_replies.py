@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from localllm.engine.stats import generation_rate
 from localllm.web.pages.chat.live_reply import Reply
 from localllm.web.pages.chat.prompts import ChatFull
 from localllm.web.pages.chat.store import Chats, ChatStore, StoredMessage
@@ -195,6 +196,6 @@ def details_of(reply: Reply, before: Mapping[str, Any]) -> dict[str, Any]:
         found["accepted_tokens"] = before.get("accepted_tokens", 0) + usage.drafts.accepted
     if timings is not None and usage.completion_tokens:
         found["ttft_s"] = before.get("ttft_s", timings.ttft_s)
-        if timings.decode_s > 0 and usage.completion_tokens > 1:
-            found["tokens_per_s"] = (usage.completion_tokens - 1) / timings.decode_s
+        if (rate := generation_rate(usage.completion_tokens, timings.decode_s)) is not None:
+            found["tokens_per_s"] = rate
     return found

@@ -63,8 +63,7 @@ def cancel_all(request: Request[Any, Any, Any]) -> Response[Any]:
     seen = shown(request)
     for model in _serving(request):
         if seen.served is not None and model.name == seen.served.name:
-            for line in model.client.stats().requests:
-                model.generator.cancel(line.request_id)
+            model.generator.cancel_all()
     return _back(request, seen.query())
 
 

@@ -29,7 +29,7 @@ MOST_LIVE = 1000
 
 @get("/dashboard/requests", sync_to_thread=False)
 def requests_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """Show all running and waiting requests, and all finished ones that are still known."""
+    """Show all running requests, the first waiting ones, and all finished ones that are still known."""
     stats, viewer = _stats(request), _viewer(request)
     shell = pages_state(request).shell(request, "Requests", "dashboard")
     finished = finished_requests(stats.recent, viewer, len(stats.recent))
@@ -47,7 +47,7 @@ def one_request(request: Request[Any, Any, Any]) -> Response[str]:
             shell = state.shell(request, "Request", "dashboard")
             return html(request_page(shell, found, stats.taken_s, _viewer(request)))
     live, ended = len(known[0].requests), len(known[0].recent)
-    why = f"The server knows {live} live requests and the last {ended} finished ones."
+    why = f"The dashboard knows {live} running and next waiting requests and the last {ended} finished ones."
     raise UnknownRequest(f"There is no request {wanted[:80]}.", why, "Open /dashboard/requests.")
 
 
@@ -71,7 +71,7 @@ def steps_csv(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/dashboard/requests.csv", sync_to_thread=False)
 def requests_csv(request: Request[Any, Any, Any]) -> Response[str]:
-    """Return every known request."""
+    """Return the running requests, the first waiting ones and the last finished ones."""
     stats = _stats(request)
     return _csv(RequestTimeline, (*stats.requests, *stats.recent))
 

@@ -61,13 +61,12 @@ def live_requests(stats: EngineStats, viewer: Viewer = ADMIN, limit: int = MAX_L
     colour_of = colours([request.request_id for request in stats.requests])
     shown = stats.requests[:limit]
     rows = tuple(_live_row(line, colour_of[line.request_id], stats.taken_s, viewer) for line in shown)
-    count = len(stats.requests)
-    return LiveRequests(rows, max(0, count - limit), count, f"/dashboard/requests/cancel{viewer.query}", curl)
+    count = stats.num_running + stats.num_waiting
+    return LiveRequests(rows, max(0, count - len(rows)), count, f"/dashboard/requests/cancel{viewer.query}", curl)
 
 
 def _live_row(request: RequestTimeline, colour: str, now_s: float, viewer: Viewer) -> RequestRow:
-    decoding_s = now_s - request.first_token_s if request.first_token_s else 0.0
-    known = decoding_s > 0.2 and request.num_output_tokens > 1
+    is_known = request.first_token_s is not None and now_s - request.first_token_s > 0.2
     return RequestRow(
         id=request.request_id,
         source=source_of(request, viewer),
@@ -78,7 +77,7 @@ def _live_row(request: RequestTimeline, colour: str, now_s: float, viewer: Viewe
         cached_tokens=request.num_cached_tokens,
         output_tokens=request.num_output_tokens,
         blocks=request.num_blocks,
-        tokens_per_s=(request.num_output_tokens - 1) / decoding_s if known else None,
+        tokens_per_s=request.tokens_per_s(now_s) if is_known else None,
         age_s=max(0.0, now_s - request.arrived_s),
         cancel_url=f"{_url(request.request_id)}/cancel",
         drafts=_drafts(request),
@@ -117,7 +116,7 @@ def _finished_row(request: RequestTimeline, scale_s: float, viewer: Viewer) -> F
         cached_tokens=request.num_cached_tokens,
         output_tokens=request.num_output_tokens,
         ttft_s=request.ttft_s,
-        tokens_per_s=1 / request.tpot_s if request.tpot_s else None,
+        tokens_per_s=request.tokens_per_s(request.finished_s or request.arrived_s),
         total_s=_total_s(request),
         segments=_spans(request, request.finished_s or request.arrived_s, scale_s),
         drafts=_drafts(request),

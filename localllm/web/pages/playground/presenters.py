@@ -120,14 +120,14 @@ def _percent(share: float) -> str:
 
 def _facts(usage: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[Fact, ...]:
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    note = f"{format_count(cached)} from the prefix cache" if cached else ""
+    note, rate = f"{format_count(cached)} from the prefix cache" if cached else "", timings.get("predicted_per_second")
     return (
         Fact("Prompt", f"{format_count(usage['prompt_tokens'])} tokens", note),
         Fact("Answer", f"{format_count(usage['completion_tokens'])} tokens"),
         Fact("In the queue", format_seconds(timings["queue_ms"] / 1e3)),
         Fact("Time to first token", format_seconds(timings["ttft_ms"] / 1e3)),
         Fact("Prompt processed in", format_seconds(timings["prompt_ms"] / 1e3)),
-        Fact("Generation speed", format_rate(timings["predicted_per_second"])),
+        *([Fact("Generation speed", format_rate(rate))] if rate is not None else []),
     )
 
 

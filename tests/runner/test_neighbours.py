@@ -1,0 +1,188 @@
+"""What a stream receives while others arrive beside it: the tokens and every bit of the logprobs that it gets alone.
+
+The stream's own prompt is read before the neighbours arrive, since prompts that are read together share their products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from localllm.engine.admission import GenerationRequest
+from localllm.engine.outputs import EngineOutput
+from localllm.engine.params import SamplingParams
+from localllm.engine.request import RequestOptions
+from localllm.kernels.cpu.native.library import native
+from localllm.kernels.cpu.native.structures import MAX_ROWS
+from localllm.llm import LLM
+from localllm.runner.step_parts import NativeSteps
+from tests.gguf_files import write_gguf
+from tests.models.formats.quantised import save_quantised
+from tests.models.formats.test_junk import FORMATS
+from tests.tiny import make_tiny_model
+
+pytestmark = pytest.mark.skipif(native() is None, reason="this machine has no native library")
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+THRESHOLD = 64  # prompt tokens of a step beside streams
+ARRIVES_AFTER = 4  # steps of the stream
+DICE = Random(5)
+TEXT = [DICE.randrange(3, 500) for _ in range(40)]
+Wanted = tuple[list[int], list[tuple[tuple[int, ...], tuple[float, ...]]]]
+Neighbours = Callable[[LLM], list[GenerationRequest]]
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    dice = Random(seed)
+    return [dice.randrange(3, 500) for _ in range(count)]
+
+
+def request(name: str, prompt: list[int], max_tokens: int, **given: Any) -> GenerationRequest:
+    options = RequestOptions(**given.pop("options", {}))
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0.0, **given})
+    return GenerationRequest(name, prompt, params, options)
+
+
+def embedded(llm: LLM, name: str, count: int) -> GenerationRequest:
+    """Return a request whose prompt is `count` embeddings of no token."""
+    values = torch.randn(count, llm._engine.spec.hidden_size, generator=torch.Generator().manual_seed(count)) * 0.2
+    embeds = llm._engine.prompt_embeds_reader.of_tensor(values)
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    return GenerationRequest(name, (0,) * count, params, prompt_embeds=embeds)
+
+
+NEIGHBOURS: dict[str, Neighbours] = {
+    "a prompt": lambda llm: [request("n", tokens(50, 1), 8)],
+    "a prompt of one token": lambda llm: [request("n", tokens(1, 2), 8)],
+    "prompt logprobs": lambda llm: [request("n", tokens(50, 3), 8, prompt_logprobs=1)],
+    "a chunk of one token": lambda llm: [request("n", tokens(63, 4), 4), request("m", tokens(50, 5), 4)],
+    "a last chunk of one token": lambda llm: [request("n", tokens(THRESHOLD + 1, 6), 8)],
+    "several prompts": lambda llm: [request(f"n{i}", tokens(9 + i, 7 + i), 4 + i) for i in range(3)],
+    "drafts": lambda llm: [
+        request("n", tokens(20, 8), 24, options={"prediction_token_ids": tuple(tokens(20, 8) * 2)}, logprobs=1),
+    ],
+    "embeddings": lambda llm: [embedded(llm, "n", 50)],
+    "a last chunk of one embedding": lambda llm: [embedded(llm, "n", THRESHOLD + 1)],
+}  # fmt: skip
+
+
+def stream_of(sampled: bool) -> GenerationRequest:
+    asked = {"temperature": 1.0, "seed": 11} if sampled else {}
+    return request("stream", TEXT, 30, logprobs=2, **asked)
+
+
+def received(llm: LLM, stream: GenerationRequest, neighbours: list[GenerationRequest]) -> Wanted:
+    """Run the stream and the neighbours, which arrive together while it decodes, to their ends."""
+    loop, admission = llm._engine.engine
+    outputs: list[EngineOutput] = []
+    loop.deliver = outputs.extend
+    (choice,) = admission.admit(stream)
+    loop.submit(choice)
+    for _ in range(ARRIVES_AFTER):
+        loop.step()
+    assert 0 < sum(len(output.token_ids) for output in outputs) < 30
+    loop.submit(*(each for neighbour in neighbours for each in admission.admit(neighbour)))
+    while loop.scheduler.has_work or loop._inbox:
+        loop.step()
+    assert loop.scheduler.recorder.num_failed_steps == 0
+    own = [output for output in outputs if output.request_id == choice.request_id]
+    logprobs = [(tuple(each.token_ids), tuple(each.logprobs)) for output in own for each in output.logprobs]
+    return [token for output in own for token in output.token_ids], logprobs
+
+
+@contextmanager
+def served(path: Path, **options: Any) -> Iterator[LLM]:
+    given: dict[str, Any] = {
+        "dtype": "float32", "enable_prefix_caching": False, "max_num_seqs": 8, "max_model_len": 256,
+        "kv_cache_memory_bytes": 16 << 20, "long_prefill_token_threshold": THRESHOLD, "enable_prompt_embeds": True,
+    }  # fmt: skip
+    with LLM(str(path), **{**given, **options}) as llm:
+        yield llm
+
+
+def count_differing(llm: LLM, kinds: dict[str, Neighbours], *, sampled: bool = False) -> dict[str, int]:
+    """Return at how many positions the stream receives something else, for each kind of neighbour that differs."""
+    stream = stream_of(sampled)
+    alone, differing = received(llm, stream, []), {}
+    for kind, neighbours in kinds.items():
+        beside = received(llm, stream, neighbours(llm))
+        assert len(beside[1]) == len(alone[1]) == 30
+        pairs = zip(zip(*alone, strict=True), zip(*beside, strict=True), strict=True)
+        differing[kind] = sum(one != other for one, other in pairs)
+    return {kind: count for kind, count in differing.items() if count}
+
+
+def assert_no_difference(path: Path, **options: Any) -> None:
+    with served(path, **options) as llm:
+        steps: Any = llm._engine.engine[0].runner
+        assert steps._steps._native == NativeSteps(MAX_ROWS, rounds=True), "otherwise only last bits can differ"
+        embeds = llm._engine.generator.limits.takes_prompt_embeds
+        kinds = {kind: each for kind, each in NEIGHBOURS.items() if embeds or "embedding" not in kind}
+        for sampled in (False, True):
+            assert count_differing(llm, kinds, sampled=sampled) == {}
+
+
+@pytest.mark.parametrize(("family", "quantization"), [("llama", "int8"), ("gpt_oss", "int4")])
+def test_neighbours_of_any_kind_change_no_bit(family: str, quantization: str, tmp_path: Path) -> None:
+    """gpt-oss has narrow weights in its experts alone."""
+    assert_no_difference(make_tiny_model(tmp_path / "model", family, **WIDE), quantization=quantization)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("llama", "gemma3", "olmo2", "gpt_neox", "phi", "qwen3_moe", "gpt_oss", "glm4_moe")},
+    "gemma4": {"enable_prompt_embeds": False},
+    "qwen3_5": {},
+    "granite_hybrid": {},
+    "lfm2": {},
+}
+SIZES = {"granite_hybrid": {"mamba_d_head": 64}, "lfm2": {"block_auto_adjust_ff_dim": False}}
+WIDENED = ("gpt_neox", "phi")  # their 16-bit matrices are so small that they become float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int4", "int8", "16-bit"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neighbours_change_no_bit_of_any_kind_of_model(family: str, quantization: str, tmp_path: Path) -> None:
+    half = quantization == "16-bit"
+    if half and family in WIDENED:
+        pytest.skip("its matrices are float32")
+    dtype = "bfloat16" if half else "float32"
+    path = make_tiny_model(tmp_path / "model", family, dtype=dtype, **WIDE, **SIZES.get(family, {}))
+    options = {"dtype": "auto"} if half else {"quantization": quantization}
+    assert_no_difference(path, **options, **FAMILIES[family])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [*FORMATS, "Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_neighbours_change_no_bit_of_any_stored_format(stored: str, tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "source", "llama", **WIDE, dtype="float16")
+    if stored in FORMATS:
+        assert_no_difference(save_quantised(source, tmp_path / "model", *FORMATS[stored]).path)
+    else:
+        write_gguf(source, tmp_path / "model.gguf", stored)
+        assert_no_difference(tmp_path / "model.gguf")
+
+
+def test_neighbours_change_no_token_of_float32_weights(tiny_llama_path: Path) -> None:
+    """Their steps are not divided, so the last bits of a logprob may differ."""
+    with served(tiny_llama_path) as llm:
+        stream = stream_of(sampled=True)
+        alone = received(llm, stream, [])
+        for kind, neighbours in NEIGHBOURS.items():
+            beside = received(llm, stream, neighbours(llm))
+            assert beside[0] == alone[0], kind
+            for (_, one), (_, other) in zip(alone[1], beside[1], strict=True):
+                assert other == pytest.approx(one, abs=1e-4), kind
+
+
+def test_deterministic_mode_holds_beside_embeddings(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "model", "llama", **WIDE)
+    kinds = {kind: NEIGHBOURS[kind] for kind in ("embeddings", "a last chunk of one embedding")}
+    with served(path, quantization="int8", deterministic=True) as llm:
+        assert count_differing(llm, kinds) == {}
