@@ -46,7 +46,8 @@ read_options() {
       --dir) own_dir=$2; shift ;;
       --yes | -y) yes=1 ;;
       --look) action=look ;;
-      --torch) action=torch ;; # for scripts: print where PyTorch comes from, for the Python of that version
+      --build) action=build ;; # for scripts: print the build of PyTorch and this machine's package indexes
+      --torch) action=torch ;; # the same, and where PyTorch comes from, for the Python of --python
       --python) own_python=$2; shift ;;
       --uninstall) action=uninstall ;;
       --help | -h) sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 0 ;;
@@ -130,7 +131,7 @@ choose_torch() {
   [ -z "$offline" ] || torch=$(folder_says torch)
   case $torch in cu130) floor=580 ;; cu*) floor=525 ;; *) floor=0 ;; esac
   [ "${major:-999}" -lt "$floor" ] || return 0
-  if [ $action = torch ]; then # a build that was asked for may be for another machine
+  if [ $action = torch ] || [ $action = build ]; then # a build that was asked for may be for another machine
     [ -n "$asked" ] || torch=cpu old_driver=$driver
     return 0
   fi
@@ -313,11 +314,18 @@ sizes() { # BUILD: to download and on disk, as measured
 host_of() { host=${1#*://}; host=${host%%/*}; say "${host##*@}"; }
 shown() { say "$1" | sed 's#//[^/@]*@#//#'; } # an address without its password
 
-tell_torch() { # for scripts, as lines of a name and a value; the last ones have pip's names
-  say "build $torch" "driver $driver" "old $old_driver" "requirement torch==$wanted" "sizes $(sizes "$size")" \
-    "from $(torch_place)" "index-url $default" "extra-index-url $extra" "trusted-host $insecure"
-  [ $torch_from != torch ] || links="$links $torch_page"
-  say "find-links $links"
+tell_scripts() { # lines of a name and a value; the last ones have pip's names
+  os=$(uname -s) arch=$(uname -m)
+  look_at_gpu
+  choose_torch
+  look_at_indexes
+  if [ $action = torch ]; then
+    find_torch
+    say "requirement torch==$wanted" "sizes $(sizes "$size")" "from $(torch_place)"
+    [ $torch_from != torch ] || links="$links $torch_page"
+  fi
+  say "build $torch" "driver $driver" "old $old_driver"
+  say "index-url $default" "extra-index-url $extra" "find-links $links" "trusted-host $insecure"
 }
 
 torch_place() {
@@ -427,7 +435,7 @@ claim_folder() { # write the marker, before anything else is made
   [ -n "$own_dir" ] || (umask 077 && mkdir -p "$dir" 2>/dev/null) || true # chats and keys will be here, too
   mkdir -p "$dir/bin" "$dir/cache" "$bin" 2>/dev/null ||
     refuse "$dir and $bin cannot be created." "Try: sh install.sh --dir /a/folder/of/yours"
-  { say "localllm $version"; { sed 1d "$marker" 2>/dev/null; say "$made"; } | sort -u; } >"$marker.new"
+  { say "localllm $version"; { sed 1d "$marker" 2>/dev/null || true; say "$made"; } | sort -u; } >"$marker.new"
   mv "$marker.new" "$marker"
 }
 
@@ -654,15 +662,7 @@ uninstall() {
 main() {
   read_options "$@"
   [ $action != uninstall ] || { uninstall; return; }
-  if [ $action = torch ]; then
-    os=$(uname -s) arch=$(uname -m)
-    look_at_gpu
-    choose_torch
-    look_at_indexes
-    find_torch
-    tell_torch
-    return
-  fi
+  case $action in build | torch) tell_scripts; return ;; esac
   look_at_system
   find_source
   look_at_gpu
