@@ -102,6 +102,16 @@ update_native() {
   echo "$stamp" >"$venv/.installed-native"
 }
 
+# Install a requirement, and compile the native library meanwhile. pip would compile the bytecode of all of PyTorch, which
+# takes longer than everything else; Python compiles what is imported.
+install_and_compile() {
+  local compiler
+  "$venv/bin/python" "$root/build_native.py" >/dev/null 2>&1 &
+  compiler=$!
+  LOCALLLM_NATIVE=built pip_install --no-compile "$@" || { wait $compiler || true; return 1; }
+  wait $compiler || pip_install --quiet --no-deps --editable "$root" # brings a compiler for the build
+}
+
 # install_localllm [EXTRA]: install localllm (editable) and the packages of the extra into .venv.
 install_localllm() {
   local extra=${1:-} stamp extras
@@ -115,7 +125,7 @@ install_localllm() {
   extras=$extra
   case $build in cu*) extras=gpu${extra:+,$extra} ;; esac # Triton, which only a GPU needs
   echo "Installing localllm${extras:+ with its extra ${extras/,/ and }}"
-  pip_install ${torch:+"$torch"} --editable "$root${extras:+[$extras]}" ||
+  install_and_compile ${torch:+"$torch"} --editable "$root${extras:+[$extras]}" ||
     fail "localllm could not be installed; see pip's message above." \
       "Try: LOCALLLM_TORCH=torch $0   (if PyTorch is what failed: the default build of your package index)"
   native_stamp >"$venv/.installed-native"
