@@ -252,7 +252,8 @@ pythons_at() { # FOLDER-OR-PAGE: set tags to the Pythons for which the wanted wh
 find_torch() { # in this machine's own places, on PyTorch's index, on the package index; set torch_from to own, torch or index
   torch_from=index tags='' torch_page='' size=$torch
   [ "$os" = Linux ] || { wanted=$torch_cpu; return 0; }
-  eval "wanted=\$torch_$torch+$torch"
+  case $torch in cpu) wanted=$torch_cpu ;; cu129) wanted=$torch_cu129 ;; *) wanted=$torch_cu130 ;; esac
+  wanted=$wanted+$torch
   for place in $links; do
     ! pythons_at "$place" || { torch_from=own; return 0; }
   done
@@ -265,8 +266,10 @@ find_torch() { # in this machine's own places, on PyTorch's index, on the packag
   for _ in 1 2; do # a probe that fails by chance would cost 2.5 GB
     ! pythons_at "$torch_index/torch/" || { torch_from=torch; return 0; }
   done
-  why="PyTorch's index ($(host_of "$torch_index")) cannot be reached"
-  [ $status != 0 ] || why="$(shown "$torch_index") has no torch $wanted for $arch${own_python:+ and Python $own_python}"
+  case $status in
+    0 | 22) why="$(shown "$torch_index") has no torch $wanted for $arch${own_python:+ and Python $own_python}" ;;
+    *) why="PyTorch's index ($(host_of "$torch_index")) cannot be reached" ;;
+  esac
   [ -z "${LOCALLLM_TORCH_INDEX:-}" ] || refuse "$why. LOCALLLM_TORCH_INDEX names it." \
     "Try: curl -I $(shown "$torch_index")/torch/   (then sh install.sh without LOCALLLM_TORCH_INDEX, or with another)"
   find_torch_on_package_index
@@ -288,7 +291,7 @@ find_torch_on_package_index() { # its build for x86_64 is that for CUDA 13; PyTo
   esac
   [ -z "$no_index" ] || refuse "$why, and pip's configuration (no-index) forbids package indexes." "Try: $mirror"
   pythons_at "$package_index/torch/" || {
-    [ $status = 0 ] || { say "$why." >&2; refuse_download $status "$(host_of "$package_index")"; }
+    [ "$status" = 0 ] || [ "$status" = 22 ] || { say "$why." >&2; refuse_download "$status" "$(host_of "$package_index")"; }
     refuse "$why, and $(shown "$package_index") has no torch $wanted for $arch." "Try: $mirror"
   }
 }
@@ -403,10 +406,16 @@ look_at_folder() { # refuse a folder with files of others, before anything is ch
   done
   has_marker || [ ! -e "$marker" ] || foreign="$foreign .localllm-install"
   if [ -n "$own_dir" ] && ! has_marker && ! is_older tools && ! has_bundle; then
-    foreign=$(ls -A "$dir" 2>/dev/null | head -n 10 | tr '\n' ' ') # a folder that was named has to be new
+    foreign=$(contents_of "$dir") # a folder that was named has to be new
   fi
   [ -z "$foreign" ] || refuse "$dir has files that localllm did not make: ${foreign# }" \
     "Try: sh install.sh --dir ${own_dir:-/a/folder/of/yours}/localllm   (a new folder; or move these files away)"
+}
+
+contents_of() { # FOLDER: the first ten names
+  for path in "$1"/* "$1"/.[!.]*; do
+    if [ -e "$path" ] || [ -L "$path" ]; then say "${path##*/}"; fi
+  done | head -n 10 | tr '\n' ' '
 }
 
 is_ours() { # NAME: it does not exist, the marker lists it, or a version from before there was a marker made it
@@ -547,7 +556,8 @@ use_own_folders() { # uv must neither see an active environment nor write into i
 
 use_indexes() { # in variables: an address may have a password, and others can read command lines
   [ $torch_from != torch ] || links="$links $torch_page"
-  export UV_FIND_LINKS="$(printf %s "${links# }" | tr -s ' ' ,)" UV_INSECURE_HOST="$insecure"
+  UV_FIND_LINKS=$(printf %s "${links# }" | tr -s ' ' ,)
+  export UV_FIND_LINKS UV_INSECURE_HOST="$insecure"
   case $whose in pip*)
     export UV_DEFAULT_INDEX="$default" UV_INDEX="$extra"
     [ -z "$no_index" ] || export UV_NO_INDEX=1 ;;

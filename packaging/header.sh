@@ -91,11 +91,17 @@ is_ours() { # of this file or of install.sh, also from before there was a marker
   grep -q '^\(cpu\|cu1[0-9]*\)$' "$dir/torch" 2>/dev/null && [ -f "$dir/tools/localllm/uv-receipt.toml" ]
 }
 
+contents_of() { # FOLDER: the first ten names
+  for path in "$1"/* "$1"/.[!.]*; do
+    if [ -e "$path" ] || [ -L "$path" ]; then say "${path##*/}"; fi
+  done | head -n 10 | tr '\n' ' '
+}
+
 look_at_folder() { # refuse a folder with files of others, before anything is changed
   foreign=''
   if ! is_ours; then
     [ ! -e "$app" ] || foreign=app
-    [ -z "$own_dir" ] || foreign=$(ls -A "$dir" 2>/dev/null | head -n 10 | tr '\n' ' ') # a named folder has to be new
+    [ -z "$own_dir" ] || foreign=$(contents_of "$dir") # a named folder has to be new
   fi
   [ ! -L "$app" ] || foreign=app
   is_bundle "$app/$version" || [ ! -e "$app/$version" ] || foreign=app/$version
@@ -111,7 +117,7 @@ claim() { # NAME: list it in the marker, without which nothing is removed
 
 unpack() {
   [ -n "$own_dir" ] || (umask 077 && mkdir -p "$dir") || true # chats and keys will be here, too
-  mkdir -p "$app" "$bin" && scratch=$(mktemp -d "$app/.$version.XXXXXX") ||
+  { mkdir -p "$app" "$bin" && scratch=$(mktemp -d "$app/.$version.XXXXXX"); } ||
     refuse "$app and $bin cannot be created." "Try: sh $self --dir /a/folder/of/yours"
   trap 'rm -rf "$scratch"' EXIT
   trap 'exit 1' INT TERM HUP

@@ -220,7 +220,7 @@ def _version_of(package: str) -> str:
 
 def _command(source: Source, wanted: str, *, is_complete: bool) -> tuple[list[str], dict[str, str]]:
     """Return the command that installs a release, and its variables. is_complete: all other packages are installed."""
-    command = [*_installer(), f"localllm=={wanted}", *["--no-deps"] * is_complete]
+    command = [*_installer(), f"localllm=={wanted}", *(["--no-deps"] if is_complete else _same_build())]
     if source.kind is SourceKind.INDEX:  # in the environment: the address may have a password
         return command, dict.fromkeys(("UV_DEFAULT_INDEX", "PIP_INDEX_URL"), source.address)
     command += ["--find-links", source.address]
@@ -237,9 +237,14 @@ def _installer() -> list[str]:
     if found is None:
         why = f"{sys.prefix} has no pip, and uv is not in PATH."
         raise UpdateError("There is no program to install packages with.", why, "sh install.sh")
+    return [found, "pip", "install", "--python", sys.prefix, "--compile-bytecode"]
+
+
+def _same_build() -> list[str]:
+    """Return uv's option that takes a newer PyTorch from the index of the installed build."""
     build = re.search(r"\+(cpu|cu\d+)$", _version_of("torch"))
-    backend = ["--torch-backend", build[1]] if build else []
-    return [found, "pip", "install", "--python", sys.prefix, "--compile-bytecode", *backend]
+    is_uv = importlib.util.find_spec("pip") is None
+    return ["--torch-backend", build[1]] if build and is_uv else []
 
 
 def _run_undoable(command: Sequence[str], environ: Mapping[str, str]) -> bool:

@@ -50,7 +50,7 @@ host=${url#*://}; host=${host%%/*}; host=${host##*@}
 echo "$url$insecure" >>"$LOG/asked"
 if [ -e "$PAGES/fails once/$host" ]; then rm "$PAGES/fails once/$host"; exit 28; fi
 [ ! -e "$PAGES/fails/$host" ] || exit "$(cat "$PAGES/fails/$host")"
-file=$PAGES/$(echo "${url#*://}" | tr / _)
+file=$PAGES/$(echo "$url" | sed 's#.*://##; s#.*@##' | tr / _)
 case $host in
   files.pythonhosted.org) echo "curl $url" >>"$LOG/calls"; file=$PAGES/uv.whl ;;
   *) [ -e "$PAGES/hosts/$host" ] || exit 6 ;;
@@ -83,6 +83,8 @@ INTERNET = {
     f"{PYPI}/simple/uv/": "uv",
 }
 """Pages that everybody reaches, by their address without https://."""
+
+PYPI_ALONE = {address: text for address, text in INTERNET.items() if address.startswith(PYPI)}
 
 DEBIAN_12 = "ldd (Debian GLIBC 2.36-9+deb12u4) 2.36"
 PINNED_SHA256 = [line.split("=")[-1].split(" ")[0] for line in INSTALL.read_text().splitlines() if " sha=" in line]
@@ -154,7 +156,8 @@ class Sandbox:
         """What install.sh reads of a clone."""
         clone = self.folder / "clone"
         (clone / "localllm").mkdir(parents=True)
-        (clone / "packaging").mkdir()
+        (clone / "packaging/lock").mkdir(parents=True)
+        (clone / "packaging/lock/cpu.txt").write_text("numpy==2.4.6\ntorch==2.13.0\n")
         shutil.copy(INSTALL, clone)
         (clone / "pyproject.toml").write_text("")
         (clone / "packaging/wheelhouse").write_text("")

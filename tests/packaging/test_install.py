@@ -18,7 +18,7 @@ import pytest
 
 from localllm.version import __version__
 from scripts.layout import ROOT
-from tests.packaging.sandbox import INSTALL, PYPI, PYTORCH, UV_VERSION, Machine, Sandbox
+from tests.packaging.sandbox import INSTALL, PYPI, PYPI_ALONE, PYTORCH, UV_VERSION, Machine, Sandbox
 
 SHELLS = [shell for shell in ("dash", "bash") if shutil.which(shell)]
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Feb 22 01:44:30 UTC 2024\nGCC version:  gcc 12.2.0\n"
@@ -436,39 +436,51 @@ def test_the_locks_pin_everything_with_a_hash_but_pytorch() -> None:
     assert all(line.endswith("\\") for line in pinned)
     assert not any(line.startswith(("torch", "triton", "nvidia-c")) for line in pinned)
     [torch] = [line for line in cpu.splitlines() if line not in cuda.splitlines()]
-    assert f"torch_cpu={torch}+cpu" in (ROOT / "scripts/_venv.sh").read_text()
+    assert f"torch_cpu={torch.removeprefix('torch==')} " in INSTALL.read_text()
 
 
 # ---- scripts/up ------------------------------------------------------------------------------------------------------
 
 
-PIP = {  # name: machine, LOCALLLM_TORCH, what is said, what pip is asked for
-    "no GPU": (Machine(), "", "PyTorch for CPUs (with localllm's packages about 270 MB", "torch==2.13.0+cpu"),
-    "driver 580": (gpu("580.65"), "", "driver 580.65: installing PyTorch for CUDA 13 (about 3.1 GB", "torch>=2.9"),
-    "driver 550": (gpu("550.54"), "", "PyTorch for CUDA 12.9", "torch>=2.9 --index-url https://download.pytorch.org/whl/cu129"),
-    "driver 470": (gpu("470.1"), "", "driver 470.1 is older than 525", "torch==2.13.0+cpu"),
-    "an own choice": (gpu("550.54"), "torch==2.9.1", "", "torch==2.9.1"),
+PIP = {  # name: machine, LOCALLLM_TORCH, what is said, what pip is asked for, where pip looks, too
+    "no GPU": (Machine(), "", "PyTorch (cpu) comes from https://download.pytorch.org/whl/cpu; with localllm's packages: about 270 MB", "torch==2.13.0+cpu", "/whl/cpu/torch/"),
+    "driver 580": (gpu("580.65"), "", "about 2.8 GB", "torch==2.13.0+cu130", "/whl/cu130/torch/"),
+    "driver 550": (gpu("550.54"), "", "about 3.1 GB", "torch==2.13.0+cu129", "/whl/cu129/torch/"),
+    "driver 470": (gpu("470.1"), "", "driver 470.1 is older than 525", "torch==2.13.0+cpu", "/whl/cpu/torch/"),
+    "PyPI alone": (Machine(pages=PYPI_ALONE), "", "comes from PyPI; with localllm's packages: about 2.8 GB", "torch==2.13.0", ""),
+    "an own choice": (gpu("550.54"), "torch==2.9.1", "", "torch==2.9.1", ""),
 }  # fmt: skip
+
+
+def run_venv(sandbox: Sandbox, commands: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run functions of scripts/_venv.sh, with a venv that has Python and a pip that only prints its arguments."""
+    sandbox.program("python", "echo 3.12")
+    commands = (
+        f'source scripts/_venv.sh; venv={sandbox.folder}/venv; mkdir -p $venv; ln -sfn {sandbox.bin} $venv/bin; '
+        f'make_venv() {{ :; }}; pip_install() {{ echo "pip: $* from ${{PIP_FIND_LINKS:-}}"; }}; {commands}'
+    )
+    command = [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", commands, str(ROOT / "scripts/up")]
+    return subprocess.run(
+        command, cwd=ROOT, env=sandbox.environ(**environ), capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("name", PIP)
 def test_a_clone_gets_the_same_build_of_pytorch(name: str, tmp_path: Path) -> None:
-    machine, own, said, asked = PIP[name]
+    machine, own, said, asked, page = PIP[name]
     sandbox = Sandbox(tmp_path, machine)
-    commands = 'source scripts/_venv.sh; has_torch() { false; }; pip_install() { echo pip: "$@"; }; install_torch'
-    environ = sandbox.environ(LOCALLLM_TORCH=own)
-    ended = subprocess.run(
-        [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", commands, str(ROOT / "scripts/up")],
-        cwd=ROOT, env=environ, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    sandbox.program("cksum", "cat >/dev/null; echo 1 1")
+    ended = run_venv(sandbox, "has_torch() { false; }; install_localllm dev", LOCALLLM_TORCH=own)
     assert ended.returncode == 0, ended.stderr
     assert said in ended.stdout
-    assert ended.stdout.splitlines()[-1] == f"pip: {asked}"
+    [pip] = [line for line in ended.stdout.splitlines() if line.startswith("pip:")]
+    extra = "dev" if asked.endswith("cpu") or not machine.gpu else "gpu,dev"
+    assert pip.startswith(f"pip: --no-compile {asked} --editable {ROOT}[{extra}] from ")
+    assert pip.endswith(page)
 
 
 def test_a_torch_that_is_installed_stays(tmp_path: Path) -> None:
-    commands = 'source scripts/_venv.sh; has_torch() { true; }; pip_install() { echo pip: "$@"; }; install_torch'
-    environ = Sandbox(tmp_path, gpu("550.54")).environ()
-    command = [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", commands]
-    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
-    assert ended.stdout == ""
+    sandbox = Sandbox(tmp_path, gpu("550.54"))
+    ended = run_venv(sandbox, 'has_torch() { true; }; find_torch; echo "torch: \'$torch\', build: $build"')
+    assert ended.stdout == "torch: '', build: cu129\n"
+    assert sandbox.asked() == []
