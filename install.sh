@@ -387,8 +387,15 @@ python/cpython-*
 python/.lock
 python/.temp
 python/.gitignore
-cache/*-v[0-9]
-cache/*-v[0-9][0-9]
+cache/archive-v*
+cache/builds-v*
+cache/environments-v*
+cache/flat-index-v*
+cache/git-v*
+cache/interpreter-v*
+cache/sdists-v*
+cache/simple-v*
+cache/wheels-v*
 cache/.lock
 cache/.gitignore
 cache/.tmp*
