@@ -217,11 +217,19 @@ pip_says() { # KEY: its value in pip's configuration, which uv does not read: va
   done
 }
 
-look_at_indexes() { # set default, extra, links and insecure from uv's variables; if there are none, from pip's configuration
-  whose='' no_index='' insecure=${UV_INSECURE_HOST:-}
+look_at_indexes() { # set default, extra, links and insecure from uv's configuration; if there is none, from pip's
+  whose='' no_index='' insecure=${UV_INSECURE_HOST:-} links=$(printf %s "${UV_FIND_LINKS:-}" | tr , ' ')
   default=${UV_DEFAULT_INDEX:-${UV_INDEX_URL:-}} extra="${UV_INDEX:-} ${UV_EXTRA_INDEX_URL:-}"
-  links=$(printf %s "${UV_FIND_LINKS:-}" | tr , ' ')
-  if [ -n "$default$links${extra# }" ]; then whose="uv's variables"; else
+  for file in "${UV_CONFIG_FILE:-${XDG_CONFIG_HOME:-$HOME/.config}/uv/uv.toml}" "$root/etc/uv/uv.toml"; do
+    [ -f "$file" ] || continue
+    for place in $(awk '/^ *(url|index-url|extra-index-url|find-links) *=/ {
+        sub(/[^=]*=/, ""); gsub(/[]["\047,]/, " "); print }' "$file"); do
+      if [ -d "${place#file://}" ]; then links="$links $place"
+      elif [ -z "$default" ]; then default=$place
+      else extra="$extra $place"; fi
+    done
+  done
+  if [ -n "$default$links${extra# }" ]; then whose="uv's configuration"; else
     default=$(pip_says index-url) extra=$(pip_says extra-index-url) links=$(pip_says find-links)
     [ -z "$default$links$extra" ] || whose="pip's configuration"
     insecure=${insecure:-$(pip_says trusted-host)}
@@ -563,7 +571,8 @@ use_own_folders() { # uv must neither see an active environment nor write into i
 
 use_indexes() { # in variables: an address may have a password, and others can read command lines
   [ $torch_from != torch ] || links="$links $torch_page"
-  UV_FIND_LINKS=$(printf %s "${links# }" | tr -s ' ' ,)
+  links=${links# }
+  UV_FIND_LINKS=$(printf %s "$links" | tr -s ' ' ,)
   export UV_FIND_LINKS UV_INSECURE_HOST="$insecure"
   case $whose in pip*)
     export UV_DEFAULT_INDEX="$default" UV_INDEX="$extra"

@@ -32,6 +32,7 @@ class Case:
     machine: Machine = field(default_factory=lambda: Machine(pages=PYPI_ALONE))
     environ: dict[str, str] = field(default_factory=dict)
     pip_conf: str = ""  # of the user
+    uv_toml: str = ""
     wheels: list[str] = field(default_factory=list)  # in the folder {links}
     arguments: tuple[str, ...] = ()
 
@@ -69,14 +70,18 @@ CASES = {
         environ={"PIP_EXTRA_INDEX_URL": f"https://{MIRROR}/extra/"},
     ),
     "uv's variables, which pip's do not touch": Case(
-        f"PyTorch comes from https://{MIRROR}/extra (uv's variables).", "--with torch==2.13.0+cpu",
+        f"PyTorch comes from https://{MIRROR}/extra (uv's configuration).", "--with torch==2.13.0+cpu",
         {"UV_INDEX": f"company=https://{MIRROR}/extra", "UV_INDEX_STRATEGY": "unsafe-best-match"},
         Machine(pages=PYPI_ALONE | {f"{MIRROR}/extra/torch/": page("2.13.0+cpu")}),
         environ={"UV_INDEX": f"company=https://{MIRROR}/extra", "PIP_INDEX_URL": "https://wrong.example"},
     ),
     "uv's own folder": Case(
-        "PyTorch comes from {links} (uv's variables).", "--with torch==2.13.0+cpu", {"UV_FIND_LINKS": "/nowhere,{links}"},
+        "PyTorch comes from {links} (uv's configuration).", "--with torch==2.13.0+cpu", {"UV_FIND_LINKS": "/nowhere,{links}"},
         environ={"UV_FIND_LINKS": "/nowhere,{links}"}, wheels=BOTH,
+    ),
+    "uv's file": Case(
+        f"PyTorch comes from https://{MIRROR}/simple.", "--with torch==2.13.0 ", {"UV_DEFAULT_INDEX": ""}, Machine(pages=COMPANY),
+        uv_toml=f'[[index]]\nname = "company"\nurl = "https://{MIRROR}/simple"\ndefault = true\n',
     ),
     "the package index alone": Case(
         f"PyTorch's index ({PYTORCH}) cannot be reached: PyTorch comes from PyPI.\n"
@@ -137,10 +142,10 @@ def prepared(case: Case, folder: Path) -> tuple[Sandbox, dict[str, str]]:
     links.mkdir()
     for name in case.wheels:
         (links / name).touch()
-    if case.pip_conf:
-        conf = sandbox.home / ".config/pip/pip.conf"
-        conf.parent.mkdir(parents=True)
-        conf.write_text(case.pip_conf.replace("{links}", str(links)))
+    for name, text in (("pip/pip.conf", case.pip_conf), ("uv/uv.toml", case.uv_toml)):
+        if text:
+            (sandbox.home / ".config" / name).parent.mkdir(parents=True)
+            (sandbox.home / ".config" / name).write_text(text.replace("{links}", str(links)))
     return sandbox, {name: value.replace("{links}", str(links)) for name, value in case.environ.items()}
 
 

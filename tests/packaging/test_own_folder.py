@@ -32,6 +32,8 @@ NAMES = (
 def plant(folder: Path, name: str, kind: str, outside: Path) -> None:
     """Put a file, a link to a folder of others, or a folder at a name, where nothing is there yet."""
     path = folder / name
+    if (path.parent / "BUNDLE").exists():
+        return
     if os.path.lexists(path) or any(parent.is_file() or parent.is_symlink() for parent in path.parents):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
