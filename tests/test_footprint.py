@@ -1,4 +1,4 @@
-"""The files that `localllm uninstall` would remove, in folders with files of others. test_cli_uninstall.py runs the verb."""
+"""The files that `localllm uninstall` removes, in folders with files of others. test_cli_uninstall.py runs the verb."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 from localllm.cli import footprint as footprints
 from localllm.cli.footprint import MARKER, Group, footprint, remove_path
 
-NAMES = ("cache", "tools", "python", "bin", "app", "torch", "cache/thesis.txt", "tools/build.sh", "python/code.py", "bin/mine",
-         "app/frontend/index.html", "app/1.0/notes", "tools/other/x", "python/lib/y", "notes.txt", ".config/x")  # fmt: skip
+NAMES = (
+    "cache", "tools", "python", "bin", "app", "torch", "cache/thesis.txt", "tools/build.sh", "python/code.py",
+    "bin/mine", "app/frontend/index.html", "app/1.0/notes", "tools/other/x", "python/lib/y", "notes.txt", ".config/x",
+)  # fmt: skip
 LISTED = ("tools/localllm", "tools/.lock", "python/cpython-*", "cache/archive-v*", "bin/uv", "torch")
 
 
@@ -72,7 +74,9 @@ def test_no_file_of_others_is_removed_in_two_hundred_random_folders(root: Path, 
 
 def theirs(folder: Path) -> set[Path]:
     """Return links, and files with the text of others. rglob follows no links."""
-    return {path for path in folder.rglob("*") if path.is_symlink() or (path.is_file() and path.read_text() == "theirs")}
+    return {
+        path for path in folder.rglob("*") if path.is_symlink() or (path.is_file() and path.read_text() == "theirs")
+    }
 
 
 def test_the_listed_files_and_the_marker_are_removed(root: Path) -> None:

@@ -76,8 +76,8 @@ def test_each_command_is_understood_by_the_program_it_calls(page: str, line: str
 def test_the_first_screen_says_how_to_get_it_and_what_it_costs() -> None:
     """What a newcomer needs stands before the first measurement, the first picture of the inside, and the tests."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    order = ["sh install.sh", "270 MB", "2.8 GB", "3.1 GB", "toy", "## Your machine", "Windows", "Mac", "Docker", "Kubernetes",
-             "## Keep it", "## How fast", "## Check your copy"]  # fmt: skip
+    order = ["sh install.sh", "270 MB", "2.8 GB", "3.1 GB", "toy", "## Your machine", "Windows", "Mac", "Docker",
+             "Kubernetes", "## Keep it", "## How fast", "## Check your copy"]  # fmt: skip
     places = [text.index(word) for word in order]
     assert places == sorted(places)
     assert text.index("scripts/check\n") > text.index("## Check your copy")
@@ -149,8 +149,9 @@ def test_the_first_code_block_ends_in_an_answer_and_uninstall_leaves_nothing(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_first_code_block_answers_with_the_package_indexes_of_this_machine(tmp_path: Path) -> None:
-    """In an empty home folder, with no more of this session than the configuration of uv and pip. Skipped where only the
-    build with CUDA is reached, which is 2.8 GB."""
+    """In an empty home folder, with no more of this session than the configuration of uv and pip.
+
+    Skipped where only the build with CUDA is reached, which is 2.8 GB."""
     home, sources = tmp_path / "home", tmp_path / "copy"
     home.mkdir()
     copy_of_the_sources(sources)
@@ -158,8 +159,12 @@ def test_the_first_code_block_answers_with_the_package_indexes_of_this_machine(t
     conf = Path(os.environ.get("PIP_CONFIG_FILE") or Path.home() / ".config/pip/pip.conf")
     path = f"{home}/.local/bin:/usr/local/bin:/usr/bin:/bin:{Path(sys.executable).resolve().parent}"
     environ = {name: value for name, value in os.environ.items() if kept.match(name)}
-    environ |= {"HOME": str(home), "PATH": path, "SHELL": "/bin/sh"} | ({"PIP_CONFIG_FILE": str(conf)} if conf.exists() else {})
-    plan = subprocess.run(["sh", "install.sh", "--look"], cwd=sources, env=environ, capture_output=True, text=True, check=False)
+    environ |= {"HOME": str(home), "PATH": path, "SHELL": "/bin/sh"} | (
+        {"PIP_CONFIG_FILE": str(conf)} if conf.exists() else {}
+    )
+    plan = subprocess.run(
+        ["sh", "install.sh", "--look"], cwd=sources, env=environ, capture_output=True, text=True, check=False
+    )
     if "about 270 MB" not in plan.stdout:
         pytest.skip(f"no small build here: {plan.stdout}{plan.stderr}")
     said = run_at_terminal(["sh", "-e", "-c", blocks("README.md")[0]], sources, environ, b"\n")

@@ -136,7 +136,7 @@ def _receipt() -> dict[str, object]:
 
 
 def _links_of_receipt() -> Iterator[str]:
-    """Yield the pages and folders of wheels that uv's receipt names, that still exist and that have localllm: others are
+    """Yield the pages and folders of wheels that uv's receipt names and that may have localllm: others are gone, or
     there for PyTorch."""
     options = _receipt().get("options")
     links = options.get("find-links", []) if isinstance(options, dict) else []

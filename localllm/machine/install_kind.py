@@ -58,7 +58,7 @@ def bundle_folder() -> Path | None:
 
 
 def is_bundle(folder: Path) -> bool:
-    """Return whether a folder is an unpacked offline bundle: its file BUNDLE begins with the folder's name, the version."""
+    """Return whether a folder is an unpacked offline bundle: its file BUNDLE begins with the version, its name."""
     mark = folder / "BUNDLE"
     return not folder.is_symlink() and mark.is_file() and mark.read_text(errors="replace").split()[:1] == [folder.name]
 

@@ -78,7 +78,10 @@ def page(*versions: str) -> str:
 
 
 INTERNET = {
-    **{f"{PYTORCH}/whl/{build}/torch/": page("2.12.0+" + build, "2.13.0+" + build) for build in ("cpu", "cu129", "cu130")},
+    **{
+        f"{PYTORCH}/whl/{build}/torch/": page("2.12.0+" + build, "2.13.0+" + build)
+        for build in ("cpu", "cu129", "cu130")
+    },
     f"{PYPI}/simple/torch/": page("2.10.0", "2.13.0", "2.14.0"),
     f"{PYPI}/simple/uv/": "uv",
 }
@@ -92,8 +95,9 @@ PINNED_SHA256 = [line.split("=")[-1].split(" ")[0] for line in INSTALL.read_text
 
 @dataclass
 class Machine:
-    """What the programs of a machine say. `files`: path below / -> content. `gpu`: what nvidia-smi prints. `pages`: what
-    it reaches of the network."""
+    """What the programs of a machine say. `files`: path below / -> content. `gpu`: what nvidia-smi prints.
+
+    `pages`: what it reaches of the network."""
 
     system: str = "Linux"
     processor: str = "x86_64"

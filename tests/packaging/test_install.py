@@ -38,31 +38,31 @@ def pci(vendor: str) -> dict[str, str]:
 
 
 INSTALLED = {  # name: machine, arguments, sentence, words of uv's command
-    "no GPU": (Machine(), [], "no NVIDIA GPU.", "--with torch==2.13.0+cpu"),
-    "driver 550": (gpu("550.54.14"), [], "NVIDIA GeForce RTX 3060, driver 550.54.14.", "--with torch==2.13.0+cu129"),
-    "driver 580": (gpu("580.65.06"), [], "PyTorch for CUDA 13.0: about 2.8 GB to download", "--with torch==2.13.0+cu130"),
-    "driver 579 of the open module": (gpu("579.9", OPEN_DRIVER), [], "driver 579.9.", "--with torch==2.13.0+cu129"),
-    "oldest driver": (gpu("525.60.13"), [], "PyTorch for CUDA 12.9", "--with torch==2.13.0+cu129"),
-    "new driver, told CUDA 12": (gpu("590.10"), ["--cuda", "12"], "PyTorch for CUDA 12.9", "--with torch==2.13.0+cu129"),
-    "GPU, told --cpu": (gpu("470.1"), ["--cpu"], "about 270 MB to download, 1.3 GB on disk", "--with torch==2.13.0+cpu"),
+    "no GPU": (Machine(), [], "no NVIDIA GPU.", "torch==2.13.0+cpu"),
+    "driver 550": (gpu("550.54.14"), [], "NVIDIA GeForce RTX 3060, driver 550.54.14.", "torch==2.13.0+cu129"),
+    "driver 580": (gpu("580.65.06"), [], "PyTorch for CUDA 13.0: about 2.8 GB", "torch==2.13.0+cu130"),
+    "driver 579 of the open module": (gpu("579.9", OPEN_DRIVER), [], "driver 579.9.", "torch==2.13.0+cu129"),
+    "oldest driver": (gpu("525.60.13"), [], "PyTorch for CUDA 12.9", "torch==2.13.0+cu129"),
+    "new driver, told CUDA 12": (gpu("590.10"), ["--cuda", "12"], "PyTorch for CUDA 12.9", "torch==2.13.0+cu129"),
+    "GPU, told --cpu": (gpu("470.1"), ["--cpu"], "about 270 MB to download, 1.3 GB on disk", "torch==2.13.0+cpu"),
     "driver only in /sys": (
         Machine(files={"sys/module/nvidia/version": "570.86.15\n"}), [], "NVIDIA GPU, driver 570.86.15.",
-        "--with torch==2.13.0+cu129",
+        "torch==2.13.0+cu129",
     ),
-    "WSL2": (Machine(gpu=RTX_3060.format("581.29"), files=WSL), [], "glibc 2.36, WSL2,", "--with torch==2.13.0+cu130"),
+    "WSL2": (Machine(gpu=RTX_3060.format("581.29"), files=WSL), [], "glibc 2.36, WSL2,", "torch==2.13.0+cu130"),
     "GPU without a driver": (
         Machine(gpu="", files=pci("0x10de")), [], "NVIDIA GPU without a driver: the CPU is used.", "torch==2.13.0+cpu",
     ),
-    "AMD GPU": (Machine(files=pci("0x1002")), [], "AMD GPU: not supported yet", "--with torch==2.13.0+cpu"),
+    "AMD GPU": (Machine(files=pci("0x1002")), [], "AMD GPU: not supported yet", "torch==2.13.0+cpu"),
     "Jetson": (
         Machine(processor="aarch64", files={PROC: OPEN_DRIVER.format("540.4.0"), "etc/nv_tegra_release": ""}), [],
-        "Jetson: its GPU needs NVIDIA's own build of PyTorch", "--with torch==2.13.0+cpu",
+        "Jetson: its GPU needs NVIDIA's own build of PyTorch", "torch==2.13.0+cpu",
     ),
-    "aarch64": (Machine(processor="aarch64"), [], "Here: Linux aarch64", "--with torch==2.13.0+cpu"),
+    "aarch64": (Machine(processor="aarch64"), [], "Here: Linux aarch64", "torch==2.13.0+cpu"),
     "Fedora": (Machine(libc="ldd (GNU libc) 2.42"), [], "glibc 2.42", "--constraints"),
     "glibc 2.28": (Machine(libc="ldd (GNU libc) 2.28"), [], "glibc 2.28 is older than the tested packages", "cpu"),
     "macOS": (Machine("Darwin", "arm64", libc=None), [], "Here: Darwin arm64", "--constraints"),
-    "just enough disk": (Machine(free_mb=2_010), [], "2.0 GB free", "--with torch==2.13.0+cpu"),
+    "just enough disk": (Machine(free_mb=2_010), [], "2.0 GB free", "torch==2.13.0+cpu"),
 }  # fmt: skip
 
 REFUSED = {  # name: machine, arguments, what happened, what to type next
@@ -218,15 +218,14 @@ def test_a_failed_download_is_explained(name: str, tmp_path: Path) -> None:
     [("", 0, "uv's message is above"), (PYPI, 6, "No network: pypi.org"), (PYPI, 60, "certificate of pypi.org"),
      (PYTORCH, 7, "No network: download.pytorch.org")],
 )  # fmt: skip
-def test_a_failed_uv_is_explained_and_its_downloads_are_kept(
-    host: str, status: int, what: str, tmp_path: Path
-) -> None:
+def test_a_failed_uv_is_explained_and_its_downloads_are_kept(host: str, status: int, what: str, tmp_path: Path) -> None:
     """The host that failed is named; only if all answer, a second run continues."""
     sandbox = Sandbox(tmp_path, Machine())
     (sandbox.log / "uv-fails").touch()
     uv = sandbox.bin / "uv"
-    uv.write_text(uv.read_text().replace("exit 2;", f'mkdir -p "$PAGES/fails"; echo {status} >"$PAGES/fails/{host}"; exit 2;', 1)
-                  if host else uv.read_text())  # fmt: skip
+    if host:
+        fails = f'mkdir -p "$PAGES/fails"; echo {status} >"$PAGES/fails/{host}"; exit 2;'
+        uv.write_text(uv.read_text().replace("exit 2;", fails, 1))
     said = refusal(sandbox.run("--yes"))
     assert "error: made up" in said
     assert what in said
@@ -443,11 +442,16 @@ def test_the_locks_pin_everything_with_a_hash_but_pytorch() -> None:
 
 
 PIP = {  # name: machine, LOCALLLM_TORCH, what is said, what pip is asked for, where pip looks, too
-    "no GPU": (Machine(), "", "PyTorch (cpu) comes from https://download.pytorch.org/whl/cpu; with localllm's packages: about 270 MB", "torch==2.13.0+cpu", "/whl/cpu/torch/"),
+    "no GPU": (
+        Machine(), "", "PyTorch (cpu) comes from https://download.pytorch.org/whl/cpu; with localllm's packages: about 270",
+        "torch==2.13.0+cpu", "/whl/cpu/torch/",
+    ),
     "driver 580": (gpu("580.65"), "", "about 2.8 GB", "torch==2.13.0+cu130", "/whl/cu130/torch/"),
     "driver 550": (gpu("550.54"), "", "about 3.1 GB", "torch==2.13.0+cu129", "/whl/cu129/torch/"),
     "driver 470": (gpu("470.1"), "", "driver 470.1 is older than 525", "torch==2.13.0+cpu", "/whl/cpu/torch/"),
-    "PyPI alone": (Machine(pages=PYPI_ALONE), "", "comes from PyPI; with localllm's packages: about 2.8 GB", "torch==2.13.0", ""),
+    "PyPI alone": (
+        Machine(pages=PYPI_ALONE), "", "from PyPI; with localllm's packages: about 2.8 GB", "torch==2.13.0", "",
+    ),
     "an own choice": (gpu("550.54"), "torch==2.9.1", "", "torch==2.9.1", ""),
 }  # fmt: skip
 
@@ -456,7 +460,7 @@ def run_venv(sandbox: Sandbox, commands: str, **environ: str) -> subprocess.Comp
     """Run functions of scripts/_venv.sh, with a venv that has Python and a pip that only prints its arguments."""
     sandbox.program("python", "echo 3.12")
     commands = (
-        f'source scripts/_venv.sh; venv={sandbox.folder}/venv; mkdir -p $venv; ln -sfn {sandbox.bin} $venv/bin; '
+        f"source scripts/_venv.sh; venv={sandbox.folder}/venv; mkdir -p $venv; ln -sfn {sandbox.bin} $venv/bin; "
         f'make_venv() {{ :; }}; pip_install() {{ echo "pip: $* from ${{PIP_FIND_LINKS:-}}"; }}; {commands}'
     )
     command = [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", commands, str(ROOT / "scripts/up")]
@@ -481,6 +485,6 @@ def test_a_clone_gets_the_same_build_of_pytorch(name: str, tmp_path: Path) -> No
 
 def test_a_torch_that_is_installed_stays(tmp_path: Path) -> None:
     sandbox = Sandbox(tmp_path, gpu("550.54"))
-    ended = run_venv(sandbox, 'has_torch() { true; }; find_torch; echo "torch: \'$torch\', build: $build"')
+    ended = run_venv(sandbox, "has_torch() { true; }; find_torch; echo \"torch: '$torch', build: $build\"")
     assert ended.stdout == "torch: '', build: cu129\n"
     assert sandbox.asked() == []

@@ -47,13 +47,15 @@ CASES = {
         "PyTorch comes from {links} (pip's configuration).", "--with torch==2.13.0+cpu",
         {"UV_FIND_LINKS": "/nowhere,{links}", "UV_INDEX": f"https://{MIRROR}/simple https://other.example/simple",
          "UV_INDEX_STRATEGY": "unsafe-best-match"},
-        pip_conf="# mine\n[list]\nfind-links = /wrong\n[global]\nfind_links =\n    /nowhere\n    ; a comment\n    {links}\n"
+        pip_conf="# mine\n[list]\nfind-links = /wrong\n[global]\nfind_links =\n    /nowhere\n    ; a comment\n"
+        "    {links}\n"
         f"timeout = 5\nextra-index-url: https://{MIRROR}/simple\n  https://other.example/simple\n",
         wheels=BOTH,
     ),
     "the section of pip's install is stronger": Case(
         "PyTorch comes from {links} (pip's configuration).", "--with torch==2.13.0+cpu",
-        {"UV_FIND_LINKS": "{links}"}, pip_conf="[global]\nfind-links=/wrong\n[install]\nfind-links={links}\n", wheels=BOTH,
+        {"UV_FIND_LINKS": "{links}"},
+        pip_conf="[global]\nfind-links=/wrong\n[install]\nfind-links={links}\n", wheels=BOTH,
     ),
     "a folder for one Python decides on the Python": Case(
         "PyTorch comes from {links}", "--python 3.11 --with torch==2.13.0+cpu", environ={"PIP_FIND_LINKS": "{links}"},
@@ -76,11 +78,13 @@ CASES = {
         environ={"UV_INDEX": f"company=https://{MIRROR}/extra", "PIP_INDEX_URL": "https://wrong.example"},
     ),
     "uv's own folder": Case(
-        "PyTorch comes from {links} (uv's configuration).", "--with torch==2.13.0+cpu", {"UV_FIND_LINKS": "/nowhere,{links}"},
+        "PyTorch comes from {links} (uv's configuration).", "--with torch==2.13.0+cpu",
+        {"UV_FIND_LINKS": "/nowhere,{links}"},
         environ={"UV_FIND_LINKS": "/nowhere,{links}"}, wheels=BOTH,
     ),
     "uv's file": Case(
-        f"PyTorch comes from https://{MIRROR}/simple.", "--with torch==2.13.0 ", {"UV_DEFAULT_INDEX": ""}, Machine(pages=COMPANY),
+        f"PyTorch comes from https://{MIRROR}/simple.", "--with torch==2.13.0 ", {"UV_DEFAULT_INDEX": ""},
+        Machine(pages=COMPANY),
         uv_toml=f'[[index]]\nname = "company"\nurl = "https://{MIRROR}/simple"\ndefault = true\n',
     ),
     "the package index alone": Case(
@@ -94,17 +98,20 @@ CASES = {
         pip_conf=f"[global]\nindex-url = https://{MIRROR}/simple/\n",
     ),
     "aarch64 and the package index alone": Case(
-        "PyTorch for CPUs: about 270 MB", "--with torch==2.10.0 ", machine=Machine(processor="aarch64", pages=PYPI_ALONE),
+        "PyTorch for CPUs: about 270 MB", "--with torch==2.10.0 ",
+        machine=Machine(processor="aarch64", pages=PYPI_ALONE),
     ),
     "aarch64 and --cpu": Case(
-        "PyTorch for CPUs: about 270 MB", "--with torch==2.10.0 ", machine=Machine(processor="aarch64", pages=PYPI_ALONE),
+        "PyTorch for CPUs: about 270 MB", "--with torch==2.10.0 ",
+        machine=Machine(processor="aarch64", pages=PYPI_ALONE),
         arguments=("--cpu",),
     ),
     "driver 580 and the package index alone": Case(
         "with PyTorch for CUDA 13.0: about 2.8 GB", "--with torch==2.13.0 ", machine=gpu("580.65", pages=PYPI_ALONE),
     ),
     "driver 550 and an own folder": Case(
-        "with PyTorch for CUDA 12.9: about 3.1 GB", "--with torch==2.13.0+cu129", machine=gpu("550.54", pages=PYPI_ALONE),
+        "with PyTorch for CUDA 12.9: about 3.1 GB", "--with torch==2.13.0+cu129",
+        machine=gpu("550.54", pages=PYPI_ALONE),
         environ={"PIP_FIND_LINKS": "{links}"}, wheels=wheels("2.13.0+cpu", "2.13.0+cu129"),
     ),
     "a mirror of PyTorch's index": Case(
@@ -177,8 +184,9 @@ def test_a_package_for_arm_is_not_held_to_the_lock_of_another_pytorch(tmp_path: 
 
 REFUSED = {  # name: machine, arguments, environment, what happened, what to type next
     "--cpu and the package index alone": (
-        Machine(pages=PYPI_ALONE), ["--cpu"], {}, f"PyTorch's index ({PYTORCH}) cannot be reached, and only it has PyTorch "
-        "without CUDA.", ["sh install.sh   (PyTorch with CUDA from your package index: about 2.8 GB",
+        Machine(pages=PYPI_ALONE), ["--cpu"], {},
+        f"PyTorch's index ({PYTORCH}) cannot be reached, and only it has PyTorch without CUDA.",
+                         ["sh install.sh   (PyTorch with CUDA from your package index: about 2.8 GB",
                           "LOCALLLM_TORCH_INDEX=https://your-mirror/whl/cpu sh install.sh --cpu",
                           "pip download 'torch==2.13.0+cpu' on another machine, then PIP_FIND_LINKS=FOLDER"],
     ),
@@ -187,12 +195,14 @@ REFUSED = {  # name: machine, arguments, environment, what happened, what to typ
         ["LOCALLLM_TORCH_INDEX=https://your-mirror/whl/cu129 sh install.sh", "sudo ubuntu-drivers install"],
     ),
     "no network": (
-        Machine(pages={}), [], {}, f"PyTorch's index ({PYTORCH}) cannot be reached.\nNo network: {PYPI} cannot be reached.",
+        Machine(pages={}), [], {},
+        f"PyTorch's index ({PYTORCH}) cannot be reached.\nNo network: {PYPI} cannot be reached.",
         ["sh install.sh --offline FOLDER"],
     ),
     "no network behind a proxy": (
         Machine(pages={}), [], {"PIP_PROXY": "http://me:secret@proxy.example:3128"},
-        f"{PYPI} cannot be reached through the proxy proxy.example:3128.", ["HTTPS_PROXY=http://PROXY:PORT sh install.sh"],
+        f"{PYPI} cannot be reached through the proxy proxy.example:3128.",
+        ["HTTPS_PROXY=http://PROXY:PORT sh install.sh"],
     ),
     "a mirror of PyTorch's index that does not answer": (
         Machine(), [], {"LOCALLLM_TORCH_INDEX": "https://me:secret@gone.example/whl/cpu"},
@@ -254,9 +264,10 @@ def test_uv_comes_through_pip_where_its_host_is_closed(tmp_path: Path) -> None:
     """pip knows the machine's mirror; the file is compared with the same SHA-256."""
     sandbox = Sandbox(tmp_path, Machine(pages=COMPANY), own_uv=None)
     sandbox.serve_uv(exit_status=6)
-    give = f'echo "python3 $*" >>"$LOG/calls"; while [ "$1" != --dest ]; do shift; done; cat "{sandbox.pages}/uv.whl" >"$2/'
+    name = f"uv-{UV_VERSION}-py3-none-manylinux_2_17_x86_64.manylinux2014_x86_64.whl"
+    give = f'while [ "$1" != --dest ]; do shift; done; cat "{sandbox.pages}/uv.whl" >"$2/{name}"'
     real = shutil.which("python3")
-    sandbox.program("python3", f"[ $1 = -m ] || exec {real} \"$@\"\n{give}uv-{UV_VERSION}-py3-none-manylinux_2_17_x86_64.manylinux2014_x86_64.whl\"")
+    sandbox.program("python3", f'[ $1 = -m ] || exec {real} "$@"\necho "python3 $*" >>"$LOG/calls"; {give}')
     ended = sandbox.run("--yes", PIP_INDEX_URL=f"https://{MIRROR}/simple")
     assert ended.returncode == 0, ended.stderr
     assert f"uv=={UV_VERSION}" in next(call for call in sandbox.calls() if call.startswith("python3 -m pip download"))
@@ -278,5 +289,7 @@ def test_uv_says_nothing_that_the_user_can_do_nothing_about(tmp_path: Path) -> N
 def test_the_shell_of_busybox_runs_it(tmp_path: Path) -> None:
     sandbox = Sandbox(tmp_path, Machine())
     command = [str(shutil.which("busybox")), "sh", str(sandbox.source / "install.sh"), "--yes"]
-    ended = subprocess.run(command, env=sandbox.environ(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, env=sandbox.environ(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 
 from tests.packaging.sandbox import Machine, Sandbox
-from tests.packaging.test_bundle import bundle as bundle  # noqa: PLC0414  a fixture
+from tests.packaging.test_bundle import bundle as bundle
 from tests.packaging.test_bundle import make_run
 from tests.packaging.test_install import SHELLS, refusal
 
@@ -74,7 +74,9 @@ def actions(sandbox: Sandbox, runs: list[Path], place: list[str], shell: str) ->
 @pytest.fixture(scope="module")
 def runs(bundle: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("runs")
-    return [make_run(bundle, folder, version, says=says) for version, says in (("1.0", ""), ("1.1", ""), ("1.1", "new"))]
+    return [
+        make_run(bundle, folder, version, says=says) for version, says in (("1.0", ""), ("1.1", ""), ("1.1", "new"))
+    ]
 
 
 def check_tree(seed: int, folder: Path, runs: list[Path]) -> int:
