@@ -443,7 +443,7 @@ def test_the_locks_pin_everything_with_a_hash_but_pytorch() -> None:
 
 PIP = {  # name: machine, LOCALLLM_TORCH, what is said, what pip is asked for, where pip looks, too
     "no GPU": (
-        Machine(), "", "PyTorch (cpu) comes from https://download.pytorch.org/whl/cpu; with localllm's packages: about 270",
+        Machine(), "", "PyTorch (cpu) comes from https://download.pytorch.org/whl/cpu; with localllm's packages:",
         "torch==2.13.0+cpu", "/whl/cpu/torch/",
     ),
     "driver 580": (gpu("580.65"), "", "about 2.8 GB", "torch==2.13.0+cu130", "/whl/cu130/torch/"),
