@@ -222,8 +222,9 @@ look_at_indexes() { # set default, extra, links and insecure from uv's configura
   default=${UV_DEFAULT_INDEX:-${UV_INDEX_URL:-}} extra="${UV_INDEX:-} ${UV_EXTRA_INDEX_URL:-}"
   for file in "${UV_CONFIG_FILE:-${XDG_CONFIG_HOME:-$HOME/.config}/uv/uv.toml}" "$root/etc/uv/uv.toml"; do
     [ -f "$file" ] || continue
-    for place in $(awk '/^ *(url|index-url|extra-index-url|find-links) *=/ {
-        sub(/[^=]*=/, ""); gsub(/[]["\047,]/, " "); print }' "$file"); do
+    found=$(awk '/^ *(url|index-url|extra-index-url|find-links) *=/ {
+      sub(/[^=]*=/, ""); gsub(/[]["\047,]/, " "); print }' "$file")
+    for place in $found; do
       if [ -d "${place#file://}" ]; then links="$links $place"
       elif [ -z "$default" ]; then default=$place
       else extra="$extra $place"; fi
@@ -307,6 +308,7 @@ find_torch_on_package_index() { # its build for x86_64 is that for CUDA 13; PyTo
 # The install takes a Python of this machine, or one that uv downloads. Where PyTorch's wheels are not there for all
 # versions in the range, they decide: for another version, uv would silently take another build of PyTorch.
 narrow_python() {
+  python_range=${own_python:-$python_range}
   case $tags in '' | 'cp311 cp312 cp313 ') return 0 ;; esac
   for tag in $tags; do
     python_range=3.${tag#cp3}
@@ -419,7 +421,7 @@ look_at_folder() { # refuse a folder with files of others, before anything is ch
   for name in tools python cache bin torch; do
     is_ours $name || foreign="$foreign $name"
   done
-  has_marker || [ ! -e "$marker" ] || foreign="$foreign .localllm-install"
+  if ! has_marker && { [ -e "$marker" ] || [ -L "$marker" ]; }; then foreign="$foreign .localllm-install"; fi
   if [ -n "$own_dir" ] && ! has_marker && ! is_older tools && ! has_bundle; then
     foreign=$(contents_of "$dir") # a folder that was named has to be new
   fi
@@ -459,8 +461,8 @@ claim_folder() { # write the marker, before anything else is made
   [ -n "$own_dir" ] || (umask 077 && mkdir -p "$dir" 2>/dev/null) || true # chats and keys will be here, too
   mkdir -p "$dir/bin" "$dir/cache" "$bin" 2>/dev/null ||
     refuse "$dir and $bin cannot be created." "Try: sh install.sh --dir /a/folder/of/yours"
-  { say "localllm $version"; { sed 1d "$marker" 2>/dev/null || true; say "$made"; } | sort -u; } >"$marker.new"
-  mv "$marker.new" "$marker"
+  { say "localllm $version"; { sed 1d "$marker" 2>/dev/null || true; say "$made"; } | sort -u; } >"$marker.$$"
+  mv "$marker.$$" "$marker"
 }
 
 remove_made() { # NAME...: remove what the marker lists of these folders of $dir; a folder with other files stays
@@ -588,7 +590,10 @@ find_lock() { # the tested versions of the packages
   lock=$source/$name.txt
   [ ! -f "$source/pyproject.toml" ] || lock=$source/packaging/lock/$name.txt
   if [ "$wanted" = "$torch_pypi_arm" ]; then # another PyTorch than the lock has
-    case $lock in https://*) download "$lock" "$dir/cache/all.txt" || refuse_download $? "$(host_of "$lock")"; lock=$dir/cache/all.txt ;; esac
+    case $lock in https://*)
+      download "$lock" "$dir/cache/all.txt" || refuse_download $? "$(host_of "$lock")"
+      lock=$dir/cache/all.txt ;;
+    esac
     sed '/^torch==/d' "$lock" >"$dir/cache/lock.txt"
     lock=$dir/cache/lock.txt
   fi

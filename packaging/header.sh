@@ -105,7 +105,7 @@ look_at_folder() { # refuse a folder with files of others, before anything is ch
   fi
   [ ! -L "$app" ] || foreign=app
   is_bundle "$app/$version" || [ ! -e "$app/$version" ] || foreign=app/$version
-  has_marker || [ ! -e "$marker" ] || foreign="$foreign ${marker##*/}"
+  if ! has_marker && { [ -e "$marker" ] || [ -L "$marker" ]; }; then foreign="$foreign ${marker##*/}"; fi
   [ -z "$foreign" ] || refuse "$dir has files that localllm did not make: ${foreign# }" \
     "Try: sh $self --dir ${own_dir:-/a/folder/of/yours}/localllm   (a new folder; or move these files away)"
 }
