@@ -337,6 +337,7 @@ tell_scripts() { # lines of a name and a value; the last ones have pip's names
     say "requirement torch==$wanted" "sizes $(sizes "$size")" "from $(torch_place)"
     [ $torch_from != torch ] || links="$links $torch_page"
   fi
+  extra=$(for place in $extra; do say "$place"; done | sed 's#^[A-Za-z0-9_-]*=\([a-z]*://\)#\1#' | tr '\n' ' ') # uv's names
   say "build $torch" "driver $driver" "old $old_driver"
   say "index-url $default" "extra-index-url $extra" "find-links $links" "trusted-host $insecure"
 }

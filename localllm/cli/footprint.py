@@ -168,10 +168,11 @@ def _made_in(root: Path) -> Iterator[Path]:
     """Yield what installers made in their folder: what its marker lists, the offline bundles, and the marker itself.
     Nothing is yielded that only a link leads to: it is somewhere else."""
     marker = root / MARKER
-    lines = marker.read_text().splitlines() if marker.is_file() and not marker.is_symlink() else []
+    lines = marker.read_text(errors="replace").splitlines() if marker.is_file() and not marker.is_symlink() else []
     marked = bool(lines) and lines[0].startswith("localllm ")
     for pattern in lines[1:] if marked else MADE_BEFORE_MARKERS:
-        if ".." not in pattern and not pattern.startswith("/") and not (root / pattern.split("/")[0]).is_symlink():
+        top = pattern.split("/")[0]
+        if top in PROGRAMS and ".." not in pattern and not (root / top).is_symlink():
             yield from (path for path in sorted(root.glob(pattern)) if path.parent.name != "app")
     if not (root / "app").is_symlink():
         yield from (path for path in sorted(root.glob("app/*")) if is_bundle(path))
