@@ -11,7 +11,8 @@ The compiler is $CC, cc, gcc or clang where one works, and else the `ziglang` pa
 build dependency. Where neither is available, or the compiler fails, the wheel has no library, and localllm runs on
 torch alone.
 
-    LOCALLLM_NATIVE=require          fail where the libraries cannot be compiled; `none` compiles nothing
+    LOCALLLM_NATIVE=require          fail where the libraries cannot be compiled; `none` compiles nothing, `built`
+                                     leaves them as they are to another process (scripts/_venv.sh)
     LOCALLLM_WHEEL_PLATFORM=NAME     compile for another platform with ziglang: a key of TARGETS (scripts/make_wheels)
 
 Does not know: localllm, except for the names and the hash in sources.py.
@@ -110,9 +111,9 @@ class Toolchain(NamedTuple):
 
 
 def native_choice(environ: Mapping[str, str] = os.environ) -> str:
-    """Return LOCALLLM_NATIVE: auto, require or none."""
+    """Return LOCALLLM_NATIVE: auto, require, none or built."""
     choice = environ.get("LOCALLLM_NATIVE") or "auto"
-    if choice not in ("auto", "require", "none"):
+    if choice not in ("auto", "require", "none", "built"):
         raise SystemExit(f"LOCALLLM_NATIVE is {choice!r}. It may be require, none, or not set.")
     return choice
 
@@ -231,7 +232,7 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[misc]
 
     def dependencies(self) -> list[str]:
         """Return ziglang where it can compile and no compiler of this machine does."""
-        if native_choice() == "none":
+        if native_choice() in ("none", "built"):
             return []
         target = find_target()
         if target is None or (is_for_this_machine() and (system_toolchain(target) or not suits_zig())):
@@ -241,6 +242,8 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[misc]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         # A container's build has only the package: its wheel has neither of them.
         build_data["shared_data"].update({path: place for path, place in SHARED.items() if (ROOT / path).is_file()})
+        if native_choice() == "built":
+            return
         if version == "editable":
             remove_libraries()
         if native_choice() == "none":

@@ -30,7 +30,8 @@ while [ $# -gt 0 ]; do
   shift
 done
 case $own_dir in '' | /*) ;; *) own_dir=$PWD/$own_dir ;; esac
-app=${own_dir:-${XDG_DATA_HOME:-$HOME/.local/share}/localllm}/app
+dir=${own_dir:-${XDG_DATA_HOME:-$HOME/.local/share}/localllm}
+app=$dir/app marker=$dir/.localllm-install
 bin=${own_dir:+$own_dir/bin}
 bin=${bin:-$HOME/.local/bin}
 
@@ -69,7 +70,7 @@ current_version() { # of the link; empty: there is none
   target=$(readlink "$bin/localllm" 2>/dev/null) || target=''
   case $target in
     "$app"/*/localllm) target=${target#"$app"/}; say "${target%/localllm}" ;;
-    "${app%/app}"/tools/*) ;; # of install.sh
+    "$dir"/tools/*) ;; # of install.sh
     *)
       if [ -n "$target" ] || [ -e "$bin/localllm" ]; then
         refuse "$bin/localllm belongs to another install${target:+ ($target)}." \
@@ -78,25 +79,60 @@ current_version() { # of the link; empty: there is none
   esac
 }
 
+is_bundle() { # FOLDER of a version: this file, or another one like it, unpacked it
+  [ ! -L "$1" ] && [ -f "$1/BUNDLE" ] && grep -q "^${1##*/} " "$1/BUNDLE"
+}
+
+has_marker() { [ ! -L "$marker" ] && [ -f "$marker" ] && grep -q '^localllm [0-9]' "$marker"; }
+
+is_ours() { # of this file or of install.sh, also from before there was a marker
+  ! has_marker || return 0
+  for folder in "$app"/*; do ! is_bundle "$folder" || return 0; done
+  grep -q '^\(cpu\|cu1[0-9]*\)$' "$dir/torch" 2>/dev/null && [ -f "$dir/tools/localllm/uv-receipt.toml" ]
+}
+
+contents_of() { # FOLDER: the first ten names
+  for path in "$1"/* "$1"/.[!.]*; do
+    if [ -e "$path" ] || [ -L "$path" ]; then say "${path##*/}"; fi
+  done | head -n 10 | tr '\n' ' '
+}
+
+look_at_folder() { # refuse a folder with files of others, before anything is changed
+  foreign=''
+  if ! is_ours; then
+    [ ! -e "$app" ] || foreign=app
+    [ -z "$own_dir" ] || foreign=$(contents_of "$dir") # a named folder has to be new
+  fi
+  [ ! -L "$app" ] || foreign=app
+  is_bundle "$app/$version" || [ ! -e "$app/$version" ] || foreign=app/$version
+  if ! has_marker && { [ -e "$marker" ] || [ -L "$marker" ]; }; then foreign="$foreign ${marker##*/}"; fi
+  [ -z "$foreign" ] || refuse "$dir has files that localllm did not make: ${foreign# }" \
+    "Try: sh $self --dir ${own_dir:-/a/folder/of/yours}/localllm   (a new folder; or move these files away)"
+}
+
+claim() { # NAME: list it in the marker, without which nothing is removed
+  has_marker || say "localllm $version" >"$marker"
+  grep -qx "$1" "$marker" || say "$1" >>"$marker"
+}
+
 unpack() {
-  new=$app/.$version.$$
-  trap 'rm -rf "$new"' EXIT
+  [ -n "$own_dir" ] || (umask 077 && mkdir -p "$dir") || true # chats and keys will be here, too
+  { mkdir -p "$app" "$bin" && scratch=$(mktemp -d "$app/.$version.XXXXXX"); } ||
+    refuse "$app and $bin cannot be created." "Try: sh $self --dir /a/folder/of/yours"
+  trap 'rm -rf "$scratch"' EXIT
   trap 'exit 1' INT TERM HUP
-  [ -n "$own_dir" ] || (umask 077 && mkdir -p "${app%/app}") || true # chats and keys will be here, too
-  mkdir -p "$new" "$bin" || refuse "$app and $bin cannot be created." "Try: sh $self --dir /a/folder/of/yours"
+  claim "app/$version"
+  new=$scratch/new
+  mkdir "$new"
   say "Unpacking localllm $version into $app/$version ($unpacked_mb MB)"
   tail -n +"$lines" "$self" | gzip -dc | tar -x -f - -C "$new" --no-same-owner ||
     refuse "localllm could not be unpacked into $app." "Try: df -h $app   (then sh $self --dir /a/larger/disk)"
   say "$version $sha256" >"$new/BUNDLE"
   "$new/localllm" --version >/dev/null || refuse "Programs in $app cannot be started: is its disk mounted with noexec?" \
     "Try: sh $self --dir /a/folder/on/another/disk   (findmnt -T $app shows how it is mounted)"
-  if [ -d "$app/$version" ]; then # the same version, built anew
-    mv "$app/$version" "$new.old"
-    mv "$new" "$app/$version"
-    rm -rf "$new.old"
-  else
-    mv "$new" "$app/$version"
-  fi
+  [ ! -d "$app/$version" ] || mv "$app/$version" "$scratch/old" # the same version, built anew
+  mv "$new" "$app/$version"
+  rm -rf "$scratch"
 }
 
 link() { # VERSION: the rename replaces an old link at once
@@ -106,14 +142,15 @@ link() { # VERSION: the rename replaces an old link at once
 
 remove_all_but() { # VERSION VERSION
   for folder in "$app"/*; do
-    case ${folder##*/} in "$1" | "$2") ;; *) rm -rf "$folder" ;; esac
+    case ${folder##*/} in "$1" | "$2") continue ;; esac
+    ! is_bundle "$folder" || rm -rf "$folder"
   done
 }
 
 go_back() {
   current=$(current_version) || exit 1
   for folder in "$app"/*; do
-    if [ "${folder##*/}" != "$current" ] && [ -f "$folder/BUNDLE" ]; then
+    if [ "${folder##*/}" != "$current" ] && is_bundle "$folder"; then
       link "${folder##*/}"
       say "localllm is ${folder##*/} again; ${current:-no other version} is kept."
       return
@@ -131,6 +168,7 @@ if [ "$(cat "$app/$version/BUNDLE" 2>/dev/null)" = "$version $sha256" ]; then
   say "localllm $version is unpacked already, in $app/$version."
   mkdir -p "$bin"
 else
+  look_at_folder
   check_place
   unpack
 fi

@@ -10,8 +10,6 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 torch_floor=2.9
-torch_cpu=torch==2.13.0+cpu        # a CPU build can only be asked for by its exact version
-torch_index=https://download.pytorch.org/whl
 
 fail() {
   printf '%s\n' "$@" >&2
@@ -48,9 +46,9 @@ pip_install() {
   "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@"
 }
 
-# Print the build of PyTorch for this machine and the version of its NVIDIA driver: 'cpu', 'cu129 550.54', 'old 470.1'.
+# torch_for_machine --torch|--build: print lines of a name and a value: the build, and where PyTorch is (install.sh).
 torch_for_machine() {
-  sh "$root/install.sh" --torch
+  sh "$root/install.sh" "$1" --python "$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
 }
 
 has_torch() {
@@ -62,30 +60,29 @@ sys.exit(as_numbers(version("torch")) < as_numbers(sys.argv[1]))
 PYTHON
 }
 
-install_torch() {
-  has_torch && return
-  local build driver size="about 3.1 GB to download, 6 GB on disk"
-  read -r build driver <<<"$(torch_for_machine)"
-  if [ -n "${LOCALLLM_TORCH:-}" ]; then
-    pip_install "$LOCALLLM_TORCH"
-  elif [ "$(uname -s)" != Linux ]; then
-    echo "Installing PyTorch"
-    pip_install "torch>=$torch_floor"
-  elif [ "$build" = cu130 ]; then
-    echo "NVIDIA driver $driver: installing PyTorch for CUDA 13 ($size)"
-    pip_install "torch>=$torch_floor"
-  elif [ "$build" = cu129 ]; then
-    echo "NVIDIA driver $driver: installing PyTorch for CUDA 12.9 ($size)"
-    pip_install "torch>=$torch_floor" --index-url "$torch_index/$build"
-  else
-    # The default Linux build brings gigabytes of CUDA libraries that are useless without an NVIDIA GPU.
-    # Try this machine's package index first, then PyTorch's own.
-    [ "$build" != old ] || echo "NVIDIA driver $driver is older than 525, which PyTorch needs: the GPU is not used"
-    echo "Installing PyTorch for CPUs (with localllm's packages about 270 MB to download, 1.3 GB on disk)"
-    pip_install "$torch_cpu" 2>/dev/null ||
-      pip_install "$torch_cpu" --extra-index-url "$torch_index/cpu" ||
-      pip_install "torch>=$torch_floor" --index-url "$torch_index/cpu"
-  fi
+# Set torch to the requirement that installs PyTorch ('' if it is there), and build. pip gets the places of PyTorch in
+# variables, because an address may have a password.
+find_torch() {
+  local name value old="" sizes="" place="" ask=--torch answer
+  torch="${LOCALLLM_TORCH:-}" build=""
+  if has_torch; then torch="" ask=--build; fi
+  [ -z "$torch" ] || ask=--build
+  answer=$(torch_for_machine $ask) || exit 1
+  while read -r name value; do
+    case $name in
+      build) build=$value ;;
+      old) old=$value ;;
+      requirement) torch=$value ;;
+      sizes) sizes=$value ;;
+      from) place=$value ;;
+      index-url) [ -z "$value" ] || export PIP_INDEX_URL=$value ;;
+      extra-index-url) [ -z "$value" ] || export PIP_EXTRA_INDEX_URL=$value ;;
+      find-links) [ -z "$value" ] || export PIP_FIND_LINKS=$value ;;
+    esac
+  done <<<"$answer"
+  [ $ask = --torch ] || return 0
+  [ -z "$old" ] || echo "NVIDIA driver $old is older than 525, which PyTorch needs: the GPU is not used"
+  echo "PyTorch ($build) comes from $place; with localllm's packages: $sizes"
 }
 
 # Change with the native library's sources, with what compiles them, and with the user's choice.
@@ -105,6 +102,16 @@ update_native() {
   echo "$stamp" >"$venv/.installed-native"
 }
 
+# Install a requirement, and compile the native library meanwhile. pip would compile the bytecode of all of PyTorch, which
+# takes longer than everything else; Python compiles what is imported.
+install_and_compile() {
+  local compiler
+  "$venv/bin/python" "$root/build_native.py" >/dev/null 2>&1 &
+  compiler=$!
+  LOCALLLM_NATIVE=built pip_install --no-compile "$@" || { wait $compiler || true; return 1; }
+  wait $compiler || pip_install --quiet --no-deps --editable "$root" # brings a compiler for the build
+}
+
 # install_localllm [EXTRA]: install localllm (editable) and the packages of the extra into .venv.
 install_localllm() {
   local extra=${1:-} stamp extras
@@ -114,13 +121,13 @@ install_localllm() {
     return
   fi
   make_venv
-  install_torch || fail "PyTorch could not be installed; see pip's message above." \
-    "Try: LOCALLLM_TORCH=torch $0   (the default build from your package index: larger, with CUDA)"
+  find_torch
   extras=$extra
-  case $(torch_for_machine) in cu*) extras=gpu${extra:+,$extra} ;; esac # Triton, which only a GPU needs
+  case $build in cu*) extras=gpu${extra:+,$extra} ;; esac # Triton, which only a GPU needs
   echo "Installing localllm${extras:+ with its extra ${extras/,/ and }}"
-  pip_install --editable "$root${extras:+[$extras]}" ||
-    fail "localllm could not be installed; see pip's message above."
+  install_and_compile ${torch:+"$torch"} --editable "$root${extras:+[$extras]}" ||
+    fail "localllm could not be installed; see pip's message above." \
+      "Try: LOCALLLM_TORCH=torch $0   (if PyTorch is what failed: the default build of your package index)"
   native_stamp >"$venv/.installed-native"
   echo "$stamp" >"$venv/.installed-base"
   [ -z "$extra" ] || echo "$stamp" >"$venv/.installed-$extra"

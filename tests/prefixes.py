@@ -108,7 +108,7 @@ def make_prefix(home: Path, kind: InstallKind, *, own_root: bool = False) -> Pat
     if own_root:
         root = prefix.parent.parent
         (root / "torch").write_text("cpu\n")
-        for name in ("python/cpython", "bin/uv"):
+        for name in ("python/cpython-3.12.4-linux-x86_64-gnu/bin/python", "bin/uv"):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text("made by install.sh")
     if kind in (InstallKind.UV_TOOL, InstallKind.PIPX, InstallKind.BUNDLE):

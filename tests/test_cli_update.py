@@ -404,8 +404,8 @@ def test_a_bundle_goes_back_to_the_version_beside_it(tmp_path: Path) -> None:
     assert "no other version" in done.stderr
     other = here.with_name("0.0.9")
     other.mkdir()
-    for name in ("BUNDLE", "localllm"):
-        (other / name).touch()
+    (other / "BUNDLE").write_text("0.0.9 sha256\n")
+    (other / "localllm").touch()
     done = run(python, tmp_path, "update", "--back")
     assert done.returncode == 0, done.stderr
     assert link.resolve() == other / "localllm"

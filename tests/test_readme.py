@@ -76,11 +76,26 @@ def test_each_command_is_understood_by_the_program_it_calls(page: str, line: str
 def test_the_first_screen_says_how_to_get_it_and_what_it_costs() -> None:
     """What a newcomer needs stands before the first measurement, the first picture of the inside, and the tests."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    order = ["sh install.sh", "270 MB", "3.1 GB", "toy", "## Your machine", "Windows", "Mac", "Docker", "Kubernetes",
-             "## Keep it", "## How fast", "## Check your copy"]  # fmt: skip
+    order = ["sh install.sh", "270 MB", "2.8 GB", "3.1 GB", "toy", "## Your machine", "Windows", "Mac", "Docker",
+             "Kubernetes", "## Keep it", "## How fast", "## Check your copy"]  # fmt: skip
     places = [text.index(word) for word in order]
     assert places == sorted(places)
     assert text.index("scripts/check\n") > text.index("## Check your copy")
+
+
+def test_sizes_are_those_that_the_script_says() -> None:
+    """install.sh has the only numbers; documents repeat them."""
+    script = (ROOT / "install.sh").read_text(encoding="utf-8")
+    said = re.findall(r"say 'about ([\d.]+ [MG]B) to download, ([\d.]+ GB) on disk'", script)
+    assert len(said) == 3
+    for name in ("README.md", "docs/quickstart.md", "docs/guides/mac.md"):
+        text = (ROOT / name).read_text(encoding="utf-8").partition("## A real model")[0].partition("## 3. ")[0]
+        costs = re.findall(r"([\d.]+ [MG]B)(?: and|,) ([\d.]+ GB)(?: of disk)?", text)
+        assert set(costs) <= set(said), name
+        downloads = set(re.findall(r"\b(2\d\d MB|[23]\.\d GB)\b", text))
+        assert downloads
+        assert downloads <= {download for download, _ in said}, name
+    assert not re.search(r"\d [MG]B", (ROOT / "scripts/_venv.sh").read_text(encoding="utf-8"))
 
 
 def copy_of_the_sources(folder: Path) -> None:
@@ -109,8 +124,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         name = next(name for name in archive.namelist() if name.endswith("/scripts/uv"))
         (folder / "uv").write_bytes(archive.read(name))
     (folder / "uv").chmod(0o755)
-    (folder / "uv.toml").write_text(f'no-index = true\nfind-links = ["{folder / "all"}", "{folder / "build"}"]\n')
-    return {"UV_CONFIG_FILE": str(folder / "uv.toml"), "PATH": str(folder)}
+    return {"UV_NO_INDEX": "1", "UV_FIND_LINKS": f"{folder / 'all'},{folder / 'build'}", "PATH": str(folder)}
 
 
 @pytest.mark.slow
@@ -128,6 +142,34 @@ def test_the_first_code_block_ends_in_an_answer_and_uninstall_leaves_nothing(
     answer = said.rpartition("localllm uninstall")[2].partition("\n")[2]
     assert "block" in answer, said
     assert (home / ".local/share/bash-completion/completions/localllm").exists()
+    removed = run_at_terminal(["localllm", "uninstall", "--all", "--yes"], home, environ, b"")
+    assert list(home.iterdir()) == [], removed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_first_code_block_answers_with_the_package_indexes_of_this_machine(tmp_path: Path) -> None:
+    """In an empty home folder, with no more of this session than the configuration of uv and pip.
+
+    Skipped where only the build with CUDA is reached, which is 2.8 GB."""
+    home, sources = tmp_path / "home", tmp_path / "copy"
+    home.mkdir()
+    copy_of_the_sources(sources)
+    kept = re.compile(r"(PIP|UV)_|SSL_CERT_FILE$|https?_proxy$", re.IGNORECASE)
+    conf = Path(os.environ.get("PIP_CONFIG_FILE") or Path.home() / ".config/pip/pip.conf")
+    path = f"{home}/.local/bin:/usr/local/bin:/usr/bin:/bin:{Path(sys.executable).resolve().parent}"
+    environ = {name: value for name, value in os.environ.items() if kept.match(name)}
+    environ |= {"HOME": str(home), "PATH": path, "SHELL": "/bin/sh"} | (
+        {"PIP_CONFIG_FILE": str(conf)} if conf.exists() else {}
+    )
+    plan = subprocess.run(
+        ["sh", "install.sh", "--look"], cwd=sources, env=environ, capture_output=True, text=True, check=False
+    )
+    if "about 270 MB" not in plan.stdout:
+        pytest.skip(f"no small build here: {plan.stdout}{plan.stderr}")
+    said = run_at_terminal(["sh", "-e", "-c", blocks("README.md")[0]], sources, environ, b"\n")
+    assert "warning" not in said
+    assert "block" in said.rpartition("localllm uninstall")[2], said
     removed = run_at_terminal(["localllm", "uninstall", "--all", "--yes"], home, environ, b"")
     assert list(home.iterdir()) == [], removed
 

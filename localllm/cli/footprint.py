@@ -21,10 +21,20 @@ from localllm.cli.service import Systemd, unit_path
 from localllm.cli.unit import MARK
 from localllm.config.resolve import default_config_path
 from localllm.files.folders import cache_folder, data_folder
-from localllm.machine.install_kind import InstallKind, bundle_folder, checkout_folder, install_kind
+from localllm.machine.install_kind import InstallKind, bundle_folder, checkout_folder, install_kind, is_bundle
 
 PROGRAMS = ("tools", "python", "cache", "bin", "torch", "app")
 """Folders and a file in the data folder that install.sh and an offline bundle make."""
+
+MARKER = ".localllm-install"
+"""File in which install.sh and an offline bundle list what they make in its folder: a name or a pattern a line."""
+
+MADE_BEFORE_MARKERS = ("tools/localllm", "tools/.lock", "tools/.gitignore", "python/cpython-*", "python/.lock",
+                       "python/.temp", "python/.gitignore", "bin/uv", "torch")  # fmt: skip
+"""What install.sh made in its folder before it wrote a marker."""
+
+CACHES = ("bandwidth.json", "peers.json", "kernels", "triton")
+"""Files and folders in the cache folder."""
 
 DATA = {"keys": "keys", "chats": "chats", "logs": "logs", "profiles": "profiles", "aliases": "names of models"}
 """Contents of a file of the data folder, by its name up to the first dot."""
@@ -61,8 +71,8 @@ def footprint() -> list[Part]:
         Part("command", tuple(_links(inside)), Group.PROGRAM),
         Part("completions", tuple(filter(is_ours, map(installed_path, SHELLS))), Group.PROGRAM),
         *environment,
-        Part("caches", (cache_folder(), data_folder() / "run"), Group.PROGRAM),
-        Part("settings", (default_config_path(), default_config_path().parent), Group.DATA),
+        Part("caches", (*(cache_folder() / name for name in CACHES), data_folder() / "run"), Group.PROGRAM),
+        Part("settings", (default_config_path(),), Group.DATA),
         *_data(),
         *_others(),
     ]
@@ -147,11 +157,27 @@ def _environment() -> Iterator[Part]:
     elif removes_package_only():
         yield Part("environment", tuple(_package()), Group.PROGRAM, "only the package localllm; the environment stays")
     else:
-        made = [root / name for root in own_root() for name in ("tools", "python", "cache", "bin/uv", "torch", "app")]
+        made = [path for root in own_root() for path in _made_in(root)]
         yield Part("environment", tuple(made) or (bundle_folder() or prefix,), Group.PROGRAM)
     root = checkout_folder() if kind is InstallKind.CHECKOUT else None
     if root is not None:
         yield Part("clone", (root,), Group.KEPT, f"yours; git -C {root} clean -Xdf removes what was built in it")
+
+
+def _made_in(root: Path) -> Iterator[Path]:
+    """Yield what installers made in their folder: what its marker lists, the offline bundles, and the marker itself.
+    Nothing is yielded that only a link leads to: it is somewhere else."""
+    marker = root / MARKER
+    lines = marker.read_text(errors="replace").splitlines() if marker.is_file() and not marker.is_symlink() else []
+    marked = bool(lines) and lines[0].startswith("localllm ")
+    for pattern in lines[1:] if marked else MADE_BEFORE_MARKERS:
+        top = pattern.split("/")[0]
+        if top in PROGRAMS and ".." not in pattern and not (root / top).is_symlink():
+            yield from (path for path in sorted(root.glob(pattern)) if path.parent.name != "app")
+    if not (root / "app").is_symlink():
+        yield from (path for path in sorted(root.glob("app/*")) if is_bundle(path))
+    if marked:
+        yield marker
 
 
 def _is_venv_of(root: Path | None) -> bool:
@@ -174,11 +200,13 @@ def _data() -> Iterator[Part]:
     found: dict[str, list[Path]] = {}
     if data_folder().is_dir():
         for path in sorted(data_folder().iterdir()):
-            if path.name not in (*PROGRAMS, "run"):
+            if path.name not in (*PROGRAMS, MARKER, "run"):
                 what = DATA.get(path.name.lstrip(".").split(".")[0].split("-")[0], "other files")
                 found.setdefault(what, []).append(path)
+    others = found.pop("other files", [])
     for what, paths in found.items():
         yield Part(what, tuple(paths), Group.DATA)
+    yield Part("other files", tuple(others), Group.KEPT, "localllm did not make these")
 
 
 def _others() -> Iterator[Part]:

@@ -8,6 +8,7 @@ Does not know: where releases are found (releases.py), how localllm was installe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import re
@@ -15,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -37,7 +39,7 @@ from localllm.cli.service import Systemd
 from localllm.cli.tell import confirmed, print_table
 from localllm.cli.unit import SERVICE
 from localllm.errors import ConfigError
-from localllm.machine.install_kind import InstallKind, bundle_folder, checkout_folder, install_kind, uv
+from localllm.machine.install_kind import InstallKind, bundle_folder, checkout_folder, install_kind, is_bundle, uv
 from localllm.machine.running_servers import running_servers
 from localllm.units import format_bytes
 from localllm.version import __version__
@@ -134,11 +136,13 @@ def _receipt() -> dict[str, object]:
 
 
 def _links_of_receipt() -> Iterator[str]:
-    """Yield the pages and folders of wheels that uv's receipt names and that still exist."""
+    """Yield the pages and folders of wheels that uv's receipt names and that may have localllm: others are gone, or
+    there for PyTorch."""
     options = _receipt().get("options")
     links = options.get("find-links", []) if isinstance(options, dict) else []
     for link in links:
-        if link.startswith("http") or Path(link.removeprefix("file://")).is_dir():
+        is_page = link.startswith("http") and not link.rstrip("/").endswith("/torch")
+        if is_page or any(Path(link.removeprefix("file://")).glob("localllm-*.whl")):
             yield link
 
 
@@ -216,7 +220,7 @@ def _version_of(package: str) -> str:
 
 def _command(source: Source, wanted: str, *, is_complete: bool) -> tuple[list[str], dict[str, str]]:
     """Return the command that installs a release, and its variables. is_complete: all other packages are installed."""
-    command = [*_installer(), f"localllm=={wanted}", *["--no-deps"] * is_complete]
+    command = [*_installer(), f"localllm=={wanted}", *(["--no-deps"] if is_complete else _same_build())]
     if source.kind is SourceKind.INDEX:  # in the environment: the address may have a password
         return command, dict.fromkeys(("UV_DEFAULT_INDEX", "PIP_INDEX_URL"), source.address)
     command += ["--find-links", source.address]
@@ -233,9 +237,14 @@ def _installer() -> list[str]:
     if found is None:
         why = f"{sys.prefix} has no pip, and uv is not in PATH."
         raise UpdateError("There is no program to install packages with.", why, "sh install.sh")
+    return [found, "pip", "install", "--python", sys.prefix, "--compile-bytecode"]
+
+
+def _same_build() -> list[str]:
+    """Return uv's option that takes a newer PyTorch from the index of the installed build."""
     build = re.search(r"\+(cpu|cu\d+)$", _version_of("torch"))
-    backend = ["--torch-backend", build[1]] if build else []
-    return [found, "pip", "install", "--python", sys.prefix, "--compile-bytecode", *backend]
+    is_uv = importlib.util.find_spec("pip") is None
+    return ["--torch-backend", build[1]] if build and is_uv else []
 
 
 def _run_undoable(command: Sequence[str], environ: Mapping[str, str]) -> bool:
@@ -259,15 +268,12 @@ def _run(command: Sequence[str], environ: Mapping[str, str]) -> None:
     """Run the installer with its output shown. Raises `UpdateError` if it fails."""
     print(f"$ {shlex.join(command)}", flush=True)
     kept = {name: value for name, value in os.environ.items() if name not in ("UV_PYTHON", "VIRTUAL_ENV")}
-    own_cache = Path(sys.prefix).parent.parent / "bin" / "uv"  # made by install.sh, which leaves no cache behind
-    cache = Path(sys.prefix).parent.parent / "cache"
-    if own_cache.is_file() and not cache.exists():
-        kept["UV_CACHE_DIR"] = str(cache)
-    try:
+    with contextlib.ExitStack() as stack:
+        if uv() != "uv":  # made by install.sh, which leaves no cache behind; hard links need the same file system
+            root = Path(sys.prefix).parent.parent
+            cache = tempfile.TemporaryDirectory(prefix=".cache-", dir=root, ignore_cleanup_errors=True)
+            kept["UV_CACHE_DIR"] = stack.enter_context(cache)
         code = subprocess.run(command, env={**kept, **environ}, check=False).returncode
-    finally:
-        if kept.get("UV_CACHE_DIR") == str(cache):
-            shutil.rmtree(cache, ignore_errors=True)
     if code:
         what = f"localllm was not updated: {Path(command[0]).name} ended with exit code {code}."
         raise UpdateError(what, "Its message is above.", "localllm update again; localllm doctor checks the install")
@@ -388,7 +394,7 @@ def _version_to_name(options: argparse.Namespace) -> str:
 
 def _bundle_back(folder: Path) -> int:
     """Let the command start the other version in the folder of versions."""
-    others = [each for each in folder.parent.iterdir() if (each / "BUNDLE").is_file() and each != folder]
+    others = [each for each in folder.parent.iterdir() if is_bundle(each) and each != folder]
     places = (Path("~/.local/bin").expanduser(), folder.parent.parent / "bin")
     links = [place / "localllm" for place in places if (place / "localllm").is_symlink()]
     link = next((link for link in links if link.readlink().is_relative_to(folder)), None)

@@ -57,6 +57,12 @@ def bundle_folder() -> Path | None:
     return next((place for place in places if (place / "BUNDLE").is_file()), None)
 
 
+def is_bundle(folder: Path) -> bool:
+    """Return whether a folder is an unpacked offline bundle: its file BUNDLE begins with the version, its name."""
+    mark = folder / "BUNDLE"
+    return not folder.is_symlink() and mark.is_file() and mark.read_text(errors="replace").split()[:1] == [folder.name]
+
+
 def checkout_folder() -> Path | None:
     """Return the folder of the sources that are installed as editable. Without a record of an install: the folder
     around the package, if it has a pyproject.toml."""

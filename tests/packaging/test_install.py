@@ -18,7 +18,7 @@ import pytest
 
 from localllm.version import __version__
 from scripts.layout import ROOT
-from tests.packaging.sandbox import INSTALL, UV_VERSION, Machine, Sandbox
+from tests.packaging.sandbox import INSTALL, PYPI, PYPI_ALONE, PYTORCH, UV_VERSION, Machine, Sandbox
 
 SHELLS = [shell for shell in ("dash", "bash") if shutil.which(shell)]
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Feb 22 01:44:30 UTC 2024\nGCC version:  gcc 12.2.0\n"
@@ -38,31 +38,31 @@ def pci(vendor: str) -> dict[str, str]:
 
 
 INSTALLED = {  # name: machine, arguments, sentence, words of uv's command
-    "no GPU": (Machine(), [], "no NVIDIA GPU.", "--torch-backend cpu"),
-    "driver 550": (gpu("550.54.14"), [], "NVIDIA GeForce RTX 3060, driver 550.54.14.", "--torch-backend cu129"),
-    "driver 580": (gpu("580.65.06"), [], "PyTorch for CUDA 13.0: about 3.1 GB to download", "--torch-backend cu130"),
-    "driver 579 of the open module": (gpu("579.9", OPEN_DRIVER), [], "driver 579.9.", "--torch-backend cu129"),
-    "oldest driver": (gpu("525.60.13"), [], "PyTorch for CUDA 12.9", "--torch-backend cu129"),
-    "new driver, told CUDA 12": (gpu("590.10"), ["--cuda", "12"], "PyTorch for CUDA 12.9", "--torch-backend cu129"),
-    "GPU, told --cpu": (gpu("470.1"), ["--cpu"], "about 290 MB to download, 1.3 GB on disk", "--torch-backend cpu"),
+    "no GPU": (Machine(), [], "no NVIDIA GPU.", "torch==2.13.0+cpu"),
+    "driver 550": (gpu("550.54.14"), [], "NVIDIA GeForce RTX 3060, driver 550.54.14.", "torch==2.13.0+cu129"),
+    "driver 580": (gpu("580.65.06"), [], "PyTorch for CUDA 13.0: about 2.8 GB", "torch==2.13.0+cu130"),
+    "driver 579 of the open module": (gpu("579.9", OPEN_DRIVER), [], "driver 579.9.", "torch==2.13.0+cu129"),
+    "oldest driver": (gpu("525.60.13"), [], "PyTorch for CUDA 12.9", "torch==2.13.0+cu129"),
+    "new driver, told CUDA 12": (gpu("590.10"), ["--cuda", "12"], "PyTorch for CUDA 12.9", "torch==2.13.0+cu129"),
+    "GPU, told --cpu": (gpu("470.1"), ["--cpu"], "about 270 MB to download, 1.3 GB on disk", "torch==2.13.0+cpu"),
     "driver only in /sys": (
         Machine(files={"sys/module/nvidia/version": "570.86.15\n"}), [], "NVIDIA GPU, driver 570.86.15.",
-        "--torch-backend cu129",
+        "torch==2.13.0+cu129",
     ),
-    "WSL2": (Machine(gpu=RTX_3060.format("581.29"), files=WSL), [], "glibc 2.36, WSL2,", "--torch-backend cu130"),
+    "WSL2": (Machine(gpu=RTX_3060.format("581.29"), files=WSL), [], "glibc 2.36, WSL2,", "torch==2.13.0+cu130"),
     "GPU without a driver": (
-        Machine(gpu="", files=pci("0x10de")), [], "NVIDIA GPU without a driver: the CPU is used.", "-backend cpu",
+        Machine(gpu="", files=pci("0x10de")), [], "NVIDIA GPU without a driver: the CPU is used.", "torch==2.13.0+cpu",
     ),
-    "AMD GPU": (Machine(files=pci("0x1002")), [], "AMD GPU: not supported yet", "--torch-backend cpu"),
+    "AMD GPU": (Machine(files=pci("0x1002")), [], "AMD GPU: not supported yet", "torch==2.13.0+cpu"),
     "Jetson": (
         Machine(processor="aarch64", files={PROC: OPEN_DRIVER.format("540.4.0"), "etc/nv_tegra_release": ""}), [],
-        "Jetson: its GPU needs NVIDIA's own build of PyTorch", "--torch-backend cpu",
+        "Jetson: its GPU needs NVIDIA's own build of PyTorch", "torch==2.13.0+cpu",
     ),
-    "aarch64": (Machine(processor="aarch64"), [], "Here: Linux aarch64", "--torch-backend cpu"),
+    "aarch64": (Machine(processor="aarch64"), [], "Here: Linux aarch64", "torch==2.13.0+cpu"),
     "Fedora": (Machine(libc="ldd (GNU libc) 2.42"), [], "glibc 2.42", "--constraints"),
     "glibc 2.28": (Machine(libc="ldd (GNU libc) 2.28"), [], "glibc 2.28 is older than the tested packages", "cpu"),
     "macOS": (Machine("Darwin", "arm64", libc=None), [], "Here: Darwin arm64", "--constraints"),
-    "just enough disk": (Machine(free_mb=2_010), [], "2.0 GB free", "--torch-backend cpu"),
+    "just enough disk": (Machine(free_mb=2_010), [], "2.0 GB free", "torch==2.13.0+cpu"),
 }  # fmt: skip
 
 REFUSED = {  # name: machine, arguments, what happened, what to type next
@@ -108,7 +108,9 @@ def test_a_machine_gets_the_build_of_pytorch_that_suits_it(name: str, shell: str
     assert words in call
     assert "--compile-bytecode" in call
     assert call.endswith(f" {sandbox.source}")
-    assert ("--torch-backend" in call) == (machine.system == "Linux")
+    assert ("--with torch==" in call) == (machine.system == "Linux")
+    assert "--python >=3.11,<3.14 " in call
+    assert "--torch-backend" not in call, "uv says that it is experimental"
     lock = "cuda" if "cu1" in words else "cpu"
     assert (f"--constraints {sandbox.source}/packaging/lock/{lock}.txt" in call) == (name != "glibc 2.28")
 
@@ -140,7 +142,7 @@ def test_without_a_terminal_only_yes_goes_on(tmp_path: Path) -> None:
 def test_at_a_terminal_it_asks_after_saying_sizes_and_place(answer: str, installs: bool, tmp_path: Path) -> None:
     sandbox = Sandbox(tmp_path, Machine())
     ended = sandbox.run(answer=answer)
-    plan = "about 290 MB to download, 1.3 GB on disk, in ~/.local/share/localllm.\nGo on? [Y/n]"
+    plan = "about 270 MB to download, 1.3 GB on disk, in ~/.local/share/localllm.\nGo on? [Y/n]"
     assert plan in ended.stdout
     assert bool(sandbox.uv_call()) == installs
     assert ended.returncode == (0 if installs else 1)
@@ -152,14 +154,6 @@ def test_look_says_the_plan_and_stops(tmp_path: Path) -> None:
     ended = sandbox.run("--look")
     assert (ended.returncode, sandbox.calls()) == (0, [])
     assert "localllm 0.2.0 with PyTorch for CUDA 12.9" in ended.stdout
-
-
-@pytest.mark.parametrize(
-    ("machine", "line"),
-    [(Machine(), "cpu "), (gpu("550.54"), "cu129 550.54"), (gpu("580.1"), "cu130 580.1"), (gpu("470.1"), "old 470.1")],
-)
-def test_scripts_up_gets_the_build_as_one_line(machine: Machine, line: str, tmp_path: Path) -> None:
-    assert Sandbox(tmp_path, machine).run("--torch").stdout == f"{line}\n"
 
 
 # ---- uv --------------------------------------------------------------------------------------------------------------
@@ -220,17 +214,25 @@ def test_a_failed_download_is_explained(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "what"), [(0, "uv's message is above"), (6, "No network: pypi.org"), (60, "certificate")]
-)
-def test_a_failed_uv_is_explained_and_its_downloads_are_kept(status: int, what: str, tmp_path: Path) -> None:
+    ("host", "status", "what"),
+    [("", 0, "uv's message is above"), (PYPI, 6, "No network: pypi.org"), (PYPI, 60, "certificate of pypi.org"),
+     (PYTORCH, 7, "No network: download.pytorch.org")],
+)  # fmt: skip
+def test_a_failed_uv_is_explained_and_its_downloads_are_kept(host: str, status: int, what: str, tmp_path: Path) -> None:
+    """The host that failed is named; only if all answer, a second run continues."""
     sandbox = Sandbox(tmp_path, Machine())
-    sandbox.program("curl", f"exit {status}")
     (sandbox.log / "uv-fails").touch()
+    uv = sandbox.bin / "uv"
+    if host:
+        fails = f'mkdir -p "$PAGES/fails"; echo {status} >"$PAGES/fails/{host}"; exit 2;'
+        uv.write_text(uv.read_text().replace("exit 2;", fails, 1))
     said = refusal(sandbox.run("--yes"))
     assert "error: made up" in said
     assert what in said
+    assert ("(continues)" in said) == (not host)
     assert (sandbox.installed / "cache").is_dir()
     (sandbox.log / "uv-fails").unlink()
+    shutil.rmtree(sandbox.pages / "fails", ignore_errors=True)
     assert sandbox.run("--yes").returncode == 0
     assert not (sandbox.installed / "cache").exists()
 
@@ -375,7 +377,8 @@ def test_offline_uv_sees_only_the_folder(tmp_path: Path) -> None:
     call = sandbox.uv_call()
     assert f"--offline --no-index --find-links {folder} --python 3.12 --constraints {folder}/lock.txt" in call
     assert call.endswith("localllm==0.2.0")
-    assert "--torch-backend" not in call
+    assert "--with" not in call
+    assert sandbox.asked() == []
 
 
 def damaged(folder: Path, name: str) -> None:
@@ -432,39 +435,56 @@ def test_the_locks_pin_everything_with_a_hash_but_pytorch() -> None:
     assert all(line.endswith("\\") for line in pinned)
     assert not any(line.startswith(("torch", "triton", "nvidia-c")) for line in pinned)
     [torch] = [line for line in cpu.splitlines() if line not in cuda.splitlines()]
-    assert f"torch_cpu={torch}+cpu" in (ROOT / "scripts/_venv.sh").read_text()
+    assert f"torch_cpu={torch.removeprefix('torch==')} " in INSTALL.read_text()
 
 
 # ---- scripts/up ------------------------------------------------------------------------------------------------------
 
 
-PIP = {  # name: machine, LOCALLLM_TORCH, what is said, what pip is asked for
-    "no GPU": (Machine(), "", "PyTorch for CPUs (with localllm's packages about 270 MB", "torch==2.13.0+cpu"),
-    "driver 580": (gpu("580.65"), "", "driver 580.65: installing PyTorch for CUDA 13 (about 3.1 GB", "torch>=2.9"),
-    "driver 550": (gpu("550.54"), "", "PyTorch for CUDA 12.9", "torch>=2.9 --index-url https://download.pytorch.org/whl/cu129"),
-    "driver 470": (gpu("470.1"), "", "driver 470.1 is older than 525", "torch==2.13.0+cpu"),
-    "an own choice": (gpu("550.54"), "torch==2.9.1", "", "torch==2.9.1"),
+PIP = {  # name: machine, LOCALLLM_TORCH, what is said, what pip is asked for, where pip looks, too
+    "no GPU": (
+        Machine(), "", "PyTorch (cpu) comes from https://download.pytorch.org/whl/cpu; with localllm's packages:",
+        "torch==2.13.0+cpu", "/whl/cpu/torch/",
+    ),
+    "driver 580": (gpu("580.65"), "", "about 2.8 GB", "torch==2.13.0+cu130", "/whl/cu130/torch/"),
+    "driver 550": (gpu("550.54"), "", "about 3.1 GB", "torch==2.13.0+cu129", "/whl/cu129/torch/"),
+    "driver 470": (gpu("470.1"), "", "driver 470.1 is older than 525", "torch==2.13.0+cpu", "/whl/cpu/torch/"),
+    "PyPI alone": (
+        Machine(pages=PYPI_ALONE), "", "from PyPI; with localllm's packages: about 2.8 GB", "torch==2.13.0", "",
+    ),
+    "an own choice": (gpu("550.54"), "torch==2.9.1", "", "torch==2.9.1", ""),
 }  # fmt: skip
+
+
+def run_venv(sandbox: Sandbox, commands: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run functions of scripts/_venv.sh, with a venv that has Python and a pip that only prints its arguments."""
+    sandbox.program("python", "echo 3.12")
+    commands = (
+        f"source scripts/_venv.sh; venv={sandbox.folder}/venv; mkdir -p $venv; ln -sfn {sandbox.bin} $venv/bin; "
+        f'make_venv() {{ :; }}; pip_install() {{ echo "pip: $* from ${{PIP_FIND_LINKS:-}}"; }}; {commands}'
+    )
+    command = [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", commands, str(ROOT / "scripts/up")]
+    return subprocess.run(
+        command, cwd=ROOT, env=sandbox.environ(**environ), capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("name", PIP)
 def test_a_clone_gets_the_same_build_of_pytorch(name: str, tmp_path: Path) -> None:
-    machine, own, said, asked = PIP[name]
+    machine, own, said, asked, page = PIP[name]
     sandbox = Sandbox(tmp_path, machine)
-    commands = 'source scripts/_venv.sh; has_torch() { false; }; pip_install() { echo pip: "$@"; }; install_torch'
-    environ = sandbox.environ(LOCALLLM_TORCH=own)
-    ended = subprocess.run(
-        [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", commands, str(ROOT / "scripts/up")],
-        cwd=ROOT, env=environ, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    sandbox.program("cksum", "cat >/dev/null; echo 1 1")
+    ended = run_venv(sandbox, "has_torch() { false; }; install_localllm dev", LOCALLLM_TORCH=own)
     assert ended.returncode == 0, ended.stderr
     assert said in ended.stdout
-    assert ended.stdout.splitlines()[-1] == f"pip: {asked}"
+    [pip] = [line for line in ended.stdout.splitlines() if line.startswith("pip:")]
+    extra = "dev" if asked.endswith("cpu") or not machine.gpu else "gpu,dev"
+    assert pip.startswith(f"pip: --no-compile {asked} --editable {ROOT}[{extra}] from ")
+    assert pip.endswith(page)
 
 
 def test_a_torch_that_is_installed_stays(tmp_path: Path) -> None:
-    commands = 'source scripts/_venv.sh; has_torch() { true; }; pip_install() { echo pip: "$@"; }; install_torch'
-    environ = Sandbox(tmp_path, gpu("550.54")).environ()
-    command = [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", commands]
-    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
-    assert ended.stdout == ""
+    sandbox = Sandbox(tmp_path, gpu("550.54"))
+    ended = run_venv(sandbox, "has_torch() { true; }; find_torch; echo \"torch: '$torch', build: $build\"")
+    assert ended.stdout == "torch: '', build: cu129\n"
+    assert sandbox.asked() == []
