@@ -287,22 +287,46 @@ use_own_folders() { # uv must neither see an active environment nor write into i
   export UV_CACHE_DIR="$dir/cache" UV_LINK_MODE="${UV_LINK_MODE:-hardlink}"
 }
 
+# Triton compiles a C file against Python.h before it launches the first kernel. A Python that uv manages has this header,
+# the system's often has not. Choose before PyTorch is downloaded.
+choose_python() { # WHAT THE WHEELS NEED: a version or a range
+  python=$1
+  case $torch in cu*) ;; *) return 0 ;; esac
+  if [ -z "$offline" ]; then
+    say "Looking for a Python with headers, which Triton needs (uv may download one, 30 MB)"
+    if "$uv" python install --quiet --no-bin "$python" >/dev/null 2>&1; then
+      python=$("$uv" python find --managed-python "$python") && return 0
+    fi
+  fi
+  python=$("$uv" python find "$1") || refuse "No Python $1 was found, and uv could not download one." \
+    "Try: sudo apt-get install -y python3 python3-dev"
+  has_headers "$python" || refuse "$python has no C headers ($header is missing), and Triton needs them on a GPU." \
+    "Try: sudo apt-get install -y ${header_package}   (then this script again), or without the GPU: sh install.sh --cpu"
+}
+
+has_headers() { # PYTHON: find Python.h where Triton looks, and name the system's package that has it
+  header=$("$1" -c 'import sysconfig; print(sysconfig.get_paths(scheme="posix_prefix")["include"] + "/Python.h")') || return 1
+  header_package=${header%/Python.h}
+  header_package=${header_package##*/}-dev
+  [ -e "$header" ]
+}
+
 install_localllm() {
-  name=cuda
-  [ "$torch" != cpu ] || name=cpu
   set -- --compile-bytecode
   if [ -n "$offline" ]; then
     python=$(folder_says python)
     "$uv" python find --offline "$python" >/dev/null 2>&1 ||
       refuse "The wheels of $offline are for Python $python, which is not installed." \
       "Try: sudo apt-get install -y python$python   (or the .run file, which contains Python)"
+    choose_python "$python"
     set -- "$@" --offline --no-index --find-links "$offline" --python "$python"
     set -- "$@" --constraints "$offline/lock.txt" "localllm==$version"
   else
-    set -- "$@" --python "$python_range"
+    choose_python "$python_range"
+    set -- "$@" --python "$python"
     [ "$os" != Linux ] || set -- "$@" --torch-backend "$torch"
-    lock=$source/$name.txt
-    [ ! -f "$source/pyproject.toml" ] || lock=$source/packaging/lock/$name.txt
+    lock=$source/$torch.txt
+    [ ! -f "$source/pyproject.toml" ] || lock=$source/packaging/lock/$torch.txt
     case $libc in
       2.28 | 2.29 | 2.30) say "glibc $libc is older than the tested packages need (2.31): uv chooses older ones." ;;
       *) set -- "$@" --constraints "$lock" ;;

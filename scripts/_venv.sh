@@ -10,7 +10,6 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 torch_floor=2.9
-torch_cpu=torch==2.13.0+cpu        # a CPU build can only be asked for by its exact version
 torch_index=https://download.pytorch.org/whl
 
 fail() {
@@ -53,6 +52,21 @@ torch_for_machine() {
   sh "$root/install.sh" --torch
 }
 
+# Print the version of PyTorch that is tested for a build: torch==2.13.0
+tested_torch() {
+  grep '^torch==' "$root/packaging/lock/$1.txt"
+}
+
+# Triton compiles a C file against Python.h before it launches the first kernel: say so before PyTorch is downloaded.
+require_headers() {
+  "$venv/bin/python" - <<'PYTHON' || fail "On a GPU, Triton needs Python's C headers." \
+    "Try: sudo apt-get install -y python3-dev   (or PYTHON=/path/to/a/python/with/headers rm -r .venv first)"
+import sys, sysconfig
+from pathlib import Path
+sys.exit(not Path(sysconfig.get_paths(scheme="posix_prefix")["include"], "Python.h").exists())
+PYTHON
+}
+
 has_torch() {
   "$venv/bin/python" - "$torch_floor" <<'PYTHON' 2>/dev/null
 import sys
@@ -66,6 +80,7 @@ install_torch() {
   has_torch && return
   local build driver size="about 3.1 GB to download, 6 GB on disk"
   read -r build driver <<<"$(torch_for_machine)"
+  case $build in cu*) require_headers ;; esac
   if [ -n "${LOCALLLM_TORCH:-}" ]; then
     pip_install "$LOCALLLM_TORCH"
   elif [ "$(uname -s)" != Linux ]; then
@@ -73,15 +88,17 @@ install_torch() {
     pip_install "torch>=$torch_floor"
   elif [ "$build" = cu130 ]; then
     echo "NVIDIA driver $driver: installing PyTorch for CUDA 13 ($size)"
-    pip_install "torch>=$torch_floor"
+    pip_install "$(tested_torch "$build")"
   elif [ "$build" = cu129 ]; then
     echo "NVIDIA driver $driver: installing PyTorch for CUDA 12.9 ($size)"
-    pip_install "torch>=$torch_floor" --index-url "$torch_index/$build"
+    pip_install "$(tested_torch "$build")" --index-url "$torch_index/$build"
   else
     # The default Linux build brings gigabytes of CUDA libraries that are useless without an NVIDIA GPU.
     # Try this machine's package index first, then PyTorch's own.
     [ "$build" != old ] || echo "NVIDIA driver $driver is older than 525, which PyTorch needs: the GPU is not used"
     echo "Installing PyTorch for CPUs (with localllm's packages about 270 MB to download, 1.3 GB on disk)"
+    local torch_cpu
+    torch_cpu=$(tested_torch cpu)+cpu # a CPU build can only be asked for by its exact version
     pip_install "$torch_cpu" 2>/dev/null ||
       pip_install "$torch_cpu" --extra-index-url "$torch_index/cpu" ||
       pip_install "torch>=$torch_floor" --index-url "$torch_index/cpu"
