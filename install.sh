@@ -17,6 +17,7 @@ version=0.1.0
 python_range='>=3.11,<3.14'
 # uv comes from PyPI, where the other packages come from: one host fewer to reach, and the same SHA-256 in every mirror.
 uv_version=0.13.9
+zig_version=0.15.2 # a C compiler for Triton where this machine has none
 uv_files=https://files.pythonhosted.org/packages
 root=${LOCALLLM_ROOT:-} # tests put the /proc and /sys of other machines here
 
@@ -335,6 +336,7 @@ install_localllm() {
       set -- "$@" --find-links "$source" "localllm==$version"
     fi
   fi
+  case $torch in cu*) has gcc || has clang || [ -n "${CC:-}" ] || set -- --with "ziglang==$zig_version" "$@" ;; esac
   # uv keeps a torch that satisfies localllm: another build needs a new environment.
   [ "$(cat "$dir/torch" 2>/dev/null)" = "$torch" ] || [ ! -d "$dir/tools/localllm" ] || set -- --force "$@"
   case $link in */app/*) rm "$bin/localllm" ;; esac # of the .run file; uv replaces its own link only

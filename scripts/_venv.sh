@@ -138,6 +138,9 @@ install_localllm() {
   echo "Installing localllm${extras:+ with its extra ${extras/,/ and }}"
   pip_install --editable "$root${extras:+[$extras]}" ||
     fail "localllm could not be installed; see pip's message above."
+  # Triton needs a C compiler, which not every machine has.
+  case $extras in *gpu*) command -v gcc || command -v clang || [ -n "${CC:-}" ] ||
+    pip_install "$(sed -n 's/^ZIG = "\(.*\)".*/\1/p' "$root/build_native.py")" ;; esac >/dev/null
   native_stamp >"$venv/.installed-native"
   echo "$stamp" >"$venv/.installed-base"
   [ -z "$extra" ] || echo "$stamp" >"$venv/.installed-$extra"

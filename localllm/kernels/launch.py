@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from localllm.kernels.triton_build import build_with_zig, has_compiler
+
 __all__ = [
     "DEFAULTS", "HAS_TRITON", "INTERPRETED", "LaunchOptions", "TensorDescriptor", "cdiv", "early_launch",
     "launch_options", "launching_with", "next_power_of_2", "prefetch_rows", "runs_triton", "tl", "triton",
@@ -104,6 +106,8 @@ class _Compiles:
 _compiles = _Compiles()
 if HAS_TRITON:
     triton.knobs.runtime.jit_post_compile_hook = _compiles
+    if triton.knobs.build.impl is None and not has_compiler():
+        triton.knobs.build.impl = build_with_zig
 
 
 def num_compiles() -> int:
