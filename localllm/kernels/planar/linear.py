@@ -42,6 +42,7 @@ from localllm.kernels.planar.kernels import (
     dequantize_kernel,
     planar_linear_kernel,
     planar_tile,
+    register_limit,
 )
 from localllm.kernels.planar.layout import chunk_size, unpack_words
 from localllm.kernels.planar.unpack import unpack_assembly
@@ -322,6 +323,7 @@ def _launch(
         ACTIVATION=activation,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **register_limit(tile, weight.bits, weight.group, activation, wgmma=_gpu(x.device)[1]),
         **early_launch(x.device),
     )
 
