@@ -19,6 +19,7 @@ from torch import Tensor
 from localllm.config.settings import EngineConfig
 from localllm.engine.step import RankStats, Runner
 from localllm.errors import DeviceLost
+from localllm.kernels.launch import launching_with
 from localllm.machine.hardware import Hardware
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.drafters.drafter import Drafter
@@ -36,7 +37,7 @@ from localllm.models.weights.source import Progress
 from localllm.runner.device_errors import loading_weights
 from localllm.runner.device_memory import make_current
 from localllm.runner.host_steps import ReopenableModel
-from localllm.runner.opening import ReportDetail, open_runner
+from localllm.runner.opening import ReportDetail, launch_options_of, open_runner
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class LocalExecutor:
         device = torch.device(plan.device)
         make_current(device)  # the transformers backend runs the model while it loads
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        with loading_weights(plan.weights_bytes, plan.device):
+        with loading_weights(plan.weights_bytes, plan.device), launching_with(launch_options_of(config, device)):
             model = load_model(
                 path, spec, device, getattr(torch, plan.dtype), progress,
                 max_model_len=plan.max_model_len, quantization=config.quantization, verify=config.verify,

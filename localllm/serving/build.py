@@ -268,7 +268,7 @@ def _load(
     from localllm.machine.hardware import process_bytes
     from localllm.models.fit import MemoryReport
 
-    if plan.device != "cpu":
+    if plan.device != "cpu" and config.kernels != "torch":
         require_kernels(plan.device)
     process_before = process_bytes()
     with report_phase("weights", on_phase) as report:

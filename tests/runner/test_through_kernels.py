@@ -52,7 +52,9 @@ def test_products_that_finish_what_is_between_them(
     model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As bfloat16 on a GPU, where few rows do not use the BLAS: they add to the stream, divide, and activate."""
-    monkeypatch.setattr(linear, "_uses_skinny_gemm", lambda x, weight: launch.runs_triton(weight) and x.shape[0] <= 16)
+    monkeypatch.setattr(
+        linear, "_uses_skinny_gemm", lambda x, weight: launch.runs_triton(weight, "products") and x.shape[0] <= 16
+    )
     finished: list[str] = []
     for name in ("gated", "add_and_norm"):
         method = getattr(SkinnyProduct, name)
