@@ -234,8 +234,8 @@ class EngineConfig:
         None, SCHEDULING, "start kernels while the previous one finishes",
         unset="on for compute capability 9.x and 10.x, off for 12.x, where it is not proven yet",
         note="only GPUs of compute capability 9.0 and later can, with a driver for CUDA 12.3 or newer")
-    kernels: Literal["auto", "torch"] = setting(
-        "auto", SCHEDULING, "what computes on a GPU: Triton kernels, or PyTorch alone",
+    kernels: str = setting(
+        "auto", SCHEDULING, "what computes on a GPU: Triton kernels, or PyTorch alone", choices=("auto", "torch"),
         note="torch is slow; it tells a wrong kernel from a wrong checkpoint")
     deterministic: bool = setting(
         False, SCHEDULING, "bit-identical output whatever else is in the batch", note="slower")

@@ -192,6 +192,7 @@ class LocalExecutor:
         with torch.inference_mode():
             replace_tensors(self.model, lambda tensor: tensor.to(self._device, non_blocking=True))
         torch.cuda.synchronize(self._device)
+        release_pinned_memory()
         self._is_on_host = False
 
     def continue_from(self, lost: Sequence[RankStats]) -> None:
@@ -202,6 +203,8 @@ class LocalExecutor:
 
     def close(self) -> None:
         self._model = self._drafter = None
+        if self._is_on_host:
+            release_pinned_memory()
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
@@ -230,6 +233,13 @@ def _load_drafter(
         spec.drafter, model, device, getattr(torch, plan.dtype), max_model_len=length,
         cpu_weights=config.cpu_weights, half_weights=config.keeps_half_weights,
     )  # fmt: skip
+
+
+def release_pinned_memory() -> None:
+    """Return the page-locked memory of weights that slept to the system: torch's allocator would keep it, locked."""
+    empty = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
+    if empty is not None:  # torch 2.13 and later
+        empty()
 
 
 def _to_host(tensor: Tensor) -> Tensor:
