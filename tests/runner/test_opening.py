@@ -160,3 +160,21 @@ def test_other_errors_of_a_load_stay_what_they_are(spec: ModelSpec, monkeypatch:
     monkeypatch.setattr(executor, "load_model", broken)
     with pytest.raises(RuntimeError, match="shapes differ"):
         LocalExecutor.load(Path(), spec, EngineConfig(), small_plan(spec), lambda loaded, total: None)
+
+
+@pytest.mark.parametrize("end", ["wakes", "closes"])
+def test_weights_that_slept_leave_no_page_locked_memory(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """Torch's allocator keeps the pages of freed tensors until it is asked to release them."""
+    asleep = LocalExecutor.__new__(LocalExecutor)
+    asleep._model = object()  # type: ignore[assignment]
+    asleep._drafter = None
+    asleep._device, asleep._is_on_host = torch.device("cuda"), True
+    released: list[bool] = []
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: released.append(True), raising=False)
+    monkeypatch.setattr(executor, "replace_tensors", lambda *given: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    if end == "wakes":
+        asleep.move_to_device()
+    else:
+        asleep.close()
+    assert released == [True]
