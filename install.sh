@@ -24,6 +24,7 @@ torch_site=https://download.pytorch.org/whl
 pypi=https://pypi.org/simple
 # uv comes from PyPI, where the other packages come from: one host fewer to reach, and the same SHA-256 in every mirror.
 uv_version=0.13.9
+zig_version=0.15.2 # a C compiler for Triton where this machine has none
 uv_files=https://files.pythonhosted.org/packages
 root=${LOCALLLM_ROOT:-} # tests put the /proc and /sys of other machines here
 
@@ -586,18 +587,40 @@ use_indexes() { # in variables: an address may have a password, and others can r
 }
 
 find_lock() { # the tested versions of the packages
-  name=cuda
-  [ "$torch" != cpu ] || name=cpu
-  lock=$source/$name.txt
-  [ ! -f "$source/pyproject.toml" ] || lock=$source/packaging/lock/$name.txt
+  lock=$source/$torch.txt
+  [ ! -f "$source/pyproject.toml" ] || lock=$source/packaging/lock/$torch.txt
   if [ "$wanted" = "$torch_pypi_arm" ]; then # another PyTorch than the lock has
     case $lock in https://*)
       download "$lock" "$dir/cache/all.txt" || refuse_download $? "$(host_of "$lock")"
       lock=$dir/cache/all.txt ;;
     esac
-    sed '/^torch==/d' "$lock" >"$dir/cache/lock.txt"
+    sed '/^torch==/d; /^triton==/d' "$lock" >"$dir/cache/lock.txt"
     lock=$dir/cache/lock.txt
   fi
+}
+
+# Triton compiles a C file against Python.h before it launches the first kernel. A Python that uv manages has this header,
+# the system's often has not. Choose before PyTorch is downloaded.
+choose_python() { # WHAT THE WHEELS NEED: a version or a range
+  python=$1
+  case $torch in cu*) ;; *) return 0 ;; esac
+  if [ -z "$offline" ]; then
+    say "Looking for a Python with headers, which Triton needs (uv may download one, 30 MB)"
+    if "$uv" python install --quiet --no-bin "$python" >/dev/null 2>&1; then
+      python=$("$uv" python find --managed-python "$python") && return 0
+    fi
+  fi
+  python=$("$uv" python find "$1") || refuse "No Python $1 was found, and uv could not download one." \
+    "Try: sudo apt-get install -y python3 python3-dev"
+  has_headers "$python" || refuse "$python has no C headers ($header is missing), and Triton needs them on a GPU." \
+    "Try: sudo apt-get install -y ${header_package}   (then this script again), or without the GPU: sh install.sh --cpu"
+}
+
+has_headers() { # PYTHON: find Python.h where Triton looks, and name the system's package that has it
+  header=$("$1" -c 'import sysconfig; print(sysconfig.get_paths(scheme="posix_prefix")["include"] + "/Python.h")') || return 1
+  header_package=${header%/Python.h}
+  header_package=${header_package##*/}-dev
+  [ -e "$header" ]
 }
 
 install_localllm() {
@@ -607,11 +630,13 @@ install_localllm() {
     "$uv" python find --offline "$python" >/dev/null 2>&1 ||
       refuse "The wheels of $offline are for Python $python, which is not installed." \
       "Try: sudo apt-get install -y python$python   (or the .run file, which contains Python)"
+    choose_python "$python"
     set -- "$@" --offline --no-index --find-links "$offline" --python "$python"
     set -- "$@" --constraints "$offline/lock.txt" "localllm==$version"
   else
     use_indexes
-    set -- "$@" --python "$python_range"
+    choose_python "$python_range"
+    set -- "$@" --python "$python"
     [ "$os" != Linux ] || set -- "$@" --with "torch==$wanted"
     find_lock
     case $libc in
@@ -622,6 +647,7 @@ install_localllm() {
       set -- "$@" --find-links "$source" "localllm==$version"
     fi
   fi
+  case $torch in cu*) has gcc || has clang || [ -n "${CC:-}" ] || set -- --with "ziglang==$zig_version" "$@" ;; esac
   # uv keeps a torch that satisfies localllm: another build needs a new environment.
   [ "$(cat "$dir/torch" 2>/dev/null)" = "$size" ] || [ ! -d "$dir/tools/localllm" ] || set -- --force "$@"
   case $link in */app/*) rm "$bin/localllm" ;; esac # of the .run file; uv replaces its own link only

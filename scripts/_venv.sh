@@ -51,6 +51,16 @@ torch_for_machine() {
   sh "$root/install.sh" "$1" --python "$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
 }
 
+# Triton compiles a C file against Python.h before it launches the first kernel: say so before PyTorch is downloaded.
+require_headers() {
+  "$venv/bin/python" - <<'PYTHON' || fail "On a GPU, Triton needs Python's C headers." \
+    "Try: sudo apt-get install -y python3-dev   (or PYTHON=/path/to/a/python/with/headers rm -r .venv first)"
+import sys, sysconfig
+from pathlib import Path
+sys.exit(not Path(sysconfig.get_paths(scheme="posix_prefix")["include"], "Python.h").exists())
+PYTHON
+}
+
 has_torch() {
   "$venv/bin/python" - "$torch_floor" <<'PYTHON' 2>/dev/null
 import sys
@@ -81,6 +91,7 @@ find_torch() {
     esac
   done <<<"$answer"
   [ $ask = --torch ] || return 0
+  case $build in cu*) require_headers ;; esac
   [ -z "$old" ] || echo "NVIDIA driver $old is older than 525, which PyTorch needs: the GPU is not used"
   echo "PyTorch ($build) comes from $place; with localllm's packages: $sizes"
 }
@@ -128,6 +139,9 @@ install_localllm() {
   install_and_compile ${torch:+"$torch"} --editable "$root${extras:+[$extras]}" ||
     fail "localllm could not be installed; see pip's message above." \
       "Try: LOCALLLM_TORCH=torch $0   (if PyTorch is what failed: the default build of your package index)"
+  # Triton needs a C compiler, which not every machine has.
+  case $build in cu*) command -v gcc || command -v clang || [ -n "${CC:-}" ] ||
+    pip_install "$(sed -n 's/^ZIG = "\(.*\)".*/\1/p' "$root/build_native.py")" ;; esac >/dev/null
   native_stamp >"$venv/.installed-native"
   echo "$stamp" >"$venv/.installed-base"
   [ -z "$extra" ] || echo "$stamp" >"$venv/.installed-$extra"

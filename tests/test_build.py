@@ -160,7 +160,7 @@ def test_a_gpu_is_readied_before_weights_are_read(monkeypatch: pytest.MonkeyPatc
     def load(*_: object, **__: object) -> None:
         raise CorruptModel("read")
 
-    monkeypatch.setattr(build, "require_compiler", lambda: done.append("compiler"))
+    monkeypatch.setattr(build, "require_kernels", done.append)
     monkeypatch.setattr(executor, "make_current", done.append)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(executor, "load_model", load)
@@ -169,4 +169,4 @@ def test_a_gpu_is_readied_before_weights_are_read(monkeypatch: pytest.MonkeyPatc
     config = settings_for(tmp_path).engine
     with pytest.raises(CorruptModel):
         build._load(tmp_path, spec, config, plan, lambda phase: None)
-    assert done == ["compiler", torch.device("cuda:1")]
+    assert done == ["cuda:1", torch.device("cuda:1")]

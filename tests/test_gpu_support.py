@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from localllm.errors import ConfigError
 from localllm.machine import gpu_support, hardware
 from localllm.machine.gpu_support import (
-    CompilerFacts,
     NvidiaFacts,
     TorchFacts,
     gpu_problems,
-    judge_compiler,
     judge_gpus,
-    read_compiler,
-    require_compiler,
 )
 from localllm.machine.hardware import read_hardware
 
@@ -71,35 +64,7 @@ def test_an_old_gpu_beside_a_good_one_is_named() -> None:
     assert "P100" in problem.what
 
 
-HEADER = Path("/usr/include/python3.12/Python.h")
-
-
-@pytest.mark.parametrize(
-    ("facts", "words"),
-    [
-        (CompilerFacts((3, 6), None, HEADER, True), ["Triton 3.6", "no C compiler", "apt install gcc python3-dev"]),
-        (CompilerFacts((3, 5), "/usr/bin/gcc", HEADER, False), ["Triton 3.5", str(HEADER), "python3-dev"]),
-        (CompilerFacts((3, 6), None, HEADER, False), ["no C compiler", "and", str(HEADER)]),
-        (CompilerFacts(None, "/usr/bin/gcc", HEADER, True, False), ["Triton is not installed", "[gpu]"]),
-    ],
-)
-def test_what_triton_lacks_to_launch_kernels_is_told(facts: CompilerFacts, words: list[str]) -> None:
-    [problem] = judge_compiler(facts)
-    assert not [word for word in words if word not in f"{problem.what} {problem.remedy}"]
-
-
-def test_a_triton_that_compiles_no_c_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = CompilerFacts((3, 7), None, HEADER, False)
-    assert judge_compiler(lacking) == judge_compiler(lacking._replace(triton=None)) == []
-    assert judge_compiler(CompilerFacts((3, 6), "/usr/bin/gcc", HEADER, True)) == []
-    monkeypatch.setattr(gpu_support, "read_compiler", lambda: lacking._replace(triton=(3, 6)))
-    with pytest.raises(ConfigError, match="cannot be launched") as refused:
-        require_compiler()
-    assert "--device cpu" in refused.value.hint
-
-
 def test_this_machine_can_be_asked() -> None:
-    assert read_compiler().header.name == "Python.h"
     assert all(problem.what and problem.remedy for problem in gpu_problems())
 
 

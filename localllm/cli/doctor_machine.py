@@ -18,6 +18,7 @@ import psutil
 
 from localllm.cli.findings import Finding
 from localllm.cli.tell import package_versions
+from localllm.errors import ConfigError
 from localllm.kernels.cpu.native.choice import X86_V3, chosen_set, why_unusable
 from localllm.machine.cpu import fast_instructions, read_cpu_flags
 from localllm.machine.hardware import GPU_DEVICES, may_have_gpu
@@ -132,12 +133,28 @@ def check_gpu_use() -> Iterator[Finding]:
     problems = gpu_problems()
     for problem in problems:
         yield Finding("gpu", "problem", problem.what, problem.remedy)
+    if not problems:
+        yield _launches()
     folder = triton_cache_dir()
     if not is_writable(folder):
         text = f"{folder} is not writable: compiled kernels are stored elsewhere, or compiled again at every start"
         yield Finding("kernel cache", "note", text, "Set TRITON_CACHE_DIR to another folder.")
     elif not problems:
         yield Finding("kernel cache", "ok", str(folder))
+
+
+def _launches() -> Finding:
+    """Launch a kernel. It needs what all do: a C compiler, Python's headers, an assembler and the driver."""
+    import torch
+
+    from localllm.kernels.first_launch import require_launch
+    from localllm.kernels.launch import triton
+
+    try:
+        require_launch(torch.device("cuda"))
+    except ConfigError as error:
+        return Finding("kernels", "problem", f"{error.what} {error.why}", error.hint)
+    return Finding("kernels", "ok", f"Triton {triton.__version__} compiled and launched a kernel")
 
 
 def gpu_access(devices: tuple[str, ...] = GPU_DEVICES) -> Iterator[Finding]:

@@ -230,9 +230,13 @@ class EngineConfig:
         "num_speculative_tokens", is_of_one_model=True)
     enforce_eager: bool = setting(
         False, SCHEDULING, "do not use CUDA graphs")
-    programmatic_launch: bool = setting(
-        True, SCHEDULING, "start kernels while the previous one finishes",
-        note="only GPUs of compute capability 9.0 and later can")
+    programmatic_launch: bool | None = setting(
+        None, SCHEDULING, "start kernels while the previous one finishes",
+        unset="on for compute capability 9.x and 10.x, off for 12.x, where it is not proven yet",
+        note="only GPUs of compute capability 9.0 and later can, with a driver for CUDA 12.3 or newer")
+    kernels: str = setting(
+        "auto", SCHEDULING, "what computes on a GPU: Triton kernels, or PyTorch alone", choices=("auto", "torch"),
+        note="torch is slow; it tells a wrong kernel from a wrong checkpoint")
     deterministic: bool = setting(
         False, SCHEDULING, "bit-identical output whatever else is in the batch", note="slower")
     # fmt: on

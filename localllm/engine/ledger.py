@@ -150,7 +150,7 @@ class Ledger:
 
     @property
     def num_changes(self) -> int:
-        """The number of changes of the prefix cache so far. A hit is what `lookup` would return until the next change."""
+        """The number of changes of the prefix cache so far: until the next one, a hit stays what `lookup` returns."""
         return sum([pool.num_changes for pool in self.pools])
 
     def can_enter(self, hit: Hit, places: int) -> bool:

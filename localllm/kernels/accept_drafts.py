@@ -35,7 +35,7 @@ def accept_drafts(
     given: accepted draws, and drafts that were verified.
     """
     counts = torch.empty((2, len(slots)), dtype=torch.int64, device=slots.device) if out is None else out
-    if not runs_triton(slots):
+    if not runs_triton(slots, "steps"):
         accept_drafts_reference(slots, lengths, token_ids, drawn, best, known, valid, counts)
         return counts
     rows, draws = slots.shape

@@ -30,9 +30,9 @@ def causal_conv(
     assert conv_state.is_contiguous()
     assert x.stride(1) == 1
     assert conv_state.shape[1:] == (x.shape[1], weight.shape[0] - 1), (conv_state.shape, x.shape, weight.shape)
-    if runs_triton(x):
+    if runs_triton(x, "recurrent"):
         return _launch(x, weight, bias, conv_state, step, silu)
-    if (library := native()) is not None:
+    if not x.is_cuda and (library := native()) is not None:
         return native_causal_conv(library, x, weight, bias, conv_state, step, silu)
     return causal_conv_reference(x, weight, bias, conv_state, step, silu=silu)
 

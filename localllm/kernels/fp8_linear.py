@@ -79,7 +79,7 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tens
 
 
 def fp8_linear_unfinished(x: Tensor | PendingNorm, weight: Fp8Weight, bias: Tensor | None = None) -> Unfinished:
-    if not runs_triton(weight.values):
+    if not runs_triton(weight.values, "products"):
         return fp8_linear_reference(normed(x), weight, bias)
     stays_16_bit = weight.activations == "16-bit" or launch_options().deterministic or not _has_mma(x.device)
     if stays_16_bit or x.shape[0] <= settings_for("fp8_linear", fp8_key(weight), fp8_crossover).skinny_rows:

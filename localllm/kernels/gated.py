@@ -19,15 +19,15 @@ from torch import Tensor
 from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.split_sum import load_sum
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unfinished import Product, Unfinished, parts_of
+from localllm.kernels.unfinished import Product, Unfinished, parts_of, whole
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 def gated(gate_up: Unfinished, activation: str) -> Tensor:
     """gate_up [T, 2 * I], gate first -> [T, I] contiguous, same dtype. activation: one of ACTIVATIONS."""
-    if isinstance(gate_up, Tensor) and not runs_triton(gate_up):
-        return gated_reference(gate_up, activation)
+    if not runs_triton(gate_up, "activations"):
+        return gated_reference(whole(gate_up), activation)
     if isinstance(gate_up, Product) and (out := gate_up.gated(activation)) is not None:
         return out
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2

@@ -39,9 +39,9 @@ def gated_delta(
     assert matrix.dtype == torch.float32
     assert matrix.shape[1:] == (v.shape[1], k.shape[2], v.shape[2]), (matrix.shape, k.shape, v.shape)
     assert v.shape[1] % k.shape[1] == 0, (v.shape, k.shape)
-    if runs_triton(v):
+    if runs_triton(v, "recurrent"):
         return _launch(q, k, v, a, b, rate, dt_bias, matrix, step, tiled)
-    if (library := native()) is not None:
+    if not v.is_cuda and (library := native()) is not None:
         return native_gated_delta(library, q, k, v, a, b, rate, dt_bias, matrix, step, tiled)
     return gated_delta_reference(q, k, v, a, b, rate, dt_bias, matrix, step, tiled=tiled)
 

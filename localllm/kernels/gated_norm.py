@@ -24,9 +24,9 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_firs
     [G, D].
     """
     assert weight.numel() in (x.shape[2], x.shape[1] * x.shape[2]), (weight.shape, x.shape)
-    if runs_triton(x):
+    if runs_triton(x, "recurrent"):
         return _launch(x, gate, weight, eps, gate_first)
-    if (library := native()) is not None:
+    if not x.is_cuda and (library := native()) is not None:
         return native_gated_norm(library, x, gate, weight, eps, gate_first)
     return gated_norm_reference(x, gate, weight, eps, gate_first=gate_first)
 

@@ -74,7 +74,7 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
 
 
 def int8_linear_unfinished(x: Tensor | PendingNorm, weight: Int8Weight, bias: Tensor | None = None) -> Unfinished:
-    if not runs_triton(weight.values):
+    if not runs_triton(weight.values, "products"):
         return int8_linear_reference(normed(x), weight, bias)
     dynamic = weight.activations == "dynamic" and not launch_options().deterministic and _has_int8_mma(weight.values)
     if not dynamic or x.shape[0] <= settings_for("int8_linear", int8_key(weight), int8_crossover).skinny_rows:

@@ -17,10 +17,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+
+from localllm.kernels.choice import Kernel
+from localllm.kernels.triton_build import build_with_zig, has_compiler
 
 __all__ = [
     "DEFAULTS", "HAS_TRITON", "INTERPRETED", "LaunchOptions", "TensorDescriptor", "cdiv", "early_launch",
@@ -68,6 +70,16 @@ class LaunchOptions:
     programmatic_launch: bool = True
     """On sm_90 and later a kernel may start while the previous one finishes, and waits before it reads its input."""
 
+    without: frozenset[Kernel] = frozenset()
+    """Groups of kernels whose twins are used instead (choice.py). Steps are then not recorded as graphs."""
+
+
+class OnDevice(Protocol):
+    """A tensor, or a product that is not computed yet."""
+
+    @property
+    def device(self) -> torch.device: ...
+
 
 DEFAULTS = LaunchOptions()
 _current: ContextVar[LaunchOptions] = ContextVar("launch_options", default=DEFAULTS)
@@ -104,6 +116,8 @@ class _Compiles:
 _compiles = _Compiles()
 if HAS_TRITON:
     triton.knobs.runtime.jit_post_compile_hook = _compiles
+    if triton.knobs.build.impl is None and not has_compiler():
+        triton.knobs.build.impl = build_with_zig
 
 
 def num_compiles() -> int:
@@ -112,9 +126,10 @@ def num_compiles() -> int:
     return _compiles.count
 
 
-def runs_triton(x: Tensor) -> bool:
-    """Return whether an operation on x uses the kernel (True) or the plain-torch twin."""
-    return x.is_cuda or INTERPRETED
+def runs_triton(x: OnDevice, kernel: Kernel) -> bool:
+    """Return whether an operation on x uses its kernel (True) or the plain-torch twin (False), as on a CPU. On a GPU
+    it is the kernel, unless the model is served without it."""
+    return (INTERPRETED or x.device.type == "cuda") and kernel not in launch_options().without
 
 
 def early_launch(device: torch.device) -> dict[str, bool]:

@@ -18,7 +18,7 @@ from localllm.kernels.rms_norm import norm_launch
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Return the norm of x [..., H] in its shape and dtype, statistics in fp32. weight and bias [H] fp32."""
-    if not runs_triton(x):
+    if not runs_triton(x, "norms"):
         return layer_norm_reference(x, weight, bias, eps)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, None, weight, bias, eps, out)
@@ -27,7 +27,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Add x to residual [..., H] (contiguous) in place, and return the norm of the sum in x's dtype."""
-    if not runs_triton(x):
+    if not runs_triton(x, "norms"):
         return layer_norm_reference(residual.add_(x), weight, bias, eps).to(x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, residual, weight, bias, eps, out)

@@ -72,7 +72,7 @@ def linear_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tens
 
 
 def _uses_skinny_gemm(x: Tensor | PendingNorm, weight: Tensor) -> bool:
-    if weight.is_mkldnn or not runs_triton(weight):
+    if weight.is_mkldnn or not runs_triton(weight, "products"):
         return False
     settings = settings_for("linear", crossover_key(weight), crossover_heuristic)
     return launch_options().deterministic or x.shape[0] <= settings.skinny_rows

@@ -49,7 +49,7 @@ class LoraRows:
 
 def lora_rows(ids: Tensor, adapters: Sequence[int], lengths: Sequence[int]) -> LoraRows:
     """Return the rows of ids [T]; adapters [B], the same per request, each with `lengths` consecutive rows."""
-    if runs_triton(ids):
+    if runs_triton(ids, "adapters"):
         return LoraRows(ids)
     return LoraRows(ids, _groups([adapter for adapter, n in zip(adapters, lengths, strict=True) for _ in range(n)]))
 
@@ -59,7 +59,7 @@ def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: LoraRows, ranks: 
 
     ranks [E]: of the present adapters; a and b hold zeros beyond them. Sums are in fp32.
     """
-    if not runs_triton(x):
+    if not runs_triton(x, "adapters"):
         add_lora_reference(y, x, a, b, rows, ranks)
         return
     num_tokens, depth = x.shape

@@ -122,7 +122,7 @@ def prepare_step(
     staged [>= staged_size] int32; block_tables [G, slots, W] int32, changed by the updates. max_query_len: upper bound
     of a row's tokens in this step. work: lists of the decode rows' attention, which the kernel fills as well.
     """
-    if not runs_triton(staged):
+    if not runs_triton(staged, "steps"):
         prepare_step_reference(staged, slots, block_tables, inputs, block_size)
         return
     rows, tokens, token_ids = len(inputs.context_lens), len(inputs.token_ids), slots.token_ids

@@ -34,7 +34,7 @@ def propose_lookup(
     drafts a row has, then the drafts.
     """
     out = torch.empty((len(slots), 1 + MOST_DRAFTS), dtype=torch.int32, device=slots.device)
-    if not runs_triton(slots):
+    if not runs_triton(slots, "steps"):
         propose_lookup_reference(slots, most, known, valid, token_ids, out.zero_())
         return out
     rows, width = len(slots), token_ids.shape[1]

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.split_sum import load_sum
-from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, parts_of
+from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, parts_of, whole
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the norm of x [..., H] in its shape and dtype. weight [H] or [x.shape[-2], H] fp32."""
-    if not runs_triton(x):
+    if not runs_triton(x, "norms"):
         return rms_norm_reference(x, weight, eps)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, None, weight, eps, out)
@@ -32,8 +32,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Unfinished, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add x to residual [..., H] (contiguous) in place, and return the norm of the sum in x's dtype."""
-    if isinstance(x, Tensor) and not runs_triton(x):
-        return rms_norm_reference(residual.add_(x), weight, eps).to(x.dtype)
+    if not runs_triton(x, "norms"):
+        return rms_norm_reference(residual.add_(whole(x)), weight, eps).to(x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, residual, weight, eps, out)
     return out
@@ -42,7 +42,11 @@ def add_rms_norm(x: Unfinished, residual: Tensor, weight: Tensor, eps: float) ->
 def add_rms_norm_pending(x: Unfinished, residual: Tensor, weight: Tensor, eps: float) -> Tensor | PendingNorm:
     """Do `add_rms_norm`, but leave the division by the root mean square to the reader if x is a product that can add
     itself to the residual."""
-    if isinstance(x, Product) and (norm := x.add_and_norm(residual, weight, eps)) is not None:
+    if (
+        isinstance(x, Product)
+        and runs_triton(x, "norms")
+        and (norm := x.add_and_norm(residual, weight, eps)) is not None
+    ):
         return norm
     return add_rms_norm(x, residual, weight, eps)
 

@@ -30,7 +30,7 @@ from localllm.kernels.rotary import rotary, rotary_angles
 from localllm.kernels.split_sum import load_sum
 from localllm.kernels.store_kv import store_kv
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unfinished import Unfinished, parts_of
+from localllm.kernels.unfinished import Unfinished, parts_of, whole
 
 Heads = Literal["qkv", "qk", "q"]
 """The heads that a projection makes. qk: a value head is its key head before norm and rotation (Gemma 4's full layers).
@@ -48,7 +48,7 @@ class Rotation(NamedTuple):
 
 def plan_rotation(table: Tensor, positions: Tensor, *, interleaved: bool = False) -> Rotation:
     """Compute what layers share of the rotation: on a CPU the angles, once instead of in each layer."""
-    angles = None if runs_triton(table) else rotary_angles(table, positions, interleaved=interleaved)
+    angles = None if runs_triton(table, "rotation") else rotary_angles(table, positions, interleaved=interleaved)
     return Rotation(table, positions, interleaved, angles)
 
 
@@ -73,9 +73,17 @@ def rotary_store_kv(
     before.
     `all_valid` promises that no slot is -1, which saves the twin a check.
     """
-    if isinstance(qkv, Tensor) and not runs_triton(qkv):
+    if not runs_triton(qkv, "rotation"):
         return rotary_store_kv_reference(
-            qkv, kv, slot_mapping, rotation, norm_weight, norm_eps, norm_last=norm_last, made=made, all_valid=all_valid
+            whole(qkv),
+            kv,
+            slot_mapping,
+            rotation,
+            norm_weight,
+            norm_eps,
+            norm_last=norm_last,
+            made=made,
+            all_valid=all_valid,
         )
     num_kv_heads, num_blocks, block_size, head_dim = kv.k.shape
     num_heads = count_query_heads(qkv.shape[1] // head_dim, kv, made)

@@ -37,9 +37,9 @@ def selective_scan(
     assert matrix.dtype == torch.float32
     assert matrix.shape[1:] == (x.shape[1], x.shape[2], B.shape[2]), (matrix.shape, x.shape, B.shape)
     assert x.shape[1] % B.shape[1] == 0, (x.shape, B.shape)
-    if runs_triton(x):
+    if runs_triton(x, "recurrent"):
         return _launch(x, dt, B, C, rate, dt_bias, skip, matrix, step, limits)
-    if (library := native()) is not None:
+    if not x.is_cuda and (library := native()) is not None:
         return native_selective_scan(library, x, dt, B, C, rate, dt_bias, skip, matrix, step, limits)
     return selective_scan_reference(x, dt, B, C, rate, dt_bias, skip, matrix, step, limits=limits)
 

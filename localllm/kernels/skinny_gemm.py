@@ -77,7 +77,7 @@ def skinny_gemm_unfinished(
 ) -> Unfinished:  # fmt: skip
     """Compute `skinny_gemm`, but leave the sum of the splits to the reader, or without splits the launch."""
     x, squares, eps = (x.scaled, x.squares, x.eps) if isinstance(x, PendingNorm) else (x, None, 0.0)
-    if not runs_triton(x):
+    if not runs_triton(x, "products"):
         return skinny_gemm_reference(x, weight, bias, scales, zeros)
     rows, n, k = x.shape[0], *weight.shape
     if rows == 0:

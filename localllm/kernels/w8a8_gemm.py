@@ -40,7 +40,7 @@ def w8a8_gemm(
     x.values e4m3 or int8 like weight [N, K]. scales fp32 [N] with x.scale [M, 1], or [ceil(N/128), ceil(K/128)] with
     x.scale [M, ceil(K/128)] (e4m3 only). zeros int8 [N] (int8 only): W is (q - zero) * scale. bias [N].
     """
-    if not runs_triton(x.values):
+    if not runs_triton(x.values, "products"):
         return w8a8_gemm_reference(x, weight, scales, bias, zeros, dtype=dtype)
     if _suits_scaled_mm(x.values, weight, scales, dtype):
         return scaled_mm(x, weight, scales, bias, dtype)

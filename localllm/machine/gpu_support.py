@@ -6,26 +6,15 @@ Does not know: what the GPU is used for.
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import sysconfig
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple
 
-from localllm.errors import ConfigError
 from localllm.machine.hardware import MIN_COMPUTE_CAPABILITY, as_text, open_nvml
 from localllm.machine.install_kind import how_to_install
 
 DRIVER_FOR_CUDA = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """The oldest Linux driver that runs programs built with any CUDA of this major version (NVIDIA's release notes)."""
-
-
-TRITON_BUILDS_WITH_C = (3, 7)
-"""Triton before this version compiles a small C module for each kernel's signature when it is first launched."""
 
 
 class GpuProblem(NamedTuple):
@@ -52,16 +41,6 @@ class TorchFacts(NamedTuple):
     rocm: str | None = None  # '7.1'; None: not a build for AMD
 
 
-class CompilerFacts(NamedTuple):
-    """Triton, and the programs and headers on this machine that it needs to launch kernels."""
-
-    triton: tuple[int, int] | None  # None: unknown
-    compiler: str | None  # its path
-    header: Path  # Python.h
-    has_header: bool
-    has_triton: bool = True
-
-
 def gpu_problems() -> list[GpuProblem]:
     """Return the reasons why this machine's GPU cannot be used; empty if it can."""
     import torch
@@ -69,8 +48,9 @@ def gpu_problems() -> list[GpuProblem]:
     built_for = TorchFacts(torch.__version__, torch.version.cuda, tuple(torch.cuda.get_arch_list()), torch.version.hip)
     nvidia = read_nvidia()
     found = judge_gpus(nvidia, built_for)
-    if nvidia.gpus:
-        found += judge_compiler(read_compiler())
+    if nvidia.gpus and find_spec("triton") is None:
+        what = "Triton is not installed, and kernels on a GPU need it."
+        found.append(GpuProblem(what, how_to_install("localllm[gpu]")))
     if not found and not torch.cuda.is_available():
         found.append(GpuProblem("torch cannot use the GPU.", "nvidia-smi shows whether the driver works at all."))
     return found
@@ -111,40 +91,6 @@ def judge_driver(nvidia: NvidiaFacts) -> list[GpuProblem]:
     newer = max(DRIVER_FOR_CUDA)
     warning = "" if nvidia.cuda[0] >= newer else f", and not those for CUDA {newer}"
     return [GpuProblem(f"{what}{warning}.", how_to_install("torch"))]
-
-
-def judge_compiler(facts: CompilerFacts) -> list[GpuProblem]:
-    """Return a problem if Triton is missing, or lacks the C compiler or the Python headers that older versions need."""
-    if not facts.has_triton:
-        return [GpuProblem("Triton is not installed, and kernels on a GPU need it.", how_to_install("localllm[gpu]"))]
-    if facts.triton is None or facts.triton >= TRITON_BUILDS_WITH_C:
-        return []
-    missing = [] if facts.compiler else ["there is no C compiler (gcc, clang or $CC)"]
-    missing += [] if facts.has_header else [f"{facts.header} is missing"]
-    if not missing:
-        return []
-    what = f"Triton {facts.triton[0]}.{facts.triton[1]} compiles C to launch kernels, but {' and '.join(missing)}."
-    return [GpuProblem(what, "sudo apt install gcc python3-dev")]
-
-
-def require_compiler() -> None:
-    """Refuse a GPU on which kernels cannot be launched, before gigabytes of weights are loaded."""
-    for what, remedy in judge_compiler(read_compiler()):
-        raise ConfigError("The GPU's kernels cannot be launched.", what, f"{remedy}, or --device cpu.")
-
-
-def read_compiler() -> CompilerFacts:
-    """Look for the compiler and headers where Triton looks."""
-    try:
-        major, minor = re.findall(r"\d+", version("triton"))[:2]
-    except (PackageNotFoundError, ValueError):
-        triton = None
-    else:
-        triton = (int(major), int(minor))
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
-    header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
-    return CompilerFacts(triton, compiler, header, header.exists(), find_spec("triton") is not None)
 
 
 def _driver_problems(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator[GpuProblem]:

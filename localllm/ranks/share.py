@@ -84,7 +84,7 @@ class TorchShare:
         if self._device.type != "cuda":
             return Measured()
         tell(Report("measuring one full step"))
-        config, options = request.config, launch_options_of(request.config)
+        config, options = request.config, launch_options_of(request.config, self._device)
         seen = measure(
             self._stage, self._spec, request.plan, self._device, 0, options, config.enable_prompt_embeds, self._parallel
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from localllm.config.settings import EngineConfig
 from localllm.engine.step import RankStats, Runner
 from localllm.errors import DeviceLost
+from localllm.kernels.launch import launching_with
 from localllm.machine.hardware import Hardware
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.drafters.drafter import Drafter
@@ -36,7 +37,7 @@ from localllm.models.weights.source import Progress
 from localllm.runner.device_errors import loading_weights
 from localllm.runner.device_memory import make_current
 from localllm.runner.host_steps import ReopenableModel
-from localllm.runner.opening import ReportDetail, open_runner
+from localllm.runner.opening import ReportDetail, launch_options_of, open_runner
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class LocalExecutor:
         device = torch.device(plan.device)
         make_current(device)  # the transformers backend runs the model while it loads
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        with loading_weights(plan.weights_bytes, plan.device):
+        with loading_weights(plan.weights_bytes, plan.device), launching_with(launch_options_of(config, device)):
             model = load_model(
                 path, spec, device, getattr(torch, plan.dtype), progress,
                 max_model_len=plan.max_model_len, quantization=config.quantization, verify=config.verify,
@@ -191,6 +192,7 @@ class LocalExecutor:
         with torch.inference_mode():
             replace_tensors(self.model, lambda tensor: tensor.to(self._device, non_blocking=True))
         torch.cuda.synchronize(self._device)
+        release_pinned_memory()
         self._is_on_host = False
 
     def continue_from(self, lost: Sequence[RankStats]) -> None:
@@ -201,6 +203,8 @@ class LocalExecutor:
 
     def close(self) -> None:
         self._model = self._drafter = None
+        if self._is_on_host:
+            release_pinned_memory()
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
@@ -229,6 +233,13 @@ def _load_drafter(
         spec.drafter, model, device, getattr(torch, plan.dtype), max_model_len=length,
         cpu_weights=config.cpu_weights, half_weights=config.keeps_half_weights,
     )  # fmt: skip
+
+
+def release_pinned_memory() -> None:
+    """Return the page-locked memory of weights that slept to the system: torch's allocator would keep it, locked."""
+    empty = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
+    if empty is not None:  # torch 2.13 and later
+        empty()
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ from localllm.config.settings import EngineConfig
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
 from localllm.errors import DoesNotFit
+from localllm.kernels.choice import ALL_KERNELS
 from localllm.kernels.launch import LaunchOptions
+from localllm.machine.gpu_support import read_nvidia
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.drafters.drafter import Drafter
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
@@ -41,6 +43,10 @@ log = logging.getLogger(__name__)
 
 CAPTURE_S = 5.0  # seconds spent on graphs before the server is ready; the rest are recorded while idle
 TRIES = 3  # attempts to find a KV cache size that fits while other programs take memory
+RECORDS_EARLY_LAUNCHES = (12, 3)
+"""The CUDA version of a driver that records early launches in graphs. Older ones only launch early."""
+UNPROVEN_EARLY_LAUNCH = (12, 0)
+"""No GPU of this compute capability or later has run the kernels with early launches yet."""
 UNKIND = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)  # these need the most memory for sampling
 
 ReportDetail = Callable[[str], None]
@@ -55,9 +61,21 @@ class Parallel:
     samples: bool  # whether its stage is the last one
 
 
-def launch_options_of(config: EngineConfig) -> LaunchOptions:
-    """Return the options of kernel launches that the settings choose."""
-    return LaunchOptions(deterministic=config.deterministic, programmatic_launch=config.programmatic_launch)
+def launch_options_of(config: EngineConfig, device: torch.device) -> LaunchOptions:
+    """Return the options of kernel launches that the settings choose for a device."""
+    early = config.programmatic_launch
+    if early is None:
+        early = device.type != "cuda" or launches_early_by_default(
+            torch.cuda.get_device_capability(device), read_nvidia().cuda
+        )
+    without = ALL_KERNELS if config.kernels == "torch" else frozenset()
+    return LaunchOptions(config.deterministic, early, without)
+
+
+def launches_early_by_default(capability: tuple[int, int], driver: tuple[int, int] | None) -> bool:
+    """Return whether kernels start early unless the settings say otherwise. driver: the newest CUDA version that it
+    runs; None: unknown."""
+    return capability < UNPROVEN_EARLY_LAUNCH and (driver is None or driver >= RECORDS_EARLY_LAUNCHES)
 
 
 def open_runner(
@@ -72,8 +90,8 @@ def open_runner(
 ) -> tuple[TorchRunner, MemoryPlan]:
     """Return the runner, warmed up, and the plan it was built with. `hardware`: as it was before the model was loaded;
     held_before: GPU bytes that torch had allocated for other models by then. drafter: of a model on a CPU."""
-    launch_options = launch_options_of(config)
     device = torch.device(plan.device)
+    launch_options = launch_options_of(config, device)
     make_current(device)
     if device.type == "cuda":
         report("measuring one full step")
@@ -91,11 +109,12 @@ def open_on(
     """Return a runner over a KV cache, warmed up. spec: with the sizes that this rank holds. states: of a model with
     recurrent layers. Raises `DoesNotFit`."""
     device = torch.device(plan.device)
+    options = launch_options_of(config, device)
     recorded = device.type == "cuda" and not config.enforce_eager and getattr(model, "capturable", True)
+    recorded = recorded and not options.without  # twins wait for the device, which a recording cannot
     capture: Capture | None = CudaCapture(device) if recorded else None
     if isinstance(capture, CudaCapture) and parallel is not None:
         capture = AgreedCapture(capture, parallel.world, device)
-    options = launch_options_of(config)
     has_drafts = not config.speculation.is_off
     runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states, drafter, has_drafts)
     if capture is not None:
@@ -253,6 +272,7 @@ def _runner(
         block_size=plan.block_size,
         device=device,
         capture=capture,
+        staged=False if launch_options.without >= ALL_KERNELS else None,  # nothing is left to unpack inputs
         launch_options=launch_options,
         group=None if parallel is None else parallel.group,
         samples=parallel is None or parallel.samples,

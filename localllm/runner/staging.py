@@ -192,7 +192,9 @@ class StagedInputs:
     def _work_lists(self, shape: StepShape) -> WorkLists | None:
         """Return lists for the attention of decode rows, where there are any and kernels read them."""
         max_blocks = self._tables.shape[2]
-        if not shape.decodes or not runs_triton(self._tables) or launch_options().deterministic or not self._reads:
+        if not shape.decodes or launch_options().deterministic or not self._reads:
+            return None
+        if not runs_triton(self._tables, "attention") or not runs_triton(self._tables, "steps"):
             return None
         ways = dict.fromkeys(splitting(reads, shape.num_draws, max_blocks, self._device) for reads in self._reads)
         return WorkLists.empty(tuple(ways), shape.decodes, self._device)
@@ -203,7 +205,9 @@ class StagedInputs:
 
     def _forward_inputs(self, inputs: StepInputs, shape: StepShape) -> ForwardInputs:
         context = self._host_rows.context
-        if not runs_triton(inputs.context_lens):  # the twins read lengths on the host, which knows bounds of them
+        if not runs_triton(
+            inputs.context_lens, "attention"
+        ):  # the twins read lengths on the host, which knows bounds of them
             context = tuple(inputs.context_lens.tolist())
         return ForwardInputs(
             token_ids=inputs.token_ids,

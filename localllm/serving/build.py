@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from localllm.config.settings import EngineConfig, Settings
 from localllm.engine.params import GENERATION_CONFIG, SAMPLING_PARAMS
 from localllm.errors import DoesNotFit, UnsupportedOption
-from localllm.machine.gpu_support import require_compiler
 from localllm.serving.compute import start_torch
 from localllm.serving.drafters import check_vocabulary, describe_choice, require_place, with_drafter
 from localllm.serving.fingerprints import fingerprint
@@ -269,8 +268,8 @@ def _load(
     from localllm.machine.hardware import process_bytes
     from localllm.models.fit import MemoryReport
 
-    if plan.device != "cpu":
-        require_compiler()
+    if plan.device != "cpu" and config.kernels != "torch":
+        require_kernels(plan.device)
     process_before = process_bytes()
     with report_phase("weights", on_phase) as report:
 
@@ -282,6 +281,15 @@ def _load(
             report(describe_layout(config.cpu_weights))
     loaded = None if plan.ranks else process_bytes() - process_before  # the ranks' processes hold the weights
     return executor, lambda kept: _log_memory(MemoryReport.of(plan, kept, loaded))
+
+
+def require_kernels(device: str) -> None:
+    """Launch a first kernel, so that nothing is loaded for kernels that cannot be launched. Raises `ConfigError`."""
+    import torch
+
+    from localllm.kernels.first_launch import require_launch
+
+    require_launch(torch.device(device))
 
 
 def _executor(

@@ -52,8 +52,8 @@ class Variant:
     forbidden: tuple[str, ...] = ()  # instructions that must not occur in the hottest loop, as "I2F", "F2F"
     elements_per_loop: int = 0  # weights (or bytes) that one program takes per turn of its hottest loop
     max_instructions_per_element: float = 0.0  # thread instructions; 0: not limited
-    prefetches: int = 0  # on sm_90, of each thread, before the kernel waits for the previous one
-    not_early: tuple[str, ...] = ()  # instructions that must not occur on sm_90 before that wait; for those that wait
+    prefetches: int = 0  # from sm_90 on, of each thread, before the kernel waits for the previous one
+    not_early: tuple[str, ...] = ()  # instructions that must not occur before that wait; for those that wait
     min_shared: int = 0  # KiB on every architecture: so many tiles are on their way or in use
     hands_over: bool = False  # on sm_90, reads after an atomic addition what other programs wrote before theirs
     options: Mapping[str, Any] = field(default_factory=dict)  # further compile options; PDL is chosen where not given

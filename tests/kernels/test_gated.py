@@ -57,7 +57,7 @@ def test_far_out(activation: str, device: torch.device) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_row_is_the_same_in_any_batch(activation: str, device: torch.device) -> None:
     gate_up = torch.randn(5, 260, device=device)
-    if activation == "gelu" and not runs_triton(gate_up):
+    if activation == "gelu" and not runs_triton(gate_up, "activations"):
         pytest.skip("torch's erf rounds the last elements of a buffer otherwise than those before")
     out = gated(gate_up, activation)
     for row in range(5):

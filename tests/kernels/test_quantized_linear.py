@@ -133,7 +133,7 @@ def test_turing_never_multiplies_int8_by_int8(arch: int, quantises: bool, monkey
     def gemm(name: str) -> Any:
         return lambda x, *_, **__: taken.append(name) or torch.zeros(40, 8)
 
-    monkeypatch.setattr(int8_linear, "runs_triton", lambda x: True)
+    monkeypatch.setattr(int8_linear, "runs_triton", lambda x, kernel: True)
     monkeypatch.setattr(int8_linear, "device_features", lambda device: DeviceFeatures(arch, False, False))
     for name in ("w8a16_gemm", "w8a8_gemm"):
         monkeypatch.setattr(int8_linear, name, gemm(name))
@@ -150,7 +150,7 @@ def test_a_measured_crossover_decides_where_activations_are_quantised(
     taken: list[str] = []
     name = file.__name__.rpartition(".")[2]
     monkeypatch.setattr(file, "settings_for", settings_with(name, Crossover(48)))
-    monkeypatch.setattr(file, "runs_triton", lambda x: True)
+    monkeypatch.setattr(file, "runs_triton", lambda x, kernel: True)
     monkeypatch.setattr(file, "device_features", lambda device: DeviceFeatures(90, True, True))
     monkeypatch.setattr(fp8_linear, "_has_mma", lambda device: True)
     monkeypatch.setattr(file, "w8a16_gemm", lambda x, *_: taken.append("unquantised") or x)

@@ -383,7 +383,7 @@ def test_heads_that_a_kernel_takes_together(heads: int, wanted: int) -> None:
 def test_each_head_alone_is_the_batched_product(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weights = torch.randn(5, 3, 8), torch.randn(3, 12, 8)
     batched = latent_attention._each_head(x, weights)
-    monkeypatch.setattr(latent_attention, "runs_triton", lambda x: True)
+    monkeypatch.setattr(latent_attention, "runs_triton", lambda x, kernel: True)
     with launching_with(LaunchOptions(deterministic=True)):
         torch.testing.assert_close(latent_attention._each_head(x, weights), batched)
 

@@ -25,7 +25,10 @@ UV_VERSION = next(line[11:] for line in INSTALL.read_text().splitlines() if line
 UV = """#!/bin/sh
 case "$1 $2" in
   "--version ") echo "uv VERSION (made up)"; exit 0 ;;
-  "python find") [ ! -e "$LOG/no-python" ]; exit ;;
+  "python find")
+    case $* in *--managed-python*) echo "$UV_PYTHON_INSTALL_DIR/cpython/bin/python3"; exit ;; esac
+    [ ! -e "$LOG/no-python" ] && echo python3; exit ;;
+  "python install") [ ! -e "$LOG/no-download" ]; exit ;;
 esac
 echo "uv $*" >>"$LOG/calls"
 env | grep -E '^(UV_|VIRTUAL_ENV|PYTHON|SSL_CERT_FILE|HTTPS_PROXY)' | sort >"$LOG/environment"

@@ -7,14 +7,19 @@ Nothing here uses the network, and nothing is written outside the test's folder.
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from localllm.version import __version__
 from scripts.layout import ROOT
@@ -109,9 +114,8 @@ def test_a_machine_gets_the_build_of_pytorch_that_suits_it(name: str, shell: str
     assert "--compile-bytecode" in call
     assert call.endswith(f" {sandbox.source}")
     assert ("--with torch==" in call) == (machine.system == "Linux")
-    assert "--python >=3.11,<3.14 " in call
     assert "--torch-backend" not in call, "uv says that it is experimental"
-    lock = "cuda" if "cu1" in words else "cpu"
+    lock = next((build for build in ("cu129", "cu130") if build in words), "cpu")
     assert (f"--constraints {sandbox.source}/packaging/lock/{lock}.txt" in call) == (name != "glibc 2.28")
 
 
@@ -125,6 +129,67 @@ def test_what_cannot_work_is_refused_before_anything_is_written(name: str, shell
     assert remedy in said.partition("\nTry: ")[2]
     assert sandbox.calls() == []
     assert not any(sandbox.data.iterdir())
+
+
+# ---- the interpreter -------------------------------------------------------------------------------------------------
+
+
+def without_download(sandbox: Sandbox, *, headers: bool) -> Path:
+    """Take uv's own Pythons from the machine; the system's python3 says that its headers are in the returned folder."""
+    (sandbox.log / "no-download").touch()
+    include = sandbox.folder / "include/python3.12"
+    include.mkdir(parents=True)
+    if headers:
+        (include / "Python.h").touch()
+    sandbox.program("python3", f"echo {include}/Python.h")
+    return include
+
+
+def test_on_a_gpu_the_python_is_one_with_headers(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, gpu("550.54"))
+    assert sandbox.run("--yes").returncode == 0
+    assert f"--python {sandbox.installed}/python/cpython/bin/python3 " in sandbox.uv_call()
+
+
+def test_where_no_python_can_be_downloaded_that_of_the_system_serves_if_it_has_headers(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, gpu("550.54"))
+    without_download(sandbox, headers=True)
+    assert sandbox.run("--yes").returncode == 0
+    assert "--python python3 " in sandbox.uv_call()
+
+
+def test_missing_headers_are_told_before_pytorch_is_downloaded(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, gpu("550.54"))
+    include = without_download(sandbox, headers=False)
+    said = refusal(sandbox.run("--yes"))
+    assert f"{include}/Python.h is missing" in said
+    assert "apt-get install -y python3.12-dev " in said
+    assert not sandbox.uv_call()
+
+
+def test_a_cpu_needs_no_headers(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    without_download(sandbox, headers=False)
+    assert sandbox.run("--yes").returncode == 0
+    assert "--python >=3.11,<3.14 " in sandbox.uv_call()
+
+
+@pytest.mark.parametrize("headers", [True, False])
+def test_a_clone_asks_for_headers_before_pytorch_is_downloaded(headers: bool, tmp_path: Path) -> None:
+    commands = f"""source scripts/_venv.sh; venv={tmp_path}; has_torch() {{ false; }}
+        torch_for_machine() {{ echo build cu129; echo requirement torch==2.13.0+cu129; }}
+        find_torch; echo pip: $torch"""
+    sandbox = Sandbox(tmp_path / "machine", gpu("550.54"))
+    include = without_download(sandbox, headers=headers)
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python"  # a real one, whose sysconfig names another folder
+    lines = f'import sysconfig; sysconfig.get_paths = lambda scheme: dict(include="{include}")'
+    python.write_text(f"#!/bin/sh\n{{ echo '{lines}'; cat; }} | {sys.executable} -\n")
+    python.chmod(0o755)
+    command = [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", commands, str(ROOT / "scripts/up")]
+    ended = subprocess.run(command, cwd=ROOT, env=sandbox.environ(), capture_output=True, text=True, check=False)
+    assert (ended.returncode == 0) == headers == ("pip: torch==" in ended.stdout), ended.stderr
+    assert headers or "apt-get install -y python3-dev" in ended.stderr
 
 
 # ---- asking ----------------------------------------------------------------------------------------------------------
@@ -430,12 +495,24 @@ def test_the_script_installs_the_version_of_its_clone() -> None:
 
 
 def test_the_locks_pin_everything_with_a_hash_but_pytorch() -> None:
-    cpu, cuda = ((ROOT / "packaging/lock" / name).read_text() for name in ("cpu.txt", "cuda.txt"))
-    pinned = [line for line in cuda.splitlines() if "==" in line]
-    assert all(line.endswith("\\") for line in pinned)
-    assert not any(line.startswith(("torch", "triton", "nvidia-c")) for line in pinned)
-    [torch] = [line for line in cpu.splitlines() if line not in cuda.splitlines()]
-    assert f"torch_cpu={torch.removeprefix('torch==')} " in INSTALL.read_text()
+    builds = runpy.run_path(str(ROOT / "packaging/make_lock"))["BUILDS"]
+    assert [path.stem for path in sorted((ROOT / "packaging/lock").iterdir())] == sorted(builds)
+    rest = set()
+    for build, versions in builds.items():
+        lines = (ROOT / f"packaging/lock/{build}.txt").read_text().splitlines()
+        assert [line for line in lines if "==" in line and not line.endswith("\\")] == list(versions)
+        rest.add("".join(line for line in lines if line not in versions))
+    assert len(rest) == 1
+    assert not re.search(r"(torch|triton|nvidia-c\w+)==", rest.pop())
+
+
+def test_the_tritons_of_the_locks_are_within_the_bounds_of_the_extra() -> None:
+    builds = runpy.run_path(str(ROOT / "packaging/make_lock"))["BUILDS"]
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
+    bounds = Requirement(extra[0]).specifier
+    pinned = {version.removeprefix("triton==") for versions in builds.values() for version in versions[1:]}
+    assert pinned
+    assert all(version in bounds for version in pinned)
 
 
 # ---- scripts/up ------------------------------------------------------------------------------------------------------

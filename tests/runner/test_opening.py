@@ -11,14 +11,16 @@ import torch
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit
-from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
+from localllm.kernels import launch
+from localllm.kernels.choice import ALL_KERNELS
+from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options, launching_with
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import executor, opening
 from localllm.runner.executor import LocalExecutor
 from localllm.runner.kv_cache import KVCache
-from localllm.runner.opening import largest_steps, open_runner, replan
+from localllm.runner.opening import largest_steps, launch_options_of, launches_early_by_default, open_runner, replan
 from localllm.runner.runner import TorchRunner
 from tests.kv import of_each
 
@@ -62,6 +64,24 @@ def test_how_kernels_are_launched_is_set(model: Any, spec: ModelSpec) -> None:
         runner.close()
         assert seen.pop() == LaunchOptions(deterministic=asked, programmatic_launch=not asked)
         assert launch_options() == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "early"),
+    [((9, 0), (13, 0), True), ((9, 0), None, True), ((9, 0), (12, 2), False), ((12, 0), (13, 0), False)],
+)
+def test_kernels_start_early_where_driver_and_gpu_are_known_to_do_it(
+    capability: tuple[int, int], driver: tuple[int, int] | None, early: bool
+) -> None:
+    assert launches_early_by_default(capability, driver) == early
+
+
+def test_without_kernels_every_operation_uses_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED", True)  # as on a GPU
+    chosen = [launch_options_of(EngineConfig(kernels=kernels), CPU) for kernels in ("auto", "torch")]
+    for options, uses_kernels in zip(chosen, (True, False), strict=True):
+        with launching_with(options):
+            assert {launch.runs_triton(torch.zeros(1), kernel) for kernel in ALL_KERNELS} == {uses_kernels}
 
 
 @pytest.mark.parametrize(("tokens", "block_size"), [(128, 16), (100, 8), (1, 16)])
@@ -140,3 +160,21 @@ def test_other_errors_of_a_load_stay_what_they_are(spec: ModelSpec, monkeypatch:
     monkeypatch.setattr(executor, "load_model", broken)
     with pytest.raises(RuntimeError, match="shapes differ"):
         LocalExecutor.load(Path(), spec, EngineConfig(), small_plan(spec), lambda loaded, total: None)
+
+
+@pytest.mark.parametrize("end", ["wakes", "closes"])
+def test_weights_that_slept_leave_no_page_locked_memory(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """Torch's allocator keeps the pages of freed tensors until it is asked to release them."""
+    asleep = LocalExecutor.__new__(LocalExecutor)
+    asleep._model = object()  # type: ignore[assignment]
+    asleep._drafter = None
+    asleep._device, asleep._is_on_host = torch.device("cuda"), True
+    released: list[bool] = []
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: released.append(True), raising=False)
+    monkeypatch.setattr(executor, "replace_tensors", lambda *given: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    if end == "wakes":
+        asleep.move_to_device()
+    else:
+        asleep.close()
+    assert released == [True]

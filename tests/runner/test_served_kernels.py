@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from localllm.kernels.first_launch import _add_one_kernel
 from localllm.kernels.launch import INTERPRETED
 from tests.kernels.ahead_of_time import SHARED_BYTES
 from tests.kernels.test_variants import kernels
@@ -98,4 +99,5 @@ def test_what_models_launch_compiles(arch: int) -> None:
 
 def test_small_models_launch_every_kernel() -> None:
     launched = {id(kernel) for kernel, *_ in sources(90, [served.name for served in SERVED])}
-    assert not [kernel.__name__ for key, kernel in kernels().items() if key not in launched]
+    others = {id(_add_one_kernel)}  # launched before there is a model
+    assert not [kernel.__name__ for key, kernel in kernels().items() if key not in launched | others]

@@ -6,6 +6,7 @@ Runs where kernels run: TRITON_INTERPRET=1, or on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from localllm.engine.ledger import Ledger
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.kernels import launch, linear
+from localllm.kernels.choice import ALL_KERNELS
+from localllm.kernels.launch import LaunchOptions
 from localllm.kernels.skinny_gemm import SkinnyProduct
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model
@@ -23,6 +26,7 @@ from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.device_drafts import LookupOnDevice
 from tests.kv import windowed_ledger
+from tests.runner import test_with_scheduler
 from tests.runner.test_device_drafts import knowing
 from tests.runner.test_drafts import tokens_of
 from tests.runner.test_with_scheduler import BLOCK, serve
@@ -52,7 +56,9 @@ def test_products_that_finish_what_is_between_them(
     model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As bfloat16 on a GPU, where few rows do not use the BLAS: they add to the stream, divide, and activate."""
-    monkeypatch.setattr(linear, "_uses_skinny_gemm", lambda x, weight: launch.runs_triton(weight) and x.shape[0] <= 16)
+    monkeypatch.setattr(
+        linear, "_uses_skinny_gemm", lambda x, weight: launch.runs_triton(weight, "products") and x.shape[0] <= 16
+    )
     finished: list[str] = []
     for name in ("gated", "add_and_norm"):
         method = getattr(SkinnyProduct, name)
@@ -64,6 +70,19 @@ def test_products_that_finish_what_is_between_them(
         monkeypatch.setattr(SkinnyProduct, name, record)
     check(model, spec, requests, "replayed", monkeypatch)
     assert {"gated", "add_and_norm"} <= set(finished)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", sorted(ALL_KERNELS))
+def test_any_group_of_kernels_can_be_replaced(
+    model: Any, spec: ModelSpec, kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows use products that leave their last work to the next kernel, which may be the one that is replaced."""
+    monkeypatch.setattr(
+        linear, "_uses_skinny_gemm", lambda x, weight: launch.runs_triton(weight, "products") and x.shape[0] <= 16
+    )
+    monkeypatch.setattr(test_with_scheduler, "LaunchOptions", partial(LaunchOptions, without=frozenset({kernel})))
+    check(model, spec, requests, "staged", monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2", "bloom", "cohere", "gpt2", "ministral3"])

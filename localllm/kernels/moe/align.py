@@ -41,7 +41,7 @@ def align_single(ids: Tensor, block_m: int) -> Alignment:
 
 def align(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
     """Align ids [T, top_k] int32; -1 is left out."""
-    if not runs_triton(ids):
+    if not runs_triton(ids, "experts"):
         return align_reference(ids, num_experts, block_m)
     num_blocks = max_blocks(ids.numel(), num_experts, block_m)
     rows = torch.empty(num_blocks * block_m, dtype=torch.int32, device=ids.device)

@@ -13,7 +13,7 @@ from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_tr
 
 def combine(partial: Tensor, ids: Tensor) -> Tensor:
     """Sum partial [T * top_k, N], already weighted; ids [T, top_k], -1 for rows to skip -> [T, N]"""
-    if not runs_triton(partial):
+    if not runs_triton(partial, "experts"):
         return combine_reference(partial, ids)
     (num_tokens, top_k), width = ids.shape, partial.shape[1]
     out = torch.empty((num_tokens, width), dtype=partial.dtype, device=partial.device)

@@ -35,7 +35,7 @@ def experts(
     Returns [T, H] in x's dtype; an id of -1 adds nothing. Biases: [E, 2 * I] and [E, H]. padding: inputs of `down`
     before and after the I of gate_up; they are zeros.
     """
-    if not runs_triton(x):
+    if not runs_triton(x, "experts"):
         return experts_reference(
             x,
             ids,

@@ -62,7 +62,7 @@ def grouped_gemm(
     num_outputs = weight.shape[1] // (2 if gated else 1)
     num_rows = blocks.num_rows if activation else weights.numel()
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    if not runs_triton(x):
+    if not runs_triton(x, "experts"):
         return grouped_gemm_reference(out, x, lambda expert: weight[expert].float(), blocks, weights, activation, bias)
     num_blocks = blocks.experts.numel()
     if num_blocks == 0:

@@ -47,7 +47,7 @@ def planar_gemm(
     num_outputs = weight.shape[1] // (2 if gated else 1)
     num_rows = blocks.num_rows if activation else weights.numel()
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    if not runs_triton(x):
+    if not runs_triton(x, "experts"):
         return grouped_gemm_reference(
             out, x, lambda expert: weight[expert].dequantize(torch.float32), blocks, weights, activation, bias
         )

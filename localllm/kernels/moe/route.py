@@ -45,7 +45,7 @@ def route(
     num_tokens, num_experts = logits.shape
     assert num_experts % num_groups == 0
     assert 1 <= top_k <= num_experts // num_groups * top_groups, "the chosen groups hold fewer experts than top_k"
-    if not runs_triton(logits):
+    if not runs_triton(logits, "experts"):
         return route_reference(
             logits,
             top_k,

@@ -81,7 +81,7 @@ def plan_attention(
     own; None: all previous ones. first_key: keys before this position are not read (only in the twin). work: what
     `prepare_step` has filled.
     """
-    if not runs_triton(block_table):
+    if not runs_triton(block_table, "attention"):
         if positions is not None:
             starts = positions[: num_decodes * decode_queries : decode_queries].tolist()
             return plan_drafts_on_host(block_table, query_lens, context_lens_host, starts, cache_shape, window)

@@ -42,6 +42,7 @@ from localllm.kernels.planar.kernels import (
     dequantize_kernel,
     planar_linear_kernel,
     planar_tile,
+    register_limit,
 )
 from localllm.kernels.planar.layout import chunk_size, unpack_words
 from localllm.kernels.planar.unpack import unpack_assembly
@@ -97,7 +98,7 @@ class PlanarWeight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [N, K]: scale * (q - zero) + min in fp32, rounded once to dtype."""
         out = torch.empty(self.shape, dtype=dtype, device=self.words.device)
-        if runs_triton(self.words):
+        if runs_triton(self.words, "products"):
             return _dequantize(self, out)
         for start, part in self.parts(TWIN_ELEMENTS):
             out[start : start + part.shape[0]] = dequantize_reference(part)
@@ -164,7 +165,7 @@ def planar_linear(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -
 def planar_linear_unfinished(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -> Unfinished:
     if x.shape[0] == 0:
         return x.new_empty((0, weight.shape[0]))
-    if not runs_triton(x):
+    if not runs_triton(x, "products"):
         return planar_linear_reference(x, weight, bias)
     crossover = settings_for("planar_crossover", planar_key(weight), planar_crossover)
     if x.shape[0] <= crossover.skinny_rows or launch_options().deterministic:  # then no row depends on their number
@@ -322,6 +323,7 @@ def _launch(
         ACTIVATION=activation,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **register_limit(tile, weight.bits, weight.group, activation, wgmma=_gpu(x.device)[1]),
         **early_launch(x.device),
     )
 

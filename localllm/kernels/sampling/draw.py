@@ -71,7 +71,7 @@ def summarize_logits(
     filters: whether a row of the batch may have top_k, top_p or min_p; such rows do not choose a group yet. Only
     kernels exchange summaries; the twins return and need None.
     """
-    if not runs_triton(logits):
+    if not runs_triton(logits, "sampling"):
         return None
     num_rows, vocab_size = logits.shape
     num_blocks, num_groups = cdiv(vocab_size, BLOCK), cdiv(vocab_size, GROUP)
@@ -94,7 +94,7 @@ def draw(
     cutoff: the last kept token of rows with top_k, top_p or min_p, from `nucleus`; None: the batch has no such rows.
     summary: the summary from which `cutoff` was made. record: where the tokens also go.
     """
-    if not runs_triton(logits):
+    if not runs_triton(logits, "sampling"):
         drawn = draw_reference(logits, slots, lengths, tables, cutoff)
         if record is not None:
             at, place, ids, best = (each[:, None] for each in (slots, lengths, *drawn))

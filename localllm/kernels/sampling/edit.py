@@ -45,7 +45,7 @@ def edit_logits(
     token_ids [N, max_len] int32: known tokens of every slot. bitmask [S, ceil(V / 32)] int32, if a grammar applies: bit
     id % 32 of word id / 32 is set if the id is allowed; a row of -1 allows all.
     """
-    if not runs_triton(logits):
+    if not runs_triton(logits, "sampling"):
         return edit_logits_reference(logits, slots, lengths, tables, token_ids, bitmask)
     num_rows, vocab_size = logits.shape
     _edit_kernel[(num_rows, cdiv(vocab_size, BLOCK))](

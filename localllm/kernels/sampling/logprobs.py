@@ -33,7 +33,7 @@ def token_logprobs(
     none: entries of skipped rows, and entries beyond the wanted number, are undefined.
     """
     k = min(k, logits.shape[-1])
-    if not runs_triton(logits):
+    if not runs_triton(logits, "sampling"):
         return token_logprobs_reference(logits, token_ids, k)
     num_rows, vocab_size = logits.shape
     room = min(next((room for room in ROOMS if room >= k), k), vocab_size)

@@ -34,7 +34,7 @@ TURING_TRIES = 64  # 128 would spill registers on Turing
 def nucleus(logits: Tensor, slots: Tensor, tables: SlotTables, summary: LogitSummary | None = None) -> Cutoff:
     """Return the kept tokens. logits [S, V]; slots [S] int64, -1: padding;
     summary: `summarize_logits` of these logits, for the kernel."""
-    if not runs_triton(logits):
+    if not runs_triton(logits, "sampling"):
         return nucleus_reference(logits, slots, tables)
     assert summary is not None, "the kernel starts from a summary"
     num_rows, vocab_size = logits.shape

@@ -74,7 +74,7 @@ class LatentAttention:
         return self.out(_each_head(attended[:, :, rope:], self.from_latent).flatten(1))
 
     def _attend(self, q: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
-        parts = q.split(heads_at_once(q.shape[1]), dim=1) if runs_triton(q) else [q]
+        parts = q.split(heads_at_once(q.shape[1]), dim=1) if runs_triton(q, "attention") else [q]
         attended = [
             paged_attention(part, kv.k, kv.v, step.plan, scale=self.scale, k_scale=kv.k_scale, v_scale=kv.v_scale)
             for part in parts
@@ -84,6 +84,8 @@ class LatentAttention:
 
 def _each_head(x: Tensor, weights: Tensor) -> Tensor:
     """Multiply each head by its matrix: x [T, heads, K], weights [heads, N, K] -> [T, heads, N]."""
-    if launch_options().deterministic and runs_triton(x):  # the sums of a batched product depend on the number of rows
+    if launch_options().deterministic and runs_triton(
+        x, "products"
+    ):  # the sums of a batched product depend on the number of rows
         return torch.stack([linear(x[:, head].contiguous(), weight) for head, weight in enumerate(weights)], dim=1)
     return torch.bmm(x.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)

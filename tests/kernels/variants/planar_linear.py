@@ -13,6 +13,7 @@ from localllm.kernels.planar.kernels import (
     dequantize_kernel,
     planar_linear_kernel,
     planar_tile,
+    register_limit,
 )
 from localllm.kernels.planar.unpack import ptx
 from tests.kernels.ahead_of_time import Variant
@@ -103,7 +104,8 @@ def _linear(
         max_instructions_per_element=budget,
         prefetches=PREFETCHED_LINES.value // (32 * tile.num_warps) if pdl else 0,
         not_early=("LDGSTS", "UTMALDG"),  # the first groups' scales are loaded
-        options={"launch_pdl": True} if pdl else {},
+        options=({"launch_pdl": True} if pdl else {})
+        | register_limit(tile, bits, constants["GROUP"], activation, wgmma=90 in archs),
     )
 
 
