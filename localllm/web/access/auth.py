@@ -130,7 +130,8 @@ class FrontDoor:
                     self._check_site(scope, headers, shows_key=shown_key is not None)
                     self._check_key(scope, key)
                     held.enter_context(self._counted(scope, key))
-                    receive = held.enter_context(self.bodies.counted(receive, self._announced_bytes(headers)))
+                    announced_bytes = self._announced_bytes(headers)
+                    receive = held.enter_context(self.bodies.counted(receive, announced_bytes, _client(scope, key)))
                 except LocalLLMError as refusal:
                     await self._refuse(scope, headers, refusal)(scope, receive, answer.send)
                 else:
