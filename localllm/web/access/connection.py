@@ -87,7 +87,7 @@ class Connections(ServerState):
         """Note that a client has sent something, or that its answer is complete."""
         if connection in self._open:
             self._open.move_to_end(connection)
-        keyless = self._keyless.get(connection.address, {})
+        keyless = self._keyless.get(connection.address) or OrderedDict()
         if connection in keyless:
             del keyless[connection]
             if not connection.has_key:
@@ -95,7 +95,7 @@ class Connections(ServerState):
 
     def remove(self, lost: Connection) -> None:
         self._open.pop(lost, None)
-        keyless = self._keyless.get(lost.address, {})
+        keyless = self._keyless.get(lost.address) or OrderedDict()
         keyless.pop(lost, None)
         if not keyless:
             self._keyless.pop(lost.address, None)
