@@ -131,7 +131,7 @@ class FrontDoor:
                     self._check_key(scope, key)
                     held.enter_context(self._counted(scope, key))
                     announced_bytes = self._announced_bytes(headers)
-                    receive = held.enter_context(self.bodies.counted(receive, announced_bytes, _client(scope, key)))
+                    receive = held.enter_context(self.bodies.counted(receive, announced_bytes, client_of(scope, key)))
                 except LocalLLMError as refusal:
                     await self._refuse(scope, headers, refusal)(scope, receive, answer.send)
                 else:
@@ -160,7 +160,7 @@ class FrontDoor:
         """Count a request against its client's limits. Probes and static files are free. Only methods that do work
         count as running: a dashboard may stay open.
         """
-        path, client = normalize_path(scope["path"]), _client(scope, key)
+        path, client = normalize_path(scope["path"]), client_of(scope, key)
         if is_open(path):
             yield
             return
@@ -342,7 +342,7 @@ def session_of(scope: Scope) -> str:
     return ""
 
 
-def _client(scope: HTTPScope, key: Key | None) -> str:
+def client_of(scope: HTTPScope, key: Key | None) -> str:
     """Return the client that limits apply to: a key, else an address."""
     return f"key {key.name}" if key is not None else address_of(scope)
 
