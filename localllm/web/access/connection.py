@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from localllm.errors import LocalLLMError
+from localllm.machine.peer_user import user_of
 from localllm.machine.platforms import most_open_files
 from localllm.units import format_bytes, format_count
 from localllm.web.errors import HeadTooLarge, MalformedRequest, RequestTimeout, UrlTooLong, openai_error
@@ -120,6 +121,8 @@ class Connection(HttpToolsProtocol):
 
     server_state: Connections
     address = "-"
+    _user: int | None = None
+    _has_asked_user = False
     _body_bytes = 0  # received of the current body
     _body_began_s = 0.0
     _received = b""  # bytes given to the parser
@@ -148,6 +151,13 @@ class Connection(HttpToolsProtocol):
     def has_key(self) -> bool:
         """True if the last request had a valid key (auth.py)."""
         return self.cycle is not None and self.cycle.scope["state"].get("key") is not None
+
+    def peer_user(self) -> int | None:
+        """Return the user of this machine at the other end; None: unknown. The kernel is asked once."""
+        if not self._has_asked_user and self.client is not None and self.server is not None:
+            self._has_asked_user = True
+            self._user = user_of(self.client, (self.server[0], self.server[1] or 0))
+        return self._user
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server_state.remove(self)
@@ -202,6 +212,7 @@ class Connection(HttpToolsProtocol):
             self._without_upgrade = self._head_without_upgrade()
             return
         super().on_headers_complete()
+        self.scope["state"]["peer_user"] = self.peer_user
         self._in_head, self._body_bytes, self._body_began_s = False, 0, self.loop.time()
         self._arm(BODY_S)
 
