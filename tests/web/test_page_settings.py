@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -323,6 +325,23 @@ def test_a_key_that_cannot_be_made_is_refused_on_the_page(
     assert refused.status_code == 400
     assert says in refused.text
     assert not keys_path().exists()
+
+
+@pytest.mark.parametrize(("number", "says"), [(errno.ENOSPC, "No space left"), (errno.EROFS, "Read-only")])
+def test_a_key_that_the_disk_does_not_take_is_refused_in_words(
+    unlocked: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int, says: str
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr("localllm.web.access.keys.write_whole", full)
+    owner = {"x-api-key": unlocked.server.app.state.key_ring.owner_secret}
+    refused = unlocked.http.post("/settings/keys", data={"name": "a", "scope": "admin"}, headers=owner)
+    assert refused.status_code == 503
+    assert "The key a could not be saved." in refused.text
+    assert says in refused.text
+    assert 'value="a"' in refused.text
+    assert "unhandled" not in caplog.text
 
 
 def test_a_key_for_infer_sees_none_of_it(unlocked: LiveServer) -> None:
