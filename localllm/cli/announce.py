@@ -174,8 +174,8 @@ class LogAnnouncer:
             log.info("download %s", phase.detail)
 
     def ready(self, ready: Ready) -> None:
-        log.info("ready url=%s model=%s seconds=%.1f", ready.url, ready.name, ready.seconds)
-        log.info("to manage it in a browser: localllm link")  # a link itself does not belong into a log
+        link = "localllm link"  # the verb: a link itself does not belong into a log
+        log.info("ready url=%s model=%s seconds=%.1f manage=%r", ready.url, ready.name, ready.seconds, link)
 
     def stopping(self, num_requests: int) -> None:
         log.info("stopping requests=%d limit_s=%.0f", num_requests, DRAIN_S)
