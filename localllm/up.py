@@ -17,7 +17,7 @@ import socket
 import time
 import webbrowser
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from localllm.config.settings import ServerConfig, Settings
@@ -31,6 +31,7 @@ from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
 from localllm.serving.phases import Phase
 from localllm.serving.served import ServedModel
+from localllm.web.access.keys import KeyRing, one_time_link
 from localllm.web.app import Server, bind, create_app
 
 MOST_FILES = 65_536
@@ -47,6 +48,7 @@ class Ready:
     seconds: float  # since the command was given
     needs_key: bool
     has_pages: bool
+    link: str = field(default="", repr=False)  # logs a browser in as the owner, once
 
 
 class Announcer(Protocol):
@@ -150,12 +152,14 @@ class _Serving:
         server = self.settings.server
         url = url_of(self.address, server.scheme)
         name = self.manager.entries[0].name if self.model is None else self.model.name
-        with announced(url, name):
-            seconds, needs_key = time.perf_counter() - self.started_s, self.server.app.state.key_ring.is_locked
-            ready = Ready(url, name, self.model, seconds, needs_key, server.ui)
+        keys: KeyRing = self.server.app.state.key_ring
+        with announced(url, name, keys.owner_secret):
+            seconds, link = time.perf_counter() - self.started_s, one_time_link(url, keys.owner_secret)
+            ready = Ready(url, name, self.model, seconds, keys.is_locked, server.ui, link)
             await asyncio.to_thread(self.announcer.ready, ready)
             if server.open_browser:
-                asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
+                opened = one_time_link(url, keys.owner_secret)
+                asyncio.get_running_loop().run_in_executor(None, webbrowser.open, opened)
             stop = asyncio.create_task(self.stop.wait())
             lost = asyncio.create_task(self.manager.device_lost())
             idle = asyncio.create_task(self._idle())

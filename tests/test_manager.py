@@ -169,6 +169,27 @@ def test_blanks_around_a_name_are_not_kept(tiny_llama_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("/home/me/models/tiny", "tiny"),
+        ("/home/me/models/tiny/", "tiny"),
+        ("~/models/big-Q4_K_M-00001-of-00002.gguf", "big-Q4_K_M"),
+        ("/cache/models--org--small/snapshots/0a1b2c", "small"),
+        ("org/small", "small"),
+        ("demo", "demo"),
+    ],
+)
+def test_a_model_has_its_name_before_it_is_loaded(asked: str, name: str) -> None:
+    """Not its path: every client sees it, and clients ask for it while the model loads."""
+    register = ModelManager().register
+    entry = register.add(settings_for(Path(asked)), asked)
+    assert entry.name == name
+    assert register.find(name) is register.find(asked) is entry
+    entry.state = "loading"
+    assert f"Served: {name}." in register.not_found("other").why
+
+
 def test_a_failed_load_is_remembered_and_the_next_may_work(tiny_llama_path: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         manager = ModelManager()

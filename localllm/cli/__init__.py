@@ -16,7 +16,7 @@ from typing import NoReturn, TextIO
 
 from localllm.cli.flags import ADAPTER_FLAGS, add_debug_flag, add_engine_flags, add_server_flags, refuse_unknown
 from localllm.cli.install_words import add_completion, add_uninstall, add_update
-from localllm.cli.words import add_chat, add_json, add_logs, add_sampling, add_server, add_service, add_top
+from localllm.cli.words import add_chat, add_json, add_link, add_logs, add_sampling, add_server, add_service, add_top
 from localllm.config.settings import SETTINGS
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
 from localllm.version import __version__
@@ -128,8 +128,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     listed = verb("list", "list models that can be served without a download", "models:list_models")
     listed.add_argument("--names", action="store_true", help="only the names, one per line")
     add_json(listed)
-    show = verb("show", "show a checkpoint's facts, on this machine or on the hub", "models:show_model")
-    _add_show(show)
+    _add_show(verb("show", "show a checkpoint's facts, on this machine or on the hub", "models:show_model"))
     fit = verb("fit", "check whether a local or hub model fits into this machine's memory; takes up's flags", "fit:fit")
     _model_argument(fit, required=True)
     add_engine_flags(fit)
@@ -140,6 +139,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     login.add_argument("--token", metavar="TOKEN", help="default: prompt for it, or read standard input")
     add_json(login)
     add_json(verb("logout", "delete the token", "hub:logout"))
+    add_link(verb("link", "print a one-time link that logs a browser in as the server's owner", "running:link"))
     add_server(verb("ps", "list the models of a running server and their states", "running:ps"))
     add_top(verb("top", "show a running server's activity, live", "top:top"))
     add_service(verb("service", "run the server as a service of systemd or launchd", "service:service"))

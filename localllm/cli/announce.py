@@ -143,7 +143,7 @@ def started_facts(ready: Ready, settings: Settings, hardware: Hardware | None) -
             log.warning("no suggested model reason=%s", error)
     facts = Started(
         ready.url, ready.seconds, ready.name, is_demo, has_pages=ready.has_pages, needs_key=ready.needs_key,
-        installed=installed, pick=pick,
+        installed=installed, pick=pick, link=ready.link,
     )  # fmt: skip
     if ready.model is None:
         return facts
@@ -174,7 +174,8 @@ class LogAnnouncer:
             log.info("download %s", phase.detail)
 
     def ready(self, ready: Ready) -> None:
-        log.info("ready url=%s model=%s seconds=%.1f", ready.url, ready.name, ready.seconds)
+        link = "localllm link"  # the verb: a link itself does not belong into a log
+        log.info("ready url=%s model=%s seconds=%.1f manage=%r", ready.url, ready.name, ready.seconds, link)
 
     def stopping(self, num_requests: int) -> None:
         log.info("stopping requests=%d limit_s=%.0f", num_requests, DRAIN_S)
@@ -319,7 +320,7 @@ def doors(ready: Ready) -> list[tuple[str, str]]:
     key = "with your API key" if ready.needs_key else "no key needed on loopback"
     rows = [("OpenAI", f"{ready.url}/v1     {key}"), ("Metrics", f"{ready.url}/metrics")]
     if ready.has_pages:
-        rows = [("Chat", ready.url), ("Dashboard", f"{ready.url}/dashboard"), *rows]
+        rows = [("Chat", ready.url), ("Dashboard", f"{ready.url}/dashboard"), ("Manage", ready.link), *rows]
     body = json.dumps({"model": ready.name, "messages": [{"role": "user", "content": "hi"}]})
     auth = " -H 'Authorization: Bearer YOUR-KEY'" if ready.needs_key else ""
     return [

@@ -1,4 +1,4 @@
-"""Verbs about the models of a running server: `ps`, `load`, `unload` (also `stop`), `sleep`, `wake`, `pin`.
+"""Verbs about a running server and its models: `link`, `ps`, `load`, `unload` (also `stop`), `sleep`, `wake`, `pin`.
 
 Does not know: how models are loaded and unloaded, where the server is (server.py).
 """
@@ -13,9 +13,31 @@ from typing import Any
 
 from localllm.cli.server import ServerClient
 from localllm.cli.tell import print_table
+from localllm.errors import ConfigError
+from localllm.machine.running_servers import running_servers
 from localllm.units import format_bytes, format_count, format_seconds
 
 ROOT = "/localllm/v1/models"
+
+
+def link(options: argparse.Namespace) -> int:
+    """Print a one-time link that logs a browser in as the owner of a server of this user."""
+    import webbrowser
+
+    from localllm.web.access.keys import LINK_S, one_time_link
+
+    servers = [server for server in running_servers() if options.url in (None, server.url) and server.owner_secret]
+    if not servers:
+        raise ConfigError(
+            f"No server of this user runs at {options.url}." if options.url else "No server of this user is running.",
+            "Only the user who runs a server, and root, can read what a link is made from.",
+            'localllm up, or for the machine\'s service: sudo "$(command -v localllm)" link',
+        )
+    made = one_time_link(servers[0].url, servers[0].owner_secret)
+    print(json.dumps({"link": made, "valid_for_s": LINK_S}) if options.json else made)
+    if options.open:
+        webbrowser.open(made)
+    return 0
 
 
 def ps(options: argparse.Namespace) -> int:

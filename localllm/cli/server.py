@@ -1,7 +1,7 @@
 """The client with which verbs talk to a running server.
 
 The server is the one that --url names, else the one that this user started last, else the one in the settings. The
-admin key of this user's server is never sent to another machine.
+admin key of this user's server is never sent to another machine; its secret is sent only to the server that made it.
 Does not know: what the verbs request.
 """
 
@@ -49,9 +49,11 @@ class ServerClient:
         """Return the client of a localllm. If it is on this machine, the key from this user's settings is sent."""
         settings = resolve({"api_key": options.api_key}).server
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        here = next((server.url for server in running_servers()), f"{settings.scheme}://{host}:{settings.port}")
+        secrets = {server.url: server.owner_secret for server in reversed(running_servers())}
+        here = next(reversed(secrets), f"{settings.scheme}://{host}:{settings.port}")
         url = options.url or here
-        return cls(url, settings.client_key if options.api_key or is_ours(url, settings) else None)
+        key = settings.client_key if options.api_key or is_ours(url, settings) else None
+        return cls(url, key or secrets.get(url.rstrip("/")))
 
     @classmethod
     def of_anyone(cls, options: argparse.Namespace) -> ServerClient:

@@ -186,6 +186,8 @@ def _start(manager: Systemd, options: argparse.Namespace, server: ServerConfig) 
             _say("It then runs until it is stopped; --exit-when-idle 30m ends it when it is not used.")
     else:
         _say(f"Started; it starts with {'the machine' if options.system else 'each session'}.")
+    as_root = 'sudo "$(command -v localllm)"' if options.system else "localllm"
+    _say(f"To manage it in a browser, open the one-time link that this prints: {as_root} link")
     _say(f"See localllm service status{flag} and {'journalctl -u localllm' if options.system else 'localllm logs'}.")
     if not options.system and not _lingers():
         _say("To start it at boot and keep it running after you log out: loginctl enable-linger")

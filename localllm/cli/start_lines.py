@@ -10,7 +10,7 @@ Does not know: where the facts come from, the terminal.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from localllm.cli.doctor_fit import fit_in_words
 from localllm.machine.hardware import Hardware
@@ -33,6 +33,7 @@ class Started:
     notes: tuple[str, ...] = ()  # decisions of the memory plan
     installed: str | None = None  # with the demo: a model on this machine to serve instead
     pick: FittingPick | None = None  # with the demo: a model to download that fits
+    link: str = field(default="", repr=False)  # logs a browser in as the owner, once
 
 
 def first_line(version: str, hardware: Hardware | None) -> str:
@@ -63,6 +64,8 @@ def ready_lines(started: Started) -> Iterator[str]:
     else:
         yield _model_line(started)
         yield from (f"Note: {note}" for note in started.notes)
+    if started.has_pages and started.link:
+        yield f"To manage it in a browser, open once: {started.link}"
     key = ", with your API key" if started.needs_key else ""
     yield f"For programs: {started.url}/v1{key}"
     dashboard = f", or {started.url}/dashboard" if started.has_pages else ""

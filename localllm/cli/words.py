@@ -63,6 +63,12 @@ def add_top(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
 
 
+def add_link(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", metavar="URL", help="default: the server that this user started last")
+    parser.add_argument("--open", action="store_true", help="also open it in a browser")
+    add_json(parser)
+
+
 def add_logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--follow", "-f", action="store_true", help="keep printing new lines until Ctrl-C")
     parser.add_argument("--lines", "-n", type=int, default=100, metavar="N", help="number of last lines to print")

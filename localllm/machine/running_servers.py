@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,6 +20,9 @@ from urllib.parse import urlsplit
 import psutil
 
 from localllm.files.folders import data_folder, make_private, write_whole
+
+SERVICE_FOLDER = Path("/var/lib/localllm/run")
+"""Where `localllm service install --system` has these files; only root and the service can read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,13 @@ class RunningServer:
     model: str
     began: float  # start time of its process, from `began`
     host: str  # name of the machine, since machines may share a data folder
+    owner_secret: str = field(default="", repr=False)  # an admin key of this run, for programs that can read this file
 
 
 @contextmanager
-def announced(url: str, model: str) -> Iterator[None]:
+def announced(url: str, model: str, owner_secret: str = "") -> Iterator[None]:
     """Publish this server until the block ends. A folder that cannot be written is ignored."""
-    me = RunningServer(url, os.getpid(), model, began(os.getpid()), socket.gethostname())
+    me = RunningServer(url, os.getpid(), model, began(os.getpid()), socket.gethostname(), owner_secret)
     path, mine = _own_folder() / f"localllm-{urlsplit(url).port}.json", json.dumps(asdict(me))
     with suppress(OSError):
         make_private(path.parent)
@@ -140,5 +144,8 @@ def _own_folder() -> Path:
 
 
 def _folders() -> set[Path]:
-    """Return the folders to search, including that of servers started without XDG_RUNTIME_DIR, for example by cron."""
-    return {_own_folder(), data_folder() / "run"}
+    """Return the folders to search, including that of servers started without XDG_RUNTIME_DIR, for example by cron, and
+    for root that of the machine's service.
+    """
+    of_service = {SERVICE_FOLDER} if hasattr(os, "geteuid") and os.geteuid() == 0 else set()
+    return {_own_folder(), data_folder() / "run", *of_service}

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from localllm.ranks.listeners import closed_to_others
 from localllm.ranks.messages import Connect
 
 MOST_SENDS = 2
@@ -145,6 +146,12 @@ class World:
 
     def _connect(self) -> tuple[ProcessGroup, ProcessGroup, Pipe]:
         """Every rank makes all groups, its own and the others', in the same order."""
+        if self._backend != "gloo":  # NCCL makes some of its connections when they are first used
+            return self._connect_all()
+        with closed_to_others():
+            return self._connect_all()
+
+    def _connect_all(self) -> tuple[ProcessGroup, ProcessGroup, Pipe]:
         self._times += 1
         size = self._shards * self.num_stages
         store: Any = dist.PrefixStore(str(self._times), self._store)  # type: ignore[attr-defined]

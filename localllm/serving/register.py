@@ -12,7 +12,7 @@ from localllm.config.settings import Settings, Task
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.serving.entry import ModelEntry, ModelLoading, ModelNotLoaded, ModelUnusable
 from localllm.serving.loading import Loader
-from localllm.serving.names import short_name
+from localllm.serving.names import expected_name, short_name
 
 KEEP_ALIVE_S = 300.0  # for models loaded on demand, unless set otherwise
 
@@ -151,7 +151,8 @@ class Register:
         """Register a model that can be loaded from now on."""
         table = settings.table(asked)
         said = [table.keep_alive if table else None, settings.server.keep_alive, keep_alive_s]
-        names = settings.server.served_model_name or (asked,)
+        expected = expected_name(asked)
+        names = settings.server.served_model_name or ((expected, asked) if self.find(expected) is None else (asked,))
         entry = ModelEntry(names[0], settings, frozenset(names))
         entry.pinned = table.pin if table else False
         entry.keep_alive_s = next(seconds for seconds in said if seconds is not None)

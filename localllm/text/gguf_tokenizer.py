@@ -12,8 +12,10 @@ Does not know: files (the caller has read the metadata), torch.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import tokenizers
@@ -26,6 +28,12 @@ from localllm.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
+MAX_TOKEN_CHARS = 1000
+"""Longest token of a vocabulary. Each cut of a token is tried; the longest ones in use, of dashes, have 512."""
+MAX_VOCABULARY_CHARS = 8_000_000
+"""All tokens together; vocabularies of 260,000 tokens have under 2 million."""
+MAX_MERGES = 2_000_000
+"""Merges that follow from scores; a vocabulary of 260,000 tokens has 600,000."""
 SPACE = "▁"
 _ROLES = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token",
@@ -88,8 +96,9 @@ class _Vocabulary:
                 "Use a GGUF file with a tokenizer; nearly all have one.",
             )
         tokens = [str(token) or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
+        _require_length(tokens)
         if len(set(tokens)) < len(tokens):
-            twice = next(token for index, token in enumerate(tokens) if token in tokens[:index])
+            twice = next(token for token, count in Counter(tokens).items() if count > 1)
             raise CorruptModel(f"The vocabulary in the file has the token {twice!r} twice.")
         ids = {**_IDS_UNNAMED.get(model, {}), **_ids(metadata)}
         return cls(
@@ -133,6 +142,19 @@ class _Vocabulary:
 
 
 _PREFIX = "tokenizer.ggml."
+
+
+def _require_length(tokens: Sequence[str]) -> None:
+    lengths = [len(token) for token in tokens]
+    for count, most, what in (
+        (max(lengths), MAX_TOKEN_CHARS, "a token that is"),
+        (sum(lengths), MAX_VOCABULARY_CHARS, "tokens that are together"),
+    ):
+        if count > most:
+            raise CorruptModel(
+                f"The vocabulary in the file has {what} too long.",
+                f"It has {count:,} characters; at most {most:,} are read.",
+            )
 
 
 def _ids(metadata: Mapping[str, Any]) -> dict[str, int]:
@@ -183,7 +205,10 @@ def _pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     """Build SentencePiece BPE: the neighbours that form the piece with the best score are merged first."""
-    return _spaced(vocabulary, [pair for _, pair in sorted(_merges_by_score(vocabulary), key=lambda item: item[0])])
+    merges = list(islice(_merges_by_score(vocabulary), MAX_MERGES + 1))
+    if len(merges) > MAX_MERGES:
+        raise UnsupportedModel(f"The vocabulary in the file has more than {MAX_MERGES:,} merges.")
+    return _spaced(vocabulary, [pair for _, pair in sorted(merges, key=lambda item: item[0])])
 
 
 def _sentencepiece_merges(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:

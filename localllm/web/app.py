@@ -31,7 +31,7 @@ from localllm.models.library.hub.downloads import Downloads
 from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
 from localllm.web.access.auth import FrontDoor
-from localllm.web.access.connection import Connection
+from localllm.web.access.connection import Connection, Connections
 from localllm.web.access.keys import KeyRing, keys_path, read_keys
 from localllm.web.access.limits import Guesses
 from localllm.web.access.scopes import API_RULES
@@ -216,6 +216,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(drain_s) + 5,
             )
         )
+        self.server_state = Connections(lambda: app.state.key_ring.is_locked)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.app.state.closing.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,17 @@ def executor_of(checkpoint: Path, config: EngineConfig) -> tuple[Executor, Memor
     return executor, plan
 
 
+def assert_closed_to_others(executor: Executor) -> None:
+    """Ranks listen on this machine only, and another program cannot connect."""
+    ranks = [psutil.Process(process.pid) for process in executor.processes]  # type: ignore[attr-defined]
+    listening = [c.laddr for rank in ranks for c in rank.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert listening
+    for address in listening:
+        assert address.ip in ("127.0.0.1", "::1")
+        with pytest.raises(TimeoutError):
+            socket.create_connection(address, timeout=0.2)
+
+
 def test_two_ranks_generate_the_tokens_of_one_process(checkpoint: Path, alone: tuple[Runner, MemoryPlan]) -> None:
     config = config_for(tensor_parallel_size=2)
     executor, plan = executor_of(checkpoint, config)
@@ -102,14 +114,13 @@ def test_two_ranks_generate_the_tokens_of_one_process(checkpoint: Path, alone: t
         runner, _ = executor.open_runner(config, plan, HARDWARE, lambda text: None)
         assert tokens_of(runner, plan, temperature=0.0) == tokens_of(*alone, temperature=0.0)
         assert tokens_of(runner, plan, seed=7) == tokens_of(*alone, seed=7)
-        ranks = [psutil.Process(process.pid) for process in executor.processes]  # type: ignore[attr-defined]
-        listening = [c for rank in ranks for c in rank.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-        assert all(connection.laddr.ip in ("127.0.0.1", "::1") for connection in listening)
+        assert_closed_to_others(executor)
         runner.close()  # type: ignore[attr-defined]
         executor.move_to_host()
         executor.move_to_device()
         again, _ = executor.open_runner(config, plan, HARDWARE, lambda text: None)
         assert tokens_of(again, plan, temperature=0.0) == tokens_of(*alone, temperature=0.0)
+        assert_closed_to_others(executor)
     finally:
         executor.close()
 

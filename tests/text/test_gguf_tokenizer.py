@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import unicodedata
 from collections.abc import Mapping
 from functools import cache
@@ -20,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.text import gguf_tokenizer
 from localllm.text.gguf_tokenizer import (
     BYTE,
     CONTROL,
@@ -246,6 +248,34 @@ def test_chat_templates_by_name() -> None:
     assert tokenizer_of_gguf(byte_level() | metadata).chat_template == "plain"
 
 
+def test_a_repeated_token_is_named_in_linear_time() -> None:
+    tokens = [f"t{number}" for number in range(200_000)]
+    started_s = time.process_time()
+    with pytest.raises(CorruptModel, match="'t199999' twice"):
+        tokenizer_of_gguf({KEY + "model": "gpt2", KEY + "tokens": [*tokens, tokens[-1]]})
+    assert time.process_time() - started_s < 5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        (["a" * 400_000], CorruptModel, "a token that is too long"),
+        (["a" * length for length in range(1, 2500)], CorruptModel, "a token that is too long"),
+        ([f"{number:0999}" for number in range(8100)], CorruptModel, "together too long"),
+        ([letter * length for letter in "ab" for length in range(1, 401)], UnsupportedModel, "more than 100,000"),
+    ],
+    ids=["one long token", "each one longer", "many long tokens", "many merges"],
+)
+def test_vocabularies_that_would_take_minutes_are_refused(
+    tokens: list[str], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_tokenizer, "MAX_MERGES", 100_000)
+    started_s = time.process_time()
+    with pytest.raises(error, match=message):
+        tokenizer_of_gguf({KEY + "model": "llama", KEY + "tokens": ["<unk>", "<s>", "</s>", *tokens]})
+    assert time.process_time() - started_s < 15
+
+
 def vocabularies() -> list[Path]:
     folder = os.environ.get("GGUF_VOCABULARIES")
     return (
@@ -258,10 +288,9 @@ def vocabularies() -> list[Path]:
 @pytest.mark.skipif(not vocabularies(), reason="GGUF_VOCABULARIES names no folder with ggml-vocab-*.gguf and *.inp")
 @pytest.mark.parametrize("file", vocabularies(), ids=lambda file: file.stem)
 def test_real_vocabularies(file: Path) -> None:
-    from localllm.models.formats.gguf_header import Strings, read_header
+    from localllm.models.formats.gguf_header import plain, read_header
 
-    values = read_header(file).metadata.items()
-    made = tokenizer_of_gguf({k: v.decode() if isinstance(v, Strings) else v for k, v in values})
+    made = tokenizer_of_gguf({key: plain(value) for key, value in read_header(file).metadata.items()})
     with open(f"{file}.inp", encoding="utf-8", newline="") as stream:
         texts = stream.read().split("\n__ggml_vocab_test__\n")
     lines = Path(f"{file}.out").read_text().split("\n")[:-1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
@@ -404,6 +405,22 @@ def lay_out_files(files: Path, hub: Path, copy: Callable[..., Path]) -> None:
         refs = hub / f"models--evil--{name}" / "refs"
         refs.mkdir()
         (refs / "main").write_text("0")
+    _lay_out_bomb(hub / "models--evil--floats")
+
+
+def _lay_out_bomb(repository: Path) -> None:
+    """A GGUF file, 400 MB without their disk space, that is one array of metadata."""
+    (repository / "snapshots" / "0").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0")
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    with (repository / "snapshots" / "0" / "floats.gguf").open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + text("general.architecture") + struct.pack("<I", 8))
+        file.write(text("llama") + text("x.y") + struct.pack("<IIQ", 9, 6, 100_000_000))
+        file.truncate(file.tell() + 400_000_000)
 
 
 # Pages --------------------------------------------------------------------------------------------------------------
@@ -655,6 +672,46 @@ async def idle_connections(target: Target) -> str:
         for writer in writers:
             writer.transport.abort()
     return "left"
+
+
+@fault("left", most=16)
+async def half_sent_logins(target: Target) -> str:
+    writers = []
+    head = form("/login", b"").replace(b"content-length: 0", b"content-length: 2000")
+    try:
+        for _ in range(200):
+            _, writer = await asyncio.open_connection("127.0.0.1", target.port)
+            writer.write(head + b"key=")
+            writers.append(writer)
+        await asyncio.sleep(0.2)
+    finally:
+        for writer in writers:
+            writer.transport.abort()
+    return "left"
+
+
+@fault("left", most=16)
+async def live_pages(target: Target) -> str:
+    """More of them than a client may have, each read for two ticks."""
+    opened = []
+    try:
+        for _ in range(100):
+            reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
+            writer.write(b"GET /live/dashboard HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            opened.append((reader, writer))
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            for reader, _ in opened:
+                reader._buffer.clear()  # type: ignore[attr-defined]
+    finally:
+        for _, writer in opened:
+            writer.transport.abort()
+    return "left"
+
+
+@fault(400, 404, 422, 500, most=64)
+async def metadata_bomb(target: Target) -> str:
+    return await sent(target, "/api/show", {"model": "evil/floats"})
 
 
 @fault("left")

@@ -34,6 +34,7 @@ from localllm.text.chat_template import ChatTemplate
 from localllm.text.grammar import Grammars
 from localllm.text.reasoning_budget import ReasoningBudgets
 from localllm.text.tokenizer import load_tokenizer
+from localllm.web.access.keys import one_time_link
 from localllm.web.app import Server, bind, create_app
 from tests.fake_runner import FakeRunner
 from tests.tiny import VOCAB_SIZE, save_tiny_tokenizer
@@ -156,6 +157,10 @@ class LiveServer:
             self.manager.adopt(self.model)
         await self.server.serve([self._socket])
         await self.manager.close()
+
+    def link(self) -> str:
+        """A one-time link for the owner's browser."""
+        return one_time_link(self.url, self.server.app.state.key_ring.owner_secret)
 
     def stats(self) -> EngineStats:
         assert self.model is not None

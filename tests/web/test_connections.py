@@ -6,13 +6,15 @@ import json
 import resource
 import socket
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from localllm import up
 from localllm.machine.platforms import raise_file_limit
 from localllm.web.access import connection
-from tests.web.live_server import LiveServer, wait_until
+from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.test_bounds import answers, connect
 
 TEXT = "/v1/completions"
@@ -155,6 +157,94 @@ def test_a_connection_with_a_request_does_not_give_way(server: LiveServer, monke
         for _ in range(10):
             connect(server).close()
         assert (first.decode("latin-1") + answers(streaming)).endswith("0\r\n\r\n")
+
+
+HALF_SENT = (
+    b"POST /login HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/x-www-form-urlencoded\r\n"
+    b"content-length: 2000\r\n\r\nkey="
+)
+
+
+@pytest.fixture
+def locked(tmp_path: Path) -> Iterator[LiveServer]:
+    with LiveServer(fake_model(tmp_path, PacedRunner()), settings(api_key="secret", ui=True)) as server:
+        yield server
+
+
+def half_sent(server: LiveServer, count: int) -> list[socket.socket]:
+    socks = [connect(server) for _ in range(count)]
+    for sock in socks:
+        try:
+            sock.sendall(HALF_SENT)
+        except ConnectionError:  # it was closed for a later one
+            pass
+    return socks
+
+
+@pytest.mark.parametrize(
+    ("most", "attackers"), [(64, 100), pytest.param(4096, 4300, marks=pytest.mark.slow)], ids=["few", "thousands"]
+)
+def test_half_sent_logins_leave_a_place_for_others(
+    locked: LiveServer, monkeypatch: pytest.MonkeyPatch, most: int, attackers: int
+) -> None:
+    raise_file_limit(up.MOST_FILES)
+    monkeypatch.setattr(connection, "most_connections", lambda: most)
+    state, socks = locked.server.server_state, half_sent(locked, attackers)
+    try:
+        wait_until(lambda: len(state.connections) <= most // 4 + 1)
+        for _ in range(5):
+            with connect(locked) as sock:
+                sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                assert answers(sock).startswith("HTTP/1.1 200")
+            body = posted(BODY, "1.1", "authorization: Bearer secret", "connection: close")
+            with connect(locked) as sock:
+                sock.sendall(body[:-1])
+                time.sleep(0.02)
+                sock.sendall(body[-1:])
+                assert answers(sock).startswith("HTTP/1.1 200")
+    finally:
+        for sock in socks:
+            sock.close()
+
+
+def test_requests_are_closed_first_whose_client_was_silent_for_longest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LiveServer(fake_model(tmp_path, PacedRunner()), settings(ui=True)) as server:
+        socks = half_sent(server, 10)
+        state = server.server.server_state
+        wait_until(lambda: len(state.connections) == 10)
+        for sock in (*socks[5:], *socks[1:5]):
+            time.sleep(0.02)
+            sock.sendall(b"a")
+        time.sleep(0.1)
+        monkeypatch.setattr(connection, "most_connections", lambda: 10)
+        with connect(server) as last:
+            assert socks[0].recv(1) == b""
+            for sock in socks[1:]:
+                sock.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    sock.recv(1)
+            last.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            assert answers(last).startswith("HTTP/1.1 200")
+        for sock in socks:
+            sock.close()
+
+
+def test_the_time_for_a_body_grows_with_what_has_arrived(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "BODY_S", 0.2)
+    monkeypatch.setattr(connection, "BODY_BYTES_PER_S", 20_000)
+    whole = posted(BODY | {"user": "x" * 12_000}, "1.1", "connection: close")
+    with connect(server) as sock:  # 0.6 s, above the least speed
+        for start in range(0, len(whole), 1000):
+            sock.sendall(whole[start : start + 1000])
+            time.sleep(0.05 if start < 12_000 else 0)
+        assert answers(sock).startswith("HTTP/1.1 200")
+    with connect(server) as sock:
+        sock.sendall(whole[:6000])
+        started_s = time.monotonic()
+        assert answers(sock).startswith("HTTP/1.1 408")
+        assert 0.3 < time.monotonic() - started_s < 5
 
 
 def test_a_shell_s_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,7 @@ from localllm.config.settings import MIN_INFLIGHT_BODY_BYTES, ServerConfig
 from localllm.errors import ConfigError
 from localllm.web.access.keys import Key, add_key, keys_path
 from localllm.web.access.limits import MOST_CLIENTS, WRONG_KEYS_PER_MINUTE, Bodies, Buckets, Guesses
-from localllm.web.errors import WrongKeys
+from localllm.web.errors import BodiesTooLarge, WrongKeys
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.test_errors import refusal
 
@@ -45,10 +48,11 @@ def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Narrow]:
         yield server, runner, made
 
 
-def begun(server: LiveServer, announced_bytes: int, body: bytes, path: str = TEXT) -> socket.socket:
+def begun(server: LiveServer, announced_bytes: int, body: bytes, path: str = TEXT, key: str = "") -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     sock = socket.create_connection((host, int(port)), timeout=10)
     head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head += f"x-api-key: {key}\r\n" if key else ""
     sock.sendall(f"{head}content-length: {announced_bytes}\r\n\r\n".encode() + body)
     return sock
 
@@ -93,6 +97,54 @@ def test_a_body_counts_until_its_answer_has_ended(narrow: Narrow) -> None:
         runner.gate.set()
         assert b"".join(iter(lambda: sock.recv(65536), b"")).startswith(b"HTTP/1.1 200")
     wait_until(lambda: bodies.in_flight_bytes == 0)
+
+
+def test_one_client_leaves_room_for_the_bodies_of_others() -> None:
+    bodies, big = Bodies(16 * 2**20), b"x" * 2**20
+
+    async def hold(client: str, held: ExitStack, num_mib: int = 1) -> None:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": big * num_mib, "more_body": True}
+
+        counting = held.enter_context(bodies.counted(receive, 0, client))
+        await counting()
+
+    async def fill(client: str, held: ExitStack) -> int:
+        for number in range(32):
+            try:
+                await hold(client, held)
+            except BodiesTooLarge:
+                return number
+        return 32
+
+    with ExitStack() as held:
+        assert asyncio.run(fill("alone", held)) == 8
+        asyncio.run(hold("small", held))
+        assert asyncio.run(fill("second", held)) == 4
+        with ExitStack() as third:
+            asyncio.run(hold("third", third, 3))  # an only body may have all that is left
+    assert bodies.in_flight_bytes == 0
+
+
+def test_requests_that_never_end_leave_the_small_ones_of_other_keys_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    attacker, other = (add_key(keys_path(), name, "infer") for name in ("attacker", "other"))
+    monkeypatch.setattr("localllm.web.access.auth.Bodies", lambda _: Bodies(16 * 2**20))
+    with LiveServer(fake_model(tmp_path / "tiny", PacedRunner())) as server, ExitStack() as held:
+        for number in range(20):
+            sock = begun(server, 2**20, b"", key=attacker)
+            held.callback(sock.close)
+            try:
+                sock.sendall(b"{" + b" " * (2**20 - 2))
+            except ConnectionError:
+                assert number >= 8
+        for _ in range(3):
+            headers = {"x-api-key": other}
+            assert server.post(TEXT, {"prompt": "a", "max_tokens": 1}, headers=headers).status_code == 200
+            large = {"prompt": "a", "max_tokens": 1, "user": "x" * 3_000_000}
+            assert server.post(TEXT, large, headers=headers).status_code == 200
 
 
 def test_announcing_takes_no_room(narrow: Narrow) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -248,6 +250,10 @@ def test_the_log_level_changes_at_once(server: LiveServer) -> None:
 
 def test_the_first_admin_key_is_shown_once_and_logs_this_browser_in(unlocked: LiveServer) -> None:
     with httpx.Client(base_url=unlocked.url) as browser:
+        refused = browser.post("/settings/keys", data={"name": "laptop", "scope": "admin"})
+        assert refused.status_code == 403  # a key of this kind is a proof itself
+        assert "localllm link" in refused.text
+        browser.get(unlocked.link())
         assert '<option value="admin" selected>' in browser.get("/settings").text  # another would lock this page
         made = browser.post("/settings/keys", data={"name": "laptop", "scope": "admin"})
         assert "Key “laptop” is made" in made.text
@@ -273,12 +279,13 @@ def test_the_first_admin_key_is_shown_once_and_logs_this_browser_in(unlocked: Li
 
 def test_a_first_key_that_would_lock_out_is_made_only_when_asked_again(unlocked: LiveServer) -> None:
     sent = {"name": "phone", "scope": "infer"}
-    refused = unlocked.http.post("/settings/keys", data=sent)
+    owner = {"x-api-key": unlocked.server.app.state.key_ring.owner_secret}
+    refused = unlocked.http.post("/settings/keys", data=sent, headers=owner)
     assert refused.status_code == 409
     assert "would lock you out" in refused.text
     assert 'value="phone"' in refused.text
     assert not keys_path().exists()
-    assert "sk-local-" in unlocked.http.post("/settings/keys", data={**sent, "confirm": "yes"}).text
+    assert "sk-local-" in unlocked.http.post("/settings/keys", data={**sent, "confirm": "yes"}, headers=owner).text
 
 
 @pytest.mark.parametrize(
@@ -313,10 +320,28 @@ def test_removing_a_key_says_who_is_locked_out(others: list[Any], given: bool, m
 def test_a_key_that_cannot_be_made_is_refused_on_the_page(
     unlocked: LiveServer, fields: dict[str, str], says: str
 ) -> None:
-    refused = unlocked.http.post("/settings/keys", data=fields)
+    owner = {"x-api-key": unlocked.server.app.state.key_ring.owner_secret}
+    refused = unlocked.http.post("/settings/keys", data=fields, headers=owner)
     assert refused.status_code == 400
     assert says in refused.text
     assert not keys_path().exists()
+
+
+@pytest.mark.parametrize(("number", "says"), [(errno.ENOSPC, "No space left"), (errno.EROFS, "Read-only")])
+def test_a_key_that_the_disk_does_not_take_is_refused_in_words(
+    unlocked: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int, says: str
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr("localllm.web.access.keys.write_whole", full)
+    owner = {"x-api-key": unlocked.server.app.state.key_ring.owner_secret}
+    refused = unlocked.http.post("/settings/keys", data={"name": "a", "scope": "admin"}, headers=owner)
+    assert refused.status_code == 503
+    assert "The key a could not be saved." in refused.text
+    assert says in refused.text
+    assert 'value="a"' in refused.text
+    assert "unhandled" not in caplog.text
 
 
 def test_a_key_for_infer_sees_none_of_it(unlocked: LiveServer) -> None:

@@ -37,6 +37,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory, config: Path) -> Iterator[
         model = fake_model(tmp_path_factory.mktemp("tiny"), PacedRunner())
         asked = replace(settings(ui=True), file=config)
         with LiveServer(model, asked) as server, browser_of(server) as client:
+            client.get(server.link())
             yield client
 
 

@@ -212,6 +212,60 @@ def test_streams_end_when_the_server_stops() -> None:
     run(work)
 
 
+def test_a_client_keeps_its_newest_live_connections() -> None:
+    async def work() -> None:
+        streams = live.LiveStreams()
+        closing, most = asyncio.Event(), live.MOST_OF_CLIENT
+
+        async def ticks() -> AsyncIterator[bytes]:
+            while True:
+                yield b"x"
+                await asyncio.sleep(0.001)
+
+        ended: list[int] = []
+
+        async def page(number: int, client: str) -> None:
+            with streams.counted(client) as superseded:
+                async for _ in until_closing(ticks(), closing, superseded):
+                    pass
+            ended.append(number)
+
+        other = asyncio.create_task(page(-1, "other"))
+        pages = []
+        for number in range(most + 10):
+            pages.append(asyncio.create_task(page(number, "one")))
+            await asyncio.sleep(0)
+        await eventually(lambda: len(ended) == 10)
+        await asyncio.sleep(0.01)
+        assert sorted(ended) == list(range(10))
+        closing.set()
+        await asyncio.gather(other, *pages)
+        assert not streams._open
+
+    run(work)
+
+
+def test_followers_of_a_view_share_one_drawing_of_a_tick() -> None:
+    async def work() -> None:
+        tick, drawings = Tick(1, None, (), None), 0
+
+        async def draw() -> dict[str, str]:
+            nonlocal drawings
+            drawings += 1
+            await asyncio.sleep(0.001)
+            return {"part": "drawn"}
+
+        impatient = asyncio.create_task(tick.drawn("view", draw))
+        others = [asyncio.create_task(tick.drawn("view", draw)) for _ in range(100)]
+        await asyncio.sleep(0)
+        impatient.cancel()
+        parts = await asyncio.gather(*others)
+        assert drawings == 1
+        assert all(each is parts[0] for each in (*parts, await tick.drawn("view", draw)))
+
+    run(work)
+
+
 def test_dashboards_that_miss_the_same_parts_share_one_update() -> None:
     tick = Tick(1, None, (), None)
     parts = {"tile-a": '<p id="tile-a">1</p>', "tile-b": '<p id="tile-b">2</p>'}

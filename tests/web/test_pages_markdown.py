@@ -358,3 +358,18 @@ def test_a_persons_text_loses_only_the_marks_of_its_code(text: str) -> None:
     assert all(character in it for character in left), "a subsequence of what was typed"
     if "`" not in text and "~~~" not in text:
         assert left == text
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "is_table"),
+    [(200, 50, True), (10, 1900, True), (201, 1, False), (2000, 50, False), (100, 250, False)],
+    ids=["wide", "long", "too wide", "much too wide", "too many cells"],
+)
+def test_a_table_beyond_the_limits_is_shown_as_text(columns: int, rows: int, is_table: bool) -> None:
+    header, line = "|a" * columns, "|-" * columns
+    started_s = time.process_time()
+    drawn = render_markdown("\n".join([header, line, *["|b" * columns] * rows]) + "\n\nafter")
+    assert ("<table>" in drawn) is is_table
+    assert drawn.endswith("<p>after</p>\n")
+    assert drawn.count("b") >= rows  # nothing is lost
+    assert time.process_time() - started_s < 4

@@ -19,7 +19,7 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.formats.checkpoint import FLOATS, TensorInfo
 from localllm.models.formats.gguf_config import config_of_header
 from localllm.models.formats.gguf_expansion import expansion, halves, join_expansions
-from localllm.models.formats.gguf_header import Header, StoredTensor, Strings, read_header
+from localllm.models.formats.gguf_header import Header, StoredTensor, plain, read_header
 from localllm.models.formats.gguf_names import parts_of
 from localllm.models.formats.gguf_storage import storage_of
 from localllm.models.spec.family import Storage
@@ -130,8 +130,7 @@ def config_of(path: Path) -> dict[str, Any]:
 
 def metadata_of(path: Path) -> dict[str, Any]:
     """Return all metadata as plain values: lists, texts, numbers. Raises `CorruptModel`, `UnsupportedModel`."""
-    values = read_parts(path)[0].metadata
-    return {key: value.decode() if isinstance(value, Strings) else value for key, value in values.items()}
+    return {key: plain(value) for key, value in read_parts(path)[0].metadata.items()}
 
 
 def read_parts(path: Path) -> list[Header]:

@@ -12,7 +12,7 @@ from statistics import NormalDist
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.formats.checkpoint import FLOATS
-from localllm.models.formats.gguf_header import Header, Strings
+from localllm.models.formats.gguf_header import Header, Strings, plain
 from localllm.models.formats.gguf_hybrids import HYBRIDS
 from localllm.models.formats.gguf_metadata import Architecture, Config, GGUFTensors, Metadata, has, layer_types
 from localllm.models.formats.gguf_mixtures import MIXTURES
@@ -99,7 +99,8 @@ def _vocab_size(metadata: Metadata, checkpoint: GGUFTensors) -> int:
 def _end_ids(metadata: Metadata) -> list[int]:
     """Return the end tokens that the metadata names, then special tokens that are known to end an answer."""
     named = [metadata.token_id(name) for name in ("eos", "eot", "eom")]
-    tokens, types = (metadata.values.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    tokens, stored = (metadata.values.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    types = None if stored is None else plain(stored)
     found: dict[str, int] = {}
     if isinstance(tokens, Strings) and isinstance(types, list):
         ends = {_CONTROL: ENDS, _USER_DEFINED: _VISIBLE_ENDS}

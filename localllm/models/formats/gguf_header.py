@@ -6,9 +6,10 @@
     tensors                 name, sizes (fastest first), block type, offset
     padding, data           each tensor at a multiple of general.alignment
 
-Every length and count is compared with the remaining bytes before it is used, so a damaged or hostile header takes no
-more memory than the file has bytes. The result is consistent: tensors lie inside the file, are aligned, and do not
-overlap. Does not know: what keys and tensors mean, other parts of a split file.
+Every length and count is compared with the remaining bytes before it is used, and with the limits below, so a damaged
+or hostile header takes no more than `MAX_KEPT_BYTES`. Long arrays are kept as they are stored, and only those of the
+vocabulary: this program reads no long array under another key. The result is consistent: tensors lie inside the file,
+are aligned, and do not overlap. Does not know: what tensors mean, other parts of a split file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -32,6 +33,21 @@ from localllm.units import format_bytes
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # default of general.alignment
 MAX_DIMENSIONS = 4
+
+MAX_METADATA_BYTES = 256 * 2**20
+"""All metadata of a file. Large vocabularies, with their merges, take some 20 MiB."""
+MAX_KEPT_BYTES = 64 * 2**20
+"""Metadata that stays in memory: texts, short arrays, the vocabulary."""
+MAX_ENTRIES = 65_536
+"""Entries of metadata; files have fewer than a hundred."""
+MAX_ARRAY_ENTRIES = 4_000_000
+"""Entries of all arrays together; vocabularies have up to 1.5 million, with their merges, scores and types."""
+MAX_TENSORS = 262_144
+"""Files that store each expert apart have some 60,000."""
+SHORT_ARRAY = 4096
+"""Entries of an array that is kept whatever its key is: one value for each layer, or a few names."""
+VOCABULARY = frozenset(f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type"))
+"""Keys whose arrays are kept at any length."""
 
 BLOCKS: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
@@ -110,7 +126,26 @@ class Strings(Sequence[str]):
             raise CorruptModel(f"{self._where} holds text that is not UTF-8.", f"Entry {index}: {error}.") from error
 
 
-Value = int | float | bool | str | Strings | list[int] | list[float] | list[bool]
+@dataclass(frozen=True, slots=True)
+class LongArray:
+    """An array that was not kept, because no reader needs an array of this length under its key."""
+
+    num_entries: int
+
+    def __repr__(self) -> str:
+        return f"an array of {self.num_entries:,} entries"
+
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
+"""The numbers of a vocabulary, as stored; a list of them would take up to ten times the memory."""
+Value = int | float | bool | str | Strings | Numbers | list[int] | list[float] | list[bool] | LongArray
+
+
+def plain(value: Value) -> Any:
+    """Return a value with arrays as lists, which needs several times the memory of what is stored."""
+    if isinstance(value, Strings):
+        return value.decode()
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +201,7 @@ class _Reader:
 
     def __init__(self, data: bytes | mmap.mmap, file: Path) -> None:
         self.data, self.file, self.size, self.at = data, file, len(data), 0
+        self.kept_bytes = self.num_array_entries = 0
 
     @property
     def left(self) -> int:
@@ -173,6 +209,12 @@ class _Reader:
 
     def fail(self, what: str, why: str) -> NoReturn:
         raise CorruptModel(f"{self.file} is damaged at byte {self.at:,}: {what}.", why, "Download the file again.")
+
+    def keep(self, count: int, what: str) -> None:
+        """Count bytes of metadata that stay in memory."""
+        self.kept_bytes += count
+        if self.kept_bytes > MAX_KEPT_BYTES:
+            self.fail(what, f"The metadata up to here takes more than {format_bytes(MAX_KEPT_BYTES)} of memory.")
 
     def take(self, count: int, what: str) -> bytes:
         if count > self.left:
@@ -190,7 +232,9 @@ class _Reader:
         return value
 
     def text(self, what: str) -> str:
-        raw = self.take(self.number("Q", what), what)
+        length = self.number("Q", what)
+        self.keep(min(length, self.left) + 64, what)
+        raw = self.take(length, what)
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -232,41 +276,63 @@ class _Reader:
 def _read_metadata(reader: _Reader, count: int) -> dict[str, Value]:
     if count > reader.left // 13:  # the smallest entry: a key's length, a type, one byte
         reader.fail("the number of entries", f"It says {count:,}; {reader.left:,} bytes are left.")
+    if count > MAX_ENTRIES:
+        reader.fail("the number of entries", f"It says {count:,}; at most {MAX_ENTRIES:,} are read.")
     metadata: dict[str, Value] = {}
     for index in range(count):
         key = reader.text(f"the key of entry {index}")
         if key in metadata:
             reader.fail("the metadata", f"The key {_shown(key)} occurs twice.")
-        metadata[key] = _read_value(reader, reader.number("I", f"the type of {_shown(key)}"), _shown(key))
+        metadata[key] = _read_value(reader, reader.number("I", f"the type of {_shown(key)}"), key)
+        if reader.at > MAX_METADATA_BYTES:
+            reader.fail(_shown(key), f"At most {format_bytes(MAX_METADATA_BYTES)} of metadata are read.")
     return metadata
 
 
 def _read_value(reader: _Reader, kind: int, key: str) -> Value:
     if kind in _SCALARS:
-        return reader.scalar(_SCALARS[kind], key)
+        return reader.scalar(_SCALARS[kind], _shown(key))
     if kind == _STRING:
-        return reader.text(key)
+        return reader.text(_shown(key))
     if kind == _ARRAY:
-        return _read_array(reader, key)
-    raise UnsupportedModel(f"{reader.file} has a value of unknown type {kind}, {key}.", "GGUF knows types 0 to 12.")
+        return _read_array(reader, _shown(key), is_long=key in VOCABULARY)
+    raise UnsupportedModel(
+        f"{reader.file} has a value of unknown type {kind}, {_shown(key)}.", "GGUF knows types 0 to 12."
+    )
 
 
-def _read_array(reader: _Reader, key: str) -> Value:
+def _read_array(reader: _Reader, key: str, *, is_long: bool) -> Value:
+    """Read an array. `is_long`: it is kept at any length."""
     kind, count = reader.number("I", key), reader.number("Q", key)
+    keeps = is_long or count <= SHORT_ARRAY
+    if kind in _SCALARS or kind == _STRING:
+        least_bytes = 8 if kind == _STRING else struct.calcsize(_SCALARS[kind])
+        if count > reader.left // least_bytes:
+            reader.fail(key, f"It says {count:,} entries; {reader.left:,} bytes are left.")
+        reader.num_array_entries += count
+        if reader.num_array_entries > MAX_ARRAY_ENTRIES:
+            reader.fail(key, f"It has {count:,} entries; the arrays of a file may have {MAX_ARRAY_ENTRIES:,} together.")
     if kind in _SCALARS:
-        raw = reader.take(count * struct.calcsize(_SCALARS[kind]), key)
-        numbers: list[int] | list[float] | list[bool] = np.frombuffer(raw, dtype=f"<{_numpy(_SCALARS[kind])}").tolist()
-        return numbers
+        return _read_numbers(reader, _SCALARS[kind], count, key, keeps=keeps)
     if kind == _STRING:
-        return _read_strings(reader, count, key)
+        return _read_strings(reader, count, key, keeps=keeps)
     if kind == _ARRAY:
         raise UnsupportedModel(f"{reader.file} holds an array of arrays, {key}.", "No known GGUF key has such a value.")
     raise UnsupportedModel(f"{reader.file} has an array of unknown type {kind}, {key}.", "GGUF knows types 0 to 12.")
 
 
-def _read_strings(reader: _Reader, count: int, key: str) -> Strings:
-    if count > reader.left // 8:
-        reader.fail(key, f"It says {count:,} strings; {reader.left:,} bytes are left.")
+def _read_numbers(reader: _Reader, code: str, count: int, key: str, *, keeps: bool) -> Value:
+    if not keeps:
+        reader.at += count * struct.calcsize(code)
+        return LongArray(count)
+    raw = reader.take(count * struct.calcsize(code), key)
+    numbers: Numbers = np.frombuffer(raw, dtype=f"<{_numpy(code)}")
+    is_short = count <= SHORT_ARRAY
+    reader.keep(40 * count if is_short else len(raw), key)
+    return numbers.tolist() if is_short else numbers
+
+
+def _read_strings(reader: _Reader, count: int, key: str, *, keeps: bool) -> Strings | LongArray:
     start = at = reader.at
     stops = array("Q")
     data, size, unpack = reader.data, reader.size, struct.Struct("<Q").unpack_from
@@ -276,8 +342,12 @@ def _read_strings(reader: _Reader, count: int, key: str) -> Strings:
             reader.at = at
             reader.fail(key, f"String {index} of {count:,} extends past the end of the file.")
         at = stop
-        stops.append(at - start)
+        if keeps:
+            stops.append(at - start)
     reader.at = at
+    if not keeps:
+        return LongArray(count)
+    reader.keep(at - start + 8 * count, key)
     return Strings(data[start:at], stops, f"{reader.file}: {key}")
 
 
@@ -288,6 +358,8 @@ def _numpy(code: str) -> str:
 def _read_tensors(reader: _Reader, count: int, alignment: int) -> dict[str, StoredTensor]:
     if count > reader.left // 33:  # the smallest entry: a name's length and a letter, one size, type, offset
         reader.fail("the number of tensors", f"It says {count:,}; {reader.left:,} bytes are left.")
+    if count > MAX_TENSORS:
+        reader.fail("the number of tensors", f"It says {count:,}; at most {MAX_TENSORS:,} are read.")
     entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for index in range(count):
         name = reader.text(f"the name of tensor {index}")

@@ -42,12 +42,12 @@ def count_parameters(path: Path) -> int:
 
 def gguf_rows(path: Path) -> dict[str, str]:
     """Return the rows that only a GGUF file can fill. A safetensors checkpoint's files do not name its licence."""
-    from localllm.models.formats.gguf import metadata_of
+    from localllm.models.formats.gguf import read_parts
     from localllm.models.formats.gguf_names import quant_of
 
     return {
         "quantization": quant_of(path.name) or "unknown",
-        "license": str(metadata_of(path).get("general.license", "not said")),
+        "license": str(read_parts(path)[0].metadata.get("general.license", "not said")),
     }
 
 

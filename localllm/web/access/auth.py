@@ -6,6 +6,9 @@
 - Key: required on every route but the probes, with the scope that the route needs (scopes.py). Programs send Bearer or
   x-api-key; a browser is redirected to /login and returns with a cookie. Basic also works (any user name, the key as
   password).
+- Without keys, the kernel says which user of this machine sends a request: the server's own user and root may do
+  everything, another or an unknown user has the rights of a key with the scope infer. Where the kernel does not say
+  (macOS, Windows), every user of this machine has all rights.
 - Limits: requests per minute and at a time per key, wrong keys per minute per address, bytes of all bodies (limits.py).
 - x-request-id on each response, and one access log line per request. The line names the key; it never contains the key
   itself or a prompt.
@@ -24,7 +27,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from urllib.parse import quote
 
@@ -35,9 +38,10 @@ from litestar.utils import normalize_path
 
 from localllm.config.settings import MAX_UPLOAD_BYTES, ServerConfig
 from localllm.errors import LocalLLMError
+from localllm.machine.peer_user import KNOWS_USERS, is_owner
 from localllm.units import format_bytes, format_seconds
 from localllm.web.access.caller import missing_scope
-from localllm.web.access.keys import Key, KeyRing
+from localllm.web.access.keys import Key, KeyRing, guest
 from localllm.web.access.limits import Bodies, Guesses, Limits
 from localllm.web.access.origins import Origins, netloc_of
 from localllm.web.access.proxies import Proxies
@@ -108,6 +112,7 @@ class FrontDoor:
 
     async def _admit(self, scope: HTTPScope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
+        peer = scope.get("client")
         self.proxies.apply(scope, headers)
         request_id = _request_id(headers)
         scope["state"]["request_id"] = request_id.decode()
@@ -118,6 +123,8 @@ class FrontDoor:
         shown, typed = _shown_keys(headers), _basic_password(headers)
         shown_key = self.keys.find(shown)
         key = shown_key or self.keys.find([typed]) or session_key(self.keys, scope)
+        if key is None and not self.keys.is_locked:
+            key = _guest(scope, is_forwarded=scope.get("client") != peer)
         scope["state"]["key"] = key
         try:
             with ExitStack() as held:
@@ -130,7 +137,8 @@ class FrontDoor:
                     self._check_site(scope, headers, shows_key=shown_key is not None)
                     self._check_key(scope, key)
                     held.enter_context(self._counted(scope, key))
-                    receive = held.enter_context(self.bodies.counted(receive, self._announced_bytes(headers)))
+                    announced_bytes = self._announced_bytes(headers)
+                    receive = held.enter_context(self.bodies.counted(receive, announced_bytes, client_of(scope, key)))
                 except LocalLLMError as refusal:
                     await self._refuse(scope, headers, refusal)(scope, receive, answer.send)
                 else:
@@ -159,7 +167,7 @@ class FrontDoor:
         """Count a request against its client's limits. Probes and static files are free. Only methods that do work
         count as running: a dashboard may stay open.
         """
-        path, client = normalize_path(scope["path"]), _client(scope, key)
+        path, client = normalize_path(scope["path"]), client_of(scope, key)
         if is_open(path):
             yield
             return
@@ -220,10 +228,12 @@ class FrontDoor:
         return self.keys.is_locked and not is_open(normalize_path(scope["path"]))
 
     def _check_key(self, scope: HTTPScope, key: Key | None) -> None:
-        """Raise if the request needs a key and has none, or if its key lacks the scope."""
-        if not self._needs_key(scope):
+        """Raise if the request needs a key and has none, or if its key, or its user, lacks the scope."""
+        if is_open(normalize_path(scope["path"])):
             return
         if key is None:
+            if not self.keys.is_locked:
+                return
             raise Unauthorized(
                 "The API key is missing or wrong.",
                 hint="Send the header 'Authorization: Bearer KEY' with a key of this server (localllm keys add NAME).",
@@ -325,6 +335,15 @@ def _basic_password(headers: dict[bytes, bytes]) -> bytes:
         return b""
 
 
+def _guest(scope: HTTPScope, *, is_forwarded: bool) -> Key | None:
+    """Return the user who sends a request without a key, on a server without keys; None for the server's owner."""
+    if not KNOWS_USERS:
+        return None
+    ask: Callable[[], int | None] = scope["state"].get("peer_user", lambda: None)
+    uid = None if is_forwarded else ask()
+    return None if is_owner(uid) else guest(uid)
+
+
 def session_key(keys: KeyRing, scope: Scope) -> Key | None:
     """Return the key with which this browser logged in at /login."""
     session = session_of(scope)
@@ -341,7 +360,7 @@ def session_of(scope: Scope) -> str:
     return ""
 
 
-def _client(scope: HTTPScope, key: Key | None) -> str:
+def client_of(scope: HTTPScope, key: Key | None) -> str:
     """Return the client that limits apply to: a key, else an address."""
     return f"key {key.name}" if key is not None else address_of(scope)
 

@@ -13,9 +13,15 @@ from localllm.config.settings import ServerConfig
 from localllm.web.access.keys import Key, Scope
 from localllm.web.errors import MissingScope
 
+HOW_TO_PROVE = (
+    "Open the one-time link that localllm link prints on the server's machine, for the user who runs the server."
+)
+
 
 def key_of(request: Request[Any, Any, Any]) -> Key | None:
-    """Return the key of the request; None if the server has no keys or the route is open to everyone."""
+    """Return the key of the request; None if the route is open to everyone, and for the owner of a server without keys.
+    A request of another user of this machine has a key that stands for the user (`guest`).
+    """
     key: Key | None = request.scope["state"].get("key")
     return key
 
@@ -27,12 +33,33 @@ def may(request: Request[Any, Any, Any], scope: Scope) -> bool:
 
 
 def missing_scope(key: Key, scope: Scope) -> MissingScope:
-    """Return the error for a key without this scope."""
+    """Return the error for a key, or a user of this machine, without this scope."""
+    if key.is_guest:
+        return MissingScope(
+            "Only the owner of this server may do this.",
+            "This server has no keys, and another user of this machine, or a program in a container, sent the request: "
+            "such requests may use the models.",
+            HOW_TO_PROVE,
+        )
     return MissingScope(
         f"The key {key.name} is not allowed to do this.",
         f"The scope {scope} is required; the key has {key.scope}.",
         f"localllm keys add NAME --scope {scope}",
     )
+
+
+def require_owner(request: Request[Any, Any, Any]) -> None:
+    """Raise `MissingScope` unless the request has an admin key or is from a browser that opened a one-time link. On a
+    server without keys this is more than `require` asks for: a program that runs in a sandbox, or another program that
+    sends a request for someone else, may be of the owner's user.
+    """
+    key = key_of(request)
+    if key is None or not key.may("admin"):
+        raise MissingScope(
+            "Only the owner of this server may do this.",
+            "It can start programs on this machine, so this browser has to prove once whose it is.",
+            HOW_TO_PROVE,
+        )
 
 
 def require(request: Request[Any, Any, Any], scope: Scope) -> None:

@@ -2,7 +2,8 @@
 answers.
 
 uvicorn parses and answers; this module adds the limits that uvicorn has no settings for. A refused request never
-reaches the application: the client gets a status and the usual error body, and the connection is closed.
+reaches the application: the client gets a status and the usual error body, and the connection is closed. When there are
+too many connections, those are closed that wait for their client, the ones that have been silent for longest first.
 Does not know: routes, bodies (the router limits their size).
 """
 
@@ -12,6 +13,7 @@ import asyncio
 import http
 import logging
 import sys
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any
@@ -19,10 +21,12 @@ from typing import Any
 import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from localllm.errors import LocalLLMError
+from localllm.machine.peer_user import user_of
 from localllm.machine.platforms import most_open_files
-from localllm.units import format_count
+from localllm.units import format_bytes, format_count
 from localllm.web.errors import HeadTooLarge, MalformedRequest, RequestTimeout, UrlTooLong, openai_error
 
 log = logging.getLogger("localllm.access")
@@ -43,8 +47,8 @@ UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 HEAD_S = 30.0
 """Time limit for the headers, from the first byte of a request or from the start of the connection."""
-BODY_S = 300.0
-"""Time limit for the body, from the end of the headers: 64 MiB, which a flag may allow, take that long at 220 KiB/s."""
+BODY_S, BODY_BYTES_PER_S = 10.0, 64 * 1024
+"""Time limit for the body, from the end of the headers, and the speed from which a body may take longer."""
 LINGER_S = 2.0
 """How long the rest of a body is still received after its request was answered. A client that is still sending does not
 read yet, and closing the connection at once could discard the answer.
@@ -53,10 +57,74 @@ UNREAD_S = 60.0
 """A client that reads none of its waiting answer for this long is considered gone."""
 
 
+class Connections(ServerState):
+    """All connections of a server, and which of them are closed when there are too many. A client that still needs one
+    opens it again.
+
+    A connection can be closed while the server waits for its client: between two requests, and while a request arrives.
+    Adding and closing take constant time on average, since thousands may come in one turn of the event loop.
+    """
+
+    def __init__(self, is_locked: Callable[[], bool]) -> None:
+        """`is_locked`: whether requests need a key. If they do, the connections of one address that have not shown a
+        key can be a quarter of all.
+        """
+        super().__init__()
+        self._is_locked = is_locked
+        self._open: OrderedDict[Connection, None] = OrderedDict()  # those that were silent for longest first
+        self._keyless: dict[str, OrderedDict[Connection, None]] = {}  # by address, in the same order
+
+    def add(self, new: Connection) -> None:
+        self._open[new] = None
+        keyless = self._keyless.setdefault(new.address, OrderedDict())
+        keyless[new] = None
+        most = most_connections()
+        if len(keyless) > most // 4 and self._is_locked():
+            self._close_oldest(keyless, most // 4)
+        if len(self._open) > most:
+            self._close_oldest(self._open, most)
+
+    def heard(self, connection: Connection) -> None:
+        """Note that a client has sent something, or that its answer is complete."""
+        if connection in self._open:
+            self._open.move_to_end(connection)
+        keyless = self._keyless.get(connection.address) or OrderedDict()
+        if connection in keyless:
+            del keyless[connection]
+            if not connection.has_key:
+                keyless[connection] = None
+
+    def remove(self, lost: Connection) -> None:
+        self._open.pop(lost, None)
+        keyless = self._keyless.get(lost.address) or OrderedDict()
+        keyless.pop(lost, None)
+        if not keyless:
+            self._keyless.pop(lost.address, None)
+
+    def _close_oldest(self, among: OrderedDict[Connection, None], most: int) -> None:
+        """Close a connection, unless all of them are being answered. One that cannot be closed moves to the end."""
+        for _ in range(len(among)):
+            oldest = next(iter(among))
+            if among is not self._open and oldest.has_key:
+                del among[oldest]
+            elif oldest.waits:
+                self.remove(oldest)
+                oldest.transport.abort()
+            else:
+                among.move_to_end(oldest)
+            if len(among) <= most:
+                return
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol with limits. `_deadline` is the time by which the current request must have arrived."""
 
-    _idle_s: float | None = None  # idle since this time; None while a request arrives or is answered
+    server_state: Connections
+    address = "-"
+    _user: int | None = None
+    _has_asked_user = False
+    _body_bytes = 0  # received of the current body
+    _body_began_s = 0.0
     _received = b""  # bytes given to the parser
     _without_upgrade = b""  # head of a request that asks for a protocol upgrade, without that question
     _deadline: asyncio.TimerHandle | None = None
@@ -71,20 +139,28 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._arm(HEAD_S)
-        self._idle_s = self.loop.time()
-        if len(self.connections) > most_connections():
-            self._make_room()
+        self.address = self.client[0] if self.client else "-"
+        self.server_state.add(self)
 
-    def _make_room(self) -> None:
-        """Close the connection that has been idle for longest, because open files run short. A client reopens it if
-        needed.
-        """
-        idle = [each for each in self.connections if isinstance(each, Connection) and each._idle_s is not None]
-        oldest = min(idle, key=lambda each: each._idle_s or 0.0)  # the new connection is among them
-        oldest._idle_s = None
-        oldest.transport.abort()
+    @property
+    def waits(self) -> bool:
+        """True if nothing but the client's next bytes can go on here."""
+        return not self._owes_an_answer
+
+    @property
+    def has_key(self) -> bool:
+        """True if the last request had a valid key (auth.py)."""
+        return self.cycle is not None and self.cycle.scope["state"].get("key") is not None
+
+    def peer_user(self) -> int | None:
+        """Return the user of this machine at the other end; None: unknown. The kernel is asked once."""
+        if not self._has_asked_user and self.client is not None and self.server is not None:
+            self._has_asked_user = True
+            self._user = user_of(self.client, (self.server[0], self.server[1] or 0))
+        return self._user
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.server_state.remove(self)
         self._disarm()
         if self._minding is not None:
             self._minding.cancel()
@@ -93,6 +169,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._received = data
+        self.server_state.heard(self)
         super().data_received(data)
         if self.transport.is_closing():
             return
@@ -135,8 +212,13 @@ class Connection(HttpToolsProtocol):
             self._without_upgrade = self._head_without_upgrade()
             return
         super().on_headers_complete()
-        self._in_head, self._idle_s = False, None
+        self.scope["state"]["peer_user"] = self.peer_user
+        self._in_head, self._body_bytes, self._body_began_s = False, 0, self.loop.time()
         self._arm(BODY_S)
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._without_upgrade:
@@ -144,15 +226,12 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._in_message = False
         self._disarm()
-        if self.cycle.response_complete:  # answered before its body ended
-            self._idle_s = self.loop.time()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self.server_state.heard(self)
         if self._in_message:
             self._arm(LINGER_S)
-        elif self.cycle.response_complete:  # otherwise the next pipelined request has begun
-            self._idle_s = self.loop.time()
 
     # Other protocols ------------------------------------------------------------------------------------------------
 
@@ -191,11 +270,23 @@ class Connection(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._deadline = None
-        if self._in_message:
-            part, seconds = ("headers", HEAD_S) if self._in_head else ("body", BODY_S)
-            self._end(RequestTimeout("The request took too long.", f"The limit for its {part} is {seconds:.0f} s."))
-        else:
+        if not self._in_message:
             self.transport.close()
+        elif self._in_head:
+            self._end(RequestTimeout("The request took too long.", f"The limit for its headers is {HEAD_S:.0f} s."))
+        elif (left_s := self._body_s_left()) > 0:
+            self._arm(left_s)
+        else:
+            limit = f"{BODY_S:.0f} s, and a second for each {format_bytes(BODY_BYTES_PER_S)}"
+            self._end(RequestTimeout("The request took too long.", f"The limit for its body is {limit}."))
+
+    def _body_s_left(self) -> float:
+        """Return how long the body may still take, by its speed so far; 0 also for a request that was answered."""
+        if self.cycle.response_complete:
+            return 0.0
+        if self.flow.read_paused:  # the application has not taken what is here
+            return BODY_S
+        return self._body_began_s + BODY_S + self._body_bytes / BODY_BYTES_PER_S - self.loop.time()
 
     def _end(self, refusal: LocalLLMError) -> None:
         """Send the refusal and close. If another answer is due or being sent, only close: the client would take the

@@ -2,6 +2,9 @@
 
     $XDG_DATA_HOME/localllm/keys.toml      mode 0600; `localllm keys` writes it, a running server sees the change
 
+Beside them, a running server has the owner's secret, a key with the scope admin that changes at each start. The verbs
+of the server's user find it in a private file, and one-time links for a browser are made from it.
+
 A single SHA-256 is the right hash here: slow hashes protect passwords that people choose, and 32 random bytes cannot be
 guessed. A key is shown once, when it is created, and stored nowhere.
 Does not know: HTTP, which route needs which scope (web/access/scopes.py).
@@ -25,7 +28,7 @@ from typing import Any, Literal, get_args
 from filelock import FileLock
 
 from localllm.errors import ConfigError
-from localllm.files.folders import data_folder, make_private, write_whole
+from localllm.files.folders import data_folder, make_private, translated_write, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,10 @@ Scope = Literal["infer", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 GIVEN = "api-key"
 """Name of the keys from --api-key and LOCALLLM_API_KEY in the log."""
+OWNER = "@owner"
+"""Name of the owner's secret in the log; a key in the file cannot have it."""
+LINK_S = 3600
+"""How long a one-time link can be opened."""
 
 SESSION_S = 30 * 24 * 3600
 """How long a browser stays logged in."""
@@ -41,6 +48,7 @@ MAX_SESSIONS = 100
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _ID = re.compile(rf"#?{_NAME.pattern}|")
+_LINK_TOKEN = re.compile(r"[0-9]{1,12}\.[0-9a-f]{16}\.[0-9a-f]{64}")
 _HEAD = "# Written by `localllm keys`. Only SHA-256 hashes of the keys are stored, not the keys themselves.\n"
 
 
@@ -60,8 +68,19 @@ class Key:
         """Owner of the chats and responses that this key sees, different for each key that `add_key` creates."""
         return self.id or self.name
 
+    @property
+    def is_guest(self) -> bool:
+        """True for a user of this machine who has no key (`guest`)."""
+        return not self.sha256
+
     def may(self, scope: Scope) -> bool:
         return self.scope == "admin" or scope == "infer"
+
+
+def guest(uid: int | None) -> Key:
+    """Return what stands for another user of this machine on a server without keys. Each has chats of its own."""
+    name = "@unknown" if uid is None else f"@user-{uid}"
+    return Key(name, "infer", "", id=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +101,9 @@ class KeyRing:
         self._stamp = _stamp(self.path)
         self._filed = read_keys(self.path)
         self._locked = always_locked or bool(self._given or self._filed)
+        self.owner_secret = secrets.token_urlsafe(32)
+        self._owner = Key(OWNER, "admin", _sha256(self.owner_secret.encode()))
+        self._opened: dict[str, float] = {}  # one-time links that were opened, until they expire
         self._sessions: dict[str, _Session] = {}  # by the hash of the browser's session token; oldest first
 
     @property
@@ -95,7 +117,7 @@ class KeyRing:
         """Return the first offered key that is valid. Every offer is compared with every key in constant time."""
         found = None
         hashes = [_sha256(each) for each in offered]
-        for key in self._current():
+        for key in (self._owner, *self._current()):
             if sum(hmac.compare_digest(each, key.sha256) for each in hashes):
                 found = key
         return found
@@ -116,7 +138,20 @@ class KeyRing:
         session = self._sessions.get(_sha256(token.encode()))
         if session is None or session.until_s <= time.time():
             return None
-        return next((key for key in self._current() if key.sha256 == session.key_sha256), None)
+        return next((key for key in (self._owner, *self._current()) if key.sha256 == session.key_sha256), None)
+
+    def open_link(self, token: str) -> Key | None:
+        """Return the owner's key for the token of a one-time link, and accept the token no further."""
+        if not _LINK_TOKEN.fullmatch(token):
+            return None
+        until, nonce, _ = token.split(".")
+        now_s = time.time()
+        if not hmac.compare_digest(token.encode(), _link_token(self.owner_secret, until, nonce).encode()):
+            return None
+        if float(until) < now_s or token in self._opened:
+            return None
+        self._opened = {each: end_s for each, end_s in self._opened.items() if end_s > now_s} | {token: float(until)}
+        return self._owner
 
     def end_session(self, token: str) -> None:
         """End a session: its token becomes invalid everywhere."""
@@ -133,6 +168,16 @@ class KeyRing:
             except ConfigError as error:
                 log.error("the changed keys file was rejected, the previous keys stay in force: %s", error)
         return self._given + self._filed
+
+
+def one_time_link(url: str, owner_secret: str) -> str:
+    """Return an address that logs a browser in as the server's owner, once and within an hour."""
+    return f"{url}/login?once={_link_token(owner_secret, str(int(time.time() + LINK_S)), secrets.token_hex(8))}"
+
+
+def _link_token(owner_secret: str, until: str, nonce: str) -> str:
+    signature = hmac.new(owner_secret.encode(), f"{until}.{nonce}".encode(), "sha256").hexdigest()
+    return f"{until}.{nonce}.{signature}"
 
 
 def keys_path() -> Path:
@@ -152,14 +197,15 @@ def read_keys(path: Path) -> tuple[Key, ...]:
 
 
 def add_key(path: Path, name: str, scope: Scope) -> str:
-    """Create a key and return its secret, which is not stored. Raises `ConfigError` for an invalid or taken name."""
+    """Create a key and return its secret, which is not stored. Raises `ConfigError` for an invalid or taken name,
+    and `NotWritable`."""
     if not _NAME.fullmatch(name) or name == GIVEN:
         why = f"A name has up to 64 letters, digits and . _ @ -, and is not {GIVEN}."
         raise ConfigError(f"{name!r} is not a valid name for a key.", why, "localllm keys add laptop", param="name")
     key = f"sk-local-{secrets.token_urlsafe(32)}"
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     made = Key(name, scope, _sha256(key.encode()), created, key[-4:], f"#{secrets.token_hex(8)}")
-    with _alone(path):
+    with translated_write(f"The key {name}", path), _alone(path):
         keys = read_keys(path)
         if any(each.name == name for each in keys):
             raise ConfigError(f"The key {name} already exists.", "", f"localllm keys remove {name}", param="name")
@@ -168,8 +214,9 @@ def add_key(path: Path, name: str, scope: Scope) -> str:
 
 
 def remove_key(path: Path, name: str) -> Key:
-    """Delete a key and return its facts. Raises `ConfigError` if there is no key of this name."""
-    with _alone(path):
+    """Delete a key and return its facts. Raises `ConfigError` if there is no key of this name, and
+    `NotWritable`."""
+    with translated_write("The list of keys", path), _alone(path):
         keys = read_keys(path)
         found = next((key for key in keys if key.name == name), None)
         if found is None:

@@ -26,6 +26,10 @@ WRONG_KEYS_PER_MINUTE = 20
 """Per address. Enough for a person or a program with an old key; too few for guessing."""
 
 
+SMALL_BODY_BYTES = 64 * 1024
+"""Bodies up to this size are not counted by `Bodies`."""
+
+
 class Buckets:
     """A token bucket for each client: it holds one minute's tokens and refills over time."""
 
@@ -137,40 +141,66 @@ def _network(host: str) -> str:
 
 
 class Bodies:
-    """Total bytes of all bodies that have arrived and whose requests are not answered yet."""
+    """Bytes of the large bodies that have arrived and whose requests are not answered yet. Small bodies are not
+    counted: the number of connections bounds them.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.in_flight_bytes = most_bytes, 0
+        self._clients: Counter[str] = Counter()
 
     @contextmanager
-    def counted(self, receive: Receive, announced_bytes: int) -> Iterator[Receive]:
+    def counted(self, receive: Receive, announced_bytes: int, client: str) -> Iterator[Receive]:
         """Yield a `receive` that counts bytes until the end of the `with` block. Both raise `BodiesTooLarge` if the
-        limit is reached.
+        client's share or the limit for all is reached.
 
         The announced length is checked but not reserved, since announcing costs a client nothing.
         """
-        self._require_room(announced_bytes)
-        taken_bytes = 0
+        self._require_room(announced_bytes, client, 0)
+        taken_bytes = counted_bytes = 0
 
         async def counting() -> HTTPReceiveMessage:
-            nonlocal taken_bytes
+            nonlocal taken_bytes, counted_bytes
             message = await receive()
             if message["type"] == "http.request":
-                size_bytes = len(message["body"])
-                self._require_room(size_bytes)
-                self.in_flight_bytes += size_bytes
-                taken_bytes += size_bytes
+                taken_bytes += len(message["body"])
+                self._require_room(taken_bytes, client, counted_bytes)
+                if taken_bytes > SMALL_BODY_BYTES:
+                    self._add(client, taken_bytes - counted_bytes)
+                    counted_bytes = taken_bytes
             return message  # type: ignore[return-value]
 
         try:
             yield counting
         finally:
-            self.in_flight_bytes -= taken_bytes
+            self._add(client, -counted_bytes)
 
-    def _require_room(self, size_bytes: int) -> None:
-        if self.in_flight_bytes + size_bytes > self.most_bytes:
+    def _add(self, client: str, size_bytes: int) -> None:
+        self.in_flight_bytes += size_bytes
+        self._clients[client] += size_bytes
+        if not self._clients[client]:
+            del self._clients[client]
+
+    def _require_room(self, size_bytes: int, client: str, counted_bytes: int) -> None:
+        """Raise `BodiesTooLarge` if a body of this size has no room. `counted_bytes` of the body are counted already.
+
+        The bodies of one client can take a quarter of the limit, or half of it while no other client has any; so there
+        is room for another one. A client's only body may be larger.
+        """
+        if size_bytes <= SMALL_BODY_BYTES:
+            return
+        new_bytes, own_bytes = size_bytes - counted_bytes, self._clients[client]
+        if self.in_flight_bytes + new_bytes > self.most_bytes:
             raise BodiesTooLarge(
                 "The total size of the bodies of all running requests is too large.",
                 f"It is {format_bytes(self.in_flight_bytes)}; the limit is {format_bytes(self.most_bytes)}.",
                 "Retry later, or start the server with a higher --max-inflight-body-bytes.",
+            )
+        share_bytes = self.most_bytes // (4 if self.in_flight_bytes > own_bytes else 2)
+        if own_bytes > counted_bytes and own_bytes + new_bytes > share_bytes:
+            raise BodiesTooLarge(
+                "The total size of the bodies of your running requests is too large.",
+                f"It is {format_bytes(own_bytes)}; the limit is {format_bytes(share_bytes)}, so that other clients can "
+                "send theirs.",
+                "Wait for one of them, or start the server with a higher --max-inflight-body-bytes.",
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 import tracemalloc
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
-from localllm.models.formats.gguf_header import BLOCKS, Header, Strings, parse_header, read_header
+from localllm.models.formats.gguf_header import BLOCKS, Header, Strings, parse_header, plain, read_header
 from localllm.models.formats.opening import open_checkpoint
 from tests.models.formats.fuzz import damaged, survives
 
@@ -144,13 +145,13 @@ BAD: list[tuple[str, bytes, type[LocalLLMError], str]] = [
         "an array of absurd length",
         header([entry("k", ARRAY, struct.pack("<IQ", U64, HUGE) + bytes(99))]),
         CorruptModel,
-        "bytes and",
+        "bytes are left",
     ),
     (
         "absurdly many strings",
         header([entry("k", ARRAY, struct.pack("<IQ", STRING, HUGE) + bytes(99))]),
         CorruptModel,
-        f"{HUGE:,} strings",
+        f"{HUGE:,} entries",
     ),
     (
         "a string over the end",
@@ -201,6 +202,65 @@ def test_bad_headers(data: bytes, error: type[LocalLLMError], message: str) -> N
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
+
+
+def numbers(key: str, count: int, kind: int = F32) -> bytes:
+    """An array whose data is not written: the file that it ends is sparse."""
+    return entry(key, ARRAY, struct.pack("<IQ", kind, count))
+
+
+def read_sparse(file: Path, *entries: bytes, data: int) -> Header:
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries))
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size + data)
+    return read_header(file)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([numbers("x.y", 100_000_000)], "It has 100,000,000 entries; the arrays of a file may have 4,000,000 together"),
+        ([numbers("tokenizer.ggml.scores", 100_000_000)], "It has 100,000,000 entries"),
+        ([entry("general.description", STRING, struct.pack("<Q", 300 * 2**20))], "takes more than 64.0 MiB of memory"),
+    ],
+    ids=["an unread array", "a vocabulary", "a text"],
+)
+def test_a_metadata_bomb_is_refused_before_it_is_read(tmp_path: Path, entries: list[bytes], message: str) -> None:
+    started_s = time.process_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptModel, match=message):
+            read_sparse(tmp_path / "m.gguf", *entries, data=400_000_000)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - started_s < 0.3
+
+
+def test_many_entries_are_refused_at_their_count() -> None:
+    with pytest.raises(CorruptModel, match="It says 70,000; at most 65,536 are read"):
+        parse(header([text(f"{number}") + struct.pack("<I", BOOL) + b"\1" for number in range(70_000)]))
+
+
+def test_a_long_array_that_no_reader_needs_is_not_kept(tmp_path: Path) -> None:
+    tracemalloc.start()
+    try:
+        found = read_sparse(tmp_path / "m.gguf", numbers("x.y", 3_900_000), data=4 * 3_900_000)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+    assert str(found.metadata["x.y"]) == "an array of 3,900,000 entries"
+
+
+def test_the_numbers_of_a_vocabulary_take_the_memory_that_they_take_in_the_file(tmp_path: Path) -> None:
+    tracemalloc.start()
+    try:
+        found = read_sparse(tmp_path / "m.gguf", numbers("tokenizer.ggml.scores", 1_000_000), data=4_000_000)
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+    scores = plain(found.metadata["tokenizer.ggml.scores"])
+    assert (len(scores), scores[-1]) == (1_000_000, 0.0)
 
 
 def test_text_that_is_no_utf8_is_found_when_it_is_read() -> None:

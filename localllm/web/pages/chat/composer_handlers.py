@@ -36,7 +36,7 @@ from localllm.web.pages.chat.store import Chat, Chats
 from localllm.web.pages.chat.views import ComposerAction
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
-from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
@@ -196,7 +196,7 @@ def _action(state: ChatState, chat: Chat | None) -> ComposerAction:
 @get("/live/chat/model")
 async def follow_load(request: Request[Any, Any, Any]) -> Stream:
     """Stream the progress of a load, and at its end the composer's parts that depend on the model."""
-    return event_stream(until_closing(_load_events(request), closing(request.app.state)))
+    return live_stream(request, _load_events(request))
 
 
 async def _load_events(request: Request[Any, Any, Any]) -> AsyncIterator[bytes]:

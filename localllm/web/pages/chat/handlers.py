@@ -40,7 +40,7 @@ from localllm.web.pages.chat.tool_runs import tool_runs_of
 from localllm.web.pages.chat.views import ChatPage, ChatTurn, ComposerAction
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of, is_scripted
-from localllm.web.pages.frame.live import closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.live import live_stream, sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
@@ -166,7 +166,7 @@ async def follow_reply(request: Request[Any, Any, Any]) -> Stream:
     writing = _own_reply(request)
     chat, message = (None, writing.message) if writing is not None else await requested_message(request)
     news = _reply_events(chat_state(request), owner_of(request), chat, message, writing)
-    return event_stream(until_closing(news, closing(request.app.state)))
+    return live_stream(request, news)
 
 
 @post("/c/{conversation_id:str}/m/{message_id:str}/stop", guards=[same_origin], status_code=200)

@@ -24,7 +24,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexer import Lexer
 from pygments.lexers import get_all_lexers, get_lexer_by_name
 
-from localllm.web.pages.chat.markdown_rules import add_rules
+from localllm.web.pages.chat.markdown_rules import add_rules, bound_tables
 from localllm.web.pages.chat.maths import add_maths, maths_html
 from localllm.web.pages.chat.preview_blocks import preview_button
 
@@ -67,7 +67,8 @@ def render_markdown(text: str) -> str:
 
 @cache
 def _renderer() -> MarkdownIt:
-    md = add_rules(add_maths(MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])))
+    md = bound_tables(MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]))
+    add_rules(add_maths(md))
     md.validateLink = _is_safe_link  # type: ignore[method-assign]
     md.inline.parse = partial(_bounded, md.inline.parse)  # type: ignore[method-assign]
     for rule in (
@@ -92,7 +93,8 @@ def _bounded(
 @cache
 def _block_parser() -> MarkdownIt:
     """Return a parser that finds blocks and does not parse their text."""
-    return add_maths(MarkdownIt("commonmark", {"html": False}).enable("table").disable("inline"), open_ended=True)
+    md = bound_tables(MarkdownIt("commonmark", {"html": False}).enable("table").disable("inline"))
+    return add_maths(md, open_ended=True)
 
 
 def _is_safe_link(url: str) -> bool:

@@ -1,4 +1,5 @@
-"""Two rules beside Markdown's own, as GitHub has them: task lists, and addresses that are links without brackets.
+"""Two rules beside Markdown's own, as GitHub has them: task lists, and addresses that are links without brackets; and a
+limit on the size of tables.
 
 Does not know: how links and check boxes are drawn (markdown.py).
 """
@@ -9,9 +10,12 @@ import re
 from urllib.parse import urlsplit
 
 from markdown_it import MarkdownIt
+from markdown_it.rules_block import StateBlock
 from markdown_it.rules_core import StateCore
 from markdown_it.token import Token
 
+MOST_COLUMNS, MOST_CELLS = 200, 20_000
+"""The largest table that is drawn as one."""
 _TASK = re.compile(r"\[([ xX])\][ \t]+")
 _ADDRESS = re.compile(r"(?<![A-Za-z0-9])https?://[^\s<>\"`\\|。，、；：！？）】」』]+")
 _END = ".,;:!?'*_~"
@@ -22,6 +26,24 @@ def add_rules(md: MarkdownIt) -> MarkdownIt:
     """Teach a parser both rules."""
     md.core.ruler.push("tasks", _tasks)
     md.core.ruler.push("addresses", lambda state: _addresses(state, md))
+    return md
+
+
+def bound_tables(md: MarkdownIt) -> MarkdownIt:
+    """Have a parser show a table beyond the limits as text: thousands of cells take seconds to draw."""
+    table = next(rule.fn for rule in md.block.ruler.__rules__ if rule.name == "table")
+
+    def bounded(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+        if not table(state, start, end, True):
+            return False
+        columns = state.src.count("|", state.bMarks[start + 1], state.eMarks[start + 1]) or 1
+        most_lines = MOST_CELLS // columns if columns <= MOST_COLUMNS else 0
+        lines = next((n for n in range(min(end - start, most_lines + 1)) if state.isEmpty(start + n)), end - start)
+        if lines > most_lines:
+            return False
+        return silent or table(state, start, end, silent)
+
+    md.block.ruler.at("table", bounded, {"alt": ["paragraph", "reference"]})
     return md
 
 

@@ -7,6 +7,7 @@ Does not know: which model is offered, and how it gets ready (serving/model_offe
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import InvalidParameter
 from localllm.serving.entry import ModelEntry
-from localllm.web.access.caller import owner_of
+from localllm.web.access.caller import may, owner_of
 from localllm.web.pages.chat import presenters
 from localllm.web.pages.chat.handlers import model_cookie
 from localllm.web.pages.chat.offer_presenters import announcement, card_for
@@ -23,7 +24,7 @@ from localllm.web.pages.chat.offer_views import Announcement
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.frame.forms import fields_of, is_scripted
 from localllm.web.pages.frame.handlers import shows_loading
-from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.navigation import own_path
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import same_origin
@@ -59,19 +60,21 @@ async def live_chat(request: Request[Any, Any, Any]) -> Stream:
     """Stream the status pill, the card of the offered model, and what changes in the page once that model is ready."""
     name = request.query_params.get("offer", "")
     await chat_state(request).offers.describe(name)
-    return event_stream(until_closing(_events(request, name), closing(request.app.state)))
+    return live_stream(request, _events(request, name))
 
 
 async def _events(request: Request[Any, Any, Any], name: str) -> AsyncIterator[bytes]:
     state, waits = chat_state(request), shows_loading(request)
     offer, last = await state.offers.describe(name), ""
     sent: dict[str, str] = {}
+    view = f"offer {name} {may(request, 'admin')}"
     async for tick in state.pages.sampler.follow():
         if waits and state.pages.served is not None:
             yield sse("", "ready")
             return
-        status = await state.offers.status(name)
-        parts = state.pages.live_parts(tick, waits=waits) | {"offer": render(card_for(request, offer, status))}
+        status = await tick.drawn(f"status of {name}", partial(state.offers.status, name))
+        card = tick.cached(view, lambda status=status: render(card_for(request, offer, status)))  # type: ignore[misc]
+        parts = state.pages.live_parts(tick, waits=waits) | {"offer": card}
         if status.state != last:
             if last:
                 parts["chat-status"] = render(Announcement(announcement(offer, status.state)))

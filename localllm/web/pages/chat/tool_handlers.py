@@ -21,7 +21,7 @@ from localllm.web.pages.chat.tool_offer import usable_servers
 from localllm.web.pages.chat.tool_runs import tool_runs_of
 from localllm.web.pages.chat.tool_views import CallsProgress, ToolsPanel
 from localllm.web.pages.frame.forms import fields_of, is_scripted
-from localllm.web.pages.frame.live import closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.live import live_stream, sse
 from localllm.web.pages.frame.navigation import own_path
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import same_origin
@@ -50,7 +50,7 @@ async def decide(request: Request[Any, Any, Any]) -> Response[Any]:
 async def follow_calls(request: Request[Any, Any, Any]) -> Stream:
     """Stream the state of a reply's calls, until they have run or ask; then the messages after them."""
     chat, message = await requested_message(request)
-    return event_stream(until_closing(_events(request, chat, message), closing(request.app.state)))
+    return live_stream(request, _events(request, chat, message))
 
 
 async def _events(request: Request[Any, Any, Any], chat: Chat, message: StoredMessage) -> AsyncIterator[bytes]:

@@ -6,6 +6,7 @@ Does not know: how a tile is filled (presenters.py) or rendered (templates).
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from litestar import Request, get, post
@@ -21,7 +22,7 @@ from localllm.web.pages.dashboard.shown import DashboardQuery, loaded_models, mo
 from localllm.web.pages.dashboard.views import Dashboard, DashboardLink, DashboardPage
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.handlers import shows_loading, update_event
-from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.sampler import Tick
 from localllm.web.pages.frame.security import same_origin
@@ -46,7 +47,7 @@ async def dashboard_page(request: Request[Any, Any, Any]) -> Response[str]:
 async def live_dashboard(request: Request[Any, Any, Any]) -> Stream:
     """Stream every changed tile, twice a second. When other models can be chosen, tell the page to reload."""
     events = _dashboard_events(shown(request), _monitor(request), shows_loading(request))
-    return event_stream(until_closing(events, closing(request.app.state)))
+    return live_stream(request, events)
 
 
 @post("/dashboard/requests/{request_id:str}/cancel", guards=[same_origin], status_code=200, sync_to_thread=False)
@@ -90,18 +91,20 @@ async def _dashboard_events(seen: DashboardQuery, monitor: MachineMonitor, loadi
     sent: dict[str, str] = {}
     models = loaded_models(seen.state)
     async for tick in seen.sampler.follow():
-        board = await _dashboard(seen, monitor, tick)
+        tiles = await tick.drawn(f"tiles {seen.variant}", partial(_tiles, seen, monitor, tick))
         now = loaded_models(seen.state)
         has_other_tabs = now != models and max(len(now), len(models)) > 1
-        if has_other_tabs or (loading and board is not None):
+        if has_other_tabs or (loading and tiles):
             yield sse("", "ready")
             return
-        parts = _frame_parts(seen, tick, loading)
-        if board is not None:
-            key = f"tiles {seen.variant}"
-            parts |= tick.cached(key, lambda board=board: render_tiles(board))  # type: ignore[misc]
-        if news := changed(parts, sent):
+        if news := changed(_frame_parts(seen, tick, loading) | tiles, sent):
             yield update_event(tick, f"dashboard {seen.variant}", news)
+
+
+async def _tiles(seen: DashboardQuery, monitor: MachineMonitor, tick: Tick) -> dict[str, str]:
+    """Return each tile's markup by the id of its element; empty while no model is served."""
+    board = await _dashboard(seen, monitor, tick)
+    return render_tiles(board) if board is not None else {}
 
 
 def _frame_parts(seen: DashboardQuery, tick: Tick, loading: bool) -> dict[str, str]:

@@ -16,7 +16,7 @@ from litestar.response import Stream
 from localllm.web.access.scopes import Paths, RouteRules
 from localllm.web.api.own.health import knock
 from localllm.web.pages.frame import login, patterns
-from localllm.web.pages.frame.live import closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.live import live_stream, sse
 from localllm.web.pages.frame.navigation import choose_theme
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.sampler import Tick
@@ -53,7 +53,7 @@ def static_file(request: Request[Any, Any, Any]) -> Response[bytes]:
 def live_status(request: Request[Any, Any, Any]) -> Stream:
     """Stream the header's status pill, once a second."""
     events = _status_events(pages_state(request), waits=shows_loading(request))
-    return event_stream(until_closing(events, closing(request.app.state)))
+    return live_stream(request, events)
 
 
 def shows_loading(request: Request[Any, Any, Any]) -> bool:

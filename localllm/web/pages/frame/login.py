@@ -22,6 +22,11 @@ from localllm.web.pages.frame.state import html
 from localllm.web.pages.frame.views import ErrorNotice, LoginPage, StatusPill
 
 WRONG = ErrorNotice("That is not a key of this server.")
+USED = ErrorNotice(
+    "This link cannot be used any more.",
+    "Each link logs one browser in, once and within an hour, and ends with the server that made it.",
+    "localllm link prints another one.",
+)
 
 MAX_FORM_BYTES = 32 * 1024
 """A key, and the page that was requested: a URL has at most 16 KiB."""
@@ -29,9 +34,17 @@ MAX_FORM_BYTES = 32 * 1024
 
 @get("/login", sync_to_thread=False)
 def login_page(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Show the form; redirect if the server has no keys or the browser is logged in."""
+    """Show the form; redirect if the server has no keys or the browser is logged in. A one-time link logs it in."""
     keys: KeyRing = request.app.state.key_ring
     following = own_path(request.query_params.get("next"))
+    if token := request.query_params.get("once"):
+        owner = keys.open_link(token)
+        request.app.state.guesses.check(address_of(request.scope), owner)
+        if owner is not None:
+            cookie = session_cookie(request, keys.session(owner), SESSION_S)
+            return Redirect(following, status_code=303, cookies=[cookie])
+        if session_key(keys, request.scope) is None:
+            return html(_page(request, following, USED), 401)
     if not keys.is_locked or session_key(keys, request.scope) is not None:
         return Redirect(following, status_code=303)
     return html(_page(request, following))

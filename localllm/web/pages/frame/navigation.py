@@ -32,7 +32,7 @@ def shell(
     """Return the frame of a page. `here`: the key of the page's entry, or an empty string."""
     entries: tuple[NavEntry, ...] = request.app.state["navigation"]
     keys: KeyRing = request.app.state.key_ring
-    can_log_out = session_key(keys, request.scope) is not None
+    can_log_out = keys.is_locked and session_key(keys, request.scope) is not None
     return Shell(title, here, entries, pill, theme_of(request), live_url, refresh_s, can_log_out)
 
 

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -59,6 +59,11 @@ class Tick:
         if name not in self.cache:
             self.cache[name] = make()
         return self.cache[name]  # type: ignore[no-any-return]
+
+    async def drawn(self, view: str, draw: Callable[[], Coroutine[Any, Any, Cached]]) -> Cached:
+        """Return the result of `draw` for this tick: the first follower of a view starts it, the others wait for it."""
+        drawing: asyncio.Task[Cached] = self.cached(view, lambda: asyncio.ensure_future(draw()))
+        return drawing.result() if drawing.done() else await asyncio.shield(drawing)
 
 
 class Sampler:

@@ -26,10 +26,10 @@ from localllm.models.library.hub.repository import search as search_hub
 from localllm.models.library.names import looks_like_path, parse_name
 from localllm.units import format_bytes, format_count, format_parameters
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.handlers import update_event
+from localllm.web.pages.frame.live import changed, live_stream
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import PagesState, html, pages_state
-from localllm.web.pages.frame.views import LiveUpdate
 from localllm.web.pages.library import action_handlers
 from localllm.web.pages.library.download_presenters import download_list
 from localllm.web.pages.library.fit_checks import FitResult
@@ -162,21 +162,27 @@ async def live_library(request: Request[Any, Any, Any]) -> Stream:
     here: Tab = next((tab for tab in TABS if tab == on), "none")
     loads = request.query_params.get("loads", "")[:LONGEST_NAME]
     events = _events(pages_state(request), library_state(request), here, loads)
-    return event_stream(until_closing(events, closing(request.app.state)))
+    return live_stream(request, events)
 
 
 async def _events(state: PagesState, library: LibraryState, on: Tab, loads: str) -> AsyncIterator[bytes]:
     sent: dict[str, str] = {}
+    view = f"library {on} {loads}"
     async for tick in state.sampler.follow():
-        parts = state.live_parts(tick) | {"library-tabs": render(library.tabs(on))}
-        if on == "installed":
-            parts["installed"] = tick.cached("installed", partial(render, await library.models.read()))
-            if loads:
-                parts["library-notice"] = render(library.load_notice(loads))
-        elif on == "downloads":
-            parts["downloads"] = render(await asyncio.to_thread(download_list, library.downloads))
+        parts = state.live_parts(tick) | await tick.drawn(view, partial(_parts, library, on, loads))
         if news := changed(parts, sent):
-            yield sse(render(LiveUpdate(news)))
+            yield update_event(tick, view, news)
+
+
+async def _parts(library: LibraryState, on: Tab, loads: str) -> dict[str, str]:
+    parts = {"library-tabs": render(library.tabs(on))}
+    if on == "installed":
+        parts["installed"] = render(await library.models.read())
+        if loads:
+            parts["library-notice"] = render(library.load_notice(loads))
+    elif on == "downloads":
+        parts["downloads"] = render(await asyncio.to_thread(download_list, library.downloads))
+    return parts
 
 
 async def _search(library: LibraryState, query: str, kind: str) -> SearchResults:

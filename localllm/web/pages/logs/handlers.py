@@ -16,7 +16,7 @@ from localllm.errors import InvalidParameter
 from localllm.logs.log_file import log_path
 from localllm.logs.recent_logs import KEPT, RecentLogs, installed
 from localllm.web.pages.frame.forms import is_scripted
-from localllm.web.pages.frame.live import closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.live import live_stream, sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.frame.views import ErrorNotice
@@ -88,7 +88,7 @@ def live_logs(request: Request[Any, Any, Any]) -> Stream:
     recent = installed()
     if recent is None:
         raise InvalidParameter(NO_LOGS.what, NO_LOGS.why)
-    return event_stream(until_closing(_new_lines(request, recent, log_filter, after), closing(request.app.state)))
+    return live_stream(request, _new_lines(request, recent, log_filter, after))
 
 
 @get("/logs/download", sync_to_thread=False)

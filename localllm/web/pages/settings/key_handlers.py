@@ -13,7 +13,8 @@ from typing import Any
 from litestar import Request, post
 from litestar.response import Redirect, Response
 
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, NotWritable
+from localllm.web.access.caller import require_owner
 from localllm.web.access.keys import SCOPES, SESSION_S, Key, KeyRing, add_key, read_keys, remove_key
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats
@@ -39,7 +40,10 @@ CHATS_STAY = (
 
 @post("/settings/keys", guards=[same_origin], status_code=200, request_max_body_size=100_000)
 async def create_key(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Create a key and show it once. A browser without a key is logged in with it."""
+    """Create a key and show it once. A browser without a key is logged in with it. As an admin key may do everything,
+    this needs an admin key or a one-time link, also on a server without keys.
+    """
+    require_owner(request)
     ring: KeyRing = request.app.state.key_ring
     form = await request.form()
     name, asked = str(form.get("name", "")).strip(), str(form.get("scope", ""))
@@ -53,9 +57,9 @@ async def create_key(request: Request[Any, Any, Any]) -> Response[Any]:
             card = keys_card(request, **typed, error=FIRST_FOR_INFER, confirms=True)
             return html(await whole_page(request, card), 409)
         key = add_key(ring.path, name, scope)
-    except ConfigError as error:
-        card = keys_card(request, **typed, error=ErrorNotice(error.what, error.why))
-        return html(await whole_page(request, card), 400)
+    except (ConfigError, NotWritable) as error:
+        card = keys_card(request, **typed, error=ErrorNotice(error.what, error.why, error.hint))
+        return html(await whole_page(request, card), 503 if isinstance(error, NotWritable) else 400)
     made = ring.find([key.encode()])
     cookies = [session_cookie(request, ring.session(made), SESSION_S)] if first and made is not None else []
     page = NewKeyPage(pages_state(request).shell(request, "New key", "settings"), name, scope, key, first)

@@ -1,6 +1,7 @@
 """The page for servers of tools: add one after seeing it in full, test, stop, disable or remove it.
 
-Its routes need the scope admin, since a server is a command that is run on this machine.
+Its routes need the scope admin, since a server is a command that is run on this machine. What starts one needs an admin
+key or a browser that opened a one-time link, also on a server without keys.
 Does not know: how the file is changed (config/mcp_edit.py), how a server is started (localllm/mcp/).
 """
 
@@ -19,10 +20,11 @@ from litestar.response import Redirect, Response
 from localllm.config.edit import Change, write
 from localllm.config.mcp_edit import enabling, table_of, with_server, without_server
 from localllm.config.mcp_servers import McpServer, is_secret
-from localllm.errors import ConfigError, InvalidParameter, LocalLLMError
+from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, NotWritable
 from localllm.mcp.servers import ServerState, require_mcp
 from localllm.mcp.values import McpMissing
-from localllm.web.access.caller import owner_of
+from localllm.web.access.caller import owner_of, require_owner
+from localllm.web.errors import MissingScope
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.tool_presenters import consent_list, tool_rows
@@ -50,6 +52,7 @@ async def tool_servers(request: Request[Any, Any, Any]) -> Response[str]:
 @post(f"{HERE}/add", guards=[same_origin], status_code=200, request_max_body_size=200_000)
 async def add_tool_server(request: Request[Any, Any, Any]) -> Response[Any]:
     """Show a new server in full; once that is confirmed, save it. It is started at its first use."""
+    require_owner(request)
     form = await fields_of(request)
     typed = typed_form(form)
     path = file_of(settings_of(request))
@@ -58,7 +61,7 @@ async def add_tool_server(request: Request[Any, Any, Any]) -> Response[Any]:
         change = await asyncio.to_thread(with_server, path, server)
         if form.get("confirm") == "yes":
             await asyncio.to_thread(write, change)
-    except ConfigError as error:
+    except (ConfigError, NotWritable) as error:
         return html(await _page(request, replace(typed, error=notice(error))), 400)
     if form.get("confirm") == "yes":
         await chat_state(request).mcp.put(server)
@@ -73,6 +76,7 @@ async def add_tool_server(request: Request[Any, Any, Any]) -> Response[Any]:
 @post(f"{HERE}/{{name:str}}/test", guards=[same_origin], status_code=303, request_max_body_size=10_000)
 async def test_tool_server(request: Request[Any, Any, Any]) -> Redirect:
     """Start a server and list its tools; the page then shows them, or why that failed."""
+    require_owner(request)
     server = _requested(request)
     with suppress(LocalLLMError):
         await chat_state(request).mcp.tools(server.name, again=True)
@@ -94,6 +98,8 @@ async def change_tool_server(request: Request[Any, Any, Any]) -> Response[Any]:
     servers, path = chat_state(request).mcp, file_of(settings_of(request))
     if action not in ("enable", "disable", "remove"):
         raise InvalidParameter(f"A server has no action {action[:40]!r}.", hint="Reload the page.")
+    if action == "enable":
+        require_owner(request)
     plan: Callable[[], Change] = (
         (lambda: without_server(path, server.name))
         if action == "remove"
@@ -101,7 +107,7 @@ async def change_tool_server(request: Request[Any, Any, Any]) -> Response[Any]:
     )
     try:
         await asyncio.to_thread(lambda: write(plan()))
-    except ConfigError as error:
+    except (ConfigError, NotWritable) as error:
         return html(await _page(request, replace(EMPTY, error=notice(error))), 400)
     log.info("mcp server changed name=%s action=%s", server.name, action)
     if action == "remove":
@@ -128,7 +134,8 @@ async def _page(request: Request[Any, Any, Any], form: ToolServerForm = EMPTY) -
     missing = None
     try:
         require_mcp()
-    except McpMissing as error:
+        require_owner(request)
+    except (McpMissing, MissingScope) as error:
         missing = notice(error)
     consents = await state.store.call(Chats.consents, owner_of(request))
     return ToolServersPage(

@@ -51,7 +51,7 @@ class ToolServersPage(View):
     form: ToolServerForm
     consents: ConsentList
     config_file: str
-    missing: ErrorNotice | None = None  # the package mcp is not installed
+    missing: ErrorNotice | None = None  # the package mcp, or a proof of who uses this browser
 
 
 @dataclass(frozen=True, slots=True)

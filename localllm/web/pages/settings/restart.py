@@ -21,7 +21,7 @@ from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import RequestError
 from localllm.machine.install_kind import InstallKind, install_kind
-from localllm.web.pages.frame.live import closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.live import live_stream, sse
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html, pages_state
 from localllm.web.pages.settings.views import Restart, RestartingPage
@@ -69,7 +69,7 @@ def restarting_page(request: Request[Any, Any, Any]) -> Response[Any]:
 def live_restart(request: Request[Any, Any, Any]) -> Stream:
     """Tell the page to reload, from the process that replaced this one."""
     events = _ready_after(request.query_params.get("from", ""))
-    return event_stream(until_closing(events, closing(request.app.state)))
+    return live_stream(request, events)
 
 
 async def _ready_after(process: str) -> AsyncIterator[bytes]:

@@ -29,7 +29,7 @@ from localllm.tuning.run import TuneOptions
 from localllm.units import format_seconds
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of
-from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import PagesState, html, once_per_app, pages_state
@@ -103,7 +103,7 @@ def run_page(request: Request[Any, Any, Any]) -> Response[Any]:
 @get("/live/tune", sync_to_thread=False)
 def live_run(request: Request[Any, Any, Any]) -> Stream:
     """Stream every changed part of the run's page. At the end of the run, or without one, tell the page to reload."""
-    return event_stream(until_closing(_events(pages_state(request), wizard_of(request)), closing(request.app.state)))
+    return live_stream(request, _events(pages_state(request), wizard_of(request)))
 
 
 @post("/tune/run/cancel", guards=[same_origin], status_code=303, sync_to_thread=False)
