@@ -14,7 +14,8 @@
     │       ├── HubOffline          offline mode forbids requests to the hub
     │       ├── AccessDenied        a gated or private repository, and no token that grants access
     │       └── DownloadCancelled   the download was cancelled; the downloaded part is kept
-    ├── DiskFull                    not enough free space on the disk
+    ├── NotWritable                 a file or folder cannot be written
+    │   └── DiskFull                not enough free space on the disk
     ├── DoesNotFit                  the plan needs more memory than the machine has
     ├── RequestError                this request is invalid; the server is fine
     │   ├── InvalidParameter        a field has an invalid value or type
@@ -136,7 +137,13 @@ class DownloadCancelled(HubError):
     status, code, exit_code = 409, "download_cancelled", 130
 
 
-class DiskFull(LocalLLMError):
+class NotWritable(LocalLLMError):
+    """A file or folder cannot be written: its mode, its owner or its disk forbids it."""
+
+    code = "not_writable"
+
+
+class DiskFull(NotWritable):
     """The disk does not have enough free space."""
 
     status, code, exit_code = 507, "disk_full", 5

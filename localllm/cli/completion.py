@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.errors import ConfigError
-from localllm.files.folders import config_home, data_folder, write_whole
+from localllm.files.folders import config_home, data_folder, translated_write, write_whole
 
 SHELLS = ("bash", "zsh", "fish")
 MARK = "# Written by `localllm completion`."
@@ -74,10 +74,11 @@ def print_script(options: argparse.Namespace) -> int:
     path = installed_path(options.shell)
     if path.exists() and not is_ours(path):
         raise ConfigError(f"{path} was not written by localllm.", f"It has no line {MARK!r}.", f"mv {path} {path}.old")
-    path.parent.mkdir(parents=True, exist_ok=True)
     # zsh calls the file as the function that completes; the last line completes in this first call.
     first_call = "_bash_complete -o default -F _localllm\n"
-    write_whole(path, f"#compdef localllm\n{text}{first_call}" if options.shell == "zsh" else text, mode=0o644)
+    with translated_write("The completion script", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, f"#compdef localllm\n{text}{first_call}" if options.shell == "zsh" else text, mode=0o644)
     print(f"Written to {path}. It is used by the next {options.shell} that you start.")
     if options.shell == "zsh" and str(path.parent) not in os.environ.get("FPATH", "").split(":"):
         print(f"zsh does not search this folder yet: put fpath+=({path.parent}) into ~/.zshrc, before compinit.")

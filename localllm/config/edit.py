@@ -18,7 +18,7 @@ from typing import Any
 from localllm.config.resolve import resolve
 from localllm.config.settings import SETTINGS
 from localllm.errors import ConfigError
-from localllm.files.folders import write_whole
+from localllm.files.folders import translated_write, write_whole
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?")
 
@@ -54,14 +54,12 @@ def present_line(path: Path, name: str) -> str:
 
 
 def write(change: Change) -> None:
-    """Replace the file atomically. Raises `ConfigError`."""
+    """Replace the file atomically. Raises `NotWritable`."""
     path = change.path.resolve()  # a symbolic link stays one
-    try:
+    with translated_write("The setting", change.path):
         path.parent.mkdir(parents=True, exist_ok=True)
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
         write_whole(path, change.text, mode)
-    except OSError as error:
-        raise ConfigError(f"Cannot write {change.path}.", f"{error.strerror or error}.") from error
 
 
 def read_text(path: Path) -> str:

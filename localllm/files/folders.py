@@ -6,11 +6,15 @@ Does not know: which files, or whether they exist.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from localllm.errors import DiskFull, NotWritable
 
 if TYPE_CHECKING:
     from platformdirs.api import PlatformDirsABC
@@ -85,6 +89,30 @@ def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def translated_write(what: str, path: Path, *, param: str | None = None) -> Iterator[None]:
+    """Raise `DiskFull` or `NotWritable` for an `OSError` of the block, with the path and the way to another folder.
+
+    what: what is written, with a capital: "The key laptop".
+    """
+    try:
+        yield
+    except OSError as error:
+        kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else NotWritable
+        at = Path(error.filename) if isinstance(error.filename, str) else path
+        why = f"{error.strerror or error}: {at if path.is_relative_to(at) else path}."
+        folder = next((each for each in path.parents if each.exists()), path.parent)
+        hint = f"df -h {folder}" if kind is DiskFull else f"ls -ld {folder}"
+        variables = {
+            "XDG_DATA_HOME": data_folder(),
+            "XDG_CONFIG_HOME": config_folder(),
+            "XDG_CACHE_HOME": cache_folder(),
+        }
+        if variable := next((name for name, folder in variables.items() if path.is_relative_to(folder)), ""):
+            hint += f"; {variable} names another folder"
+        raise kind(f"{what} could not be saved.", why, hint, param=param) from error
 
 
 def open_private(path: Path, flags: int) -> int:

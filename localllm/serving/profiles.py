@@ -22,7 +22,7 @@ from typing import Any
 
 from localllm.config.settings import EngineConfig, Settings, Source
 from localllm.errors import ConfigError, DoesNotFit
-from localllm.files.folders import data_folder, make_private, write_whole
+from localllm.files.folders import data_folder, make_private, translated_write, write_whole
 from localllm.machine.hardware import Hardware
 from localllm.serving.fingerprints import model_fingerprint
 from localllm.units import format_count
@@ -134,7 +134,7 @@ def profiles_folder() -> Path:
 def save_profile(profile: Profile, model: str, folder: Path | None = None) -> Path:
     """Write a profile atomically, replacing one of the same name and key. An applied profile un-applies the others.
 
-    Raises `ConfigError` for an invalid name, or a folder that cannot be written.
+    Raises `ConfigError` for an invalid name, `NotWritable` for a folder that cannot be written.
     """
     if not _WORD.fullmatch(profile.name) or profile.name in ("auto", "none"):
         why = "A name has up to 64 letters, digits and . _ -, and is not auto or none."
@@ -143,13 +143,11 @@ def save_profile(profile: Profile, model: str, folder: Path | None = None) -> Pa
     digest = hashlib.blake2b(json.dumps(asdict(profile.key), sort_keys=True).encode(), digest_size=4).hexdigest()
     shown = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name) or "model"
     path = folder / f"{shown}--{profile.name}--{digest}.toml"
-    try:
+    with translated_write(f"The profile {profile.name}", path, param="save"):
         make_private(folder)
         if profile.applied:
             _unmark_others(profile, folder)
         _write(path, profile)
-    except OSError as error:
-        raise ConfigError(f"Cannot save the profile in {path}.", f"{error}.", param="save") from error
     return path
 
 

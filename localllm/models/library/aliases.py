@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from localllm.errors import ConfigError
-from localllm.files.folders import data_folder, make_private, write_whole
+from localllm.files.folders import data_folder, make_private, translated_write, write_whole
 from localllm.models.library.names import PROGRAMS, looks_like_path
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,79}")
@@ -34,7 +34,8 @@ def target_of(name: str) -> str | None:
 
 
 def set_alias(name: str, target: str) -> None:
-    """Set or replace an alias. Raises `ConfigError` for a name that looks like a path or another program's model."""
+    """Set or replace an alias. Raises `ConfigError` for a name that looks like a path or another program's model,
+    and `NotWritable`."""
     if not _NAME.fullmatch(name) or looks_like_path(name) or name.partition(":")[0] in PROGRAMS:
         raise ConfigError(
             f"{name[:100]!r} is not a valid second name for a model.",
@@ -43,13 +44,9 @@ def set_alias(name: str, target: str) -> None:
             param="destination",
         )
     file = _file(name)
-    try:
+    with translated_write(f"The name {name}", file, param="destination"):
         make_private(file.parent)
         write_whole(file, target)
-    except OSError as error:
-        raise ConfigError(
-            f"The name {name} could not be saved.", f"{file.parent}: {error.strerror or error}.", param="destination"
-        ) from error
 
 
 def delete_alias(name: str) -> None:

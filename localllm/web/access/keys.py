@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 from filelock import FileLock
 
 from localllm.errors import ConfigError
-from localllm.files.folders import data_folder, make_private, write_whole
+from localllm.files.folders import data_folder, make_private, translated_write, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -152,14 +152,15 @@ def read_keys(path: Path) -> tuple[Key, ...]:
 
 
 def add_key(path: Path, name: str, scope: Scope) -> str:
-    """Create a key and return its secret, which is not stored. Raises `ConfigError` for an invalid or taken name."""
+    """Create a key and return its secret, which is not stored. Raises `ConfigError` for an invalid or taken name,
+    and `NotWritable`."""
     if not _NAME.fullmatch(name) or name == GIVEN:
         why = f"A name has up to 64 letters, digits and . _ @ -, and is not {GIVEN}."
         raise ConfigError(f"{name!r} is not a valid name for a key.", why, "localllm keys add laptop", param="name")
     key = f"sk-local-{secrets.token_urlsafe(32)}"
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     made = Key(name, scope, _sha256(key.encode()), created, key[-4:], f"#{secrets.token_hex(8)}")
-    with _alone(path):
+    with translated_write(f"The key {name}", path), _alone(path):
         keys = read_keys(path)
         if any(each.name == name for each in keys):
             raise ConfigError(f"The key {name} already exists.", "", f"localllm keys remove {name}", param="name")
@@ -168,8 +169,9 @@ def add_key(path: Path, name: str, scope: Scope) -> str:
 
 
 def remove_key(path: Path, name: str) -> Key:
-    """Delete a key and return its facts. Raises `ConfigError` if there is no key of this name."""
-    with _alone(path):
+    """Delete a key and return its facts. Raises `ConfigError` if there is no key of this name, and
+    `NotWritable`."""
+    with translated_write("The list of keys", path), _alone(path):
         keys = read_keys(path)
         found = next((key for key in keys if key.name == name), None)
         if found is None:

@@ -14,7 +14,7 @@ from litestar.response import Redirect, Response
 
 from localllm.config.edit import planned, present_line, write
 from localllm.config.settings import SETTINGS
-from localllm.errors import ConfigError, InvalidParameter, LocalLLMError
+from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, NotWritable
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.security import same_origin
@@ -107,7 +107,7 @@ def _change(
             raise ConfigError(f"{name} cannot be set here.", SETTINGS[name].by_hand, param=name)
         elif writes:
             raise ConfigError("The value is missing.", param="value")
-    except ConfigError as refused:
+    except (ConfigError, NotWritable) as refused:
         error = ErrorNotice(refused.what, refused.why, refused.hint)
     source = settings.source(name)
     row = setting_rows.row(name, settings, state.served)

@@ -19,7 +19,7 @@ from litestar.response import Redirect, Response
 from localllm.config.edit import Change, write
 from localllm.config.mcp_edit import enabling, table_of, with_server, without_server
 from localllm.config.mcp_servers import McpServer, is_secret
-from localllm.errors import ConfigError, InvalidParameter, LocalLLMError
+from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, NotWritable
 from localllm.mcp.servers import ServerState, require_mcp
 from localllm.mcp.values import McpMissing
 from localllm.web.access.caller import owner_of
@@ -58,7 +58,7 @@ async def add_tool_server(request: Request[Any, Any, Any]) -> Response[Any]:
         change = await asyncio.to_thread(with_server, path, server)
         if form.get("confirm") == "yes":
             await asyncio.to_thread(write, change)
-    except ConfigError as error:
+    except (ConfigError, NotWritable) as error:
         return html(await _page(request, replace(typed, error=notice(error))), 400)
     if form.get("confirm") == "yes":
         await chat_state(request).mcp.put(server)
@@ -101,7 +101,7 @@ async def change_tool_server(request: Request[Any, Any, Any]) -> Response[Any]:
     )
     try:
         await asyncio.to_thread(lambda: write(plan()))
-    except ConfigError as error:
+    except (ConfigError, NotWritable) as error:
         return html(await _page(request, replace(EMPTY, error=notice(error))), 400)
     log.info("mcp server changed name=%s action=%s", server.name, action)
     if action == "remove":
