@@ -439,7 +439,7 @@ def test_each_model_has_settings_of_its_own(tmp_path: Path) -> None:
     [
         ("models = 3", "must be a table of tables"),
         ("[models.a]\nhost = 'b'", r"Unknown setting 'host' in \[models.a\]"),
-        ("[models.a]\nmax_num_seqs = 0", "--max-num-seqs 0 is out of range"),
+        ("[models.a]\nmax_num_seqs = 0", r"max_num_seqs = 0 in \[models.a\] of /.*/config.toml is out of range"),
         ('[models.a]\nkeep_alive = "soon"', "It must be a time such as 5m"),
     ],
 )

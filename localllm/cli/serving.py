@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 
 from localllm.cli.flags import settings_from
+from localllm.config.resolve import unknown_variables
 from localllm.config.settings import Settings
 from localllm.logs.log_file import LogFile, log_path
 from localllm.logs.recent_logs import RecentLogs
@@ -48,6 +49,8 @@ def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
     set_thread_environment()
     talks = at_terminal and not options.json
     set_up_logging(settings, quiet=talks or options.json)
+    for sentence in unknown_variables(environ):
+        log.warning("%s", sentence)
     if passed is not None:
         log.info("socket of systemd host=%s port=%d", settings.server.host, settings.server.port)
     with paused_collection():
