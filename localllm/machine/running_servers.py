@@ -91,13 +91,20 @@ def process_mark() -> str:
 
 def is_of_other_process(mark: str) -> bool:
     """Return whether the mark belongs to another process of this machine that is still running."""
+    return mark != process_mark() and _is_here(mark) and not has_ended(mark)
+
+
+def has_ended(mark: str) -> bool:
+    """Return whether the mark's process ran on this machine and has ended. False also for a mark that is not one."""
     pid, _, rest = mark.partition(" ")
-    since, _, host = rest.partition(" ")
     try:
-        runs = host == socket.gethostname() and is_running(int(pid), float(since))
+        return _is_here(mark) and not is_running(int(pid), float(rest.partition(" ")[0]))
     except ValueError:
         return False
-    return runs and int(pid) != os.getpid()
+
+
+def _is_here(mark: str) -> bool:
+    return mark.count(" ") >= 2 and mark.split(" ", 2)[2] == socket.gethostname()
 
 
 def is_running(pid: int, since: float) -> bool:

@@ -32,7 +32,7 @@ KEEP_COPY_S = 30 * 24 * 3600
 
 
 class Written(NamedTuple):
-    """What a file says about itself."""
+    """The facts that a file records about itself."""
 
     version: int  # of its tables
     oldest_reader: int  # the oldest version of the tables whose code can read and write the file
