@@ -31,6 +31,7 @@ from localllm.serving.drain import DRAIN_S
 from localllm.serving.manager import ModelManager
 from localllm.serving.phases import Phase
 from localllm.serving.served import ServedModel
+from localllm.web.access.tls import fingerprint
 from localllm.web.app import Server, bind, create_app
 
 MOST_FILES = 65_536
@@ -150,7 +151,7 @@ class _Serving:
         server = self.settings.server
         url = url_of(self.address, server.scheme)
         name = self.manager.entries[0].name if self.model is None else self.model.name
-        with announced(url, name):
+        with announced(url, name, fingerprint(server)):
             seconds, needs_key = time.perf_counter() - self.started_s, self.server.app.state.key_ring.is_locked
             ready = Ready(url, name, self.model, seconds, needs_key, server.ui)
             await asyncio.to_thread(self.announcer.ready, ready)

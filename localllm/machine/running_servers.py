@@ -31,13 +31,15 @@ class RunningServer:
     model: str
     began: float  # start time of its process, from `began`
     host: str  # name of the machine, since machines may share a data folder
+    certificate: str = ""  # SHA-256 of the certificate, which verbs of this user trust; empty: no https
 
 
 @contextmanager
-def announced(url: str, model: str) -> Iterator[None]:
+def announced(url: str, model: str, certificate: str = "") -> Iterator[None]:
     """Publish this server until the block ends. A folder that cannot be written is ignored."""
-    me = RunningServer(url, os.getpid(), model, began(os.getpid()), socket.gethostname())
-    path, mine = _own_folder() / f"localllm-{urlsplit(url).port}.json", json.dumps(asdict(me))
+    me = RunningServer(url, os.getpid(), model, began(os.getpid()), socket.gethostname(), certificate)
+    facts = {name: value for name, value in asdict(me).items() if value or name != "certificate"}  # as in old versions
+    path, mine = _own_folder() / f"localllm-{urlsplit(url).port}.json", json.dumps(facts)
     with suppress(OSError):
         make_private(path.parent)
         write_whole(path, mine)
