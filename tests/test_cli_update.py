@@ -241,7 +241,9 @@ def test_the_place_of_the_install_is_asked_first(
 def test_an_install_from_a_clone_names_the_clone(tool: Path, capsys: Capture) -> None:
     (tool / "uv-receipt.toml").write_text('[tool]\nrequirements = [{ name = "localllm", directory = "/my clone" }]\n')
     assert main(["update"]) == 0
-    assert "git -C '/my clone' pull && sh '/my clone/install.sh'" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "git -C '/my clone' pull && sh '/my clone/install.sh' --yes" in said
+    assert "That folder is gone" in said
 
 
 def test_the_newest_release_is_not_installed_again_and_an_older_one_only_by_name(

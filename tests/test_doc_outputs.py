@@ -64,7 +64,9 @@ def printed(command: str, variables: dict[str, str]) -> str:
 def test_a_block_of_output_is_what_the_command_prints(
     page: str, command: str, output: str, environ: dict[str, str]
 ) -> None:
-    shown, told = ({pattern(line) for line in text.splitlines() if line} for text in (output, printed(command, environ)))
+    shown, told = (
+        {pattern(line) for line in text.splitlines() if line} for text in (output, printed(command, environ))
+    )
     assert shown == told, page
 
 

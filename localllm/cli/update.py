@@ -66,7 +66,10 @@ def update(options: argparse.Namespace) -> int:
     clone = _clone_of_receipt()
     if clone is not None and not options.source:
         _say_installed(kind)
-        print(f"It was installed from {clone}:\n  {_pull(clone)} && sh {shlex.quote(f'{clone}/install.sh')}")
+        print(f"It was installed from the clone {clone}:")
+        print(f"  {_pull(clone)} && sh {shlex.quote(f'{clone}/install.sh')} --yes")
+        if not (clone / "install.sh").is_file():
+            print("That folder is gone: clone the repository again, and run its install.sh.")
         return 0
     if kind is InstallKind.CONTAINER:
         return _update_container(options)
