@@ -189,8 +189,9 @@ class FaultLog:
         if not path.exists() or not path.stat().st_size:
             return
         crash = crash_in(path)
+        was_killed = crash is not None and crash.what == KILLED
         # A file without stacks does not replace one with stacks.
-        older = path.with_name(f"{path.name}.{'killed' if crash and path.stat().st_size < _LONGEST else '1'}")
+        older = path.with_name(f"{path.name}.{'killed' if was_killed and path.stat().st_size < _LONGEST else '1'}")
         path.replace(older)
         if crash is not None and crash.what == KILLED:
             last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(crash.at_s))
