@@ -32,6 +32,7 @@ from localllm.serving.manager import ModelManager
 from localllm.serving.phases import Phase
 from localllm.serving.served import ServedModel
 from localllm.web.access.keys import KeyRing, one_time_link
+from localllm.web.access.tls import fingerprint
 from localllm.web.app import Server, bind, create_app
 
 MOST_FILES = 65_536
@@ -153,7 +154,7 @@ class _Serving:
         url = url_of(self.address, server.scheme)
         name = self.manager.entries[0].name if self.model is None else self.model.name
         keys: KeyRing = self.server.app.state.key_ring
-        with announced(url, name, keys.owner_secret):
+        with announced(url, name, fingerprint(server), keys.owner_secret):
             seconds, link = time.perf_counter() - self.started_s, one_time_link(url, keys.owner_secret)
             ready = Ready(url, name, self.model, seconds, keys.is_locked, server.ui, link)
             await asyncio.to_thread(self.announcer.ready, ready)

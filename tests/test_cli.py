@@ -168,6 +168,7 @@ def test_help_needs_nothing_heavy() -> None:
             2,
             "Unknown flag --max-modl-len.\nDid you mean --max-model-len?\nTry: localllm up --help",
         ),
+        ("up --no-browser", 2, "Unknown flag --no-browser.\nDid you mean --no-open-browser?"),
         (
             "up --swap-space 4",
             2,
@@ -192,7 +193,7 @@ def test_help_needs_nothing_heavy() -> None:
         ("bench speed", 2, "Argument kind: invalid choice: 'speed'"),
         ("bench serve --num-requests 0 --url http://127.0.0.1:9", 2, "--num-requests must be at least 1."),
         ("show no/such-model", 5, ""),
-        ("show ./no-such-folder", 5, "'./no-such-folder' is not a model."),
+        ("show ./no-such-folder", 5, "The path './no-such-folder' does not exist."),
     ],
 )
 def test_refusal_says_what_why_and_what_to_try(
@@ -439,7 +440,7 @@ def test_each_model_has_settings_of_its_own(tmp_path: Path) -> None:
     [
         ("models = 3", "must be a table of tables"),
         ("[models.a]\nhost = 'b'", r"Unknown setting 'host' in \[models.a\]"),
-        ("[models.a]\nmax_num_seqs = 0", "--max-num-seqs 0 is out of range"),
+        ("[models.a]\nmax_num_seqs = 0", r"max_num_seqs = 0 in \[models.a\] of /.*/config.toml is out of range"),
         ('[models.a]\nkeep_alive = "soon"', "It must be a time such as 5m"),
     ],
 )

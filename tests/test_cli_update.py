@@ -7,10 +7,12 @@ import json
 import os
 import re
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +25,7 @@ from localllm.cli.unit import MARK
 from localllm.machine.install_kind import InstallKind
 from localllm.machine.running_servers import announced
 from localllm.version import __version__
+from localllm.web.pages.chat.store import file_versions
 from tests.prefixes import CHANGELOG, CONTAINER, NEXT, make_prefix, make_wheel, run, tree
 
 Capture = pytest.CaptureFixture[str]
@@ -238,7 +241,9 @@ def test_the_place_of_the_install_is_asked_first(
 def test_an_install_from_a_clone_names_the_clone(tool: Path, capsys: Capture) -> None:
     (tool / "uv-receipt.toml").write_text('[tool]\nrequirements = [{ name = "localllm", directory = "/my clone" }]\n')
     assert main(["update"]) == 0
-    assert "git -C '/my clone' pull && sh '/my clone/install.sh'" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "git -C '/my clone' pull && sh '/my clone/install.sh' --yes" in said
+    assert "That folder is gone" in said
 
 
 def test_the_newest_release_is_not_installed_again_and_an_older_one_only_by_name(
@@ -406,9 +411,19 @@ def test_a_bundle_goes_back_to_the_version_beside_it(tmp_path: Path) -> None:
     other.mkdir()
     (other / "BUNDLE").write_text("0.0.9 sha256\n")
     (other / "localllm").touch()
+    chats = tmp_path / ".local/share/localllm/chats.db"
+    for path, tables, release in ((chats, 99, "99.0"), (chats.with_name("chats.db.v1"), 1, "0.0.9")):
+        with closing(sqlite3.connect(path, isolation_level=None)) as db, pytest.MonkeyPatch.context() as patch:
+            db.execute(f"PRAGMA user_version = {tables}")
+            patch.setattr(file_versions, "__version__", release)
+            file_versions.record_written(db, tables)
     done = run(python, tmp_path, "update", "--back")
     assert done.returncode == 0, done.stderr
     assert link.resolve() == other / "localllm"
+    assert "The chats are those from before the update." in done.stdout
+    with closing(sqlite3.connect(chats)) as db:
+        assert file_versions.read_written(db) == (1, 1, "0.0.9")
+    assert str(next(chats.parent.glob("chats.db.newer-*"))) in done.stdout
 
 
 def test_nothing_to_install_with_is_told(tmp_path: Path, tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from localllm import LLM
-from localllm.cli import build_parser
+from localllm.cli import build_parser, main
+from localllm.config.resolve import resolve, unknown_variables
 from localllm.config.settings import SETTINGS, EngineConfig, ServerConfig
 from localllm.errors import ConfigError
 
@@ -141,3 +143,68 @@ def test_the_offline_api_has_the_defaults_of_the_table() -> None:
     shared = (parameters.keys() & SETTINGS.keys()) - {"model", "seed"}
     assert len(shared) > 5
     assert {name: parameters[name].default for name in shared} == {name: SETTINGS[name].default for name in shared}
+
+
+SSL_ERROR = (
+    "--ssl-keyfile needs --ssl-certfile. HTTPS needs the certificate that belongs to the private key. "
+    "ssl_keyfile is set by {file}."
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ('port = "abc"', 'port = "abc" in {file} is not valid. It must be a whole number such as 8192, 8k or 8K.'),
+        ("port = 99999", "port = 99999 in {file} is out of range. Allowed: 0 to 65535."),
+        ('kv_cache_dtype = "int7"', 'kv_cache_dtype = "int7" in {file} is out of range. Allowed: auto (the '),
+        ("prot = 9000", "Unknown setting 'prot' in {file}. Did you mean port? Known: "),
+        ("[models.m]\nmax_model_lem = 1",
+         "Unknown setting 'max_model_lem' in [models.m] of {file}. Did you mean max_model_len"),
+        ('ssl_keyfile = "key.pem"', SSL_ERROR),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_file_names_the_file_and_its_line(tmp_path: Path, line: str, error: str) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(line)
+    with pytest.raises(ConfigError) as refused:
+        resolve({}, {}, file)
+    assert str(refused.value).startswith(error.format(file=file))
+
+
+@pytest.mark.parametrize(
+    ("variables", "error"),
+    [
+        ({"LOCALLLM_PORT": "abc"}, "LOCALLLM_PORT=abc is not valid. It must be a whole number"),
+        ({"LOCALLLM_PORT": "99999"}, "LOCALLLM_PORT=99999 is out of range. Allowed: 0 to 65535."),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_environment_names_the_variable(tmp_path: Path, variables: dict[str, str], error: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve({}, {"XDG_CONFIG_HOME": str(tmp_path), **variables})
+    assert str(refused.value).startswith(error)
+
+
+def test_a_variable_that_nothing_reads_is_named_with_the_nearest_one() -> None:
+    links = {"LOCALLLM_SERVICE_HOST": "10.0.0.1", "LOCALLLM_PORT_8000_TCP": "tcp://10.0.0.1:8000"}
+    assert unknown_variables({"LOCALLLM_PROT": "90", "LOCALLLM_PORT": "80", "HOME": "/", **links}) == [
+        "The variable LOCALLLM_PROT is not known, and ignored. Did you mean LOCALLLM_PORT?"
+    ]
+
+
+def test_every_variable_that_the_package_or_the_installer_reads_is_known() -> None:
+    files = [*REPOSITORY.glob("localllm/**/*.py"), *REPOSITORY.glob("docs/**/*.py"), REPOSITORY / "build_native.py"]
+    files += [REPOSITORY / "scripts/_venv.sh", REPOSITORY / "install.sh"]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    own = {"LOCALLLM_SOURCE_HASH", "LOCALLLM_ROOT"}  # a name in C, and a variable inside a script
+    names = set(re.findall(r"LOCALLLM_[A-Z_]+[A-Z]", text)) - own
+    assert "LOCALLLM_CPU_SET" in names
+    assert unknown_variables(dict.fromkeys(names, "1")) == []
+
+
+def test_config_show_warns_of_a_variable_that_nothing_reads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("LOCALLLM_PROT", "90")
+    assert main(["config", "show"]) == 0
+    assert "Did you mean LOCALLLM_PORT?" in capsys.readouterr().err

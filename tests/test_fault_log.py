@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.logs.fault_log import FILE_BYTES, FaultLog
+from localllm.logs.fault_log import FILE_BYTES, KILLED, FaultLog, last_crash
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -129,3 +129,49 @@ def test_a_native_crash_leaves_its_stack_and_the_next_run_says_so(
     caplog.clear()
     with FaultLog(path).installed():
         assert not lines(caplog)
+
+
+KILL = """
+import os, signal, sys
+from pathlib import Path
+from localllm.logs.fault_log import FaultLog
+with FaultLog(Path(sys.argv[1])).installed():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_kill_is_named_by_the_next_run_and_by_doctor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "faults-8000.log"
+    (tmp_path / "faults-8000.log.1").write_text("Fatal Python error: Segmentation fault\n")
+    os.utime(tmp_path / "faults-8000.log.1", (1e9, 1e9))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", KILL, str(path)], env=environment) as killed:
+        assert killed.wait() < 0
+    with FaultLog(path).installed():
+        [line] = lines(caplog)
+        assert f"was killed without a word, perhaps because memory ran out pid={killed.pid} last_alive=" in line
+        assert "journalctl -k | grep -i oom" in line
+        newest = last_crash(tmp_path)  # and not this run, which is alive
+    assert newest is not None
+    assert (newest.what, newest.pid) == (KILLED, str(killed.pid))
+    assert "Segmentation" in (tmp_path / "faults-8000.log.1").read_text(), "older stacks are kept"
+
+
+def test_a_run_with_faults_that_ended_in_order_was_not_killed(tmp_path: Path) -> None:
+    path = tmp_path / "faults-8000.log"
+    command = f"{KILL.partition('    os.kill')[0]}    faults.record('here', ValueError('x'))\n"
+    command = command.replace("with FaultLog(Path(sys.argv[1])).installed():", "faults = FaultLog(Path(sys.argv[1]))\n"
+                              "with faults.installed():")  # fmt: skip
+    subprocess.run([sys.executable, "-c", command, str(path)], check=True, capture_output=True)
+    assert "ValueError" in path.read_text()
+    assert last_crash(tmp_path) is None
+
+
+def test_the_file_tells_when_the_process_was_last_alive(tmp_path: Path) -> None:
+    path = tmp_path / "faults.log"
+    faults = FaultLog(path)
+    with faults.installed():
+        os.utime(path, (1, 1))
+        faults.mark_alive()
+        assert path.stat().st_mtime > 1
+    assert not path.exists()

@@ -150,4 +150,4 @@ def test_a_server_of_ours_that_uses_the_port_is_named(tmp_path: Path, state: str
             up.bind_address(ServerConfig(port=port))
         other.communicate("")
     assert refused.value.why == said.format(pid=other.pid, port=port)
-    assert f"localllm up --port {port + 1}" in str(refused.value.hint)
+    assert f"--port {port + 1}, or stop" in str(refused.value.hint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pty
 import runpy
@@ -25,6 +26,7 @@ import pytest
 from localllm import up
 from localllm.cli import announce, main, suggestion
 from localllm.cli.announce import JsonAnnouncer, LogAnnouncer, TerminalAnnouncer, doors
+from localllm.cli.serving import set_up_logging
 from localllm.config.settings import PicksTable, ServerConfig, Settings
 from localllm.engine.speculation import Speculation
 from localllm.engine.step import DraftSupport
@@ -134,7 +136,34 @@ def test_a_taken_port_is_known_before_the_model_loads(capsys: pytest.CaptureFixt
         port = taken.getsockname()[1]
         assert main(["serve", "no/such-model", "--port", str(port)]) == 6
     error = capsys.readouterr().err
-    assert f"(pid {os.getpid()}) is listening on it.\nTry: localllm up --port {port + 1}" in error
+    assert f"(pid {os.getpid()}) is listening on it.\nTry: localllm serve no/such-model --port {port + 1}, or" in error
+
+
+def test_a_refused_start_leaves_the_log_of_the_running_server_alone(tmp_path: Path) -> None:
+    """The refused start is a process of its own: it sets up logging."""
+    environ = os.environ | {"XDG_DATA_HOME": str(tmp_path), "LOCALLLM_PROT": "1"}
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        command = [sys.executable, "-m", "localllm", "serve", "demo", "--port", str(taken.getsockname()[1])]
+        refused = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert refused.returncode == 6, refused.stderr
+    assert "Did you mean LOCALLLM_PORT?" in refused.stderr
+    assert not list(tmp_path.rglob("*.log"))
+
+
+def test_lines_before_the_port_is_bound_are_in_the_file_once_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    open_file = set_up_logging(Settings(server=ServerConfig(port=8321)), quiet=True)
+    logging.getLogger("localllm").warning("before")
+    assert not log_path(8321).exists()
+    open_file()
+    logging.getLogger("localllm").warning("after")
+    root.handlers[-1].close()
+    assert [line.split()[-1] for line in log_path(8321).read_text().splitlines()] == ["before", "after"]
 
 
 @pytest.mark.parametrize("name", ["no/such-model", "./tests", "truncated"])

@@ -11,6 +11,7 @@ import json
 import logging
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -154,10 +155,14 @@ def started_facts(ready: Ready, settings: Settings, hardware: Hardware | None) -
 class LogAnnouncer:
     """Output for logs: one line per event, as key=value pairs."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_log_file: Callable[[], object] | None = None) -> None:
+        """`open_log_file` is called once the port is bound."""
+        self._open_log_file = open_log_file
         self._download_told_s = 0.0
 
     def starting(self, settings: Settings) -> None:
+        if self._open_log_file is not None:
+            self._open_log_file()
         log.info(
             "starting version=%s python=%s model=%s", __version__, platform.python_version(), settings.engine.model
         )

@@ -116,14 +116,19 @@ def check_data_folder() -> Iterator[Finding]:
 
 
 def check_crash() -> Iterator[Finding]:
-    """Report a native crash of a server in the last month."""
-    from localllm.logs.fault_log import REPORT, last_crash
+    """Report the last native crash or kill of a server in the last month."""
+    from localllm.logs.fault_log import KILLED, OUT_OF_MEMORY, REPORT, last_crash
 
     crash = last_crash()
     ago_s = time.time() - crash.at_s if crash is not None else RECENT_S
-    if crash is not None and ago_s < RECENT_S:
-        text = f"a server crashed {format_seconds(max(0.0, ago_s))} ago: {crash.what}"
-        yield Finding("last crash", "note", text, f"report it, with {REPORT} and the content of {crash.path}")
+    if crash is None or ago_s >= RECENT_S:
+        return
+    ago = format_seconds(max(0.0, ago_s))
+    if crash.what == KILLED:
+        yield Finding("last crash", "note", f"a server (pid {crash.pid}) was {KILLED}, {ago} ago", OUT_OF_MEMORY)
+    else:
+        remedy = f"report it, with {REPORT} and the content of {crash.path}"
+        yield Finding("last crash", "note", f"a server crashed {ago} ago: {crash.what}", remedy)
 
 
 def check_network() -> Iterator[Finding]:

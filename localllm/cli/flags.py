@@ -63,7 +63,8 @@ def refuse_unknown(leftover: Sequence[str], known: Iterable[str], hint: str) -> 
         raise ConfigError(f"Unexpected argument {word!r}.", "A prompt with spaces must be quoted.", param=word)
     from difflib import get_close_matches
 
-    near = get_close_matches(flag, known, n=1, cutoff=0.6)
+    negated = [each for each in known if each.startswith("--no-")] if flag.startswith("--no-") else []
+    near = get_close_matches(flag, negated, n=1, cutoff=0.6) or get_close_matches(flag, known, n=1, cutoff=0.6)
     raise ConfigError(f"Unknown flag {flag}.", f"Did you mean {near[0]}?" if near else "", hint, param=flag)
 
 

@@ -8,11 +8,14 @@ Does not know: what the verbs request.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import hmac
 import http.client
 import ipaddress
 import json
 import os
 import re
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Mapping
@@ -100,7 +103,8 @@ class ServerClient:
         try:
             url = path if "://" in path else self.url + path
             request = urllib.request.Request(url, data, headers, method=method)
-            opener = urllib.request.build_opener(_SameOrigin)
+            handlers = [_SameOrigin(), *([_PinnedHandler(pinned)] if (pinned := _certificate_of(url)) else [])]
+            opener = urllib.request.build_opener(*handlers)
             opened: http.client.HTTPResponse = opener.open(request, timeout=timeout_s)
             return opened
         except urllib.error.HTTPError as error:
@@ -109,7 +113,15 @@ class ServerClient:
             raise self._silent(error) from error
 
     def _silent(self, error: Exception) -> ServerRefused:
-        why = f"{getattr(error, 'reason', None) or error or type(error).__name__}."
+        reason = getattr(error, "reason", None) or error
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            hint = "SSL_CERT_FILE=cert.pem before the command, and --url with a name that the certificate holds"
+            why = f"{str(getattr(reason, 'verify_message', '') or reason).removesuffix('.')}."
+            return ServerRefused(f"The certificate of {self.url} is not trusted.", why, hint)
+        if isinstance(reason, ssl.SSLError):
+            plain = self.url.replace("https:", "http:", 1)
+            return ServerRefused(f"{self.url} does not answer in https.", f"{reason}.", f"--url {plain}")
+        why = f"{reason or type(error).__name__}."
         others = [server for server in running_servers() if server.url != self.url]
         known = " or ".join(f"--url {server.url} ({server.model})" for server in others[:3])
         return ServerRefused(f"No {self._kind} answers at {self.url}.", why, known or "localllm up, or --url URL")
@@ -149,6 +161,46 @@ class _SameOrigin(urllib.request.HTTPRedirectHandler):
             what = f"{req.full_url} redirects to {newurl}."
             raise ServerRefused(what, "It is another server, which must not get the key.", "--url with that address")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+class _PinnedConnection(http.client.HTTPSConnection):
+    """A connection that trusts exactly one certificate, whatever names it holds and whoever signed it."""
+
+    def __init__(self, host: str, *, certificate: str, **kwargs: Any) -> None:
+        unverified = ssl.create_default_context()
+        unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+        super().__init__(host, context=unverified, **kwargs)
+        self._certificate = certificate
+
+    def connect(self) -> None:
+        """Compare the certificate before anything is sent, the key above all."""
+        super().connect()
+        found = hashlib.sha256(self.sock.getpeercert(True) or b"").hexdigest()
+        if not hmac.compare_digest(found, self._certificate):
+            self.close()
+            raise ssl.SSLCertVerificationError(f"The server of this user at port {self.port} published another one.")
+
+
+class _PinnedHandler(urllib.request.HTTPSHandler):
+    def __init__(self, certificate: str) -> None:
+        super().__init__()
+        self._pinned = certificate
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        def connect(host: str, **kwargs: Any) -> _PinnedConnection:
+            return _PinnedConnection(host, certificate=self._pinned, **kwargs)
+
+        return self.do_open(connect, req)
+
+
+def _certificate_of(url: str) -> str:
+    """Return the fingerprint that a server of this user published for this address, or for its port on loopback."""
+    host, port = urlsplit(url).hostname or "", _origin(url)[2]
+    for server in running_servers() if url.startswith("https:") else ():
+        own = _origin(server.url)
+        if own[2] == port and (own[1] == host or (is_loopback(host) and is_loopback(own[1] or ""))):
+            return server.certificate
+    return ""
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:

@@ -10,12 +10,17 @@ import argparse
 import contextlib
 import logging
 import os
+import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from logging.handlers import MemoryHandler
 
 from localllm.cli.flags import settings_from
+from localllm.config.resolve import unknown_variables
 from localllm.config.settings import Settings
+from localllm.errors import PortInUse
 from localllm.logs.log_file import LogFile, log_path
 from localllm.logs.recent_logs import RecentLogs
 from localllm.machine.memory import paused_collection
@@ -31,14 +36,14 @@ started."""
 
 
 def up(options: argparse.Namespace) -> int:
-    return _serve(options, at_terminal=sys.stdout.isatty())
+    return _serve(options, "up", at_terminal=sys.stdout.isatty())
 
 
 def serve(options: argparse.Namespace) -> int:
-    return _serve(options, at_terminal=False)
+    return _serve(options, "serve", at_terminal=False)
 
 
-def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
+def _serve(options: argparse.Namespace, verb: str, *, at_terminal: bool) -> int:
     environ, again = dict(os.environ), was_restarted()
     settings, passed = settings_from(options), inherited_socket()
     if again:  # the page that asked for the restart is still open
@@ -47,7 +52,9 @@ def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
         settings = replace(settings, server=settings.server.at(passed.getsockname()[:2]))
     set_thread_environment()
     talks = at_terminal and not options.json
-    set_up_logging(settings, quiet=talks or options.json)
+    open_log_file = set_up_logging(settings, quiet=talks or options.json)
+    for sentence in unknown_variables(environ):
+        log.warning("%s", sentence)
     if passed is not None:
         log.info("socket of systemd host=%s port=%d", settings.server.host, settings.server.port)
     with paused_collection():
@@ -56,12 +63,14 @@ def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
         from localllm.up import up as go_up
 
     said = [TerminalAnnouncer(verbose=options.verbose)] if talks else [JsonAnnouncer()] if options.json else []
-    announcer = Announcers(*said, LogAnnouncer(), ServiceAnnouncer())
+    announcer = Announcers(*said, LogAnnouncer(open_log_file), ServiceAnnouncer())
     try:
         with contextlib.closing(announcer):
             restarts = passed is None and can_restart()
             again = go_up(settings, announcer, started_s=STARTED_S, passed=passed, can_restart=restarts)
     except Exception as error:
+        if isinstance(error, PortInUse):
+            error.hint = shlex.join(["localllm", verb, *filter(None, [options.model])]) + f" {error.hint}"
         log.info("ended error=%r", str(error))  # cli/__init__.py prints it at the terminal
         raise
     log.info("ended, and starts again" if again else "ended")
@@ -71,13 +80,28 @@ def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
     return 0
 
 
-def set_up_logging(settings: Settings, *, quiet: bool) -> None:
+def set_up_logging(settings: Settings, *, quiet: bool) -> Callable[[], None]:
     """Configure logging to standard error, a file and memory; no other code does. With `quiet`, standard error shows
-    only warnings unless a level was set, because an announcer displays the facts."""
+    only warnings unless a level was set, because an announcer displays the facts.
+
+    Return the function that writes the lines so far to the file, and those that follow. It is called once the port is
+    bound: until then, the file of that port may be the one of a running server.
+    """
     level = settings.server.log_level.upper()
     if level != "DEBUG":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its info lines repeat the announced facts
     shown = logging.StreamHandler(sys.stderr)
     shown.setLevel(level if settings.source("log_level") != "default" or not quiet else "WARNING")
-    handlers: list[logging.Handler] = [shown, LogFile(log_path(settings.server.port)), RecentLogs()]
-    logging.basicConfig(level=level, handlers=handlers, format="%(asctime)s %(levelname)-7s %(name)s %(message)s")
+    file = LogFile(log_path(settings.server.port))
+    held = MemoryHandler(1000, logging.CRITICAL + 1)  # without a target, so that an exit drops its lines
+    format = "%(asctime)s %(levelname)-7s %(name)s %(message)s"
+    file.setFormatter(logging.Formatter(format))
+    logging.basicConfig(level=level, handlers=[shown, held, RecentLogs()], format=format)
+
+    def open_file() -> None:
+        held.setTarget(file)
+        held.flush()
+        logging.getLogger().addHandler(file)
+        logging.getLogger().removeHandler(held)
+
+    return open_file

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TextIO
 
-from localllm.config.resolve import default_config_path, resolve
+from localllm.config.resolve import default_config_path, resolve, unknown_variables
 from localllm.config.settings import SETTINGS, Settings
 from localllm.version import __version__
 
@@ -27,6 +28,8 @@ def tell_config(options: argparse.Namespace) -> int:
         return 0
     settings = resolve({}, file=options.config)
     rows = list(_settings_rows(settings))
+    for sentence in unknown_variables():
+        print(sentence, file=sys.stderr)
     if options.json:
         print(json.dumps({name: {"value": value, "source": source} for name, value, source in rows}, indent=2))
         return 0

@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,8 @@ from localllm.machine.install_kind import InstallKind, bundle_folder, checkout_f
 from localllm.machine.running_servers import running_servers
 from localllm.units import format_bytes
 from localllm.version import __version__
+from localllm.web.pages.chat.store.database import chats_path
+from localllm.web.pages.chat.store.file_versions import put_back
 
 PYPI = "https://pypi.org/simple"
 USED = "It uses the files of this environment."
@@ -65,7 +68,10 @@ def update(options: argparse.Namespace) -> int:
     clone = _clone_of_receipt()
     if clone is not None and not options.source:
         _say_installed(kind)
-        print(f"It was installed from {clone}:\n  {_pull(clone)} && sh {shlex.quote(f'{clone}/install.sh')}")
+        print(f"It was installed from the clone {clone}:")
+        print(f"  {_pull(clone)} && sh {shlex.quote(f'{clone}/install.sh')} --yes")
+        if not (clone / "install.sh").is_file():
+            print("That folder is gone: clone the repository again, and run its install.sh.")
         return 0
     if kind is InstallKind.CONTAINER:
         return _update_container(options)
@@ -110,10 +116,23 @@ def _go_back(options: argparse.Namespace) -> int:
     services = running_services() if options.restart else {}
     refuse_servers("update", allowed=services)
     _run_undoable([*_installer(), "--no-deps", "--no-index", str(wheel)], {})
-    print(f"localllm {wheel.name.split('-')[1]} is installed again, instead of {__version__}.")
+    release = wheel.name.split("-")[1]
+    print(f"localllm {release} is installed again, instead of {__version__}.")
+    _put_chats_back(release)
     _refresh_completions()
     _restart_services(services.values())
     return 0
+
+
+def _put_chats_back(release: str) -> None:
+    """Give an earlier release the chats that it wrote, where it cannot read what a later one made of them."""
+    try:
+        newer = put_back(chats_path(), release)
+    except (OSError, sqlite3.Error) as error:
+        print(f"The chats stay as they are ({error}); localllm {release} may not be able to read them.")
+        return
+    if newer is not None:
+        print(f"The chats are those from before the update. What was written since is in {newer}.")
 
 
 def _source(options: argparse.Namespace) -> Source:
@@ -407,6 +426,7 @@ def _bundle_back(folder: Path) -> int:
     new.symlink_to(other / link.readlink().relative_to(folder))
     new.replace(link)
     print(f"{link} starts {other.name} again, instead of {folder.name}.")
+    _put_chats_back(other.name)
     return 0
 
 

@@ -5,8 +5,10 @@ Does not know: what a setting means (config/settings.py), the command line.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,23 @@ CREDENTIAL = "api-key"
 """Name of the file in $CREDENTIALS_DIRECTORY, where systemd puts what a unit names with LoadCredential=."""
 
 
-def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, file: Path | None = None) -> Settings:
+def resolve(
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    text: str | None = None,
+) -> Settings:
     """Build the `Settings` from the given flags (None: not given), the environment and the config file.
 
-    Raises `ConfigError` naming the flag, variable or line that is wrong.
+    text: the text of `file`, before the file is written. Raises `ConfigError` naming the flag, the variable or the
+    line of the file that is wrong.
     """
     environ = os.environ if environ is None else environ
     explicit_file = file or (Path(environ["LOCALLLM_CONFIG"]) if environ.get("LOCALLLM_CONFIG") else None)
     path = explicit_file or default_config_path(environ)
-    in_file = dict(_read_file(path, must_exist=explicit_file is not None))
+    if text is None:
+        text = _read_text(path, must_exist=explicit_file is not None)
+    in_file = _parsed(text, path)
     tables, picks = in_file.pop("models", {}), in_file.pop("picks", None)
     mcp = read_mcp_servers(in_file.pop("mcp", None), path)
     layers: list[tuple[Source, Mapping[str, Any]]] = [
@@ -42,12 +52,63 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, 
     for source, layer in layers:
         for name, raw in layer.items():
             if name not in SETTINGS:
-                known = ", ".join(sorted(SETTINGS))
-                raise ConfigError(f"Unknown setting {name!r} in the {source}.", f"Known: {known}.")
-            values[name], sources[name] = SETTINGS[name].parse(raw), source
-    engine = EngineConfig(**{f.name: values[f.name] for f in fields(EngineConfig) if f.name in values})
-    server = ServerConfig(**{f.name: values[f.name] for f in fields(ServerConfig) if f.name in values})
+                raise _unknown(name, str(path), SETTINGS.keys())
+            said = _said(SETTINGS[name], raw, source, path)
+            values[name], sources[name] = SETTINGS[name].parse(raw, said), source
+            SETTINGS[name].check(values[name], said)
+    try:
+        engine = EngineConfig(**{f.name: values[f.name] for f in fields(EngineConfig) if f.name in values})
+        server = ServerConfig(**{f.name: values[f.name] for f in fields(ServerConfig) if f.name in values})
+    except ConfigError as error:  # settings contradict each other
+        name = error.param or ""
+        if sources.get(name, "flag") != "flag":
+            place = path if sources[name] == "file" else SETTINGS[name].environment
+            error.why = f"{error.why} {name} is set by {place}.".strip()
+        raise
     return Settings(engine, server, sources, _read_tables(tables, path), path, _read_picks(picks, path), mcp)
+
+
+def _said(spec: SettingSpec, raw: Any, source: Source, place: object) -> str:
+    """Return a value as it was given, for an error: with the variable, or with the file or table (`place`). Empty for a
+    flag."""
+    if source == "environment":
+        return f"{spec.environment}={'...' if spec.is_secret else raw}"
+    text = "..." if spec.is_secret else json.dumps(raw, default=str)
+    return f"{spec.name} = {text} in {place}" if source == "file" else ""
+
+
+def _unknown(name: str, place: str, known: Iterable[str]) -> ConfigError:
+    """Return the error of a name that is not a setting: first the nearest names, then all."""
+    from difflib import get_close_matches  # 6 ms, and most starts have no wrong name
+
+    near = get_close_matches(name, known, n=3, cutoff=0.6)
+    why = f"Did you mean {' or '.join(near)}? " if near else ""
+    return ConfigError(f"Unknown setting {name!r} in {place}.", f"{why}Known: {', '.join(sorted(known))}.")
+
+
+_OTHER_VARIABLES = frozenset(
+    f"LOCALLLM_{name}"
+    for name in ("CONFIG", "CPU_SET", "NATIVE", "RESTARTED", "SOURCE", "TORCH", "TORCH_INDEX", "URL", "WHEEL_PLATFORM")
+)
+"""Variables of this name that are read elsewhere: before the settings are, by the installer, by examples."""
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return a sentence for each LOCALLLM_ variable that nothing reads, with the nearest known one. Variables with
+    which Kubernetes describes a service of this name (LOCALLLM_SERVICE_HOST, LOCALLLM_PORT_8000_TCP) are left out.
+    """
+    known = {each.environment for each in SETTINGS.values() if each.environment} | _OTHER_VARIABLES
+    names = sorted(name for name in (os.environ if environ is None else environ) if name.startswith("LOCALLLM_"))
+    told = []
+    for name in names:
+        if name not in known and not re.match(r"LOCALLLM_(SERVICE|PORT_\d+)_", name):
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, known, n=1, cutoff=0.6)
+            told.append(
+                f"The variable {name} is not known, and ignored." + (f" Did you mean {near[0]}?" if near else "")
+            )
+    return told
 
 
 def default_config_path(environ: Mapping[str, str] | None = None) -> Path:
@@ -72,15 +133,20 @@ def _credential(path: Path) -> dict[str, str]:
         raise ConfigError(f"Cannot read the API key in {path}.", f"{error}.", param="api_key") from error
 
 
-def _read_file(path: Path, *, must_exist: bool) -> Mapping[str, Any]:
+def _read_text(path: Path, *, must_exist: bool) -> str:
     try:
-        text = path.read_text()
+        return path.read_text()
     except FileNotFoundError:
         if must_exist:
             raise ConfigError(f"Config file {path} does not exist.") from None
-        return {}
+        return ""
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Cannot read config file {path}.", str(error)) from error
+
+
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    if not text:
+        return {}
     import tomllib  # most machines have no such file
 
     try:
@@ -106,11 +172,15 @@ def _read_tables(tables: Any, path: Path) -> dict[str, ModelTable]:
     for name, table in tables.items():
         given = {key.replace("-", "_"): value for key, value in table.items()}
         if unknown := sorted(given.keys() - known):
-            why = f"Known: {', '.join(sorted(known))}."
-            raise ConfigError(f"Unknown setting {unknown[0]!r} in [models.{name}] of {path}.", why)
-        values = {key: (_TABLE_KEYS.get(key) or SETTINGS[key]).parse(raw) for key, raw in given.items()}
+            raise _unknown(unknown[0], f"[models.{name}] of {path}", known)
+        values = {}
+        for key, raw in given.items():  # a wrong value is reported now, not when the model is first requested
+            spec = _TABLE_KEYS.get(key) or SETTINGS[key]
+            said = _said(spec, raw, "file", f"[models.{name}] of {path}")
+            values[key] = spec.parse(raw, said)
+            spec.check(values[key], said)
         engine = {key: values.pop(key) for key in engine_names & values.keys()}
-        EngineConfig(**engine)  # report a value out of range now, not when the model is first requested
+        EngineConfig(**engine)  # settings that contradict each other
         read[name] = ModelTable(name, engine, values.pop("alias", ()), **values)
     return read
 

@@ -98,23 +98,25 @@ class SettingSpec:
         shows_default = self.default not in (None, False, ()) or self.unset != "none"
         return self.meaning + (f"; default: {self.shown(self.default)}" if shows_default else "")
 
-    def parse(self, raw: Any) -> Any:
-        """Convert a value to the setting's type. The environment gives strings, flags and TOML typed values. Raises
-        `ConfigError`."""
+    def parse(self, raw: Any, said: str = "") -> Any:
+        """Convert a value to the setting's type. The environment gives strings, flags and TOML typed values.
+
+        said: the value with the place it comes from, for the `ConfigError` of a wrong value; empty: the flag.
+        """
         if raw is None:
             return None
         kind = _KINDS[self.kind]
         try:
             return (self.parser or kind.parse)(raw)
         except (KeyError, ValueError, TypeError, AttributeError):
-            what, why = f"{self.flag} {raw!r} is not valid.", f"It must be {kind.expected}."
+            what, why = f"{said or f'{self.flag} {raw!r}'} is not valid.", f"It must be {kind.expected}."
             raise ConfigError(what, why, param=self.name) from None
 
-    def check(self, value: Any) -> None:
-        """Raise `ConfigError` if a value, or one of several, is not allowed."""
+    def check(self, value: Any, said: str = "") -> None:
+        """Raise `ConfigError` if a value, or one of several, is not allowed. said: as for `parse`."""
         for each in value if isinstance(value, tuple) else (value,):
             if not self._is_allowed(each):
-                what, why = f"{self.flag} {each} is out of range.", f"Allowed: {self.allowed}."
+                what, why = f"{said or f'{self.flag} {each}'} is out of range.", f"Allowed: {self.allowed}."
                 raise ConfigError(what, why, param=self.name)
 
     def _is_allowed(self, value: Any) -> bool:

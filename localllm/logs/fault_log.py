@@ -2,8 +2,9 @@
 
     $XDG_DATA_HOME/localllm/logs/faults-8000.log     tracebacks, stacks of all threads, output of native crashes
 
-The file is bounded and readable by its owner only; a run without faults leaves no file. After a native crash the
-process cannot log anything: the next server on that port logs where the stacks are.
+The file is bounded and readable by its owner only; a run without faults leaves no file. A process that crashes or is
+killed cannot log anything: its file has no line at the end, so the next server on that port, and `localllm doctor`,
+say how it ended, and when it was last alive.
 Does not know: who looks for stuck threads (web/watchdog.py), what is done about faults.
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from localllm.logs.log_file import log_folder
+from localllm.machine.running_servers import has_ended, process_mark
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,11 @@ FILE_BYTES = 2 * 1024**2
 """Most bytes written by one run; the stacks of a hundred faults take a tenth of it."""
 REPORT = "localllm doctor --report"
 _CRASH = "Fatal Python error"  # first words of faulthandler's output
+_STARTED, _ENDED = "started by process ", "ended in order\n"  # the first line, and the last one after an orderly end
+_ALIVE_EVERY_S = 10.0
+KILLED = "killed without a word, perhaps because memory ran out"
+OUT_OF_MEMORY = "journalctl -k | grep -i oom"
+"""The command that shows whether Linux killed a process for memory."""
 _LONGEST = 300  # characters of an error's text in the line
 
 
@@ -48,21 +55,32 @@ class Fault:
 
 
 class Crash(NamedTuple):
-    """The end of a server by a native crash, as faulthandler wrote it."""
+    """The end of a server that could not log its end: a native crash, as faulthandler wrote it, or a kill."""
 
     path: Path
-    what: str  # one line: Fatal Python error: Segmentation fault
-    at_s: float  # time.time() of the last line written
+    what: str  # one line: Fatal Python error: Segmentation fault; KILLED
+    at_s: float  # time.time() at which the process was last known to be alive
+    pid: str = ""  # empty: a file of an older version
 
 
 def last_crash(folder: Path | None = None) -> Crash | None:
-    """Return the latest native crash of any server of this user; None: there is none in the logs."""
-    found = []
-    for path in (folder or log_folder()).glob("faults-*.log*"):
-        with suppress(OSError), path.open(errors="replace") as file:
-            lines = [line.strip() for line in file if line.startswith(_CRASH)]
-            found += [Crash(path, lines[-1], os.fstat(file.fileno()).st_mtime)] if lines else []
-    return max(found, key=lambda crash: crash.at_s, default=None)
+    """Return the latest crash or kill of any server of this user; None: there is none in the logs."""
+    found = [crash_in(path) for path in (folder or log_folder()).glob("faults-*.log*")]
+    return max(filter(None, found), key=lambda crash: crash.at_s, default=None)
+
+
+def crash_in(path: Path) -> Crash | None:
+    """Return how the server that wrote the file ended, unless it ended in order or still runs."""
+    try:
+        with path.open(errors="replace") as file:
+            lines, at_s = file.readlines(), os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return None
+    mark = lines[0].removeprefix(_STARTED).strip() if lines and lines[0].startswith(_STARTED) else ""
+    crashes = [line.strip() for line in lines if line.startswith(_CRASH)]
+    was_killed = lines[-1:] != [_ENDED] and has_ended(mark)
+    what = crashes[-1] if crashes else KILLED if was_killed else ""
+    return Crash(path, what, at_s, mark.partition(" ")[0]) if what else None
 
 
 class FaultLog:
@@ -75,6 +93,8 @@ class FaultLog:
         self.count = 0
         self._lock = threading.Lock()
         self._file: TextIO | None = None
+        self._first_bytes = 0  # the length of the first line
+        self._alive_s = 0.0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -159,6 +179,8 @@ class FaultLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             private = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             self._file = open(private, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 (until the end)
+            self._first_bytes = self._file.write(f"{_STARTED}{process_mark()}\n")
+            self._file.flush()
             faulthandler.enable(self._file)
         except OSError as error:
             log.warning("the fault log cannot be written path=%s error=%s", self.path, error.strerror or error)
@@ -166,21 +188,43 @@ class FaultLog:
     def _log_end_of_last_run(self, path: Path) -> None:
         if not path.exists() or not path.stat().st_size:
             return
-        older = path.with_name(f"{path.name}.1")
-        with path.open(errors="replace") as file:
-            crash = next((line.strip() for line in file if line.startswith(_CRASH)), None)
+        crash = crash_in(path)
+        was_killed = crash is not None and crash.what == KILLED
+        # A file without stacks does not replace one with stacks.
+        older = path.with_name(f"{path.name}.{'killed' if was_killed and path.stat().st_size < _LONGEST else '1'}")
         path.replace(older)
-        if crash is not None:
-            log.error("the last server on this port crashed error=%r stacks=%s report=%r", crash, older, REPORT)
+        if crash is not None and crash.what == KILLED:
+            last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(crash.at_s))
+            log.error(
+                "the last server on this port was %s pid=%s last_alive=%r try=%r",
+                KILLED,
+                crash.pid,
+                last,
+                OUT_OF_MEMORY,
+            )
+        elif crash is not None:
+            log.error("the last server on this port crashed error=%r stacks=%s report=%r", crash.what, older, REPORT)
+
+    def mark_alive(self) -> None:
+        """Set the file's time to now, so that a kill is known to have come later. Called every second or so."""
+        now_s = time.monotonic()
+        if self._file is not None and now_s - self._alive_s >= _ALIVE_EVERY_S:
+            self._alive_s = now_s
+            with suppress(OSError, ValueError):
+                os.utime(self._file.fileno())
 
     def _close(self) -> None:
-        if self._file is None:
+        if self._file is None or self.path is None:
             return
         faulthandler.disable()
+        with suppress(OSError, ValueError):
+            self._file.write(_ENDED)
+            self._file.flush()
+        is_empty = os.fstat(self._file.fileno()).st_size <= self._first_bytes + len(_ENDED)
         self._file.close()
         self._file = None
-        with suppress(OSError):
-            if self.path is not None and not self.path.stat().st_size:
+        if is_empty:
+            with suppress(OSError):
                 self.path.unlink()
 
     def _write(self, text: str, title: str) -> None:

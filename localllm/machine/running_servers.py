@@ -34,14 +34,16 @@ class RunningServer:
     model: str
     began: float  # start time of its process, from `began`
     host: str  # name of the machine, since machines may share a data folder
+    certificate: str = ""  # SHA-256 of the certificate, which verbs of this user trust; empty: no https
     owner_secret: str = field(default="", repr=False)  # an admin key of this run, for programs that can read this file
 
 
 @contextmanager
-def announced(url: str, model: str, owner_secret: str = "") -> Iterator[None]:
+def announced(url: str, model: str, certificate: str = "", owner_secret: str = "") -> Iterator[None]:
     """Publish this server until the block ends. A folder that cannot be written is ignored."""
-    me = RunningServer(url, os.getpid(), model, began(os.getpid()), socket.gethostname(), owner_secret)
-    path, mine = _own_folder() / f"localllm-{urlsplit(url).port}.json", json.dumps(asdict(me))
+    me = RunningServer(url, os.getpid(), model, began(os.getpid()), socket.gethostname(), certificate, owner_secret)
+    facts = {name: value for name, value in asdict(me).items() if value or name != "certificate"}  # as in old versions
+    path, mine = _own_folder() / f"localllm-{urlsplit(url).port}.json", json.dumps(facts)
     with suppress(OSError):
         make_private(path.parent)
         write_whole(path, mine)
@@ -95,13 +97,20 @@ def process_mark() -> str:
 
 def is_of_other_process(mark: str) -> bool:
     """Return whether the mark belongs to another process of this machine that is still running."""
+    return mark != process_mark() and _is_here(mark) and not has_ended(mark)
+
+
+def has_ended(mark: str) -> bool:
+    """Return whether the mark's process ran on this machine and has ended. False also for a mark that is not one."""
     pid, _, rest = mark.partition(" ")
-    since, _, host = rest.partition(" ")
     try:
-        runs = host == socket.gethostname() and is_running(int(pid), float(since))
+        return _is_here(mark) and not is_running(int(pid), float(rest.partition(" ")[0]))
     except ValueError:
         return False
-    return runs and int(pid) != os.getpid()
+
+
+def _is_here(mark: str) -> bool:
+    return mark.count(" ") >= 2 and mark.split(" ", 2)[2] == socket.gethostname()
 
 
 def is_running(pid: int, since: float) -> bool:

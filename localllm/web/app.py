@@ -176,9 +176,7 @@ def bind(config: ServerConfig, passed: socket.socket | None = None) -> socket.so
         if error.errno != errno.EADDRINUSE:
             raise ConfigError(what, why, "localllm up --help", param="host") from error
         other = config.port + 1 if config.port < 65535 else 8000
-        raise PortInUse(
-            what, why, f"localllm up --port {other}, or stop the program that listens on it.", param="port"
-        ) from error
+        raise PortInUse(what, why, f"--port {other}, or stop the program that listens on it.", param="port") from error
     return sock
 
 

@@ -191,6 +191,7 @@ class Watchdog:
             try:
                 self._look(time.monotonic())
                 self._ping()
+                self.faults.mark_alive()
             except Exception as error:  # the manager changes while it is read; the next check may succeed
                 self.faults.record("watchdog", error)
 

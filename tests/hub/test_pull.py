@@ -363,7 +363,7 @@ def test_a_private_repository_looks_absent(hub: LocalHub, repo: Path, monkeypatc
 def test_no_room_is_said_before_the_first_byte(hub: LocalHub, repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "free_bytes", lambda: plan.SPARE_BYTES + 100)
     error = refusal(DiskFull)
-    assert "293 KiB more" in error.why
+    assert "293 KiB more, and 64.0 MiB stay free for other programs; 64.0 MiB are free" in error.why
     assert hub.bytes_sent(WEIGHTS) == hub.bytes_sent("config.json") == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -284,3 +285,10 @@ def test_fit_before_a_download(
     assert told["org/tiny"]["devices"] == told[str(folder)]["devices"]
     assert len(told["org/tiny"]["devices"][0]["plan"]["ranks"]) == 2
     assert hub.bytes_sent("model.safetensors") < (folder / "model.safetensors").stat().st_size / 2
+
+
+def test_a_row_that_no_device_can_fill_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo has a context of 2,048 tokens: no request of 4,096 fits into it."""
+    assert cli.main(["fit", "demo"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  requests of")]
+    assert [row for row in rows if re.fullmatch(r"  requests of [\d,]+", row.rstrip())] == []

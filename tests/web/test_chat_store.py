@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import socket
 import sqlite3
@@ -20,8 +21,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from localllm import version
 from localllm.machine.running_servers import began
-from localllm.web.pages.chat.store import Chats, ChatStore, StoredMessage, chat_store, database, search
+from localllm.web.pages.chat.store import Chats, ChatStore, StoredMessage, chat_store, database, file_versions, search
 from localllm.web.pages.chat.store import chats as chat_rows
 from localllm.web.pages.chat.store.chats import UNDO_S
 from localllm.web.pages.chat.store.database import MIGRATIONS, open_database
@@ -569,19 +571,135 @@ def test_broken_file_is_set_aside_and_said(tmp_path: Path, damage: str) -> None:
     assert on(path, _titles) == (["kept"], "")
 
 
-def test_newer_file_is_set_aside_untouched(tmp_path: Path) -> None:
+ADDITIVE = "CREATE TABLE colour (name TEXT);"
+
+
+def newer(monkeypatch: pytest.MonkeyPatch, *, oldest_reader: int) -> None:
+    """Let this process be a localllm of the next version of the tables."""
+    monkeypatch.setattr(database, "MIGRATIONS", (*MIGRATIONS, ADDITIVE))
+    monkeypatch.setattr(database, "OLDEST_READER", oldest_reader)
+    monkeypatch.setattr(file_versions, "__version__", "9.9")
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_newer_file_stays_and_the_chats_of_the_run_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+) -> None:
     path = tmp_path / "chats.db"
-    on(path, _new_chat)
-    with sqlite3.connect(path) as db:
-        db.execute("PRAGMA user_version = 999")
-    db.close()
+    with monkeypatch.context() as patch:
+        newer(patch, oldest_reader=len(MIGRATIONS) + 1)
+        on(path, _new_chat)
+    if not is_recorded:
+        with closing(sqlite3.connect(path)) as db, db:
+            db.execute("DROP TABLE written")
+    before = path.read_bytes()
     titles, notice = on(path, _titles)
     assert titles == []
-    assert "newer localllm" in notice
-    (aside,) = tmp_path.glob("chats.db.broken-*[0-9]")
-    with sqlite3.connect(aside) as db:
-        assert db.execute("SELECT title FROM chat").fetchall() == [("kept",)]
-    db.close()
+    assert f"by {'localllm 9.9' if is_recorded else 'a newer localllm'} (version {len(MIGRATIONS) + 1}" in notice
+    on(path, _new_chat)
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.glob("chats.db*") if each.name != "chats.db.lock"] == ["chats.db"]
+    with pytest.raises(ChatsUnavailable, match=r"by .* Update localllm"), database.beside_a_server(path):
+        pass
+    newer(monkeypatch, oldest_reader=len(MIGRATIONS) + 1)
+    assert on(path, _titles) == (["kept"], "")
+
+
+def test_a_newer_file_with_additions_alone_is_used_by_the_older_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "chats.db"
+    with monkeypatch.context() as patch:
+        newer(patch, oldest_reader=len(MIGRATIONS))
+        on(path, _new_chat)
+    on(path, _new_chat)
+    assert on(path, _titles) == (["kept", "kept"], "")
+    newer(monkeypatch, oldest_reader=len(MIGRATIONS))
+    assert on(path, _titles) == (["kept", "kept"], "")
+
+
+def test_a_newer_server_that_runs_keeps_its_file_beside_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "chats.db"
+    with monkeypatch.context() as patch:
+        newer(patch, oldest_reader=len(MIGRATIONS) + 1)
+        running, _ = open_database(path)
+    with closing(running):
+        on(path, _new_chat)  # the older version, in memory
+        running.execute("INSERT INTO chat (id, owner, title, updated_s) VALUES ('a', '', 'of the newer', 1)")
+    newer(monkeypatch, oldest_reader=len(MIGRATIONS) + 1)
+    assert on(path, _titles) == (["of the newer"], "")
+
+
+def test_a_damaged_file_is_not_renamed_while_another_process_has_it_open(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    on(path, _new_chat)
+    hold = (
+        "import sys; from pathlib import Path; from localllm.web.pages.chat.store import file_versions; "
+        "held = file_versions.hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        path.write_bytes(b"these are no chats at all\n" * 200)
+        titles, notice = on(path, _titles)
+        assert (titles, "Another localllm has the file open" in notice) == ([], True)
+        assert not list(tmp_path.glob("chats.db.broken*"))
+        other.communicate()
+    assert "They were set aside as" in on(path, _titles)[1]
+
+
+def test_update_back_gives_the_earlier_release_the_chats_from_before_the_migration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, copy = tmp_path / "chats.db", tmp_path / f"chats.db.v{len(MIGRATIONS)}"
+    on(path, _new_chat)
+    with monkeypatch.context() as patch:
+        newer(patch, oldest_reader=len(MIGRATIONS) + 1)
+        on(path, _new_chat)
+        assert copy.stat().st_mode & 0o077 == 0
+        assert file_versions.put_back(path, "8.8") is None
+    aside = file_versions.put_back(path, version.__version__)
+    assert aside is not None
+    assert on(path, _titles) == (["kept"], "")
+    assert not copy.exists()
+    newer(monkeypatch, oldest_reader=len(MIGRATIONS) + 1)
+    assert on(aside, _titles) == (["kept", "kept"], "")
+
+
+def test_update_back_changes_nothing_where_the_earlier_release_can_read_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "chats.db"
+    on(path, _new_chat)
+    with monkeypatch.context() as patch:
+        newer(patch, oldest_reader=len(MIGRATIONS))
+        on(path, _new_chat)
+    assert file_versions.put_back(path, version.__version__) is None
+    assert file_versions.put_back(tmp_path / "none.db", version.__version__) is None
+
+
+def test_a_copy_is_deleted_with_the_chats_and_after_a_month(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, copy = tmp_path / "chats.db", tmp_path / f"chats.db.v{len(MIGRATIONS)}"
+
+    def wipe(store: ChatStore) -> Any:
+        return store.call(Chats.wipe, "")
+
+    on(path, _new_chat)
+    newer(monkeypatch, oldest_reader=len(MIGRATIONS))
+    on(path, _titles)
+    assert copy.exists()
+    on(path, wipe)
+    assert not copy.exists()
+    copy.touch()
+    on(path, _titles)
+    assert copy.exists()
+    os.utime(copy, (1, 1))
+    on(path, _titles)
+    assert not copy.exists()
 
 
 def test_older_file_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +359,17 @@ def test_broken_store_is_set_aside_with_a_notice(fresh_data: Path) -> None:
         assert "They were set aside as" in page
         assert "chats.db.broken-" in page
         start_chat(browser, "goes on")
+
+
+def test_a_newer_store_stays_as_it_is_with_a_notice(fresh_data: Path) -> None:
+    fresh_data.parent.mkdir()
+    with closing(sqlite3.connect(fresh_data)) as db:
+        db.execute("PRAGMA user_version = 999")
+    before = fresh_data.read_bytes()
+    with LiveServer(quick(), settings(ui=True)) as server, browser_of(server) as browser:  # type: ignore[arg-type]
+        start_chat(browser, "in memory")
+        assert "were written by a newer localllm" in browser.get("/").text
+    assert fresh_data.read_bytes() == before
 
 
 def test_stopped_server_keeps_what_was_written_and_says_interrupted(fresh_data: Path) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from localllm.cli.server import ServerClient, ServerRefused
 from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError
+from localllm.machine.running_servers import announced
 from localllm.up import url_of
-from localllm.web.access.tls import check_certificate
+from localllm.web.access.tls import check_certificate, fingerprint
 from localllm.web.app import bind
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 
@@ -81,3 +83,35 @@ def test_the_address_that_is_announced_is_https(made: Path) -> None:
     config = ServerConfig(port=0, ssl_certfile=str(made / "both.pem"))
     with bind(config) as listener:
         assert url_of(listener, config.scheme).startswith("https://127.0.0.1:")
+
+
+def test_verbs_trust_exactly_the_certificate_that_a_server_of_the_same_user_published(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    asked = settings(ssl_certfile=str(made / "two.pem"), ssl_keyfile=str(made / "two.key"))
+    prints = [fingerprint(ServerConfig(ssl_certfile=str(made / name))) for name in ("one.pem", "two.pem")]
+    with LiveServer(fake_model(tmp_path, PacedRunner()), asked) as server:
+        client = ServerClient(server.url.replace("127.0.0.1", "localhost"))  # a name that the certificate does not hold
+        with announced(server.url, "tiny", prints[1]):
+            assert client.ask("GET", "/health")["status"] == "ok"
+        with announced(server.url, "tiny", prints[0]), pytest.raises(ServerRefused) as refused:
+            client.ask("GET", "/health")
+        assert "published another one" in refused.value.why
+        with pytest.raises(ServerRefused) as refused:
+            client.ask("GET", "/health")
+        assert refused.value.what == f"The certificate of {client.url} is not trusted."
+        assert "self-signed certificate" in refused.value.why
+        assert refused.value.hint.startswith("SSL_CERT_FILE=cert.pem")
+
+
+def test_https_at_a_plain_server_is_told_as_such(tmp_path: Path) -> None:
+    with LiveServer(fake_model(tmp_path, PacedRunner()), settings()) as server:
+        with pytest.raises(ServerRefused, match="does not answer in https") as refused:
+            ServerClient(server.url.replace("http:", "https:")).ask("GET", "/health")
+        assert refused.value.hint == f"--url {server.url}"
+
+
+def test_the_certificate_of_the_guide_holds_the_names_of_this_machine() -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/lock-the-doors.md").read_text(encoding="utf-8")
+    assert "-addext subjectAltName=DNS:box.lan,DNS:localhost,IP:127.0.0.1 " in guide

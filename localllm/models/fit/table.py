@@ -51,7 +51,9 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
     yield "verdict", [each.verdict for each in estimates]
     yield "context", [_count(each.plan.max_model_len) if each.plan else "" for each in estimates]
     for length in estimates[0].concurrency if has_cache else ():
-        yield f"  requests of {format_count(length)}", [_count(each.concurrency[length]) for each in estimates]
+        if any(each.concurrency[length] or not each.plan for each in estimates):  # else longer than every context
+            cells = [_count(each.concurrency[length]) or ("too long" if each.plan else "") for each in estimates]
+            yield f"  requests of {format_count(length)}", cells
     if has_cache:
         yield "KV blocks", [_blocks(each) for each in estimates]
 

@@ -93,7 +93,8 @@ def _resolve(name: str, revision: str | None, paths: bool) -> ResolvedModel:
         _no_revision(name, revision)
         return _from_path(_as_path(name))
     if looks_like_path(name) or not name:
-        raise ModelNotFound(f"{name!r} is not a model.", _available(), "localllm up  (the demo model)", param="model")
+        what = f"The path {name!r} does not exist." if name else "The name of a model is missing."
+        raise ModelNotFound(what, _available(), "localllm up  (the demo model)", param="model")
     found = _by_name(name, revision)
     if found is not None:
         return found

@@ -5,7 +5,10 @@ uvicorn reads the same files again and speaks TLS. Does not know: sockets.
 
 from __future__ import annotations
 
+import hashlib
+import re
 import ssl
+from pathlib import Path
 
 from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError
@@ -35,6 +38,15 @@ def check_certificate(config: ServerConfig) -> None:
         what = f"{certificate} and {key} are not a certificate and an unencrypted key in PEM."
         why = f"OpenSSL says {error.reason}." if error.reason else f"{error}."
         raise ConfigError(what, why, _flag("ssl_keyfile"), param="ssl_keyfile") from error
+
+
+def fingerprint(config: ServerConfig) -> str:
+    """Return the SHA-256 of the server's own certificate, the first one of its file; empty without https."""
+    if config.ssl_certfile is None:
+        return ""
+    text = Path(config.ssl_certfile).read_text(encoding="ascii", errors="replace")
+    first = re.search("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", text, re.DOTALL)
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first[0])).hexdigest() if first else ""
 
 
 def _flag(name: str) -> str:

@@ -119,8 +119,8 @@ def require_room(plan: DownloadPlan) -> None:
     if not plan.fits:
         raise DiskFull(
             f"{plan.name} does not fit on the disk.",
-            f"It needs {format_bytes(plan.needed_bytes)} more; {format_bytes(plan.free_bytes)} are free where "
-            f"{hub_cache_dir()} is.",
+            f"It needs {format_bytes(plan.needed_bytes)} more, and {format_bytes(SPARE_BYTES)} stay free for other "
+            f"programs; {format_bytes(plan.free_bytes)} are free where {hub_cache_dir()} is.",
             "localllm list shows model sizes, localllm rm MODEL deletes one; HF_HOME moves the cache.",
         )
 

@@ -8,7 +8,7 @@ from litestar import get, head
 from litestar.response.base import ASGIResponse, Response
 from litestar.types import ControllerRouterHandler
 
-from localllm.errors import EngineError
+from localllm.errors import EngineError, LocalLLMError
 from localllm.version import __version__
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of
 from localllm.web.api.operation import TEXT, Operation
@@ -22,6 +22,12 @@ class StandsStill(EngineError):
     status, code, type = 503, "stands_still", "unavailable_error"
 
 
+class NotLoadable(EngineError):
+    """The model that requests without a name get cannot be loaded."""
+
+    status, code, type = 503, "not_loadable", "unavailable_error"
+
+
 @get(["/health", "/v1/health", "/ping"], operation=Operation(shapes.Health, also=(503,), guide="watchdog"))
 async def health(request: ApiRequest) -> ASGIResponse:
     """Report whether the server answers requests.
@@ -30,7 +36,13 @@ async def health(request: ApiRequest) -> ASGIResponse:
     part is only slow. It is 503, with the reason, while the first model loads, after it failed to load, or while an
     engine is stuck.
     """
-    manager_of(request).require_working()
+    try:
+        manager_of(request).require_working()
+    except LocalLLMError as error:
+        if error.status >= 500:
+            raise
+        # A load that failed because files are gone is a 404 for a request; a probe would read 404 as a wrong path.
+        raise NotLoadable(error.what, "", "localllm ps") from error
     parts = watchdog_of(request).parts()
     status = worst(parts)
     if status == "ok":

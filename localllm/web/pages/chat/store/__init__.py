@@ -6,6 +6,7 @@ search.py   the lists, and the search                selections.py  operations o
 saved_prompts.py  operations on prompts              projects.py    operations on projects
 file_passages.py  operations on long files           consents.py    decisions about tools
 tables.py   transactions and deletions               chat_store.py  the one thread that runs all of them
+file_versions.py  several processes and versions at one file: lock, copies before migrations
 Does not know: HTTP, templates, the engine.
 """
 

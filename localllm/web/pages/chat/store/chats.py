@@ -18,6 +18,7 @@ from localllm.machine.running_servers import is_of_other_process, process_mark
 from localllm.web.pages.chat.store import search
 from localllm.web.pages.chat.store.consents import Consents
 from localllm.web.pages.chat.store.file_passages import FilePassages
+from localllm.web.pages.chat.store.file_versions import delete_copies
 from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, FoundChat, Restored, Role, StoredMessage
 from localllm.web.pages.chat.store.saved_prompts import SavedPrompts
 from localllm.web.pages.chat.store.selections import Selections
@@ -325,8 +326,8 @@ class Chats(Consents, FilePassages, SavedPrompts, Selections):
         self._db.execute("DELETE FROM deletion WHERE at_s <= ?", (before_s,))
 
     def wipe(self, owner: str) -> int:
-        """Remove everything of an owner, prompts, projects and consents too, immediately and permanently; return the
-        number of chats. The file may be of an older version, which has fewer tables.
+        """Remove everything of an owner, prompts, projects and consents too, immediately and permanently, and the
+        copies of the file; return the number of chats. The file may be of an older version, which has fewer tables.
         """
         with self._whole():
             count = self._db.execute("DELETE FROM chat WHERE owner = ?", (owner,)).rowcount
@@ -338,6 +339,7 @@ class Chats(Consents, FilePassages, SavedPrompts, Selections):
                 self._db.execute(f"INSERT INTO {table} ({table}) VALUES ('rebuild')")
         self._db.execute("VACUUM")
         self._db.execute("PRAGMA wal_checkpoint (TRUNCATE)")
+        delete_copies(self._db)
         return count
 
     # Server start ------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""The file of the chats: create, migrate and check it. An unusable file is renamed, never deleted.
+"""The file of the chats: create, migrate and check it. A damaged file is renamed, never deleted; a file of a newer
+version is left as it is.
 
     chats.db                     mode 0600, with chats.db-wal and chats.db-shm beside it while it is in use
-    chats.db.broken-DATE         a file that was damaged, or that a newer localllm wrote
+    chats.db.broken-DATE         a file that was damaged
 
-Does not know: the queries on the tables (chats.py).
+Does not know: the queries on the tables (chats.py), the lock and the copies beside the file (file_versions.py).
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import IO
 
 from localllm.files.folders import data_folder, make_private, open_private
+from localllm.web.pages.chat.store import file_versions
 from localllm.web.pages.chat.store.records import ChatsUnavailable
 
 log = logging.getLogger(__name__)
@@ -137,8 +140,28 @@ changed.
 """
 
 
+OLDEST_READER = 6
+"""The oldest version of the schema whose code can read and write today's. A migration that only adds tables, or columns
+with a default, leaves the number; any other migration raises it to its own."""
+
+
 class _Unusable(Exception):
     """The file does not contain chats in a format that we can read."""
+
+
+class _Newer(Exception):
+    """A newer localllm wrote the file, in a format that only newer versions can read."""
+
+
+class _Database(sqlite3.Connection):
+    """A connection that holds the lock of its file until it is closed."""
+
+    held: IO[str] | None = None
+
+    def close(self) -> None:
+        super().close()
+        if self.held is not None:
+            self.held.close()
 
 
 def chats_path() -> Path:
@@ -154,10 +177,15 @@ def open_database(path: Path | None) -> tuple[sqlite3.Connection, str]:
         return _prepared(":memory:"), ""
     try:
         return _open_file(path), ""
+    except _Newer as error:
+        said = f"{error} They are left as they are, and the chats of this run are not stored."
     except _Unusable as error:
-        aside = _set_aside(path)
-        log.error("chats set aside path=%s reason=%s", aside, error)
-        return _open_file(path), f"{error} They were set aside as {aside}, and a new file was created."
+        if aside := _set_aside(path):
+            log.error("chats set aside path=%s reason=%s", aside, error)
+            return _open_file(path), f"{error} They were set aside as {aside}, and a new file was created."
+        said = f"{error} Another localllm has the file open, so it stays, and the chats of this run are not stored."
+    log.error("chats are kept in memory reason=%s", said)
+    return _prepared(":memory:"), said
 
 
 @contextmanager
@@ -169,10 +197,13 @@ def beside_a_server(path: Path) -> Iterator[sqlite3.Connection | None]:
         yield None
         return
     try:
-        with closing(sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)) as db:
+        with closing(_connected(str(path), file_versions.hold(path))) as db:
+            _refuse_newer(db, str(path))
             db.execute("PRAGMA foreign_keys = ON")
             db.execute("PRAGMA secure_delete = ON")
             yield db
+    except _Newer as error:
+        raise ChatsUnavailable(str(error), hint="localllm update") from error
     except sqlite3.Error as error:
         raise unavailable(error, path) from error
 
@@ -202,20 +233,32 @@ def _open_file(path: Path) -> sqlite3.Connection:
     try:
         make_private(path.parent)
         os.close(open_private(path, os.O_RDWR | os.O_CREAT))  # created before SQLite does it, with a private mode
+        return _prepared(str(path), file_versions.hold(path))
     except OSError as error:
-        hint = "Check the folder's permissions, or start with --no-chat-history."
+        hint = "Check the folder's permissions and space, or start with --no-chat-history."
         raise ChatsUnavailable("The chats cannot be read or written.", f"{path}: {error.strerror}.", hint) from error
-    try:
-        return _prepared(str(path))
     except sqlite3.Error as error:
         if _is_damage(error):
             raise _Unusable(f"The chats in {path} could not be read ({error}).") from error
         raise unavailable(error, path) from error
 
 
-def _prepared(name: str) -> sqlite3.Connection:
-    db = sqlite3.connect(name, timeout=BUSY_S, isolation_level=None)
+def _connected(name: str, held: IO[str] | None) -> _Database:
+    """Connect to the file. The lock is given back when the connection is closed, or now if this fails."""
     try:
+        db = sqlite3.connect(name, timeout=BUSY_S, isolation_level=None, factory=_Database)
+    except BaseException:
+        if held is not None:
+            held.close()
+        raise
+    db.held = held
+    return db
+
+
+def _prepared(name: str, held: IO[str] | None = None) -> sqlite3.Connection:
+    db = _connected(name, held)
+    try:
+        _refuse_newer(db, name)
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute("PRAGMA foreign_keys = ON")
@@ -223,6 +266,7 @@ def _prepared(name: str) -> sqlite3.Connection:
         found = db.execute("PRAGMA quick_check (1)").fetchone()[0]
         if found != "ok":
             raise _Unusable(f"The chats in {name} are damaged ({found}).")
+        file_versions.delete_copies(db, older_than_s=file_versions.KEEP_COPY_S)
         _migrate(db, name)
     except BaseException:
         db.close()
@@ -230,10 +274,23 @@ def _prepared(name: str) -> sqlite3.Connection:
     return db
 
 
+def _refuse_newer(db: sqlite3.Connection, name: str) -> None:
+    """Raise `_Newer` for a file that this version cannot read and write."""
+    was = file_versions.read_written(db)
+    if was.version > len(MIGRATIONS) and was.oldest_reader > len(MIGRATIONS):
+        who = f"localllm {was.localllm}" if was.localllm else "a newer localllm"
+        raise _Newer(
+            f"The chats in {name} were written by {who} (version {was.version} of their tables; this one reads up to "
+            f"{len(MIGRATIONS)}). Update localllm to see them."
+        )
+
+
 def _migrate(db: sqlite3.Connection, name: str) -> None:
     version = db.execute("PRAGMA user_version").fetchone()[0]
-    if version > len(MIGRATIONS):
-        raise _Unusable(f"The chats in {name} were written by a newer localllm (version {version} of its tables).")
+    if version > len(MIGRATIONS):  # a newer file that this version can use as well
+        return
+    if 0 < version < len(MIGRATIONS):
+        file_versions.copy_before_migration(db, Path(name), version)
     for number, script in enumerate(MIGRATIONS[version:], version + 1):
         # All or nothing, and only once: another server may have migrated first.
         db.execute("BEGIN IMMEDIATE")
@@ -248,6 +305,7 @@ def _migrate(db: sqlite3.Connection, name: str) -> None:
         except BaseException:
             db.execute("ROLLBACK")
             raise
+    file_versions.record_written(db, OLDEST_READER)
 
 
 def _statements(script: str) -> list[str]:
@@ -270,15 +328,18 @@ def _is_damage(error: sqlite3.Error) -> bool:
     return _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
-def _set_aside(path: Path) -> Path:
-    """Rename the file and its journal to a name with the date."""
+def _set_aside(path: Path) -> Path | None:
+    """Rename the file and its journal to a name with the date. Return None if another process has the file open."""
     stem = path.with_name(f"{path.name}.broken-{time.strftime('%Y-%m-%dT%H%M%S')}")
     aside, number = stem, 1
     while aside.exists():
         number += 1
         aside = stem.with_name(f"{stem.name}-{number}")
-    for suffix in ("", "-wal", "-shm"):
-        part = path.with_name(path.name + suffix)
-        if part.exists():
-            part.rename(aside.with_name(aside.name + suffix))
+    with file_versions.alone(path) as free:
+        if not free:
+            return None
+        try:
+            file_versions.move(path, aside)
+        except PermissionError:  # Windows does not rename a file that another process has open
+            return None
     return aside
