@@ -106,6 +106,9 @@
       waits = true;
       say("Not sent: the server is away. It will be sent when it answers.");
     });
+    document.addEventListener("htmx:sse:error", (event) => {
+      if (waits && event.detail.status === 401) say("Not sent: you are logged out. The text is kept.");
+    });
     document.addEventListener("htmx:sse:after:connection", (event) => {
       if (!waits || event.target.id !== "live" || !find("[data-send]")) return;
       waits = false;
