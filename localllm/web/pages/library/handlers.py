@@ -161,12 +161,17 @@ async def live_library(request: Request[Any, Any, Any]) -> Stream:
     on = request.query_params.get("on", "none")
     here: Tab = next((tab for tab in TABS if tab == on), "none")
     loads = request.query_params.get("loads", "")[:LONGEST_NAME]
-    events = _events(pages_state(request), library_state(request), here, loads)
+    picks = "picks" in request.query_params
+    events = _events(pages_state(request), library_state(request), here, loads, picks=picks)
     return event_stream(until_closing(events, closing(request.app.state)))
 
 
-async def _events(state: PagesState, library: LibraryState, on: Tab, loads: str) -> AsyncIterator[bytes]:
+async def _events(
+    state: PagesState, library: LibraryState, on: Tab, loads: str, *, picks: bool
+) -> AsyncIterator[bytes]:
     sent: dict[str, str] = {}
+    if picks and (found := await library.picks(waits=True)) is not None:
+        yield sse(render(LiveUpdate({"picks": render(found)})))
     async for tick in state.sampler.follow():
         parts = state.live_parts(tick) | {"library-tabs": render(library.tabs(on))}
         if on == "installed":
