@@ -17,6 +17,7 @@ from litestar import Request
 from localllm.errors import LocalLLMError, RequestError
 from localllm.models.library.about import count_parameters
 from localllm.models.library.catalog import DEMO_NAME, demo_path
+from localllm.serving.entry import ModelEntry
 from localllm.serving.served import ModelCard
 from localllm.units import format_bytes, format_parameters
 from localllm.web.access.caller import owner_of
@@ -109,9 +110,7 @@ async def chat_page(
         if chat is None and card is not None:
             empty = await asyncio.to_thread(empty_chat, card)
         elif chat is None and entry is not None and not settings.get("model"):
-            size = format_bytes(size_bytes) if (size_bytes := await state.picker.size_of(entry)) else ""
-            examples = Examples(DEMO_EXAMPLES if entry.name == DEMO_NAME else EXAMPLES)
-            empty = EmptyChat(entry.name, 0, examples, rests=True, size=size)
+            empty = await _resting_chat(state, entry)
     messages = [state.replies.current(message) for message in branch.messages]
     if composer is not None and messages and is_summary(messages[-1]):
         composer = await _with_draft(state, owner, composer, messages[-1].details)
@@ -239,6 +238,13 @@ def empty_chat(card: ModelCard) -> EmptyChat:
     toy_size = format_parameters(count_parameters(card.path)) if is_demo else ""
     examples = Examples(DEMO_EXAMPLES if is_demo else EXAMPLES)
     return EmptyChat(card.name, card.plan.max_model_len, examples, toy_size)
+
+
+async def _resting_chat(state: ChatState, entry: ModelEntry) -> EmptyChat:
+    """Return the start of a new chat with a model that nothing has loaded yet."""
+    size_bytes = await state.picker.size_of(entry)
+    examples = Examples(DEMO_EXAMPLES if entry.name == DEMO_NAME else EXAMPLES)
+    return EmptyChat(entry.name, 0, examples, rests=True, size=format_bytes(size_bytes) if size_bytes else "")
 
 
 def card_of(state: ChatState, settings: Mapping[str, str]) -> ModelCard | None:

@@ -62,7 +62,8 @@ def log_out(request: Request[Any, Any, Any]) -> Redirect:
     """End the session, in this browser and wherever its cookie was copied to."""
     keys: KeyRing = request.app.state.key_ring
     keys.end_session(session_of(request.scope))
-    return Redirect("/login?next=/", status_code=303, cookies=[session_cookie(request, "", 0)])
+    apart = {"referrer-policy": "no-referrer"}  # the next login does not lead back to this page
+    return Redirect("/login", status_code=303, headers=apart, cookies=[session_cookie(request, "", 0)])
 
 
 def session_cookie(request: Request[Any, Any, Any], value: str, max_age: int) -> Cookie:
