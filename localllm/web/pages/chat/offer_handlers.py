@@ -104,7 +104,7 @@ class _ChatWatch:
         if states != self._states:
             self._states, self._choices = states, render(await state.picker.choices({"model": model}))
         pill = tick.cached(f"pill of {model}", lambda: render(state.pages.chat_pill(model)))
-        return {"status-pill": pill, "model-choices": self._choices}
+        return {"status-pill": pill} | ({"model-choices": self._choices} if self._chat_id else {})
 
     async def new_leaf(self) -> str:
         """Return the id of the chat's last message if it is another one than before, else an empty string. The store is

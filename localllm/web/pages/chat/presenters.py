@@ -119,7 +119,7 @@ async def chat_page(
             request,
             chat.title if chat else "New chat",
             "chat",
-            live_url_of(offer, chat.id if chat else begins, settings.get("model", "")),
+            live_url_of(offer, "" if waits else chat.id if chat else begins, settings.get("model", "")),
             waits=waits,
             moves=isinstance(offer, OfferRoom),
             pill=state.pages.chat_pill(settings.get("model", "")),

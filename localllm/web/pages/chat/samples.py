@@ -95,8 +95,6 @@ def samples(shell: views.Shell) -> list[views.View]:
         v.EmptyChat("demo", 4096, v.Examples(("What is paged attention?", "How do I start localllm?"))),
         v.EmptyChat("demo", 2048, v.Examples(("Hi",)), "4 M"),
         v.EmptyChat("demo", 0, v.Examples(("Hi",)), rests=True, size="8.5 MiB"),
-        views.StatusPill("ready", "ready", "demo", context_tokens=4096, memory_bytes=10**7, is_brief=True),
-        views.StatusPill("idle", "not loaded", "demo", is_brief=True),
         v.Examples(("What is paged attention?",)),
         *offers(),
         o.Announcement("Qwen3.5 2B is ready."),
