@@ -11,14 +11,14 @@ import asyncio
 import logging
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from localllm.config.settings import Settings
 from localllm.errors import ConfigError
 from localllm.machine.bandwidth import memory_bandwidth
 from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.library.pick_list import Pick, read_picks
-from localllm.models.library.picks import FittingPick, fitting_picks
+from localllm.models.library.picks import FittingPick, fitting_picks, rounded
 from localllm.serving.eviction import hardware_once_free
 from localllm.serving.manager import ModelManager
 
@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 30.0
 """How long the free memory is taken to be the same."""
-STEP_BYTES = 256 * 1024**2
-"""A smaller change of the free memory changes no suggestion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +78,10 @@ class Suggestions:
         return self._known
 
     def _look(self, known: Suggested | None) -> Suggested:
-        hardware = _rounded(hardware_once_free(read_hardware(), self._manager.entries))
+        hardware = rounded(hardware_once_free(read_hardware(), self._manager.entries))
         bandwidth = memory_bandwidth(hardware)
         if known is not None and (known.hardware, known.cpu_bandwidth) == (hardware, bandwidth):
             return known
         count = len(self.all_picks())
         found = fitting_picks(hardware, self._settings, bandwidth, count) if count else []
         return Suggested(tuple(found), hardware, bandwidth)
-
-
-def _rounded(hardware: Hardware) -> Hardware:
-    """Return the hardware with its free memory rounded down."""
-    gpus = tuple(replace(gpu, free_bytes=gpu.free_bytes // STEP_BYTES * STEP_BYTES) for gpu in hardware.gpus)
-    free = hardware.ram_available_bytes // STEP_BYTES * STEP_BYTES
-    return replace(hardware, gpus=gpus, ram_available_bytes=free)

@@ -8,7 +8,7 @@ Does not know: the network, what is installed, how a suggestion is shown.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from localllm.config.settings import EngineConfig, Settings
@@ -22,6 +22,7 @@ from localllm.models.library.speed import SpeedRange, speed_in_words, speed_rang
 
 USEFUL_CONTEXT = 4096
 READING_SPEED = 4.0  # tokens/s, about 180 English words a minute
+STEP_BYTES = 256 * 1024**2
 QUICK_SPEED = 10.0  # tokens/s at least, of the model to take
 CPU_BYTES_PER_CORE = 10**9
 """Most weight bytes per token and core where the bandwidth is unknown: a core reads and multiplies about this much ten
@@ -74,7 +75,7 @@ def fitting_picks(
     cpu_bandwidth: bytes/s, from machine/bandwidth.py; None: unknown, and so are speeds on the CPU. Raises `ConfigError`
     for a wrong list of one's own.
     """
-    config = settings.of_model("").engine
+    config, hardware = settings.of_model("").engine, rounded(hardware)
     found: list[FittingPick] = []
     for pick in read_picks(settings.picks).picks:
         try:
@@ -89,6 +90,13 @@ def fitting_picks(
     first = next(able, None) or max(found, key=lambda each: each.least_speed, default=None)
     at = found.index(first) if first is not None else 0
     return [*found[at : at + 1], *found[: min(1, at)], *found[at + 1 :], *found[1:at]][:count]
+
+
+def rounded(hardware: Hardware) -> Hardware:
+    """Return the hardware with its free memory rounded down: a smaller change of it changes no suggestion."""
+    gpus = tuple(replace(gpu, free_bytes=gpu.free_bytes // STEP_BYTES * STEP_BYTES) for gpu in hardware.gpus)
+    free = hardware.ram_available_bytes // STEP_BYTES * STEP_BYTES
+    return replace(hardware, gpus=gpus, ram_available_bytes=free)
 
 
 def _leaves_half(found: FittingPick, hardware: Hardware) -> bool:

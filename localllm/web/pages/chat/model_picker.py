@@ -25,8 +25,8 @@ LOOK_EVERY_S = 10.0
 MOST_KEPT = 50
 """Most loads whose outcome is kept; beyond that the finished ones are forgotten."""
 
-MOST_PICKED = 1000
-"""Most chats whose last pick is remembered for open pages."""
+MOST_PICKED, MOST_PICK_CHARS = 1000, 400
+"""Most chats whose last pick is remembered for open pages, and the characters of one."""
 
 
 class ModelPicker:
@@ -64,6 +64,8 @@ class ModelPicker:
 
     def note(self, chat_id: str, name: str) -> None:
         """Remember the model that a page has chosen for a chat's next message."""
+        if not chat_id or len(chat_id) + len(name) > MOST_PICK_CHARS:
+            return
         self._picked.pop(chat_id, None)
         self._picked[chat_id] = name
         while len(self._picked) > MOST_PICKED:

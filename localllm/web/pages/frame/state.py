@@ -67,6 +67,8 @@ class PagesState:
     def chat_pill(self, model: str) -> StatusPill:
         """Return the status of the model that a chat's next message goes to; an empty name: the default."""
         entry = self.manager.register.find(model) if model else self.manager.default
+        if entry is None and model:
+            return StatusPill("idle", "not loaded", model, is_brief=True)
         served = entry.served if entry is not None and entry.state == "ready" else None
         return status.chat_pill(entry, _stats_of(served), served.plan if served is not None else None)
 
