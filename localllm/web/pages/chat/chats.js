@@ -95,9 +95,9 @@
   function compare() {
     const last = messages().at(-1);
     if (find(".message--sending")) wait();
-    else if (news && last?.id !== `m-${leaf}` && !last?.closest(".compare") && !find("[data-later]")) {
-      news.hidden = false;
-      if (!find("#composer-message").value && !find(".edit__text")) news.click();
+    else if (news) {
+      news.hidden = !!(last?.id === `m-${leaf}` || last?.closest(".compare") || find("[data-later]"));
+      if (!news.hidden && !find("#composer-message").value && !find(".edit__text")) news.click();
     }
   }
   function wait() { // what this tab has asked for comes first
