@@ -17,6 +17,7 @@ from localllm.models.library.hub.downloads import Downloads
 from localllm.models.library.hub.pull import REPORT_EVERY_S
 from localllm.serving.manager import ModelManager
 from localllm.serving.model_offer import ModelOffer
+from localllm.serving.suggestions import Suggestions
 from tests.hub import conftest as hub_fixtures
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
 from tests.web.library_server import Loads, only_pick
@@ -39,7 +40,7 @@ def loads(hub: LocalHub, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.M
 async def served(picks: PicksTable = PICKS, model: str = "demo") -> AsyncIterator[ModelOffer]:
     settings = Settings(EngineConfig(model=model), ServerConfig(), picks=picks)
     manager, downloads = ModelManager(), Downloads()
-    offer = ModelOffer(manager, downloads, settings)
+    offer = ModelOffer(manager, downloads, settings, Suggestions(manager, settings))
     try:
         await manager.start(settings)
         yield offer

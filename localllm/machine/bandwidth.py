@@ -35,26 +35,39 @@ RAN_SHARE = 0.8  # of a pass; with less, other work had the processor
 MOST_RESOLUTION_S = 1e-4
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 FILLED = 1
+AGAIN_S = 60.0  # after which a disturbed measurement is repeated
+
+
+class Measured(NamedTuple):
+    """A measured bandwidth."""
+
+    bytes_per_s: float
+    is_disturbed: bool = False  # other work took processors in every pass: the bandwidth is at least this
 
 
 def memory_bandwidth(hardware: Hardware) -> float | None:
-    """Return bytes/s, from the cache folder or measured now, which takes up to 50 ms. None: it cannot be measured here,
-    or other work took the processors meanwhile; the next call measures again."""
+    """Return bytes/s, from the cache folder or measured now, which takes up to 50 ms; None: it cannot be measured here.
+    A measurement that was disturbed is kept as a lower bound, and repeated by the first call a minute later."""
     path, machine = cache_folder() / FILE, _machine(hardware)
     kept = _read(path, machine)
-    if kept is not None:
-        return kept
-    measured = measure(hardware)
-    if measured is not None:
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps({**machine, "bytes_per_s": round(measured)}) + "\n")
-    return measured
+    if kept is not None and not (kept.is_disturbed and _is_old(path)):
+        return kept.bytes_per_s
+    found = [each for each in (kept, measure(hardware)) if each is not None]
+    if not found:
+        return None
+    if undisturbed := [each for each in found if not each.is_disturbed]:
+        found = undisturbed
+    best = max(found)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        disturbed = {"disturbed": True} if best.is_disturbed else {}
+        write_whole(path, json.dumps({**machine, "bytes_per_s": round(best.bytes_per_s), **disturbed}) + "\n")
+    return best.bytes_per_s
 
 
-def measure(hardware: Hardware) -> float | None:
-    """Read a buffer in as many threads as the process may use cores. Return the bytes/s of the best pass; None if there
-    is too little memory, or if other work took processors in every pass."""
+def measure(hardware: Hardware) -> Measured | None:
+    """Read a buffer in as many threads as the process may use cores. Return the best pass, one that was not disturbed
+    if there is one; None if there is too little memory."""
     libc, threads = _libc(), hardware.cpu_cores
     size = min(MOST_BYTES, max(LEAST_BYTES, threads * BYTES_PER_THREAD))
     if libc is None or size > hardware.ram_available_bytes * MOST_SHARE:
@@ -72,8 +85,9 @@ def measure(hardware: Hardware) -> float | None:
         buffer.close()
 
 
-def _best_pass(libc: Any, addresses: list[int], part: int) -> float | None:
-    """Obtain the pages, then read all parts at once several times. Return the bytes/s of the fastest pass."""
+def _best_pass(libc: Any, addresses: list[int], part: int) -> Measured:
+    """Obtain the pages, then read all parts at once several times. Return the fastest pass that was not disturbed,
+    else the fastest."""
     together = threading.Barrier(len(addresses))  # each thread takes one part, and all begin at once
 
     def obtain(address: int) -> None:
@@ -86,15 +100,17 @@ def _best_pass(libc: Any, addresses: list[int], part: int) -> float | None:
         libc.memcmp(address, address + part // 2, part // 2)  # the halves are equal, so it reads both to the end
         return _Span(began_s, time.perf_counter(), time.thread_time() - busy_s)
 
-    best = math.inf
+    best = disturbed = math.inf
     with ThreadPoolExecutor(len(addresses), "bandwidth") as threads:
         list(threads.map(obtain, addresses))
         end_s = time.perf_counter() + READ_S
         for _ in range(MOST_PASSES):
-            best = min(best, undisturbed_s(list(threads.map(read, addresses))))
+            spans = list(threads.map(read, addresses))
+            best, disturbed = min(best, undisturbed_s(spans)), min(disturbed, lasted_s(spans))
             if time.perf_counter() > end_s:
                 break
-    return None if math.isinf(best) else part * len(addresses) / best
+    num_bytes, is_disturbed = part * len(addresses), math.isinf(best)
+    return Measured(num_bytes / (disturbed if is_disturbed else best), is_disturbed)
 
 
 def obtain_pages(libc: Any, address: int, count: int) -> None:
@@ -112,9 +128,14 @@ class _Span(NamedTuple):
     busy_s: float  # of that time, how long the thread ran
 
 
+def lasted_s(spans: Sequence[_Span]) -> float:
+    """Return the seconds of a pass by all threads."""
+    return max(span.ended_s for span in spans) - min(span.began_s for span in spans)
+
+
 def undisturbed_s(spans: Sequence[_Span]) -> float:
     """Return the seconds of a pass by all threads; infinity if one of them had to wait for a processor."""
-    lasted = max(span.ended_s for span in spans) - min(span.began_s for span in spans)
+    lasted = lasted_s(spans)
     ran = min(span.busy_s / max(span.ended_s - span.began_s, 1e-9) for span in spans)
     together = max(span.ended_s - span.began_s for span in spans) / max(lasted, 1e-9)
     if time.get_clock_info("thread_time").resolution > MOST_RESOLUTION_S:  # Windows counts in steps of 16 ms
@@ -138,10 +159,17 @@ def _machine(hardware: Hardware) -> dict[str, Any]:
     return {"cpu": hardware.cpu_name, "cores": hardware.cpu_cores, "ram_bytes": hardware.ram_total_bytes}
 
 
-def _read(path: Path, machine: dict[str, Any]) -> float | None:
+def _read(path: Path, machine: dict[str, Any]) -> Measured | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        speed = float(kept.pop("bytes_per_s"))
+        found = Measured(float(kept.pop("bytes_per_s")), bool(kept.pop("disturbed", False)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return speed if kept == machine and 0 < speed < math.inf else None
+    return found if kept == machine and 0 < found.bytes_per_s < math.inf else None
+
+
+def _is_old(path: Path) -> bool:
+    try:
+        return not 0 <= time.time() - path.stat().st_mtime < AGAIN_S
+    except OSError:
+        return True

@@ -14,16 +14,12 @@ Does not know: HTTP, keys, how an offer is shown.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-import time
 from dataclasses import dataclass
 from typing import Literal
 
 from localllm.config.settings import Settings
-from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, ModelNotFound
-from localllm.machine.bandwidth import memory_bandwidth
-from localllm.machine.hardware import read_hardware
+from localllm.errors import InvalidParameter, LocalLLMError, ModelNotFound
 from localllm.models.library.catalog import DEMO_NAME, demo_path, list_models, resolve_model
 from localllm.models.library.hub.cache import incomplete_repositories, remove_partial
 from localllm.models.library.hub.client import offline_error
@@ -31,21 +27,16 @@ from localllm.models.library.hub.downloads import Downloads, DownloadStatus
 from localllm.models.library.hub.plan import as_it_stands
 from localllm.models.library.hub.pull import PullProgress
 from localllm.models.library.names import parse_name
-from localllm.models.library.pick_list import Pick, read_picks
-from localllm.models.library.picks import fitting_picks
+from localllm.models.library.pick_list import Pick
 from localllm.serving.entry import ModelEntry
-from localllm.serving.eviction import hardware_once_free
 from localllm.serving.manager import ModelManager
-
-log = logging.getLogger(__name__)
+from localllm.serving.suggestions import Suggestions
 
 State = Literal["absent", "starting", "downloading", "stopped", "installed", "loading", "ready", "failed"]
 POLL_S = 0.2
 """How often the end of a download is looked for."""
 STOP_S = 1.5
 """How long `stop` waits for a load to end. A longer one ends in the background; the state shows it."""
-FITS_FOR_S = 30.0
-"""How long the list of models that fit is kept: planning all of them takes a tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +62,12 @@ class OfferStatus:
 class ModelOffer:
     """The offer of one server. All methods run on its event loop."""
 
-    def __init__(self, manager: ModelManager, downloads: Downloads, settings: Settings) -> None:
+    def __init__(
+        self, manager: ModelManager, downloads: Downloads, settings: Settings, suggestions: Suggestions
+    ) -> None:
         self._manager, self._downloads, self._settings = manager, downloads, settings
+        self._suggestions = suggestions
         self._run = _Run("")  # the latest start
-        self._fitting: tuple[Offer, ...] = ()
-        self._fitted_s = -math.inf
 
     async def find(self) -> Offer | None:
         """Return the model to offer; None if a real model is in use or installed, or if no pick fits.
@@ -96,6 +88,14 @@ class ModelOffer:
         if not able or (await self.status(able[0].pick.name)).state == "ready":
             return None
         return able[0]
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether `find` would wait, because the suggested models have not been planned yet."""
+        default = self._manager.default
+        if default is not None and (default.state == "loading" or not _is_demo(default)):
+            return False
+        return bool(self._suggestions.all_picks()) and self._suggestions.known() is None
 
     async def started(self) -> Offer | None:
         """Return the model that was started last, until it is ready or its files are discarded."""
@@ -210,27 +210,12 @@ class ModelOffer:
         return next((each for each in reversed(self._downloads.list()) if each.plan.name == name), None)
 
     async def _fit(self) -> tuple[Offer, ...]:
-        """Return the picks that fit this machine, best first."""
-        if time.monotonic() - self._fitted_s > FITS_FOR_S:
-            self._fitting = await asyncio.to_thread(self._fit_now)
-            self._fitted_s = time.monotonic()
-        return self._fitting
-
-    def _fit_now(self) -> tuple[Offer, ...]:
-        picks = self._picks()
-        if not picks:
-            return ()
-        hardware = hardware_once_free(read_hardware(), self._manager.entries)
-        found = fitting_picks(hardware, self._settings, memory_bandwidth(hardware), count=len(picks))
+        """Return the picks that fit this machine, the one to take first."""
+        found = (await self._suggestions.get()).picks
         return tuple(Offer(each.pick, each.max_model_len, each.speed) for each in found)
 
     def _picks(self) -> tuple[Pick, ...]:
-        """Return the list of suggested models; none if the config file's list is wrong, as doctor reports."""
-        try:
-            return read_picks(self._settings.picks).picks
-        except ConfigError as error:
-            log.warning("no model is offered reason=%s", error)
-            return ()
+        return self._suggestions.all_picks()
 
 
 class _Run:

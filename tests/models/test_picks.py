@@ -13,6 +13,9 @@ import gguf
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
 from localllm.config.resolve import resolve
 from localllm.config.settings import EngineConfig, Settings
@@ -199,32 +202,64 @@ def test_more_bandwidth_is_faster_and_experts_are_less_sure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "bandwidth", "first"),
+    ("hardware", "bandwidth", "first", "second"),
     [
-        (machine(64, gpus=(32,)), None, "Qwen3.6 35B A3B"),
-        (machine(32, gpus=(24,)), None, "GLM-4.7 Flash"),
-        (machine(32, gpus=(16,)), None, "gpt-oss 20B"),
-        (machine(16, gpus=(8,)), None, "Gemma 4 E4B"),
-        (machine(16), 40e9, "Gemma 4 E4B"),
-        (machine(16), 20e9, "Granite 4 H Tiny"),
-        (machine(16), None, "Qwen3.5 9B"),
-        (machine(8, cores=4), 25e9, "Granite 4 H Tiny"),
-        (machine(5, cores=4), 25e9, "Qwen3.5 2B"),
-        (machine(4, cores=2), 25e9, "Qwen3.5 2B"),
-        (machine(4, cores=2), None, "LFM2.5 1.2B"),
+        (machine(64, gpus=(32,)), None, "Qwen3.6 35B A3B", "Nemotron 3 Nano 30B A3B"),
+        (machine(32, gpus=(24,)), None, "GLM-4.7 Flash", "Qwen3.6 27B"),
+        (machine(32, gpus=(16,)), None, "gpt-oss 20B", "Qwen3.5 9B"),
+        (machine(16, gpus=(8,)), None, "Gemma 4 E4B", "Granite 4 H Tiny"),
+        (machine(64), 80e9, "Gemma 4 26B A4B", "Qwen3.6 35B A3B"),
+        (machine(16), 40e9, "Granite 4 H Tiny", "Gemma 4 E4B"),
+        (machine(23.5, cores=2), 20.5e9, "Qwen3.5 0.8B", "Granite 4 H Tiny"),
+        (machine(23.5, cores=2), 30e9, "Granite 4 H Tiny", "Qwen3.5 2B"),
+        (machine(16), None, "Qwen3.5 9B", "Gemma 4 E4B"),
+        (machine(8, cores=4), 25e9, "Qwen3.5 0.8B", "Granite 4 H Tiny"),
+        (machine(4, cores=2), None, "LFM2.5 1.2B", "Qwen3.5 0.8B"),
     ],
 )
-def test_the_largest_that_fits_and_is_quick_enough_comes_first(
-    hardware: Hardware, bandwidth: float | None, first: str, monkeypatch: pytest.MonkeyPatch
+def test_the_best_that_is_quick_and_leaves_half_comes_first_and_a_larger_one_second(
+    hardware: Hardware, bandwidth: float | None, first: str, second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pick_sizes, "has_library", lambda: True)
     found = fitting_picks(hardware, Settings(), bandwidth)
-    assert found[0].pick.title == first
+    assert [each.pick.title for each in found[:2]] == [first, second]
     assert len(found) == 3
     for each in found:
         assert each.max_model_len >= USEFUL_CONTEXT
         assert each.plan.total_bytes <= each.plan.free_bytes
         assert (each.tokens_per_s is None) == (bandwidth is None)
+
+
+@given(
+    ram=st.floats(2, 300), cores=st.integers(1, 64), bandwidth=st.none() | st.floats(2e9, 400e9),
+    gpu=st.none() | st.tuples(st.integers(4, 80), st.none() | st.floats(100e9, 3e12)),
+)  # fmt: skip
+@examples(max_examples=12, deadline=None)
+def test_no_better_model_than_the_first_is_quick_and_leaves_half(
+    ram: float, cores: int, bandwidth: float | None, gpu: tuple[int, float | None] | None
+) -> None:
+    gpus, gpu_bandwidth = ((float(gpu[0]),), gpu[1]) if gpu is not None else ((), None)
+    hardware = machine(ram, cores, gpus, gpu_bandwidth)
+    picks = read_picks().picks
+    found = fitting_picks(hardware, Settings(), bandwidth, count=len(picks))
+    places = [picks.index(each.pick) for each in found]
+    assert len({*places}) == len(places)
+    if not found:
+        return
+
+    def is_able(each: FittingPick) -> bool:
+        quick = each.tokens_per_s is None or each.tokens_per_s[0] >= 10
+        used = each.needs[0].total_bytes if each.needs else each.plan.weights_bytes
+        return quick and (each.plan.device != "cpu" or used <= hardware.ram_total_bytes / 2)
+
+    able = [place for place, each in zip(places, found, strict=True) if is_able(each)]
+    if able:
+        assert places[0] == min(able)
+    else:
+        assert found[0].least_speed == max(each.least_speed for each in found)
+    larger = [place for place in places if place < places[0]]
+    assert not larger or places[1] == min(larger)
+    assert fitting_picks(hardware, Settings(), bandwidth, 1) == found[:1], "each place names the same"
 
 
 def test_a_machine_without_room_gets_none() -> None:
@@ -274,7 +309,8 @@ def test_neither_torch_nor_numpy_is_imported() -> None:
         "from localllm.machine.hardware import Hardware\n"
         "from localllm.models.library.picks import fitting_picks\n"
         "hardware = Hardware((), 'CPU', 2, 16 << 30, 12 << 30)\n"
-        "assert fitting_picks(hardware, Settings(), measure(hardware) or 1e10)\n"
+        "measure(hardware)\n"
+        "assert fitting_picks(hardware, Settings(), 1e10)\n"
         "print(sorted({'torch', 'numpy', 'transformers', 'triton'} & set(sys.modules)))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ import pytest
 from localllm.config.settings import EngineConfig, PicksTable, ServerConfig, Settings
 from localllm.errors import DoesNotFit
 from localllm.models.library.catalog import DEMO_NAME, resolve_model
-from localllm.serving import manager, model_offer
+from localllm.serving import manager, suggestions
 from localllm.serving.names import short_name
 from localllm.serving.phases import OnPhase, Phase
 from localllm.serving.served import LoadLimits, ServedModel
@@ -32,7 +32,7 @@ class Loads:
         self.error: DoesNotFit | None = None  # why no model but the demo can be loaded
         for name, fake in (("build_engine", self.build), ("put_to_sleep", self.sleep), ("wake_up", self.wake)):
             monkeypatch.setattr(manager, name, fake)
-        monkeypatch.setattr(model_offer, "memory_bandwidth", lambda _: 25e9)  # of a machine with nothing else to do
+        monkeypatch.setattr(suggestions, "memory_bandwidth", lambda _: 25e9)  # of a machine with nothing else to do
 
     def build(self, settings: Settings, on_phase: OnPhase, limits: LoadLimits) -> ServedModel:
         found = resolve_model(settings.engine.model)

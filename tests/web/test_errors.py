@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,8 @@ import pytest
 from localllm.config.settings import ServerConfig
 from localllm.errors import DoesNotFit, PortInUse
 from localllm.web.access.auth import SESSION_COOKIE
-from localllm.web.access.keys import MAX_SESSIONS, SESSION_S, KeyRing, add_key, remove_key
+from localllm.web.access.keys import KeyRing, add_key, remove_key
+from localllm.web.access.sessions import MAX_SESSIONS, SESSION_S
 from localllm.web.app import bind
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, settings, wait_until
 
@@ -388,7 +391,8 @@ def test_a_session_ends_with_its_time_and_with_its_key(tmp_path: Path, monkeypat
     assert ring.of_session(session) == ring.of_session(other) == key
     ring.end_session(other)
     assert (ring.of_session(session), ring.of_session(other)) == (key, None)
-    assert KeyRing(path=path).of_session(session) is None
+    assert KeyRing(path=path).of_session(session) == key, "after a restart"
+    assert KeyRing(path=path).of_session(other) is None, "a logout outlives a restart"
     expired_s = time.time() + SESSION_S + 1
     with monkeypatch.context() as later:
         later.setattr("localllm.web.access.keys.time.time", lambda: expired_s)
@@ -408,6 +412,47 @@ def test_one_key_holds_so_many_sessions_and_takes_none_of_another(tmp_path: Path
     found = [ring.of_session(session) for session in sessions]
     assert found == [None] * 3 + [alice] * MAX_SESSIONS
     assert ring.of_session(others) == bob
+
+
+def test_the_file_of_sessions_is_private_and_opens_nothing(tmp_path: Path) -> None:
+    ring = KeyRing(["short"], tmp_path / "keys.toml")
+    key = ring.find([b"short"])
+    assert key is not None
+    token = ring.session(key)
+    file = tmp_path / "sessions.json"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    [(name, session)] = json.loads(file.read_text()).items()
+    hashes = {hashlib.sha256(each.encode()).hexdigest() for each in ("short", token)}
+    assert token not in file.read_text()
+    assert session["proof"] not in hashes, "a short key could be guessed from its hash"
+    assert [ring.of_session(each) for each in (name, session["proof"], "short")] == [None] * 3
+
+
+def test_two_servers_on_one_folder_lose_no_session_of_each_other(tmp_path: Path) -> None:
+    rings = [KeyRing(["sesame"], tmp_path / "keys.toml") for _ in range(2)]
+    key = rings[0].find([b"sesame"])
+    assert key is not None
+    sessions = [ring.session(key) for ring in rings]
+    assert [[ring.of_session(each) for each in sessions] for ring in rings] == [[key, key]] * 2
+    rings[1].end_session(sessions[0])
+    assert rings[0].of_session(sessions[0]) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": {"b": 1}}', "[" * 9000])
+def test_a_damaged_file_of_sessions_logs_out_and_stops_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "sessions.json").write_text(text)
+    ring = KeyRing(["sesame"], tmp_path / "keys.toml")
+    key = ring.find([b"sesame"])
+    assert key is not None
+    assert ring.of_session(ring.session(key)) == key
+
+
+def test_a_session_works_where_no_file_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "sessions.json").mkdir()
+    ring = KeyRing(["sesame"], tmp_path / "keys.toml")
+    key = ring.find([b"sesame"])
+    assert key is not None
+    assert ring.of_session(ring.session(key)) == key
 
 
 def test_a_copied_cookie_is_worth_nothing_after_the_logout(guarded: LiveServer) -> None:

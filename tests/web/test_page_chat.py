@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import json
 import re
 import sqlite3
@@ -68,6 +69,59 @@ def typed(page: str, name: str) -> str | None:
 
 def said(served: Pages) -> str:
     return "".join(map(chr, served.model.client.asked[-1].prompt_token_ids))
+
+
+def new_chat_id(browser: httpx.Client) -> str:
+    """The id that a new page has chosen for its chat."""
+    found = re.search(r'name="begins" value="([^"]+)"', browser.get("/").text)
+    assert found is not None
+    return found[1]
+
+
+def test_messages_of_one_new_page_are_one_chat(browser: httpx.Client) -> None:
+    begins = new_chat_id(browser)
+    assert begins != new_chat_id(browser)
+    chats = [start_chat(browser, text, begins=begins) for text in ("first", "second")]
+    assert [path for path, _ in chats] == [f"/c/{begins}"] * 2
+    assert len(message_urls(chats[1][1])) == 4
+
+
+def test_a_second_message_that_overtakes_the_reply_is_refused(served: Pages, browser: httpx.Client) -> None:
+    begins = new_chat_id(browser)
+    served.model.client.every_s = 0.2
+    sent = [browser.post("/chat", data={"message": text, "begins": begins}, headers=SCRIPTED) for text in "ab"]
+    assert [answer.status_code for answer in sent] == [200, 409]
+    browser.post(f"/c/{begins}/stop")
+
+
+@pytest.mark.parametrize("begins", ["", "short", "a" * 17, "../../../../etc/", "<script>alert(1)"])
+def test_an_id_that_no_page_makes_is_replaced(browser: httpx.Client, begins: str) -> None:
+    path, _ = start_chat(browser, "hello", begins=begins)
+    assert re.fullmatch(r"/c/[\w-]{16}", path)
+
+
+def test_the_id_of_a_deleted_chat_begins_another_chat(browser: httpx.Client) -> None:
+    begins = new_chat_id(browser)
+    first, _ = start_chat(browser, "first", begins=begins)
+    browser.post(f"{first}/delete")
+    second, page = start_chat(browser, "second", begins=begins)
+    assert second != first
+    assert len(message_urls(page)) == 2
+
+
+def test_every_page_of_a_chat_hears_of_a_message_of_another_page(browser: httpx.Client) -> None:
+    path, page = start_chat(browser, "first")
+    url = html.unescape(re.search(r'hx-sse:connect="(/live/chat[^"]+)"', page)[1])  # type: ignore[index]
+    with browser.stream("GET", url) as live:
+        lines = live.iter_lines()
+        assert "event: chat-changed" in lines
+        assert next(lines) == f"data: {message_urls(page)[-1].rpartition('/')[2]}"
+        _, page = start_chat(browser, "second", conversation=path.removeprefix("/c/"))
+        leaf = message_urls(page)[-1].rpartition("/")[2]
+        assert f"data: {leaf}" in lines
+    news = browser.get(f"{path}?news", headers=SCRIPTED).text
+    assert f'id="m-{leaf}"' in news
+    assert "<html" not in news
 
 
 def test_edit_makes_a_branch_and_both_branches_stay(served: Pages, browser: httpx.Client) -> None:

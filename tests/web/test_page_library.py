@@ -48,6 +48,12 @@ def install(hub: LocalHub, tiny: Path, name: str = "org/tiny") -> Path:
     return pull(plan_download(name))
 
 
+def settled(browser: httpx.Client) -> str:
+    """The page once the suggested models are planned; a browser without scripts reloads until then."""
+    wait_until(lambda: "Looking for models" not in browser.get("/library").text)
+    return browser.get("/library").text
+
+
 def row(page: str, name: str) -> str:
     """One model's or download's part of a page."""
     found = [part for part in page.split('<li class="shelf__row">')[1:] if f">{name}</" in part]
@@ -257,7 +263,7 @@ def test_an_offline_server_asks_nobody_and_says_what_switched_the_hub_off(
         assert f"Start it without {switch} to search {hub.url.partition('://')[2]}." in search.text
         assert "localllm pull" not in search.text
         assert browser.get("/library/discover").status_code == 200
-        page = browser.get("/library").text
+        page = settled(browser)
         assert "Needs the hub" in page
         assert f"start it without <code>{switch}</code>" in page
         assert '/library/downloads"' not in page.partition('class="picks__list"')[2], "no button to download"
@@ -300,7 +306,7 @@ def test_an_unload_tells_what_it_waits_for_and_is_taken_back(
 def test_three_models_to_begin_with_are_named_without_a_question_to_the_hub(
     browser: httpx.Client, hub: LocalHub, tiny_llama_path: Path
 ) -> None:
-    page = browser.get("/library").text
+    page = settled(browser)
     assert page.index('id="installed-title"') < page.index('id="picks-title"'), "what is here comes first"
     assert re.search(r"Runs on [^<]+ free", page)
     assert re.search(r"[\d.]+ [GM]iB at 4,096 tokens \([\d.]+ [GM]iB at its longest, [\d,]+\)", page)

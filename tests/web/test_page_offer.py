@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,6 +18,8 @@ from localllm.errors import DoesNotFit
 from localllm.models.library.hub import cache, plan
 from localllm.models.library.hub.plan import plan_download
 from localllm.models.library.hub.pull import pull
+from localllm.models.library.picks import FittingPick, fitting_picks
+from localllm.serving import suggestions
 from localllm.web import pages
 from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat.presenters import DEMO_EXAMPLES
@@ -49,7 +53,9 @@ def browser(loads: Loads) -> Iterator[httpx.Client]:
 
 
 def browser_of(live: LibraryServer, **headers: str) -> httpx.Client:
+    """A browser without scripts, once the card is known: until then the page reloads every two seconds."""
     wait_until(lambda: live.manager.current is not None)
+    wait_until(lambda: "Looking for a model" not in httpx.get(live.url, headers=HTML | headers, timeout=20).text)
     return httpx.Client(base_url=live.url, timeout=20, follow_redirects=True, headers=HTML | headers)
 
 
@@ -226,7 +232,7 @@ def test_a_server_without_the_hub_offers_files(hub: LocalHub, loads: Loads) -> N
 def test_a_server_that_has_loaded_nothing_offers_the_model(hub: LocalHub, loads: Loads) -> None:
     settings = Settings(EngineConfig(), ServerConfig(port=0, ui=True, load_at_start=False), picks=PICKS)
     with ManagedServer(settings) as live, httpx.Client(base_url=live.url, timeout=20, headers=HTML) as browser:
-        wait_until(lambda: live.manager.default is not None)
+        wait_until(lambda: live.manager.default is not None and "Tiny" in card(browser))
         assert buttons(card(browser)) == {"start": "Download and use (293 KiB)"}
         act(browser, "start")
         wait_until(lambda: card(browser) == "", LONG_S)
@@ -302,6 +308,36 @@ def refusing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]
         Loads(tmp_path_factory.mktemp("made"), patch)
         with LibraryServer(picks=PICKS) as live, browser_of(live) as client:
             yield client
+
+
+def test_pages_come_before_the_suggested_models_are_planned_and_plan_them_once(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, planned = threading.Event(), list[str]()
+
+    def plan_slowly(*given: Any) -> list[FittingPick]:
+        gate.wait(LONG_S)
+        planned.append(threading.current_thread().name)
+        return fitting_picks(*given)
+
+    monkeypatch.setattr(suggestions, "fitting_picks", plan_slowly)
+    with LibraryServer(picks=PICKS) as live, httpx.Client(base_url=live.url, timeout=20, headers=HTML) as browser:
+        wait_until(lambda: live.manager.current is not None)
+        first, models = browser.get("/").text, browser.get("/library").text
+        assert "Looking for a model" in first
+        assert "Looking for models" in models
+        follow = [
+            re.search(r'hx-sse:connect="(/live/[^"]+)"', page)[1].replace("&amp;", "&") for page in (first, models)
+        ]  # type: ignore[index]
+        assert planned == []
+        gate.set()
+        for path, part in zip(follow, ("Download and use", "Models to start with"), strict=True):
+            with browser.stream("GET", path) as live_parts:
+                assert any(part in line for line in live_parts.iter_lines())
+        for _ in range(5):
+            assert "Download and use" in browser.get("/").text
+            assert "Models to start with" in browser.get("/library").text
+    assert len(planned) == 1
 
 
 def test_two_tabs_follow_one_download_to_its_end(browser: httpx.Client, hub: LocalHub, loads: Loads) -> None:

@@ -314,7 +314,8 @@ class PlanAttempt:
         """Return the blocks of the main group that fit on every rank. On a CPU ranks share one budget."""
         if self.gpu is not None or len(self.ranks) == 1:
             return min(rank.blocks_within(rank.budget, max_model_len) for rank in self.ranks)
-        return most_blocks(lambda n: sum(rank.needs(max_model_len, n) for rank in self.ranks) <= self.budgets[0])
+        needs = [rank.needs_with(max_model_len) for rank in self.ranks]
+        return most_blocks(lambda n: sum(each(n) for each in needs) <= self.budgets[0])
 
     def _num_blocks(self, max_model_len: int) -> int:
         left = self._blocks_left(max_model_len)
@@ -332,7 +333,7 @@ class PlanAttempt:
         """Return whether this context fits, together with the requested size of the cache if there is one."""
         asked = self.config.kv_cache_memory_bytes or 0
         has_blocks = self._num_blocks(max_model_len) >= self.split.needs(max_model_len)
-        return has_blocks and asked <= self._kv(self._blocks_left(max_model_len))
+        return has_blocks and (not asked or asked <= self._kv(self._blocks_left(max_model_len)))
 
     def _largest_context(self) -> int:
         """Return the longest context that fits, 0 if none does, by bisection (fitting is monotone)."""

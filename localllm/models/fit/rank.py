@@ -6,6 +6,7 @@ Does not know: how ranks share a machine's memory, which context is chosen (plan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -13,7 +14,7 @@ from typing import NamedTuple, Protocol
 from localllm.config.settings import EngineConfig
 from localllm.machine.hardware import Gpu
 from localllm.models.fit.kv_split import KVSplit, most_blocks
-from localllm.models.fit.step import DTYPE_BYTES, StepMemory, kv_bytes_per_token, kv_cache_bytes
+from localllm.models.fit.step import DTYPE_BYTES, StepMemory, block_bytes, kv_bytes_per_token
 from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
 from localllm.models.spec.shard import Shard, local_spec
 from localllm.units import format_bytes
@@ -143,14 +144,18 @@ class RankMemory:
         at_none, each = self._weights_line
         return at_none + each * max_model_len
 
+    @cached_property
+    def _block_bytes(self) -> tuple[tuple[int, ...], int]:
+        """Bytes of a block of each group, and of a drafter's block."""
+        inputs, drafter = self.inputs, self.inputs.spec.drafter
+        own = block_bytes(self._spec, inputs.block_size, inputs.kv_dtype)
+        return own, inputs.block_size * kv_bytes_per_token(drafter.spec, inputs.kv_dtype) if drafter else 0
+
     def kv(self, num_blocks: int) -> int:
         """Return the bytes of the rank's KV cache with so many blocks of the main group."""
-        inputs, drafter = self.inputs, self.inputs.spec.drafter
-        own = kv_cache_bytes(self._spec, inputs.split.blocks(num_blocks), inputs.block_size, inputs.kv_dtype)
-        if drafter is None:
-            return own
-        each = inputs.block_size * kv_bytes_per_token(drafter.spec, inputs.kv_dtype)
-        return own + num_blocks * each
+        sizes, drafter = self._block_bytes
+        own = zip(self.inputs.split.blocks(num_blocks), sizes, strict=True)
+        return sum(count * size for count, size in own) + num_blocks * drafter
 
     def activations(self, max_model_len: int, num_blocks: int) -> int:
         """Return the most that a step holds with this context and cache."""
@@ -197,13 +202,23 @@ class RankMemory:
 
     def blocks_within(self, budget: int, max_model_len: int) -> int:
         """Return how many blocks of the main group fit into so many bytes besides everything else."""
-        return most_blocks(lambda num_blocks: self.needs(max_model_len, num_blocks) <= budget)
+        needs = self.needs_with(max_model_len)
+        return most_blocks(lambda num_blocks: needs(num_blocks) <= budget)
 
     def needs(self, max_model_len: int, num_blocks: int) -> int:
         """Return all bytes of the rank with this context and cache."""
-        activations = self.activations(max_model_len, num_blocks)
-        kept = self.kv(num_blocks) + self.inputs.state_bytes
-        return self.weights(max_model_len) + kept + activations + self.graphs + self.comm
+        return self.needs_with(max_model_len)(num_blocks)
+
+    def needs_with(self, max_model_len: int) -> Callable[[int], int]:
+        """Return the function from the size of the cache to all bytes of the rank with this context. A search for the
+        largest cache calls it often, so what the cache does not change is summed once.
+        """
+        rest = self.weights(max_model_len) + self.inputs.state_bytes + self.graphs + self.comm
+        if self.measured is not None:
+            rest += self.measured.activation_bytes
+            return lambda num_blocks: rest + self.kv(num_blocks)
+        step, rest = self.step.at(max_model_len), rest + self._features
+        return lambda num_blocks: rest + self.kv(num_blocks) + step.with_cache(num_blocks)
 
     def plan(self, stage: int, max_model_len: int, num_blocks: int, free_bytes: int, reserve_bytes: int) -> RankPlan:
         """Return the plan of a rank of several."""

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from localllm.models.spec.kv_groups import KVGroup, kv_groups, kv_shape
 from localllm.models.spec.model_spec import ModelSpec
@@ -36,7 +38,19 @@ PROCESS_BYTES = 10 * MIB  # memory that the first steps leave in a process: oneD
 MAPPED_BYTES = 32 * MIB  # glibc returns buffers of this size to the system at once, and keeps smaller ones
 
 
-@dataclass(frozen=True, slots=True)
+class StepBytes(NamedTuple):
+    """The most that a step holds with one context: a line over the blocks of the KV cache, above a fixed part."""
+
+    fixed: int
+    gathering: int
+    per_block: int
+    most_blocks: int
+
+    def with_cache(self, num_blocks: int) -> int:
+        return max(self.fixed, self.gathering + min(num_blocks, self.most_blocks) * self.per_block)
+
+
+@dataclass(frozen=True)
 class StepMemory:
     """The inputs of the estimate: model, types and limits of a step."""
 
@@ -56,7 +70,12 @@ class StepMemory:
 
     def bytes_at(self, context: int, num_blocks: int) -> int:
         """Return the most that a step holds with this context and a full KV cache of so many blocks."""
-        return max(self.fixed_bytes(context), self._gathering(context, num_blocks))
+        return self.at(context).with_cache(num_blocks)
+
+    def at(self, context: int) -> StepBytes:
+        """Return the most that a step holds with this context, for caches of any size."""
+        gathering, per_block = self.gathering_bytes(context), self.gathered_per_block()
+        return StepBytes(self.fixed_bytes(context), gathering, per_block, self.most_gathered_blocks())
 
     def _gathering(self, context: int, num_blocks: int) -> int:
         blocks = min(num_blocks, self.most_gathered_blocks())
@@ -103,7 +122,7 @@ class StepMemory:
 
     def state_bytes(self, context: int) -> int:
         """Return the bytes that are also held between steps, for the slots and in the process."""
-        tables = len(kv_groups(self.spec)) * -(-context // self.block_size)
+        tables = self._num_groups * -(-context // self.block_size)
         slots = self.max_num_seqs * (context + tables) * 4
         return slots + (0 if self.on_gpu else PROCESS_BYTES + self.allocator_bytes(context))
 
@@ -141,25 +160,29 @@ class StepMemory:
     def _activation(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property
+    def _num_groups(self) -> int:
+        return len(kv_groups(self.spec))
+
+    @cached_property
     def _all_windowed(self) -> bool:
         return bool(self.spec.layer_is_windowed) and all(self.spec.layer_is_windowed)
 
-    @property
+    @cached_property
     def _shapes(self) -> set[tuple[int, int]]:
         """KV heads and their size, of each kind of layer."""
         return {kv_shape(self.spec, layer) for layer in range(self.spec.num_layers)}
 
-    @property
+    @cached_property
     def _kv_heads(self) -> int:
         return max(heads for heads, _ in self._shapes)
 
-    @property
+    @cached_property
     def _kv_width(self) -> int:
         """Numbers of one token's keys in the widest layer."""
         return max(heads * head_dim for heads, head_dim in self._shapes)
 
-    @property
+    @cached_property
     def _q_width(self) -> int:
         return self.spec.num_heads * max(head_dim for _, head_dim in self._shapes)
 
@@ -312,7 +335,12 @@ def group_token_bytes(group: KVGroup, kv_dtype: str) -> int:
     return numbers + (numbers // group.head_dim * 4 if kv_dtype == "int8" else 0)
 
 
+def block_bytes(spec: ModelSpec, block_size: int, kv_dtype: str) -> tuple[int, ...]:
+    """Return the bytes of a block of each group."""
+    return tuple(block_size * group_token_bytes(group, kv_dtype) for group in kv_groups(spec))
+
+
 def kv_cache_bytes(spec: ModelSpec, num_blocks: Sequence[int], block_size: int, kv_dtype: str) -> int:
     """Return the bytes of a KV cache with so many blocks in each group."""
-    groups = zip(kv_groups(spec), num_blocks, strict=True)
-    return sum(count * block_size * group_token_bytes(group, kv_dtype) for group, count in groups)
+    sizes = block_bytes(spec, block_size, kv_dtype)
+    return sum(count * size for count, size in zip(num_blocks, sizes, strict=True))

@@ -18,7 +18,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import date
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ OLD_AFTER_MONTHS = 12
 """Newer models answer better at the same size, so an older list says so."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pick:
     """One entry of the list."""
 
@@ -52,7 +52,7 @@ class Pick:
     license: str = ""
     bytes_per_token: int = 0
 
-    @property
+    @cached_property
     def spec(self) -> ModelSpec:
         return spec_of_config({"torch_dtype": "bfloat16", **self.config})
 

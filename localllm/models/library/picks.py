@@ -1,13 +1,15 @@
-"""The suggested models that fit this machine, the best first: the name to type, its size, context and speed.
+"""The suggested models that fit this machine: the one to take, a larger one, then the others, the best first.
 
 The memory plan decides by the sizes in the list, without asking the hub and without torch. A model that fits a CPU but
-would write more slowly than people read is left out.
+would write more slowly than people read is left out. Every page and every verb names the first of `fitting_picks`.
 Does not know: the network, what is installed, how a suggestion is shown.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from functools import partial
 
 from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import LocalLLMError
@@ -20,6 +22,8 @@ from localllm.models.library.speed import SpeedRange, speed_in_words, speed_rang
 
 USEFUL_CONTEXT = 4096
 READING_SPEED = 4.0  # tokens/s, about 180 English words a minute
+STEP_BYTES = 256 * 1024**2
+QUICK_SPEED = 10.0  # tokens/s at least, of the model to take
 CPU_BYTES_PER_CORE = 10**9
 """Most weight bytes per token and core where the bandwidth is unknown: a core reads and multiplies about this much ten
 times a second."""
@@ -33,6 +37,7 @@ class FittingPick:
     plan: MemoryPlan
     tokens_per_s: SpeedRange | None  # None: unknown
     gpus: str = ""  # a sentence on which of several GPUs it uses; empty: there are not several
+    needs: tuple[Need, ...] = ()  # memory of one conversation, at a usual length and at the longest that fits
 
     @property
     def name(self) -> str:
@@ -54,32 +59,52 @@ class FittingPick:
         """The speed for display, "" if unknown: `11 to 24 tokens/s`."""
         return speed_in_words(self.tokens_per_s)
 
-    def needs(self, config: EngineConfig, hardware: Hardware) -> tuple[Need, ...]:
-        """Return the memory of one conversation at a usual length and at the longest that fits."""
-        return needs(lambda one: self.pick.plan(one, hardware), config, self.pick.spec, self.max_model_len)
+    @property
+    def least_speed(self) -> float:
+        """The least tokens per second; infinite if unknown."""
+        return math.inf if self.tokens_per_s is None else self.tokens_per_s[0]
 
 
 def fitting_picks(
     hardware: Hardware, settings: Settings, cpu_bandwidth: float | None, count: int = 3
 ) -> list[FittingPick]:
-    """Return the entries that fit this machine with a useful context, the best first.
+    """Return the entries that fit this machine with a useful context.
 
+    The first is the best that answers at ten tokens per second or more and leaves half of the machine's memory free; if
+    none does, the quickest. If a better one fits, it is second. The others follow, first those after the suggested one.
     cpu_bandwidth: bytes/s, from machine/bandwidth.py; None: unknown, and so are speeds on the CPU. Raises `ConfigError`
     for a wrong list of one's own.
     """
-    config = settings.of_model("").engine
+    config, hardware = settings.of_model("").engine, rounded(hardware)
     found: list[FittingPick] = []
     for pick in read_picks(settings.picks).picks:
-        if len(found) == count:
-            break
         try:
             plan = pick.plan(config, hardware)
         except LocalLLMError:
             continue
         speed = pick_speed(pick, plan, hardware, config, cpu_bandwidth)
         if plan.max_model_len >= USEFUL_CONTEXT and _is_quick(pick, plan, hardware, speed):
-            found.append(FittingPick(pick, plan, speed, _gpus_in_words(plan, hardware)))
-    return found
+            alone = needs(partial(pick.plan, hardware=hardware), config, pick.spec, plan.max_model_len)
+            found.append(FittingPick(pick, plan, speed, _gpus_in_words(plan, hardware), alone))
+    able = (each for each in found if each.least_speed >= QUICK_SPEED and _leaves_half(each, hardware))
+    first = next(able, None) or max(found, key=lambda each: each.least_speed, default=None)
+    at = found.index(first) if first is not None else 0
+    return [*found[at : at + 1], *found[: min(1, at)], *found[at + 1 :], *found[1:at]][:count]
+
+
+def rounded(hardware: Hardware) -> Hardware:
+    """Return the hardware with its free memory rounded down: a smaller change of it changes no suggestion."""
+    gpus = tuple(replace(gpu, free_bytes=gpu.free_bytes // STEP_BYTES * STEP_BYTES) for gpu in hardware.gpus)
+    free = hardware.ram_available_bytes // STEP_BYTES * STEP_BYTES
+    return replace(hardware, gpus=gpus, ram_available_bytes=free)
+
+
+def _leaves_half(found: FittingPick, hardware: Hardware) -> bool:
+    """Return whether a conversation of usual length leaves half of the machine's memory to other programs. A GPU's
+    memory is for the model: what the weights leave is its KV cache.
+    """
+    used = found.needs[0].total_bytes if found.needs else found.plan.weights_bytes
+    return found.plan.device != "cpu" or 2 * used <= hardware.ram_total_bytes
 
 
 def _is_quick(pick: Pick, plan: MemoryPlan, hardware: Hardware, speed: SpeedRange | None) -> bool:

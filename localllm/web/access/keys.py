@@ -19,16 +19,14 @@ import re
 import secrets
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from filelock import FileLock
-
 from localllm.errors import ConfigError
-from localllm.files.folders import data_folder, make_private, translated_write, write_whole
+from localllm.files.folders import data_folder, translated_write, write_whole
+from localllm.web.access.sessions import Sessions, alone, stamp_of
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +38,6 @@ OWNER = "@owner"
 """Name of the owner's secret in the log; a key in the file cannot have it."""
 LINK_S = 3600
 """How long a one-time link can be opened."""
-
-SESSION_S = 30 * 24 * 3600
-"""How long a browser stays logged in."""
-MAX_SESSIONS = 100
-"""Most browsers logged in with one key. One more logs out the oldest."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _ID = re.compile(rf"#?{_NAME.pattern}|")
@@ -83,14 +76,6 @@ def guest(uid: int | None) -> Key:
     return Key(name, "infer", "", id=name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Session:
-    """A logged-in browser."""
-
-    key_sha256: str
-    until_s: float
-
-
 class KeyRing:
     """All valid keys of a server: those given at start, and those in the keys file now."""
 
@@ -98,13 +83,13 @@ class KeyRing:
         """Read the keys. Raises `ConfigError` for an unreadable file; if it breaks later, the keys stay in force."""
         self.path = path or keys_path()
         self._given = tuple(Key(GIVEN, "admin", _sha256(key.encode())) for key in given)
-        self._stamp = _stamp(self.path)
+        self._stamp = stamp_of(self.path)
         self._filed = read_keys(self.path)
         self._locked = always_locked or bool(self._given or self._filed)
         self.owner_secret = secrets.token_urlsafe(32)
         self._owner = Key(OWNER, "admin", _sha256(self.owner_secret.encode()))
         self._opened: dict[str, float] = {}  # one-time links that were opened, until they expire
-        self._sessions: dict[str, _Session] = {}  # by the hash of the browser's session token; oldest first
+        self._sessions = Sessions(self.path.with_name("sessions.json"))
 
     @property
     def is_locked(self) -> bool:
@@ -123,22 +108,16 @@ class KeyRing:
         return found
 
     def session(self, key: Key) -> str:
-        """Create a session token of a key for a browser. The token is valid until it expires or is ended, the key is
-        removed, or this process ends."""
-        token, now_s = secrets.token_urlsafe(32), time.time()
-        self._sessions = {each: session for each, session in self._sessions.items() if session.until_s > now_s}
-        same = [each for each, session in self._sessions.items() if session.key_sha256 == key.sha256]
-        for each in same[: max(0, len(same) + 1 - MAX_SESSIONS)]:
-            del self._sessions[each]
-        self._sessions[_sha256(token.encode())] = _Session(key.sha256, now_s + SESSION_S)
-        return token
+        """Create a session token of a key for a browser. The token is valid, also after a restart, until it expires or
+        is ended, or the key is removed. Blocking: it writes a file."""
+        return self._sessions.start(key.owner, key.sha256)
 
     def of_session(self, token: str) -> Key | None:
         """Return the key of a session."""
-        session = self._sessions.get(_sha256(token.encode()))
-        if session is None or session.until_s <= time.time():
+        session = self._sessions.find(token)
+        if session is None:
             return None
-        return next((key for key in (self._owner, *self._current()) if key.sha256 == session.key_sha256), None)
+        return next((key for key in (self._owner, *self._current()) if session.is_of(token, key.sha256)), None)
 
     def open_link(self, token: str) -> Key | None:
         """Return the owner's key for the token of a one-time link, and accept the token no further."""
@@ -154,12 +133,12 @@ class KeyRing:
         return self._owner
 
     def end_session(self, token: str) -> None:
-        """End a session: its token becomes invalid everywhere."""
-        self._sessions.pop(_sha256(token.encode()), None)
+        """End a session: its token becomes invalid everywhere. Blocking: it writes a file."""
+        self._sessions.end(token)
 
     def _current(self) -> tuple[Key, ...]:
         """Return the current keys. Each call checks the file's stamp (2 µs) and reads the file when it changed."""
-        stamp = _stamp(self.path)
+        stamp = stamp_of(self.path)
         if stamp != self._stamp:
             self._stamp = stamp
             try:
@@ -205,7 +184,7 @@ def add_key(path: Path, name: str, scope: Scope) -> str:
     key = f"sk-local-{secrets.token_urlsafe(32)}"
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     made = Key(name, scope, _sha256(key.encode()), created, key[-4:], f"#{secrets.token_hex(8)}")
-    with translated_write(f"The key {name}", path), _alone(path):
+    with translated_write(f"The key {name}", path), alone(path):
         keys = read_keys(path)
         if any(each.name == name for each in keys):
             raise ConfigError(f"The key {name} already exists.", "", f"localllm keys remove {name}", param="name")
@@ -216,7 +195,7 @@ def add_key(path: Path, name: str, scope: Scope) -> str:
 def remove_key(path: Path, name: str) -> Key:
     """Delete a key and return its facts. Raises `ConfigError` if there is no key of this name, and
     `NotWritable`."""
-    with translated_write("The list of keys", path), _alone(path):
+    with translated_write("The list of keys", path), alone(path):
         keys = read_keys(path)
         found = next((key for key in keys if key.name == name), None)
         if found is None:
@@ -237,23 +216,6 @@ def _key(table: Mapping[str, Any]) -> Key:
 
 def _sha256(key: bytes) -> str:
     return hashlib.sha256(key).hexdigest()
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    """Return a value that changes whenever the file is replaced, rewritten or removed."""
-    try:
-        found = path.stat()
-    except OSError:
-        return (0, 0, 0)
-    return (found.st_ino, found.st_mtime_ns, found.st_size)
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Lock the keys file, so that two commands at the same time lose no key: the second waits for the first."""
-    make_private(path.parent)
-    with FileLock(path.with_suffix(".lock"), mode=0o600):
-        yield
 
 
 def _write(path: Path, keys: Iterable[Key]) -> None:

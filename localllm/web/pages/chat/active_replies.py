@@ -79,6 +79,10 @@ class ActiveReplies:
             return replace(writing.now, versions=message.versions)
         return message if round_ is None else replace(message, details=round_.shown(message.details))
 
+    def is_changing(self, chat_id: str) -> bool:
+        """Return whether messages of a chat are being added or changed at this moment."""
+        return chat_id in self._taken
+
     @contextlib.contextmanager
     def lock(self, chat_id: str, *, beside: str = "") -> Iterator[None]:
         """Allow only one change of a chat at a time, and none while a reply is being written. `beside`: the message of

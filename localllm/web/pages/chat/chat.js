@@ -72,7 +72,7 @@
     });
 
     // The text is cleared when it is sent. It returns if it is refused, and is sent again once an absent server answers.
-    let sent = "", waits = false;
+    let sent = "", waits = false, stop, bubble, action;
     const isSend = (event) => {
       const from = event.detail.ctx?.sourceElement;
       return from?.id === "composer" || (from?.name === "full" && from.formAction.endsWith("/chat"));
@@ -91,6 +91,21 @@
       if (!isSend(event)) return;
       text.dispatchEvent(new Event("htmx:abort")); // of a count; it must not bubble to the form
       [draft, sent, text.value, following] = [draftOf(), text.value, "", true];
+      // Its bubble and Stop are drawn at once; the server's own replace them. A click on this Stop waits for that one.
+      [stop, bubble] = find("#sending").content.cloneNode(true).children;
+      const { body } = event.detail.ctx.request;
+      bubble.lastChild.textContent = body.get("message").trim() || body.get("example");
+      action = find("#composer-action");
+      action.replaceWith(stop);
+      find("#messages").append(bubble);
+    });
+    document.addEventListener("click", (event) => event.target.closest("[data-stop=later]")?.classList.add("stops"));
+    for (const end of ["after:request", "finally:request"]) document.addEventListener(`htmx:${end}`, (event) => {
+      if (!isSend(event)) return;
+      bubble.remove();
+      if (end[0] === "a" && event.detail.ctx.response.raw.ok) return;
+      if (stop.isConnected) stop.replaceWith(action);
+      if (stop.matches(".stops")) find("[data-stop]")?.click();
     });
     document.addEventListener("htmx:after:request", (event) => {
       if (isSend(event) && event.detail.ctx.response?.raw.ok) sessionStorage.removeItem(draft);
@@ -105,6 +120,9 @@
       giveBack();
       waits = true;
       say("Not sent: the server is away. It will be sent when it answers.");
+    });
+    document.addEventListener("htmx:sse:error", (event) => {
+      if (waits && event.detail.status === 401) say("Not sent: you are logged out. The text is kept.");
     });
     document.addEventListener("htmx:sse:after:connection", (event) => {
       if (!waits || event.target.id !== "live" || !find("[data-send]")) return;

@@ -89,6 +89,27 @@
     }
   });
 
+  // Another tab has continued this chat: its messages come at once, or by a click while something is typed here.
+  const news = find("#news");
+  let leaf, timer;
+  function compare() {
+    const last = messages().at(-1);
+    if (find(".message--sending")) wait();
+    else if (news) {
+      news.hidden = !!(last?.id === `m-${leaf}` || last?.closest(".compare") || find("[data-later]"));
+      if (!news.hidden && !find("#composer-message").value && !find(".edit__text")) news.click();
+    }
+  }
+  function wait() { // what this tab has asked for comes first
+    clearTimeout(timer);
+    timer = setTimeout(compare, 1000);
+  }
+  news?.addEventListener("click", () => { news.hidden = true; });
+  document.addEventListener("chat-changed", (event) => {
+    leaf = event.detail.data;
+    wait();
+  });
+
   // Copying takes the text as it was written; without https only what is drawn can be taken.
   document.addEventListener("click", async (event) => {
     const link = event.target.closest("[data-copy-message]");

@@ -173,6 +173,7 @@ async def pick_model(request: Request[Any, Any, Any]) -> Response[Any]:
         settings = typed({"model": name}, chat.settings)
         await turns.configure(state, owner, chat, settings)
     task = state.picker.load(name)
+    state.picker.note(chat.id if chat is not None else form.get("begins", ""), name)
     await asyncio.wait({task}, timeout=LOOK_S)
     if task.done():
         return html(await _picked(state, owner, chat, dict(form), _error_of(task)), cookies=model_cookie(form))

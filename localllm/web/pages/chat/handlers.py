@@ -81,6 +81,8 @@ async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     chat, query = await requested_chat(request), request.query_params
     if "before" in query and is_scripted(request):
         return html(await presenters.earlier(request, chat, query["before"]))
+    if "news" in query and is_scripted(request):
+        return html(await presenters.update(request, chat, "The chat has gone on in another tab"))
     undo = undo_of(request, "The message is deleted.")
     view = await presenters.chat_page(
         request,

@@ -87,7 +87,7 @@
   const scroller = find("#chat-scroll");
   const newest = find("#newest");
   if (newest) {
-    const place = () => (newest.hidden = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 160);
+    const place = () => (newest.hidden = !find(".message") || scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 160);
     scroller.addEventListener("scroll", place, { passive: true });
     new ResizeObserver(place).observe(scroller.firstElementChild);
   }

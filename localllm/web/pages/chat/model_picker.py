@@ -25,6 +25,9 @@ LOOK_EVERY_S = 10.0
 MOST_KEPT = 50
 """Most loads whose outcome is kept; beyond that the finished ones are forgotten."""
 
+MOST_PICKED, MOST_PICK_CHARS = 1000, 400
+"""Most chats whose last pick is remembered for open pages, and the characters of one."""
+
 
 class ModelPicker:
     """The list of models, and the loads that picks have started."""
@@ -34,6 +37,7 @@ class ModelPicker:
         self._size_bytes: Mapping[str, int] = {}
         self._looked_s = float("-inf")
         self._loads: dict[str, asyncio.Task[None]] = {}
+        self._picked: dict[str, str] = {}  # the model that was picked last in a chat, also one that has not begun
 
     async def choices(self, settings: Mapping[str, str]) -> ModelChoices:
         """Return every model that can answer; the chat's own model first, even if it is gone."""
@@ -52,6 +56,24 @@ class ModelPicker:
             notes = {chosen: "not installed"} | notes if known is None else notes
             chosen = known.name if known is not None else chosen
         return ModelChoices(tuple(ModelChoice(name, name == chosen, note) for name, note in notes.items()))
+
+    async def size_of(self, entry: ModelEntry) -> int:
+        """Return the bytes of a model's files; 0: unknown."""
+        sizes = await self._sizes()
+        return _size(entry, sizes) or sizes.get(entry.name, 0)
+
+    def note(self, chat_id: str, name: str) -> None:
+        """Remember the model that a page has chosen for a chat's next message."""
+        if not chat_id or len(chat_id) + len(name) > MOST_PICK_CHARS:
+            return
+        self._picked.pop(chat_id, None)
+        self._picked[chat_id] = name
+        while len(self._picked) > MOST_PICKED:
+            del self._picked[next(iter(self._picked))]
+
+    def picked(self, chat_id: str) -> str:
+        """Return the model that was picked last for a chat; empty: none was."""
+        return self._picked.get(chat_id, "")
 
     def is_ready(self, name: str) -> bool:
         """Return whether the model can answer at once."""

@@ -18,7 +18,7 @@ from localllm.models.library.pick_list import Pick
 from localllm.serving.model_offer import Offer, OfferStatus, State
 from localllm.units import format_bytes, format_count, format_parameters
 from localllm.web.access.caller import may
-from localllm.web.pages.chat.offer_views import MOVING, OfferButton, OfferCard
+from localllm.web.pages.chat.offer_views import MOVING, OfferButton, OfferCard, OfferRoom
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.status import load_phases
@@ -34,11 +34,13 @@ OFFLINE = (
 )
 
 
-async def shown_offer(request: Request[Any, Any, Any], *, is_new: bool) -> OfferCard | None:
-    """Return the card for a page; None: there is nothing to offer. A chat that has begun shows it only while a start is
-    under way or has failed.
+async def shown_offer(request: Request[Any, Any, Any], *, is_new: bool) -> OfferCard | OfferRoom | None:
+    """Return the card for a page, or its room while the card is not known; None: there is nothing to offer. A chat that
+    has begun shows the card only while a start is under way or has failed.
     """
     offers = chat_state(request).offers
+    if is_new and offers.is_pending:
+        return OfferRoom()
     offer = await (offers.find() if is_new else offers.started())
     status = await offers.status(offer.pick.name) if offer is not None else None
     if offer is None or status is None or not (is_new or status.state in (*MOVING, "failed")):
@@ -46,9 +48,11 @@ async def shown_offer(request: Request[Any, Any, Any], *, is_new: bool) -> Offer
     return card_for(request, offer, status)
 
 
-def live_url_of(card: OfferCard | None) -> str:
-    """Return the URL of the live events of a page with this card."""
-    return f"/live/chat?{urlencode({'offer': card.name})}" if card is not None else "/live/status"
+def live_url_of(card: OfferCard | OfferRoom | None, chat_id: str, model: str = "") -> str:
+    """Return the URL of the live events of a page with this card, chat and model."""
+    offer = {"offer": card.name if isinstance(card, OfferCard) else ""} if card is not None else {}
+    about = {"chat": chat_id, "model": model}
+    return f"/live/chat?{urlencode(offer | {name: value for name, value in about.items() if value})}"
 
 
 def card_for(request: Request[Any, Any, Any], offer: Offer, status: OfferStatus) -> OfferCard:

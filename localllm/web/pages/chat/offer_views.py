@@ -49,6 +49,14 @@ class OfferCard(View):
 
 
 @dataclass(frozen=True, slots=True)
+class OfferRoom(View):
+    """The room of a card that is not known yet; the live connection fills it, or takes it away."""
+
+    template: ClassVar[str] = "chat/_offer_room.html"
+    is_empty: bool = False  # there is nothing to offer
+
+
+@dataclass(frozen=True, slots=True)
 class Announcement(View):
     """The line that a screen reader says when it changes."""
 

@@ -16,9 +16,10 @@ from litestar import Request
 
 from localllm.errors import LocalLLMError, RequestError
 from localllm.models.library.about import count_parameters
-from localllm.models.library.catalog import demo_path
+from localllm.models.library.catalog import DEMO_NAME, demo_path
+from localllm.serving.entry import ModelEntry
 from localllm.serving.served import ModelCard
-from localllm.units import format_parameters
+from localllm.units import format_bytes, format_parameters
 from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import message_presenters, tool_presenters
 from localllm.web.pages.chat.attachments import Attachment, divided
@@ -26,6 +27,7 @@ from localllm.web.pages.chat.composer_presenters import attachments_view, thinki
 from localllm.web.pages.chat.composer_presenters import chip as behaviour_chip
 from localllm.web.pages.chat.composer_views import Refusal
 from localllm.web.pages.chat.offer_presenters import live_url_of, shown_offer
+from localllm.web.pages.chat.offer_views import OfferRoom
 from localllm.web.pages.chat.readable import is_summary
 from localllm.web.pages.chat.settings import BEHAVIOUR, NAMES, num_set
 from localllm.web.pages.chat.sidebar_presenters import chat_list
@@ -33,6 +35,7 @@ from localllm.web.pages.chat.sidebar_views import ChatHead, Undo
 from localllm.web.pages.chat.state import ChatState, chat_state
 from localllm.web.pages.chat.store import Branch, Chat, Chats, Project
 from localllm.web.pages.chat.store.records import ChatsUnavailable
+from localllm.web.pages.chat.store.tables import new_id
 from localllm.web.pages.chat.views import (
     ChatPage,
     ChatUpdate,
@@ -86,8 +89,10 @@ async def chat_page(
     branch = Branch(())
     if chat is not None:
         branch = await state.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
-    waits = state.pages.card is None
+    entry = state.pages.manager.default
+    waits = state.pages.card is None and (entry is None or entry.state != "unloaded")
     card = card_of(state, settings)
+    begins = new_id() if chat is None else ""
     composer, empty, offer = None, None, await shown_offer(request, is_new=chat is None)
     if not waits:
         action = message_presenters.composer_action(state.replies, chat.id) if chat else ComposerAction()
@@ -100,14 +105,25 @@ async def chat_page(
             thinking=thinking_choice(state, settings),
             context_tokens=card.plan.max_model_len if card is not None else 0,
             project_id=project.id if project is not None else "",
+            begins=begins,
         )
         if chat is None and card is not None:
             empty = await asyncio.to_thread(empty_chat, card)
+        elif chat is None and entry is not None and not settings.get("model"):
+            empty = await _resting_chat(state, entry)
     messages = [state.replies.current(message) for message in branch.messages]
     if composer is not None and messages and is_summary(messages[-1]):
         composer = await _with_draft(state, owner, composer, messages[-1].details)
     return ChatPage(
-        shell=state.pages.shell(request, chat.title if chat else "New chat", "chat", live_url_of(offer), waits=waits),
+        shell=state.pages.shell(
+            request,
+            chat.title if chat else "New chat",
+            "chat",
+            live_url_of(offer, "" if waits else chat.id if chat else begins, settings.get("model", "")),
+            waits=waits,
+            moves=isinstance(offer, OfferRoom),
+            pill=state.pages.chat_pill(settings.get("model", "")),
+        ),
         head=new_head(project) if chat is None else message_presenters.head(chat, messages, card),
         chats=await chat_list(state, owner, chat),
         list=await message_presenters.message_list(state.replies, chat.id, branch, editing=editing) if chat else None,
@@ -222,6 +238,13 @@ def empty_chat(card: ModelCard) -> EmptyChat:
     toy_size = format_parameters(count_parameters(card.path)) if is_demo else ""
     examples = Examples(DEMO_EXAMPLES if is_demo else EXAMPLES)
     return EmptyChat(card.name, card.plan.max_model_len, examples, toy_size)
+
+
+async def _resting_chat(state: ChatState, entry: ModelEntry) -> EmptyChat:
+    """Return the start of a new chat with a model that nothing has loaded yet."""
+    size_bytes = await state.picker.size_of(entry)
+    examples = Examples(DEMO_EXAMPLES if entry.name == DEMO_NAME else EXAMPLES)
+    return EmptyChat(entry.name, 0, examples, rests=True, size=format_bytes(size_bytes) if size_bytes else "")
 
 
 def card_of(state: ChatState, settings: Mapping[str, str]) -> ModelCard | None:

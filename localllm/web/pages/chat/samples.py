@@ -94,6 +94,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         *beside_the_text(),
         v.EmptyChat("demo", 4096, v.Examples(("What is paged attention?", "How do I start localllm?"))),
         v.EmptyChat("demo", 2048, v.Examples(("Hi",)), "4 M"),
+        v.EmptyChat("demo", 0, v.Examples(("Hi",)), rests=True, size="8.5 MiB"),
         v.Examples(("What is paged attention?",)),
         *offers(),
         o.Announcement("Qwen3.5 2B is ready."),
@@ -135,7 +136,7 @@ def progress() -> list[views.View]:
     ]
 
 
-def offers() -> list[o.OfferCard]:
+def offers() -> list[o.OfferCard | o.OfferRoom]:
     """Return the card of the offered model in each of its states."""
     facts = ("1.9 GiB to download", "up to 32,384 tokens of context", "about 8 to 12 tokens/s", "apache-2.0")
     name, title, says = "unsloth/Qwen3.5-2B-GGUF:Q8_0", "Qwen3.5 2B", "Everyday questions; quick on a CPU."
@@ -149,6 +150,8 @@ def offers() -> list[o.OfferCard]:
         o.OfferCard(name, title, "failed", says, facts, error=why, buttons=(start,), takes_path=True),
         o.OfferCard(name, title, "absent", says, facts, refusal="Your key can use models but not download them."),
         o.OfferCard(name, title, "ready"),
+        o.OfferRoom(),
+        o.OfferRoom(is_empty=True),
     ]
 
 
@@ -210,7 +213,7 @@ def sources() -> m.Sources:
 
 
 def pages(shell: views.Shell, messages: v.MessageList) -> list[views.View]:
-    composer = v.Composer("", sampling(), v.ComposerAction())
+    composer = v.Composer("", sampling(), v.ComposerAction(), begins="abcdefgh12345678")
     aside = views.ErrorNotice("The chats in chats.db were damaged. They were set aside as chats.db.broken-1.")
     return [
         v.ChatPage(

@@ -46,10 +46,9 @@ def chat_state_of(app: Litestar) -> ChatState:
     server = app.state["settings"].server
 
     def make() -> ChatState:
-        offers = ModelOffer(app.state["manager"], app.state["downloads"], app.state["settings"])
-        return ChatState(
-            pages_state_of(app), offers, mcp_of(app), on_disk=server.chat_history, titles=server.chat_titles
-        )
+        pages = pages_state_of(app)
+        offers = ModelOffer(app.state["manager"], app.state["downloads"], app.state["settings"], pages.suggestions)
+        return ChatState(pages, offers, mcp_of(app), on_disk=server.chat_history, titles=server.chat_titles)
 
     return once_per_app(app, "chats", make)
 

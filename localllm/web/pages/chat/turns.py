@@ -6,7 +6,9 @@ Does not know: HTTP, templates.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +24,14 @@ from localllm.web.pages.chat.readable import is_summary, is_typed
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, StoredMessage
+from localllm.web.pages.chat.store.records import ChatNotFound
+from localllm.web.pages.chat.store.tables import new_id
 from localllm.web.pages.chat.summaries import rewrite_summary
 from localllm.web.pages.chat.template_messages import messages_of
 from localllm.web.pages.chat.tools import results_of
 
 TITLE_CHARS = 60
+_PAGE_ID = re.compile(r"[\w-]{16}")
 FULL, LEAVE_OUT = "full", "leave-out"
 """The form's field that says what to do if the chat is full, and its only value."""
 
@@ -47,17 +52,26 @@ async def ask(state: ChatState, owner: str, form: Mapping[str, str], files: Sequ
     """Add a message to a chat, or to a new one. Raises `ChatFull`, `RequestError`, `ChatsUnavailable`."""
     text = checked_message(form, or_nothing=bool(files))
     new = typed_message(text, files)
-    if not form.get("conversation"):
-        settings = typed(form, {})
+    if form.get("conversation"):
+        chat = await state.store.call(Chats.get, owner, form["conversation"])
+        return await _send(state, owner, chat, chat.leaf, new, form)
+    chat_id = form.get("begins", "")
+    if not _PAGE_ID.fullmatch(chat_id):
+        chat_id = new_id()
+    begun = None
+    with suppress(ChatNotFound):
+        begun = await state.store.call(Chats.get, owner, chat_id)
+    if begun is not None:  # by a message that left the page just before this one
+        return await _send(state, owner, begun, begun.leaf, new, form)
+    settings = typed(form, {})
+    with state.replies.lock(chat_id):
         async with claimed(state, owner, settings) as claim:
             read = await _fit(state, owner, None, [], new, settings, claim, form)
             title = title_of(text or files[0].name)
-            chat = await state.store.call(Chats.create, owner, title, settings, form.get("project", ""))
+            chat = await state.store.call(Chats.create, owner, title, settings, form.get("project", ""), chat_id)
             turn = await _answer(state, owner, chat, None, new, read, settings, claim)
             state.titles.write_after(owner, chat, text, turn.writing.reply)
             return turn
-    chat = await state.store.call(Chats.get, owner, form["conversation"])
-    return await _send(state, owner, chat, chat.leaf, new, form)
 
 
 async def edit(state: ChatState, owner: str, chat: Chat, message: StoredMessage, form: Mapping[str, str]) -> Turn:

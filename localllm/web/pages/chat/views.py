@@ -23,7 +23,7 @@ from localllm.web.pages.chat.message_views import (
     ToolNotes,
     ToolResult,
 )
-from localllm.web.pages.chat.offer_views import Announcement, OfferCard
+from localllm.web.pages.chat.offer_views import Announcement, OfferCard, OfferRoom
 from localllm.web.pages.chat.sidebar_views import ChatHead, ChatList, Undo
 from localllm.web.pages.frame.views import ErrorNotice, Loading, Shell, View
 
@@ -230,6 +230,11 @@ class Composer(View):
     refusal: Refusal | None = None
     context_tokens: int = 0  # of the model; 0: not known
     project_id: str = ""  # of a new chat
+    begins: str = ""  # the id that a new chat will have, so that two quick messages begin one chat
+
+    @property
+    def stop_url(self) -> str:
+        return f"/c/{self.conversation_id or self.begins}/stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +254,8 @@ class EmptyChat(View):
     context_tokens: int
     examples: Examples
     toy_size: str = ""  # parameters of the demo, such as 4 M; empty: another model
+    rests: bool = False  # the model has not been loaded yet; the first message loads it
+    size: str = ""  # of its files, such as 8.5 MiB; empty: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +284,7 @@ class ChatPage(View):
     empty: EmptyChat | None = None
     loading: Loading | None = None
     panel: View | None = None  # a form or a list, shown instead of a chat
-    offer: OfferCard | None = None  # a model that fits this machine
+    offer: OfferCard | OfferRoom | None = None  # a model that fits this machine
     status: Announcement = field(default_factory=Announcement)
     undo: Undo | None = None
     notice: ErrorNotice | None = None

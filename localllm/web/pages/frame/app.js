@@ -44,10 +44,13 @@
     field.form.onsubmit = () => { field.type = "password"; };
   });
 
-  // The live connection shows whether the server is reachable.
-  const setGone = (gone) => { find("#connection").hidden = !gone; };
+  // The live connection shows whether the server is reachable, and whether this browser is still logged in.
+  const setGone = (gone, isOut = false) => {
+    find("#connection").hidden = !gone || isOut;
+    find("#logged-out").hidden = !isOut;
+  };
   document.addEventListener("htmx:error", () => setGone(true));
-  document.addEventListener("htmx:sse:error", () => setGone(true));
+  document.addEventListener("htmx:sse:error", (event) => setGone(true, event.detail.status === 401));
   document.addEventListener("htmx:sse:after:connection", (event) => event.target.id === "live" && setGone(false));
   document.addEventListener("asleep", () => { // connecting again would start the server, without anybody asking
     find("#connection").textContent = "The server has stopped because it was idle. Reload this page to connect again.";

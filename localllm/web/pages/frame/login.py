@@ -1,21 +1,23 @@
 """`/login`: a browser sends a key once and gets a session cookie.
 
-The cookie does not contain the key: it names a session that `KeyRing` keeps in memory, so logging out or a server
-restart ends it.
+The cookie does not contain the key: it names a session that `KeyRing` keeps, so logging out ends it everywhere.
 Does not know: which routes need a key (web/access/auth.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from litestar import Request, get, post
 from litestar.datastructures import Cookie
 from litestar.response import Redirect, Response
 
 from localllm.web.access.auth import SESSION_COOKIE, address_of, session_key, session_of
-from localllm.web.access.keys import SESSION_S, KeyRing
+from localllm.web.access.keys import KeyRing
+from localllm.web.access.sessions import SESSION_S
 from localllm.web.pages.frame.navigation import own_path, shell
 from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.frame.state import html
@@ -32,11 +34,13 @@ MAX_FORM_BYTES = 32 * 1024
 """A key, and the page that was requested: a URL has at most 16 KiB."""
 
 
-@get("/login", sync_to_thread=False)
+@get("/login", sync_to_thread=True)
 def login_page(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Show the form; redirect if the server has no keys or the browser is logged in. A one-time link logs it in."""
+    """Show the form; redirect if the server has no keys or the browser is logged in. The login leads back to the page
+    that the browser came from. A one-time link logs the browser in.
+    """
     keys: KeyRing = request.app.state.key_ring
-    following = own_path(request.query_params.get("next"))
+    following = own_path(request.query_params.get("next") or urlsplit(request.headers.get("referer", "")).path)
     if token := request.query_params.get("once"):
         owner = keys.open_link(token)
         request.app.state.guesses.check(address_of(request.scope), owner)
@@ -62,15 +66,17 @@ async def log_in(request: Request[Any, Any, Any]) -> Response[Any]:
     request.app.state.guesses.check(address_of(request.scope), key)
     if key is None:
         return html(_page(request, following, WRONG), 401)
-    return Redirect(following, status_code=303, cookies=[session_cookie(request, keys.session(key), SESSION_S)])
+    session = await asyncio.to_thread(keys.session, key)
+    return Redirect(following, status_code=303, cookies=[session_cookie(request, session, SESSION_S)])
 
 
-@post("/logout", guards=[same_origin], status_code=303, sync_to_thread=False)
+@post("/logout", guards=[same_origin], status_code=303, sync_to_thread=True)
 def log_out(request: Request[Any, Any, Any]) -> Redirect:
     """End the session, in this browser and wherever its cookie was copied to."""
     keys: KeyRing = request.app.state.key_ring
     keys.end_session(session_of(request.scope))
-    return Redirect("/login", status_code=303, cookies=[session_cookie(request, "", 0)])
+    apart = {"referrer-policy": "no-referrer"}  # the next login does not lead back to this page
+    return Redirect("/login", status_code=303, headers=apart, cookies=[session_cookie(request, "", 0)])
 
 
 def session_cookie(request: Request[Any, Any, Any], value: str, max_age: int) -> Cookie:

@@ -60,6 +60,8 @@ def _shared(shell: v.Shell) -> list[v.View]:
         ready,
         v.StatusPill("busy", "3 running, 12 waiting", "Qwen3-8B-AWQ", 412.0, 0.62),
         v.StatusPill("ready", "ready", "demo", 0.0, 0.0, num_others=1),
+        v.StatusPill("ready", "ready", "demo", context_tokens=4096, memory_bytes=10**7, is_brief=True),
+        v.StatusPill("idle", "not loaded", "demo", is_brief=True),
         v.StatusPill("loading", "loading"),
         v.StatusPill("error", "stopped"),
         v.ErrorNotice(

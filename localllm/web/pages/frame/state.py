@@ -15,6 +15,7 @@ from litestar.response import Response
 
 from localllm.engine.stats import EngineStats
 from localllm.errors import LocalLLMError
+from localllm.serving.suggestions import Suggestions
 from localllm.web.access.caller import salted
 from localllm.web.pages.frame import status
 from localllm.web.pages.frame.navigation import shell
@@ -23,7 +24,7 @@ from localllm.web.pages.frame.sampler import Sampler, Tick
 from localllm.web.pages.frame.views import Loading, Shell, StatusPill, View
 
 if TYPE_CHECKING:
-    from localllm.config.settings import ServerConfig
+    from localllm.config.settings import Settings
     from localllm.serving.manager import ModelManager
     from localllm.serving.served import ModelCard, ServedModel
 
@@ -33,9 +34,10 @@ T = TypeVar("T")
 class PagesState:
     """The shared state of the pages."""
 
-    def __init__(self, manager: ModelManager, config: ServerConfig) -> None:
+    def __init__(self, manager: ModelManager, settings: Settings) -> None:
         self.manager = manager
-        self._share_prefix_cache = config.share_prefix_cache
+        self.suggestions = Suggestions(manager, settings)
+        self._share_prefix_cache = settings.server.share_prefix_cache
         self.sampler = Sampler(self.stats)
         self.samplers: dict[str, Sampler] = {}  # of single models, by name
 
@@ -62,6 +64,14 @@ class PagesState:
         name, state = (entry.name, entry.state) if entry is not None else (None, "")
         return status.status_pill(name, state, stats, plan, len(self.manager.ready) - 1)
 
+    def chat_pill(self, model: str) -> StatusPill:
+        """Return the status of the model that a chat's next message goes to; an empty name: the default."""
+        entry = self.manager.register.find(model) if model else self.manager.default
+        if entry is None and model:
+            return StatusPill("idle", "not loaded", model, is_brief=True)
+        served = entry.served if entry is not None and entry.state == "ready" else None
+        return status.chat_pill(entry, _stats_of(served), served.plan if served is not None else None)
+
     def loading(self) -> Loading:
         """Return the progress of the load, or why it failed."""
         return status.loading(self.manager.default)
@@ -84,13 +94,14 @@ class PagesState:
         *,
         waits: bool = False,
         moves: bool = False,
+        pill: StatusPill | None = None,
     ) -> Shell:
         """Return the frame of a page. `waits`: the page shows the model's load and reloads once that is done. `moves`:
         the page has live parts, which a browser without scripts gets by reloading.
         """
         if waits:
             live_url += f"{'&' if '?' in live_url else '?'}loading=1"
-        return shell(request, title, here, self.pill(), live_url, 2 if waits or moves else None)
+        return shell(request, title, here, pill or self.pill(), live_url, 2 if waits or moves else None)
 
     def stats(self) -> EngineStats | None:
         """Return the statistics of the model that was used last; None if it is not ready."""
@@ -131,7 +142,7 @@ def pages_state(request: Request[Any, Any, Any]) -> PagesState:
 
 
 def pages_state_of(app: Litestar) -> PagesState:
-    return once_per_app(app, "pages", lambda: PagesState(app.state["manager"], app.state["settings"].server))
+    return once_per_app(app, "pages", lambda: PagesState(app.state["manager"], app.state["settings"]))
 
 
 async def open_pages(app: Litestar) -> None:
@@ -143,6 +154,7 @@ async def close_pages(app: Litestar) -> None:
     state = pages_state_of(app)
     for sampler in (state.sampler, *state.samplers.values()):
         await sampler.stop()
+    await state.suggestions.close()
 
 
 def html(

@@ -5,6 +5,7 @@ Does not know: HTTP, templates, where the statistics came from.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from localllm.engine.stats import EngineStats
@@ -28,6 +29,7 @@ PHASES = {
     "adapters": ("Read the adapters", 2),
 }
 """Phase of a load -> its words, and its usual share of the time in percent; in their order."""
+RESTS = {"unloaded": "not loaded", "sleeping": "asleep"}
 
 
 def status_pill(
@@ -51,6 +53,17 @@ def status_pill(
         memory_bytes=plan.weights_bytes + plan.kv_bytes + plan.state_bytes + plan.activation_bytes,
         num_others=num_others,
     )
+
+
+def chat_pill(entry: ModelEntry | None, stats: EngineStats | None, plan: MemoryPlan | None) -> StatusPill:
+    """Return the status of one model for the head of its chat."""
+    if entry is None:
+        return StatusPill("idle", "no model", is_brief=True)
+    if stats is None or plan is None:
+        if entry.state in RESTS:
+            return StatusPill("idle", RESTS[entry.state], entry.name, is_brief=True)
+        return replace(status_pill(None, entry.state, None, None), model=entry.name, is_brief=True)
+    return replace(status_pill(entry.name, entry.state, stats, plan), is_brief=True)
 
 
 def loading(entry: ModelEntry | None) -> Loading:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-State = Literal["loading", "ready", "busy", "error"]
+State = Literal["loading", "ready", "busy", "error", "idle"]
 Theme = Literal["auto", "light", "dark"]
 THEMES: dict[Theme, str] = {"auto": "System", "light": "Light", "dark": "Dark"}
 """The themes, with the name that pages show. Each switches to the next, and the last one to the first."""
@@ -37,6 +37,7 @@ class StatusPill(View):
     context_tokens: int = 0
     memory_bytes: int = 0  # weights, KV cache and activations, as planned
     num_others: int = 0  # other models that are loaded
+    is_brief: bool = False  # beside a chat: a dot and a name, and the figures in the title
 
 
 @dataclass(frozen=True, slots=True)

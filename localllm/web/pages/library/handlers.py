@@ -27,7 +27,7 @@ from localllm.models.library.names import looks_like_path, parse_name
 from localllm.units import format_bytes, format_count, format_parameters
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.handlers import update_event
-from localllm.web.pages.frame.live import changed, live_stream
+from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import PagesState, html, pages_state
 from localllm.web.pages.library import action_handlers
@@ -161,13 +161,17 @@ async def live_library(request: Request[Any, Any, Any]) -> Stream:
     on = request.query_params.get("on", "none")
     here: Tab = next((tab for tab in TABS if tab == on), "none")
     loads = request.query_params.get("loads", "")[:LONGEST_NAME]
-    events = _events(pages_state(request), library_state(request), here, loads)
+    events = _events(pages_state(request), library_state(request), here, loads, picks="picks" in request.query_params)
     return live_stream(request, events)
 
 
-async def _events(state: PagesState, library: LibraryState, on: Tab, loads: str) -> AsyncIterator[bytes]:
+async def _events(
+    state: PagesState, library: LibraryState, on: Tab, loads: str, *, picks: bool
+) -> AsyncIterator[bytes]:
     sent: dict[str, str] = {}
     view = f"library {on} {loads}"
+    if picks and (found := await library.picks(waits=True)) is not None:
+        yield sse(render(LiveUpdate({"picks": render(found)})))
     async for tick in state.sampler.follow():
         parts = state.live_parts(tick) | await tick.drawn(view, partial(_parts, library, on, loads))
         if news := changed(parts, sent):

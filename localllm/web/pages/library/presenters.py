@@ -24,13 +24,15 @@ from localllm.web.pages.library.views import DownloadsPage, LibraryNotice, Libra
 NO_NOTICE = LibraryNotice()
 
 
-def shell(request: Request[Any, Any, Any], title: str, on: Tab, *, moves: bool = False, loads: str = "") -> Shell:
+def shell(
+    request: Request[Any, Any, Any], title: str, on: Tab, *, moves: bool = False, loads: str = "", picks: bool = False
+) -> Shell:
     """Return the frame of the page. `on`: which part is live. `moves`: the part is changing now, so without scripts the
     page reloads itself. A reload would discard a message or typed text, so the answer to an action never reloads.
-    `loads`: the model whose load the notice follows.
+    `loads`: the model whose load the notice follows. `picks`: the suggested models are to follow.
     """
     moves = moves and request.method == "GET"
-    live = urlencode({"on": on, **({"loads": loads} if loads else {})})
+    live = urlencode({"on": on, **({"loads": loads} if loads else {}), **({"picks": 1} if picks else {})})
     return pages_state(request).shell(request, title, "library", f"/live/library?{live}", moves=moves)
 
 
@@ -44,12 +46,14 @@ async def installed_page(
     library = library_state(request)
     installed = await library.models.read(anew=True)
     shown = notice(error) if error is not None else None
-    moves = any(row.state == "loading" for row in installed.rows)
+    picks = await library.picks()
+    is_pending = picks is not None and picks.is_pending
+    moves = is_pending or any(row.state == "loading" for row in installed.rows)
     page = LibraryPage(
-        shell(request, "Models", "installed", moves=moves, loads=loads),
+        shell(request, "Models", "installed", moves=moves, loads=loads, picks=is_pending),
         library.tabs("installed"),
         installed,
-        await library.picks(),
+        picks,
         LibraryNotice(error=shown) if shown is not None and path is None else told,
         path or "",
         shown if path is not None else None,

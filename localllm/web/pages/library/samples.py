@@ -40,6 +40,7 @@ def samples(shell: views.Shell) -> list[views.View]:
         _installed(),
         _picks(),
         _picks(offline=True),
+        v.Picks(is_pending=True),
         v.Picks((), "Runs on the CPU: 2 cores, 1.2 GiB of memory free", "--offline"),
         fit,
         v.FitVerdict("shorter", "Fits with a shorter context", "12 GiB", "With --kv-cache-dtype fp8: context 40,960."),

@@ -13,19 +13,19 @@ from typing import Any
 
 from litestar import Request
 
-from localllm.config.settings import EngineConfig, Settings
+from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
-from localllm.machine.bandwidth import memory_bandwidth
 from localllm.machine.hardware import Hardware
 from localllm.models.fit.need import needs_in_words
 from localllm.models.library.hub.downloads import Downloads
 from localllm.models.library.hub.offline import offline_switch
 from localllm.models.library.pick_list import Pick, read_picks
-from localllm.models.library.picks import FittingPick, fitting_picks
+from localllm.models.library.picks import FittingPick
 from localllm.serving.manager import ModelManager
+from localllm.serving.suggestions import Suggestions
 from localllm.units import format_bytes, format_parameters
 from localllm.web.pages.frame.errors import notice
-from localllm.web.pages.frame.state import once_per_app
+from localllm.web.pages.frame.state import once_per_app, pages_state
 from localllm.web.pages.library.download_presenters import num_running
 from localllm.web.pages.library.fit_checks import FitChecks
 from localllm.web.pages.library.installed_models import InstalledModels, page_url
@@ -36,13 +36,16 @@ log = logging.getLogger(__name__)
 SOON_S = 1.5
 """How long an action is waited for. A longer one continues in the background; the model's row shows its progress."""
 MOST_SAID = 50
+MOST_PICKS = 3
 
 
 class LibraryState:
     """The shared state of the Models page."""
 
-    def __init__(self, manager: ModelManager, settings: Settings, downloads: Downloads) -> None:
-        self.manager, self.settings, self.downloads = manager, settings, downloads
+    def __init__(
+        self, manager: ModelManager, settings: Settings, downloads: Downloads, suggestions: Suggestions
+    ) -> None:
+        self.manager, self.settings, self.downloads, self.suggestions = manager, settings, downloads, suggestions
         self.models = InstalledModels(manager)
         self.fits = FitChecks(manager, settings)
         self._said: dict[str, str] = {}
@@ -99,22 +102,19 @@ class LibraryState:
         if not task.cancelled() and isinstance(error := task.exception(), LocalLLMError):
             log.info("a page's background task failed reason=%s", error)
 
-    async def picks(self) -> Picks | None:
-        """Return the recommended models; None if a model is installed already."""
+    async def picks(self, *, waits: bool = False) -> Picks | None:
+        """Return the suggested models; None if a model is installed already. waits: until the models are planned, else
+        the view says that they are pending."""
         if not self.models.is_bare or num_running(self.downloads):
             return None
-        hardware = await self.fits.hardware()
-        found = await asyncio.to_thread(self._fitting, hardware)
-        return Picks(tuple(found), machine_words(hardware), self.offline_switch)
-
-    def _fitting(self, hardware: Hardware) -> list[PickCard]:
-        """Return the models that fit. The first call on a machine measures its memory for up to 50 ms."""
-        config = self.settings.of_model("").engine
-        found = fitting_picks(hardware, self.settings, memory_bandwidth(hardware))
-        return [_card(each, config, hardware) for each in found]
+        known = await self.suggestions.get() if waits else self.suggestions.known()
+        if known is None:
+            return Picks(is_pending=True)
+        cards = tuple(_card(each) for each in known.picks[:MOST_PICKS])
+        return Picks(cards, machine_words(known.hardware), self.offline_switch)
 
 
-def _card(found: FittingPick, config: EngineConfig, hardware: Hardware) -> PickCard:
+def _card(found: FittingPick) -> PickCard:
     pick = found.pick
     return PickCard(
         name=pick.name,
@@ -122,7 +122,7 @@ def _card(found: FittingPick, config: EngineConfig, hardware: Hardware) -> PickC
         title=pick.title,
         says=" ".join(filter(None, (pick.says, found.gpus))),
         download=f"{format_bytes(pick.bytes)}, {format_parameters(pick.parameters)} parameters",
-        memory=needs_in_words(found.needs(config, hardware)),
+        memory=needs_in_words(found.needs),
         speed=found.speed,
         license=pick.license or "not stated",
     )
@@ -141,5 +141,9 @@ def machine_words(hardware: Hardware) -> str:
 
 def library_state(request: Request[Any, Any, Any]) -> LibraryState:
     """Return the application's library, created at first use."""
-    app = request.app.state
-    return once_per_app(request.app, "library", lambda: LibraryState(app["manager"], app["settings"], app["downloads"]))
+    app, pages = request.app.state, pages_state(request)
+    return once_per_app(
+        request.app,
+        "library",
+        lambda: LibraryState(app["manager"], app["settings"], app["downloads"], pages.suggestions),
+    )

@@ -73,12 +73,13 @@ class PickCard:
 
 @dataclass(frozen=True, slots=True)
 class Picks(View):
-    """The models recommended for this machine, shown if it has none."""
+    """The models suggested for this machine, shown if it has none."""
 
     template: ClassVar[str] = "library/_picks.html"
-    picks: tuple[PickCard, ...]
-    machine: str  # Runs on RTX 4090: 22.9 GiB free
-    offline: str  # what switched the hub off; empty: it may be asked
+    picks: tuple[PickCard, ...] = ()
+    machine: str = ""  # Runs on RTX 4090: 22.9 GiB free
+    offline: str = ""  # what switched the hub off; empty: it may be asked
+    is_pending: bool = False  # the models have not been planned yet; the live connection fills the room
 
 
 @dataclass(frozen=True, slots=True)

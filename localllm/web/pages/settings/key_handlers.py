@@ -15,7 +15,8 @@ from litestar.response import Redirect, Response
 
 from localllm.errors import ConfigError, NotWritable
 from localllm.web.access.caller import require_owner
-from localllm.web.access.keys import SCOPES, SESSION_S, Key, KeyRing, add_key, read_keys, remove_key
+from localllm.web.access.keys import SCOPES, Key, KeyRing, add_key, read_keys, remove_key
+from localllm.web.access.sessions import SESSION_S
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.store.records import ChatsUnavailable

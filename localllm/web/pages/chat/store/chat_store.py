@@ -28,6 +28,7 @@ class ChatStore:
         """`path` None: the chats are in memory and end with the process."""
         self.path = path
         self.notice = ""  # what happened to the file when it was opened
+        self.num_changes = 0  # rows that were changed so far
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chats")
         self._db: sqlite3.Connection | None = None
 
@@ -38,7 +39,9 @@ class ChatStore:
 
         def work() -> Result:
             try:
-                return operation(self._chats(), *args, **kwargs)
+                result = operation(chats := self._chats(), *args, **kwargs)
+                self.num_changes = chats.num_changes
+                return result
             except sqlite3.Error as error:
                 raise unavailable(error, self.path) from error
 

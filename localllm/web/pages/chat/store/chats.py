@@ -40,10 +40,15 @@ class Chats(Consents, FilePassages, SavedPrompts, Selections):
 
     # Chats ------------------------------------------------------------------------------------------------------
 
-    def create(self, owner: str, title: str, settings: Mapping[str, str], project_id: str = "") -> Chat:
-        """Create a chat, in a project if one is named. Raises `ProjectNotFound`."""
+    def create(
+        self, owner: str, title: str, settings: Mapping[str, str], project_id: str = "", chat_id: str = ""
+    ) -> Chat:
+        """Create a chat, in a project if one is named. chat_id: chosen by the page that the chat began on; an id that
+        was used before is replaced. Raises `ProjectNotFound`.
+        """
         project = self.project(owner, project_id).id if project_id else None
-        chat_id = new_id()
+        if not chat_id or self._db.execute("SELECT 1 FROM chat WHERE id = ?", (chat_id,)).fetchone():
+            chat_id = new_id()
         row = (chat_id, owner, title, as_json(settings), time.time(), project)
         self._db.execute(
             "INSERT INTO chat (id, owner, title, settings, updated_s, project_id) VALUES (?, ?, ?, ?, ?, ?)", row

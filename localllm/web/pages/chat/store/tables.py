@@ -22,6 +22,11 @@ class Tables:
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
 
+    @property
+    def num_changes(self) -> int:
+        """Rows that were changed since the database was opened."""
+        return self._db.total_changes
+
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Run the block as one transaction."""
