@@ -226,7 +226,7 @@ SDK_FIELDS = {
 
 @pytest.mark.parametrize("name", sorted(SDK_FIELDS))
 def test_every_field_of_the_client_has_a_place(name: str) -> None:
-    assert name in {*MessagesBody.__struct_fields__, *RULES.harmless, *RULES.late, *RULES.refused}
+    assert name in {*MessagesBody.__struct_fields__, *RULES.harmless, *RULES.hints, *RULES.refused}
 
 
 def block(**fields: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams, given_params
 from localllm.errors import InvalidParameter, UnsupportedParameter
-from localllm.serving.chat import CONTINUE, Conversation, reasons
+from localllm.serving.chat import CONTINUE, Conversation
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.anthropic.fields import OUTPUT_RULES, THINKING_RULES
@@ -25,8 +25,8 @@ from localllm.web.api.anthropic.schema import (
     OutputConfig,
 )
 from localllm.web.api.anthropic.tools import tools_of
-from localllm.web.api.budget import thinking_budget
-from localllm.web.api.conversation import ChatRequest, effort_switch, sampling_params, thinking_switch
+from localllm.web.api.conversation import ChatRequest, sampling_params
+from localllm.web.api.hints import effort_switch, no_effect, thinking_budget, thinking_switch
 from localllm.web.api.reading import read_object, text_field, wrong_type
 
 Message = dict[str, Any]
@@ -62,10 +62,10 @@ def _budget(asked: int, params: SamplingParams, model: ServedModel) -> tuple[int
     is accepted anyway.
     """
     name = "thinking.budget_tokens"
-    if not reasons(model):
-        return None, [f"field {name!r} has no effect: the model does not reason"]
-    never = params.max_tokens is not None and asked >= params.max_tokens
-    return thinking_budget({name: asked}, model), [f"field {name!r} has no effect: max_tokens is reached first"] * never
+    tokens, warnings = thinking_budget({name: asked}, model)
+    if tokens is not None and params.max_tokens is not None and asked >= params.max_tokens:
+        warnings = [no_effect(name, "max_tokens is reached first")]
+    return tokens, warnings
 
 
 def template_of(body: CountBody, effort: str | None, model: ServedModel) -> tuple[dict[str, Any], list[str]]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.web.api.fields import FieldRules, Refused, empty, one_of
-
-_NO_CUT = "input longer than the context is refused, never truncated"
-_AT_LOAD = "set when the model is loaded"
+from localllm.web.api.hints import hints_of
 
 RULES = FieldRules(
-    late={"truncate": _NO_CUT, "shift": _NO_CUT},
+    hints=hints_of("ollama"),
     refused={
         "images": Refused("Supported: text.", empty),
         "logprobs": Refused("Use /v1/chat/completions for log-probabilities.", one_of(False)),
@@ -33,11 +31,7 @@ GENERATE_RULES = replace(RULES, refused={**RULES.refused, "tools": Refused("Use 
 
 OPTION_RULES = FieldRules(
     harmless=frozenset({"mirostat_tau", "mirostat_eta"}),  # options of mirostat, which is refused unless it is off
-    late={
-        "num_gpu": _AT_LOAD, "main_gpu": _AT_LOAD, "num_thread": _AT_LOAD, "num_batch": _AT_LOAD, "numa": _AT_LOAD,
-        "use_mmap": _AT_LOAD, "use_mlock": _AT_LOAD, "low_vram": _AT_LOAD, "f16_kv": _AT_LOAD, "vocab_only": _AT_LOAD,
-        "logits_all": _AT_LOAD, "embedding_only": _AT_LOAD, "num_keep": _NO_CUT,
-    },
+    hints=hints_of("ollama", "options."),
     refused={
         "typical_p": Refused("Typical sampling is not supported.", one_of(1, 1.0)),
         "tfs_z": Refused("Tail-free sampling is not supported.", one_of(1, 1.0)),

@@ -11,10 +11,11 @@ from typing import Any
 
 from localllm.engine.params import SAMPLING_PARAMS, SamplingParams, given_params
 from localllm.errors import InvalidParameter, UnsupportedParameter
-from localllm.serving.chat import Tools, calls_tools, reasons
+from localllm.serving.chat import Tools, calls_tools
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.api.conversation import effort_switch, sampling_params, thinking_switch
+from localllm.web.api.conversation import sampling_params
+from localllm.web.api.hints import effort_switch, thinking_switch
 from localllm.web.api.ollama.fields import OPTION_RULES
 from localllm.web.api.ollama.schema import Options
 from localllm.web.api.reading import read_object
@@ -93,15 +94,11 @@ def structured_outputs(format: str | Mapping[str, Any] | None) -> StructuredOutp
 
 
 def think_switches(think: bool | str | None, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
-    """Return the chat template's arguments, and warnings. Raises if thinking is requested and the model
-    cannot think.
-    """
+    """Return the chat template's arguments, and warnings. Ollama refuses thinking where the model cannot think."""
     if think is None:
         return {}, []
-    if think and not reasons(model):
-        raise InvalidParameter(f'"{model.shown_name}" does not support thinking.', param="think")
     switches, warnings = thinking_switch(model, bool(think), "think")
-    if isinstance(think, str):
+    if isinstance(think, str) and not warnings:
         effort, more = effort_switch(model, think, "think")
         return switches | effort, [*warnings, *more]
     return switches, warnings

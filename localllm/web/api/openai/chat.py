@@ -107,8 +107,9 @@ async def chat_prompt(request: ApiRequest, raw: bytes) -> tuple[ServedModel, Seq
 def _asked(body: ChatBody, model: ServedModel) -> tuple[ChatRequest, list[str]]:
     """Return the translated request, and its warnings."""
     template, warnings = template_switches(body, model)
+    params, more = chat_params(body, model)
     asked = ChatRequest(
-        params=chat_params(body, model),
+        params=params,
         options=request_options(body),
         conversation=Conversation(
             body.messages,
@@ -118,7 +119,7 @@ def _asked(body: ChatBody, model: ServedModel) -> tuple[ChatRequest, list[str]]:
             inline_reasoning=_is_inline(body),
         ),
     )
-    return asked, warnings
+    return asked, [*warnings, *more]
 
 
 def _is_inline(body: ChatBody) -> bool:

@@ -13,8 +13,8 @@ from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.chat import TOOL_CHOICE, Tools
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.api.budget import thinking_budget
-from localllm.web.api.conversation import sampling_params, thinking_switch
+from localllm.web.api.conversation import sampling_params
+from localllm.web.api.hints import effort_switch, thinking_budget
 from localllm.web.api.reading import read_object
 from localllm.web.api.responses.fields import REASONING_RULES, TEXT_RULES
 from localllm.web.api.responses.mcp_tools import McpOffer
@@ -33,12 +33,12 @@ def params_of(body: ResponsesBody, model: ServedModel) -> tuple[SamplingParams, 
         why = f"Got {body.max_output_tokens}."
         raise InvalidParameter("max_output_tokens must be at least 1.", why, param="max_output_tokens")
     asked = {"max_tokens": model.sampling_defaults.get("max_tokens"), **given_params(body, "responses")}
-    budget = {"thinking_token_budget": body.thinking_token_budget}
-    asked["thinking_token_budget"] = thinking_budget(budget, model)
     text, warnings = read_object(body.text or {}, TextConfig, TEXT_RULES, "text.")
+    budget = {"thinking_token_budget": body.thinking_token_budget}
+    asked["thinking_token_budget"], more = thinking_budget(budget, model)
     if (structured := _structured({"type": "text"} if text.format is None else text.format)) is not None:
         asked["structured_outputs"] = structured
-    return sampling_params(model, asked), warnings
+    return sampling_params(model, asked), [*warnings, *more]
 
 
 def _structured(format: Mapping[str, Any]) -> StructuredOutputsParams | None:
@@ -64,16 +64,8 @@ def template_of(body: ResponsesBody, model: ServedModel) -> tuple[dict[str, Any]
     asked, warnings = read_object(body.reasoning or {}, ResponseReasoning, REASONING_RULES, "reasoning.")
     if asked.effort is None:
         return {}, warnings
-    if model.chat_template.reads("reasoning_effort"):
-        return {"reasoning_effort": asked.effort}, warnings
-    if asked.effort == "none":
-        switches, more = thinking_switch(model, on=False, param="reasoning.effort")
-        return switches, [*warnings, *more]
-    raise UnsupportedParameter(
-        "'reasoning.effort' is not supported by this model.",
-        "Its chat template has no such switch.",
-        param="reasoning.effort",
-    )
+    switches, more = effort_switch(model, asked.effort, "reasoning.effort")
+    return switches, [*warnings, *more]
 
 
 def tools_of(body: ResponsesBody, model: ServedModel, offer: McpOffer) -> Tools:
