@@ -27,7 +27,7 @@ ASKS_FOR: dict[str, Any] = {
     "context_management": {"edits": []},
     "budget_tokens": 64,
     "store": True,
-} | {name: 64 for name in MODEL_HINTS["budget"]["openai"]}
+} | dict.fromkeys(MODEL_HINTS["budget"]["openai"], 64)
 """The value with which a field asks for something; `low` for all others."""
 
 FIELDS = sorted(
