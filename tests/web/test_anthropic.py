@@ -246,7 +246,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": ["Hi"]}]}, "messages[0].content[0]"),
-    (block(type="image", source={"type": "url", "url": "x"}), "'image'"),
+    (block(type="image", source={"type": "url", "url": "x"}), "messages[0].content[0] is a picture"),
     (block(type="document"), "'document'"),
     (block(text="Hi"), "messages[0].content[0] has no type"),
     (block(type="text"), "messages[0].content[0].text"),

@@ -54,8 +54,8 @@ BAD_BODIES: list[tuple[str, Any, str, str]] = [
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages",
-        "invalid_value",
+        "messages[0].content[0]",
+        "unsupported_parameter",
     ),
     (CHAT, {"messages": USER, "max_tokens": "ten"}, "max_tokens", "invalid_type"),
     (CHAT, {"messages": USER, "max_tokens": 1.5}, "max_tokens", "invalid_type"),

@@ -27,6 +27,7 @@ from localllm.web.api.anthropic.schema import (
 from localllm.web.api.anthropic.tools import tools_of
 from localllm.web.api.conversation import ChatRequest, sampling_params
 from localllm.web.api.hints import effort_switch, no_effect, thinking_budget, thinking_switch
+from localllm.web.api.pictures import picture_part, readable
 from localllm.web.api.reading import read_object, text_field, wrong_type
 
 Message = dict[str, Any]
@@ -54,7 +55,8 @@ def chat_request(body: CountBody, params: SamplingParams, model: ServedModel) ->
         params = replace(params, thinking_token_budget=tokens)
         warnings += beside
     tools, even_more = tools_of(body, model)
-    return ChatRequest(Conversation(messages_of(body), template, tools), params), [*warnings, *more, *even_more]
+    messages, unread = readable(messages_of(body), model)
+    return ChatRequest(Conversation(messages, template, tools), params), [*warnings, *more, *even_more, *unread]
 
 
 def _budget(asked: int, params: SamplingParams, model: ServedModel) -> tuple[int | None, list[str]]:
@@ -182,9 +184,23 @@ def _texts(content: Content | Any, where: str) -> str | list[Message]:
 
 
 def _text_part(block: Mapping[str, Any], where: str) -> Message:
+    if block.get("type") == "image":
+        return picture_part(_picture_url(block.get("source"), where), where)
     if block.get("type") != "text":
         raise _unreadable(block, where)
     return {"type": "text", "text": text_field(block, "text", where)}
+
+
+def _picture_url(source: object, where: str) -> str:
+    """Return the URL of a picture: the client's, or one that holds its data."""
+    match source:
+        case {"type": "url", "url": str(url)}:
+            return url
+        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
+            return f"data:{kind};base64,{data}"
+        case {"type": "file", "file_id": str(id)}:
+            return id
+    raise wrong_type(f"{where}.source", "a URL or base64 data", source)
 
 
 def _unreadable(block: Mapping[str, Any], where: str) -> UnsupportedParameter:

@@ -29,7 +29,7 @@ from localllm.web.api.ollama import shapes
 from localllm.web.api.ollama.body import INSIDE, read_body
 from localllm.web.api.ollama.fields import GENERATE_RULES, RULES
 from localllm.web.api.ollama.lines import LINES, OllamaHead, OllamaLines, RequestClock
-from localllm.web.api.ollama.messages import is_to_be_continued, plain_messages
+from localllm.web.api.ollama.messages import is_to_be_continued, plain_messages, with_pictures
 from localllm.web.api.ollama.models import plain_name
 from localllm.web.api.ollama.options import (
     params_of,
@@ -49,6 +49,7 @@ from localllm.web.api.ollama.schema import (
 )
 from localllm.web.api.ollama.shapes import OllamaMessage
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.pictures import readable
 from localllm.web.errors import MissingParameter
 
 CONVERSATION = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "options": {"num_predict": 64}}
@@ -93,7 +94,7 @@ async def generate(request: ApiRequest) -> ASGIResponse:
     """
     clock = RequestClock()
     body, warnings = await read_body(request, OllamaGenerateBody, GENERATE_RULES)
-    for name in ("system", "think"):
+    for name in ("system", "think", "images"):
         if body.raw and getattr(body, name):
             raise InvalidParameter(
                 f"{name!r} cannot be combined with a raw prompt.", "Write it into the prompt.", param=name
@@ -101,7 +102,8 @@ async def generate(request: ApiRequest) -> ASGIResponse:
     asked: str | list[dict[str, Any]] | None = body.prompt or None
     if asked is not None and not body.raw:
         system = [{"role": "system", "content": body.system}] if body.system else []
-        asked = [*system, {"role": "user", "content": asked}]
+        content = with_pictures(asked, body.images, "images") if body.images else asked
+        asked = [*system, {"role": "user", "content": content}]
     return await _answer(request, body, "generate", asked, {}, warnings, clock)
 
 
@@ -135,10 +137,11 @@ async def _answer(
         token_ids: Sequence[int] = await encode(asked, True, model)
         generation = generation_of(model, within_context(params, len(token_ids), model), [token_ids])
     else:
-        switches, more = think_switches(body.think, model)
-        warnings += more
+        messages, more = readable(asked, model)
+        switches, still_more = think_switches(body.think, model)
+        warnings += [*more, *still_more]
         tools = tools_of(body.tools, model) if isinstance(body, OllamaChatBody) else NO_TOOLS
-        chat_request = ChatRequest(Conversation(asked, template | switches, tools), params)
+        chat_request = ChatRequest(Conversation(messages, template | switches, tools), params)
         token_ids = await _token_ids(chat_request, kind, model)
         generation = chat_request.within_context(len(token_ids), model).generation(model, token_ids)
     if body.stream is not False:

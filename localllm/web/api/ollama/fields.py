@@ -13,7 +13,7 @@ from localllm.web.api.hints import hints_of
 RULES = FieldRules(
     hints=hints_of("ollama"),
     refused={
-        "images": Refused("Supported: text.", empty),
+        "images": Refused("A picture belongs to a message: send messages[].images.", empty),
         "logprobs": Refused("Use /v1/chat/completions for log-probabilities.", one_of(False)),
         "top_logprobs": Refused("Use /v1/chat/completions for log-probabilities.", one_of(0)),
         "suffix": Refused("Fill-in-the-middle is not supported.", empty),
@@ -26,7 +26,11 @@ RULES = FieldRules(
 )
 """Rules of chat and generate."""
 
-GENERATE_RULES = replace(RULES, refused={**RULES.refused, "tools": Refused("Use /api/chat to call tools.", empty)})
+GENERATE_RULES = replace(
+    RULES,
+    refused={name: rule for name, rule in RULES.refused.items() if name != "images"}
+    | {"tools": Refused("Use /api/chat to call tools.", empty)},
+)
 """Of generate."""
 
 OPTION_RULES = FieldRules(

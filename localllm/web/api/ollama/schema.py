@@ -41,7 +41,7 @@ class OllamaInputMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | None = None
     thinking: str | None = None
-    images: list[str] | None = None  # refused by name
+    images: list[str] | None = None  # base64; pictures.py says what becomes of them
     tool_calls: list[dict[str, Any]] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -55,6 +55,7 @@ class OllamaChatBody(AskBody, kw_only=True):
 class OllamaGenerateBody(AskBody, kw_only=True):
     prompt: str | None = None  # None: as for messages
     system: str | None = None
+    images: list[str] | None = None
     raw: bool | None = None  # the prompt is complete: no template is applied
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from localllm.errors import InvalidParameter
 from localllm.serving.chat import Conversation
@@ -17,6 +16,7 @@ from localllm.serving.served import ServedModel
 from localllm.web.access.caller import owner_of
 from localllm.web.api.conversation import ChatRequest
 from localllm.web.api.exchange import ApiRequest, json_body, served_model
+from localllm.web.api.pictures import readable
 from localllm.web.api.reading import read
 from localllm.web.api.responses.fields import RULES
 from localllm.web.api.responses.items import Item, Message, messages_of, read_items
@@ -101,21 +101,25 @@ async def _prompted(asked: Asked, items: Sequence[Item]) -> Asked:
     names = {(each.tool.server, each.tool.name): name for name, each in asked.offer.by_name.items()}
     instructions: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
 
+    newest = max((i for i, item in enumerate(asked.items) if item.get("role") == "user"), default=0)
+    warnings = list(asked.warnings)
+
     def asking(items: Sequence[Item]) -> ChatRequest:
-        messages = [*instructions, *messages_of(items, names)]
-        return replace(asked.chat, conversation=replace(asked.chat.conversation, messages=messages))
+        found, unread = readable([*instructions, *messages_of(items, names)], model, f"input[{newest}].content")
+        warnings[:] = dict.fromkeys([*asked.warnings, *unread])
+        return replace(asked.chat, conversation=replace(asked.chat.conversation, messages=found))
 
     async def count(items: Sequence[Item]) -> int:
         return len(await asking(items).token_ids(model))
 
     chat = asking(items)
     token_ids, context = await chat.token_ids(model), model.plan.max_model_len
-    found = replace(asked, chat=chat, token_ids=token_ids)
+    found = replace(asked, chat=chat, token_ids=token_ids, warnings=[*warnings])
     if body.truncation != "auto" or len(token_ids) <= context - wanted_tokens(body.max_output_tokens, context):
         return found
     kept = await truncated(items, count, context, body.max_output_tokens)
     chat, num_truncated = asking(kept), len(items) - len(kept)
     warning = f"truncation: items that are not in the prompt, the oldest: {num_truncated} of {len(items)}"
-    warnings: list[Any] = [*asked.warnings, *([warning] if num_truncated else [])]
     token_ids = await chat.token_ids(model)
-    return replace(found, chat=chat, token_ids=token_ids, num_truncated=num_truncated, warnings=warnings)
+    told = [*warnings, *([warning] if num_truncated else [])]
+    return replace(found, chat=chat, token_ids=token_ids, num_truncated=num_truncated, warnings=told)

@@ -117,7 +117,17 @@ def _reasoning(item: Mapping[str, Any], where: str) -> Item:
 def _parts(content: object, where: str, kind: str) -> list[Item]:
     if not isinstance(content, list):
         raise wrong_type(where, "text or a list of parts", content)
-    return [_part(kind, _part_text(part, f"{where}[{i}]", TEXT_PARTS)) for i, part in enumerate(content)]
+    return [
+        _picture(part) or _part(kind, _part_text(part, f"{where}[{i}]", TEXT_PARTS)) for i, part in enumerate(content)
+    ]
+
+
+def _picture(part: object) -> Item | None:
+    """Return a part that is a picture; None for another one."""
+    match part:
+        case {"type": "input_image"}:
+            return {"type": "input_image", "image_url": part.get("image_url") or "", "detail": part.get("detail")}
+    return None
 
 
 def _part(kind: str, text: str) -> Item:
@@ -199,5 +209,8 @@ def _result(item: Item, names: Mapping[str, str]) -> Message:
 
 
 def _plain(parts: Sequence[Item]) -> str | list[Message]:
-    """Return text if there is only one part, because every template supports text."""
-    return parts[0]["text"] if len(parts) == 1 else [{"type": "text", "text": part["text"]} for part in parts]
+    """Return text if there is only one part and it has a text, because every template supports text."""
+    if len(parts) == 1 and "text" in parts[0]:
+        text: str = parts[0]["text"]
+        return text
+    return [{"type": "text", "text": part["text"]} if "text" in part else dict(part) for part in parts]
