@@ -532,7 +532,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"instructions": 3}, "instructions"),
     ({"previous_response_id": 3}, "previous_response_id"),
     ({"tools": "f"}, "tools"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "robot"}]}, "tools[0].type"),
     ({"tools": [{"type": "mcp", "server_label": "a", "server_url": "http://x"}]}, "tools[0].server_url"),
     ({"max_tool_calls": 0}, "max_tool_calls"),
     ({"tools": [{"name": "f"}]}, "tools[0].type"),

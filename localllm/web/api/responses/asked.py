@@ -18,6 +18,7 @@ from localllm.web.api.conversation import ChatRequest
 from localllm.web.api.exchange import ApiRequest, json_body, served_model
 from localllm.web.api.pictures import readable
 from localllm.web.api.reading import read
+from localllm.web.api.responses.client_tools import LEFT_OUT, ClientTools, client_tools
 from localllm.web.api.responses.fields import RULES
 from localllm.web.api.responses.items import Item, Message, messages_of, read_items
 from localllm.web.api.responses.mcp_items import approved_calls, is_approvable
@@ -36,10 +37,11 @@ class Asked:
     model: ServedModel
     before: Sequence[bytes]  # items of earlier rounds
     items: Sequence[Item]  # items of this round
+    own: ClientTools
     offer: McpOffer
     approved: Sequence[Item]  # requests for approval that were approved, and whose calls run first
     chat: ChatRequest
-    token_ids: Sequence[int]  # the prompt
+    token_ids: Sequence[int]  # the prompt; empty for a request that only loads the model
     num_truncated: int  # number of the oldest items that are not in the prompt
     warnings: Sequence[str]
 
@@ -58,7 +60,8 @@ async def read_asked(request: ApiRequest) -> Asked:
     store, owner = store_of(request), owner_of(request)
     before = store.context(owner, body.previous_response_id)
     items = read_items(body.input or [], partial(store.item, owner))
-    if not before and not items:
+    is_probe = not before and not items and body.input == "" and body.max_output_tokens == 1
+    if not before and not items and not is_probe:
         raise MissingParameter("Missing required parameter: 'input'.", "There is nothing to answer.", param="input")
     if body.max_tool_calls is not None and body.max_tool_calls < 1:
         what = "max_tool_calls must be at least 1."
@@ -67,16 +70,19 @@ async def read_asked(request: ApiRequest) -> Asked:
     approved = approved_calls(everything)
     list(messages_of(everything))  # checked before servers of tools are started
     tools = body.tools or []
-    offer = await mcp_offer(request, tools, {str(tool.get("name")) for tool in tools if tool.get("type") == "function"})
+    own = client_tools(tools)
+    offer = await mcp_offer(request, tools, {each["function"]["name"] for each in own.functions})
     for call in approved:
         _require_approvable(call, offer, owner)
     model = await served_model(request, body.model)
     params, more = params_of(body, model)
     template, still_more = template_of(body, model)
-    chat = ChatRequest(Conversation([], template, tools_of(body, model, offer)), params)
-    warnings = [*warnings, *offer.warnings, *more, *still_more]
-    asked = Asked(body, model, before, items, offer, approved, chat, (), 0, warnings)
-    return await _prompted(asked, everything)
+    chat = ChatRequest(Conversation([], template, tools_of(body, model, own, offer)), params)
+    left_out = sorted({item["type"] for item in everything if item["type"] in LEFT_OUT})
+    unread = [f"items without a text for the model are not in the prompt: {', '.join(left_out)}"] if left_out else []
+    warnings = [*warnings, *own.warnings, *offer.warnings, *more, *still_more, *unread]
+    asked = Asked(body, model, before, items, own, offer, approved, chat, (), 0, warnings)
+    return asked if is_probe else await _prompted(asked, everything)
 
 
 def _require_approvable(call: Item, offer: McpOffer, owner: str) -> None:
