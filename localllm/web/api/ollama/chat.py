@@ -102,7 +102,7 @@ async def generate(request: ApiRequest) -> ASGIResponse:
     asked: str | list[dict[str, Any]] | None = body.prompt or None
     if asked is not None and not body.raw:
         system = [{"role": "system", "content": body.system}] if body.system else []
-        content = with_pictures(asked, body.images, "images") if body.images else asked
+        content = with_pictures(str(asked), body.images, "images") if body.images else asked
         asked = [*system, {"role": "user", "content": content}]
     return await _answer(request, body, "generate", asked, {}, warnings, clock)
 

@@ -131,10 +131,9 @@ def _parts(content: object, where: str, kind: str) -> list[Item]:
 
 def _picture(part: object) -> Item | None:
     """Return a part that is a picture; None for another one."""
-    match part:
-        case {"type": "input_image"}:
-            return {"type": "input_image", "image_url": part.get("image_url") or "", "detail": part.get("detail")}
-    return None
+    if not isinstance(part, dict) or part.get("type") != "input_image":
+        return None
+    return {"type": "input_image", "image_url": part.get("image_url") or "", "detail": part.get("detail")}
 
 
 def _part(kind: str, text: str) -> Item:

@@ -91,8 +91,8 @@ class OutputItems:
                 return self._within("reasoning") + self._delta(text)
             case ToolCallStart(_, call_id, name):
                 call = {"type": "function_call", "name": name, **self._kinds_of_calls.get(name, {})}
-                text = {"input" if call["type"] == "custom_tool_call" else "arguments": ""}
-                return self.close() + self._start(call.pop("type"), call_id=call_id, **call, **text)
+                call["input" if call["type"] == "custom_tool_call" else "arguments"] = ""
+                return self.close() + self._start(call.pop("type"), call_id=call_id, **call)
             case ToolArguments(_, text):
                 return self._delta(text)
             case BrokenCall(int(index)):
