@@ -273,7 +273,7 @@ def test_a_queue_that_is_seen_to_be_full_is_refused_at_once(server: LiveServer) 
 
 def test_a_loading_server_says_so_and_when_to_retry() -> None:
     with LiveServer(None) as server:
-        for path in ("/health", "/v1/health", "/ping", "/v1/models", "/metrics"):
+        for path in ("/health", "/v1/health", "/ping", "/metrics"):
             response = server.get(path)
             error = refusal(response, 503)
             assert (error["type"], error["code"]) == ("unavailable_error", "model_loading")

@@ -14,6 +14,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "openai": ("/v1/chat/completions", CHAT),
     "responses": ("/v1/responses", {"input": "Hi", "max_output_tokens": 1}),
     "anthropic": ("/v1/messages", CHAT),
+    "llamacpp": ("/completion", {"prompt": "Hi", "n_predict": 1}),
     "ollama": ("/api/chat", {"model": "tiny", "messages": CHAT["messages"], "stream": False}),
 }
 AROUND: dict[str, dict[str, Any]] = {"thinking": {"type": "adaptive"}, "options": {"num_predict": 1}}

@@ -17,7 +17,7 @@ from localllm.serving.chat import reasons
 from localllm.serving.served import ServedModel
 from localllm.web.api.fields import Hint, OneOf, one_of
 
-Dialect = Literal["openai", "responses", "anthropic", "ollama"]
+Dialect = Literal["openai", "responses", "anthropic", "ollama", "llamacpp"]
 
 NO_SWITCH = "the model's chat template has no such switch"
 _KEEP = "the server's --keep-alive decides"
@@ -53,9 +53,9 @@ HINTS = (
     _row("the server describes its tools", responses="mcp.server_description"),
     _row("chat templates do not support it", anthropic="tools.input_examples"),
     _row(_KEEP, openai="keep_alive ttl"),
-    _row(_DRAFTS, openai="speculative.n_min speculative.p_min"),
+    _row(_DRAFTS, openai="speculative.n_min speculative.p_min", llamacpp="speculative.n_min speculative.p_min"),
     _row("llguidance compiles every grammar", openai="guided_decoding_backend"),
-    _row(_NO_CUT, ollama="truncate shift options.num_keep"),
+    _row(_NO_CUT, ollama="truncate shift options.num_keep", llamacpp="n_keep"),
     _row(
         _AT_LOAD,
         ollama="options.num_gpu options.main_gpu options.num_thread options.num_batch options.numa options.use_mmap"

@@ -32,12 +32,13 @@ from localllm.web.api.ollama.lines import LINES, OllamaHead, OllamaLines, Reques
 from localllm.web.api.ollama.messages import is_to_be_continued, plain_messages, with_pictures
 from localllm.web.api.ollama.models import plain_name
 from localllm.web.api.ollama.options import (
+    capped_context,
     params_of,
     read_options,
-    require_context,
     structured_outputs,
     think_switches,
     tools_of,
+    with_logprobs,
 )
 from localllm.web.api.ollama.schema import (
     AskBody,
@@ -124,13 +125,13 @@ async def _answer(
         return await _unload(request, body, kind, clock)
     model = await asked_model(request, body, options, warnings)
     clock.has_model()
-    head = OllamaHead(model.shown_name, kind, clock)
+    head = OllamaHead(model.shown_name, kind, clock, model.tokenizer if body.logprobs else None)
     if asked is None:
         loaded = head.line(
             OllamaMessage("assistant", ""), done=True, done_reason="load", total_duration=clock.total_ns()
         )
         return json_response(loaded, warning_headers(warnings))
-    params = params_of(options, model)
+    params = with_logprobs(params_of(options, model), body, model)
     if (structure := structured_outputs(body.format)) is not None:
         params = replace(params, structured_outputs=structure)
     if isinstance(asked, str):
@@ -172,7 +173,7 @@ async def asked_model(
         warnings.append("field 'keep_alive' has no effect: it needs a key with the scope admin")
         keep_alive_s = None
     model = await served_model(request, name, task, keep_alive_s=keep_alive_s)
-    require_context(options, model)
+    warnings += capped_context(options, model)
     if keep_alive_s is not None and any(
         entry.pinned and entry.name == model.name for entry in manager_of(request).entries
     ):

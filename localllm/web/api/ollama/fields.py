@@ -14,8 +14,6 @@ RULES = FieldRules(
     hints=hints_of("ollama"),
     refused={
         "images": Refused("A picture belongs to a message: send messages[].images.", empty),
-        "logprobs": Refused("Use /v1/chat/completions for log-probabilities.", one_of(False)),
-        "top_logprobs": Refused("Use /v1/chat/completions for log-probabilities.", one_of(0)),
         "suffix": Refused("Fill-in-the-middle is not supported.", empty),
         "template": Refused("A request may not bring its own template.", empty),
         "context": Refused("Send the conversation to /api/chat.", empty),
