@@ -1,7 +1,7 @@
 """Programs that people point at a local server, as npm has them: each ends a turn that calls two tools.
 
-A program runs in an empty home and an empty folder with two files. The model is scripted (scripted_server.py): a program
-passes if it prints the model's last answer, which the model gives only after it has read both files.
+A program runs in an empty home, in a folder with two files. The model is scripted (scripted_server.py). A program passes
+if it prints the model's last answer, which the model gives only after it has read both files.
 """
 
 from __future__ import annotations
@@ -192,9 +192,9 @@ def page(table: str) -> str:
     return (
         "# Programs that were tried\n\n"
         "<!-- Written by scripts/client_check --programs --write. -->\n\n"
-        "Each program ran as npm has it, in an empty home, without a network but the server's. It was asked to read two\n"
-        "files, and ended the turn if it printed an answer that the scripted model gives only after both contents were in\n"
-        "its prompt. Times are of one busy machine, and hold for nothing but this run.\n\n"
+        "Each program ran as npm has it, in an empty home. It was asked to read two files with a tool, and ended the\n"
+        "turn if it printed the answer that the scripted model gives only after its prompt had both contents. Seconds\n"
+        "include the start of the program, on one busy machine.\n\n"
         f"{table}\n"
     )
 
