@@ -1,6 +1,6 @@
 """Programs that people point at a local server, as npm has them: each ends a turn that calls two tools.
 
-A program runs in an empty home, in a folder with two files. The model is scripted (scripted_server.py). A program passes
+A program runs in an empty home, in a folder with two files. The model is scripted (scripted_server.py). It passes
 if it prints the model's last answer, which the model gives only after it has read both files.
 """
 
@@ -206,14 +206,15 @@ def reused(folder: Path, url: str) -> float:
         run("claude", folder, url, HELLO, "Hello.")
         tokens.append(_prefix_counts(url))
     (hits, queries), (more_hits, more_queries) = tokens
-    return (more_hits - hits) / max(more_queries - queries, 1)
+    cached, computed = more_hits - hits, more_queries - queries
+    return cached / max(cached + computed, 1)
 
 
 def _prefix_counts(url: str) -> tuple[float, float]:
-    """Return the tokens that the prefix cache had, and those that were looked up."""
+    """Return the prompt tokens from the prefix cache, and those that were computed."""
     with urlopen(f"{url}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     totals: Callable[[str], float] = lambda name: sum(  # noqa: E731
         float(value) for value in re.findall(rf"^{name}_total\S* (\S+)$", text, re.MULTILINE)
     )
-    return totals("localllm:prefix_cache_hits"), totals("vllm:prefix_cache_queries")
+    return totals("localllm:prompt_tokens_cached"), totals("vllm:prefix_cache_queries")
