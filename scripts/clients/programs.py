@@ -217,4 +217,4 @@ def _prefix_counts(url: str) -> tuple[float, float]:
     totals: Callable[[str], float] = lambda name: sum(  # noqa: E731
         float(value) for value in re.findall(rf"^{name}_total\S* (\S+)$", text, re.MULTILINE)
     )
-    return totals("localllm:prompt_tokens_cached"), totals("vllm:prefix_cache_queries")
+    return totals("localllm:prompt_tokens_cached"), totals("localllm:prompt_tokens")
