@@ -131,13 +131,15 @@ def scripted_server() -> Iterator[str]:
             process.communicate(timeout=30)
 
 
-def run(name: str, folder: Path, url: str, question: str = QUESTION, expected: str = DONE) -> Turn:
-    """Let a program answer a question, in a home and a folder of its own."""
+def run(
+    name: str, folder: Path, url: str, question: str = QUESTION, expected: str = DONE, within: Path | None = None
+) -> Turn:
+    """Let a program answer a question, in a home and a folder of its own, or in those that an earlier run made."""
     program = PROGRAMS[name]
     binary = folder / program.binary / "node_modules" / ".bin" / program.binary
     with tempfile.TemporaryDirectory(prefix=f"{program.binary}-") as place:
-        home, work = Path(place) / "home", Path(place) / "work"
-        work.mkdir()
+        home, work = (within or Path(place)) / "home", (within or Path(place)) / "work"
+        work.mkdir(exist_ok=True)
         for file, content in FILES.items():
             (work / file).write_text(content + "\n", encoding="utf-8")
 
@@ -183,7 +185,9 @@ def table(turns: Mapping[str, Turn], share: float | None) -> str:
     passed = sum(turn.why is None for turn in turns.values())
     lines += ["", f"{passed} of {len(turns)} programs end the turn."]
     if share is not None:
-        lines.append(f"A second session of Claude Code reuses {share:.1%} of its first prompt's tokens.")
+        lines.append(
+            f"A second session of Claude Code in the same folder takes {share:.2%} of its prompt from the prefix cache."
+        )
     return "\n".join(lines)
 
 
@@ -202,9 +206,11 @@ def page(table: str) -> str:
 def reused(folder: Path, url: str) -> float:
     """Return the share of Claude Code's prompt that a second session reuses of the first one."""
     tokens: list[tuple[float, float]] = []
-    for _ in range(2):
-        run("claude", folder, url, HELLO, "Hello.")
-        tokens.append(_prefix_counts(url))
+    with tempfile.TemporaryDirectory(prefix="claude-") as place:
+        for _ in range(2):
+            turn = run("claude", folder, url, HELLO, "Hello.", Path(place))
+            assert turn.why is None, turn.why
+            tokens.append(_prefix_counts(url))
     (hits, queries), (more_hits, more_queries) = tokens
     cached, computed = more_hits - hits, more_queries - queries
     return cached / max(cached + computed, 1)
