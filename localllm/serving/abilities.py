@@ -1,4 +1,4 @@
-"""What a model can do, read from its files without loading it: tools, reasoning, pictures.
+"""The abilities of a model, read from its files without loading it: tools, reasoning, pictures.
 
 Does not know: HTTP, which models are loaded.
 """

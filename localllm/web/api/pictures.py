@@ -1,4 +1,4 @@
-"""What a model cannot read in a conversation: pictures, and documents without a text. One rule for all dialects.
+"""Parts of a conversation that a model cannot read: pictures, and documents without a text. One rule for all dialects.
 
 In earlier turns and in results of tools such a part becomes a short text, and the answer has a warning header: refusing
 it would end the conversation for good, since clients send it again with every turn. In the user's newest message it is
