@@ -185,8 +185,8 @@ def table(turns: Mapping[str, Turn], share: float | None) -> str:
     passed = sum(turn.why is None for turn in turns.values())
     lines += ["", f"{passed} of {len(turns)} programs end the turn."]
     if share is not None:
-        lines.append(f"A second session of Claude Code in one folder takes {share:.2%} of its prompt from the prefix cache.")
-            f"A second session of Claude Code in the same folder takes {share:.2%} of its prompt from the prefix cache."
+        lines.append(
+            f"A second session of Claude Code in one folder takes {share:.2%} of its prompt from the prefix cache."
         )
     return "\n".join(lines)
 
