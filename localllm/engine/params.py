@@ -87,7 +87,8 @@ class SamplingParams:
     max_tokens: int | None = _param(  # None: up to the context length
         16, "Most tokens in one reply.", "whole", 1, optional=True, label="Max tokens",
         unset="up to the context",
-        spellings={GENERATION_CONFIG: "max_new_tokens", "responses": "max_output_tokens", "ollama": "num_predict"},
+        spellings={GENERATION_CONFIG: "max_new_tokens", "responses": "max_output_tokens", "ollama": "num_predict",
+                   "llamacpp": "n_predict"},
     )  # fmt: skip
     top_p: float = _param(
         1.0, "Sample only from the likeliest tokens, up to this total probability.", "real", 0.0, 1.0, above_low=True,
@@ -104,7 +105,7 @@ class SamplingParams:
     repetition_penalty: float = _param(  # over prompt and output (Keskar et al. 2019, arXiv:1909.05858)
         1.0, "Above 1, tokens that already occurred become less likely.", "real", LEAST_REPETITION_PENALTY, 100.0,
         label="Repetition penalty",
-        spellings={GENERATION_CONFIG: "repetition_penalty", "ollama": "repeat_penalty"},
+        spellings={GENERATION_CONFIG: "repetition_penalty", "ollama": "repeat_penalty", "llamacpp": "repeat_penalty"},
     )  # fmt: skip
     presence_penalty: float = _param(
         0.0, "-2 to 2, applied once to each token in the reply.", "real", -2.0, 2.0, label="Presence penalty",

@@ -39,7 +39,7 @@ from localllm.web.access.tls import check_certificate
 from localllm.web.access.tools import no_decisions
 from localllm.web.access.uncached import keep_nothing_of_requests
 from localllm.web.activity import Activity, Closing
-from localllm.web.api import anthropic, ollama, openai, responses, router
+from localllm.web.api import anthropic, llamacpp, model_list, ollama, openai, responses, router
 from localllm.web.api.engine_ids import EngineIds
 from localllm.web.api.openapi import openapi_json
 from localllm.web.api.own import health, hub, running
@@ -74,6 +74,7 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
     """
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
     handlers += [*openai.routes(), *responses.routes(), *anthropic.routes(), *ollama.routes()]
+    handlers += [*llamacpp.routes(), *model_list.routes()]
     handlers += [*running.routes(), *router.routes(), *hub.routes(), openapi_json]
     template_config, rules = None, API_RULES
     if settings.server.ui:

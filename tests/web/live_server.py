@@ -62,7 +62,7 @@ class PacedRunner(FakeRunner):
 
 def fake_model(
     folder: Path, runner: FakeRunner, *, max_num_seqs: int = 8, max_num_queued_reqs: int = 64,
-    chat_template: str | None = None,
+    chat_template: str | None = None, max_num_batched_tokens: int = 64,
 ) -> ServedModel:  # fmt: skip
     """A served model with the tests' tokenizer; nothing ends it but the length, since it has no eos."""
     save_tiny_tokenizer(folder)
@@ -70,7 +70,7 @@ def fake_model(
     template = ChatTemplate(chat_template or tokenizer.chat_templates, tokenizer.special_tokens)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
         max_num_queued_reqs=max_num_queued_reqs,

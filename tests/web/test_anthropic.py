@@ -226,7 +226,7 @@ SDK_FIELDS = {
 
 @pytest.mark.parametrize("name", sorted(SDK_FIELDS))
 def test_every_field_of_the_client_has_a_place(name: str) -> None:
-    assert name in {*MessagesBody.__struct_fields__, *RULES.harmless, *RULES.late, *RULES.refused}
+    assert name in {*MessagesBody.__struct_fields__, *RULES.harmless, *RULES.hints, *RULES.refused}
 
 
 def block(**fields: Any) -> dict[str, Any]:
@@ -246,8 +246,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": ["Hi"]}]}, "messages[0].content[0]"),
-    (block(type="image", source={"type": "url", "url": "x"}), "'image'"),
-    (block(type="document"), "'document'"),
+    (block(type="image", source={"type": "url", "url": "x"}), "messages[0].content[0] is a picture"),
+    (block(type="document"), "messages[0].content[0].source"),
     (block(text="Hi"), "messages[0].content[0] has no type"),
     (block(type="text"), "messages[0].content[0].text"),
     (block(type="tool_result"), "messages[0].content[0].tool_use_id"),
@@ -276,7 +276,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": 5}, "tools"),
     ({"tools": [5]}, "tools[0]"),
     ({"tools": [{"name": "f", "input_schema": {}}]}, "does not support tools"),
-    ({"tools": [{"type": "web_search_20260209", "name": "web_search"}]}, "tools[0].type"),
+    (
+        {"tools": [{"type": "web_search_20260209", "name": "web_search"}],
+         "tool_choice": {"type": "tool", "name": "web_search"}},
+        "tools[0].type",
+    ),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
     ({"tools": [{"type": 5, "name": "f"}]}, "tools[0].type"),
     ({"tools": [{"name": "f"}]}, "'tools[0].input_schema'"),
     ({"tools": [{"input_schema": {}}]}, "'tools[0].name'"),

@@ -57,8 +57,8 @@ BAD_BODIES: list[tuple[str, Any, str, str]] = [
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages",
-        "invalid_value",
+        "messages[0].content[0]",
+        "unsupported_parameter",
     ),
     (CHAT, {"messages": USER, "max_tokens": "ten"}, "max_tokens", "invalid_type"),
     (CHAT, {"messages": USER, "max_tokens": 1.5}, "max_tokens", "invalid_type"),
@@ -89,9 +89,7 @@ BAD_BODIES: list[tuple[str, Any, str, str]] = [
     (CHAT, {"messages": USER, "cache_salt": "a/b"}, "cache_salt", "invalid_value"),
     (CHAT, {"messages": USER, "cache_salt": ""}, "cache_salt", "invalid_value"),
     (CHAT, {"messages": USER, "reasoning_effort": "huge"}, "reasoning_effort", "invalid_value"),
-    (CHAT, {"messages": USER, "reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
     (CHAT, {"messages": USER, "documents": [{"text": "x"}]}, "documents", "unsupported_parameter"),
-    (CHAT, {"messages": USER, "chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs", "invalid_value"),
     (CHAT, {"messages": USER, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value"),
     (CHAT, {"messages": USER, "add_generation_prompt": True, "continue_final_message": True}, "continue_final_message",
      "invalid_value"),
@@ -278,7 +276,7 @@ def test_a_queue_that_is_seen_to_be_full_is_refused_at_once(server: LiveServer) 
 
 def test_a_loading_server_says_so_and_when_to_retry() -> None:
     with LiveServer(None) as server:
-        for path in ("/health", "/v1/health", "/ping", "/v1/models", "/metrics"):
+        for path in ("/health", "/v1/health", "/ping", "/metrics"):
             response = server.get(path)
             error = refusal(response, 503)
             assert (error["type"], error["code"]) == ("unavailable_error", "model_loading")

@@ -195,7 +195,10 @@ def test_models_are_listed_and_shown(client: ollama.Client) -> None:
     assert shown.capabilities == ["completion"]
     assert shown.modelinfo["llama.context_length"] == MAX_MODEL_LEN  # type: ignore[index]
     assert "<|im_start|>" in (shown.template or "")
-    assert shown.parameters == "temperature 0.6"
+    assert [line.split() for line in (shown.parameters or "").splitlines()] == [
+        ["num_ctx", "512"],
+        ["temperature", "0.6"],
+    ]
     with pytest.raises(ollama.ResponseError, match="Served: tiny"):
         client.show("gemma")
 
@@ -338,13 +341,13 @@ def of(*kinds: type) -> set[str]:
 @pytest.mark.parametrize("name", sorted(of(sdk.ChatRequest, sdk.GenerateRequest)))
 def test_every_field_of_the_client_has_a_place(name: str) -> None:
     honoured = {*OllamaChatBody.__struct_fields__, *OllamaGenerateBody.__struct_fields__}
-    assert name in {*honoured, *RULES.harmless, *RULES.late, *RULES.refused}
+    assert name in {*honoured, *RULES.harmless, *RULES.hints, *RULES.refused}
 
 
 @pytest.mark.parametrize("name", sorted(of(sdk.Options)))
 def test_every_option_of_the_client_has_a_place(name: str) -> None:
     assert name in {
-        *Options.__struct_fields__, *OPTION_RULES.harmless, *OPTION_RULES.late, *OPTION_RULES.refused,
+        *Options.__struct_fields__, *OPTION_RULES.harmless, *OPTION_RULES.hints, *OPTION_RULES.refused,
     }  # fmt: skip
 
 
@@ -374,8 +377,6 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (field(keep_alive=True), "keep_alive"),
     (field(keep_alive="soon"), "keep_alive"),
     (field(options=[]), "options"),
-    (field(think=True), '"tiny" does not support thinking'),
-    (field(think="high"), '"tiny" does not support thinking'),
     (field(think="hard"), "think"),
     (field(think=7), "think"),
     (field(raw=True, think=True), "think"),
@@ -387,7 +388,6 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (field(suffix="end"), "suffix"),
     (field(template="{{ .Prompt }}"), "template"),
     (field(context=[1, 2]), "context"),
-    (field(logprobs=True), "logprobs"),
     (field(top_logprobs=2), "top_logprobs"),
     (field(width=512), "width"),
     ((CHAT, {"messages": "Hi"}), "messages"),
@@ -409,7 +409,6 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (chat(role="assistant", tool_calls=[{"function": 3}]), "messages[0].tool_calls[0]"),
     (chat(role="tool", content="Hi", tool_name=3), "messages[0].tool_name"),
     (chat(role="tool", content="Hi", tool_call_id=3), "messages[0].tool_call_id"),
-    (option(num_ctx=MAX_MODEL_LEN + 1), f"{MAX_MODEL_LEN}"),
     (option(num_ctx="big"), "options.num_ctx"),
     (option(num_predict=0), "options.num_predict"),
     (option(num_predict=-3), "options.num_predict"),
@@ -518,3 +517,25 @@ def test_the_example_in_the_guide_runs(
     monkeypatch.setenv("LOCALLLM_URL", f"{server.url}/v1")
     runpy.run_path("docs/examples/ollama_client.py")
     assert len(capsys.readouterr().out) > 20
+
+
+@pytest.mark.parametrize("kind", [CHAT, GENERATE])
+def test_logprobs_come_with_the_tokens(server: LiveServer, kind: str) -> None:
+    body = {"messages": USER} if kind == CHAT else {"prompt": "Hi"}
+    body |= {"model": "tiny", "options": {"num_predict": 4}, "logprobs": True, "top_logprobs": 2}
+    whole = server.post(kind, {**body, "stream": False}).json()["logprobs"]
+    lines = [json.loads(line) for line in server.post(kind, body).text.splitlines()]
+    streamed = [each for line in lines for each in line.get("logprobs", [])]
+    assert len(whole) == len(streamed) == 4
+    for each in (*whole, *streamed):
+        assert {"token", "logprob", "bytes", "top_logprobs"} <= each.keys()
+    assert "logprobs" not in server.post(kind, {**body, "logprobs": False, "top_logprobs": None}).text
+
+
+def test_a_larger_context_than_the_served_one_is_capped(server: LiveServer) -> None:
+    body = {"model": "tiny", "messages": USER, "options": {"num_ctx": 32_768, "num_predict": 1}}
+    answer = server.post(CHAT, body)
+    assert answer.status_code == 200, answer.text
+    assert f"32768: the context is {MAX_MODEL_LEN} tokens" in answer.headers["x-localllm-warning"]
+    body["options"]["num_ctx"] = MAX_MODEL_LEN
+    assert "x-localllm-warning" not in server.post(CHAT, body).headers

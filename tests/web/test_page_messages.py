@@ -15,7 +15,8 @@ import pytest
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.pages.chat import attachments, claims
+from localllm.web.api import documents
+from localllm.web.pages.chat import claims
 from tests.text.templates import CHATML
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen, stream_url
@@ -269,7 +270,7 @@ def test_a_pdf_is_read_as_text(stub: Pages) -> None:
 def test_a_pdf_with_too_many_pages_or_none_with_text_is_refused(stub: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     with stub.browser() as browser:
         assert "contains no text" in attach(browser, ("scan.pdf", pdf(""))).text
-        monkeypatch.setattr(attachments, "MAX_PDF_PAGES", 0)
+        monkeypatch.setattr(documents, "MAX_PDF_PAGES", 0)
         assert "too many pages" in attach(browser, ("long.pdf", pdf("x"))).text
         monkeypatch.setitem(__import__("sys").modules, "pypdf", None)
         assert "pip install" in attach(browser, ("a.pdf", pdf_bytes)).text

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.web.api.documents import PAGE
 from localllm.web.pages.chat.long_files import CANDIDATES
 from localllm.web.pages.chat.passages import question
-from localllm.web.pages.chat.passages.cut import OVERLAP_BYTES, OWN_BYTES, PAGE, cut, estimated_tokens
+from localllm.web.pages.chat.passages.cut import OVERLAP_BYTES, OWN_BYTES, cut, estimated_tokens
 from localllm.web.pages.chat.passages.ranking import by_sentence, fitting, fused, spread
 from localllm.web.pages.chat.passages.vectors import nearest, packed
 from localllm.web.pages.chat.store import Chats, StoredMessage

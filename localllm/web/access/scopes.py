@@ -76,7 +76,7 @@ API_RULES = RouteRules(
     ),
     infer=Paths(
         *("/", "/models", "/metrics", "/openapi.json"),
-        *("/chat/completions", "/chat/completions/input_tokens", "/completions"),
+        *("/chat/completions", "/chat/completions/input_tokens", "/completions", "/completion", "/props"),
         *("/tokenize", "/detokenize", "/tokenizer_info", "/apply-template"),
         *("/embeddings", "/rerank", "/v2/rerank", "/score"),
         *("/v1/*", "/api/*"),

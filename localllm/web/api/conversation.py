@@ -17,15 +17,12 @@ import anyio.to_thread
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import NO_OPTIONS, RequestOptions
 from localllm.errors import ContextTooLong
-from localllm.serving.chat import Conversation, reasons
+from localllm.serving.chat import Conversation
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
 from localllm.web.api.answer import generation_of
 from localllm.web.api.generation import Generation
 from localllm.web.api.off_loop import on_thread
-
-THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen 3 and relatives; of DeepSeek V3.1 and Granite 3
-NO_SWITCH = "the model's chat template has no such switch"
 
 CHARS_OF_A_PART = 10
 """Characters that a message, or one part of it, counts in addition to its text."""
@@ -77,24 +74,6 @@ def within_context(params: SamplingParams, num_prompt_tokens: int, model: Served
     """
     room = model.plan.max_model_len - num_prompt_tokens
     return replace(params, max_tokens=None) if params.max_tokens is not None and params.max_tokens > room else params
-
-
-def thinking_switch(model: ServedModel, on: bool, param: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the chat template's arguments that turn thinking on or off, and a warning if they have no effect.
-
-    A model without such a switch may still reason: it always does.
-    """
-    switches = {name: on for name in THINKING_SWITCHES if model.chat_template.reads(name)}
-    if switches or on == reasons(model):
-        return switches, []
-    return {}, [f"field {param!r} has no effect: {'the model does not reason' if on else NO_SWITCH}"]
-
-
-def effort_switch(model: ServedModel, effort: str, param: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the chat template's arguments for the reasoning effort, and a warning if they have no effect."""
-    if model.chat_template.reads("reasoning_effort"):
-        return {"reasoning_effort": effort}, []
-    return {}, [f"field {param!r} has no effect: {NO_SWITCH}"]
 
 
 async def chat_token_ids(model: ServedModel, conversation: Conversation) -> list[int]:

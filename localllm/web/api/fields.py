@@ -1,7 +1,7 @@
 """The rules for request fields; each dialect fills them in with its own names.
 
-A field is *honoured* (a field of the schema), *harmless* (accepted: it cannot change the answer), *late* (accepted with
-a warning header: it asks for something that this version does not do and that does not change the answer), *refused* by
+A field is *honoured* (a field of the schema), *harmless* (accepted: it cannot change the answer), a *hint* (accepted
+with a warning header: nothing here follows it; hints.py has the table of all dialects), *refused* by
 name unless its value has no effect, or *unknown* (accepted with a warning header).
 Does not know: any field, values of honoured fields, HTTP.
 """
@@ -36,6 +36,14 @@ class ListOf:
 
 
 @dataclass(frozen=True, slots=True)
+class Hint:
+    """`why` the field has no effect. A `neutral` value asks for nothing and is accepted without a warning."""
+
+    why: str
+    neutral: OneOf = OneOf(())
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """`why` the field is unsupported. A value for which `harmless` is true has no effect and is accepted."""
 
@@ -55,7 +63,7 @@ class FieldRules:
     """The rules for the fields of one object in one dialect. A field of the schema may also have refused values."""
 
     harmless: frozenset[str] = frozenset()
-    late: Mapping[str, str] = field(default_factory=dict)  # field -> what decides instead
+    hints: Mapping[str, Hint] = field(default_factory=dict)  # of hints.py
     refused: Mapping[str, Refused] = field(default_factory=dict)
 
     def check(self, given: Mapping[str, Any], honoured: Iterable[str], inside: str = "") -> list[str]:
@@ -72,8 +80,9 @@ class FieldRules:
                 raise UnsupportedParameter(f"{shown!r} is not supported with this value.", rule.why, param=shown)
             if rule is not None or name in known:
                 continue
-            if name in self.late:
-                warnings.append(f"field {shown!r} has no effect: {self.late[name]}")
-            else:
+            hint = self.hints.get(name)
+            if hint is None:
                 warnings.append(f"unknown field {shown!r} ignored")
+            elif not hint.neutral(value):
+                warnings.append(f"field {shown!r} has no effect: {hint.why}")
         return warnings

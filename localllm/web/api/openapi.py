@@ -265,8 +265,8 @@ def _pointing(schema: Any, target: Schema) -> Any:
 def _add_rules(properties: dict[str, Schema], rules: FieldRules) -> None:
     for name in rules.harmless:
         properties.setdefault(name, {"description": "Accepted; it has no effect."})
-    for name, why in rules.late.items():
-        properties.setdefault(name, {"description": f"Accepted with a warning; it has no effect: {why}."})
+    for name, hint in rules.hints.items():
+        properties.setdefault(name, {"description": f"Accepted with a warning; it has no effect: {hint.why}."})
     for name, rule in rules.refused.items():
         schema = _refused(rule)
         properties[name] = {"allOf": [properties[name], schema]} if name in properties else schema

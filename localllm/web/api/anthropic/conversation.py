@@ -12,9 +12,10 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams, given_params
 from localllm.errors import InvalidParameter, UnsupportedParameter
-from localllm.serving.chat import CONTINUE, Conversation, reasons
+from localllm.serving.chat import CONTINUE, Conversation
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
+from localllm.web.api.anthropic.documents import read_documents
 from localllm.web.api.anthropic.fields import OUTPUT_RULES, THINKING_RULES
 from localllm.web.api.anthropic.schema import (
     AnthropicThinking,
@@ -25,11 +26,18 @@ from localllm.web.api.anthropic.schema import (
     OutputConfig,
 )
 from localllm.web.api.anthropic.tools import tools_of
-from localllm.web.api.budget import thinking_budget
-from localllm.web.api.conversation import ChatRequest, effort_switch, sampling_params, thinking_switch
+from localllm.web.api.conversation import ChatRequest, sampling_params
+from localllm.web.api.hints import effort_switch, no_effect, thinking_budget, thinking_switch
+from localllm.web.api.pictures import UNREAD, picture_part, readable
 from localllm.web.api.reading import read_object, text_field, wrong_type
 
 Message = dict[str, Any]
+
+SERVER_BLOCKS = (
+    "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",
+    "bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result",
+)  # fmt: skip
+"""Blocks of tools that a hosted service ran, in earlier answers."""
 
 
 def params_of(body: MessagesBody, model: ServedModel) -> SamplingParams:
@@ -42,8 +50,9 @@ def params_of(body: MessagesBody, model: ServedModel) -> SamplingParams:
     return sampling_params(model, given_params(body, "anthropic"))
 
 
-def chat_request(body: CountBody, params: SamplingParams, model: ServedModel) -> tuple[ChatRequest, list[str]]:
+async def chat_request(body: CountBody, params: SamplingParams, model: ServedModel) -> tuple[ChatRequest, list[str]]:
     """Return the translated request, and its warnings."""
+    await read_documents(body)
     output, warnings = read_object(body.output_config or {}, OutputConfig, OUTPUT_RULES, "output_config.")
     if output.format is not None:
         asked = StructuredOutputsParams(json=output.format.schema, param="output_config.format")
@@ -54,7 +63,10 @@ def chat_request(body: CountBody, params: SamplingParams, model: ServedModel) ->
         params = replace(params, thinking_token_budget=tokens)
         warnings += beside
     tools, even_more = tools_of(body, model)
-    return ChatRequest(Conversation(messages_of(body), template, tools), params), [*warnings, *more, *even_more]
+    messages, unread = readable(messages_of(body), model)
+    if any(_kinds(message.content) & set(SERVER_BLOCKS) for message in body.messages):
+        unread = ["blocks of tools that another server ran are not in the prompt", *unread]
+    return ChatRequest(Conversation(messages, template, tools), params), [*warnings, *more, *even_more, *unread]
 
 
 def _budget(asked: int, params: SamplingParams, model: ServedModel) -> tuple[int | None, list[str]]:
@@ -62,10 +74,10 @@ def _budget(asked: int, params: SamplingParams, model: ServedModel) -> tuple[int
     is accepted anyway.
     """
     name = "thinking.budget_tokens"
-    if not reasons(model):
-        return None, [f"field {name!r} has no effect: the model does not reason"]
-    never = params.max_tokens is not None and asked >= params.max_tokens
-    return thinking_budget({name: asked}, model), [f"field {name!r} has no effect: max_tokens is reached first"] * never
+    tokens, warnings = thinking_budget({name: asked}, model)
+    if tokens is not None and params.max_tokens is not None and asked >= params.max_tokens:
+        warnings = [no_effect(name, "max_tokens is reached first")]
+    return tokens, warnings
 
 
 def template_of(body: CountBody, effort: str | None, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
@@ -91,8 +103,8 @@ def messages_of(body: CountBody) -> list[Message]:
     if not body.messages:
         raise InvalidParameter("messages is empty: there is nothing to answer.", param="messages")
     messages: list[Message] = []
-    if body.system:
-        messages.append({"role": "system", "content": _texts(body.system, "system")})
+    if system := without_billing(body.system):
+        messages.append({"role": "system", "content": _texts(system, "system")})
     tool_names: dict[str, str] = {}
     for i, message in enumerate(body.messages):
         where = f"messages[{i}].content"
@@ -105,12 +117,33 @@ def messages_of(body: CountBody) -> list[Message]:
     return messages
 
 
+BILLING = "x-anthropic-billing-header:"
+
+
+def without_billing(system: Content | None) -> Content | None:
+    """Return the system text without a first line that Claude Code writes for its provider's bills.
+
+    The line holds a number that changes with each session, which would keep all that follows out of the prefix cache.
+    """
+    if isinstance(system, str) and system.startswith(BILLING):
+        return system.partition("\n")[2]
+    first = system[0].get("text") if isinstance(system, list) and system else None
+    if isinstance(system, list) and isinstance(first, str) and first.startswith(BILLING):
+        rest = first.partition("\n")[2]
+        return [*([{**system[0], "text": rest}] if rest.strip() else []), *system[1:]]
+    return system
+
+
 def _is_to_be_continued(messages: Sequence[InputMessage]) -> bool:
     """Return whether the answer continues the last message: it is the assistant's and does not call a tool."""
     if not messages or messages[-1].role != "assistant":
         return False
     content = messages[-1].content
     return isinstance(content, str) or all(block.get("type") != "tool_use" for block in content)
+
+
+def _kinds(content: Content) -> set[str]:
+    return {str(block.get("type")) for block in content} if isinstance(content, list) else set()
 
 
 def _assistant(blocks: Sequence[Mapping[str, Any]], where: str, tool_names: dict[str, str]) -> Message:
@@ -127,6 +160,8 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], where: str, tool_names: dict
                 pass  # encrypted by the server that wrote it, so it cannot be read
             case "tool_use":
                 calls.append(_tool_call(block, here, tool_names))
+            case str(kind) if kind in SERVER_BLOCKS:
+                pass  # of a tool that ran on the server that wrote it
             case _:
                 raise _unreadable(block, here)
     if text or not (thoughts or calls):
@@ -182,9 +217,25 @@ def _texts(content: Content | Any, where: str) -> str | list[Message]:
 
 
 def _text_part(block: Mapping[str, Any], where: str) -> Message:
+    if block.get("type") == UNREAD:
+        return dict(block)
+    if block.get("type") == "image":
+        return picture_part(_picture_url(block.get("source"), where), where)
     if block.get("type") != "text":
         raise _unreadable(block, where)
     return {"type": "text", "text": text_field(block, "text", where)}
+
+
+def _picture_url(source: object, where: str) -> str:
+    """Return the URL of a picture: the client's, or one that holds its data."""
+    match source:
+        case {"type": "url", "url": str(url)}:
+            return url
+        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
+            return f"data:{kind};base64,{data}"
+        case {"type": "file", "file_id": str(id)}:
+            return id
+    raise wrong_type(f"{where}.source", "a URL or base64 data", source)
 
 
 def _unreadable(block: Mapping[str, Any], where: str) -> UnsupportedParameter:

@@ -6,14 +6,15 @@ Does not know: how the rules are applied (api/fields.py), values of honoured fie
 from __future__ import annotations
 
 from localllm.web.api.fields import FieldRules, Refused, empty, one_of
+from localllm.web.api.hints import hints_of
 
 RULES = FieldRules(
     harmless=frozenset({
-        "metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id",  # fields of a hosted service
-        "billing_policy", "fallback_credit_token", "diagnostics", "speed",
+        "metadata", "inference_geo", "user_profile_id", "workspace_id",  # fields of a hosted service
+        "billing_policy", "fallback_credit_token", "diagnostics",
         "cache_control",  # the prefix cache needs no hints
     }),
-    late={"context_management": "conversations are not edited"},
+    hints=hints_of("anthropic"),
     refused={
         "container": Refused("This server does not run code."),
         "mcp_servers": Refused("This server does not call other servers.", empty),
@@ -23,27 +24,15 @@ RULES = FieldRules(
     },
 )  # fmt: skip
 
-OUTPUT_RULES = FieldRules(
-    refused={
-        "task_budget": Refused("The model gets no token budget: send max_tokens."),
-    }
-)
+OUTPUT_RULES = FieldRules(hints=hints_of("anthropic", "output_config."))
 """Rules of `output_config`."""
 
-THINKING_RULES = FieldRules(
-    late={
-        "display": "reasoning is shown as the model writes it",
-    }
-)
+THINKING_RULES = FieldRules(hints=hints_of("anthropic", "thinking."))
 """Rules of `thinking`."""
 
 TOOL_RULES = FieldRules(
     harmless=frozenset({"cache_control", "eager_input_streaming"}),  # arguments are streamed as they are written
-    late={
-        "strict": "with tool_choice any or tool, arguments follow their schema",
-        "defer_loading": "all tools are in the prompt from the start",
-        "input_examples": "chat templates do not support it",
-    },
+    hints=hints_of("anthropic", "tools."),
     refused={
         "type": Refused("Only tools of the client are supported, not tools that run on the server.", one_of("custom")),
         "allowed_callers": Refused("This server does not run code.", one_of(["direct"])),

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.engine.params import SamplingParams
+from localllm.errors import ContextTooLong
+from localllm.serving.served import ServedModel
+from localllm.text.messages import text_of
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.anthropic import shapes
 from localllm.web.api.anthropic.answer import FRAMING, AnthropicHead, MessageEvents, message_object
 from localllm.web.api.anthropic.conversation import chat_request, params_of
 from localllm.web.api.anthropic.fields import CHOICE_RULES, OUTPUT_RULES, RULES, THINKING_RULES, TOOL_RULES
 from localllm.web.api.anthropic.schema import AnthropicThinking, CountBody, MessagesBody, OutputConfig, Tool, ToolChoice
+from localllm.web.api.conversation import ChatRequest
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.reading import read
@@ -22,6 +28,7 @@ INSIDE = {
     "tools": RequestBody(Tool, TOOL_RULES),
     "tool_choice": RequestBody(ToolChoice, CHOICE_RULES),
 }
+CHARS_PER_TOKEN = 4
 EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
 
 
@@ -42,8 +49,10 @@ async def messages(request: ApiRequest) -> ASGIResponse:
     """
     body, warnings = await read(await json_body(request), MessagesBody, RULES)
     model = await served_model(request, body.model)
-    asked, more = chat_request(body, params_of(body, model), model)
-    token_ids = await asked.token_ids(model)
+    asked, more = await chat_request(body, params_of(body, model), model)
+    token_ids = await _token_ids(asked, model)
+    if len(token_ids) >= model.plan.max_model_len:
+        raise _too_long(str(len(token_ids)), model)
     generation = asked.within_context(len(token_ids), model).generation(model, token_ids)
     head = AnthropicHead.new(model.shown_name, len(token_ids), body.max_tokens)
     if body.stream:
@@ -57,6 +66,27 @@ async def messages(request: ApiRequest) -> ASGIResponse:
     )
 
 
+async def _token_ids(asked: ChatRequest, model: ServedModel) -> Sequence[int]:
+    """Return the prompt. A text that is too long even to count has an estimated number of tokens."""
+    try:
+        return await asked.token_ids(model)
+    except ContextTooLong as error:
+        num_chars = sum(len(text_of(message)) for message in asked.conversation.messages)
+        num_tokens = max(num_chars // CHARS_PER_TOKEN, model.plan.max_model_len)
+        raise _too_long(f"about {num_tokens}", model) from error
+
+
+def _too_long(num_tokens: str, model: ServedModel) -> ContextTooLong:
+    """Return the error in the words by which Anthropic's clients recognise a full context and shorten it."""
+    most = model.plan.max_model_len - 1
+    return ContextTooLong(
+        f"prompt is too long: {num_tokens} tokens > {most} maximum",
+        f"({model.shown_name} has a context of {model.plan.max_model_len} tokens here, of which the answer needs one).",
+        "Shorten the prompt, or start the server with a larger --max-model-len.",
+        param="messages",
+    )
+
+
 @post(
     "/v1/messages/count_tokens",
     status_code=200,
@@ -66,6 +96,6 @@ async def count_tokens(request: ApiRequest) -> ASGIResponse:
     """Count the prompt tokens of a request without running it."""
     body, warnings = await read(await json_body(request), CountBody, RULES)
     model = await served_model(request, body.model)
-    asked, more = chat_request(body, SamplingParams(max_tokens=None), model)
-    token_ids = await asked.token_ids(model)
+    asked, more = await chat_request(body, SamplingParams(max_tokens=None), model)
+    token_ids = await _token_ids(asked, model)
     return json_response(shapes.TokenCount(len(token_ids)), warning_headers([*warnings, *more]))

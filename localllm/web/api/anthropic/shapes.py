@@ -114,5 +114,22 @@ class MessageStop(Shape, tag="message_stop"):
 Event = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
 
 
+class AnthropicModel(Shape):
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int | None
+    max_tokens: int | None
+    capabilities: dict[str, dict[str, bool]]
+
+
+class AnthropicModels(Shape):
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 class TokenCount(Shape):
     input_tokens: int

@@ -13,14 +13,27 @@ from localllm.web.api.reading import read_object
 from localllm.web.api.tools import checked, function_tool, only, require_known_format
 from localllm.web.errors import MissingParameter
 
+HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
+"""Beginnings of the types of tools that a hosted service runs; a date follows."""
+
+
+def is_hosted(kind: object) -> bool:
+    return isinstance(kind, str) and kind.startswith(HOSTED)
+
 
 def tools_of(body: CountBody, model: ServedModel) -> tuple[Tools, list[str]]:
     """Return the tools of a body, and warnings. Raises `RequestError` if a tool or the choice is invalid."""
-    offered, warnings = [], []
+    offered, warnings = [], list[str]()
+    named = (body.tool_choice or {}).get("name")
+    left_out = [tool for tool in body.tools or () if is_hosted(tool.get("type")) and tool.get("name") != named]
+    if left_out:
+        kinds = ", ".join(str(tool["type"]) for tool in left_out)
+        warnings.append(f"tools that this server does not run are left out: {kinds}")
     for i, tool in enumerate(body.tools or ()):
-        read, more = _tool(tool, f"tools[{i}]")
-        offered.append(read)
-        warnings += more
+        if tool not in left_out:
+            read, more = _tool(tool, f"tools[{i}]")
+            offered.append(read)
+            warnings += more
     choice, more = read_object(body.tool_choice or {"type": "auto"}, ToolChoice, CHOICE_RULES, "tool_choice.")
     tools = _chosen(checked(offered, "tools"), choice, parallel=not choice.disable_parallel_tool_use)
     if tools.offered:

@@ -29,15 +29,16 @@ from localllm.web.api.ollama import shapes
 from localllm.web.api.ollama.body import INSIDE, read_body
 from localllm.web.api.ollama.fields import GENERATE_RULES, RULES
 from localllm.web.api.ollama.lines import LINES, OllamaHead, OllamaLines, RequestClock
-from localllm.web.api.ollama.messages import is_to_be_continued, plain_messages
+from localllm.web.api.ollama.messages import is_to_be_continued, plain_messages, with_pictures
 from localllm.web.api.ollama.models import plain_name
 from localllm.web.api.ollama.options import (
+    capped_context,
     params_of,
     read_options,
-    require_context,
     structured_outputs,
     think_switches,
     tools_of,
+    with_logprobs,
 )
 from localllm.web.api.ollama.schema import (
     AskBody,
@@ -49,6 +50,7 @@ from localllm.web.api.ollama.schema import (
 )
 from localllm.web.api.ollama.shapes import OllamaMessage
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.pictures import readable
 from localllm.web.errors import MissingParameter
 
 CONVERSATION = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "options": {"num_predict": 64}}
@@ -93,7 +95,7 @@ async def generate(request: ApiRequest) -> ASGIResponse:
     """
     clock = RequestClock()
     body, warnings = await read_body(request, OllamaGenerateBody, GENERATE_RULES)
-    for name in ("system", "think"):
+    for name in ("system", "think", "images"):
         if body.raw and getattr(body, name):
             raise InvalidParameter(
                 f"{name!r} cannot be combined with a raw prompt.", "Write it into the prompt.", param=name
@@ -101,7 +103,8 @@ async def generate(request: ApiRequest) -> ASGIResponse:
     asked: str | list[dict[str, Any]] | None = body.prompt or None
     if asked is not None and not body.raw:
         system = [{"role": "system", "content": body.system}] if body.system else []
-        asked = [*system, {"role": "user", "content": asked}]
+        content = with_pictures(str(asked), body.images, "images") if body.images else asked
+        asked = [*system, {"role": "user", "content": content}]
     return await _answer(request, body, "generate", asked, {}, warnings, clock)
 
 
@@ -122,23 +125,24 @@ async def _answer(
         return await _unload(request, body, kind, clock)
     model = await asked_model(request, body, options, warnings)
     clock.has_model()
-    head = OllamaHead(model.shown_name, kind, clock)
+    head = OllamaHead(model.shown_name, kind, clock, model.tokenizer if body.logprobs else None)
     if asked is None:
         loaded = head.line(
             OllamaMessage("assistant", ""), done=True, done_reason="load", total_duration=clock.total_ns()
         )
         return json_response(loaded, warning_headers(warnings))
-    params = params_of(options, model)
+    params = with_logprobs(params_of(options, model), body, model)
     if (structure := structured_outputs(body.format)) is not None:
         params = replace(params, structured_outputs=structure)
     if isinstance(asked, str):
         token_ids: Sequence[int] = await encode(asked, True, model)
         generation = generation_of(model, within_context(params, len(token_ids), model), [token_ids])
     else:
-        switches, more = think_switches(body.think, model)
-        warnings += more
+        messages, more = readable(asked, model)
+        switches, still_more = think_switches(body.think, model)
+        warnings += [*more, *still_more]
         tools = tools_of(body.tools, model) if isinstance(body, OllamaChatBody) else NO_TOOLS
-        chat_request = ChatRequest(Conversation(asked, template | switches, tools), params)
+        chat_request = ChatRequest(Conversation(messages, template | switches, tools), params)
         token_ids = await _token_ids(chat_request, kind, model)
         generation = chat_request.within_context(len(token_ids), model).generation(model, token_ids)
     if body.stream is not False:
@@ -169,7 +173,7 @@ async def asked_model(
         warnings.append("field 'keep_alive' has no effect: it needs a key with the scope admin")
         keep_alive_s = None
     model = await served_model(request, name, task, keep_alive_s=keep_alive_s)
-    require_context(options, model)
+    warnings += capped_context(options, model)
     if keep_alive_s is not None and any(
         entry.pinned and entry.name == model.name for entry in manager_of(request).entries
     ):

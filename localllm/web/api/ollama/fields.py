@@ -8,16 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.web.api.fields import FieldRules, Refused, empty, one_of
-
-_NO_CUT = "input longer than the context is refused, never truncated"
-_AT_LOAD = "set when the model is loaded"
+from localllm.web.api.hints import hints_of
 
 RULES = FieldRules(
-    late={"truncate": _NO_CUT, "shift": _NO_CUT},
+    hints=hints_of("ollama"),
     refused={
-        "images": Refused("Supported: text.", empty),
-        "logprobs": Refused("Use /v1/chat/completions for log-probabilities.", one_of(False)),
-        "top_logprobs": Refused("Use /v1/chat/completions for log-probabilities.", one_of(0)),
+        "images": Refused("A picture belongs to a message: send messages[].images.", empty),
         "suffix": Refused("Fill-in-the-middle is not supported.", empty),
         "template": Refused("A request may not bring its own template.", empty),
         "context": Refused("Send the conversation to /api/chat.", empty),
@@ -28,16 +24,16 @@ RULES = FieldRules(
 )
 """Rules of chat and generate."""
 
-GENERATE_RULES = replace(RULES, refused={**RULES.refused, "tools": Refused("Use /api/chat to call tools.", empty)})
+GENERATE_RULES = replace(
+    RULES,
+    refused={name: rule for name, rule in RULES.refused.items() if name != "images"}
+    | {"tools": Refused("Use /api/chat to call tools.", empty)},
+)
 """Of generate."""
 
 OPTION_RULES = FieldRules(
     harmless=frozenset({"mirostat_tau", "mirostat_eta"}),  # options of mirostat, which is refused unless it is off
-    late={
-        "num_gpu": _AT_LOAD, "main_gpu": _AT_LOAD, "num_thread": _AT_LOAD, "num_batch": _AT_LOAD, "numa": _AT_LOAD,
-        "use_mmap": _AT_LOAD, "use_mlock": _AT_LOAD, "low_vram": _AT_LOAD, "f16_kv": _AT_LOAD, "vocab_only": _AT_LOAD,
-        "logits_all": _AT_LOAD, "embedding_only": _AT_LOAD, "num_keep": _NO_CUT,
-    },
+    hints=hints_of("ollama", "options."),
     refused={
         "typical_p": Refused("Typical sampling is not supported.", one_of(1, 1.0)),
         "tfs_z": Refused("Tail-free sampling is not supported.", one_of(1, 1.0)),

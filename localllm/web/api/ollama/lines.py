@@ -12,15 +12,18 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from localllm.engine.outputs import GenerationEvent
+from localllm.engine.step import TokenLogprobs
 from localllm.errors import LocalLLMError
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.text.answers.whole import ToolCall
+from localllm.text.tokenizer import Tokenizer
 from localllm.web.api.disconnect import Framing
 from localllm.web.api.generation import Choice, Progress, parts_of
 from localllm.web.api.ollama.shapes import ChatLine, GenerateLine, OllamaCall, OllamaCalledFunction, OllamaMessage
+from localllm.web.api.scored import scored
 from localllm.web.errors import ollama_error
 from localllm.web.shape import Shape
 
@@ -57,17 +60,25 @@ class OllamaHead:
     model: str
     kind: Literal["chat", "generate"]
     clock: RequestClock
+    tokenizer: Tokenizer | None = None  # set if logprobs are asked for
+
+    def scored(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]] | UnsetType:
+        """Return the logprobs of tokens, if they are asked for."""
+        if self.tokenizer is None:
+            return UNSET
+        scores = [scored(entry, self.tokenizer) for entry in entries]
+        return [{**first, "top_logprobs": top} for first, *top in scores]
 
     def line(self, said: OllamaMessage, done: bool = False, **rest: Any) -> ChatLine | GenerateLine:
         """Return a line. `said`: the piece of the message. `rest`: the further fields of the last line."""
         now = timestamp(time.time())
         if self.kind == "chat":
-            return ChatLine(self.model, now, said, done, **rest)
+            return ChatLine(self.model, now, said, done=done, **rest)
         return GenerateLine(
             model=self.model, created_at=now, thinking=said.thinking, response=said.content, done=done, **rest
         )
 
-    def last(self, said: OllamaMessage, reason: str | None, progress: Progress) -> ChatLine | GenerateLine:
+    def last(self, said: OllamaMessage, reason: str | None, progress: Progress, **rest: Any) -> ChatLine | GenerateLine:
         """Return the last line. Clients divide eval_count by eval_duration to get the rate of generation."""
         usage, timings, rate = progress.usage(), progress.timings, progress.tokens_per_s
         return self.line(
@@ -80,6 +91,7 @@ class OllamaHead:
             prompt_eval_duration=int(timings.prefill_s * 1e9),
             eval_count=usage.completion_tokens,
             eval_duration=0 if rate is None else round(usage.completion_tokens / rate * 1e9),
+            **rest,
         )
 
     def whole(self, choices: Sequence[Choice], progress: Progress) -> ChatLine | GenerateLine:
@@ -89,7 +101,7 @@ class OllamaHead:
             said.content += piece.content
             said.thinking = _added(said.thinking, piece.thinking)
             said.tool_calls = _added(said.tool_calls, piece.tool_calls)
-        return self.last(said, choice.finish_reason, progress)
+        return self.last(said, choice.finish_reason, progress, logprobs=self.scored(choice.logprobs))
 
 
 def _added(one: Any, other: Any) -> Any:
@@ -143,8 +155,16 @@ class OllamaLines:
 
     def event(self, event: GenerationEvent, progress: Progress) -> bytes:
         self._reason = event.finish_reason
-        pieces = self._pieces.read(parts_of(event), ended=event.finish_reason is not None)
-        return b"".join([line(self.head.line(piece)) for piece in pieces])
+        pieces = list(self._pieces.read(parts_of(event), ended=event.finish_reason is not None))
+        if self.head.tokenizer is None:
+            return b"".join([line(self.head.line(piece)) for piece in pieces])
+        if event.logprobs and not pieces:
+            pieces = [OllamaMessage("assistant", "")]
+        # All logprobs of a step are in its first line.
+        scores = [self.head.scored(event.logprobs), *[UNSET] * len(pieces)]
+        return b"".join(
+            [line(self.head.line(piece, logprobs=each)) for piece, each in zip(pieces, scores, strict=False)]
+        )
 
     def end(self, progress: Progress) -> bytes:
         return line(self.head.last(OllamaMessage("assistant", ""), self._reason, progress))

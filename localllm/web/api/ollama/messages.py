@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from localllm.errors import UnsupportedParameter
 from localllm.web.api.ollama.schema import OllamaInputMessage
+from localllm.web.api.pictures import picture_part
 
 MOST_UNANSWERED = 64
 """Unanswered calls among which a result looks for its own: more than are made at once, and few enough for any number of
@@ -40,10 +40,9 @@ def is_to_be_continued(messages: Sequence[OllamaInputMessage]) -> bool:
 
 
 def _plain_message(message: OllamaInputMessage, index: int) -> dict[str, Any]:
-    if message.images:
-        name = f"messages[{index}].images"
-        raise UnsupportedParameter(f"{name!r} is not supported.", "Supported: text.", param=name)
     plain: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.images:
+        plain["content"] = with_pictures(plain["content"], message.images, f"messages[{index}].images")
     if message.thinking:
         plain["reasoning_content"] = message.thinking
     if message.tool_name:
@@ -51,6 +50,12 @@ def _plain_message(message: OllamaInputMessage, index: int) -> dict[str, Any]:
     if message.tool_call_id:
         plain["tool_call_id"] = message.tool_call_id
     return plain
+
+
+def with_pictures(text: str, images: Sequence[str], where: str) -> list[dict[str, Any]]:
+    """Return the parts of a message with pictures, which Ollama's clients send as base64 without a type."""
+    pictures = [picture_part(f"data:image/unknown;base64,{image}", f"{where}[{i}]") for i, image in enumerate(images)]
+    return [{"type": "text", "text": text}, *pictures]
 
 
 def _answer(result: dict[str, Any], unanswered: list[tuple[str, Any]]) -> None:

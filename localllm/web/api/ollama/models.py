@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from litestar import delete, get, post, route
 from litestar.enums import HttpMethod
 from litestar.response.base import ASGIResponse
 from msgspec.structs import asdict
 
-from localllm.config.settings import Settings
+from localllm.engine.params import SAMPLING_PARAMS
 from localllm.errors import RequestError
 from localllm.models.formats.gguf_names import quant_of
-from localllm.serving.chat import calls_tools, reasons
-from localllm.serving.entry import ModelEntry
+from localllm.serving.entry import ModelEntry, ModelUnusable
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of, warning_headers
+from localllm.web.api.model_facts import facts_of
 from localllm.web.api.ollama import shapes
 from localllm.web.api.ollama.body import read_body
 from localllm.web.api.ollama.fields import NO_RULES
@@ -33,10 +34,8 @@ from localllm.web.errors import MissingParameter
 if TYPE_CHECKING:
     from localllm.models.library.catalog import ResolvedModel
     from localllm.models.spec.model_spec import ModelSpec
-    from localllm.serving.served import ServedModel
 
 FOR_GOOD = "9999-12-31T23:59:59Z"
-CAPABILITIES = {"generate": ["completion"], "embed": ["embedding"]}
 
 
 class NotOffered(RequestError):
@@ -64,7 +63,7 @@ def _said(name: str | None, param: str) -> str:
     return plain
 
 
-@get("/api/tags", operation=Operation(shapes.Tags))
+@route("/api/tags", http_method=[HttpMethod.GET, HttpMethod.HEAD], operation=Operation(shapes.Tags))
 async def tags(request: ApiRequest) -> ASGIResponse:
     """List the models that a request can name."""
     manager = manager_of(request)
@@ -109,34 +108,31 @@ async def show(request: ApiRequest) -> ASGIResponse:
     The model is not loaded; unless it is loaded already, the values come from its headers.
     """
     body, warnings = await read_body(request, ShowBody, NO_RULES)
-    register = manager_of(request).register
-    found = await register.look_up(required_name(body))
-    entry = found if isinstance(found, ModelEntry) else None
-    if entry is not None and entry.card is not None:
-        path, spec, context = entry.card.path, entry.card.spec, entry.card.plan.max_model_len
-    else:
-        path, spec = await asyncio.to_thread(_read, _checkpoint(found, register.settings))
-        context = spec.max_position
-    served = entry.served if entry else None
-    family = _family(spec)
-    defaults = entry.card.sampling_defaults if entry and entry.card else spec.generation_defaults
+    name = required_name(body)
+    model = await facts_of(manager_of(request), name)
+    if model.spec is None or model.path is None:
+        raise ModelUnusable(f"The files of {name} cannot be read.", "", f"localllm show {name}", param="model")
+    spec, family = model.spec, model.family
+    card = model.entry.card if model.entry is not None else None
+    defaults = card.sampling_defaults if card is not None else spec.generation_defaults
     answer = shapes.Shown(
         license="",
         modelfile="",
-        parameters="\n".join(f"{name} {value}" for name, value in defaults.items()),
-        template=served.tokenizer.chat_templates.get("default", "") if served else "",
-        details=_details(path, spec),
+        parameters=_parameters(model.context, defaults),
+        template=model.abilities.template,
+        details=_details(model.path, spec),
         model_info={
             "general.architecture": family,
-            f"{family}.context_length": context,
+            "general.basename": (model.entry.name if model.entry is not None else model.name).rpartition("/")[2],
+            f"{family}.context_length": model.context,
             f"{family}.embedding_length": spec.hidden_size,
             f"{family}.block_count": spec.num_layers,
             f"{family}.attention.head_count": spec.num_heads,
             f"{family}.attention.head_count_kv": spec.num_kv_heads,
             f"{family}.vocab_size": spec.vocab_size,
         },
-        capabilities=[*CAPABILITIES.get(spec.task, []), *(_more_of(served) if served else ())],
-        modified_at=_modified(path),
+        capabilities=model.capabilities(reasoning="thinking"),
+        modified_at=_modified(model.path),
     )
     return json_response(answer, warning_headers(warnings))
 
@@ -200,30 +196,17 @@ async def blobs(request: ApiRequest) -> ASGIResponse:
     )
 
 
-def _more_of(model: ServedModel) -> list[str]:
-    """Return the capabilities that are known only for a loaded model."""
-    return [name for name, can in (("tools", calls_tools), ("thinking", reasons)) if can(model)]
+def _parameters(context: int | None, defaults: Mapping[str, Any]) -> str:
+    """Return the parameters as lines, under Ollama's names. Clients read their context from `num_ctx`."""
+    named = {info.spellings.get("ollama", name): defaults.get(name) for name, info in SAMPLING_PARAMS.items()}
+    found = {"num_ctx": context, **{name: value for name, value in named.items() if value is not None}}
+    return "\n".join(f"{name:<30} {value}" for name, value in found.items() if isinstance(value, int | float))
 
 
 def _installed() -> dict[str, ResolvedModel]:
     from localllm.models.library.catalog import list_models
 
     return {model.name: model for model in list_models()}
-
-
-def _checkpoint(found: ModelEntry | str, settings: Settings | None) -> str:
-    """Return the checkpoint's name; a table in the config file may map the model's name to another one."""
-    if isinstance(found, str):
-        return settings.of_model(found).engine.model if settings is not None else found
-    return found.settings.engine.model if found.settings is not None else found.name
-
-
-def _read(name: str) -> tuple[Path, ModelSpec]:
-    from localllm.models.architectures.read_spec import read_spec
-    from localllm.models.library.catalog import resolve_model
-
-    path = resolve_model(name).path
-    return path, read_spec(path)
 
 
 def _listed(

@@ -11,12 +11,13 @@ from typing import Any
 
 from localllm.engine.params import SAMPLING_PARAMS, SamplingParams, given_params
 from localllm.errors import InvalidParameter, UnsupportedParameter
-from localllm.serving.chat import Tools, calls_tools, reasons
+from localllm.serving.chat import Tools, calls_tools
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.api.conversation import effort_switch, sampling_params, thinking_switch
+from localllm.web.api.conversation import sampling_params
+from localllm.web.api.hints import effort_switch, thinking_switch
 from localllm.web.api.ollama.fields import OPTION_RULES
-from localllm.web.api.ollama.schema import Options
+from localllm.web.api.ollama.schema import AskBody, Options
 from localllm.web.api.reading import read_object
 from localllm.web.api.tools import checked, read_tool
 
@@ -30,15 +31,12 @@ def read_options(given: Mapping[str, Any] | None) -> tuple[Options, list[str]]:
     return read_object(given or {}, Options, OPTION_RULES, "options.")
 
 
-def require_context(options: Options, model: ServedModel) -> None:
-    """Raise if the request asks for more context than is served."""
+def capped_context(options: Options, model: ServedModel) -> list[str]:
+    """Return a warning if the request asks for more context than is served. A prompt that does not fit is refused."""
     served = model.plan.max_model_len
-    if options.num_ctx is not None and options.num_ctx > served:
-        raise InvalidParameter(
-            f"options.num_ctx is {options.num_ctx}, and {model.name} is served with a context of {served} tokens.",
-            hint=f"Leave it out, or start the server with --max-model-len {options.num_ctx}.",
-            param="options.num_ctx",
-        )
+    if options.num_ctx is None or options.num_ctx <= served:
+        return []
+    return [f"field 'options.num_ctx' is {options.num_ctx}: the context is {served} tokens, by --max-model-len"]
 
 
 def params_of(options: Options, model: ServedModel) -> SamplingParams:
@@ -63,6 +61,15 @@ def params_of(options: Options, model: ServedModel) -> SamplingParams:
             param="options.penalize_newline",
         )  # fmt: skip
     return params
+
+
+def with_logprobs(params: SamplingParams, body: AskBody, model: ServedModel) -> SamplingParams:
+    """Return the parameters with the logprobs that a body asks for."""
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidParameter("top_logprobs needs logprobs: true.", param="top_logprobs")
+    if not body.logprobs:
+        return params
+    return replace(params, logprobs=model.generator.limits.num_logprobs(body.top_logprobs or 0, "top_logprobs"))
 
 
 def _limit(num_predict: int | None, model: ServedModel) -> int | None:
@@ -93,15 +100,11 @@ def structured_outputs(format: str | Mapping[str, Any] | None) -> StructuredOutp
 
 
 def think_switches(think: bool | str | None, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
-    """Return the chat template's arguments, and warnings. Raises if thinking is requested and the model
-    cannot think.
-    """
+    """Return the chat template's arguments, and warnings. Ollama refuses thinking where the model cannot think."""
     if think is None:
         return {}, []
-    if think and not reasons(model):
-        raise InvalidParameter(f'"{model.shown_name}" does not support thinking.', param="think")
     switches, warnings = thinking_switch(model, bool(think), "think")
-    if isinstance(think, str):
+    if isinstance(think, str) and not warnings:
         effort, more = effort_switch(model, think, "think")
         return switches | effort, [*warnings, *more]
     return switches, warnings

@@ -11,7 +11,7 @@ import msgspec
 
 
 class Options(msgspec.Struct, kw_only=True):
-    num_ctx: int | None = None  # refused if larger than the served context: another context needs a reload
+    num_ctx: int | None = None  # capped at the served context: another context needs a reload
     num_predict: int | None = None  # -1 and -2: as many as the context allows
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -34,6 +34,8 @@ class AskBody(msgspec.Struct, kw_only=True):
     think: bool | Literal["low", "medium", "high"] | None = None
     format: str | dict[str, Any] | None = None  # "json", or a JSON schema
     keep_alive: str | float | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None  # needs logprobs
     options: dict[str, Any] | None = None  # Options
 
 
@@ -41,7 +43,7 @@ class OllamaInputMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | None = None
     thinking: str | None = None
-    images: list[str] | None = None  # refused by name
+    images: list[str] | None = None  # base64; pictures.py says what becomes of them
     tool_calls: list[dict[str, Any]] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -55,6 +57,7 @@ class OllamaChatBody(AskBody, kw_only=True):
 class OllamaGenerateBody(AskBody, kw_only=True):
     prompt: str | None = None  # None: as for messages
     system: str | None = None
+    images: list[str] | None = None
     raw: bool | None = None  # the prompt is complete: no template is applied
 
 

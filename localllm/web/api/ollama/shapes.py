@@ -38,6 +38,7 @@ class ChatLine(Shape):
     created_at: str
     message: OllamaMessage
     done: bool
+    logprobs: list[dict[str, Any]] | UnsetType = UNSET  # of the tokens of this line
     done_reason: DoneReason | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
     load_duration: int | UnsetType = UNSET
@@ -55,6 +56,7 @@ class GenerateLine(Shape, kw_only=True):
     thinking: str | UnsetType = UNSET
     response: str
     done: bool
+    logprobs: list[dict[str, Any]] | UnsetType = UNSET  # of the tokens of this line
     done_reason: DoneReason | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
     load_duration: int | UnsetType = UNSET

@@ -13,13 +13,12 @@ from localllm.web.api.openai.adapters import load_lora_adapter, unload_lora_adap
 from localllm.web.api.openai.chat import apply_template, chat_completions, chat_input_tokens
 from localllm.web.api.openai.completions import completions
 from localllm.web.api.openai.embeddings import embeddings
-from localllm.web.api.openai.models import list_models, show_model
 from localllm.web.api.openai.rerank import rerank, score
 from localllm.web.api.openai.tokenize import detokenize, tokenize, tokenizer_info
 
 
 def routes() -> list[ControllerRouterHandler]:
     return [
-        list_models, show_model, chat_completions, chat_input_tokens, completions, tokenize, detokenize, tokenizer_info,
+        chat_completions, chat_input_tokens, completions, tokenize, detokenize, tokenizer_info,
         apply_template, embeddings, rerank, score, load_lora_adapter, unload_lora_adapter,
     ]  # fmt: skip

@@ -26,6 +26,7 @@ from localllm.web.api.openai.prompts import Prompt, chat_echo, template_switches
 from localllm.web.api.openai.schema import ChatBody, read_body
 from localllm.web.api.openai.tools import tools_of
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.pictures import readable
 
 EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}
 CHAT = RequestBody(ChatBody, CHAT_RULES, example=EXAMPLE)
@@ -107,18 +108,20 @@ async def chat_prompt(request: ApiRequest, raw: bytes) -> tuple[ServedModel, Seq
 def _asked(body: ChatBody, model: ServedModel) -> tuple[ChatRequest, list[str]]:
     """Return the translated request, and its warnings."""
     template, warnings = template_switches(body, model)
+    params, more = chat_params(body, model)
+    messages, still_more = readable(body.messages, model)
     asked = ChatRequest(
-        params=chat_params(body, model),
+        params=params,
         options=request_options(body),
         conversation=Conversation(
-            body.messages,
+            messages,
             template,
             tools_of(body, model),
             add_special_tokens=bool(body.add_special_tokens),
             inline_reasoning=_is_inline(body),
         ),
     )
-    return asked, warnings
+    return asked, [*warnings, *more, *still_more]
 
 
 def _is_inline(body: ChatBody) -> bool:

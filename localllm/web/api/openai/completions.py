@@ -49,7 +49,8 @@ async def _complete(request: ApiRequest, raw: bytes) -> ASGIResponse:
     body, warnings = await read_body(raw, CompletionBody)
     warnings += without_effect(body)
     model = await served_model(request, body.model)
-    params = completion_params(body, model)
+    params, more = completion_params(body, model)
+    warnings += more
     prompts = await completion_prompts(body, model, params.n)
     embeds = {index: prompt.embeds for index, prompt in enumerate(prompts) if prompt.embeds is not None}
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))

@@ -11,21 +11,16 @@ from collections.abc import Mapping
 from localllm.web.api.fields import FieldRules, Refused
 from localllm.web.api.fields import empty as _empty
 from localllm.web.api.fields import one_of as _one_of
+from localllm.web.api.hints import hints_of
 
 HARMLESS = frozenset({
-    "user", "metadata", "service_tier", "safety_identifier", "moderation",          # bookkeeping of hosted services
+    "user", "metadata", "safety_identifier", "moderation",                          # bookkeeping of hosted services
     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",           # the prefix cache needs no hints
     "session_id",                                                                   # a hint that only saves time
     "id_slot",                                                                      # nothing to choose here
 })  # fmt: skip
 
-LATE: Mapping[str, str] = {
-    "keep_alive": "the server's --keep-alive decides",
-    "ttl": "the server's --keep-alive decides",
-    "speculative.n_min": "drafts are verified where they are expected to save time",
-    "speculative.p_min": "drafts are verified where they are expected to save time",
-    "guided_decoding_backend": "llguidance compiles every grammar",
-}
+HINTS = hints_of("openai")
 
 REFUSED: Mapping[str, Refused] = {
     # OpenAI
@@ -34,8 +29,6 @@ REFUSED: Mapping[str, Refused] = {
     "audio": Refused("Supported output: text."),
     "modalities": Refused("Supported output: text.", _one_of(["text"])),
     "web_search_options": Refused("This server does not search the web."),
-    "store": Refused("This server does not store completions.", _one_of(False)),
-    "verbosity": Refused("Models have no such control.", _one_of("medium")),
     "suffix": Refused("Fill-in-the-middle is not supported.", _empty),
     "best_of": Refused("Use n, which returns every choice.", _one_of(1)),
     # vLLM
@@ -56,5 +49,5 @@ NOT_IN_CHATS: Mapping[str, Refused] = {
     "prompt_embeds": Refused("Embeddings replace a prompt's tokens: use POST /v1/completions."),
 }
 
-RULES = FieldRules(HARMLESS, LATE, REFUSED)
-CHAT_RULES = FieldRules(HARMLESS, LATE, {**REFUSED, **NOT_IN_CHATS})
+RULES = FieldRules(HARMLESS, HINTS, REFUSED)
+CHAT_RULES = FieldRules(HARMLESS, HINTS, {**REFUSED, **NOT_IN_CHATS})

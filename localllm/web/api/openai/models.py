@@ -1,61 +1,47 @@
-"""GET /v1/models: served models with names and context, models that could be loaded, and models being downloaded."""
+"""Models as OpenAI's clients and Codex read them: names, context, abilities, state, and models being downloaded.
+
+Does not know: HTTP (model_list.py has the handlers).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 
-from litestar import get
-from litestar.response.base import ASGIResponse
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from localllm.models.formats.gguf_names import quant_of
 from localllm.models.library.hub.downloads import DownloadStatus
-from localllm.serving.entry import ModelEntry
 from localllm.serving.served import ModelCard
-from localllm.web.api.exchange import ApiRequest, json_response, manager_of
+from localllm.web.api.model_facts import ModelFacts
 from localllm.web.api.openai import shapes
-from localllm.web.api.operation import Operation
-from localllm.web.api.own.hub import downloads_of
 
+CODEX_INSTRUCTIONS = (
+    "You are a coding agent in a terminal. Read files before you change them, use the tools to run commands and to "
+    "edit files, keep changes small, and say at the end what you changed."
+)
+"""Codex sends these instructions with each request; those of its own models are for tools that they were trained on."""
 WORDS = {"ready": "loaded"}
 """The states whose name differs for clients of other servers."""
 
 
-@get(["/v1/models", "/models"], operation=Operation(shapes.Models, also=(503,)))
-async def list_models(request: ApiRequest) -> ASGIResponse:
-    """List the models that are loaded or can be loaded by a request."""
-    manager = manager_of(request)
-    manager.require_working()
-    ready_first = sorted(manager.entries, key=lambda entry: entry.state != "ready")
-    objects = [each for entry in ready_first for each in (model_object(entry), *adapter_objects(entry))]
-    objects += [_installed_object(name, entry) for name, entry in (await manager.register.installed()).items()]
+def model_objects(facts: Sequence[ModelFacts], downloads: Sequence[DownloadStatus]) -> list[shapes.OpenAIModel]:
+    """Return the objects of all models, with loaded adapters after their models, and of running downloads."""
+    objects = [each for model in facts for each in (model_object(model), *_adapters_of(model))]
     listed = {each.id for each in objects}
-    objects += [_coming(each) for each in downloads_of(request).list() if _is_new(each, listed)]
-    return json_response(shapes.Models("list", objects))
+    return objects + [_coming(each) for each in downloads if not each.is_over and each.plan.name not in listed]
 
 
-@get("/v1/models/{name:path}", operation=Operation(shapes.OpenAIModel, also=(404,)))
-async def show_model(request: ApiRequest) -> ASGIResponse:
-    """Show one model, without loading it.
-
-    A name may contain slashes, such as `org/model`.
-    """
-    manager = manager_of(request)
-    name: str = request.path_params["name"].lstrip("/")
-    found = await manager.register.look_up(name)
-    if not isinstance(found, ModelEntry):
-        return json_response(_object(name))
-    adapters = [] if name in found.names else [each for each in adapter_objects(found) if each.id == name]
-    return json_response(adapters[0] if adapters else model_object(found))
+def object_named(name: str, model: ModelFacts) -> shapes.OpenAIModel:
+    """Return the object of a model or of its adapter with this name."""
+    adapters = [each for each in adapter_objects(model) if each.id == name]
+    return (
+        adapters[0] if adapters and model.entry is not None and name not in model.entry.names else model_object(model)
+    )
 
 
-def _installed_object(name: str, entry: ModelEntry | None) -> shapes.OpenAIModel:
-    """Return the object of an installed model; for a second name, `root` is the original name."""
-    return _object(name) if entry is None else replace(model_object(entry), id=name)
-
-
-def _is_new(download: DownloadStatus, listed: Collection[str]) -> bool:
-    return not download.is_over and download.plan.name not in listed
+def _adapters_of(model: ModelFacts) -> list[shapes.OpenAIModel]:
+    return adapter_objects(model) if model.entry is not None and model.entry.name == model.name else []
 
 
 def _coming(download: DownloadStatus) -> shapes.OpenAIModel:
@@ -63,28 +49,28 @@ def _coming(download: DownloadStatus) -> shapes.OpenAIModel:
     return replace(_object(download.plan.name), status=status)
 
 
-def model_object(entry: ModelEntry) -> shapes.OpenAIModel:
-    card = entry.card
-    status = shapes.ModelState(WORDS.get(entry.state, entry.state))
-    phase = next(reversed(entry.phases.values()), None)
-    if entry.state == "loading" and phase is not None:
-        status.phase, status.progress = phase.name, phase.fraction
-    if card is None:
-        return replace(_object(entry.name), status=status)
-    return replace(
-        _object(entry.name),
-        created=int(card.created_s),
-        max_model_len=card.plan.max_model_len,
-        meta={
+def model_object(model: ModelFacts) -> shapes.OpenAIModel:
+    entry, card = model.entry, model.entry.card if model.entry is not None else None
+    found = _object(model.name)
+    if entry is not None:
+        found.root, found.status.value = entry.name, WORDS.get(entry.state, entry.state)
+        phase = next(reversed(entry.phases.values()), None)
+        if entry.state == "loading" and phase is not None:
+            found.status.phase, found.status.progress = phase.name, phase.fraction
+    if model.spec is not None:
+        found.capabilities = model.capabilities()
+        found.context_length = UNSET if model.context is None else model.context
+    if card is not None:
+        found.created, found.max_model_len = int(card.created_s), card.plan.max_model_len
+        found.meta = {
             "quant": _quant(card),
             "size": card.plan.weights_bytes,
             "n_vocab": card.spec.vocab_size,
             "n_embd": card.spec.hidden_size,
             "n_ctx_train": card.spec.max_position,
             "dtype": str(card.plan.dtype),
-        },
-        status=status,
-    )
+        }
+    return found
 
 
 def _quant(card: ModelCard) -> str | None:
@@ -93,20 +79,42 @@ def _quant(card: ModelCard) -> str | None:
     return named or (card.spec.quantization or {}).get("quant_method")
 
 
-def adapter_objects(entry: ModelEntry) -> list[shapes.OpenAIModel]:
+def adapter_objects(model: ModelFacts) -> list[shapes.OpenAIModel]:
     """Return an object for each adapter. To clients an adapter is a model of its own; `parent` is its base model."""
-    base = model_object(entry)
+    entry, base = model.entry, model_object(model)
     return [
         replace(
             base,
             id=each.name,
             created=int(each.created_s),
             root=str(each.path),
-            parent=entry.name,
+            parent=model.name,
             meta={"rank": each.rank},
         )
-        for each in (entry.adapters.loaded if entry.adapters is not None else ())
+        for each in (entry.adapters.loaded if entry is not None and entry.adapters is not None else ())
     ]
+
+
+def codex_object(model: ModelFacts) -> shapes.CodexModel:
+    """Return a model as Codex reads it: with its context and its tools."""
+    return shapes.CodexModel(
+        slug=model.name,
+        display_name=model.name,
+        description="A model on this server.",
+        supported_reasoning_levels=[],
+        shell_type="shell_command",
+        visibility="list",
+        supported_in_api=True,
+        priority=0,
+        base_instructions=CODEX_INSTRUCTIONS,
+        supports_reasoning_summaries=False,
+        support_verbosity=False,
+        truncation_policy={"mode": "tokens", "limit": 10_000},
+        supports_parallel_tool_calls=model.abilities.tools,
+        context_window=model.context,
+        experimental_supported_tools=[],
+        input_modalities=["text", "image"] if model.abilities.vision else ["text"],
+    )
 
 
 def _object(name: str) -> shapes.OpenAIModel:

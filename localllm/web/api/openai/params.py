@@ -15,18 +15,20 @@ from localllm.engine.params import SamplingParams, given_params
 from localllm.engine.request import RequestOptions
 from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.served import ServedModel
-from localllm.web.api.budget import thinking_budget
 from localllm.web.api.conversation import sampling_params
+from localllm.web.api.hints import MODEL_HINTS, thinking_budget
 from localllm.web.api.openai.beams import length_penalty
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
 from localllm.web.api.openai.structured import structured_outputs
 
-BUDGETS = ("thinking_token_budget", "reasoning_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
 COMPLETION_MAX_TOKENS = 16
 
 
-def chat_params(body: ChatBody, model: ServedModel) -> SamplingParams:
-    """Return the parameters of a chat request. Without a limit the answer may fill the rest of the context."""
+def chat_params(body: ChatBody, model: ServedModel) -> tuple[SamplingParams, list[str]]:
+    """Return the parameters of a chat request, and warnings.
+
+    Without a limit the answer may fill the rest of the context.
+    """
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidParameter("top_logprobs needs logprobs: true.", param="top_logprobs")
     if body.top_logprobs is not None:  # checked here because here the field's name is known
@@ -38,7 +40,8 @@ def chat_params(body: ChatBody, model: ServedModel) -> SamplingParams:
     return _params(body, model, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
 
 
-def completion_params(body: CompletionBody, model: ServedModel) -> SamplingParams:
+def completion_params(body: CompletionBody, model: ServedModel) -> tuple[SamplingParams, list[str]]:
+    """Return the parameters of a completion request, and warnings."""
     prompt_logprobs = body.prompt_logprobs
     if body.echo and prompt_logprobs is None:
         prompt_logprobs = body.logprobs  # the echoed prompt has logprobs too
@@ -76,7 +79,7 @@ def _chat_limit(body: ChatBody) -> int | None:
     return new if new is not None else old
 
 
-def _params(body: GenerateBody, model: ServedModel, **decided: Any) -> SamplingParams:
+def _params(body: GenerateBody, model: ServedModel, **decided: Any) -> tuple[SamplingParams, list[str]]:
     if body.stream and body.prompt_logprobs is not None:
         raise UnsupportedParameter(
             "prompt_logprobs cannot be streamed.", "Send stream: false.", param="prompt_logprobs"
@@ -90,8 +93,9 @@ def _params(body: GenerateBody, model: ServedModel, **decided: Any) -> SamplingP
             param="return_progress",
         )
     decided["structured_outputs"] = structured_outputs(body)
-    decided["thinking_token_budget"] = thinking_budget({name: getattr(body, name) for name in BUDGETS}, model)
-    return sampling_params(model, given_params(body) | decided)
+    budgets = {name: getattr(body, name) for name in MODEL_HINTS["budget"]["openai"]}
+    decided["thinking_token_budget"], warnings = thinking_budget(budgets, model)
+    return sampling_params(model, given_params(body) | decided), warnings
 
 
 def request_options(body: GenerateBody) -> RequestOptions:

@@ -14,7 +14,8 @@ from typing import Any
 from localllm.engine.step import PromptEmbeds
 from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.served import ServedModel
-from localllm.web.api.conversation import NO_SWITCH, THINKING_SWITCHES, encode_all, truncate
+from localllm.web.api.conversation import encode_all, truncate
+from localllm.web.api.hints import THINKING_SWITCHES, effort_switch, thinking_switch
 from localllm.web.api.off_loop import off_loop
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
 from localllm.web.errors import InvalidType, MissingParameter
@@ -22,7 +23,6 @@ from localllm.web.errors import InvalidType, MissingParameter
 MAX_PROMPTS = 2048
 """Prompts per request; the same limit as for texts to embed."""
 
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 OWN_SWITCHES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """Arguments of `render` that are request fields and therefore may not occur in chat_template_kwargs."""
 
@@ -89,8 +89,11 @@ def template_switches(body: ChatBody, model: ServedModel) -> tuple[dict[str, Any
             "Send it as a separate field.",
             param="chat_template_kwargs",
         )
-    if (effort := _reasoning_effort(body, model)) is not None:
-        switches["reasoning_effort"] = effort
+    asked = {"reasoning_effort": body.reasoning_effort, "reasoning.effort": body.reasoning and body.reasoning.effort}
+    if (named := next(((effort, name) for name, effort in asked.items() if effort), None)) is not None:
+        effort, more = effort_switch(model, *named)
+        switches |= effort
+        warnings += more
     if body.documents:
         if not model.chat_template.reads("documents"):
             raise UnsupportedParameter(
@@ -107,41 +110,17 @@ def template_switches(body: ChatBody, model: ServedModel) -> tuple[dict[str, Any
 
 
 def _asked_of_template(given: Mapping[str, Any], model: ServedModel) -> tuple[dict[str, Any], list[str]]:
-    """Return chat_template_kwargs without thinking switches that are false and that the template does not have, because
-    clients send them to every model. If the template has the same switch under another name, that one is set to false.
+    """Return chat_template_kwargs without thinking switches that the template does not have, because clients send them
+    to every model. If the template has the same switch under another name, that one is set.
     """
-    reads, switches, warnings = model.chat_template.reads, dict(given), []
+    switches, warnings = dict(given), list[str]()
     for name in THINKING_SWITCHES:
-        if switches.get(name) is False and not reads(name):
+        if isinstance(on := switches.get(name), bool) and not model.chat_template.reads(name):
             del switches[name]
-            others = [other for other in THINKING_SWITCHES if reads(other)]
-            for other in others:
-                switches.setdefault(other, False)
-            if not others:
-                warnings.append(f"field 'chat_template_kwargs.{name}' has no effect: {NO_SWITCH}")
+            others, more = thinking_switch(model, on, f"chat_template_kwargs.{name}")
+            switches = others | switches
+            warnings += more
     return switches, warnings
-
-
-def _reasoning_effort(body: ChatBody, model: ServedModel) -> str | None:
-    """Return the reasoning effort for the template. `none` is accepted if the template has no such switch: the model
-    does no extra reasoning then.
-    """
-    effort = body.reasoning_effort or (body.reasoning.effort if body.reasoning else None)
-    if effort is None:
-        return None
-    if effort not in REASONING_EFFORTS:
-        raise InvalidParameter(
-            f"Unknown reasoning_effort {effort!r}.", f"Known: {', '.join(REASONING_EFFORTS)}.", param="reasoning_effort"
-        )
-    if model.chat_template.reads("reasoning_effort"):
-        return effort
-    if effort == "none":
-        return None
-    raise UnsupportedParameter(
-        "'reasoning_effort' is not supported by this model.",
-        "Its chat template has no such switch.",
-        param="reasoning_effort",
-    )
 
 
 def chat_echo(body: ChatBody) -> str:

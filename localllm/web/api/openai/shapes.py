@@ -253,12 +253,36 @@ class OpenAIModel(Shape):
     parent: str | None
     status: ModelState
     max_model_len: int | UnsetType = UNSET
+    context_length: int | UnsetType = UNSET  # served if the model is loaded, else as trained
+    capabilities: list[str] | UnsetType = UNSET  # completion, tools, reasoning, vision; embedding; rerank
     meta: dict[str, Any] | UnsetType = UNSET
+
+
+class CodexModel(Shape):
+    """A model as Codex reads it, whose fields are named as in its catalogue."""
+
+    slug: str
+    display_name: str
+    description: str
+    supported_reasoning_levels: list[Any]
+    shell_type: str
+    visibility: str
+    supported_in_api: bool
+    priority: int
+    base_instructions: str
+    supports_reasoning_summaries: bool
+    support_verbosity: bool
+    truncation_policy: dict[str, Any]
+    supports_parallel_tool_calls: bool
+    context_window: int | None
+    experimental_supported_tools: list[str]
+    input_modalities: list[str]
 
 
 class Models(Shape):
     object: Literal["list"]
     data: list[OpenAIModel]
+    models: list[CodexModel] | UnsetType = UNSET  # for Codex, which sends client_version
 
 
 class PoolingUsage(Shape):

@@ -17,6 +17,7 @@ from localllm.web.api.openai.fields import RULES
 from localllm.web.api.openai.prompts import template_switches
 from localllm.web.api.openai.schema import ChatBody, DetokenizeBody, TokenizeBody, read_body
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
+from localllm.web.api.pictures import readable
 from localllm.web.api.reading import ModelQuery
 from localllm.web.errors import MissingParameter
 
@@ -108,7 +109,8 @@ async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
         )
         switches, _ = template_switches(chat, model)
         special = bool(body.add_special_tokens)
-        return await chat_token_ids(model, Conversation(body.messages, switches, add_special_tokens=special))
+        messages, _ = readable(body.messages, model)
+        return await chat_token_ids(model, Conversation(messages, switches, add_special_tokens=special))
     if body.prompt is not None:
         return await _encoded(body.prompt, body.add_special_tokens is not False, model, "prompt")
     if body.content is not None:  # llama.cpp adds special tokens only on request

@@ -4,7 +4,8 @@ report are not.
 
 from __future__ import annotations
 
-from litestar import get, head
+from litestar import get, head, route
+from litestar.enums import HttpMethod
 from litestar.response.base import ASGIResponse, Response
 from litestar.types import ControllerRouterHandler
 
@@ -14,6 +15,9 @@ from localllm.web.api.exchange import ApiRequest, json_response, manager_of
 from localllm.web.api.operation import TEXT, Operation
 from localllm.web.api.own import shapes
 from localllm.web.watchdog import ServerReport, Watchdog, worst
+
+OLLAMA_API = "0.20.0"
+"""The newest version of Ollama whose calls this server answers."""
 
 
 class StandsStill(EngineError):
@@ -64,10 +68,19 @@ def watchdog_of(request: ApiRequest) -> Watchdog:
     return watchdog
 
 
-@get(["/version", "/api/version"], operation=Operation(shapes.Version))
+@get("/version", operation=Operation(shapes.Version))
 async def version() -> ASGIResponse:
     """Show the version."""
     return json_response(shapes.Version(__version__))
+
+
+@route("/api/version", http_method=[HttpMethod.GET, HttpMethod.HEAD], operation=Operation(shapes.OllamaVersion))
+async def ollama_version() -> ASGIResponse:
+    """Show the version of Ollama's API that this server speaks, and its own.
+
+    Clients refuse servers that speak an older version than they need.
+    """
+    return json_response(shapes.OllamaVersion(OLLAMA_API, __version__))
 
 
 @head("/", operation=Operation())
@@ -88,4 +101,4 @@ def is_running() -> Response[str]:
 
 def routes(*, with_root: bool) -> list[ControllerRouterHandler]:
     """Return the routes. `with_root`: no page answers at `/`."""
-    return [health, version, server, *([root, knock] if with_root else [])]
+    return [health, version, ollama_version, server, *([root, knock] if with_root else [])]

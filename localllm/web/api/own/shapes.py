@@ -30,6 +30,11 @@ class Version(Shape):
     version: str
 
 
+class OllamaVersion(Shape):
+    version: str  # of Ollama's API
+    localllm: str  # of this server
+
+
 class Status(Shape):
     """One line of `localllm ps`."""
 

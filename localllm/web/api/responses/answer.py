@@ -6,8 +6,8 @@ Does not know: sockets, the engine, where responses are stored.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from msgspec import UNSET
@@ -19,7 +19,7 @@ from localllm.text.answers.parts import Content
 from localllm.web.api.generation import Choice, Progress
 from localllm.web.api.responses import shapes
 from localllm.web.api.responses.items import Item, new_id
-from localllm.web.api.responses.output import OutputItems
+from localllm.web.api.responses.output import NO_CALLS, OutputItems
 from localllm.web.api.responses.schema import ResponsesBody
 from localllm.web.errors import openai_error
 
@@ -46,10 +46,17 @@ class ResponseHead:
     body: ResponsesBody
     params: SamplingParams
     num_truncated: int = 0  # number of the oldest items that are not in the prompt
+    calls: Mapping[str, Item] = field(default_factory=dict)  # as for OutputItems
 
     @staticmethod
-    def new(model: str, body: ResponsesBody, params: SamplingParams, num_truncated: int = 0) -> ResponseHead:
-        return ResponseHead(new_id("resp"), int(time.time()), model, body, params, num_truncated)
+    def new(
+        model: str,
+        body: ResponsesBody,
+        params: SamplingParams,
+        num_truncated: int = 0,
+        calls: Mapping[str, Item] = NO_CALLS,
+    ) -> ResponseHead:
+        return ResponseHead(new_id("resp"), int(time.time()), model, body, params, num_truncated, calls)
 
     def response(self, status: shapes.ResponseStatus, output: Any, **end: Any) -> shapes.Response:
         """Return the response. `end`: fields that differ from a response that has not ended."""
@@ -108,7 +115,7 @@ def usage_object(progress: Counted) -> shapes.ResponseUsage:
 
 def whole_response(head: ResponseHead, choices: Sequence[Choice], progress: Progress) -> shapes.Response:
     [choice] = choices
-    output, cut = OutputItems(), choice.finish_reason != "stop"
+    output, cut = OutputItems(calls=head.calls), choice.finish_reason != "stop"
     for part in choice.parts:
         output.say(part)
     output.close(cut=cut)
@@ -122,7 +129,7 @@ class ResponseEvents:
         self, head: ResponseHead, keep: Callable[[shapes.Response], None], output: OutputItems | None = None
     ) -> None:
         """`keep` is called with the response when it has ended."""
-        self.head, self._keep, self._output = head, keep, output or OutputItems()
+        self.head, self._keep, self._output = head, keep, output or OutputItems(calls=head.calls)
         self._started = False
         self.cut = False  # the response ends before the model has
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from localllm.errors import InvalidParameter
 from localllm.serving.chat import Conversation
@@ -17,7 +16,9 @@ from localllm.serving.served import ServedModel
 from localllm.web.access.caller import owner_of
 from localllm.web.api.conversation import ChatRequest
 from localllm.web.api.exchange import ApiRequest, json_body, served_model
+from localllm.web.api.pictures import readable
 from localllm.web.api.reading import read
+from localllm.web.api.responses.client_tools import LEFT_OUT, ClientTools, client_tools
 from localllm.web.api.responses.fields import RULES
 from localllm.web.api.responses.items import Item, Message, messages_of, read_items
 from localllm.web.api.responses.mcp_items import approved_calls, is_approvable
@@ -36,10 +37,11 @@ class Asked:
     model: ServedModel
     before: Sequence[bytes]  # items of earlier rounds
     items: Sequence[Item]  # items of this round
+    own: ClientTools
     offer: McpOffer
     approved: Sequence[Item]  # requests for approval that were approved, and whose calls run first
     chat: ChatRequest
-    token_ids: Sequence[int]  # the prompt
+    token_ids: Sequence[int]  # the prompt; empty for a request that only loads the model
     num_truncated: int  # number of the oldest items that are not in the prompt
     warnings: Sequence[str]
 
@@ -58,7 +60,8 @@ async def read_asked(request: ApiRequest) -> Asked:
     store, owner = store_of(request), owner_of(request)
     before = store.context(owner, body.previous_response_id)
     items = read_items(body.input or [], partial(store.item, owner))
-    if not before and not items:
+    is_probe = not before and not items and body.input == "" and body.max_output_tokens == 1
+    if not before and not items and not is_probe:
         raise MissingParameter("Missing required parameter: 'input'.", "There is nothing to answer.", param="input")
     if body.max_tool_calls is not None and body.max_tool_calls < 1:
         what = "max_tool_calls must be at least 1."
@@ -67,16 +70,19 @@ async def read_asked(request: ApiRequest) -> Asked:
     approved = approved_calls(everything)
     list(messages_of(everything))  # checked before servers of tools are started
     tools = body.tools or []
-    offer = await mcp_offer(request, tools, {str(tool.get("name")) for tool in tools if tool.get("type") == "function"})
+    own = client_tools(tools)
+    offer = await mcp_offer(request, tools, {each["function"]["name"] for each in own.functions})
     for call in approved:
         _require_approvable(call, offer, owner)
     model = await served_model(request, body.model)
     params, more = params_of(body, model)
     template, still_more = template_of(body, model)
-    chat = ChatRequest(Conversation([], template, tools_of(body, model, offer)), params)
-    warnings = [*warnings, *offer.warnings, *more, *still_more]
-    asked = Asked(body, model, before, items, offer, approved, chat, (), 0, warnings)
-    return await _prompted(asked, everything)
+    chat = ChatRequest(Conversation([], template, tools_of(body, model, own, offer)), params)
+    left_out = sorted({item["type"] for item in everything if item["type"] in LEFT_OUT})
+    unread = [f"items without a text for the model are not in the prompt: {', '.join(left_out)}"] if left_out else []
+    warnings = [*warnings, *own.warnings, *offer.warnings, *more, *still_more, *unread]
+    asked = Asked(body, model, before, items, own, offer, approved, chat, (), 0, warnings)
+    return asked if is_probe else await _prompted(asked, everything)
 
 
 def _require_approvable(call: Item, offer: McpOffer, owner: str) -> None:
@@ -101,21 +107,25 @@ async def _prompted(asked: Asked, items: Sequence[Item]) -> Asked:
     names = {(each.tool.server, each.tool.name): name for name, each in asked.offer.by_name.items()}
     instructions: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
 
+    newest = max((i for i, item in enumerate(asked.items) if item.get("role") == "user"), default=0)
+    warnings = list(asked.warnings)
+
     def asking(items: Sequence[Item]) -> ChatRequest:
-        messages = [*instructions, *messages_of(items, names)]
-        return replace(asked.chat, conversation=replace(asked.chat.conversation, messages=messages))
+        found, unread = readable([*instructions, *messages_of(items, names)], model, f"input[{newest}].content")
+        warnings[:] = dict.fromkeys([*asked.warnings, *unread])
+        return replace(asked.chat, conversation=replace(asked.chat.conversation, messages=found))
 
     async def count(items: Sequence[Item]) -> int:
         return len(await asking(items).token_ids(model))
 
     chat = asking(items)
     token_ids, context = await chat.token_ids(model), model.plan.max_model_len
-    found = replace(asked, chat=chat, token_ids=token_ids)
+    found = replace(asked, chat=chat, token_ids=token_ids, warnings=[*warnings])
     if body.truncation != "auto" or len(token_ids) <= context - wanted_tokens(body.max_output_tokens, context):
         return found
     kept = await truncated(items, count, context, body.max_output_tokens)
     chat, num_truncated = asking(kept), len(items) - len(kept)
     warning = f"truncation: items that are not in the prompt, the oldest: {num_truncated} of {len(items)}"
-    warnings: list[Any] = [*asked.warnings, *([warning] if num_truncated else [])]
     token_ids = await chat.token_ids(model)
-    return replace(found, chat=chat, token_ids=token_ids, num_truncated=num_truncated, warnings=warnings)
+    told = [*warnings, *([warning] if num_truncated else [])]
+    return replace(found, chat=chat, token_ids=token_ids, num_truncated=num_truncated, warnings=told)

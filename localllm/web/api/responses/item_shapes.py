@@ -28,11 +28,16 @@ class ReasoningText(Shape, tag="reasoning_text"):
     text: str
 
 
+class InputImage(Shape, tag="input_image"):
+    image_url: str
+    detail: str | None
+
+
 class MessageItem(Shape, tag="message"):
     id: str
     status: Status
     role: Literal["user", "assistant", "system", "developer"]
-    content: list[InputText | OutputText]
+    content: list[InputText | OutputText | InputImage]
 
 
 class ReasoningItem(Shape, tag="reasoning"):
@@ -42,11 +47,12 @@ class ReasoningItem(Shape, tag="reasoning"):
     content: list[ReasoningText]
 
 
-class CallItem(Shape, tag="function_call"):
+class CallItem(Shape, tag="function_call", kw_only=True):
     id: str
     status: Status
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str
 
 
@@ -54,7 +60,44 @@ class CallOutputItem(Shape, tag="function_call_output"):
     id: str
     status: Status
     call_id: str
-    output: str | list[InputText]
+    output: str | list[InputText | InputImage]
+
+
+class CustomCallItem(Shape, tag="custom_tool_call"):
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+
+
+class CustomOutputItem(Shape, tag="custom_tool_call_output"):
+    id: str
+    status: Status
+    call_id: str
+    output: str | list[InputText | InputImage]
+
+
+class ShellCallItem(Shape, tag="local_shell_call"):
+    id: str
+    status: Status
+    call_id: str
+    action: dict[str, Any]
+
+
+class ShellOutputItem(Shape, tag="local_shell_call_output"):
+    id: str
+    status: Status
+    call_id: str
+    output: str | list[InputText | InputImage]
+
+
+class WebSearchItem(Shape, tag="web_search_call"):
+    id: str
+
+
+class CompactionItem(Shape, tag="compaction"):
+    id: str
 
 
 class McpTool(Shape):
@@ -106,6 +149,7 @@ class McpAnswerItem(Shape, tag="mcp_approval_response"):
 
 
 Item = (
-    MessageItem | ReasoningItem | CallItem | CallOutputItem
+    MessageItem | ReasoningItem | CallItem | CallOutputItem | CustomCallItem | CustomOutputItem | ShellCallItem
+    | ShellOutputItem | WebSearchItem | CompactionItem
     | McpListItem | McpCallItem | McpRequestItem | McpAnswerItem
 )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 
 from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.web.api.reading import text_field, wrong_type
-from localllm.web.api.responses import mcp_items
+from localllm.web.api.responses import client_tools, mcp_items
 
 Item = dict[str, Any]
 Message = dict[str, Any]
@@ -49,11 +49,8 @@ def _item(item: Mapping[str, Any], where: str, kept: Callable[[str], Item | None
         case "function_call":
             return _call(item, where)
         case "function_call_output":
-            output = item.get("output")
-            output = output if isinstance(output, str) else _parts(output, f"{where}.output", "input_text")
-            return _new(
-                "fco", item, type="function_call_output", call_id=text_field(item, "call_id", where), output=output
-            )
+            call_id = text_field(item, "call_id", where)
+            return _new("fco", item, type="function_call_output", call_id=call_id, output=_output(item, where))
         case "reasoning":
             return _reasoning(item, where)
         case "item_reference":
@@ -62,12 +59,16 @@ def _item(item: Mapping[str, Any], where: str, kept: Callable[[str], Item | None
                 why = "Items are stored with their responses: only the newest, in memory."
                 raise InvalidParameter(f"There is no item {id!r}.", why, "Send the item itself.", param=f"{where}.id")
             return found
+        case str(kind) if kind in client_tools.PREFIXES or kind in client_tools.LEFT_OUT:
+            output = _output(item, where) if kind in client_tools.OUTPUTS else None
+            id = new_id(client_tools.PREFIXES.get(kind, "item"))
+            return client_tools.read_client_item(item, where, id, output)
         case str(kind) if kind in mcp_items.PREFIXES:
             return mcp_items.read_mcp_item(item, where, new_id(mcp_items.PREFIXES[kind]))
         case kind:
             raise UnsupportedParameter(
                 f"{where} is of type {kind!r}." if kind else f"{where} has no type.",
-                "Supported: messages, function calls with their outputs, calls of MCP servers, and reasoning.",
+                "Supported: messages, calls of tools with their outputs, and reasoning.",
                 param=where,
             )
 
@@ -91,7 +92,13 @@ def _call(item: Mapping[str, Any], where: str) -> Item:
     if not _is_json(arguments):
         raise InvalidParameter(f"{where}.arguments is not JSON.", f"Got {arguments!r:.80}.", param=f"{where}.arguments")
     name, call_id = text_field(item, "name", where), text_field(item, "call_id", where)
-    return _new("fc", item, type="function_call", call_id=call_id, name=name, arguments=arguments)
+    space = {"namespace": text_field(item, "namespace", where)} if item.get("namespace") is not None else {}
+    return _new("fc", item, type="function_call", call_id=call_id, name=name, **space, arguments=arguments)
+
+
+def _output(item: Mapping[str, Any], where: str) -> str | list[Item]:
+    output = item.get("output")
+    return output if isinstance(output, str) else _parts(output, f"{where}.output", "input_text")
 
 
 def _is_json(arguments: str) -> bool:
@@ -117,7 +124,16 @@ def _reasoning(item: Mapping[str, Any], where: str) -> Item:
 def _parts(content: object, where: str, kind: str) -> list[Item]:
     if not isinstance(content, list):
         raise wrong_type(where, "text or a list of parts", content)
-    return [_part(kind, _part_text(part, f"{where}[{i}]", TEXT_PARTS)) for i, part in enumerate(content)]
+    return [
+        _picture(part) or _part(kind, _part_text(part, f"{where}[{i}]", TEXT_PARTS)) for i, part in enumerate(content)
+    ]
+
+
+def _picture(part: object) -> Item | None:
+    """Return a part that is a picture; None for another one."""
+    if not isinstance(part, dict) or part.get("type") != "input_image":
+        return None
+    return {"type": "input_image", "image_url": part.get("image_url") or "", "detail": part.get("detail")}
 
 
 def _part(kind: str, text: str) -> Item:
@@ -143,7 +159,7 @@ def messages_of(items: Sequence[Item], mcp_names: Mapping[tuple[str, str], str] 
     """
     turn: Message | None = None  # the model's turn, while more items may belong to it
     names: dict[str, str] = {}  # call id -> name of the function
-    for item in mcp_items.as_functions(items, mcp_names):
+    for item in client_tools.as_functions(mcp_items.as_functions(items, mcp_names)):
         is_answer = item["type"] in ("reasoning", "function_call") or item.get("role") == "assistant"
         if turn is not None and not (is_answer and _goes_on(turn, item)):
             yield turn
@@ -199,5 +215,8 @@ def _result(item: Item, names: Mapping[str, str]) -> Message:
 
 
 def _plain(parts: Sequence[Item]) -> str | list[Message]:
-    """Return text if there is only one part, because every template supports text."""
-    return parts[0]["text"] if len(parts) == 1 else [{"type": "text", "text": part["text"]} for part in parts]
+    """Return text if there is only one part and it has a text, because every template supports text."""
+    if len(parts) == 1 and "text" in parts[0]:
+        text: str = parts[0]["text"]
+        return text
+    return [{"type": "text", "text": part["text"]} if "text" in part else dict(part) for part in parts]

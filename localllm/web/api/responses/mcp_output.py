@@ -17,7 +17,7 @@ from localllm.web.api.responses import shapes
 from localllm.web.api.responses.items import Item, new_id
 from localllm.web.api.responses.mcp_items import arguments_of
 from localllm.web.api.responses.mcp_tools import McpTool
-from localllm.web.api.responses.output import OutputItems
+from localllm.web.api.responses.output import NO_CALLS, OutputItems
 
 
 @dataclass(slots=True)
@@ -29,11 +29,16 @@ class _Asking:
 
 
 class McpOutput(OutputItems):
-    def __init__(self, tools: Mapping[str, McpTool], approval_id: Callable[[ServerTool, str], str]) -> None:
+    def __init__(
+        self,
+        tools: Mapping[str, McpTool],
+        approval_id: Callable[[ServerTool, str], str],
+        calls: Mapping[str, Item] = NO_CALLS,
+    ) -> None:
         """`tools`: by the name that the model uses. `approval_id` makes the id of a request for approval of a tool's
-        call with these arguments.
+        call with these arguments. `calls`: as for `OutputItems`.
         """
-        super().__init__()
+        super().__init__(calls=calls)
         self.waiting: list[Item] = []  # calls whose arguments are complete, without a result
         self.asks = False  # a call waits for approval
         self._tools, self._approval_id = tools, approval_id

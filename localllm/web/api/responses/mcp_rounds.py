@@ -30,6 +30,7 @@ from localllm.web.api.generation import Generation, Progress
 from localllm.web.api.responses import shapes
 from localllm.web.api.responses.answer import ResponseEvents, ResponseHead
 from localllm.web.api.responses.asked import Asked
+from localllm.web.api.responses.client_tools import CALLS
 from localllm.web.api.responses.items import Item
 from localllm.web.api.responses.mcp_items import approval_id, arguments_of
 from localllm.web.api.responses.mcp_output import McpOutput
@@ -72,7 +73,7 @@ class McpRounds:
         self.response: shapes.Response | None = None
         self._request, self._asked, self._keep = request, asked, keep
         self._servers: McpServers = mcp_of(request.app)
-        self._output = McpOutput(asked.offer.by_name, partial(approval_id, owner_of(request)))
+        self._output = McpOutput(asked.offer.by_name, partial(approval_id, owner_of(request)), head.calls)
         self._events = ResponseEvents(head, self._ended, self._output)
         self._totals = Totals()
         self._generation: Generation | None = None
@@ -129,7 +130,7 @@ class McpRounds:
             if not calls:
                 break
             yield await self._run(calls, last=number == MAX_ROUNDS)
-            if self._output.asks or any(each["type"] == "function_call" for each in self._output.items[first:]):
+            if self._output.asks or any(each["type"] in CALLS for each in self._output.items[first:]):
                 break
         yield self._events.end(self._totals)
 

@@ -22,20 +22,20 @@ from localllm.mcp.values import Listing, ServerTool
 from localllm.web.access.caller import owner_of, require
 from localllm.web.access.tools import Decisions, may_use, mcp_of
 from localllm.web.api.exchange import ApiRequest
-from localllm.web.api.fields import FieldRules, ListOf, Refused, one_of
+from localllm.web.api.fields import FieldRules, ListOf, Refused
+from localllm.web.api.hints import hints_of
 from localllm.web.api.reading import read_object
 from localllm.web.api.tools import function_tool
 
 _ADDED = "Only servers that the owner of this machine has added are used: server_label names one of them."
 RULES = FieldRules(
-    late={"server_description": "the server describes its tools"},
+    hints=hints_of("responses", "mcp."),
     refused={
         "server_url": Refused(_ADDED),
         "connector_id": Refused(_ADDED),
         "tunnel_id": Refused(_ADDED),
         "headers": Refused("The owner of this machine sets the headers of a server."),
         "authorization": Refused("The owner of this machine sets the headers of a server."),
-        "defer_loading": Refused("All offered tools are in the prompt.", one_of(False)),
         "allowed_callers": Refused("Only the model calls tools.", ListOf(frozenset({"direct"}))),
     },
 )

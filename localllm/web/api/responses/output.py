@@ -5,8 +5,9 @@ Does not know: requests, the response around the items, sockets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -14,11 +15,13 @@ from msgspec.structs import replace
 
 from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.responses import shapes
+from localllm.web.api.responses.client_tools import input_of
 from localllm.web.api.responses.item_shapes import OutputText, ReasoningText
 from localllm.web.api.responses.items import Item, new_id
 from localllm.web.shape import event_bytes
 
 to_json = msgspec.json.encode
+NO_CALLS: Mapping[str, Item] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ KINDS = {
     ),
     "reasoning": _Kind("rs", shapes.ReasoningDelta, shapes.ReasoningDone, {"summary": []}, ReasoningText("")),
     "function_call": _Kind("fc", shapes.ArgumentsDelta, shapes.ArgumentsDone, {}),
+    "custom_tool_call": _Kind("ctc", shapes.CustomInputDelta, shapes.CustomInputDone, {}),
     "mcp_call": _Kind(
         "mcp",
         shapes.McpArgumentsDelta,
@@ -65,12 +69,14 @@ class _Open:
 
 
 class OutputItems:
-    def __init__(self, new_id: Callable[[str], str] = new_id) -> None:
-        """`new_id` makes an id from its prefix."""
+    def __init__(self, new_id: Callable[[str], str] = new_id, calls: Mapping[str, Item] = NO_CALLS) -> None:
+        """`new_id` makes an id from its prefix. `calls`: the model's name of a tool -> the fields of a call's item, for
+        tools that are not plain functions.
+        """
         self.items: list[Item] = []
         self._calls: list[Item] = []
         self._open: _Open | None = None
-        self._new_id = new_id
+        self._new_id, self._kinds_of_calls = new_id, calls
         self._next_number = 0
 
     def event(self, kind: Callable[..., shapes.AnyEvent], **fields: Any) -> bytes:
@@ -84,7 +90,9 @@ class OutputItems:
             case Reasoning(text) if text:
                 return self._within("reasoning") + self._delta(text)
             case ToolCallStart(_, call_id, name):
-                return self.close() + self._start("function_call", call_id=call_id, name=name, arguments="")
+                call = {"type": "function_call", "name": name, **self._kinds_of_calls.get(name, {})}
+                call["input" if call["type"] == "custom_tool_call" else "arguments"] = ""
+                return self.close() + self._start(call.pop("type"), call_id=call_id, **call)
             case ToolArguments(_, text):
                 return self._delta(text)
             case BrokenCall(int(index)):
@@ -98,7 +106,11 @@ class OutputItems:
             return b""
         item, text, kind = said.item, "".join(said.texts), KINDS[said.item["type"]]
         item["status"] = "incomplete" if cut else said.status
-        if kind.part is None:
+        if item["type"] == "custom_tool_call":  # its text is known once its arguments are complete
+            item["input"] = input_of(text)
+            written = self.event(kind.delta, **said.place, delta=item["input"])
+            written += self.event(kind.done, **said.place, input=item["input"])
+        elif kind.part is None:
             item["arguments"] = text
             written = self.event(kind.done, **said.place, arguments=text)
         else:
@@ -133,6 +145,8 @@ class OutputItems:
     def _delta(self, text: str) -> bytes:
         assert self._open is not None, "an item is open"
         self._open.texts.append(text)
+        if self._open.item["type"] == "custom_tool_call":
+            return b""
         return self._open.delta + to_json(text) + b',"sequence_number":%d}\n\n' % self._number()
 
     def _break(self, call: Item) -> None:

@@ -9,17 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from localllm.engine.params import SamplingParams, given_params
-from localllm.errors import InvalidParameter, UnsupportedParameter
+from localllm.errors import InvalidParameter
 from localllm.serving.chat import TOOL_CHOICE, Tools
 from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.api.budget import thinking_budget
-from localllm.web.api.conversation import sampling_params, thinking_switch
+from localllm.web.api.conversation import sampling_params
+from localllm.web.api.hints import effort_switch, thinking_budget
 from localllm.web.api.reading import read_object
+from localllm.web.api.responses.client_tools import ClientTools, plain_choice
 from localllm.web.api.responses.fields import REASONING_RULES, TEXT_RULES
 from localllm.web.api.responses.mcp_tools import McpOffer
 from localllm.web.api.responses.schema import ResponseReasoning, ResponsesBody, TextConfig
-from localllm.web.api.tools import chosen, function_tool
+from localllm.web.api.tools import chosen
 from localllm.web.errors import InvalidType
 
 FORMAT = "text.format"
@@ -33,12 +34,12 @@ def params_of(body: ResponsesBody, model: ServedModel) -> tuple[SamplingParams, 
         why = f"Got {body.max_output_tokens}."
         raise InvalidParameter("max_output_tokens must be at least 1.", why, param="max_output_tokens")
     asked = {"max_tokens": model.sampling_defaults.get("max_tokens"), **given_params(body, "responses")}
-    budget = {"thinking_token_budget": body.thinking_token_budget}
-    asked["thinking_token_budget"] = thinking_budget(budget, model)
     text, warnings = read_object(body.text or {}, TextConfig, TEXT_RULES, "text.")
+    budget = {"thinking_token_budget": body.thinking_token_budget}
+    asked["thinking_token_budget"], more = thinking_budget(budget, model)
     if (structured := _structured({"type": "text"} if text.format is None else text.format)) is not None:
         asked["structured_outputs"] = structured
-    return sampling_params(model, asked), warnings
+    return sampling_params(model, asked), [*warnings, *more]
 
 
 def _structured(format: Mapping[str, Any]) -> StructuredOutputsParams | None:
@@ -64,25 +65,16 @@ def template_of(body: ResponsesBody, model: ServedModel) -> tuple[dict[str, Any]
     asked, warnings = read_object(body.reasoning or {}, ResponseReasoning, REASONING_RULES, "reasoning.")
     if asked.effort is None:
         return {}, warnings
-    if model.chat_template.reads("reasoning_effort"):
-        return {"reasoning_effort": asked.effort}, warnings
-    if asked.effort == "none":
-        switches, more = thinking_switch(model, on=False, param="reasoning.effort")
-        return switches, [*warnings, *more]
-    raise UnsupportedParameter(
-        "'reasoning.effort' is not supported by this model.",
-        "Its chat template has no such switch.",
-        param="reasoning.effort",
-    )
+    switches, more = effort_switch(model, asked.effort, "reasoning.effort")
+    return switches, [*warnings, *more]
 
 
-def tools_of(body: ResponsesBody, model: ServedModel, offer: McpOffer) -> Tools:
-    """Return the tools: the request's functions, and those of MCP servers. Raises `RequestError` if a tool or the
+def tools_of(body: ResponsesBody, model: ServedModel, own: ClientTools, offer: McpOffer) -> Tools:
+    """Return the tools: those of the client, and those of MCP servers. Raises `RequestError` if a tool or the
     choice is invalid.
     """
-    given = [(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
-    functions = [_tool(tool, where) for tool, where in given if tool.get("type") != "mcp"]
-    return chosen([*functions, *offer.functions()], _choice(body.tool_choice, offer), body.parallel_tool_calls, model)
+    choice = _choice(plain_choice(body.tool_choice, own), offer)
+    return chosen([*own.functions, *offer.functions()], choice, body.parallel_tool_calls, model)
 
 
 def _choice(choice: Any, offer: McpOffer) -> Any:
@@ -109,11 +101,3 @@ def _named(choice: dict[str, Any], offer: McpOffer) -> list[dict[str, str]]:
         why = f"Offered: {', '.join(offer.by_name) or 'none'}."
         raise InvalidParameter(what, why, param=TOOL_CHOICE)
     return [{"type": "function", "name": name} for name in names]
-
-
-def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise UnsupportedParameter(
-            f"{where} is of type {tool.get('type')!r}.", "Supported: functions and mcp.", param=f"{where}.type"
-        )
-    return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)

@@ -9,7 +9,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.web.access.caller import owner_of
 from localllm.web.api.answer import streamed, whole
-from localllm.web.api.disconnect import EventStream, unless_disconnected
+from localllm.web.api.disconnect import EVENTS, EventStream, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.generation import Choice
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
@@ -17,7 +17,7 @@ from localllm.web.api.responses import shapes
 from localllm.web.api.responses.answer import ResponseEvents, ResponseHead, whole_response
 from localllm.web.api.responses.asked import Asked, read_asked
 from localllm.web.api.responses.fields import REASONING_RULES, RULES, TEXT_RULES
-from localllm.web.api.responses.mcp_rounds import McpRounds
+from localllm.web.api.responses.mcp_rounds import McpRounds, Totals
 from localllm.web.api.responses.schema import ResponseReasoning, ResponsesBody, TextConfig
 from localllm.web.api.responses.stored import store_of
 
@@ -33,11 +33,14 @@ BODY = RequestBody(
 async def responses(request: ApiRequest) -> ASGIResponse:
     """Answer input items with output items.
 
-    The answer is stored unless `store` is false. With `stream: true` it is sent as events.
+    The answer is stored unless `store` is false. With `stream: true` it is sent as events. An empty `input` with
+    `max_output_tokens` 1 only loads the model.
     """
     asked = await read_asked(request)
     model, chat = asked.model, asked.chat.within_context(len(asked.token_ids), asked.model)
-    head = ResponseHead.new(model.shown_name, asked.body, chat.params, asked.num_truncated)
+    head = ResponseHead.new(model.shown_name, asked.body, chat.params, asked.num_truncated, asked.own.calls)
+    if not asked.token_ids:
+        return _loaded(asked, head)
 
     def keep(response: shapes.Response) -> None:
         if asked.body.store is not False:
@@ -55,6 +58,15 @@ async def responses(request: ApiRequest) -> ASGIResponse:
     if asked.body.stream:
         return await streamed(request, generation, ResponseEvents(head, keep), asked.warnings)
     return await whole(request, generation, respond, asked.warnings)
+
+
+def _loaded(asked: Asked, head: ResponseHead) -> ASGIResponse:
+    """Answer a request without input, with which clients load a model."""
+    if not asked.body.stream:
+        return json_response(head.ended([], Totals(), cut=False), warning_headers(asked.warnings))
+    events = ResponseEvents(head, lambda response: None)
+    written = events.start() + events.end(Totals())
+    return ASGIResponse(body=written, media_type=EVENTS.media_type, headers=warning_headers(asked.warnings))
 
 
 async def _with_servers(request: ApiRequest, rounds: McpRounds, asked: Asked) -> ASGIResponse:

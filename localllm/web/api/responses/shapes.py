@@ -172,6 +172,16 @@ class ArgumentsDone(ItemPlace, tag="response.function_call_arguments.done"):
     sequence_number: int
 
 
+class CustomInputDelta(ItemPlace, tag="response.custom_tool_call_input.delta"):
+    delta: str
+    sequence_number: int
+
+
+class CustomInputDone(ItemPlace, tag="response.custom_tool_call_input.done"):
+    input: str
+    sequence_number: int
+
+
 class McpArgumentsDelta(ItemPlace, tag="response.mcp_call_arguments.delta"):
     delta: str
     sequence_number: int
@@ -208,7 +218,7 @@ class McpListCompleted(McpEvent, tag="response.mcp_list_tools.completed"):
 
 TextEvent = (
     ResponseTextDelta | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone
-    | McpArgumentsDelta | McpArgumentsDone
+    | CustomInputDelta | CustomInputDone | McpArgumentsDelta | McpArgumentsDone
 )  # fmt: skip
 AnyEvent = (
     Created | InProgress | Completed | Incomplete | Failed | ItemAdded | ItemDone | PartAdded | PartDone

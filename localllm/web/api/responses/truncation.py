@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from localllm.web.api.responses.client_tools import CALLS, OUTPUTS
+
 Item = dict[str, Any]
 Count = Callable[[Sequence[Item]], Awaitable[int]]
 
@@ -62,7 +64,7 @@ def _units(items: Sequence[Item]) -> list[list[int]]:
     unit_of_call: dict[str, list[int]] = {}
     may_go_on = False  # whether the next item of an answer belongs to the same turn
     for i, item in enumerate(items):
-        answered = str(item.get("call_id" if item["type"] == "function_call_output" else "approval_request_id"))
+        answered = str(item.get("call_id" if item["type"] in OUTPUTS else "approval_request_id"))
         if answered in unit_of_call:
             unit_of_call[answered].append(i)
             may_go_on = False
@@ -75,8 +77,8 @@ def _units(items: Sequence[Item]) -> list[list[int]]:
                 units.append([])
             units[-1].append(i)
             may_go_on = item["type"] != "mcp_call"  # which has its result
-            if item["type"] in ("function_call", "mcp_approval_request"):
-                unit_of_call[item["call_id" if item["type"] == "function_call" else "id"]] = units[-1]
+            if item["type"] in (*CALLS, "mcp_approval_request"):
+                unit_of_call[item["call_id" if item["type"] in CALLS else "id"]] = units[-1]
     return units
 
 

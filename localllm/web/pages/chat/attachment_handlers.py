@@ -15,9 +15,10 @@ from litestar.response import Response
 from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import RequestError
 from localllm.web.access.caller import owner_of
+from localllm.web.api.documents import FileText, read_file
 from localllm.web.api.off_loop import off_loop
 from localllm.web.pages.chat import presenters
-from localllm.web.pages.chat.attachments import Attachment, FileText, divided, read_file
+from localllm.web.pages.chat.attachments import Attachment, divided
 from localllm.web.pages.chat.composer_presenters import attachments_view
 from localllm.web.pages.chat.long_files import free_tokens
 from localllm.web.pages.chat.passages.cut import estimated_tokens

@@ -17,9 +17,10 @@ from litestar.response import Redirect, Response, Stream
 from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import LocalLLMError
 from localllm.web.access.caller import owner_of
+from localllm.web.api.documents import FileText
 from localllm.web.pages.chat import composer_presenters, message_presenters, presenters, summaries, turns
 from localllm.web.pages.chat.attachment_handlers import attached_files, waiting_files
-from localllm.web.pages.chat.attachments import Attachment, FileText
+from localllm.web.pages.chat.attachments import Attachment
 from localllm.web.pages.chat.claims import claimed, entry_for, served_for
 from localllm.web.pages.chat.composer_views import ContextMeter, LoadProgress, ModelPicked
 from localllm.web.pages.chat.handlers import (

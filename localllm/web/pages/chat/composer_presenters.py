@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from localllm.units import format_count
-from localllm.web.api.conversation import THINKING_SWITCHES
+from localllm.web.api.hints import THINKING_SWITCHES
 from localllm.web.pages.chat.attachments import Attachment
 from localllm.web.pages.chat.claims import served_for
 from localllm.web.pages.chat.composer_views import (

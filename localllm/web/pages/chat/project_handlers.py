@@ -14,10 +14,10 @@ from litestar.response import Redirect, Response
 from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import InvalidParameter, RequestError
 from localllm.web.access.caller import owner_of
+from localllm.web.api.documents import read_file
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.chat import presenters
 from localllm.web.pages.chat.attachment_handlers import uploads
-from localllm.web.pages.chat.attachments import read_file
 from localllm.web.pages.chat.handlers import MAX_BODY_BYTES, undo_of
 from localllm.web.pages.chat.project_presenters import project_page
 from localllm.web.pages.chat.project_views import ProjectList, ProjectRow

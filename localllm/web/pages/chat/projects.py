@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from localllm.units import format_bytes
-from localllm.web.pages.chat.attachments import MAX_FILES, MAX_WHOLE_BYTES, FileTooLarge
+from localllm.web.api.documents import FileTooLarge
+from localllm.web.pages.chat.attachments import MAX_FILES, MAX_WHOLE_BYTES
 from localllm.web.pages.chat.state import ChatState
 from localllm.web.pages.chat.store import Chat, Chats, Project
 from localllm.web.pages.chat.store.records import ProjectFile

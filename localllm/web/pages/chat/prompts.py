@@ -16,7 +16,8 @@ from localllm.errors import ContextTooLong, UnsupportedOption
 from localllm.serving.chat import CONTINUE, Conversation, Tools, calls_tools
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
-from localllm.web.api.conversation import chat_token_ids, thinking_switch, within_context
+from localllm.web.api.conversation import chat_token_ids, within_context
+from localllm.web.api.hints import thinking_switch
 from localllm.web.pages.chat.readable import turn_beginnings
 from localllm.web.pages.chat.settings import sampling_params
 from localllm.web.pages.chat.store import StoredMessage

@@ -30,6 +30,7 @@ from localllm.web.pages.frame.handlers import update_event
 from localllm.web.pages.frame.live import changed, live_stream, sse
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.state import PagesState, html, pages_state
+from localllm.web.pages.frame.views import LiveUpdate
 from localllm.web.pages.library import action_handlers
 from localllm.web.pages.library.download_presenters import download_list
 from localllm.web.pages.library.fit_checks import FitResult

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from localllm.web.api.documents import PAGE
+
 OWN_BYTES = 1_000
 """Most bytes of a passage's own part: about 250 tokens."""
 
@@ -19,8 +21,6 @@ OVERLAP_BYTES = 150
 """Most bytes that a passage repeats of the one before it."""
 
 BYTES_PER_TOKEN = 4
-PAGE = "\f"
-"""Separates the pages of a text that has pages."""
 
 _PARAGRAPH = re.compile(r"\n[ \t]*\n\s*")
 _SENTENCE = re.compile(r"(?<=[.!?…。！？])[\"'”’»)\]]*\s+|(?<=[。！？])|\n")

@@ -1,0 +1,114 @@
+"""The facts of every model that a request can name, for the lists of all dialects. Nothing is loaded.
+
+Does not know: any dialect's words, HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm.config.settings import Settings
+from localllm.errors import LocalLLMError
+from localllm.models.formats.gguf_names import quant_of
+from localllm.serving.abilities import Abilities, abilities_of, served_abilities
+from localllm.serving.entry import ModelEntry
+from localllm.serving.manager import ModelManager
+
+if TYPE_CHECKING:
+    from localllm.models.spec.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model. Values are missing if its files cannot be read."""
+
+    name: str
+    entry: ModelEntry | None  # None: it was never loaded
+    path: Path | None = None
+    spec: ModelSpec | None = None
+    context: int | None = None  # served if it is loaded, else as trained
+    abilities: Abilities = Abilities()  # noqa: RUF009 - frozen
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.entry is not None and self.entry.state == "ready"
+
+    @property
+    def generates(self) -> bool:
+        return self.spec is None or self.spec.task == "generate"
+
+    @property
+    def family(self) -> str:
+        return self.spec.architecture.removesuffix("ForCausalLM").lower() if self.spec is not None else ""
+
+    @property
+    def quant(self) -> str:
+        """The quantisation as in the file's name, or in the checkpoint's config, or the type of its weights."""
+        named = quant_of(self.path.name) if self.path is not None and self.path.suffix == ".gguf" else ""
+        if named or self.spec is None:
+            return named
+        return str((self.spec.quantization or {}).get("quant_method", self.spec.dtype)).upper()
+
+    def capabilities(self, tools: str = "tools", reasoning: str = "reasoning") -> list[str]:
+        """Return the abilities as words, with a dialect's words for some."""
+        if self.spec is not None and self.spec.task != "generate":
+            return ["embedding" if self.spec.task == "embed" else "rerank"]
+        can = self.abilities
+        return ["completion", *[word for word, has in ((tools, can.tools), (reasoning, can.reasoning),
+                                                       ("vision", can.vision)) if has]]  # fmt: skip
+
+
+async def all_facts(manager: ModelManager) -> list[ModelFacts]:
+    """Return the facts of loaded models, of those that were loaded, and of those that a request could load."""
+    ready_first = sorted(manager.entries, key=lambda entry: entry.state != "ready")
+    installed = await manager.register.installed()
+    named: list[tuple[str, ModelEntry | str]] = [(entry.name, entry) for entry in ready_first]
+    named += [(name, entry or name) for name, entry in installed.items()]
+    settings = manager.register.settings
+    return await asyncio.to_thread(lambda: [_facts(name, found, settings) for name, found in named])
+
+
+async def facts_of(manager: ModelManager, name: str) -> ModelFacts:
+    """Return the facts of one model. Raises `ModelNotFound`."""
+    found = await manager.register.look_up(name)
+    return await asyncio.to_thread(_facts, name, found, manager.register.settings)
+
+
+def _facts(name: str, found: ModelEntry | str, settings: Settings | None) -> ModelFacts:
+    entry = found if isinstance(found, ModelEntry) else None
+    try:
+        if entry is not None and entry.card is not None:
+            path, spec, context = entry.card.path, entry.card.spec, entry.card.plan.max_model_len
+        else:
+            path, spec = _read(*_resolved(_checkpoint(found, settings)))
+            context = spec.max_position
+        served = entry.served if entry is not None else None
+        abilities = served_abilities(served) if served is not None else abilities_of(path)
+    except (LocalLLMError, OSError):
+        return ModelFacts(name, entry, entry.path if entry is not None else None)
+    return ModelFacts(name, entry, path, spec, context, abilities if spec.task == "generate" else Abilities())
+
+
+def _checkpoint(found: ModelEntry | str, settings: Settings | None) -> str:
+    """Return the checkpoint's name; a table in the config file may map the model's name to another one."""
+    if isinstance(found, str):
+        return settings.of_model(found).engine.model if settings is not None else found
+    return found.settings.engine.model if found.settings is not None else found.name
+
+
+def _resolved(name: str) -> tuple[Path, int]:
+    from localllm.models.library.catalog import resolve_model
+
+    path = resolve_model(name).path
+    return path, (path / "config.json" if path.is_dir() else path).stat().st_mtime_ns
+
+
+@lru_cache(maxsize=512)
+def _read(path: Path, changed_ns: int) -> tuple[Path, ModelSpec]:
+    from localllm.models.architectures.read_spec import read_spec
+
+    return path, read_spec(path)

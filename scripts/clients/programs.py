@@ -1,0 +1,226 @@
+"""Programs that people point at a local server, as npm has them: each ends a turn that calls two tools.
+
+A program runs in an empty home, in a folder with two files. The model is scripted (scripted_server.py). It passes
+if it prints the model's last answer, which the model gives only after it has read both files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from urllib.request import urlopen
+
+from scripted_server import DONE, FILES
+
+QUESTION = "Read first.txt and second.txt, one after the other, with a shell command each, and tell me both words."
+HELLO = "Say hello."
+PROGRAM_S, INSTALL_S = 240, 900
+CODEX = "model_providers.local={name='local',base_url='{url}/v1',wire_api='responses',env_key='LOCAL_KEY'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One program. `{url}` and `{question}` in its command, its environment and its files are replaced."""
+
+    package: str
+    binary: str
+    command: Sequence[str]
+    environ: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)  # path in its home -> content
+
+
+PROGRAMS: Mapping[str, Program] = {
+    "claude": Program(
+        "@anthropic-ai/claude-code", "claude",
+        ["-p", "{question}", "--model", "tiny", "--allowedTools", "Bash"],
+        {"ANTHROPIC_BASE_URL": "{url}", "ANTHROPIC_API_KEY": "", "ANTHROPIC_AUTH_TOKEN": "local",
+         "ANTHROPIC_DEFAULT_OPUS_MODEL": "tiny", "ANTHROPIC_DEFAULT_SONNET_MODEL": "tiny",
+         "ANTHROPIC_DEFAULT_HAIKU_MODEL": "tiny", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+    ),
+    "codex": Program(
+        "@openai/codex", "codex",
+        ["exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "-c", "model_provider=local",
+         "-c", CODEX, "-m", "tiny", "{question}"],
+        {"LOCAL_KEY": "local"},
+    ),
+    "codex --oss": Program(
+        "@openai/codex", "codex",
+        ["exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--oss", "--local-provider", "ollama",
+         "-m", "tiny", "{question}"],
+        {"CODEX_OSS_BASE_URL": "{url}/v1"},
+    ),
+    "opencode": Program(
+        "opencode-ai", "opencode", ["run", "-m", "local/tiny", "{question}"],
+        {"OPENCODE_CONFIG_CONTENT": json.dumps({"provider": {"local": {
+            "npm": "@ai-sdk/openai-compatible", "name": "local",
+            "options": {"baseURL": "{url}/v1", "apiKey": "local"},
+            "models": {"tiny": {"name": "tiny", "limit": {"context": 200000, "output": 4096}}}}},
+            "permission": {"bash": "allow"}}), "OPENCODE_DISABLE_AUTOUPDATE": "1",
+         "OPENCODE_DISABLE_MODELS_FETCH": "1"},
+    ),
+    "copilot": Program(
+        "@github/copilot", "copilot", ["-p", "{question}", "--allow-all-tools"],
+        {"COPILOT_PROVIDER_BASE_URL": "{url}/v1", "COPILOT_PROVIDER_API_KEY": "local",
+         "COPILOT_PROVIDER_WIRE_API": "responses", "COPILOT_MODEL": "tiny", "COPILOT_OFFLINE": "true"},
+    ),
+    "qwen": Program(
+        "@qwen-code/qwen-code", "qwen", ["-p", "{question}", "--yolo", "--auth-type", "openai"],
+        {"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "local", "OPENAI_MODEL": "tiny"},
+    ),
+    "cn": Program(
+        "@continuedev/cli", "cn", ["-p", "{question}", "--config", "{home}/config.yaml", "--auto"],
+        {"CONTINUE_TELEMETRY_ENABLED": "0"},
+        {"config.yaml": "name: local\nversion: 0.0.1\nschema: v1\nmodels:\n  - name: tiny\n    provider: ollama\n"
+                        "    model: tiny\n    apiBase: {url}\n    roles: [chat]\n"
+                        "    capabilities: [tool_use]\n    defaultCompletionOptions: {contextLength: 100000}\n"},
+    ),
+    "cline": Program(
+        "cline", "cline", ["--auto-approve", "true", "{question}"], {"CLINE_TELEMETRY_DISABLED": "1"},
+        {".cline/data/settings/providers.json": json.dumps({
+            "version": 1, "lastUsedProvider": "ollama",
+            "providers": {"ollama": {"settings": {"provider": "ollama", "model": "tiny", "baseUrl": "{url}"},
+                                     "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}}})},
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How a program ended its turn: `why` it failed, or None."""
+
+    version: str
+    seconds: float
+    why: str | None = None
+
+
+def install(name: str, folder: Path, *, upgrade: bool) -> str | None:
+    """Install a program, unless it is; return why it could not be installed."""
+    program = PROGRAMS[name]
+    place = folder / program.binary
+    if (place / "node_modules" / ".bin" / program.binary).exists() and not upgrade:
+        return None
+    place.mkdir(parents=True, exist_ok=True)
+    command = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", str(place), program.package]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{error}"
+    return done.stderr.strip()[-300:] if done.returncode else None
+
+
+@contextmanager
+def scripted_server() -> Iterator[str]:
+    """Start the server with the scripted model, and yield its URL."""
+    command = [sys.executable, str(Path(__file__).with_name("scripted_server.py"))]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+        assert process.stdout is not None
+        try:
+            yield str(json.loads(process.stdout.readline())["url"])
+        finally:
+            process.communicate(timeout=30)
+
+
+def run(
+    name: str, folder: Path, url: str, question: str = QUESTION, expected: str = DONE, within: Path | None = None
+) -> Turn:
+    """Let a program answer a question, in a home and a folder of its own, or in those that an earlier run made."""
+    program = PROGRAMS[name]
+    binary = folder / program.binary / "node_modules" / ".bin" / program.binary
+    with tempfile.TemporaryDirectory(prefix=f"{program.binary}-") as place:
+        home, work = (within or Path(place)) / "home", (within or Path(place)) / "work"
+        work.mkdir(exist_ok=True)
+        for file, content in FILES.items():
+            (work / file).write_text(content + "\n", encoding="utf-8")
+
+        def filled(text: str) -> str:
+            return text.replace("{url}", url).replace("{home}", str(home)).replace("{question}", question)
+
+        for file, content in program.files.items():
+            (home / file).parent.mkdir(parents=True, exist_ok=True)
+            (home / file).write_text(filled(content), encoding="utf-8")
+        home.mkdir(exist_ok=True)
+        environ = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb", "CI": "1", "NO_COLOR": "1"}
+        environ |= {key: filled(value) for key, value in program.environ.items()}
+        command = [str(binary), *map(filled, program.command)]
+        version = _version(binary, environ, work)
+        started = time.monotonic()
+        try:
+            done = subprocess.run(
+                command, cwd=work, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=PROGRAM_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return Turn(version, PROGRAM_S, f"not done after {PROGRAM_S} s")
+        seconds = time.monotonic() - started
+        if expected in done.stdout:
+            return Turn(version, seconds)
+        return Turn(version, seconds, f"exit {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}")
+
+
+def _version(binary: Path, environ: Mapping[str, str], work: Path) -> str:
+    asked = subprocess.run([binary, "--version"], env=environ, cwd=work, capture_output=True, text=True, timeout=60,
+                           stdin=subprocess.DEVNULL, check=False)  # fmt: skip
+    found = re.search(r"\d+\.\d+\.\d+", asked.stdout + asked.stderr)
+    return found[0] if found else "?"
+
+
+def table(turns: Mapping[str, Turn], share: float | None) -> str:
+    """Return the results as a table. `share`: of Claude Code's prompt that its second session reused."""
+    today = date.today().isoformat()
+    lines = ["| program | version | date | a turn with two tools | s |", "| --- | --- | --- | --- | --: |"]
+    for name, turn in turns.items():
+        result = "**failed**" if turn.why else "ends"
+        lines.append(f"| {name} | {turn.version} | {today} | {result} | {turn.seconds:.0f} |")
+    passed = sum(turn.why is None for turn in turns.values())
+    lines += ["", f"{passed} of {len(turns)} programs end the turn."]
+    if share is not None:
+        lines.append(
+            f"A second session of Claude Code in one folder takes {share:.2%} of its prompt from the prefix cache."
+        )
+    return "\n".join(lines)
+
+
+def page(table: str) -> str:
+    """Return the reference page around a table."""
+    return (
+        "# Programs that were tried\n\n"
+        "<!-- Written by scripts/client_check --programs --write. -->\n\n"
+        "Each program ran as npm has it, in an empty home. It was asked to read two files with a tool, and ended the\n"
+        "turn if it printed the answer that the scripted model gives only after its prompt had both contents. Seconds\n"
+        "include the start of the program, on one busy machine.\n\n"
+        f"{table}\n"
+    )
+
+
+def reused(folder: Path, url: str) -> float:
+    """Return the share of Claude Code's prompt that a second session reuses of the first one."""
+    tokens: list[tuple[float, float]] = []
+    with tempfile.TemporaryDirectory(prefix="claude-") as place:
+        for _ in range(2):
+            turn = run("claude", folder, url, HELLO, "Hello.", Path(place))
+            assert turn.why is None, turn.why
+            tokens.append(_prefix_counts(url))
+    (hits, queries), (more_hits, more_queries) = tokens
+    cached, computed = more_hits - hits, more_queries - queries
+    return cached / max(cached + computed, 1)
+
+
+def _prefix_counts(url: str) -> tuple[float, float]:
+    """Return the prompt tokens from the prefix cache, and those that were computed."""
+    with urlopen(f"{url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    totals: Callable[[str], float] = lambda name: sum(  # noqa: E731
+        float(value) for value in re.findall(rf"^{name}_total\S* (\S+)$", text, re.MULTILINE)
+    )
+    return totals("localllm:prompt_tokens_cached"), totals("localllm:prompt_tokens")
