@@ -72,12 +72,12 @@ class EngineClient(LoopClient):
         await asyncio.sleep(0)  # the last outputs were posted before the thread ended
 
     async def prepare(self, params: SamplingParams) -> None:
-        """Tokenise bad words and compile the grammar, off the event loop, since either may take long.
+        """Tokenise bad words and breakers, and compile the grammar, off the event loop, since either may take long.
 
         Raises `InvalidParameter` if the parameters are invalid or unsupported, `QueueFull` if no compiler was free in
         time, `EngineStopped`.
         """
-        if params.bad_words:
+        if params.bad_words or params.uses_dry:
             await asyncio.to_thread(self.admission.tokenise, params)
         asked = params.structured_outputs
         if asked is None:

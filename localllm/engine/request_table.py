@@ -140,6 +140,7 @@ class RequestTable:
             prompt_embeds=request.prompt_embeds,
             max_drafts=request.max_drafts,
             prediction_token_ids=request.options.prediction_token_ids if request.max_drafts else (),
+            dry_breakers=request.dry_breakers,
         )
 
     def preempt(self, request: Request) -> None:

@@ -32,16 +32,13 @@ GENERATE_RULES = replace(RULES, refused={**RULES.refused, "tools": Refused("Use 
 """Of generate."""
 
 OPTION_RULES = FieldRules(
-    harmless=frozenset({"mirostat_tau", "mirostat_eta"}),  # options of mirostat, which is refused unless it is off
     late={
         "num_gpu": _AT_LOAD, "main_gpu": _AT_LOAD, "num_thread": _AT_LOAD, "num_batch": _AT_LOAD, "numa": _AT_LOAD,
         "use_mmap": _AT_LOAD, "use_mlock": _AT_LOAD, "low_vram": _AT_LOAD, "f16_kv": _AT_LOAD, "vocab_only": _AT_LOAD,
         "logits_all": _AT_LOAD, "embedding_only": _AT_LOAD, "num_keep": _NO_CUT,
     },
     refused={
-        "typical_p": Refused("Typical sampling is not supported.", one_of(1, 1.0)),
         "tfs_z": Refused("Tail-free sampling is not supported.", one_of(1, 1.0)),
-        "mirostat": Refused("Mirostat is not supported.", one_of(0, 0.0, False)),
     },
 )  # fmt: skip
 """Rules of `options`."""

@@ -45,7 +45,7 @@ REFUSED: Mapping[str, Refused] = {
     "media_io_kwargs": Refused("Images and audio are not supported.", _empty),
     "kv_transfer_params": Refused("KV transfer between servers is not supported.", _empty),
     "vllm_xargs": Refused("Extension arguments are not supported.", _empty),
-    "logits_processors": Refused("Requests may not bring code.", _empty),
+    "logits_processors": Refused("Requests may not bring code; LLM.generate takes functions.", _empty),
     "repetition_detection": Refused("Use repetition_penalty, frequency_penalty or presence_penalty."),
     "stream_interval": Refused("The tokens of each step are streamed at once.", _one_of(1)),
     "spaces_between_special_tokens": Refused("The tokenizer decides how text is decoded.", _one_of(True)),
