@@ -6,6 +6,7 @@ Does not know: HTTP, torch, text beyond `encode`.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,6 +21,9 @@ from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.text.dry_breakers import Breakers, DryBreakers
 from localllm.text.grammar import Grammars, OutputGrammar
 from localllm.text.reasoning_budget import ReasoningBudgets
+from localllm.text.structured import UNUSABLE
+
+log = logging.getLogger(__name__)
 
 KEPT_BAD_WORDS = 16  # lists of bad words kept tokenised, each of up to a thousand words
 MOST_LOGPROBS = 2**24
@@ -253,7 +257,17 @@ class Admission:
             return None
         if self._grammars is None:
             raise InvalidParameter("structured_outputs is not supported by this engine.", param="structured_outputs")
-        return self._grammars.start(params.structured_outputs)
+        asked = params.structured_outputs
+        if not asked.opened_by:
+            return self._grammars.start(asked)
+        if asked.compiled is UNUSABLE:
+            return None
+        try:
+            return self._grammars.start(asked)
+        except InvalidParameter as error:  # the tools may be called without it
+            log.info("calls are not enforced: %s", error)
+            object.__setattr__(asked, "compiled", UNUSABLE)
+            return None
 
     def _with_logprobs(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with counts in place of -1."""

@@ -123,7 +123,7 @@ class RequestTable:
             request.num_cached_tokens = cached
         request.num_registered_blocks = hit.num_places
         request.slot = self.free_slots.pop()
-        request.state = State.RUNNING
+        request.state, request.is_redrawn = State.RUNNING, False
         self.running.append(request)
         self.recorder.on_admission(request, hit.num_kv_places * size)
         return NewSlot(
