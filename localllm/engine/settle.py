@@ -83,8 +83,10 @@ def _settle_row(table: RequestTable, request: Request, row: Row, result: RowResu
     if request.is_redrawn:  # drawn behind a token that its grammar refused
         return None if done is None else _progress(request, done)
     kept, finish_reason, stop_reason = _accept(request, result.token_ids)
-    if request.is_redrawn and request.state is State.RUNNING:
-        table.preempt(request)
+    if kept < len(result.token_ids) and finish_reason is None:
+        request.is_redrawn = True
+        if request.state is State.RUNNING:
+            table.preempt(request)
     if not kept:
         return None if done is None else _progress(request, done)
     table.recorder.on_tokens(request, kept, at_s)
@@ -119,7 +121,6 @@ def _accept(request: Request, token_ids: tuple[int, ...]) -> tuple[int, str | No
     """
     for kept, token_id in enumerate(token_ids, start=1):
         if request.grammar is not None and request.grammar.refuses(token_id):
-            request.is_redrawn = True
             return kept - 1, None, None
         request.token_ids.append(token_id)
         output_len = len(request.token_ids) - request.prompt_len

@@ -81,9 +81,9 @@ class OpenedGrammar:
     __slots__ = ("_inner", "_is_armed", "_markers", "_place", "_tail")
 
     def __init__(self, markers: _Markers, *, is_inside: bool) -> None:
-        self._markers, self._inner, self._is_armed, self._tail = markers, None, False, b""
+        self._markers, self._is_armed, self._tail = markers, False, b""
         self._place: Literal["before", "inside", "free"] = "free"
-        self._inner: GrammarState | None
+        self._inner: GrammarState | None = None  # of a text that has begun
         if markers.reasoning is not None:
             self._place = "inside" if is_inside else "before"
 
@@ -148,8 +148,8 @@ class OpenedGrammar:
         at = self._markers.first_opener(text)
         if at < 0:
             return place, text[-self._markers.most :] if self._markers.most else b"", None
-        inner = self._markers.begun(text[at:])
-        return None if inner is None else (place, b"", inner)
+        begun = self._markers.begun(text[at:])
+        return None if begun is None else (place, b"", begun)
 
 
 def opened_grammar(

@@ -58,7 +58,6 @@ ASKS_FOR_SOMETHING: dict[str, Any] = {
     "store": True,
     "verbosity": "low",
     "best_of": 3,
-    "suffix": " end",
     "early_stopping": True,
     "chat_template": "{{ messages }}",
     "mm_processor_kwargs": {"num_crops": 4},

@@ -18,7 +18,6 @@ RULES = FieldRules(
         "images": Refused("Supported: text.", empty),
         "logprobs": Refused("Use /v1/chat/completions for log-probabilities.", one_of(False)),
         "top_logprobs": Refused("Use /v1/chat/completions for log-probabilities.", one_of(0)),
-        "suffix": Refused("Fill-in-the-middle is not supported.", empty),
         "template": Refused("A request may not bring its own template.", empty),
         "context": Refused("Send the conversation to /api/chat.", empty),
         "width": Refused("Supported output: text.", one_of(0)),
@@ -28,6 +27,8 @@ RULES = FieldRules(
 )
 """Rules of chat and generate."""
 
+CHAT_RULES = replace(RULES, refused={**RULES.refused, "suffix": Refused("Use /api/generate with a suffix.", empty)})
+"""Of chat."""
 GENERATE_RULES = replace(RULES, refused={**RULES.refused, "tools": Refused("Use /api/chat to call tools.", empty)})
 """Of generate."""
 

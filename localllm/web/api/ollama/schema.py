@@ -69,6 +69,7 @@ class OllamaChatBody(AskBody, kw_only=True):
 class OllamaGenerateBody(AskBody, kw_only=True):
     prompt: str | None = None  # None: as for messages
     system: str | None = None
+    suffix: str | None = None  # the text behind the gap that the answer fills
     raw: bool | None = None  # the prompt is complete: no template is applied
 
 

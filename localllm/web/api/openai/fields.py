@@ -36,7 +36,6 @@ REFUSED: Mapping[str, Refused] = {
     "web_search_options": Refused("This server does not search the web."),
     "store": Refused("This server does not store completions.", _one_of(False)),
     "verbosity": Refused("Models have no such control.", _one_of("medium")),
-    "suffix": Refused("Fill-in-the-middle is not supported.", _empty),
     "best_of": Refused("Use n, which returns every choice.", _one_of(1)),
     # vLLM
     "early_stopping": Refused("A beam search always ends when no beam can beat the finished ones.", _one_of(False)),
@@ -53,6 +52,7 @@ REFUSED: Mapping[str, Refused] = {
 }
 
 NOT_IN_CHATS: Mapping[str, Refused] = {
+    "suffix": Refused("A chat has no text behind the answer: use POST /v1/completions.", _empty),
     "prompt_embeds": Refused("Embeddings replace a prompt's tokens: use POST /v1/completions."),
 }
 

@@ -139,6 +139,7 @@ class ChatBody(GenerateBody, kw_only=True):
 class CompletionBody(GenerateBody, kw_only=True):
     prompt: Any = None  # str, [str], [int] or [[int]]; prompts.py tells them apart
     prompt_embeds: str | list[str] | None = None  # vLLM: a tensor as written by torch.save, in base64
+    suffix: str | None = None  # the text behind the gap that the answer fills
     logprobs: int | None = None
 
 
