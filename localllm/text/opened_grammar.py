@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from localllm.errors import StepFailed
 from localllm.text.grammar import GrammarState, clear, ids_inside_text
 from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
@@ -101,15 +102,13 @@ class OpenedGrammar:
                     clear(bits, token_id)
 
     def refuses(self, token_id: int) -> bool:
-        self._is_armed = self._after(token_id) is None
-        return self._is_armed
+        was_armed, self._is_armed = self._is_armed, self._after(token_id) is None
+        return self._is_armed and not was_armed  # a mask that did not hold is an error, and not a reason to draw again
 
     def accept(self, token_id: int) -> None:
         after = self._after(token_id)
         if after is None:
-            assert self._inner is not None, "a refused token is drawn again"
-            self._inner.accept(token_id)  # raises
-            return
+            raise StepFailed("A token was drawn that the grammar of the calls forbids.")
         self._place, self._tail, self._inner = after
         self._is_armed = False
 

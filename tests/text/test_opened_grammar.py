@@ -9,6 +9,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+from localllm.errors import StepFailed
 from localllm.text.answers.formats import FORMATS
 from localllm.text.answers.reader import AnswerFormat
 from localllm.text.answers.reasoning import NO_PROMPT, ReasoningPair
@@ -159,3 +160,15 @@ def test_an_end_token_inside_a_call_is_drawn_again() -> None:
     grammar.accept(tokenizer.encode("<tool_call>", add_special_tokens=False)[0])
     assert grammar.refuses(words.eos_token)
     assert grammar.may_forbid(0)
+
+
+def test_a_mask_that_does_not_hold_is_an_error() -> None:
+    """Instead of a token that is drawn again for ever."""
+    tokenizer, words = vocabulary(True)
+    grammar = started("hermes", True)
+    assert grammar is not None
+    grammar.accept(tokenizer.encode("<tool_call>", add_special_tokens=False)[0])
+    assert grammar.refuses(words.eos_token)
+    assert not grammar.refuses(words.eos_token)
+    with pytest.raises(StepFailed):
+        grammar.accept(words.eos_token)
