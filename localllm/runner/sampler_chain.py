@@ -47,7 +47,7 @@ class Chain:
 
     @property
     def orders(self) -> bool:
-        """Whether the chain replaces temperature, top_k, top_p and min_p of other requests."""
+        """True if the chain replaces temperature, top_k, top_p and min_p of other requests."""
         return self.params.uses_chain
 
     @property

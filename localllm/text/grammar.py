@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from localllm.errors import InvalidParameter, RequestError, StepFailed
 from localllm.text.grammar_trial import STACK_BYTES, GrammarTrials, TrialFailed, TrialUnavailable
+from localllm.text.opened_grammar import opened_grammar
 from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
 
@@ -268,9 +269,10 @@ class Grammars:
         # keep.
         state = GrammarState(matcher.deep_copy(), lambda: self._forget(grammar))
         if asked.opened_by:
-            from localllm.text.opened_grammar import opened_grammar
-
-            return opened_grammar(state, asked, self._tokenizer, self._words_of_vocabulary().tokens)
+            words, tokenizer = self._words_of_vocabulary().tokens, self._tokenizer
+            return opened_grammar(
+                state, asked, words, tokenizer.token_bytes, lambda text: ids_inside_text(tokenizer, text)
+            )
         return state if asked.after is None else AfterReasoning(state, asked, self._tokenizer, self._eos_token_ids)
 
     def is_large(self, asked: StructuredOutputsParams) -> bool:

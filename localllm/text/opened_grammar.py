@@ -12,24 +12,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from localllm.errors import StepFailed
-from localllm.text.grammar import GrammarState, clear, ids_inside_text
 from localllm.text.structured import StructuredOutputsParams
-from localllm.text.tokenizer import Tokenizer
 
 Bits = npt.NDArray[np.int32]
+
+
+class Constraint(Protocol):
+    """The grammar that begins at a marker."""
+
+    def fill(self, bits: Bits) -> None: ...
+    def accept(self, token_id: int) -> None: ...
+    def fork(self) -> Self: ...
+
+    def takes(self, token_ids: Sequence[int]) -> bool:
+        """Return whether these tokens may come next."""
+
+    @property
+    def may_end(self) -> bool:
+        """True if the text so far is complete."""
 
 
 @dataclass(slots=True)
 class _Markers:
     """The markers that may begin the grammar, and the vocabulary in which they are written."""
 
-    state: GrammarState  # before its first token
+    state: Constraint  # before its first token
     openers: tuple[bytes, ...]
     reasoning: tuple[bytes, bytes] | None  # markers between which the text stays free
     words: Sequence[bytes]  # of every token
@@ -45,7 +58,7 @@ class _Markers:
         """Return where the first marker begins, or -1."""
         return min((at for at in (text.find(opener) for opener in self.openers) if at >= 0), default=-1)
 
-    def begun(self, text: bytes) -> GrammarState | None:
+    def begun(self, text: bytes) -> Constraint | None:
         """Return the grammar after a text that begins with a marker; None if it does not allow the text."""
         try:
             token_ids = self.encode(text.decode())
@@ -84,7 +97,7 @@ class OpenedGrammar:
     def __init__(self, markers: _Markers, *, is_inside: bool) -> None:
         self._markers, self._is_armed, self._tail = markers, False, b""
         self._place: Literal["before", "inside", "free"] = "free"
-        self._inner: GrammarState | None = None  # of a text that has begun
+        self._inner: Constraint | None = None  # of a text that has begun
         if markers.reasoning is not None:
             self._place = "inside" if is_inside else "before"
 
@@ -99,7 +112,7 @@ class OpenedGrammar:
         if self._is_armed:
             for token_id in self._markers.completing(self._tail):
                 if self._after(token_id) is None:
-                    clear(bits, token_id)
+                    bits.view(np.uint32)[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
 
     def refuses(self, token_id: int) -> bool:
         was_armed, self._is_armed = self._is_armed, self._after(token_id) is None
@@ -121,7 +134,7 @@ class OpenedGrammar:
     def is_over(self) -> bool:
         return False
 
-    def _after(self, token_id: int) -> tuple[Literal["before", "inside", "free"], bytes, GrammarState | None] | None:
+    def _after(self, token_id: int) -> tuple[Literal["before", "inside", "free"], bytes, Constraint | None] | None:
         """Return the place, the tail and the grammar after one more token; None if the grammar does not allow it."""
         if self._inner is not None:
             if not self._inner.takes([token_id]):
@@ -152,16 +165,19 @@ class OpenedGrammar:
 
 
 def opened_grammar(
-    state: GrammarState, asked: StructuredOutputsParams, tokenizer: Tokenizer, words: Sequence[bytes]
+    state: Constraint,
+    asked: StructuredOutputsParams,
+    words: Sequence[bytes],
+    token_bytes: Callable[[int], bytes],
+    encode: Callable[[str], list[int]],
 ) -> OpenedGrammar | None:
-    """Return the state of a new output; None if the grammar can begin with none of the markers."""
+    """Return the state of a new output; None if the grammar can begin with none of the markers.
 
-    def encode(text: str) -> list[int]:
-        return ids_inside_text(tokenizer, text)
-
+    words: the bytes of every token. encode: returns the tokens of a text inside a longer one.
+    """
     openers = tuple(opener.encode() for opener in asked.opened_by if state.takes(encode(opener)))
     if not openers:
         return None
     reasoning = None if asked.after is None else (asked.after[0].encode(), asked.after[1].encode())
-    markers = _Markers(state, openers, reasoning, words, tokenizer.token_bytes, encode)
+    markers = _Markers(state, openers, reasoning, words, token_bytes, encode)
     return OpenedGrammar(markers, is_inside=asked.is_inside)

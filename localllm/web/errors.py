@@ -48,6 +48,7 @@ API_PREFIXES = (
     "/tokenize",
     "/detokenize",
     "/apply-template",
+    "/infill",
     "/models",
     "/slots",
     "/sleep",
