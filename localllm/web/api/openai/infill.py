@@ -16,7 +16,7 @@ from localllm.serving.served import ServedModel
 from localllm.text.fill_in import ExtraFile
 from localllm.web.api.answer import generation_of, streamed, whole
 from localllm.web.api.exchange import ApiRequest, json_body, served_model
-from localllm.web.api.fields import FieldRules
+from localllm.web.api.fields import FieldRules, Refused, one_of
 from localllm.web.api.generation import Choice, Progress
 from localllm.web.api.infilling import ended, fill_in_of, infill_token_ids
 from localllm.web.api.openai import shapes
@@ -32,10 +32,14 @@ from localllm.web.shape import Shape
 RESERVE = 256  # tokens that a prompt leaves for an answer without a limit
 _ORDER = "samplers apply in a fixed order"
 _WHOLE = "a step takes milliseconds"
+_ELSEWHERE = (
+    "suffix", "echo", "prompt_embeds", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "use_beam_search",
+    "return_token_ids",
+)  # fmt: skip
 INFILL_RULES = FieldRules(
     HARMLESS | {"response_fields", "n_indent"},
     {**LATE, "samplers": _ORDER, "t_max_prompt_ms": _WHOLE, "t_max_predict_ms": _WHOLE},
-    {name: rule for name, rule in REFUSED.items() if name != "suffix"},
+    {**REFUSED, **dict.fromkeys(_ELSEWHERE, Refused("Use POST /v1/completions with a suffix.", one_of(False, "")))},
 )
 
 
