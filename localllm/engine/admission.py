@@ -6,6 +6,7 @@ Does not know: HTTP, torch, text beyond `encode`.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,8 +18,12 @@ from localllm.engine.recorder import now_s
 from localllm.engine.request import NO_OPTIONS, Request, RequestOptions
 from localllm.engine.step import PromptEmbeds
 from localllm.errors import ContextTooLong, InvalidParameter
+from localllm.text.dry_breakers import Breakers, DryBreakers
 from localllm.text.grammar import Grammars, OutputGrammar
 from localllm.text.reasoning_budget import ReasoningBudgets
+from localllm.text.structured import UNUSABLE
+
+log = logging.getLogger(__name__)
 
 KEPT_BAD_WORDS = 16  # lists of bad words kept tokenised, each of up to a thousand words
 MOST_LOGPROBS = 2**24
@@ -27,8 +32,11 @@ about 1 GB as JSON."""
 
 
 class WordEncoder(Protocol):
-    """The part of a tokenizer that admission needs, to find the token ids of bad words."""
+    """The part of a tokenizer that admission needs, to find the token ids of bad words and of breakers."""
 
+    vocab_size: int
+
+    def token_bytes(self, token_id: int) -> bytes: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
 
@@ -52,6 +60,7 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()
     max_logprobs: int = MAX_LOGPROBS  # per position; -1: the whole vocabulary
     takes_prompt_embeds: bool = False
+    takes_processors: bool = True  # False: the model runs in other processes, to which functions cannot be sent
 
     def require_prompt_embeds(self) -> None:
         """Raises `InvalidParameter` if prompt embeddings are not enabled."""
@@ -95,12 +104,14 @@ class Admission:
         self._tokenizer, self._grammars, self._budgets = tokenizer, grammars, budgets
         self._random = random.Random(seed)
         self._spelled: OrderedDict[tuple[str, ...], tuple[tuple[int, ...], ...]] = OrderedDict()  # LRU of bad words
+        self._dry: DryBreakers | None = None
+        self._breakers: OrderedDict[tuple[str, ...], Breakers] = OrderedDict()  # LRU
 
     def admit(self, asked: GenerationRequest) -> list[Request]:
         """Return one engine request per choice. Raises `ContextTooLong` or `InvalidParameter`."""
         assert asked.options.length_penalty is None, "a beam search is made of requests of its own"
         prompt, params, max_output_tokens = self.check(asked)
-        bad_words = self._bad_words(params)
+        bad_words, breakers = self._bad_words(params), self._dry_breakers(params)
         arrived_s = now_s()
         return [
             Request(
@@ -111,6 +122,7 @@ class Admission:
                 max_output_tokens=max_output_tokens,
                 eos_token_ids=self.limits.eos_token_ids,
                 bad_words_token_ids=bad_words,
+                dry_breakers=breakers,
                 grammar=self._within_budget(params, prompt),
                 reports_progress=asked.options.progress and not index,
                 prompt_embeds=asked.prompt_embeds,
@@ -128,6 +140,13 @@ class Admission:
         prompt = self._prompt(asked)
         params = self._with_logprobs(asked.params)
         self._check_token_ids(params)
+        if params.logits_processors and not self.limits.takes_processors:
+            raise InvalidParameter(
+                "logits_processors is not supported for a model that runs in several processes.",
+                "Functions cannot be sent to them.",
+                "Load the model on one device, or leave logits_processors out.",
+                param="logits_processors",
+            )
         max_output_tokens = self._max_output_tokens(len(prompt), params)
         if params.min_tokens > max_output_tokens:
             raise InvalidParameter(
@@ -190,6 +209,20 @@ class Admission:
             self._spelled.popitem(last=False)
         return spelled
 
+    def _dry_breakers(self, params: SamplingParams) -> Breakers:
+        """Return the breakers of the sampler DRY. The texts of all tokens are read at the first use."""
+        if not params.uses_dry or not params.dry_sequence_breakers:
+            return ()
+        strings = tuple(params.dry_sequence_breakers)
+        found = self._breakers.pop(strings, None)
+        if found is None:
+            self._dry = self._dry or DryBreakers(self._tokenizer)
+            found = self._dry.of(strings)
+        self._breakers[strings] = found
+        while len(self._breakers) > KEPT_BAD_WORDS:
+            self._breakers.popitem(last=False)
+        return found
+
     def _spellings(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         spellings = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
         sequences = [tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in spellings]
@@ -203,8 +236,10 @@ class Admission:
         self._grammar(params)
 
     def tokenise(self, params: SamplingParams) -> None:
-        """Tokenise the bad words that `admit` will need: a model's tokenizer may take any time over them."""
+        """Tokenise the bad words and breakers that `admit` will need: a model's tokenizer may take any time over
+        them."""
         self._bad_words(params)
+        self._dry_breakers(params)
 
     def close(self) -> None:
         """Release the grammar compiler's resources."""
@@ -222,7 +257,17 @@ class Admission:
             return None
         if self._grammars is None:
             raise InvalidParameter("structured_outputs is not supported by this engine.", param="structured_outputs")
-        return self._grammars.start(params.structured_outputs)
+        asked = params.structured_outputs
+        if not asked.opened_by:
+            return self._grammars.start(asked)
+        if asked.compiled is UNUSABLE:
+            return None
+        try:
+            return self._grammars.start(asked)
+        except InvalidParameter as error:  # the tools may be called without it
+            log.info("calls are not enforced: %s", error)
+            object.__setattr__(asked, "compiled", UNUSABLE)
+            return None
 
     def _with_logprobs(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with counts in place of -1."""
@@ -245,7 +290,7 @@ class Admission:
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with a seed if they sample, so that a step never depends on hidden state."""
-        if params.seed is not None or params.is_greedy:
+        if params.seed is not None or not params.needs_seed:
             return params
         return params.seeded(self._random.getrandbits(63))
 

@@ -23,7 +23,7 @@ from localllm.engine.pulse import LoopClient, TimedPool
 from localllm.engine.stats import EngineStats, RequestTimeline
 from localllm.engine.streams import Stream, Wakes
 from localllm.errors import EngineStopped, InvalidParameter, LocalLLMError, QueueFull, StepFailed
-from localllm.text.structured import StructuredOutputsParams
+from localllm.text.structured import UNUSABLE, StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "GenerationRequest"]
@@ -72,16 +72,25 @@ class EngineClient(LoopClient):
         await asyncio.sleep(0)  # the last outputs were posted before the thread ended
 
     async def prepare(self, params: SamplingParams) -> None:
-        """Tokenise bad words and compile the grammar, off the event loop, since either may take long.
+        """Tokenise bad words and breakers, and compile the grammar, off the event loop, since either may take long.
 
         Raises `InvalidParameter` if the parameters are invalid or unsupported, `QueueFull` if no compiler was free in
         time, `EngineStopped`.
         """
-        if params.bad_words:
+        if params.bad_words or params.uses_dry:
             await asyncio.to_thread(self.admission.tokenise, params)
         asked = params.structured_outputs
         if asked is None:
             return
+        try:
+            await self._compile(asked, params)
+        except (InvalidParameter, QueueFull) as error:
+            if not asked.opened_by:
+                raise
+            log.info("calls are not enforced: %s", error)
+            object.__setattr__(asked, "compiled", UNUSABLE)
+
+    async def _compile(self, asked: StructuredOutputsParams, params: SamplingParams) -> None:
         if await self._compiled(self._compilers, lambda: self.admission.takes_long(params), asked, COMPILE_S):
             compilers, within_s = self._large_compilers, LARGE_COMPILE_S
         else:

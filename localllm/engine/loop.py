@@ -353,7 +353,7 @@ class EngineLoop:
         """Return the allowed tokens of one row's draws; all, if its result will be dropped anyway."""
         drafts = request.proposed[:num_drafts]
         bits = np.full((1 + len(drafts), -(-self.runner.vocab_size // 32)), -1, np.int32)
-        if request.grammar is None or request.is_finished:
+        if request.grammar is None or request.is_finished or request.is_redrawn:
             return bits[:1]
         try:
             return bits[: fill_along(request.grammar, drafts, bits)]

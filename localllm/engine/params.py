@@ -9,7 +9,7 @@ Does not know: the model (context length and vocabulary are checked in admission
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 20
 """Default of --max-logprobs, per position, and the number that samplers reserve room for."""
-MOST_ITEMS = {"stop": 256, "bad_words": 1024, "stop_token_ids": 1024, "logit_bias": 8192, "allowed_token_ids": 2**20}
+MOST_ITEMS = {"stop": 256, "bad_words": 1024, "stop_token_ids": 1024, "logit_bias": 8192, "allowed_token_ids": 2**20,
+              "dry_sequence_breakers": 64, "logits_processors": 64}  # fmt: skip
 """Most items per field: more than a real request needs, few enough to be checked without delaying other requests."""
 MAX_WORD_CHARS = 1000
 """Most characters of one stop string or bad word.
@@ -34,6 +35,13 @@ LEAST_REPETITION_PENALTY = 0.01
 """Smallest repetition penalty. Logits are divided by it in fp32, so a penalty near 0 would make them infinite."""
 GREEDY_TEMPERATURE = 1e-5
 """Temperature up to which sampling takes the argmax of the processed logits and divides nothing."""
+
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""llama.cpp's default strings at which DRY's repeated sequences end."""
+MAX_BREAKER_BYTES = 40
+"""Most bytes of one of them, as in llama.cpp."""
+LogitsProcessor = Callable[..., Any]
+"""vLLM's logits processor of a request: (output ids, logits [V]) or (prompt ids, output ids, logits [V]) -> logits."""
 
 Kind = Literal["whole", "real", "strings", "other"]
 
@@ -116,6 +124,41 @@ class SamplingParams:
         is_openai=True,
     )  # fmt: skip
     repeat_last_n: int = _param(-1, "Penalties look at the last N tokens only; 0: none, -1: all.", "whole", -1)
+    # llama.cpp's samplers (runner/sampler_chain.py), with its names and defaults
+    dry_multiplier: float = _param(  # DRY (p-e-w 2024, oobabooga/text-generation-webui#5677)
+        0.0, "Penalty of a token that would continue a repeated sequence; 0: off.", "real", 0.0, 100.0,
+    )  # fmt: skip
+    dry_base: float = _param(
+        1.75, "The penalty grows by this factor with each repeated token; below 1: off.", "real", 0.0, 100.0
+    )
+    dry_allowed_length: int = _param(2, "Longest repeated sequence without a penalty.", "whole", 0, 4096)
+    dry_penalty_last_n: int = _param(64, "Repetitions are searched in this many of the last tokens; -1: in all.",
+                                     "whole", -1)  # fmt: skip
+    dry_sequence_breakers: Sequence[str] = _param(DRY_BREAKERS, "Strings at which a repeated sequence ends.", "strings")
+    top_n_sigma: float = _param(  # Tang et al. 2024, arXiv:2411.07641
+        -1.0, "Keep tokens within this many standard deviations of the largest logit; 0 or less: off.", "real", -1.0,
+        1000.0,
+    )  # fmt: skip
+    typical_p: float = _param(  # Meister et al. 2022, arXiv:2202.00666
+        1.0, "Keep the most typical tokens, up to this total probability; 1: off.", "real", 0.0, 1.0
+    )
+    xtc_probability: float = _param(0.0, "Chance that XTC excludes the likeliest tokens; 0: off.", "real", 0.0, 1.0)
+    xtc_threshold: float = _param(
+        0.1, "XTC excludes all tokens of at least this probability but the last; above 0.5: off.", "real", 0.0, 1.0
+    )
+    dynatemp_range: float = _param(
+        0.0, "The temperature varies by up to this much with the entropy; 0: off.", "real", 0.0, 100.0
+    )
+    dynatemp_exponent: float = _param(1.0, "Exponent of the entropy in the dynamic temperature.", "real", 0.0, 100.0)
+    mirostat: int = _param(  # Basu et al. 2020, arXiv:2007.14966
+        0, "Mirostat 1 or 2 aims at a constant surprise and replaces top_k, top_p and their like; 0: off.", "whole",
+        0, 2,
+    )  # fmt: skip
+    mirostat_tau: float = _param(5.0, "Surprise that mirostat aims at, in bits.", "real", 0.0, 100.0)
+    mirostat_eta: float = _param(0.1, "Learning rate of mirostat.", "real", 0.0, 100.0)
+    logits_processors: Sequence[LogitsProcessor] = _param(
+        (), "Functions that change the logits of each token: (output ids, logits) or (prompt ids, output ids, logits)."
+    )
     logit_bias: Mapping[int, float] | None = _param(None, "Numbers from -100 to 100 to add to the logits of tokens.")
     allowed_token_ids: Sequence[int] | None = _param(None, "The only tokens that may be sampled.")
     bad_words: Sequence[str] = _param((), "Words that must not be completed.")
@@ -157,6 +200,8 @@ class SamplingParams:
         put(self, "stop", stop)
         put(self, "bad_words", tuple(self.bad_words or ()))
         put(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        put(self, "dry_sequence_breakers", tuple(self.dry_sequence_breakers or ()))
+        put(self, "logits_processors", tuple(self.logits_processors or ()))
         put(self, "top_k", max(0, self.top_k) if _is_int(self.top_k) and self.top_k >= -1 else self.top_k)
         if _is_int(self.thinking_token_budget) and self.thinking_token_budget == -1:
             put(self, "thinking_token_budget", None)
@@ -175,13 +220,21 @@ class SamplingParams:
             raise InvalidParameter(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens}).", param="min_tokens"
             )
-        for name in ("stop", "bad_words"):
+        for name in ("stop", "bad_words", "dry_sequence_breakers"):
             for word in getattr(self, name):
                 if not isinstance(word, str) or not word:
                     raise InvalidParameter(f"{name} must hold non-empty strings.", f"Got {word!r}.", param=name)
                 if len(word) > MAX_WORD_CHARS:
                     why = f"It has {len(word)} characters; at most {MAX_WORD_CHARS} are allowed."
                     raise InvalidParameter(f"{name} holds a string that is too long.", why, param=name)
+        for breaker in self.dry_sequence_breakers:
+            if (size := len(breaker.encode(errors="replace"))) > MAX_BREAKER_BYTES:
+                why = f"It has {size} bytes; at most {MAX_BREAKER_BYTES} are allowed."
+                raise InvalidParameter(
+                    "dry_sequence_breakers holds a string that is too long.", why, param="dry_sequence_breakers"
+                )
+        if not all(map(callable, self.logits_processors)):
+            raise InvalidParameter("logits_processors must hold functions.", param="logits_processors")
         for name, most in {"stop": MAX_STOP_CHARS, "bad_words": MAX_BAD_WORD_CHARS}.items():
             if (chars := sum(map(len, getattr(self, name) or ()))) > most:
                 why = f"Together its strings have {chars} characters; at most {most} are allowed."
@@ -202,7 +255,29 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature <= GREEDY_TEMPERATURE
+        """True if the largest processed logit is chosen."""
+        return self.temperature <= GREEDY_TEMPERATURE and (self.dynatemp_range <= 0 or self.mirostat > 0)
+
+    @property
+    def needs_seed(self) -> bool:
+        """True if the choice of a token depends on random numbers."""
+        return not self.is_greedy or self.xtc_probability > 0
+
+    @property
+    def uses_dry(self) -> bool:
+        return self.dry_multiplier > 0 and self.dry_base >= 1 and self.dry_penalty_last_n != 0
+
+    @property
+    def uses_chain(self) -> bool:
+        """True if a sampler is used that only llama.cpp has: then all apply in its order."""
+        return (
+            self.uses_dry
+            or self.top_n_sigma > 0
+            or self.typical_p < 1
+            or (self.xtc_probability > 0 and self.xtc_threshold <= 0.5)
+            or self.dynatemp_range > 0
+            or self.mirostat > 0
+        )
 
     @property
     def penalises(self) -> bool:

@@ -25,6 +25,7 @@ from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
 from localllm.engine.stats import RequestTimeline
 from localllm.engine.step import PromptEmbeds, StateUse, TokenLogprobs
+from localllm.text.dry_breakers import Breakers
 from localllm.text.grammar import OutputGrammar
 
 
@@ -78,8 +79,10 @@ class Request:
 
     __slots__ = (
         "acceptance", "are_predicted", "arrived_s", "bad_words_token_ids", "block_hashes", "block_tables",
-        "cache_extras", "draft_token_ids", "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar",
-        "hash_root", "held_state", "last_token_s", "max_drafts", "max_output_tokens", "most_unseen", "next_drop",
+        "cache_extras", "draft_token_ids", "dry_breakers", "eos_token_ids", "finish_reason",
+        "finished_s", "first_token_s", "grammar",
+        "hash_root", "held_state", "is_redrawn", "last_token_s", "max_drafts",
+        "max_output_tokens", "most_unseen", "next_drop",
         "num_cached_tokens", "num_computed_tokens", "num_drafts", "num_dropped_blocks", "num_in_flight_tokens",
         "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_proposed", "num_registered_blocks",
         "options", "params", "priority", "prompt_embeds", "prompt_len", "prompt_logprobs", "proposed",
@@ -96,6 +99,7 @@ class Request:
         max_output_tokens: int,
         eos_token_ids: tuple[int, ...] = (),
         bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
+        dry_breakers: Breakers = (),
         grammar: OutputGrammar | None = None,
         reports_progress: bool = False,
         prompt_embeds: PromptEmbeds | None = None,
@@ -112,6 +116,7 @@ class Request:
             frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         )
         self.bad_words_token_ids = bad_words_token_ids
+        self.dry_breakers = dry_breakers
         self.priority = options.priority  # the scheduler ignores it under the policy fcfs
         self.grammar = grammar
         self.reports_progress = reports_progress
@@ -139,6 +144,7 @@ class Request:
         self.block_tables: list[list[int]] = []  # one per KV group, equally long; empty unless it runs (ledger.py)
         self.num_dropped_blocks: list[int] = []  # of each table the leading entries without a block
         self.held_state: HeldState | None = None  # None: not running, or a model without recurrent states
+        self.is_redrawn = False  # its rows in flight are void, since its grammar refused a token before them
         self.next_drop = 0  # position from which on a windowed group's next block is not read any more
         self.block_hashes: list[bytes] = []
         self.hash_root = b""

@@ -128,7 +128,7 @@ class RequestTable:
             request.num_cached_tokens = cached
         request.num_registered_blocks = hit.num_places
         request.slot = self.free_slots.pop()
-        request.state = State.RUNNING
+        request.state, request.is_redrawn = State.RUNNING, False
         self.running.append(request)
         self.recorder.on_admission(request, hit.num_kv_places * size)
         return NewSlot(
@@ -145,6 +145,7 @@ class RequestTable:
             prompt_embeds=request.prompt_embeds,
             max_drafts=request.max_drafts,
             prediction_token_ids=request.options.prediction_token_ids if request.max_drafts else (),
+            dry_breakers=request.dry_breakers,
         )
 
     def preempt(self, request: Request) -> None:

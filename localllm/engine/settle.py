@@ -80,7 +80,15 @@ def _settle_row(table: RequestTable, request: Request, row: Row, result: RowResu
     if not result.token_ids:
         return table.finish_with_error(request, StepFailed("The runner returned no token for this request."))
     first = request.first_token_s is None
+    if request.is_redrawn:  # drawn behind a token that its grammar refused
+        return None if done is None else _progress(request, done)
     kept, finish_reason, stop_reason = _accept(request, result.token_ids)
+    if kept < len(result.token_ids) and finish_reason is None:
+        request.is_redrawn = True
+        if request.state is State.RUNNING:
+            table.preempt(request)
+    if not kept:
+        return None if done is None else _progress(request, done)
     table.recorder.on_tokens(request, kept, at_s)
     if finish_reason is not None:
         table.finish(request, finish_reason)
@@ -106,8 +114,14 @@ def _prompt_tokens_done(request: Request, row: Row) -> int | None:
 
 
 def _accept(request: Request, token_ids: tuple[int, ...]) -> tuple[int, str | None, int | None]:
-    """Append tokens until one of them ends the request. Return (tokens kept, finish reason, stop token)."""
+    """Append tokens until one of them ends the request. Return (tokens kept, finish reason, stop token).
+
+    A token that its grammar refuses was drawn before the host saw that the grammar begins. It is drawn again, with its
+    mask, after the request has been preempted: rows in flight behind it are void, and KV is found in the prefix cache.
+    """
     for kept, token_id in enumerate(token_ids, start=1):
+        if request.grammar is not None and request.grammar.refuses(token_id):
+            return kept - 1, None, None
         request.token_ids.append(token_id)
         output_len = len(request.token_ids) - request.prompt_len
         if token_id in request.stop_token_ids and output_len >= request.params.min_tokens:

@@ -50,6 +50,7 @@ class NewSlot:
     prompt_embeds: PromptEmbeds | None = None  # replaces the first prompt_len tokens
     max_drafts: int = 0  # most drafts that the runner may propose for it at a time
     prediction_token_ids: Sequence[int] = ()  # a text that the output may repeat, as a source of drafts
+    dry_breakers: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # text/dry_breakers.py
 
 
 class StateUse(NamedTuple):

@@ -127,6 +127,19 @@ class Params(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
     seed: int | None
     logprobs: int | None
     prompt_logprobs: int | None
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    top_n_sigma: float
+    typical_p: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
 
 
 class Embeds(msgspec.Struct, frozen=True, array_like=True):
@@ -154,6 +167,7 @@ class New(msgspec.Struct, frozen=True, array_like=True):
     prompt_embeds: Embeds | None
     max_drafts: int
     prediction_token_ids: bytes
+    dry_breakers: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
@@ -240,7 +254,7 @@ def _new(new: NewSlot) -> New:
         new.slot, new.request_id, array("i", new.token_ids).tobytes(), new.prompt_len, _params(new.params),
         new.block_ids, new.num_computed_tokens, new.eos_token_ids, new.bad_words_token_ids, new.adapter,
         None if new.prompt_embeds is None else _embeds(new.prompt_embeds),
-        new.max_drafts, array("i", new.prediction_token_ids).tobytes(),
+        new.max_drafts, array("i", new.prediction_token_ids).tobytes(), new.dry_breakers,
     )  # fmt: skip
 
 
@@ -249,7 +263,7 @@ def _new_slot(new: New) -> NewSlot:
         new.slot, new.request_id, _token_ids(new.token_ids), new.prompt_len, _sampling_params(new.params),
         new.block_ids, new.num_computed_tokens, new.eos_token_ids, new.bad_words_token_ids, new.adapter,
         None if new.prompt_embeds is None else _prompt_embeds(new.prompt_embeds),
-        new.max_drafts, _token_ids(new.prediction_token_ids),
+        new.max_drafts, _token_ids(new.prediction_token_ids), new.dry_breakers,
     )  # fmt: skip
 
 

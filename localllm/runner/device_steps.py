@@ -43,6 +43,7 @@ from localllm.runner.graphs import Capture, Part, StepGraphs
 from localllm.runner.host_steps import Drawn, Forward
 from localllm.runner.logprobs import token_logprobs
 from localllm.runner.sampler import Sampled, sample, sample_on_device
+from localllm.runner.sampler_chain import ChainRow
 from localllm.runner.sampling import SamplingFeatures, SamplingState
 from localllm.runner.staging import StagedInputs, StepShape, draw_places, row_places, shape_of
 from localllm.runner.upload import to_device, warm_pinned
@@ -164,7 +165,8 @@ class DeviceSteps:
             out, counts = Sampled(self._token_ids[:draws], self._best[:draws], None), self._counts[: 2 * rows]
         else:
             bitmask = None if masks is None else to_device(masks.for_rows(places, len(logits)), self._device)
-            out, counts = self._draw(self._staged.part(self._shape), logits, features, bitmask)
+            chains = self._sampling.chains(batch.slots, batch.lengths, places) if features.chains else ()
+            out, counts = self._draw(self._staged.part(self._shape), logits, features, bitmask, chains)
         asked = self._sampling.num_logprobs(batch.slots) if features.logprobs else np.full(len(places), -1)
         scored = tuple((draw, int(places[draw]), int(k)) for draw, k in enumerate(asked) if k >= 0)
         return Drawn(
@@ -183,8 +185,9 @@ class DeviceSteps:
         return hidden, hidden.index_select(0, buffers.last_tokens)
 
     def _draw(
-        self, buffers: StepInputs, logits: Tensor, features: SamplingFeatures, bitmask: Tensor | None = None
-    ) -> tuple[Sampled, Tensor]:
+        self, buffers: StepInputs, logits: Tensor, features: SamplingFeatures, bitmask: Tensor | None = None,
+        chains: Sequence[ChainRow] = (),
+    ) -> tuple[Sampled, Tensor]:  # fmt: skip
         """Sample into the buffers of the step's ids and best logits, and accept the draws.
         Also returns [2, R] int64: see accept_drafts."""
         assert self._sampling.tables is not None
@@ -193,7 +196,7 @@ class DeviceSteps:
         counts = self._counts[: 2 * len(buffers.context_lens)].view(2, -1)
         record = Record(tokens, counts) if buffers.num_draws == 1 else None
         drawn = sample_on_device(
-            logits, buffers.slots, buffers.lengths, tables, tokens.token_ids, features, bitmask, out, record
+            logits, buffers.slots, buffers.lengths, tables, tokens.token_ids, features, bitmask, out, record, chains
         )
         return drawn, counts if record else self._accept(buffers, drawn.token_ids, drawn.best, counts)
 

@@ -6,6 +6,7 @@ The order is part of the interface (the docs quote it):
     4. penalties: repetition over prompt and output, then frequency and presence over the output alone
     5. bad_words    6. temperature   7. min_p   8. top_k   9. top_p, each of the last three renormalised
     10. draw
+Rows that use a sampler that only llama.cpp has do its order instead of steps 6 to 9 (sampler_chain.py).
 At temperature 0, steps 6 to 10 are an argmax: nothing is divided, and the lowest id wins a tie. Ties go to the lower id
 everywhere: "likelier" means larger value, then lower id, so top_k keeps exactly k tokens and top_p the shortest prefix
 that reaches its mass.
@@ -19,6 +20,7 @@ Does not know: slots, requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +36,7 @@ from localllm.kernels.sampling.tables import SlotTables
 from localllm.runner.edits import apply_edits
 from localllm.runner.grammar_masks import RowMasks, apply_masks
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
+from localllm.runner.sampler_chain import ChainRow, apply_chains, observe
 from localllm.runner.sampling import GREEDY, PLAIN, TOP_K, KindRows, SamplingBatch, SamplingFeatures
 
 FIRST_TRY = 128  # candidates among which a nucleus is searched before the whole row
@@ -51,20 +54,23 @@ def sample(logits: Tensor, batch: SamplingBatch, token_ids: Tensor, masks: RowMa
     token_ids [slots, max_model_len]: known tokens."""
     raw = None
     if batch.logprob_rows is not None:
-        unchanged = len(batch.logprob_counts) == batch.size and batch.edits is None and masks is None
+        unchanged = len(batch.logprob_counts) == batch.size and not (batch.edits or masks or batch.chains)
         raw = logits if unchanged else logits.index_select(0, batch.logprob_rows)
     if masks is not None:
         apply_masks(logits, masks)
     if batch.edits is not None:
         apply_edits(logits, batch.edits, token_ids)
+    apply_chains(logits, batch.chains, token_ids)
     heads = selection.group_heads(logits)
     chosen = _choose(logits, heads, batch)
+    observe(logits, batch.chains, chosen)
     return Sampled(chosen, heads.amax(-1), None if raw is None else _logprobs(raw, chosen, batch))
 
 
 def sample_on_device(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, token_ids: Tensor, features: SamplingFeatures,
     bitmask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None, record: Record | None = None,
+    chains: Sequence[ChainRow] = (),
 ) -> Sampled:  # fmt: skip
     """Sample one token per row with parameters from tables on the device.
     Can be captured in a CUDA graph, one per `features`.
@@ -74,15 +80,17 @@ def sample_on_device(
     int32, see `edit_logits`. out: where the ids [S] int64 and the best logits [S] float32 go. record: where the ids are
     recorded, of rows with one draw each. features: what rows may use; unused ones cost time and change nothing.
     Logprobs have a row for each of the S and room for the maximum number; rows that did not ask for any have
-    meaningless values.
+    meaningless values. chains: rows with further samplers, launched one by one.
     """
     edited = features.edits or bitmask is not None
-    raw = logits.clone() if features.logprobs and edited else logits
+    raw = logits.clone() if features.logprobs and (edited or chains) else logits
     if edited:
         edit_logits(logits, slots, lengths, tables, token_ids, bitmask)
+    apply_chains(logits, chains, token_ids, lengths)
     summary = summarize_logits(logits, slots, lengths, tables, filters=features.filters)
     cutoff = nucleus(logits, slots, tables, summary) if features.filters else None
     chosen, best = draw(logits, slots, lengths, tables, cutoff, summary, out, record)
+    observe(logits, chains, chosen, lengths)
     if not features.logprobs:
         return Sampled(chosen, best, None)
     return Sampled(chosen, best, LogprobTensors(*on_device.token_logprobs(raw, chosen, MAX_LOGPROBS, slots, tables)))

@@ -34,6 +34,7 @@ from localllm.kernels.sampling.tables import (
 )
 from localllm.runner.edits import Allowed, BadWords, Bias, Edits, Penalties
 from localllm.runner.noise import seed_of
+from localllm.runner.sampler_chain import ChainRow, Chains
 from localllm.runner.upload import to_device
 
 Ints = npt.NDArray[np.int64]
@@ -74,6 +75,7 @@ class SamplingBatch:
     edits: Edits | None
     logprob_rows: Tensor | None  # [R] int64 rows with logprobs
     logprob_counts: tuple[tuple[int, int], ...]  # (row, k) of the same rows
+    chains: Sequence[ChainRow] = ()  # rows with llama.cpp's samplers or functions of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +120,16 @@ class SamplingFeatures:
     filters: bool = False  # top_k, top_p or min_p
     edits: bool = False
     logprobs: bool = False
+    chains: bool = False  # samplers of sampler_chain.py, which are never recorded
 
     def covers(self, other: SamplingFeatures) -> bool:
         """Return whether a method with these features can serve `other`."""
-        return self.filters >= other.filters and self.edits >= other.edits and self.logprobs >= other.logprobs
+        return (
+            self.filters >= other.filters
+            and self.edits >= other.edits
+            and self.logprobs >= other.logprobs
+            and self.chains >= other.chains
+        )
 
 
 class SamplingState:
@@ -151,6 +159,7 @@ class SamplingState:
         self._min_tokens = np.zeros(max_num_seqs, np.int64)
         self._logprobs = np.full(max_num_seqs, -1, np.int64)
         self._edits: dict[int, _SlotEdits] = {}
+        self._chains = Chains(vocab_size, device)
 
     def enter(self, new: NewSlot) -> None:
         params, slot = new.params, new.slot
@@ -158,6 +167,10 @@ class SamplingState:
         self._temperature[slot] = params.temperature
         self._top_k[slot] = min(params.top_k or self._vocab_size, self._vocab_size)
         self._top_p[slot], self._min_p[slot] = params.top_p, params.min_p
+        chain = self._chains.enter(new, int(self._mixed_seed[slot].view(np.int64)))
+        if chain is not None and chain.orders:  # it filters and divides the row itself
+            self._temperature[slot], self._top_k[slot] = 1.0, self._vocab_size
+            self._top_p[slot], self._min_p[slot] = 1.0, 0.0
         self._kind[slot] = self._kind_of(slot, params.is_greedy)
         self._penalties[slot] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         self._penalty_window[slot] = NO_WINDOW if params.repeat_last_n < 0 else min(params.repeat_last_n, NO_WINDOW)
@@ -174,6 +187,7 @@ class SamplingState:
 
     def leave(self, slot: int) -> None:
         self._edits.pop(slot, None)
+        self._chains.leave(slot)
 
     def _kind_of(self, slot: int, is_greedy: bool) -> int:
         if is_greedy:
@@ -250,7 +264,12 @@ class SamplingState:
             edits=self._edits_for(slots, lengths),
             logprob_rows=to_device(asking, self._device) if len(asking) else None,
             logprob_counts=tuple(zip(asking.tolist(), counts[asking].tolist(), strict=True)),
+            chains=self._chains.rows(slots.tolist(), lengths.tolist()),
         )
+
+    def chains(self, slots: Ints, lengths: Ints, places: Ints) -> list[ChainRow]:
+        """Return the rows with a chain. places [S]: the rows among the logits. lengths: at least their lengths."""
+        return self._chains.rows(slots.tolist(), lengths.tolist(), places.tolist())
 
     def num_logprobs(self, slots: Ints) -> Ints:
         """Return the number of logprobs of each slot, not counting the sampled token's own; -1: none at all."""
@@ -266,6 +285,7 @@ class SamplingState:
             filters=bool(((self._kind[drawn] != PLAIN) | (self._min_p[drawn] > 0)).any()),
             edits=bool(self._has_penalties[slots].any()) or any(slot in self._edits for slot in slots.tolist()),
             logprobs=bool((self._logprobs[slots] >= 0).any()),
+            chains=self._chains.has(slots.tolist()),
         )
 
     def _split(self, kinds: Ints, slots: Ints, lengths: Ints) -> tuple[KindRows, ...]:

@@ -363,8 +363,9 @@ def engine_parts(
 
     loop = _engine_loop(config, plan, fingerprint(path, plan), runner)
     request_limits = ModelLimits(
-        plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs, config.enable_prompt_embeds
-    )
+        plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs, config.enable_prompt_embeds,
+        takes_processors=not plan.ranks,
+    )  # fmt: skip
     grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
     seed = secrets.randbits(63) if config.seed is None else config.seed
     log.info("seed for requests that bring none seed=%d", seed)

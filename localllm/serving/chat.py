@@ -63,7 +63,8 @@ class Conversation:
         """Return the parameters for this conversation, and a function that makes a reader for each choice; None: all of
         an answer is content.
 
-        The parameters get a grammar if a call is required, or if calls are optional beside structured output.
+        The parameters get a grammar if a call is required, or if calls are optional beside structured output; if they
+        are optional beside free text, it applies from the marker of a call on.
         Raises `InvalidParameter`, `UnsupportedParameter`.
         """
         known = model.answers
@@ -74,6 +75,8 @@ class Conversation:
         end = self._end_of(prompt_token_ids, model)
         if asked is not None and not (self.tools.allowed and found.tools is not None and found.tools.reads_reasoning):
             asked = found.behind_reasoning(asked, end)
+        if asked is None and self.tools.allowed:
+            asked = found.enforced_calls(self.tools.allowed, end, model.tokenizer, parallel=self.tools.parallel)
         params = _with_structure(params, asked)
         if found.needs_special_tokens(model.tokenizer):
             params = replace(params, skip_special_tokens=False)  # markers are special tokens, which the readers remove

@@ -40,6 +40,8 @@ _ROLES = {
     "cls": "cls_token", "mask": "mask_token",
 }  # fmt: skip
 """GGUF's names of special tokens -> the names in chat templates."""
+_FILL_IN = ("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep", "prefix", "suffix", "middle", "eot")
+"""GGUF's names of tokens for filling in the middle (fill_in.py)."""
 _IDS_UNNAMED = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
     "bert": {"cls": 101, "seperator": 102, "unknown": 100, "padding": 0, "mask": 103},
@@ -115,7 +117,11 @@ class _Vocabulary:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        return {role: self.tokens[self.ids[name]] for name, role in _ROLES.items() if name in self.ids}
+        return {
+            role: self.tokens[self.ids[name]]
+            for name, role in (_ROLES | {name: f"{name}_token" for name in _FILL_IN}).items()
+            if name in self.ids
+        }
 
     @property
     def by_token(self) -> dict[str, int]:
@@ -158,7 +164,7 @@ def _require_length(tokens: Sequence[str]) -> None:
 
 
 def _ids(metadata: Mapping[str, Any]) -> dict[str, int]:
-    found = {name: metadata.get(f"{_PREFIX}{name}_token_id") for name in _ROLES}
+    found = {name: metadata.get(f"{_PREFIX}{name}_token_id") for name in (*_ROLES, *_FILL_IN)}
     return {name: value for name, value in found.items() if type(value) is int}
 
 

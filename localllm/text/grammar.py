@@ -4,6 +4,7 @@
     Grammars        compiles grammars, keeps the last ones
     GrammarState    the state of one output: computes token masks, accepts tokens
     AfterReasoning  a GrammarState that starts when the reasoning ends
+    opened_grammar.py has one that starts at each of some markers
     fill_along      the masks of an output's next tokens where some of them were guessed
 
 llguidance (github.com/guidance-ai/llguidance) handles JSON schemas, regular expressions and context-free grammars with
@@ -28,6 +29,7 @@ import numpy.typing as npt
 
 from localllm.errors import InvalidParameter, RequestError, StepFailed
 from localllm.text.grammar_trial import STACK_BYTES, GrammarTrials, TrialFailed, TrialUnavailable
+from localllm.text.opened_grammar import opened_grammar
 from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
 
@@ -69,6 +71,10 @@ class OutputGrammar(Protocol):
 
     def accept(self, token_id: int) -> None:
         """Advance by one output token. Raises `LocalLLMError` if the grammar forbids it."""
+
+    def refuses(self, token_id: int) -> bool:
+        """Return whether the token, which was drawn without a mask because `may_forbid` was False, must be drawn
+        again; `may_forbid` is then True."""
 
     def fork(self) -> Self:
         """Return a copy that goes its own way."""
@@ -129,6 +135,18 @@ class GrammarState:
         which means that a mask was not applied."""
         self._matcher.consume_token(token_id)
         self._check()
+
+    def refuses(self, token_id: int) -> bool:
+        return False
+
+    def takes(self, token_ids: Sequence[int]) -> bool:
+        """Return whether these tokens may come next."""
+        return int(self._matcher.validate_tokens(list(token_ids))) == len(token_ids)
+
+    @property
+    def may_end(self) -> bool:
+        """True if the text so far is complete."""
+        return bool(self._matcher.is_accepting())
 
     def fork(self) -> GrammarState:
         return GrammarState(self._matcher.deep_copy(), self._on_stuck)
@@ -194,6 +212,9 @@ class AfterReasoning:
         elif token_id == self._opener:
             self._is_inside = True
 
+    def refuses(self, token_id: int) -> bool:
+        return False
+
     def fork(self) -> AfterReasoning:
         other = copy(self)
         other._state = self._state.fork()
@@ -227,8 +248,8 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the most recently used last
         self._lock = threading.Lock()
 
-    def start(self, asked: StructuredOutputsParams) -> GrammarState | AfterReasoning:
-        """Return the state of a new output.
+    def start(self, asked: StructuredOutputsParams) -> OutputGrammar | None:
+        """Return the state of a new output; None if its grammar is optional and no marker of it can begin it.
         Raises `InvalidParameter` with the reason if the grammar is invalid or unsupported.
 
         Compiles the grammar unless it is kept. That takes milliseconds, rarely more than a second, so call it on a
@@ -247,6 +268,11 @@ class Grammars:
         # A grammar that gets stuck has built all expressions it may, and its copies share them: it is the costliest to
         # keep.
         state = GrammarState(matcher.deep_copy(), lambda: self._forget(grammar))
+        if asked.opened_by:
+            words, tokenizer = self._words_of_vocabulary().tokens, self._tokenizer
+            return opened_grammar(
+                state, asked, words, tokenizer.token_bytes, lambda text: ids_inside_text(tokenizer, text)
+            )
         return state if asked.after is None else AfterReasoning(state, asked, self._tokenizer, self._eos_token_ids)
 
     def is_large(self, asked: StructuredOutputsParams) -> bool:

@@ -95,6 +95,9 @@ class ReasoningBudget:
             case "barred":
                 self._place = "before"
 
+    def refuses(self, token_id: int) -> bool:
+        return self._inner is not None and self._inner.refuses(token_id)
+
     def fork(self) -> ReasoningBudget:
         other = copy(self)
         other._inner = None if self._inner is None else self._inner.fork()

@@ -33,6 +33,8 @@ MAX_LEVELS = 10_000
 """Most levels of nesting and chained references. Schemas of whole APIs have a few hundred."""
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 _NO_OBJECT = ("json_object", False)
+UNUSABLE = object()
+"""`StructuredOutputsParams.compiled` of an optional grammar that cannot be compiled, or not in time."""
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
@@ -52,6 +54,9 @@ class StructuredOutputsParams:
     param: str = "structured_outputs"  # field named in errors
     after: tuple[str, str] | None = None  # markers of reasoning, which may come before the output
     is_inside: bool = False  # whether the prompt has opened the reasoning
+    opened_by: tuple[str, ...] = ()
+    """The grammar applies from each of these markers on until its text is complete, and all other text is free. Such a
+    grammar is optional: if it cannot be compiled, the whole text is free."""
     _grammar: str | None = field(default=None, init=False, repr=False, compare=False)  # cached result of to_grammar
     _levels: int | None = field(default=None, init=False, repr=False, compare=False)
     compiled: Any = field(default=None, init=False, repr=False, compare=False)  # cached by text/grammar.py

@@ -50,6 +50,7 @@ API_PREFIXES = (
     "/tokenize",
     "/detokenize",
     "/apply-template",
+    "/infill",
     "/models",
     "/slots",
     "/sleep",

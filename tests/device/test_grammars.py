@@ -18,6 +18,9 @@ class Multiples:
     def __init__(self, length: int) -> None:
         self.left, self.taken = length, list[int]()
 
+    def refuses(self, token_id: int) -> bool:
+        return False
+
     def may_forbid(self, num_unseen: int) -> bool:
         return True
 

@@ -107,6 +107,9 @@ class EveryOther:
     def allows(self, token: int) -> bool:
         return (token + sum(self.taken) + len(self.taken)) % 2 == 0
 
+    def refuses(self, token_id: int) -> bool:
+        return False
+
     def may_forbid(self, num_unseen: int) -> bool:
         return True
 

@@ -721,6 +721,9 @@ class Breaks(EveryOther):
         self._break("accept")
         super().accept(token_id)
 
+    def refuses(self, token_id):
+        return False
+
     def may_forbid(self, num_unseen):
         self._break("may_forbid")
         return super().may_forbid(num_unseen)

@@ -39,8 +39,9 @@ def requests() -> list[Request]:
         SamplingParams(temperature=0.0, max_tokens=5),
         SamplingParams(temperature=1.1, top_p=0.9, seed=3, max_tokens=4, repetition_penalty=1.2),
         SamplingParams(temperature=0.9, top_k=9, seed=4, max_tokens=4),
+        SamplingParams(typical_p=0.8, dry_multiplier=0.8, dry_allowed_length=0, seed=5, max_tokens=3),
     ]
-    prompts = [[7, 8, 9, *range(30, 50)], [5], [7, 8, 9, *range(30, 46), 3, 4]]
+    prompts = [[7, 8, 9, *range(30, 50)], [5], [7, 8, 9, *range(30, 46), 3, 4], [7, 8, 7]]
     return [
         Request(f"r{i}", prompt, params, max_output_tokens=params.max_tokens or 1)
         for i, (prompt, params) in enumerate(zip(prompts, asked, strict=True))

@@ -154,3 +154,64 @@ def _ids(outputs: list[EngineOutput]) -> list[tuple[int, ...]]:
     """Which tokens the log-probabilities speak of; prompt ones first."""
     prompt = [entry.token_ids for output in outputs for entry in output.prompt_logprobs or ()]
     return prompt + [entry.token_ids for output in outputs for entry in output.logprobs]
+
+
+class Follows:
+    """A grammar that begins with each token below 150, behind which two tokens below 40 must come."""
+
+    def __init__(self) -> None:
+        self.left, self.num_refused = 0, [0]
+
+    def may_forbid(self, num_unseen: int) -> bool:
+        return self.left > 0
+
+    def refuses(self, token_id: int) -> bool:
+        refused = self.left > 0 and token_id >= 40
+        self.num_refused[0] += refused
+        return refused
+
+    def fill(self, bits: Any) -> None:
+        bits[:] = -1
+        if self.left:
+            bits[:] = 0
+            bits[0] = -1
+            bits[1] = 255
+
+    def accept(self, token_id: int) -> None:
+        assert not self.left or token_id < 40
+        self.left = self.left - 1 if self.left else 2 * (token_id < 150)
+
+    def fork(self) -> Follows:
+        other = Follows()
+        other.left, other.num_refused = self.left, self.num_refused
+        return other
+
+    @property
+    def is_over(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("way", "depth"), [("host", 2), ("staged", 2), ("replayed", 3)])
+@pytest.mark.parametrize("speculates", [False, True])
+def test_refused_tokens_are_drawn_again(model: Any, spec: ModelSpec, way: str, depth: int, speculates: bool) -> None:
+    """A grammar that begins while a token is in flight gives what it gives if the host sees each token first."""
+
+    def requests() -> list[Request]:
+        asked = make_requests()
+        for request in asked[::2]:
+            request.grammar = Follows()
+        return asked
+
+    expected, _ = serve(model, spec, requests())
+    given = requests()
+    told, scheduler = serve(model, spec, given, way=way, depth=depth, speculates=speculates)
+    assert {name: tokens(outputs) for name, outputs in told.items()} == {
+        name: tokens(outputs) for name, outputs in expected.items()
+    }
+    refused = sum(request.grammar.num_refused[0] for request in given if isinstance(request.grammar, Follows))
+    assert refused
+    assert scheduler.recorder.num_preemptions == refused
+
+
+def tokens(outputs: Sequence[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]

@@ -44,6 +44,22 @@ class AnswerFormat:
         pair = self.reasoning
         return replace(asked, after=(pair.opener, pair.closer), is_inside=prompt.opens(pair))
 
+    def enforced_calls(
+        self, tools: Sequence[Mapping[str, Any]], prompt: PromptEnd, tokenizer: Tokenizer, *, parallel: bool
+    ) -> StructuredOutputsParams | None:
+        """Return a grammar that applies from the marker of a call on, so that each call is parsed; None if this format
+        has no marker that only calls have, or cannot force these tools' arguments."""
+        if self.tools is None or self.tools.reads_reasoning:
+            return None
+        grammar = self.tools.call_grammar(tools, "required", parallel=parallel, tokenizer=tokenizer)
+        if grammar is None:
+            return None
+        pair = self.reasoning
+        return StructuredOutputsParams(
+            grammar=grammar, param="tools", opened_by=self.tools.openers, after=pair,
+            is_inside=pair is not None and prompt.opens(pair),
+        )  # fmt: skip
+
     def needs_special_tokens(self, tokenizer: Tokenizer) -> bool:
         """Return True if a marker is a special token of this vocabulary: decode answers with
         `skip_special_tokens=False`."""

@@ -77,7 +77,7 @@ API_RULES = RouteRules(
     infer=Paths(
         *("/", "/models", "/metrics", "/openapi.json"),
         *("/chat/completions", "/chat/completions/input_tokens", "/completions", "/completion", "/props"),
-        *("/tokenize", "/detokenize", "/tokenizer_info", "/apply-template"),
+        *("/tokenize", "/detokenize", "/tokenizer_info", "/apply-template", "/infill"),
         *("/embeddings", "/rerank", "/v2/rerank", "/score"),
         *("/v1/*", "/api/*"),
     ),

@@ -52,7 +52,10 @@ def generation_of(
     embeds: Mapping[int, PromptEmbeds] | None = None,
 ) -> Generation:
     """Return the generation for these prompts. `embeds`: prompt index -> embeddings in place of the prompt's tokens."""
-    if options.length_penalty is not None and (form := params.structured_outputs) is not None:
+    form = params.structured_outputs
+    if options.length_penalty is not None and form is not None and form.opened_by:
+        params = replace(params, structured_outputs=None)  # calls that are not enforced
+    elif options.length_penalty is not None and form is not None:
         raise UnsupportedParameter(
             f"{form.param!r} cannot be combined with a beam search.",
             "A beam search does not support grammars.",

@@ -136,7 +136,7 @@ class LlamaPieces:
     def _last(self, text: str, token_ids: Sequence[int], progress: Progress) -> shapes.LlamaCompletion:
         usage, timings = progress.usage(), progress.timings
         stop = "word" if isinstance(self._stop, str) else "limit" if self._reason == "length" else "eos"
-        rate = usage.completion_tokens / timings.decode_s if timings.decode_s else 0.0
+        rate = progress.tokens_per_s or 0.0
         return shapes.LlamaCompletion(
             content=text,
             tokens=list(token_ids) if self.tokens else [],

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
-from localllm.web.api.fields import FieldRules, Refused, empty, one_of
+from localllm.web.api.fields import FieldRules, Refused, empty
 from localllm.web.api.hints import hints_of
+from localllm.web.api.sampler_fields import SamplerFields
 
 
-class LlamaBody(msgspec.Struct, kw_only=True):
+class LlamaBody(SamplerFields, kw_only=True):
     model: str | None = None
     prompt: str | list[int]
     n_predict: int | None = None  # -1: up to the end of the context
@@ -38,11 +37,9 @@ class LlamaBody(msgspec.Struct, kw_only=True):
 
 
 RULES = FieldRules(
-    harmless=frozenset({"id_slot", "slot_id", "min_keep", "t_max_predict_ms", "mirostat_tau", "mirostat_eta"}),
+    harmless=frozenset({"id_slot", "slot_id", "min_keep", "t_max_predict_ms"}),
     hints=hints_of("llamacpp"),
     refused={
-        "mirostat": Refused("Mirostat is not supported here.", one_of(0)),
-        "typical_p": Refused("Typical sampling is not supported here.", one_of(1, 1.0)),
         "image_data": Refused("Supported: text.", empty),
         "multimodal_data": Refused("Supported: text.", empty),
         "lora": Refused("Name an adapter as the model.", empty),

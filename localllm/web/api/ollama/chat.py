@@ -25,9 +25,10 @@ from localllm.web.api.exchange import (
     served_model,
     warning_headers,
 )
+from localllm.web.api.infilling import ended, fill_in_of, infill_token_ids
 from localllm.web.api.ollama import shapes
 from localllm.web.api.ollama.body import INSIDE, read_body
-from localllm.web.api.ollama.fields import GENERATE_RULES, RULES
+from localllm.web.api.ollama.fields import CHAT_RULES, GENERATE_RULES
 from localllm.web.api.ollama.lines import LINES, OllamaHead, OllamaLines, RequestClock
 from localllm.web.api.ollama.messages import is_to_be_continued, plain_messages, with_pictures
 from localllm.web.api.ollama.models import plain_name
@@ -61,7 +62,7 @@ PROMPT = {"prompt": "Why is the sky blue?", "options": {"num_predict": 64}}
     "/api/chat",
     status_code=200,
     operation=Operation(
-        shapes.ChatLine, RequestBody(OllamaChatBody, RULES, INSIDE, CONVERSATION), shapes.ChatLine, also=OF_MODELS
+        shapes.ChatLine, RequestBody(OllamaChatBody, CHAT_RULES, INSIDE, CONVERSATION), shapes.ChatLine, also=OF_MODELS
     ),
 )
 async def chat(request: ApiRequest) -> ASGIResponse:
@@ -70,7 +71,7 @@ async def chat(request: ApiRequest) -> ASGIResponse:
     With `stream: false` the answer is sent in one piece.
     """
     clock = RequestClock()
-    body, warnings = await read_body(request, OllamaChatBody, RULES)
+    body, warnings = await read_body(request, OllamaChatBody, CHAT_RULES)
     messages = body.messages or []
     template: dict[str, Any] = {}
     if is_to_be_continued(messages):
@@ -101,6 +102,13 @@ async def generate(request: ApiRequest) -> ASGIResponse:
                 f"{name!r} cannot be combined with a raw prompt.", "Write it into the prompt.", param=name
             )
     asked: str | list[dict[str, Any]] | None = body.prompt or None
+    if body.suffix:
+        for name in ("raw", "system", "think", "format"):
+            if getattr(body, name):
+                raise InvalidParameter(
+                    f"{name!r} cannot be combined with a suffix.", "The prompt is made of two texts.", param=name
+                )
+        return await _answer(request, body, "generate", body.prompt or "", {}, warnings, clock)
     if asked is not None and not body.raw:
         system = [{"role": "system", "content": body.system}] if body.system else []
         content = with_pictures(str(asked), body.images, "images") if body.images else asked
@@ -135,7 +143,12 @@ async def _answer(
     if (structure := structured_outputs(body.format)) is not None:
         params = replace(params, structured_outputs=structure)
     if isinstance(asked, str):
-        token_ids: Sequence[int] = await encode(asked, True, model)
+        token_ids: Sequence[int]
+        if isinstance(body, OllamaGenerateBody) and body.suffix:
+            fill_in = fill_in_of(model)
+            token_ids, params = await infill_token_ids(model, fill_in, asked, body.suffix), ended(params, fill_in)
+        else:
+            token_ids = await encode(asked, True, model)
         generation = generation_of(model, within_context(params, len(token_ids), model), [token_ids])
     else:
         messages, more = readable(asked, model)

@@ -14,7 +14,6 @@ RULES = FieldRules(
     hints=hints_of("ollama"),
     refused={
         "images": Refused("A picture belongs to a message: send messages[].images.", empty),
-        "suffix": Refused("Fill-in-the-middle is not supported.", empty),
         "template": Refused("A request may not bring its own template.", empty),
         "context": Refused("Send the conversation to /api/chat.", empty),
         "width": Refused("Supported output: text.", one_of(0)),
@@ -24,6 +23,8 @@ RULES = FieldRules(
 )
 """Rules of chat and generate."""
 
+CHAT_RULES = replace(RULES, refused={**RULES.refused, "suffix": Refused("Use /api/generate with a suffix.", empty)})
+"""Of chat."""
 GENERATE_RULES = replace(
     RULES,
     refused={name: rule for name, rule in RULES.refused.items() if name != "images"}
@@ -32,12 +33,9 @@ GENERATE_RULES = replace(
 """Of generate."""
 
 OPTION_RULES = FieldRules(
-    harmless=frozenset({"mirostat_tau", "mirostat_eta"}),  # options of mirostat, which is refused unless it is off
     hints=hints_of("ollama", "options."),
     refused={
-        "typical_p": Refused("Typical sampling is not supported.", one_of(1, 1.0)),
         "tfs_z": Refused("Tail-free sampling is not supported.", one_of(1, 1.0)),
-        "mirostat": Refused("Mirostat is not supported.", one_of(0, 0.0, False)),
     },
 )  # fmt: skip
 """Rules of `options`."""

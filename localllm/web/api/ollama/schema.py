@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from localllm.web.api.sampler_fields import SamplerFields
 
-class Options(msgspec.Struct, kw_only=True):
+
+class Options(SamplerFields, kw_only=True):
     num_ctx: int | None = None  # capped at the served context: another context needs a reload
     num_predict: int | None = None  # -1 and -2: as many as the context allows
     seed: int | None = None
@@ -58,6 +60,7 @@ class OllamaGenerateBody(AskBody, kw_only=True):
     prompt: str | None = None  # None: as for messages
     system: str | None = None
     images: list[str] | None = None
+    suffix: str | None = None  # the text behind the gap that the answer fills
     raw: bool | None = None  # the prompt is complete: no template is applied
 
 

@@ -1,5 +1,5 @@
-"""OpenAI's dialect, as its SDK and vLLM's clients speak it: chat completions, completions, embeddings, reranking,
-models.
+"""OpenAI's dialect, as its SDK and vLLM's clients speak it: chat completions, completions, infilling, embeddings,
+reranking, models.
 
 `fields` has the rules for every request field, `schema` parses bodies, `params` and `prompts` translate them into one
 `GenerationRequest` per prompt, `chunks` and `bodies` translate events back.
@@ -13,12 +13,13 @@ from localllm.web.api.openai.adapters import load_lora_adapter, unload_lora_adap
 from localllm.web.api.openai.chat import apply_template, chat_completions, chat_input_tokens
 from localllm.web.api.openai.completions import completions
 from localllm.web.api.openai.embeddings import embeddings
+from localllm.web.api.openai.infill import infill
 from localllm.web.api.openai.rerank import rerank, score
 from localllm.web.api.openai.tokenize import detokenize, tokenize, tokenizer_info
 
 
 def routes() -> list[ControllerRouterHandler]:
     return [
-        chat_completions, chat_input_tokens, completions, tokenize, detokenize, tokenizer_info,
+        chat_completions, chat_input_tokens, completions, infill, tokenize, detokenize, tokenizer_info,
         apply_template, embeddings, rerank, score, load_lora_adapter, unload_lora_adapter,
     ]  # fmt: skip

@@ -8,6 +8,7 @@ from litestar.response.base import ASGIResponse
 from localllm.errors import ContextTooLong
 from localllm.web.api.answer import generation_of, streamed, whole
 from localllm.web.api.exchange import ApiRequest, json_body, served_model
+from localllm.web.api.infilling import ended, fill_in_of
 from localllm.web.api.openai import shapes
 from localllm.web.api.openai.beams import without_effect
 from localllm.web.api.openai.bodies import completion_response
@@ -28,7 +29,7 @@ BODY = RequestBody(CompletionBody, RULES, example={"prompt": "The sky is", "max_
     operation=Operation(shapes.Completion, BODY, shapes.CompletionChunk, also=OF_MODELS),
 )
 async def completions(request: ApiRequest) -> ASGIResponse:
-    """Continue a text, a list of texts, or token ids.
+    """Continue a text, a list of texts, or token ids; with a suffix, fill the gap between both.
 
     With `stream: true` the answer is sent as events.
     """
@@ -51,6 +52,8 @@ async def _complete(request: ApiRequest, raw: bytes) -> ASGIResponse:
     model = await served_model(request, body.model)
     params, more = completion_params(body, model)
     warnings += more
+    if body.suffix:
+        params = ended(params, fill_in_of(model))
     prompts = await completion_prompts(body, model, params.n)
     embeds = {index: prompt.embeds for index, prompt in enumerate(prompts) if prompt.embeds is not None}
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))

@@ -29,7 +29,6 @@ REFUSED: Mapping[str, Refused] = {
     "audio": Refused("Supported output: text."),
     "modalities": Refused("Supported output: text.", _one_of(["text"])),
     "web_search_options": Refused("This server does not search the web."),
-    "suffix": Refused("Fill-in-the-middle is not supported.", _empty),
     "best_of": Refused("Use n, which returns every choice.", _one_of(1)),
     # vLLM
     "early_stopping": Refused("A beam search always ends when no beam can beat the finished ones.", _one_of(False)),
@@ -38,7 +37,7 @@ REFUSED: Mapping[str, Refused] = {
     "media_io_kwargs": Refused("Images and audio are not supported.", _empty),
     "kv_transfer_params": Refused("KV transfer between servers is not supported.", _empty),
     "vllm_xargs": Refused("Extension arguments are not supported.", _empty),
-    "logits_processors": Refused("Requests may not bring code.", _empty),
+    "logits_processors": Refused("Requests may not bring code; LLM.generate takes functions.", _empty),
     "repetition_detection": Refused("Use repetition_penalty, frequency_penalty or presence_penalty."),
     "stream_interval": Refused("The tokens of each step are streamed at once.", _one_of(1)),
     "spaces_between_special_tokens": Refused("The tokenizer decides how text is decoded.", _one_of(True)),
@@ -46,6 +45,7 @@ REFUSED: Mapping[str, Refused] = {
 }
 
 NOT_IN_CHATS: Mapping[str, Refused] = {
+    "suffix": Refused("A chat has no text behind the answer: use POST /v1/completions.", _empty),
     "prompt_embeds": Refused("Embeddings replace a prompt's tokens: use POST /v1/completions."),
 }
 

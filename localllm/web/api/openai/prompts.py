@@ -16,6 +16,7 @@ from localllm.errors import InvalidParameter, UnsupportedParameter
 from localllm.serving.served import ServedModel
 from localllm.web.api.conversation import encode_all, truncate
 from localllm.web.api.hints import THINKING_SWITCHES, effort_switch, thinking_switch
+from localllm.web.api.infilling import fill_in_of, infill_token_ids
 from localllm.web.api.off_loop import off_loop
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
 from localllm.web.errors import InvalidType, MissingParameter
@@ -48,6 +49,8 @@ async def completion_prompts(body: CompletionBody, model: ServedModel, n: int) -
     """
     if body.prompt is None and body.prompt_embeds is None:
         raise MissingParameter("Missing required parameter: 'prompt'.", "Or send prompt_embeds.", param="prompt")
+    if body.suffix:
+        return await _infilled_prompts(body, model, n)
     keep = body.truncate_prompt_tokens
     sources = _sources(body.prompt) if body.prompt is not None else []
     model.require_queue_room(n * len(sources))
@@ -61,6 +64,21 @@ async def completion_prompts(body: CompletionBody, model: ServedModel, n: int) -
             echo = model.tokenizer.decode(token_ids, skip_special_tokens=False)
         prompts.append(Prompt(token_ids, echo))
     return prompts
+
+
+async def _infilled_prompts(body: CompletionBody, model: ServedModel, n: int) -> list[Prompt]:
+    """Return prompts whose answers fill the gap between each text and the suffix."""
+    for name in ("echo", "prompt_embeds", "truncate_prompt_tokens"):
+        if getattr(body, name):
+            raise UnsupportedParameter(
+                f"{name!r} cannot be combined with suffix.", "The prompt is made of two texts.", param=name
+            )
+    sources = _sources(body.prompt)
+    model.require_queue_room(n * len(sources))
+    fill_in = fill_in_of(model)
+    if not all(isinstance(source, str) for source in sources):
+        raise InvalidType("A prompt with a suffix must be text.", "Got token ids.", param="prompt")
+    return [Prompt(await infill_token_ids(model, fill_in, str(source), body.suffix or ""), "") for source in sources]
 
 
 async def _embedded_prompts(body: CompletionBody, model: ServedModel) -> list[Prompt]:

@@ -12,6 +12,7 @@ import msgspec
 
 from localllm.web.api.openai.fields import CHAT_RULES, RULES
 from localllm.web.api.reading import read
+from localllm.web.api.sampler_fields import SamplerFields
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -33,7 +34,7 @@ class StructuredBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     whitespace_pattern: str | None = None
 
 
-class GenerateBody(msgspec.Struct, kw_only=True):
+class GenerateBody(SamplerFields, kw_only=True):
     """The fields that chat and text completions share."""
 
     model: str | None = None
@@ -125,6 +126,7 @@ class ChatBody(GenerateBody, kw_only=True):
 class CompletionBody(GenerateBody, kw_only=True):
     prompt: Any = None  # str, [str], [int] or [[int]]; prompts.py tells them apart
     prompt_embeds: str | list[str] | None = None  # vLLM: a tensor as written by torch.save, in base64
+    suffix: str | None = None  # the text behind the gap that the answer fills
     logprobs: int | None = None
 
 

@@ -51,6 +51,27 @@ class OpenAITimings(Shape, kw_only=True):
     draft_n_accepted: int | UnsetType = UNSET
 
 
+class InfillPiece(Shape):
+    """A piece of a text that fills a gap, in llama.cpp's format."""
+
+    content: str
+    stop: bool
+
+
+class Infill(Shape):
+    """A text that fills a gap, in llama.cpp's format."""
+
+    content: str
+    stop: bool
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    stop_type: Literal["eos", "limit", "word"]
+    stopping_word: str
+    timings: OpenAITimings
+
+
 class Scored(Shape):
     token: str
     logprob: float
