@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,7 +167,7 @@ def test_a_gpu_is_readied_before_weights_are_read(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(executor, "load_model", load)
     plan: Any = SimpleNamespace(device="cuda:1", dtype="float16", max_model_len=64, weights_bytes=0, ranks=())
     spec: Any = None
-    config = settings_for(tmp_path).engine
+    config = replace(settings_for(tmp_path).engine, programmatic_launch=False)
     with pytest.raises(CorruptModel):
         build._load(tmp_path, spec, config, plan, lambda phase: None)
     assert done == ["cuda:1", torch.device("cuda:1")]

@@ -221,7 +221,8 @@ class FaultLog:
             self._file.write(_ENDED)
             self._file.flush()
         is_empty = os.fstat(self._file.fileno()).st_size <= self._first_bytes + len(_ENDED)
-        self._file.close()
+        with suppress(OSError):  # a full disk: what could not be written is lost
+            self._file.close()
         self._file = None
         if is_empty:
             with suppress(OSError):

@@ -132,6 +132,8 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
     ("ollama", "pull"): [*NOWHERE, {"model": "nobody/none:Q4_K_M", "stream": False, "insecure": False}],
     ("ollama", "delete"): NOWHERE,
     ("ollama", "copy"): [{"source": "demo", "destination": "helper"}, {"source": "nobody", "destination": "a/b:c"}],
+    ("localllm", "completion"): [{"prompt": "a", "n_predict": 2, "dry_multiplier": 0.5, "mirostat": 1}],
+    ("openai", "infill"): [{"input_prefix": "a", "input_suffix": "b", "n_predict": 2}],
     ("localllm", "load"): [{**MODEL, "pin": True, "keep_alive": -1, "wait": False}, *NOWHERE],
     ("localllm", "unload"): NOWHERE,
     ("localllm", "sleep"): NOWHERE,

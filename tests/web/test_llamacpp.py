@@ -54,7 +54,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a " * 2 * MAX_MODEL_LEN}, "prompt"),
     ({"grammar": "x", "json_schema": {}}, "json_schema"),
     ({"n_probs": 10_000}, "n_probs"),
-    ({"mirostat": 2}, "mirostat"),
+    ({"mirostat": 3}, "mirostat"),
     ({"image_data": [1]}, "image_data"),
 ]
 

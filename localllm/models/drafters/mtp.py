@@ -184,7 +184,7 @@ def _read_parts(plan: DrafterPlan, num_layers: int, device: torch.device, dtype:
     with opened as (checkpoint, weights, builder):
         shared = _shared_copies(checkpoint, layout, prefix)
         parts = _build(builder, layout, {name.removeprefix(prefix) for name in shared})
-        left = sorted(name for name in weights.unused() if name.startswith(prefix) and name not in shared)
+        left = sorted(name for name in weights.unused(prefix) if name not in shared)
     if left:
         raise CorruptModel(
             f"The prediction layer of {plan.path.name} has {len(left)} tensors that {plan.spec.architecture} does "

@@ -196,9 +196,11 @@ class Weights:
             ) from error
         return experts, self._expert_biases(prefix, names, shape[:2], cut) if bias else None
 
-    def unused(self) -> frozenset[str]:
-        """Return the names of tensors that no layer has taken, without those that carry no information."""
-        left = [n for n in self._checkpoint.tensors if n not in self._used and not self._is_ignored(n)]
+    def unused(self, prefix: str = "") -> frozenset[str]:
+        """Return the names of tensors below `prefix` that no layer has taken, without those that carry no
+        information."""
+        names = [name for name in self._checkpoint.tensors if name.startswith(prefix)]
+        left = [name for name in names if name not in self._used and not self._is_ignored(name)]
         return frozenset(name for name in left if not self._is_zero_bias(name))
 
     def _is_zero_bias(self, stored: str) -> bool:

@@ -73,8 +73,9 @@ async def all_facts(manager: ModelManager) -> list[ModelFacts]:
 
 
 async def facts_of(manager: ModelManager, name: str) -> ModelFacts:
-    """Return the facts of one model. Raises `ModelNotFound`."""
+    """Return the facts of one model, under its own name. Raises `ModelNotFound`."""
     found = await manager.register.look_up(name)
+    name = found.name if isinstance(found, ModelEntry) else name
     return await asyncio.to_thread(_facts, name, found, manager.register.settings)
 
 

@@ -92,6 +92,7 @@ def test_a_first_key_is_copied_and_opens_the_server_again(chromium: Browser, key
     with opened(chromium, width, 740, bypass_csp=True) as page:
         page.set_default_timeout(10_000)
         page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=keyless.url)
+        page.goto(keyless.link())
         page.goto(f"{keyless.url}/settings")
         find_and_change_a_setting(page)
         page.goto(f"{keyless.url}/settings")

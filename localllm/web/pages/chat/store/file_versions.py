@@ -24,9 +24,6 @@ from typing import IO, NamedTuple
 from localllm.files.folders import open_private
 from localllm.version import __version__
 
-if sys.platform != "win32":
-    import fcntl
-
 KEEP_COPY_S = 30 * 24 * 3600
 """How long a copy is kept: deleted chats are still in it."""
 
@@ -83,6 +80,8 @@ def alone(path: Path) -> Iterator[bool]:
 def _locked(path: Path, *, alone: bool) -> IO[str] | None:
     if sys.platform == "win32":
         return None
+    import fcntl
+
     lock = os.fdopen(open_private(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT), "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
