@@ -96,17 +96,21 @@ class PoolingClient(LoopClient):
             finished={"stop": now.num_requests},
         )
 
-    async def embed(self, texts: Sequence[Text], *, truncate: int | None = None, prompt: str = "") -> Answers:
+    async def embed(
+        self, texts: Sequence[Text], *, truncate: int | None = None, prompt: str = "", is_background: bool = False
+    ) -> Answers:
         """Return one vector per text. truncate: most tokens to keep of each;
-        -1: the model's limit. prompt: added to every text.
+        -1: the model's limit. prompt: added to every text. is_background: every other request runs first.
 
         Raises `ContextTooLong`, `InvalidParameter`, `QueueFull`, `EngineStopped`.
         """
-        return await self._answer(await asyncio.to_thread(self.inputs, texts, truncate, prompt))
+        return await self._answer(await asyncio.to_thread(self.inputs, texts, truncate, prompt), is_background)
 
-    async def score(self, pairs: Sequence[tuple[str, str]], *, truncate: int | None = None) -> Answers:
+    async def score(
+        self, pairs: Sequence[tuple[str, str]], *, truncate: int | None = None, is_background: bool = False
+    ) -> Answers:
         """Return one score per pair. A cross-encoder reads both texts at once. Raises like `embed`."""
-        return await self._answer(await asyncio.to_thread(self.pair_inputs, pairs, truncate))
+        return await self._answer(await asyncio.to_thread(self.pair_inputs, pairs, truncate), is_background)
 
     def inputs(self, texts: Sequence[Text], truncate: int | None = None, prompt: str = "") -> list[PoolingInput]:
         return [self._input(text, truncate, prompt) for text in texts]
@@ -151,10 +155,10 @@ class PoolingClient(LoopClient):
             )
         return length
 
-    async def _answer(self, inputs: list[PoolingInput]) -> Answers:
+    async def _answer(self, inputs: list[PoolingInput], is_background: bool) -> Answers:
         self._open += 1
         try:
-            values = await asyncio.wrap_future(self._loop.submit(inputs))
+            values = await asyncio.wrap_future(self._loop.submit(inputs, is_background=is_background))
         finally:
             self._open -= 1
         return Answers(values, sum(len(each.token_ids) for each in inputs))

@@ -82,7 +82,7 @@ API_RULES = RouteRules(
         *("/v1/*", "/api/*"),
     ),
     read=Paths("/localllm/*"),
-    delete=Paths("/v1/responses/*"),
+    delete=Paths("/v1/responses/*", "/v1/files/*"),
     linked=Paths("/"),
 )
 

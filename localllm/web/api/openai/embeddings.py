@@ -58,7 +58,9 @@ async def answer_embeddings(request: ApiRequest, raw: bytes) -> ASGIResponse:
             require_readable(len(text), model)
     pooler = model.pooler
     prompt = _prompt(texts, body, pooler.prompts)
-    answers = await pooler.embed(texts, truncate=body.truncate_prompt_tokens, prompt=prompt)
+    answers = await pooler.embed(
+        texts, truncate=body.truncate_prompt_tokens, prompt=prompt, is_background=model.is_background
+    )
     vectors = [shortened(vector, body.dimensions) for vector in answers.values]
     encode = _encoder(body.encoding_format)
     data = [shapes.OpenAIEmbedding("embedding", i, encode(vector)) for i, vector in enumerate(vectors)]
