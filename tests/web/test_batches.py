@@ -25,6 +25,7 @@ from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings,
 
 CHAT = "/v1/chat/completions"
 NewServer = Callable[..., LiveServer]
+CLIENTS: list[openai.OpenAI] = []
 
 
 @pytest.fixture
@@ -58,7 +59,16 @@ def client(server: LiveServer) -> openai.OpenAI:
 
 
 def client_of(server: LiveServer, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=20)
+    made = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=20)
+    CLIENTS.append(made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def closed_clients() -> Iterator[None]:
+    yield
+    while CLIENTS:
+        CLIENTS.pop().close()
 
 
 def chat_line(name: str, max_tokens: int = 4, **changed: Any) -> dict[str, Any]:
@@ -94,7 +104,7 @@ def test_the_sdk_runs_a_batch_and_bad_lines_harm_no_other(client: openai.OpenAI,
         chat_line("streamed") | {"body": chat_line("streamed")["body"] | {"stream": True}},
         chat_line("good 3"),  # a second time
         chat_line("unknown model") | {"body": {"model": "no/such", "messages": []}},
-        chat_line("bad field") | {"body": chat_line("x")["body"] | {"temperature": 99}},
+        chat_line("bad field") | {"body": chat_line("x")["body"] | {"top_p": 99}},
     ]
     batch = start(client, [*(chat_line(f"good {i}") for i in range(40)), "", *bad], metadata={"run": "7"})
     assert (batch.status, batch.metadata) == ("validating", {"run": "7"})
@@ -138,7 +148,7 @@ def test_other_endpoints(server: LiveServer, client: openai.OpenAI, url: str, bo
 def test_an_interactive_request_is_answered_while_a_batch_runs(
     server: LiveServer, client: openai.OpenAI, runner: PacedRunner
 ) -> None:
-    runner.pace_s = 0.01
+    runner.step_s = 0.01
     batch = start(client, [chat_line(f"{i}", max_tokens=60) for i in range(60)])
     wait_until(lambda: server.stats().num_running == 8)
     asked = client.chat.completions.create(model="tiny", max_tokens=2, messages=[{"role": "user", "content": "now"}])
@@ -161,7 +171,7 @@ def test_an_interactive_request_is_answered_while_a_batch_runs(
 def test_a_batch_expires_with_an_error_for_each_line_left(
     server: LiveServer, client: openai.OpenAI, runner: PacedRunner
 ) -> None:
-    runner.pace_s = 0.01
+    runner.step_s = 0.01
     batch = ended(client, start(client, [chat_line(f"{i}", 100) for i in range(200)], completion_window="2s").id)
     assert batch.status == "expired"
     errors = lines_of(client, batch.error_file_id)
@@ -195,7 +205,7 @@ def test_each_key_has_its_own_files_and_batches(new_server: NewServer, data: Pat
                     ask()
         with pytest.raises(openai.AuthenticationError):
             client_of(server, "wrong").files.list()
-        runner.pace_s = 0.02
+        runner.step_s = 0.02
         running = start(my_client, [chat_line(f"{i}", 50) for i in range(100)])
         wait_until(lambda: server.stats().num_running > 0)
         with pytest.raises(openai.ConflictError):
@@ -233,8 +243,8 @@ def test_limits_are_refused_with_numbers(new_server: NewServer) -> None:
             asked: dict[str, Any] = {"endpoint": CHAT, "completion_window": "24h"} | wrong
             with pytest.raises(openai.BadRequestError):
                 client.batches.create(input_file_id=batch.input_file_id, **asked)
+        asked = {"endpoint": CHAT, "completion_window": "24h", "metadata": {"a": "b" * 513}}
         with pytest.raises(openai.BadRequestError, match="metadata"):
-            asked = {"endpoint": CHAT, "completion_window": "24h", "metadata": {"a": "b" * 513}}
             client.batches.create(input_file_id=batch.input_file_id, **asked)
         text = server.get("/metrics").text
         assert 'localllm:batches{status="failed"} 2.0' in text
@@ -277,7 +287,7 @@ def test_batches_of_several_owners_take_turns(
     monkeypatch.setattr(worker_module, "TURN_S", 0.2)
     data.mkdir(parents=True, mode=0o700)
     keys = [add_key(keys_path(), name, "infer") for name in ("a", "b")]
-    runner.pace_s = 0.01
+    runner.step_s = 0.01
     with new_server() as server:
         clients = [client_of(server, key) for key in keys]
         long = start(clients[0], [chat_line(f"{i}", 60) for i in range(400)])

@@ -22,7 +22,6 @@ from localllm.units import format_bytes
 from localllm.web.shape import Shape
 
 _ID = b'{"id":"batch_req_'
-CHUNK_BYTES = 1024**2
 
 
 class LineBody(msgspec.Struct):
@@ -139,12 +138,24 @@ def custom_id_of(raw: bytes) -> str | None:
     return _order_of(raw)[0]
 
 
-def read_line(raw: bytes, urls: frozenset[str], max_bytes: int) -> BatchLine:
-    """Parse a line. Raises `InvalidParameter` for anything but a request to one of the `urls`."""
-    if len(raw) > max_bytes:
+@dataclass(frozen=True, slots=True)
+class LineRules:
+    """What a line may be."""
+
+    urls: frozenset[str]  # endpoints
+    max_bytes: int
+    is_repeated: bool = False  # an earlier line has its custom_id
+
+
+def read_line(raw: bytes, rules: LineRules) -> BatchLine:
+    """Parse a line. Raises `InvalidParameter` for anything but a request to one of the endpoints."""
+    if rules.is_repeated:
+        why = "An earlier line of the file has it."
+        raise InvalidParameter("The custom_id is not unique.", why, param="custom_id")
+    if len(raw) > rules.max_bytes:
         raise InvalidParameter(
             f"The line has {format_bytes(len(raw))}.",
-            f"The limit is {format_bytes(max_bytes)}, as for the body of a request.",
+            f"The limit is {format_bytes(rules.max_bytes)}, as for the body of a request.",
             "Shorten it, or start the server with a higher --max-body-bytes.",
         )
     try:
@@ -156,8 +167,8 @@ def read_line(raw: bytes, urls: frozenset[str], max_bytes: int) -> BatchLine:
         raise InvalidParameter("The line is not a request.", why, hint) from None
     if line.method != "POST":
         raise InvalidParameter(f"The method {line.method[:20]!r} is not supported.", "Use POST.", param="method")
-    if line.url not in urls:
-        known = ", ".join(sorted(urls))
+    if line.url not in rules.urls:
+        known = ", ".join(sorted(rules.urls))
         raise InvalidParameter(f"{line.url[:80]!r} is not an endpoint of this batch.", f"Use {known}.", param="url")
     if body.stream:
         raise InvalidParameter("'stream' is not supported in a batch.", "A line has one answer.", param="stream")

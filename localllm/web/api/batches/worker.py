@@ -27,15 +27,13 @@ from localllm.web.access.keys import Key, KeyRing
 from localllm.web.api.batches.file_store import FileStore, StorageFull, StoredFile
 from localllm.web.api.batches.line_runner import LineRunner
 from localllm.web.api.batches.lines import (
-    AnsweredLine,
     InputIndex,
+    LineRules,
     answered_numbers,
     custom_id_of,
     failed_line,
     index_of,
-    read_line,
     request_name,
-    written,
 )
 from localllm.web.api.batches.records import BatchFault, BatchRecord, BatchRecords, Status
 
@@ -267,19 +265,10 @@ class BatchWorker:
         self, batch: BatchRecord, index: InputIndex, number: int, key: Key | None, outputs: tuple[_Output, _Output]
     ) -> None:
         """Answer a line, and append the answer to its file."""
-        raw, name = index.read(number), request_name(batch.id, number)
-        try:
-            if number in index.repeated:
-                why = "An earlier line of the file has it."
-                raise InvalidParameter("The custom_id is not unique.", why, param="custom_id")
-            line = read_line(raw, frozenset({batch.endpoint}), self.max_line_bytes)
-        except InvalidParameter as error:
-            self._append(batch, outputs[1], failed_line(name, custom_id_of(raw), error))
-            return
-        response = await self.runner.answer(line, key)
-        is_answer = response.status_code < 400
-        answered = AnsweredLine(id=name, custom_id=line.custom_id, response=response, error=None)
-        self._append(batch, outputs[0 if is_answer else 1], written(answered))
+        rules = LineRules(frozenset({batch.endpoint}), self.max_line_bytes, number in index.repeated)
+        name = request_name(batch.id, number)
+        line, is_error = await self.runner.written(index.read(number), name, rules, key)
+        self._append(batch, outputs[is_error], line)
 
     def _append(self, batch: BatchRecord, output: _Output, line: bytes) -> None:
         """Append a line whole, or not at all. Raises `StorageFull`, `DiskFull`, `NotWritable`."""
