@@ -215,6 +215,7 @@ def _url_of(raw: bytes) -> str:
 
 _KNOWN = frozenset({
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/rerank", "/v1/score",
+    "/pooling", "/classify",
 })  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from localllm.errors import (
     QueueFull,
     StepFailed,
 )
+from localllm.models.pooling.recipe import Want
 from localllm.version import __version__
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ QUEUE_SHARE = 4  # one request counts as at most 1/4 of a full queue, so that it
 class PoolingInput:
     token_ids: tuple[int, ...]
     type_ids: tuple[int, ...] | None = None  # 0 and 1 for the two texts of a pair
+    want: Want = "pooled"  # raw: scores without an activation; tokens: the values of all tokens, one after the other
 
 
 PooledValues = list[float]

@@ -47,6 +47,7 @@ from localllm.web.api.engine_ids import EngineIds
 from localllm.web.api.openai.chat import answer_chat
 from localllm.web.api.openai.completions import answer_completion
 from localllm.web.api.openai.embeddings import answer_embeddings
+from localllm.web.api.openai.pooling import answer_classify, answer_pooling
 from localllm.web.api.openai.rerank import answer_rerank, answer_score
 from localllm.web.api.openapi import openapi_json
 from localllm.web.api.own import health, hub, running
@@ -68,6 +69,8 @@ ENDPOINTS: Endpoints = {
     "/v1/responses": answer_response,
     "/v1/rerank": answer_rerank,
     "/v1/score": answer_score,
+    "/pooling": answer_pooling,
+    "/classify": answer_classify,
 }
 """What a line of a batch can ask for."""
 

@@ -78,7 +78,7 @@ API_RULES = RouteRules(
         *("/", "/models", "/metrics", "/openapi.json"),
         *("/chat/completions", "/chat/completions/input_tokens", "/completions", "/completion", "/props"),
         *("/tokenize", "/detokenize", "/tokenizer_info", "/apply-template", "/infill"),
-        *("/embeddings", "/rerank", "/v2/rerank", "/score"),
+        *("/embeddings", "/rerank", "/v2/rerank", "/score", "/pooling", "/classify"),
         *("/v1/*", "/api/*"),
     ),
     read=Paths("/localllm/*"),
