@@ -40,7 +40,7 @@ def run_batch(options: argparse.Namespace) -> int:
     with _input(options.input_file) as path, _output(options.output_file) as out:
         index = index_of(path, MAX_LINES)
         server = None if options.no_server else _server_of(options)
-        progress = _Progress(len(index))
+        progress = _BatchProgress(len(index))
         if server is not None:
             print(f"{options.model} runs at {server.url}, which answers.", file=sys.stderr)
             for line in _through(server, index, progress):
@@ -51,7 +51,7 @@ def run_batch(options: argparse.Namespace) -> int:
     return 0
 
 
-class _Progress:
+class _BatchProgress:
     """Counts of answers, printed to standard error every few seconds."""
 
     def __init__(self, total: int) -> None:
@@ -104,7 +104,7 @@ def _output(name: str) -> Iterator[IO[bytes]]:
 # In this process ----------------------------------------------------------------------------------------------------
 
 
-async def _in_process(settings: Settings, index: InputIndex, out: IO[bytes], progress: _Progress) -> None:
+async def _in_process(settings: Settings, index: InputIndex, out: IO[bytes], progress: _BatchProgress) -> None:
     """Load the model and answer each line. The endpoints are those of a server, without its sockets."""
     set_thread_environment()
     from localllm.cli.hub import fetch_if_missing
@@ -131,7 +131,7 @@ async def _in_process(settings: Settings, index: InputIndex, out: IO[bytes], pro
 
 
 async def _answers(
-    runner: Any, index: InputIndex, rules: LineRules, num_at_once: int, progress: _Progress
+    runner: Any, index: InputIndex, rules: LineRules, num_at_once: int, progress: _BatchProgress
 ) -> AsyncIterator[bytes]:
     """Yield the answers in the order of the lines; several lines run at once."""
     numbers, running, ready = iter(index.order), set[asyncio.Task[tuple[int, bytes, bool]]](), dict[int, bytes]()
@@ -181,7 +181,7 @@ def _server_of(options: argparse.Namespace) -> ServerClient | None:
     return None
 
 
-def _through(server: ServerClient, index: InputIndex, progress: _Progress) -> list[bytes]:
+def _through(server: ServerClient, index: InputIndex, progress: _BatchProgress) -> list[bytes]:
     """Run a batch for each endpoint of the file, and return the answers in the order of the lines. Ctrl-C cancels the
     batches. Files and outputs are deleted from the server."""
     groups: dict[str, list[int]] = {}
@@ -219,7 +219,7 @@ _KNOWN = frozenset({
 })  # fmt: skip
 
 
-def _run(server: ServerClient, url: str, file_id: str, progress: _Progress, num_before: int) -> dict[str, Any]:
+def _run(server: ServerClient, url: str, file_id: str, progress: _BatchProgress, num_before: int) -> dict[str, Any]:
     """Create a batch and wait for its end. Raises `LocalLLMError` if it fails."""
     asked = {"input_file_id": file_id, "endpoint": url, "completion_window": "30d"}
     batch = server.ask("POST", "/v1/batches", asked)

@@ -133,10 +133,9 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
         openapi_config=None,  # Litestar's own document knows only types; api/openapi.py knows every field
         logging_config=None,
     )
-    worker = BatchWorker(
+    app.state["batches"] = worker = BatchWorker(
         data_folder() / "batches", settings, LineRunner(app, ENDPOINTS), keys, lambda: bool(manager.entries)
     )
-    app.state["batches"] = worker
     keep_nothing_of_requests(app)
     # This wraps the router, so it sees unknown URLs as well.
     app.asgi_handler = FrontDoor(activity.around(app.asgi_handler), settings.server, keys, counts, guesses, rules)

@@ -29,14 +29,14 @@ class LineBody(msgspec.Struct):
     stream: Any = None
 
 
-class _Head(msgspec.Struct):
+class _LineOrder(msgspec.Struct):
     """The parts of a line that are read for the order of the lines."""
 
     custom_id: Any = None
     body: Any = None
 
 
-class _Line(msgspec.Struct):
+class _RequestLine(msgspec.Struct):
     custom_id: str
     url: str
     body: msgspec.Raw
@@ -126,7 +126,7 @@ def index_of(path: Path, max_lines: int) -> InputIndex:
 def _order_of(raw: bytes) -> tuple[str | None, str]:
     """Return the custom_id of a line and its model's name; a line that cannot be read has neither."""
     try:
-        head = msgspec.json.decode(raw, type=_Head)
+        head = msgspec.json.decode(raw, type=_LineOrder)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None, ""
     model = head.body.get("model") if isinstance(head.body, dict) else None
@@ -159,7 +159,7 @@ def read_line(raw: bytes, rules: LineRules) -> BatchLine:
             "Shorten it, or start the server with a higher --max-body-bytes.",
         )
     try:
-        line = msgspec.json.decode(raw, type=_Line)
+        line = msgspec.json.decode(raw, type=_RequestLine)
         body = msgspec.json.decode(line.body, type=LineBody)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         why = f"{str(error)[:1].upper()}{str(error)[1:]}."

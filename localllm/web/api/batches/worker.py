@@ -59,7 +59,7 @@ class BatchesElsewhere(RequestError):
 
 
 @dataclass(slots=True)
-class _Output:
+class _AnswerFile:
     """A file that answers are appended to."""
 
     stored: StoredFile
@@ -199,7 +199,7 @@ class BatchWorker:
                 self.records.set_status(batch, "finalizing")
                 await self._finish(batch, "completed")
 
-    def _open_outputs(self, batch: BatchRecord) -> tuple[tuple[_Output, _Output], set[int]]:
+    def _open_outputs(self, batch: BatchRecord) -> tuple[tuple[_AnswerFile, _AnswerFile], set[int]]:
         """Return the output and the error file, which are created at the first time, and the answered lines."""
         if self.files.find(batch.output_id) is None or self.files.find(batch.error_id) is None:
             names = (f"{batch.id}_output.jsonl", f"{batch.id}_error.jsonl")
@@ -215,14 +215,14 @@ class BatchWorker:
             path = self.files.path(stored.id)
             numbers, end = answered_numbers(path)
             self.files.shrink_to(stored, end)
-            outputs.append(_Output(stored, path))
+            outputs.append(_AnswerFile(stored, path))
             counts.append(len(numbers))
             done |= numbers
         batch.num_completed, batch.num_failed = counts
         return (outputs[0], outputs[1]), done
 
     async def _answer_all(
-        self, batch: BatchRecord, index: InputIndex, left: Sequence[int], outputs: tuple[_Output, _Output]
+        self, batch: BatchRecord, index: InputIndex, left: Sequence[int], outputs: tuple[_AnswerFile, _AnswerFile]
     ) -> str:
         """Answer lines, several at a time. Return why it ended: done, turn, cancelled, expired."""
         numbers, running = iter(left), set[asyncio.Task[None]]()
@@ -262,7 +262,12 @@ class BatchWorker:
         return key
 
     async def _answer_one(
-        self, batch: BatchRecord, index: InputIndex, number: int, key: Key | None, outputs: tuple[_Output, _Output]
+        self,
+        batch: BatchRecord,
+        index: InputIndex,
+        number: int,
+        key: Key | None,
+        outputs: tuple[_AnswerFile, _AnswerFile],
     ) -> None:
         """Answer a line, and append the answer to its file."""
         rules = LineRules(frozenset({batch.endpoint}), self.max_line_bytes, number in index.repeated)
@@ -270,7 +275,7 @@ class BatchWorker:
         line, is_error = await self.runner.written(index.read(number), name, rules, key)
         self._append(batch, outputs[is_error], line)
 
-    def _append(self, batch: BatchRecord, output: _Output, line: bytes) -> None:
+    def _append(self, batch: BatchRecord, output: _AnswerFile, line: bytes) -> None:
         """Append a line whole, or not at all. Raises `StorageFull`, `DiskFull`, `NotWritable`."""
         self.files.grow(output.stored, len(line))
         try:
@@ -284,7 +289,7 @@ class BatchWorker:
         batch.num_completed, batch.num_failed = batch.num_completed + (not is_error), batch.num_failed + is_error
         self.counts["failed" if is_error else "completed"] += 1
 
-    def _expire_lines(self, batch: BatchRecord, index: InputIndex, outputs: tuple[_Output, _Output]) -> None:
+    def _expire_lines(self, batch: BatchRecord, index: InputIndex, outputs: tuple[_AnswerFile, _AnswerFile]) -> None:
         """Write an error for each line that has no answer."""
         error = BatchExpired("The batch expired before this request ran.", f"Its window: {batch.completion_window}.")
         done = answered_numbers(outputs[0].path)[0] | answered_numbers(outputs[1].path)[0]
