@@ -29,6 +29,7 @@ from localllm.engine.request import RequestOptions
 from localllm.engine.step import PromptEmbeds, TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
 from localllm.machine.threads import set_thread_environment
+from localllm.models.pooling.recipe import Want
 from localllm.serving.build import build_engine
 from localllm.serving.chat import Conversation, Tools
 from localllm.text.answers.reader import AnswerReader
@@ -108,6 +109,18 @@ class LoRARequest:
 @dataclass(frozen=True, slots=True)
 class Embedding:
     embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    probs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """The plain output of a pooling model: numbers, or lists of numbers for the tokens."""
+
+    data: list[float] | list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +282,53 @@ class LLM:
         return [
             Score(values[0]) for values in self._pool(self._engine.pooler.pair_inputs(pairs, truncate_prompt_tokens))
         ]
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+    ) -> list[Classification]:
+        """Return the probabilities of the classes for every prompt; needs a classifier."""
+        self._engine.require("score")
+        return [Classification(values) for values in self._pooled(prompts, "pooled", truncate_prompt_tokens)]
+
+    def reward(
+        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+    ) -> list[PoolingOutput]:
+        """Return the reward of every prompt, without an activation; needs a reward model. A process reward model has
+        values for each token."""
+        self._engine.require("score")
+        pooling_task = "classify" if "raw" in self._engine.pooler.wants else "token_classify"
+        return self.encode(
+            prompts, pooling_task=pooling_task, use_activation=False, truncate_prompt_tokens=truncate_prompt_tokens
+        )
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_task: str,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingOutput]:
+        """Return the output of a pooling model for every prompt. pooling_task: embed, classify, or token_embed and
+        token_classify for an output of each token."""
+        kind = "embed" if self._engine.spec.task == "embed" else "classify"
+        if pooling_task not in (kind, f"token_{kind}"):
+            what, why = f"pooling_task {pooling_task!r} is not supported.", f"Supported: {kind}, token_{kind}."
+            raise InvalidParameter(what, why, param="pooling_task")
+        if pooling_task == kind:
+            want: Want = "pooled" if use_activation or kind == "embed" else "raw"
+            return [PoolingOutput(values) for values in self._pooled(prompts, want, truncate_prompt_tokens)]
+        dim = self._engine.pooler.dim
+        return [
+            PoolingOutput([values[at : at + dim] for at in range(0, len(values), dim)])
+            for values in self._pooled(prompts, "tokens", truncate_prompt_tokens)
+        ]
+
+    def _pooled(self, prompts: Prompt | Sequence[Prompt], want: Want, truncate: int | None) -> list[list[float]]:
+        pooler = self._engine.pooler
+        encoded = [self._encode(prompt, tokens=True) for prompt in _as_prompts(prompts)]
+        texts = [text if text is not None else ids for text, ids, _ in encoded]
+        return self._pool(pooler.pool_inputs(texts, want, truncate))
 
     def get_tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer

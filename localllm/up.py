@@ -177,7 +177,7 @@ class _Serving:
         if idle_s is None:
             await asyncio.Event().wait()
         else:
-            await state.activity.until_idle(idle_s, self.manager, state.downloads)
+            await state.activity.until_idle(idle_s, self.manager, state.downloads, lambda: state.batches.is_busy)
             state.closing.is_idle = True
 
     def _on_signal(self) -> None:

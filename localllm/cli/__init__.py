@@ -120,6 +120,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     add_chat(
         verb("complete", "continue a text through a running OpenAI-compatible server", "chat:complete"), chats=False
     )
+    _add_run_batch(verb("run-batch", "answer a file of requests, in OpenAI's batch format", "run_batch:run_batch"))
     _add_bench(verb("bench", "measure how fast this machine serves", "bench:bench"))
     _add_tune(verb("tune", "find settings for a goal by trying them on this machine", "tune:tune"))
     _add_doctor(verb("doctor", "check that this machine has what localllm needs", "doctor:doctor"))
@@ -242,6 +243,19 @@ def _add_run(parser: Parser) -> None:
     add_engine_flags(
         parser, leave_out=ADAPTER_FLAGS
     )  # the prompt goes to the model itself, so an adapter would be unused
+
+
+def _add_run_batch(parser: Parser) -> None:
+    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="a request a line; -: standard input")
+    help = "an answer a line, in the order of the requests; -: standard output"
+    parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help=help)
+    help = "the model to load, if no running server of this user serves it: " + SETTINGS["model"].allowed
+    parser.add_argument("--model", required=True, metavar="MODEL", help=help)
+    parser.add_argument("--url", metavar="URL", help="the localllm server that answers; default: see --model")
+    parser.add_argument("--api-key", metavar="KEY", help="with a server: its API key")
+    help = "load the model in this process even if a server serves it"
+    parser.add_argument("--no-server", action="store_true", help=help)
+    add_engine_flags(parser)
 
 
 def _add_bench(parser: Parser) -> None:

@@ -77,6 +77,30 @@ class ServerClient:
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._silent(error) from error
 
+    def upload(self, path: str, fields: Mapping[str, str], name: str, content: bytes) -> dict[str, Any]:
+        """Send a form with the file `name`, and return the answer. Raises `ServerRefused`."""
+        border = os.urandom(16).hex()
+        parts = [
+            f'--{border}\r\ncontent-disposition: form-data; name="{field}"\r\n\r\n{value}\r\n'.encode()
+            for field, value in fields.items()
+        ]
+        head = f'--{border}\r\ncontent-disposition: form-data; name="file"; filename="{name}"\r\n\r\n'.encode()
+        data = b"".join([*parts, head, content, f"\r\n--{border}--\r\n".encode()])
+        try:
+            with closing(self._open("POST", path, data, None, f"multipart/form-data; boundary={border}")) as answer:
+                told: dict[str, Any] = json.load(answer)
+                return told
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._silent(error) from error
+
+    def read(self, path: str) -> bytes:
+        """Return the content at `path`. Raises `ServerRefused`."""
+        try:
+            with closing(self._open("GET", path, None, None)) as answer:
+                return answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._silent(error) from error
+
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
         """Yield the events of a streamed answer. Closing the generator disconnects, which cancels the request."""
         with closing(self._open("POST", path, body, None)) as answer:
@@ -94,12 +118,17 @@ class ServerClient:
             raise ServerRefused("The answer is incomplete.", f"{error or type(error).__name__}.") from error
 
     def _open(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | bytes | None,
+        timeout_s: float | None,
+        content_type: str = "application/json",
     ) -> http.client.HTTPResponse:
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": content_type}
         if self._api_key:
             headers["authorization"] = f"Bearer {self._api_key}"
-        data = None if body is None else json.dumps(body).encode()
+        data = json.dumps(body).encode() if isinstance(body, Mapping) else body
         try:
             url = path if "://" in path else self.url + path
             request = urllib.request.Request(url, data, headers, method=method)

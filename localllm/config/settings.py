@@ -300,6 +300,16 @@ class ServerConfig:
     max_inflight_body_bytes: int = setting(
         256 * 1024**2, SERVER, "largest total size of the bodies of all running requests", unit="bytes",
         low=MIN_INFLIGHT_BODY_BYTES, note="never less than max_body_bytes")
+    max_batch_file_bytes: int | None = setting(
+        None, SERVER, "largest file of requests for a batch", unit="bytes", low=2**16,
+        unset="200 MiB, or max_inflight_body_bytes if that is less", note="never more than max_inflight_body_bytes")
+    max_batch_lines: int = setting(
+        50_000, SERVER, "most requests in a batch", unit="requests", low=1, high=10_000_000)
+    max_batch_files: int = setting(
+        1000, SERVER, "most files of batches that are stored, outputs included", unit="files", low=4, high=100_000)
+    max_batch_storage_bytes: int = setting(
+        8 * 1024**3, SERVER, "largest total size of the stored files of batches", unit="bytes", low=2**20,
+        note="a key with the scope infer can use half of it")
 
     api_key: str | tuple[str, ...] | None = setting(
         None, ACCESS, "admin key that clients must send",
@@ -349,6 +359,11 @@ class ServerConfig:
             what = f"--max-inflight-body-bytes {self.max_inflight_body_bytes} is out of range."
             why = f"Allowed: at least {self.max_body_bytes}, the largest size of one body."
             raise ConfigError(what, why, param="max_inflight_body_bytes")
+        if (self.max_batch_file_bytes or 0) > self.max_inflight_body_bytes:
+            what = f"--max-batch-file-bytes {self.max_batch_file_bytes} is out of range."
+            why = f"Allowed: at most {self.max_inflight_body_bytes}, the largest size of all bodies together."
+            hint = f"--max-inflight-body-bytes {self.max_batch_file_bytes}"
+            raise ConfigError(what, why, hint, param="max_batch_file_bytes")
         if self.ssl_keyfile and not self.ssl_certfile:
             why = "HTTPS needs the certificate that belongs to the private key."
             raise ConfigError(
@@ -361,6 +376,10 @@ class ServerConfig:
     def api_keys(self) -> tuple[str, ...]:
         given = self.api_key
         return () if given is None else (given,) if isinstance(given, str) else given
+
+    @property
+    def largest_batch_file_bytes(self) -> int:
+        return self.max_batch_file_bytes or min(200 * 1024**2, self.max_inflight_body_bytes)
 
     @property
     def scheme(self) -> str:

@@ -29,6 +29,7 @@ from localllm.errors import (
     QueueFull,
     StepFailed,
 )
+from localllm.models.pooling.recipe import Want
 from localllm.version import __version__
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ QUEUE_SHARE = 4  # one request counts as at most 1/4 of a full queue, so that it
 class PoolingInput:
     token_ids: tuple[int, ...]
     type_ids: tuple[int, ...] | None = None  # 0 and 1 for the two texts of a pair
+    want: Want = "pooled"  # raw: scores without an activation; tokens: the values of all tokens, one after the other
 
 
 PooledValues = list[float]
@@ -65,9 +67,10 @@ class PoolingStats:
 class _Request:
     """Inputs submitted together, answered together."""
 
-    __slots__ = ("answers", "future", "missing", "waiting")
+    __slots__ = ("answers", "future", "is_background", "missing", "waiting")
 
-    def __init__(self, inputs: Sequence[PoolingInput]) -> None:
+    def __init__(self, inputs: Sequence[PoolingInput], *, is_background: bool = False) -> None:
+        self.is_background = is_background
         self.answers: list[PooledValues | None] = [None] * len(inputs)
         self.missing = len(inputs)
         self.waiting = dict(enumerate(inputs))  # inputs in no batch yet, by index
@@ -113,13 +116,13 @@ class PoolingLoop:
         for request in left:
             _fail(request, error)
 
-    def submit(self, inputs: Sequence[PoolingInput]) -> Future[list[PooledValues]]:
+    def submit(self, inputs: Sequence[PoolingInput], *, is_background: bool = False) -> Future[list[PooledValues]]:
         """Queue inputs; the future gives one answer per input, in order.
-        Cancelling it drops the inputs that still wait.
+        Cancelling it drops the inputs that still wait. is_background: every other request runs first.
 
         Raises `QueueFull`, `EngineStopped`.
         """
-        request = _Request(inputs)
+        request = _Request(inputs, is_background=is_background)
         if not inputs:
             request.future.set_result([])
             return request.future
@@ -201,15 +204,18 @@ class PoolingLoop:
             batch = self._of_like_length(window)
             for request, index, _ in batch:
                 del request.waiting[index]
-            self._waiting.rotate(-1)
+            self._waiting.remove(window[0][0])  # its turn is over
+            self._waiting.append(window[0][0])
             self._waiting = deque(each for each in self._waiting if each.waiting)
             return batch
 
     def _window(self) -> list[_Waiting]:
-        """Return the next input of every request in turn, then the one after it, and so on."""
+        """Return the next input of every request in turn, then the one after it, and so on. Background requests have
+        a turn only while no other request waits."""
         # A request may be done before its last input: it was cancelled, or one of its batches failed.
         self._waiting = deque(each for each in self._waiting if not each.future.done())
-        requests = islice(self._waiting, WINDOW)
+        urgent = [each for each in self._waiting if not each.is_background]
+        requests = islice(urgent or self._waiting, WINDOW)
         inputs = [[(request, *each) for each in islice(request.waiting.items(), WINDOW)] for request in requests]
         return list(islice((each for turn in zip_longest(*inputs) for each in turn if each is not None), WINDOW))
 

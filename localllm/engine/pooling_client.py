@@ -17,7 +17,8 @@ from localllm.engine.pulse import LoopClient, TimedPool
 from localllm.engine.recorder import StatsRecorder
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import RunnerStats
-from localllm.errors import ContextTooLong, InvalidParameter
+from localllm.errors import ContextTooLong, InvalidParameter, UnsupportedParameter
+from localllm.models.pooling.recipe import Want
 from localllm.text.embed_text import TextEncoder
 
 Text = str | Sequence[int]
@@ -47,9 +48,13 @@ class PoolingClient(LoopClient):
         limits: PoolingLimits,
         dim: int,
         prompts: Mapping[str, str] | None = None,
+        labels: Sequence[str] = (),
+        wants: frozenset[Want] = frozenset({"pooled"}),
     ) -> None:
-        """dim: numbers in one answer. prompts: by name, prefixes such as `query: ` that `embed` accepts."""
+        """dim: numbers in one answer. prompts: by name, prefixes such as `query: ` that `embed` accepts.
+        labels: names of a classifier's classes. wants: what an input can ask for."""
         self.limits, self.dim, self.prompts = limits, dim, dict(prompts or {})
+        self.labels, self.wants = tuple(labels), wants
         super().__init__(loop)
         self._loop, self._encoder = loop, encoder
         self._open = 0
@@ -96,17 +101,35 @@ class PoolingClient(LoopClient):
             finished={"stop": now.num_requests},
         )
 
-    async def embed(self, texts: Sequence[Text], *, truncate: int | None = None, prompt: str = "") -> Answers:
+    async def embed(
+        self, texts: Sequence[Text], *, truncate: int | None = None, prompt: str = "", is_background: bool = False
+    ) -> Answers:
         """Return one vector per text. truncate: most tokens to keep of each;
-        -1: the model's limit. prompt: added to every text.
+        -1: the model's limit. prompt: added to every text. is_background: every other request runs first.
 
         Raises `ContextTooLong`, `InvalidParameter`, `QueueFull`, `EngineStopped`.
         """
-        return await self._answer(await asyncio.to_thread(self.inputs, texts, truncate, prompt))
+        return await self._answer(await asyncio.to_thread(self.inputs, texts, truncate, prompt), is_background)
 
-    async def score(self, pairs: Sequence[tuple[str, str]], *, truncate: int | None = None) -> Answers:
+    async def score(
+        self, pairs: Sequence[tuple[str, str]], *, truncate: int | None = None, is_background: bool = False
+    ) -> Answers:
         """Return one score per pair. A cross-encoder reads both texts at once. Raises like `embed`."""
-        return await self._answer(await asyncio.to_thread(self.pair_inputs, pairs, truncate))
+        return await self._answer(await asyncio.to_thread(self.pair_inputs, pairs, truncate), is_background)
+
+    async def pool(
+        self, texts: Sequence[Text], want: Want, *, truncate: int | None = None, is_background: bool = False
+    ) -> Answers:
+        """Return for each text what it wants: `dim` numbers, or as many for each of its tokens. Raises like `embed`,
+        and `UnsupportedParameter` for what the model does not have."""
+        return await self._answer(await asyncio.to_thread(self.pool_inputs, texts, want, truncate), is_background)
+
+    def pool_inputs(self, texts: Sequence[Text], want: Want, truncate: int | None = None) -> list[PoolingInput]:
+        if want not in self.wants:
+            known = ", ".join(sorted(self.wants))
+            what = f"This model has no {want} outputs."
+            raise UnsupportedParameter(what, f"It has: {known}.", "Leave out task and use_activation.", param="task")
+        return [replace(each, want=want) for each in self.inputs(texts, truncate)]
 
     def inputs(self, texts: Sequence[Text], truncate: int | None = None, prompt: str = "") -> list[PoolingInput]:
         return [self._input(text, truncate, prompt) for text in texts]
@@ -151,10 +174,10 @@ class PoolingClient(LoopClient):
             )
         return length
 
-    async def _answer(self, inputs: list[PoolingInput]) -> Answers:
+    async def _answer(self, inputs: list[PoolingInput], is_background: bool) -> Answers:
         self._open += 1
         try:
-            values = await asyncio.wrap_future(self._loop.submit(inputs))
+            values = await asyncio.wrap_future(self._loop.submit(inputs, is_background=is_background))
         finally:
             self._open -= 1
         return Answers(values, sum(len(each.token_ids) for each in inputs))

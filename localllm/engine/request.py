@@ -44,9 +44,14 @@ class RequestOptions:
     max_drafts: int | None = None  # most tokens guessed ahead at a time (speculation); 0: none, None: as configured
     prediction_token_ids: tuple[int, ...] = ()  # a text that the output may repeat: a source of drafts
     part_of: str = ""  # id of the beam search that the request is a step of; empty: a request of its own
+    is_background: bool = False  # a line of a batch: every other request runs first, under each policy
 
 
 NO_OPTIONS = RequestOptions()
+
+BACKGROUND_PRIORITY = 2**63
+"""Priority of background requests. It is above every priority that a client can send, which is a signed integer of 64
+bits: a smaller one runs first."""
 
 NEVER = 2**31
 """Larger than any request's number of blocks.

@@ -44,6 +44,11 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return (request for *_, request in self._entries)
 
+    @property
+    def least_urgent(self) -> Request | None:
+        """The last request in this order; None if the queue is empty."""
+        return self._entries[-1][2] if self._entries else None
+
     def push(self, request: Request) -> None:
         insort(self._entries, (request.priority, request.sequence, request))
 

@@ -26,7 +26,7 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.prefill_shares import prefill_shares
 from localllm.engine.prompt_pace import PromptPace
 from localllm.engine.recorder import StatsRecorder, now_s
-from localllm.engine.request import Request, State
+from localllm.engine.request import BACKGROUND_PRIORITY, Request, State
 from localllm.engine.request_table import RequestTable
 from localllm.engine.scheduler_config import SchedulerConfig
 from localllm.engine.settle import LaunchedStep, settle_step
@@ -67,6 +67,7 @@ class _Draft:
     new_slots: list[NewSlot] = field(default_factory=list)
     prefill_budget: int = 0
     preempted: bool = False
+    defers_background: bool = False  # background requests are left out, for the prompt of another request
 
 
 class Scheduler:
@@ -115,7 +116,9 @@ class Scheduler:
                 "The queue is full.",
                 "Retry in a moment, or start with a larger --max-num-queued-reqs.",
             )
-        if self.config.policy == "fcfs":
+        if request.options.is_background:
+            request.priority = BACKGROUND_PRIORITY
+        elif self.config.policy == "fcfs":
             request.priority = 0
         if self._num_cohorts > 1:
             request.most_unseen = 0
@@ -154,12 +157,19 @@ class Scheduler:
             self.states.begin_step()
         for request in self._prefilled:
             self._drop_blocks(request)
-        self._free_a_slot_for_an_urgent_request(draft)
+        self._make_room_for_an_urgent_request(draft)
         if self.speculation is not None:
             self._set_num_drafts(self.speculation)
+        has_background = self._has_background()
+        draft.defers_background = has_background and self._computes_an_urgent_prompt()
         self._schedule_decodes(draft)
-        draft.prefill_budget = self._prefill_budget(draft)
+        draft.prefill_budget = self._prefill_budget(draft, has_background=has_background)
         self._schedule_prefills(draft)
+        if draft.defers_background and not draft.rows:  # the prompt cannot enter yet
+            draft.defers_background = False
+            self._schedule_decodes(draft)
+            draft.prefill_budget = self._prefill_budget(draft, has_background=True)
+            self._schedule_prefills(draft)
         if not draft.rows:
             self.recorder.degraded_steps += any(map(self._is_held_back, self.running))
             return None
@@ -168,19 +178,46 @@ class Scheduler:
         self.recorder.on_plan(plan.step_id, draft.rows.values(), budget - draft.budget, budget, planned_s)
         return plan
 
-    def _free_a_slot_for_an_urgent_request(self, draft: _Draft) -> None:
-        """Preempt the least urgent running request for a more urgent waiting one, if all slots are taken."""
+    def _make_room_for_an_urgent_request(self, draft: _Draft) -> None:
+        """Preempt the least urgent running request for a more urgent waiting one, if all slots are taken. Background
+        requests are also preempted for their blocks, as many as it takes, but only if that is enough."""
         head = next(iter(self.waiting), None)
-        if self.config.policy == "fcfs" or head is None or self.table.free_slots or head.num_in_flight_tokens:
+        if head is None or head.num_in_flight_tokens or not self.running:
             return
         victim = self._victim()
         if head.priority >= victim.priority:
             return
-        hit, ledger = self.table.find_hit(head), self.ledger
-        need = plus(ledger.needs(head.num_tokens), ledger.taken_by_hit(hit))
-        room = plus(self._spare_blocks(None), victim.num_held_blocks)
-        if fits(need, room) and not self.table.is_being_computed(head, hit):
-            self._preempt(victim, draft)
+        is_background, ledger = victim.priority == BACKGROUND_PRIORITY, self.ledger
+        if self.table.free_slots and not is_background:
+            return
+        hit = self.table.find_hit(head)
+        if self.table.is_being_computed(head, hit):
+            return
+        # A request enters with room for its expected output, and without it where it runs alone.
+        wanted: list[tuple[int, int | None]] = [(head.num_tokens, None)]
+        if is_background:
+            wanted.insert(0, (self._reserve.num_tokens(head), head.priority))
+        for num_tokens, priority in wanted:
+            need = plus(ledger.needs(num_tokens), ledger.taken_by_hit(hit))
+            victims = self._victims_for(head, need, self._spare_blocks(priority))
+            if victims is not None:
+                for each in victims:
+                    self._preempt(each, draft)
+                draft.preempted = False  # no row is planned yet, so the waiting request may enter in this step
+                return
+
+    def _victims_for(self, head: Request, need: Counts, room: Counts) -> list[Request] | None:
+        """Return the requests whose slot and blocks a waiting request takes: one for its slot, and as many background
+        requests as it needs blocks. None: they would not be enough. room: blocks that are free already."""
+        victims = list[Request]()
+        for each in sorted(self.running, key=lambda one: (one.priority, one.sequence), reverse=True):
+            if (self.table.free_slots or victims) and fits(need, room):
+                break
+            if each.priority <= head.priority or (victims and each.priority != BACKGROUND_PRIORITY):
+                break
+            room = plus(room, each.num_held_blocks)
+            victims.append(each)
+        return victims if fits(need, room) else None
 
     def _set_num_drafts(self, speculation: Speculation) -> None:
         """Set how many drafts each request that decodes in this step has."""
@@ -198,6 +235,7 @@ class Scheduler:
             (request, wanted)
             for request in self._next_cohort()
             if 0 < (wanted := self._wanted(request)) <= 1 + request.num_drafts
+            and not (draft.defers_background and request.priority == BACKGROUND_PRIORITY)
         ]
         spare = max(0, draft.budget - len(decoding))  # tokens for drafts
         for request, wanted in decoding:
@@ -206,6 +244,23 @@ class Scheduler:
             if request.state is State.RUNNING:  # not preempted by one before it
                 count = min(wanted, 1 + spare)
                 spare -= self._schedule_one(request, count, draft) and count - 1
+
+    def _has_background(self) -> bool:
+        last = self.waiting.least_urgent
+        return (last is not None and last.priority == BACKGROUND_PRIORITY) or any(
+            request.priority == BACKGROUND_PRIORITY for request in self.running
+        )
+
+    def _computes_an_urgent_prompt(self) -> bool:
+        """Return whether a prompt is to be computed of a request that is not in the background. Background requests
+        wait for it, since the step's time is that request's time to first token."""
+        head = next(iter(self.waiting), None)
+        if head is not None and head.priority < BACKGROUND_PRIORITY and self.table.free_slots:
+            return not self.table.is_being_computed(head, self.table.find_hit(head))
+        return any(
+            request.priority < BACKGROUND_PRIORITY and self._wanted(request) > 1 + request.num_drafts
+            for request in self.running
+        )
 
     def _next_cohort(self) -> Sequence[Request]:
         """Return the requests that may decode in this step: all running ones, or at most one cohort's share of them."""
@@ -223,7 +278,9 @@ class Scheduler:
         prefills = [
             _Prefill(request, wanted)
             for request in self.running
-            if request.request_id not in draft.rows and (wanted := self._wanted(request)) > 1 + request.num_drafts
+            if request.request_id not in draft.rows
+            and (wanted := self._wanted(request)) > 1 + request.num_drafts
+            and not (draft.defers_background and request.priority == BACKGROUND_PRIORITY)
         ]
         if self.table.free_slots and not draft.preempted:
             prefills += self._admissible(prefills, draft)
@@ -255,15 +312,17 @@ class Scheduler:
     def _chunk_length(self, request: Request, start: int) -> int:
         return chunk_length(start, request.prompt_len, self.config.fixed_chunk)
 
-    def _prefill_budget(self, draft: _Draft) -> int:
-        """Return the step's prefill budget: limited while requests decode, so that their next token is not delayed.
-        With a target for the step's time, by what prompt tokens were measured to take (prompt_pace.py)."""
+    def _prefill_budget(self, draft: _Draft, *, has_background: bool) -> int:
+        """Return the step's prefill budget: limited while requests decode, so that their next token is not delayed, and
+        for background prompts, so that a request that arrives meanwhile does not wait for a long step. With a target
+        for the step's time, by what prompt tokens were measured to take (prompt_pace.py)."""
         config = self.config
         cap = config.long_prefill_token_threshold or draft.budget
         if config.target_step_s:
             cap = min(cap, self._pace.num_tokens())
-        any_decodes = draft.rows or any(map(self._is_held_back, self.running))
-        return min(draft.budget, max(cap, config.fixed_chunk)) if any_decodes else draft.budget
+        is_limited = bool(draft.rows) or (has_background and not draft.defers_background)
+        is_limited = is_limited or any(map(self._is_held_back, self.running))
+        return min(draft.budget, max(cap, config.fixed_chunk)) if is_limited else draft.budget
 
     def _is_held_back(self, request: Request) -> bool:
         """Return whether a request that has tokens left to generate waits for those in flight."""
@@ -375,6 +434,8 @@ class Scheduler:
         for request in tuple(self.waiting):
             num_beyond += filled >= draft.prefill_budget
             if len(found) == len(self.table.free_slots) or num_beyond > LOOKAHEAD:
+                break
+            if draft.defers_background and request.priority == BACKGROUND_PRIORITY:
                 break
             if request.num_in_flight_tokens:
                 continue

@@ -72,7 +72,7 @@ def build_pooling(
         plan=plan,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.of(tokenizer),
-        client=PoolingClient(loop, encoder, pooling_limits, model.dim, recipe.prompts),
+        client=PoolingClient(loop, encoder, pooling_limits, model.dim, recipe.prompts, model.labels, model.wants),
         created_s=time.time(),
         loop=loop,
         sampling_defaults={},
@@ -94,7 +94,8 @@ class _Runner:
         types = None if any(each.type_ids is None for each in batch) else [each.type_ids or () for each in batch]
         try:
             with translated():
-                rows: list[list[float]] = self._model.run([each.token_ids for each in batch], types).tolist()
+                wants = [each.want for each in batch]
+                rows = self._model.outputs([each.token_ids for each in batch], types, wants)
         except Exception:
             check_device(self._model.device)  # raises if the device is lost, which the batch may not have reported
             raise

@@ -99,6 +99,7 @@ class ServedModel:
     prefix_owner: str = ""  # owner of cached prefixes in the same view; empty: shared by all requests without an owner
     source: str = ""  # of the request in the same view, for display: playground, API
     key_name: str = ""  # of the key that the request was sent with; empty: none
+    is_background: bool = False  # the request is a line of a batch, before which every other request runs
 
     @property
     def default_params(self) -> SamplingParams:
@@ -142,11 +143,24 @@ class ServedModel:
             raise WrongTask(f"{self.name} {what}; it supports no other task.", hint=f"POST {where}", param="model")
 
     def as_asked(
-        self, name: str | None, prefix_owner: str = "", *, source: str = "", key_name: str = ""
+        self,
+        name: str | None,
+        prefix_owner: str = "",
+        *,
+        source: str = "",
+        key_name: str = "",
+        is_background: bool = False,
     ) -> ServedModel:
         """Return this model as seen by a request for `name`, which is one of the model's names or an adapter's."""
         chosen = self.adapters.find(name) if self.adapters is not None else None
-        return replace(self, chosen=chosen, prefix_owner=prefix_owner, source=source, key_name=key_name)
+        return replace(
+            self,
+            chosen=chosen,
+            prefix_owner=prefix_owner,
+            source=source,
+            key_name=key_name,
+            is_background=is_background,
+        )
 
     @property
     def adapter(self) -> Adapter | None:

@@ -3,7 +3,7 @@
 A request counts while it is answered, and at its end, if it does work (any method but GET, HEAD and OPTIONS) or if a
 person opens a page with it. What only watches does not count, however often it comes: the live connections of a page
 that is open in a browser, health probes, metrics, lists of models. Neither do refused requests. A model that answers,
-loads, or is tuned counts as use of the server, and so does a running download.
+loads, or is tuned counts as use of the server, and so does a running download or a batch that has not ended.
 Does not know: how the server ends (up.py).
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from litestar.enums import ScopeType
@@ -58,12 +59,20 @@ class Activity:
 
         return counted
 
-    async def until_idle(self, idle_s: float, manager: ModelManager, downloads: Downloads) -> None:
-        """Return once nothing has used the server for `idle_s`, counted from now at the earliest."""
+    async def until_idle(
+        self,
+        idle_s: float,
+        manager: ModelManager,
+        downloads: Downloads,
+        has_batches: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Return once nothing has used the server for `idle_s`, counted from now at the earliest. has_batches: whether
+        a batch has not ended."""
         self.last_s = time.monotonic()
         while (left_s := self.last_s + idle_s - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, LOOK_EVERY_S))
-            if self.num_open or manager.is_busy or any(not each.is_over for each in downloads.list()):
+            downloads_run = any(not each.is_over for each in downloads.list())
+            if self.num_open or manager.is_busy or has_batches() or downloads_run:
                 self.last_s = time.monotonic()
         log.info("idle for_s=%.0f", idle_s)
 

@@ -23,6 +23,7 @@ from litestar.types import ControllerRouterHandler
 
 from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
+from localllm.files.folders import data_folder
 from localllm.logs.fault_log import FaultLog
 from localllm.machine.install_kind import InstallKind, how_to_install, install_kind
 from localllm.machine.platforms import use_port_alone
@@ -39,10 +40,18 @@ from localllm.web.access.tls import check_certificate
 from localllm.web.access.tools import no_decisions
 from localllm.web.access.uncached import keep_nothing_of_requests
 from localllm.web.activity import Activity, Closing
-from localllm.web.api import anthropic, llamacpp, model_list, ollama, openai, responses, router
+from localllm.web.api import anthropic, batches, llamacpp, model_list, ollama, openai, responses, router
+from localllm.web.api.batches.line_runner import Endpoints, LineRunner
+from localllm.web.api.batches.worker import BatchWorker
 from localllm.web.api.engine_ids import EngineIds
+from localllm.web.api.openai.chat import answer_chat
+from localllm.web.api.openai.completions import answer_completion
+from localllm.web.api.openai.embeddings import answer_embeddings
+from localllm.web.api.openai.pooling import answer_classify, answer_pooling
+from localllm.web.api.openai.rerank import answer_rerank, answer_score
 from localllm.web.api.openapi import openapi_json
 from localllm.web.api.own import health, hub, running
+from localllm.web.api.responses.responses import answer_response
 from localllm.web.api.responses.store import ResponseStore
 from localllm.web.errors import handle_exception
 from localllm.web.metrics import metrics
@@ -52,6 +61,18 @@ if TYPE_CHECKING:
     from localllm.web.tracing import Traces
 
 log = logging.getLogger(__name__)
+
+ENDPOINTS: Endpoints = {
+    "/v1/chat/completions": answer_chat,
+    "/v1/completions": answer_completion,
+    "/v1/embeddings": answer_embeddings,
+    "/v1/responses": answer_response,
+    "/v1/rerank": answer_rerank,
+    "/v1/score": answer_score,
+    "/pooling": answer_pooling,
+    "/classify": answer_classify,
+}
+"""What a line of a batch can ask for."""
 
 LAST_S = 0.2
 """How long a server that ends because it is idle waits for requests on connections that it has accepted."""
@@ -69,12 +90,12 @@ class Application(Litestar):
 def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | None = None) -> Litestar:
     """Return the application. Its `app.state` holds `manager`, `settings`, `downloads`, `responses` (the stored ones),
     `mcp` (the servers of tools), `tool_decisions`, `key_ring`, `guesses`, `http_counts`, `engine_ids`, `watchdog`,
-    `activity`, and `closing`, which is set at shutdown.
+    `activity`, `batches`, and `closing`, which is set at shutdown.
     `faults` records unhandled errors.
     """
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
     handlers += [*openai.routes(), *responses.routes(), *anthropic.routes(), *ollama.routes()]
-    handlers += [*llamacpp.routes(), *model_list.routes()]
+    handlers += [*llamacpp.routes(), *model_list.routes(), *batches.routes(settings.server)]
     handlers += [*running.routes(), *router.routes(), *hub.routes(), openapi_json]
     template_config, rules = None, API_RULES
     if settings.server.ui:
@@ -112,11 +133,16 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
         openapi_config=None,  # Litestar's own document knows only types; api/openapi.py knows every field
         logging_config=None,
     )
+    app.state["batches"] = worker = BatchWorker(
+        data_folder() / "batches", settings, LineRunner(app, ENDPOINTS), keys, lambda: bool(manager.entries)
+    )
     keep_nothing_of_requests(app)
     # This wraps the router, so it sees unknown URLs as well.
     app.asgi_handler = FrontDoor(activity.around(app.asgi_handler), settings.server, keys, counts, guesses, rules)
     app.on_startup.append(watchdog.start)
     app.on_shutdown.append(watchdog.stop)
+    app.on_startup.append(worker.start)
+    app.on_shutdown.append(worker.close)
     if settings.server.ui:
         pages.mount(app)
     app.on_shutdown.append(app.state.mcp.close)

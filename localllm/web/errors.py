@@ -61,6 +61,8 @@ API_PREFIXES = (
     "/rerank",
     "/v2/",
     "/score",
+    "/pooling",
+    "/classify",
     "/openapi.json",
     "/metrics",
     "/version",

@@ -8,6 +8,7 @@ Does not know: how the numbers are computed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,6 +24,7 @@ from localllm.engine.stats import EngineStats, Histogram
 from localllm.engine.step import RankStats
 from localllm.serving.entry import ModelStatus
 from localllm.serving.served import ServedModel
+from localllm.web.api.batches.worker import BatchWorker
 from localllm.web.api.exchange import ApiRequest, manager_of
 from localllm.web.api.operation import TEXT, Operation
 
@@ -320,6 +322,28 @@ class HTTPCollector(Collector):
         yield family
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchCollector(Collector):
+    """The batches and their files."""
+
+    worker: BatchWorker
+
+    def collect(self) -> Iterator[Metric]:
+        states = Counter(each.status for each in self.worker.records.all())
+        family = GaugeMetricFamily(OWN + "batches", "Batches on record, by status.", labels=["status"])
+        for status in sorted(states):
+            family.add_metric([status], float(states[status]))
+        yield family
+        lines = CounterMetricFamily(OWN + "batch_lines", "Lines of batches answered.", labels=["outcome"])
+        for outcome in ("completed", "failed"):
+            lines.add_metric([outcome], float(self.worker.counts[outcome]))
+        yield lines
+        files = self.worker.files
+        yield GaugeMetricFamily(OWN + "batch_files", "Stored files of batches.", value=float(len(files)))
+        help = "Total size of the stored files of batches."
+        yield GaugeMetricFamily(OWN + "batch_files_bytes", help, value=float(files.num_bytes))
+
+
 def _labels(model: ServedModel) -> list[str]:
     return [model.name, "0"]
 
@@ -337,4 +361,5 @@ async def metrics(request: ApiRequest) -> ASGIResponse:
     registry.register(RankCollector(engines))
     registry.register(ModelCollector(manager.statuses(), aliases))
     registry.register(HTTPCollector(request.app.state.http_counts))
+    registry.register(BatchCollector(request.app.state.batches))
     return ASGIResponse(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -19,7 +19,8 @@ from localllm.files.json_file import read_json, read_json_object
 from localllm.models.architectures.transformers_backend.config_class import load_config
 from localllm.models.architectures.transformers_backend.module import read_module, use_device_layouts
 from localllm.models.formats.safetensors import SafetensorsCheckpoint
-from localllm.models.pooling.recipe import PoolingRecipe
+from localllm.models.pooling.heads import HEAD_LAYERS, TokenHead, load_head
+from localllm.models.pooling.recipe import PoolingRecipe, Want
 
 _UNUSED = ("pooler.", "cls.", "lm_head.", "head.", "decoder.", "classifier.", "score.", "qa_outputs.", "vocab_")
 """Modules above the token states: an embedding does not need them, so the checkpoint may lack them."""
@@ -40,38 +41,102 @@ class PoolingModel:
         device: torch.device,
         *,
         takes_types: bool = True,
+        head: TokenHead | None = None,
     ) -> None:
-        """takes_types: the model accepts token types, which tell the two texts of a pair apart."""
+        """head: of the recipe, applied to token states. takes_types: the model accepts token types, which tell the two
+        texts of a pair apart."""
         self.module, self.recipe, self.dense, self.device = module, recipe, tuple(dense), device
         self.vocab_size: int = module.config.vocab_size
+        self.head = head
         self.num_labels: int = getattr(module.config, "num_labels", 1) if recipe.task == "score" else 0
+        if head is not None and recipe.task == "score":
+            self.num_labels = head.dim
+        names = getattr(module.config, "id2label", None) or {}
+        self.labels = tuple(str(names.get(i, f"LABEL_{i}")) for i in range(self.num_labels))
+        self._problem = getattr(module.config, "problem_type", None)
         self._takes_types = takes_types and getattr(module.config, "type_vocab_size", 0) > 1
-        self._is_causal = recipe.task == "score" and not _is_encoder(module)
+        self._is_causal = recipe.task == "score" and head is None and not _is_encoder(module)
 
     @property
     def dim(self) -> int:
         """Numbers in one output."""
+        if self.head is not None:
+            return self.head.dim
         if self.recipe.task == "score":
             return self.num_labels
         return int(self.dense[-1].weight.shape[0] if self.dense else self.module.config.hidden_size)
+
+    @property
+    def wants(self) -> frozenset[Want]:
+        """What an input can ask for."""
+        if self.head is None:
+            return frozenset({"pooled", "raw"} if self.recipe.task == "score" else {"pooled", "tokens"})
+        return frozenset({"reward": {"pooled", "raw", "tokens"}}.get(self.head.kind, {"tokens"}))  # type: ignore[arg-type]
+
+    @torch.inference_mode()
+    def outputs(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        type_ids: Sequence[Sequence[int]] | None,
+        wants: Sequence[Want],
+    ) -> list[list[float]]:
+        """Run one batch and return, for each input, `dim` numbers, or as many for each of its tokens.
+
+        pooled: a vector, or scores through the model's activation. raw: scores without it. tokens: the output for each
+        token, as the head or the recipe has it.
+        """
+        if self.head is None and all(want == "pooled" for want in wants):
+            rows: list[list[float]] = self.run(token_ids, type_ids).tolist()
+            return rows
+        if self.head is None and self.recipe.task == "score":
+            logits = self._logits(token_ids, type_ids)
+            return [
+                (self._activated(row) if want == "pooled" else row).tolist()
+                for row, want in zip(logits, wants, strict=True)
+            ]
+        inputs, lengths = self._padded(token_ids, type_ids)
+        states = self.module(**inputs, return_dict=True).last_hidden_state
+        found = []
+        for i, (want, length) in enumerate(zip(wants, lengths.tolist(), strict=True)):
+            own = states[i, :length]
+            if self.head is not None:
+                values = self.head(own if want == "tokens" else own[-1:])
+            else:
+                values = own.float() if want == "tokens" else pool(own[None], lengths[i : i + 1], self.recipe.mode)
+                for layer in self.dense:
+                    values = layer(values)
+                values = F.normalize(values, dim=-1) if self.recipe.normalize else values
+            found.append(values.flatten().cpu().tolist())
+        return found
+
+    def _logits(self, token_ids: Sequence[Sequence[int]], type_ids: Sequence[Sequence[int]] | None) -> Tensor:
+        if self._is_causal and len({len(ids) for ids in token_ids}) > 1:
+            # transformers finds the last token by the padding id, but a text may end with that token.
+            rows = [self._logits([ids], None if type_ids is None else [type_ids[i]]) for i, ids in enumerate(token_ids)]
+            return torch.cat(rows)
+        inputs, _ = self._padded(token_ids, type_ids)
+        logits: Tensor = self.module(**inputs, return_dict=True).logits.float().cpu()
+        return logits
+
+    def _activated(self, logits: Tensor) -> Tensor:
+        """Map logits [..., labels] as the checkpoint's `problem_type` says. Without one, a single score goes through a
+        sigmoid and several through a softmax."""
+        if self._problem == "regression":
+            return logits
+        if self._problem == "multi_label_classification" or self.num_labels == 1:
+            return logits.sigmoid()
+        return logits.softmax(dim=-1)
 
     @torch.inference_mode()
     def run(self, token_ids: Sequence[Sequence[int]], type_ids: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Run one batch -> [B, dim] fp32 on the CPU: vectors, or scores.
 
-        type_ids: 0 for the first text of a pair and 1 for the second, if the model tells them apart. A single score
-        goes through a sigmoid, several through a softmax.
+        type_ids: 0 for the first text of a pair and 1 for the second, if the model tells them apart.
         """
-        if self._is_causal and len({len(ids) for ids in token_ids}) > 1:
-            # transformers finds the last token by the padding id, but a text may end with that token.
-            alone = [self.run([ids], None if type_ids is None else [type_ids[i]]) for i, ids in enumerate(token_ids)]
-            return torch.cat(alone)
+        if self.recipe.task == "score":
+            return self._activated(self._logits(token_ids, type_ids))
         inputs, lengths = self._padded(token_ids, type_ids)
         out = self.module(**inputs, return_dict=True)
-        if self.recipe.task == "score":
-            logits = out.logits.float()
-            scores: Tensor = logits.sigmoid() if self.num_labels == 1 else logits.softmax(dim=-1)
-            return scores.cpu()
         pooled = pool(out.last_hidden_state, lengths, self.recipe.mode)
         for layer in self.dense:
             pooled = layer(pooled)
@@ -137,13 +202,20 @@ def count_parameters(path: Path, recipe: PoolingRecipe, *, trust_remote_code: bo
     dense = [SafetensorsCheckpoint(folder).tensors.values() for folder in recipe.dense]
     extra = sum(torch.Size(info.shape).numel() for infos in dense for info in infos)
     own: int = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
+    if recipe.head:
+        with SafetensorsCheckpoint(path) as checkpoint:
+            shapes = [
+                info.shape for name, info in checkpoint.tensors.items() if name.startswith(HEAD_LAYERS[recipe.head])
+            ]
+        extra += sum(torch.Size(shape).numel() for shape in shapes)
     return own + extra
 
 
 def _auto(recipe: PoolingRecipe) -> Any:
     import transformers
 
-    return transformers.AutoModelForSequenceClassification if recipe.task == "score" else transformers.AutoModel
+    is_classifier = recipe.task == "score" and not recipe.head
+    return transformers.AutoModelForSequenceClassification if is_classifier else transformers.AutoModel
 
 
 def load_pooling_model(
@@ -158,7 +230,7 @@ def load_pooling_model(
         dtype,
         attention="sdpa",
         trust_remote_code=trust_remote_code,
-        unused=_UNUSED if recipe.task == "embed" else (),
+        unused=(*_UNUSED, "linear.", "v_head.") if recipe.task == "embed" or recipe.head else (),
     )
     if getattr(module.config, "is_encoder_decoder", False):
         raise UnsupportedModel(
@@ -168,7 +240,9 @@ def load_pooling_model(
         module = module.to(device)
         use_device_layouts(module)
         dense = [_dense(folder, device) for folder in recipe.dense]
-        return PoolingModel(module, recipe, dense, device, takes_types=_tokenizer_makes_types(path, config.model_type))
+        head = load_head(path, recipe.head, device) if recipe.head else None
+        takes_types = _tokenizer_makes_types(path, config.model_type)
+        return PoolingModel(module, recipe, dense, device, takes_types=takes_types, head=head)
 
 
 def _tokenizer_makes_types(path: Path, model_type: str) -> bool:

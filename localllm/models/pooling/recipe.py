@@ -18,6 +18,8 @@ from localllm.config.settings import TASKS, Task
 from localllm.errors import ConfigError, CorruptModel, UnsupportedModel
 from localllm.files.json_file import read_json, read_json_object
 
+Want = Literal["pooled", "raw", "tokens"]
+"""What an input asks for: a vector or scores, scores without an activation, or an output for each token."""
 Mode = Literal["cls", "mean", "last", "max", "weightedmean"]
 _MODES: dict[str, Mode] = {
     "pooling_mode_cls_token": "cls",
@@ -30,6 +32,15 @@ _MODE_NAMES: dict[str, Mode] = {mode: mode for mode in _MODES.values()} | {"last
 """Values of `pooling_mode`, which sentence-transformers writes from version 6 on."""
 _KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 _TRANSFORMER_TASKS = {"embed": "feature-extraction", "score": "sequence-classification"}
+HEADS = {
+    "Qwen2ForRewardModel": "reward",
+    "Qwen2ForProcessRewardModel": "process",
+    "HF_ColBERT": "colbert",
+    "ColBERTModel": "colbert",
+}
+"""Architectures whose head is in heads.py."""
+_OTHER_HEADS = ("RewardModel", "ColBERT", "ColQwen2", "ColPali", "ForTokenClassification")
+"""Ends of the names of architectures whose head is not supported."""
 _MAX_POSITION = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
@@ -48,6 +59,7 @@ class PoolingRecipe:
     as_message: bool = False  # text and prompt become user and system message of the chat template
     template_switches: Mapping[str, Any] = field(default_factory=dict)  # the chat template's variables
     lower_case: bool = False  # convert texts to lower case first
+    head: str = ""  # of heads.py; empty: that of the checkpoint's class in transformers, or none
 
 
 def task_of(path: Path, asked: str = "auto") -> Task:
@@ -59,8 +71,10 @@ def task_of(path: Path, asked: str = "auto") -> Task:
     if not (path / "config.json").is_file():
         return "generate"
     name = _architecture(read_json_object(path / "config.json"))
-    if name.endswith("ForSequenceClassification"):
+    if name.endswith(("ForSequenceClassification", "RewardModel", "ForTokenClassification")):
         return "score"
+    if name in HEADS or name.endswith(_OTHER_HEADS):
+        return "embed"
     if (path / "modules.json").is_file():
         return "embed"
     if name.endswith(("Model", "ForMaskedLM")) and not name.endswith("LMHeadModel"):
@@ -73,6 +87,11 @@ def read_recipe(path: Path, task: Literal["embed", "score"]) -> PoolingRecipe:
     config = read_json_object(path / "config.json")
     limit = _max_length(path, config)
     as_message, switches, lower_case = _text_input(path, task)
+    name = _architecture(config)
+    if name.endswith(_OTHER_HEADS) and name not in HEADS:
+        raise UnsupportedModel(f"The head of {name} is not supported.", f"Supported: {', '.join(HEADS)}.")
+    if (head := HEADS.get(name, "")) and task == ("embed" if head == "colbert" else "score"):
+        return PoolingRecipe(task, limit, "last", lower_case=lower_case, head=head)
     if task == "score":
         return PoolingRecipe("score", limit, lower_case=lower_case)
     prompts, default = _prompts(path)

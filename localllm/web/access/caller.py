@@ -93,6 +93,11 @@ def set_source(request: Request[Any, Any, Any], source: str) -> None:
     request.scope["state"]["source"] = source
 
 
+def is_background(request: Request[Any, Any, Any]) -> bool:
+    """Return whether the request is a line of a batch, before which every other request runs."""
+    return request.scope["state"].get("is_background") is True
+
+
 def key_name_of(request: Request[Any, Any, Any]) -> str:
     """Return the name of the request's key; empty without a key."""
     key = key_of(request)

@@ -107,6 +107,13 @@ class KeyRing:
                 found = key
         return found
 
+    def of_owner(self, owner: str) -> Key | None:
+        """Return the key with the scope `infer` that owns data as `owner`, or the stand-in for a user of this machine.
+        None: the key was removed, or has another scope now."""
+        if owner.startswith("@"):
+            return None if self.is_locked else Key(owner, "infer", "", id=owner)
+        return next((key for key in self._current() if key.owner == owner and key.scope == "infer"), None)
+
     def session(self, key: Key) -> str:
         """Create a session token of a key for a browser. The token is valid, also after a restart, until it expires or
         is ended, or the key is removed. Blocking: it writes a file."""

@@ -78,11 +78,11 @@ API_RULES = RouteRules(
         *("/", "/models", "/metrics", "/openapi.json"),
         *("/chat/completions", "/chat/completions/input_tokens", "/completions", "/completion", "/props"),
         *("/tokenize", "/detokenize", "/tokenizer_info", "/apply-template", "/infill"),
-        *("/embeddings", "/rerank", "/v2/rerank", "/score"),
+        *("/embeddings", "/rerank", "/v2/rerank", "/score", "/pooling", "/classify"),
         *("/v1/*", "/api/*"),
     ),
     read=Paths("/localllm/*"),
-    delete=Paths("/v1/responses/*"),
+    delete=Paths("/v1/responses/*", "/v1/files/*"),
     linked=Paths("/"),
 )
 

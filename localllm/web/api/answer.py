@@ -64,9 +64,15 @@ def generation_of(
         )
     model.require_queue_room(params.n * len(prompts))
     salt = salted(model.prefix_owner, options.cache_salt)
-    options, given = replace(
-        options, cache_salt=salt, adapter=model.adapter, source=model.source, key_name=model.key_name
-    ), embeds or {}  # fmt: skip
+    given = embeds or {}
+    options = replace(
+        options,
+        cache_salt=salt,
+        adapter=model.adapter,
+        source=model.source,
+        key_name=model.key_name,
+        is_background=model.is_background,
+    )
     name = uuid.uuid4().hex
     requests = [
         GenerationRequest(f"{name}-{i}", token_ids, params, options, given.get(i))

@@ -14,6 +14,7 @@ from localllm.web.api.openai.chat import apply_template, chat_completions, chat_
 from localllm.web.api.openai.completions import completions
 from localllm.web.api.openai.embeddings import embeddings
 from localllm.web.api.openai.infill import infill
+from localllm.web.api.openai.pooling import classify, pooling
 from localllm.web.api.openai.rerank import rerank, score
 from localllm.web.api.openai.tokenize import detokenize, tokenize, tokenizer_info
 
@@ -21,5 +22,5 @@ from localllm.web.api.openai.tokenize import detokenize, tokenize, tokenizer_inf
 def routes() -> list[ControllerRouterHandler]:
     return [
         chat_completions, chat_input_tokens, completions, infill, tokenize, detokenize, tokenizer_info,
-        apply_template, embeddings, rerank, score, load_lora_adapter, unload_lora_adapter,
+        apply_template, embeddings, pooling, classify, rerank, score, load_lora_adapter, unload_lora_adapter,
     ]  # fmt: skip

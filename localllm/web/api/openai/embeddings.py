@@ -50,7 +50,7 @@ async def embeddings(request: ApiRequest) -> ASGIResponse:
 async def answer_embeddings(request: ApiRequest, raw: bytes) -> ASGIResponse:
     """Answer the embeddings body `raw`, from a client or from a page."""
     body, warnings = await read_body(raw, EmbeddingsBody)
-    texts = _texts(body)
+    texts = input_texts(body.input)
     model = await served_model(request, body.model, "embed")
     model.require("embed")
     for text in texts:
@@ -58,16 +58,18 @@ async def answer_embeddings(request: ApiRequest, raw: bytes) -> ASGIResponse:
             require_readable(len(text), model)
     pooler = model.pooler
     prompt = _prompt(texts, body, pooler.prompts)
-    answers = await pooler.embed(texts, truncate=body.truncate_prompt_tokens, prompt=prompt)
+    answers = await pooler.embed(
+        texts, truncate=body.truncate_prompt_tokens, prompt=prompt, is_background=model.is_background
+    )
     vectors = [shortened(vector, body.dimensions) for vector in answers.values]
-    encode = _encoder(body.encoding_format)
+    encode = vector_encoder(body.encoding_format)
     data = [shapes.OpenAIEmbedding("embedding", i, encode(vector)) for i, vector in enumerate(vectors)]
     usage = shapes.PoolingUsage(answers.num_tokens, answers.num_tokens)
     return json_response(shapes.Embeddings("list", data, model.name, usage), warning_headers(warnings))
 
 
-def _texts(body: EmbeddingsBody) -> list[Text]:
-    given = body.input
+def input_texts(given: Any) -> list[Text]:
+    """Return the texts, or lists of token ids, of a field `input`. Raises `InvalidType`, `InvalidParameter`."""
     if isinstance(given, str) or (isinstance(given, list) and given and all(_is_id(each) for each in given)):
         given = [given]
     if not isinstance(given, list) or not given or not all(_is_text(each) for each in given):
@@ -104,7 +106,8 @@ def _prompt(texts: list[Text], body: EmbeddingsBody, prompts: dict[str, str]) ->
     return prompts[body.prompt_name]
 
 
-def _encoder(name: str | None) -> Any:
+def vector_encoder(name: str | None) -> Any:
+    """Return the function that writes a vector in this `encoding_format`. Raises `InvalidParameter`."""
     if name in (None, "float"):
         return list
     if name == "base64":

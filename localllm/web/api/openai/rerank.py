@@ -9,6 +9,7 @@ import msgspec
 from litestar import post
 from litestar.response.base import ASGIResponse
 
+from localllm.engine.pooling_client import Answers
 from localllm.errors import InvalidParameter
 from localllm.serving.served import ServedModel
 from localllm.units import format_count
@@ -57,7 +58,12 @@ async def rerank(request: ApiRequest) -> ASGIResponse:
 
     The most relevant document comes first.
     """
-    body, warnings = await read_body(await json_body(request), RerankBody)
+    return await answer_rerank(request, await json_body(request))
+
+
+async def answer_rerank(request: ApiRequest, raw: bytes) -> ASGIResponse:
+    """Answer the rerank body `raw`, from a client or from a line of a batch."""
+    body, warnings = await read_body(raw, RerankBody)
     documents = [_text_of(document, i) for i, document in enumerate(body.documents)]
     if not documents or len(documents) > MAX_DOCUMENTS:
         raise InvalidParameter(
@@ -67,7 +73,7 @@ async def rerank(request: ApiRequest) -> ASGIResponse:
         raise InvalidParameter(f"top_n {body.top_n} is out of range.", "It must be at least 1.", param="top_n")
     model = await _scorer(request, body.model)
     pairs = _readable([(body.query, each) for each in documents], model)
-    answers = await model.pooler.score(pairs, truncate=body.truncate_prompt_tokens)
+    answers = await _scores(model, pairs, body.truncate_prompt_tokens)
     results = [shapes.Ranked(i, values[0]) for i, values in enumerate(answers.values)]
     results.sort(key=lambda result: (-result.relevance_score, result.index))
     if body.return_documents is not False:
@@ -92,7 +98,12 @@ async def score(request: ApiRequest) -> ASGIResponse:
 
     One text is paired with each of the others; equally many texts are paired in their order.
     """
-    body, warnings = await read_body(await json_body(request), ScoreBody)
+    return await answer_score(request, await json_body(request))
+
+
+async def answer_score(request: ApiRequest, raw: bytes) -> ASGIResponse:
+    """Answer the score body `raw`, from a client or from a line of a batch."""
+    body, warnings = await read_body(raw, ScoreBody)
     firsts = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     seconds = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if max(len(firsts), len(seconds)) > MAX_DOCUMENTS:
@@ -107,7 +118,7 @@ async def score(request: ApiRequest) -> ASGIResponse:
         )
     model = await _scorer(request, body.model)
     pairs = _readable(list(zip(firsts, seconds, strict=True)), model)
-    answers = await model.pooler.score(pairs, truncate=body.truncate_prompt_tokens)
+    answers = await _scores(model, pairs, body.truncate_prompt_tokens)
     answer = shapes.Scores(
         id=f"score-{uuid.uuid4().hex}",
         object="list",
@@ -116,6 +127,10 @@ async def score(request: ApiRequest) -> ASGIResponse:
         usage=shapes.PoolingUsage(answers.num_tokens, answers.num_tokens),
     )
     return json_response(answer, warning_headers(warnings))
+
+
+async def _scores(model: ServedModel, pairs: list[tuple[str, str]], truncate: int | None) -> Answers:
+    return await model.pooler.score(pairs, truncate=truncate, is_background=model.is_background)
 
 
 async def _scorer(request: ApiRequest, name: str | None) -> ServedModel:

@@ -353,3 +353,36 @@ class Scores(Shape):
     model: str
     data: list[OpenAIScore]
     usage: PoolingUsage
+
+
+class PooledText(Shape):
+    """`data` is a vector, or a list of vectors for the tokens; texts are vectors in base64."""
+
+    index: int
+    object: Literal["pooling"]
+    data: str | list[Any]
+
+
+class Pooled(Shape):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PooledText]
+    usage: PoolingUsage
+
+
+class ClassifiedText(Shape):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classes(Shape):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassifiedText]
+    usage: PoolingUsage

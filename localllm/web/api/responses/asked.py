@@ -15,7 +15,7 @@ from localllm.serving.chat import Conversation
 from localllm.serving.served import ServedModel
 from localllm.web.access.caller import owner_of
 from localllm.web.api.conversation import ChatRequest
-from localllm.web.api.exchange import ApiRequest, json_body, served_model
+from localllm.web.api.exchange import ApiRequest, served_model
 from localllm.web.api.pictures import readable
 from localllm.web.api.reading import read
 from localllm.web.api.responses.client_tools import LEFT_OUT, ClientTools, client_tools
@@ -54,9 +54,9 @@ class Asked:
         return await _prompted(replace(self, chat=chat), [*self.everything, *output])
 
 
-async def read_asked(request: ApiRequest) -> Asked:
+async def read_asked(request: ApiRequest, raw: bytes) -> Asked:
     """Return the request. Raises the error that names the wrong field."""
-    body, warnings = await read(await json_body(request), ResponsesBody, RULES)
+    body, warnings = await read(raw, ResponsesBody, RULES)
     store, owner = store_of(request), owner_of(request)
     before = store.context(owner, body.previous_response_id)
     items = read_items(body.input or [], partial(store.item, owner))

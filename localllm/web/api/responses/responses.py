@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from litestar import post
 from litestar.response.base import ASGIResponse
 
-from localllm.web.access.caller import owner_of
+from localllm.web.access.caller import is_background, owner_of
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.disconnect import EVENTS, EventStream, unless_disconnected
-from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
+from localllm.web.api.exchange import ApiRequest, json_body, json_response, warning_headers
 from localllm.web.api.generation import Choice
 from localllm.web.api.operation import OF_MODELS, Operation, RequestBody
 from localllm.web.api.responses import shapes
@@ -36,14 +36,20 @@ async def responses(request: ApiRequest) -> ASGIResponse:
     The answer is stored unless `store` is false. With `stream: true` it is sent as events. An empty `input` with
     `max_output_tokens` 1 only loads the model.
     """
-    asked = await read_asked(request)
+    return await answer_response(request, await json_body(request))
+
+
+async def answer_response(request: ApiRequest, raw: bytes) -> ASGIResponse:
+    """Answer the body `raw`, from a client or from a line of a batch. Answers to lines are not stored: a large batch
+    would evict every other response."""
+    asked = await read_asked(request, raw)
     model, chat = asked.model, asked.chat.within_context(len(asked.token_ids), asked.model)
     head = ResponseHead.new(model.shown_name, asked.body, chat.params, asked.num_truncated, asked.own.calls)
     if not asked.token_ids:
         return _loaded(asked, head)
 
     def keep(response: shapes.Response) -> None:
-        if asked.body.store is not False:
+        if asked.body.store is not False and not is_background(request):
             store_of(request).put(owner_of(request), response, asked.before, asked.items)
 
     if asked.offer.by_name:
@@ -83,6 +89,6 @@ async def _with_servers(request: ApiRequest, rounds: McpRounds, asked: Asked) ->
 )
 async def input_tokens(request: ApiRequest) -> ASGIResponse:
     """Count the prompt tokens of a request without running it."""
-    asked = await read_asked(request)
+    asked = await read_asked(request, await json_body(request))
     counted = shapes.ResponseInputTokens("response.input_tokens", len(asked.token_ids))
     return json_response(counted, warning_headers(asked.warnings))
