@@ -50,6 +50,7 @@ read_options() {
       --build) action=build ;; # for scripts: print the build of PyTorch and this machine's package indexes
       --torch) action=torch ;; # the same, and where PyTorch comes from, for the Python of --python
       --python) own_python=$2; shift ;;
+      --uv) action=uv ;; # for scripts: find uv, or download it into the folder of --dir; print its path
       --uninstall) action=uninstall ;;
       --help | -h) sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 0 ;;
       *) refuse "install.sh has no option '$1'." "Try: sh install.sh --help" ;;
@@ -328,7 +329,7 @@ sizes() { # BUILD: to download and on disk, as measured
 host_of() { host=${1#*://}; host=${host%%/*}; say "${host##*@}"; }
 shown() { say "$1" | sed 's#//[^/@]*@#//#'; } # an address without its password
 
-tell_scripts() { # lines of a name and a value; the last ones have pip's names
+tell_scripts() { # lines of a name and a value, which are pip's names and uv's variables at the end
   os=$(uname -s) arch=$(uname -m)
   look_at_gpu
   choose_torch
@@ -336,11 +337,24 @@ tell_scripts() { # lines of a name and a value; the last ones have pip's names
   if [ $action = torch ]; then
     find_torch
     say "requirement torch==$wanted" "sizes $(sizes "$size")" "from $(torch_place)"
-    [ $torch_from != torch ] || links="$links $torch_page"
   fi
+  use_indexes
   extra=$(for place in $extra; do say "$place"; done | sed 's#^[A-Za-z0-9_-]*=\([a-z]*://\)#\1#' | tr '\n' ' ') # uv's names
   say "build $torch" "driver $driver" "old $old_driver"
   say "index-url $default" "extra-index-url $extra" "find-links $links" "trusted-host $insecure"
+  for name in FIND_LINKS INSECURE_HOST DEFAULT_INDEX INDEX NO_INDEX INDEX_STRATEGY; do
+    eval "say \"UV_$name \${UV_$name:-}\""
+  done
+  say "SSL_CERT_FILE ${SSL_CERT_FILE:-}" "HTTPS_PROXY ${HTTPS_PROXY:-${https_proxy:-}}"
+}
+
+tell_uv() {
+  look_at_system
+  look_at_indexes
+  mkdir -p "$dir/bin" "$dir/cache" || refuse "$dir cannot be created."
+  find_uv >&2
+  rm -rf "$dir/cache"
+  say "$uv"
 }
 
 torch_place() {
@@ -574,7 +588,7 @@ use_own_folders() { # uv must neither see an active environment nor write into i
 }
 
 use_indexes() { # in variables: an address may have a password, and others can read command lines
-  [ $torch_from != torch ] || links="$links $torch_page"
+  [ "${torch_from:-}" != torch ] || links="$links $torch_page"
   links=${links# }
   UV_FIND_LINKS=$(printf %s "$links" | tr -s ' ' ,)
   export UV_FIND_LINKS UV_INSECURE_HOST="$insecure"
@@ -720,7 +734,10 @@ uninstall() {
 main() {
   read_options "$@"
   [ $action != uninstall ] || { uninstall; return; }
-  case $action in build | torch) tell_scripts; return ;; esac
+  case $action in
+    build | torch) tell_scripts; return ;;
+    uv) tell_uv; return ;;
+  esac
   look_at_system
   find_source
   look_at_gpu

@@ -39,10 +39,16 @@ make_venv() {
   local python
   python=$(find_python) || exit 1
   echo "Making .venv with $("$python" --version)"
-  "$python" -m venv --clear "$venv"
+  "$python" -m venv --clear --without-pip "$venv" # ensurepip takes seconds; uv installs pip with the other packages
+}
+
+# Set uv to the uv of this machine, or to the one that install.sh downloads into .venv. Fails where there is none.
+find_uv() {
+  uv=$(sh "$root/install.sh" --uv --dir "$venv/uv" 2>/dev/null)
 }
 
 pip_install() {
+  "$venv/bin/python" -c 'import pip' 2>/dev/null || "$venv/bin/python" -m ensurepip >/dev/null
   "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@"
 }
 
@@ -70,8 +76,8 @@ sys.exit(as_numbers(version("torch")) < as_numbers(sys.argv[1]))
 PYTHON
 }
 
-# Set torch to the requirement that installs PyTorch ('' if it is there), and build. pip gets the places of PyTorch in
-# variables, because an address may have a password.
+# Set torch to the requirement that installs PyTorch ('' if it is there), and build. uv and pip get the places of PyTorch
+# in variables, because an address may have a password.
 find_torch() {
   local name value old="" sizes="" place="" ask=--torch answer
   torch="${LOCALLLM_TORCH:-}" build=""
@@ -88,6 +94,7 @@ find_torch() {
       index-url) [ -z "$value" ] || export PIP_INDEX_URL=$value ;;
       extra-index-url) [ -z "$value" ] || export PIP_EXTRA_INDEX_URL=$value ;;
       find-links) [ -z "$value" ] || export PIP_FIND_LINKS=$value ;;
+      UV_* | SSL_CERT_FILE | HTTPS_PROXY) [ -z "$value" ] || export "$name=$value" ;;
     esac
   done <<<"$answer"
   [ $ask = --torch ] || return 0
@@ -113,13 +120,26 @@ update_native() {
   echo "$stamp" >"$venv/.installed-native"
 }
 
-# Install a requirement, and compile the native library meanwhile. pip would compile the bytecode of all of PyTorch, which
-# takes longer than everything else; Python compiles what is imported.
+uv_install() {
+  "$uv" pip install --python "$venv/bin/python" "$@"
+}
+
+# Install with uv, which is several times as fast as pip, else with pip. pip would compile the bytecode of all of PyTorch,
+# which takes longer than everything else; Python compiles what is imported.
+install_packages() {
+  if find_uv; then
+    uv_install pip "$@" && return
+    echo "uv did not install localllm; pip is tried."
+  fi
+  pip_install --no-compile "$@"
+}
+
+# Install requirements, and compile the native library meanwhile.
 install_and_compile() {
   local compiler
   "$venv/bin/python" "$root/build_native.py" >/dev/null 2>&1 &
   compiler=$!
-  LOCALLLM_NATIVE=built pip_install --no-compile "$@" || { wait $compiler || true; return 1; }
+  LOCALLLM_NATIVE=built install_packages "$@" || { wait $compiler || true; return 1; }
   wait $compiler || pip_install --quiet --no-deps --editable "$root" # brings a compiler for the build
 }
 

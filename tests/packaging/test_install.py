@@ -518,7 +518,7 @@ def test_the_tritons_of_the_locks_are_within_the_bounds_of_the_extra() -> None:
 # ---- scripts/up ------------------------------------------------------------------------------------------------------
 
 
-PIP = {  # name: machine, LOCALLLM_TORCH, what is said, what pip is asked for, where pip looks, too
+CLONES = {  # name: machine, LOCALLLM_TORCH, what is said, what is asked for, where uv or pip looks, too
     "no GPU": (
         Machine(), "", "PyTorch (cpu) comes from https://download.pytorch.org/whl/cpu; with localllm's packages:",
         "torch==2.13.0+cpu", "/whl/cpu/torch/",
@@ -534,11 +534,13 @@ PIP = {  # name: machine, LOCALLLM_TORCH, what is said, what pip is asked for, w
 
 
 def run_venv(sandbox: Sandbox, commands: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run functions of scripts/_venv.sh, with a venv that has Python and a pip that only prints its arguments."""
+    """Run functions of scripts/_venv.sh in a venv whose uv and pip only print their arguments."""
     sandbox.program("python", "echo 3.12")
     commands = (
         f"source scripts/_venv.sh; venv={sandbox.folder}/venv; mkdir -p $venv; ln -sfn {sandbox.bin} $venv/bin; "
-        f'make_venv() {{ :; }}; pip_install() {{ echo "pip: $* from ${{PIP_FIND_LINKS:-}}"; }}; {commands}'
+        "make_venv() { :; }; find_uv() { :; }; "
+        'uv_install() { echo "uv: $* from ${UV_FIND_LINKS:-}"; }; '
+        f'pip_install() {{ echo "pip: $* from ${{PIP_FIND_LINKS:-}}"; }}; {commands}'
     )
     command = [shutil.which("bash") or "bash", "-euo", "pipefail", "-c", commands, str(ROOT / "scripts/up")]
     return subprocess.run(
@@ -546,18 +548,56 @@ def run_venv(sandbox: Sandbox, commands: str, **environ: str) -> subprocess.Comp
     )
 
 
-@pytest.mark.parametrize("name", PIP)
-def test_a_clone_gets_the_same_build_of_pytorch(name: str, tmp_path: Path) -> None:
-    machine, own, said, asked, page = PIP[name]
+@pytest.mark.parametrize("name", CLONES)
+@pytest.mark.parametrize("installer", ["uv", "pip"])
+def test_a_clone_gets_the_same_build_of_pytorch(installer: str, name: str, tmp_path: Path) -> None:
+    machine, own, said, asked, page = CLONES[name]
     sandbox = Sandbox(tmp_path, machine)
     sandbox.program("cksum", "cat >/dev/null; echo 1 1")
-    ended = run_venv(sandbox, "has_torch() { false; }; install_localllm dev", LOCALLLM_TORCH=own)
+    absent = "" if installer == "uv" else "find_uv() { false; }; "
+    ended = run_venv(sandbox, f"{absent}has_torch() {{ false; }}; install_localllm dev", LOCALLLM_TORCH=own)
     assert ended.returncode == 0, ended.stderr
     assert said in ended.stdout
-    [pip] = [line for line in ended.stdout.splitlines() if line.startswith("pip:")]
+    [line] = [line for line in ended.stdout.splitlines() if line.startswith(("uv:", "pip:"))]
     extra = "dev" if asked.endswith("cpu") or not machine.gpu else "gpu,dev"
-    assert pip.startswith(f"pip: --no-compile {asked} --editable {ROOT}[{extra}] from ")
-    assert pip.endswith(page)
+    options = "pip" if installer == "uv" else "--no-compile"
+    assert line.startswith(f"{installer}: {options} {asked} --editable {ROOT}[{extra}] from ")
+    assert line.endswith(page)
+
+
+def test_a_clone_installs_with_pip_where_uv_fails(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    sandbox.program("cksum", "cat >/dev/null; echo 1 1")
+    ended = run_venv(sandbox, "uv_install() { false; }; has_torch() { false; }; install_localllm")
+    assert ended.returncode == 0, ended.stderr
+    assert "uv did not install localllm; pip is tried.\npip: --no-compile torch==2.13.0+cpu " in ended.stdout
+
+
+def test_uv_looks_where_pip_of_this_machine_looks(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, Machine())
+    sandbox.program("cksum", "cat >/dev/null; echo 1 1")
+    pip = {
+        "PIP_INDEX_URL": "https://mirror.example/simple",
+        "PIP_EXTRA_INDEX_URL": "https://extra.example/simple",
+        "PIP_FIND_LINKS": str(tmp_path),
+        "PIP_CERT": "/own/authority.pem",
+    }
+    shown = "UV_DEFAULT_INDEX UV_INDEX UV_FIND_LINKS UV_INDEX_STRATEGY SSL_CERT_FILE"
+    ended = run_venv(
+        sandbox,
+        f"uv_install() {{ for name in {shown}; do echo $name ${{!name}}; done; }}; "
+        "has_torch() { true; }; install_localllm",
+        **pip,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for line in [
+        "UV_DEFAULT_INDEX https://mirror.example/simple",
+        "UV_INDEX https://extra.example/simple",
+        f"UV_FIND_LINKS {tmp_path}",
+        "UV_INDEX_STRATEGY unsafe-best-match",
+        "SSL_CERT_FILE /own/authority.pem",
+    ]:
+        assert f"\n{line}\n" in ended.stdout
 
 
 def test_a_torch_that_is_installed_stays(tmp_path: Path) -> None:
