@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -54,7 +56,9 @@ def lora_rows(ids: Tensor, adapters: Sequence[int], lengths: Sequence[int]) -> L
     return LoraRows(ids, _groups([adapter for adapter, n in zip(adapters, lengths, strict=True) for _ in range(n)]))
 
 
-def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: LoraRows, ranks: Sequence[int]) -> None:
+def add_lora(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: LoraRows, ranks: Sequence[int] | npt.NDArray[np.int64]
+) -> None:
     """Add (x A^T) B^T to y [T, N] in place. x [T, K]; a [E, R, K] and b [E, N, R] in x's dtype.
 
     ranks [E]: of the present adapters; a and b hold zeros beyond them. Sums are in fp32.
@@ -95,7 +99,9 @@ def lora_tile(rank: int, tensor_cores: bool) -> LoraTile:
     return LoraTile(min(64, block_r), 128, 64) if tensor_cores else LoraTile(min(32, block_r), 32, 32)
 
 
-def add_lora_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: LoraRows, ranks: Sequence[int]) -> None:
+def add_lora_reference(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: LoraRows, ranks: Sequence[int] | npt.NDArray[np.int64]
+) -> None:
     """The definition in plain torch, adapter by adapter, without the unused rows of a and columns of b."""
     for adapter, own in rows.groups:
         rank = ranks[adapter]

@@ -60,6 +60,7 @@ class DecodeRows(NamedTuple):
     slots: npt.NDArray[np.int64]  # [G, R] for each KV group where its K and V go: block_id * block_size + offset
     tables: npt.NDArray[np.int64]  # [G, R] addresses of the requests' blocks, int32 each
     states: npt.NDArray[np.int64] | None = None  # [3, R] places of states to read, write and save; None: no states
+    adapters: npt.NDArray[np.int64] | None = None  # [R] slot of each row's adapter, -1: none; None: no row has one
 
 
 class LoneStep:
@@ -80,6 +81,7 @@ class LoneStep:
         self._features = torch.empty(0)
         self._stream, self._logits = writer.stream.values, writer.logits.values
         self._layer_inputs = writer.others["layer_inputs"].values if model.layer_inputs is not None else None
+        self._adapters = writer.adapters
         self.rounds = bool(writer.kinds - {Kind.F32})  # whether torch's products of several rows round otherwise
         self._rows = (NativeRow * (len(kv_groups(model.spec)) * MAX_ROWS))()
         self._columns = np.frombuffer(memoryview(self._rows).cast("B"), np.int64).reshape(-1, MAX_ROWS, 3)
@@ -113,11 +115,16 @@ class LoneStep:
         positions = torch.from_numpy(rows.positions)
         embeds = model.embedding(ids, positions)
         self._stream[:count, : model.spec.hidden_size] = embeds
+        self._adapters[:count] = -1 if rows.adapters is None else rows.adapters
         if model.layer_inputs is not None and self._layer_inputs is not None:
             for row in range(count):  # each by itself: the bits of torch's products depend on the number of rows
                 one = slice(row, row + 1)
+                if model.lora is not None:
+                    model.lora.begin_row(int(self._adapters[row]))
                 given = model.layer_inputs(ids[one], positions[one], embeds[one]).flatten(1)
                 self._layer_inputs[one, : given.shape[1]] = given
+            if model.lora is not None:
+                model.lora.end()
         columns = self._columns[:, :count]
         columns[..., 0], columns[..., 1], columns[..., 2] = rows.tables, rows.positions, rows.slots
         if model.spec.recurrent is not None:
@@ -166,8 +173,6 @@ def _refuse(model: DecoderModel) -> None:
         raise NoLoneStep("several residual streams")
     if model.device.type != "cpu":
         raise NoLoneStep(f"the model is on {model.device}")
-    if model.lora is not None:
-        raise NoLoneStep("adapters are enabled")
     if model.embedding is None or model.lm_head is None or not isinstance(model.group, Alone):
         raise NoLoneStep("the model is split over several ranks")
 

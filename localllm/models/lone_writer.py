@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from localllm.kernels.cpu.native.structures import (
     HeadsMade,
     NativeAttention,
     NativeExperts,
+    NativeLowRank,
     NativeMatrix,
     NativeNorm,
     NativeOperation,
@@ -104,6 +106,7 @@ class Writer:
         self.gate_up, self.features, self.router, self.expert_features, self.shared_gate = (Buffer() for _ in range(5))
         self.projected, self.mixed, self.recurred = (Buffer() for _ in range(3))  # of recurrent layers
         self.states = (NativeStateRow * MAX_ROWS)()
+        self.adapters = np.full(MAX_ROWS, -1, np.int64)  # of the step's rows
         self.planned: list[_Planned] = []
         self.kinds: set[int] = set()  # of all matrices, those of experts included
         self._operands: list[_Operands] = []
@@ -111,7 +114,11 @@ class Writer:
         self.others: defaultdict[str, Buffer] = defaultdict(Buffer)  # of few families
         self.constants: list[tuple[Buffer, int, float]] = []  # buffer, column, value in all rows
         self._chosen = 0  # address of the layer's experts
-        self.kept: list[object] = [kv_cache, self.states]  # owners of the memory that the operations point to
+        self.kept: list[object] = [
+            kv_cache,
+            self.states,
+            self.adapters,
+        ]  # owners of the memory that the operations point to
 
     @property
     def activation(self) -> Activation:
@@ -265,16 +272,45 @@ class Writer:
     ) -> None:  # fmt: skip
         """Write y = activation(norm(x) W^T + bias) * factor; added if asked, or if `target` is the stream."""
         adds = adds or target is self.stream
-        self._products(self._matrices(linear), source, target, norm, adds=adds, activation=activation, factor=factor)
+        self._products(linear, source, target, norm, adds=adds, activation=activation, factor=factor)
 
-    def _products(self, matrices: list[NativeMatrix], source: Buffer, target: Buffer, norm: Any, **fields: Any) -> None:
-        """Write the outputs of all matrices one after the other."""
+    def _products(self, linear: Any, source: Buffer, target: Buffer, norm: Any, **fields: Any) -> None:
+        """Write the outputs of all matrices of a layer one after the other."""
+        matrices = self._matrices(linear)
         source.widen(matrices[0].inputs)
         target.widen(sum(matrix.outputs for matrix in matrices))
+        low_ranks = self._low_ranks(linear, matrices, source, norm)
         offset = 0
-        for matrix in matrices:
-            self.plan(Op.LINEAR, source, target, offset, matrix=matrix, norm=self._norm(norm), **fields)
+        for matrix, low_rank in zip(matrices, low_ranks, strict=True):
+            self.plan(
+                Op.LINEAR, source, target, offset, matrix=matrix, norm=self._norm(norm), low_rank=low_rank, **fields
+            )  # fmt: skip
             offset += matrix.outputs
+
+    def _low_ranks(
+        self, linear: Any, matrices: list[NativeMatrix], source: Buffer, norm: Any
+    ) -> list[int | None]:  # fmt: skip
+        """Write the first product of a layer's adapters. Return the address of what each matrix adds; None: nothing."""
+        if not isinstance(linear, LoraLinear):
+            return [None] * len(matrices)
+        a, b = linear.a, linear.b
+        if a.dtype not in STATE_TYPES or not a.is_contiguous() or not b.transpose(1, 2).is_contiguous():
+            raise NoLoneStep("adapters in a layout without products")
+        (_, width, inputs), columns = a.shape, b.shape[1]
+        low, described, first = torch.zeros(MAX_ROWS, width), list[NativeLowRank](), 0
+        for matrix in matrices:
+            described.append(
+                NativeLowRank(
+                    a=a.data_ptr(), b=b.data_ptr() + first * b.element_size(), type=STATE_TYPES[a.dtype], width=width,
+                    columns=columns, ranks=linear.ranks.ctypes.data, adapters=self.adapters.ctypes.data,
+                    low=low.data_ptr(),
+                )
+            )  # fmt: skip
+            first += matrix.outputs
+        self.kept += [linear, low, described]
+        addresses: list[int | None] = [ctypes.addressof(each) for each in described]
+        self.plan(Op.SHRINK, source, source, matrix=sizes(inputs), norm=self._norm(norm), low_rank=addresses[0])
+        return addresses
 
     def _gated(self, gate_up: object, norm: Any, activation: Activation) -> None:
         if not isinstance(gate_up, Linear):
@@ -283,10 +319,13 @@ class Writer:
         self.features.widen(width)
         if len(matrices) == 1:
             self.stream.widen(gate_up.weight.shape[1])
-            norms = self._norm(norm)
-            self.plan(Op.GATED, self.stream, self.features, matrix=matrices[0], norm=norms, activation=activation)
+            (low_rank,) = self._low_ranks(gate_up, matrices, self.stream, norm)
+            self.plan(
+                Op.GATED, self.stream, self.features, matrix=matrices[0], norm=self._norm(norm),
+                activation=activation, low_rank=low_rank,
+            )  # fmt: skip
             return
-        self._products(matrices, self.stream, self.gate_up, norm)
+        self._products(gate_up, self.stream, self.gate_up, norm)
         self.plan(Op.GATE, self.gate_up, self.features, matrix=sizes(width), activation=activation)
 
     def multiply(
@@ -314,9 +353,7 @@ class Writer:
 
     def _matrices(self, linear: Any) -> list[NativeMatrix]:
         """Return the matrices of a layer, one above the other; several if its parts are stored in different ways."""
-        if isinstance(linear, LoraLinear):
-            raise NoLoneStep("adapters are enabled")
-        if type(linear) is not Linear:
+        if type(linear) not in (Linear, LoraLinear):
             raise NoLoneStep(f"a projection of kind {type(linear).__name__}")
         return self._held(matrices_of(linear.weight, linear.bias), linear.weight)
 

@@ -473,6 +473,7 @@ class HostInputs:
             self._kv_slots(slots, positions),
             of_group + slots * tables.strides[1],
             rows.states,
+            None if (rows.adapters < 0).all() else np.repeat(rows.adapters, rows.scheduled),
         )
 
     def _state_inputs(self, rows: StepRows) -> StateInputs | None:

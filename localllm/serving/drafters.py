@@ -64,7 +64,7 @@ def _place(choice: SpeculationChoice) -> Path:
 
 def _refuse_settings(config: EngineConfig) -> None:
     if config.takes_adapters:
-        raise _unsupported("adapters", "Steps with adapters run through torch alone.", "Leave out --enable-lora.")
+        raise _unsupported("adapters", "A drafter with weights does not read adapters.", "Leave out --enable-lora.")
     if (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1) > 1:
         raise _unsupported(*RANKS)
 

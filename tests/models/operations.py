@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.kernels.cpu.native.structures import (
+    MAX_ROWS,
     OUTPUTS,
     Activation,
     HeadNorm,
@@ -25,6 +26,7 @@ from localllm.kernels.cpu.native.structures import (
     NativeExperts,
     NativeGatedDelta,
     NativeGatedNorm,
+    NativeLowRank,
     NativeMatrix,
     NativeNorm,
     NativeOperation,
@@ -108,13 +110,45 @@ def _gate_times_up(activation: int, gate_up: Array) -> Array:
 
 def _linear(operation: NativeOperation, row: int, _: NativeRow) -> None:
     x = _normed(operation.norm, _row(operation, row, operation.matrix.inputs))
-    y = _ACTIVATE[operation.activation](_product(operation.matrix, x))
+    product = _product(operation.matrix, x) + _low_rank(operation, row, operation.matrix.outputs)
+    y = _ACTIVATE[operation.activation](product)
     _put(operation, row, y * operation.factor)
 
 
 def _gated(operation: NativeOperation, row: int, _: NativeRow) -> None:
     x = _normed(operation.norm, _row(operation, row, operation.matrix.inputs))
-    _put(operation, row, _gate_times_up(operation.activation, _product(operation.matrix, x)))
+    product = _product(operation.matrix, x) + _low_rank(operation, row, operation.matrix.outputs)
+    _put(operation, row, _gate_times_up(operation.activation, product))
+
+
+def _adapter(low_rank: NativeLowRank, row: int) -> tuple[int, int]:
+    """Return the row's adapter and its rank, which is 0 without one."""
+    adapter = int(_floats(low_rank.adapters, MAX_ROWS, np.int64)[row])
+    return adapter, 0 if adapter < 0 else int(_floats(low_rank.ranks, adapter + 1, np.int64)[adapter])
+
+
+def _shrink(operation: NativeOperation, row: int, _: NativeRow) -> None:
+    low_rank = NativeLowRank.from_address(operation.low_rank)
+    adapter, rank = _adapter(low_rank, row)
+    width, inputs = low_rank.width, operation.matrix.inputs
+    if rank:
+        x = _normed(operation.norm, _row(operation, row, inputs))
+        a = _floats(low_rank.a, (adapter + 1) * width * inputs).reshape(-1, width, inputs)[adapter, :rank]
+        _floats(low_rank.low, MAX_ROWS * width).reshape(MAX_ROWS, width)[row, :rank] = a @ x
+
+
+def _low_rank(operation: NativeOperation, row: int, outputs: int) -> Array:
+    """Return what the row's adapter adds to the outputs."""
+    if not operation.low_rank:
+        return np.zeros(outputs)
+    low_rank = NativeLowRank.from_address(operation.low_rank)
+    adapter, rank = _adapter(low_rank, row)
+    total = np.zeros(outputs)
+    for k in range(rank):
+        place = (adapter * low_rank.width + k) * low_rank.columns
+        b = _floats(low_rank.b + 4 * place, outputs).astype(np.float64)
+        total += b * _floats(low_rank.low, MAX_ROWS * low_rank.width)[row * low_rank.width + k]
+    return total
 
 
 def _gate(operation: NativeOperation, row: int, _: NativeRow) -> None:
@@ -335,4 +369,5 @@ _RUN = {
     Op.DELTA: _delta,
     Op.SCAN: _scan,
     Op.GATED_NORM: _gated_norm,
+    Op.SHRINK: _shrink,
 }

@@ -33,10 +33,13 @@ from localllm.models.library.catalog import resolve_model
 from localllm.models.loader import load_model
 from localllm.models.lone_step import DecodeRows, NoLoneStep, open_lone_step
 from localllm.models.spec.drafter import FINAL_HIDDEN
+from localllm.models.weights.lora import open_lora, put_lora
 from scripts.random_weights import WeightFormat, random_model, shape_spec
+from tests.adapters import make_tiny_adapter
 from tests.models.harness import BLOCK_SIZE, CPU, ModelHarness
 from tests.models.harness import Sequence as Request
 from tests.models.operations import DefinedLibrary
+from tests.models.test_lora import TARGETS as LORA_TARGETS
 from tests.tiny import FAMILIES, VOCAB_SIZE
 
 PathOf = Callable[[str], Path]
@@ -94,7 +97,8 @@ class LoneHarness(ModelHarness):
         states = None
         if inputs.state is not None:
             states = torch.stack(inputs.state[:3]).numpy()
-        rows = DecodeRows(token_ids, positions, np.tile(slots, each), np.tile(addresses, each), states)
+        adapters = None if inputs.adapters is None else inputs.adapters.numpy().astype(np.int64)
+        rows = DecodeRows(token_ids, positions, np.tile(slots, each), np.tile(addresses, each), states, adapters)
         logits = self.lone.forward(rows).clone()
         for request, count in work:
             request.computed += count
@@ -256,13 +260,44 @@ def test_narrow_caches(kv_dtype: torch.dtype, limit: float, tiny_model_path: Pat
 
 
 @pytest.mark.usefixtures("library")
-def test_adapters_and_other_caches_are_refused(tiny_llama_path: Path) -> None:
-    with pytest.raises(NoLoneStep, match="adapters"):
-        LoneHarness(load(tiny_llama_path, lora=LoraLimits(1, 8)))
+def test_other_caches_are_refused(tiny_llama_path: Path) -> None:
     with pytest.raises(NoLoneStep, match="float8"):
         LoneHarness(load(tiny_llama_path), kv_dtype=torch.float8_e4m3fn)
     with pytest.raises(NoLoneStep, match="object"):
         open_lone_step(object(), [])
+
+
+ADAPTED = ["llama", "phi3", "gpt2", "gpt_neox", "cohere", "qwen2_moe", "granite_moe_shared", "gemma4", "gemma4_moe"]
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("family", ADAPTED)
+def test_rows_with_and_without_adapters_have_torchs_logits(
+    family: str, tiny_model_path: PathOf, tmp_path: Path
+) -> None:
+    """Two adapters of unlike ranks and none in one step; a row has the bits of the same row alone."""
+    path = tiny_model_path(family)
+    model = load(path, lora=LoraLimits(2, 8))
+    assert model.lora is not None
+    for slot, rank in enumerate((3, 8)):
+        adapter = make_tiny_adapter(
+            tmp_path / str(slot), path, seed=slot, rank=rank, targets=LORA_TARGETS.get(family, ())
+        )
+        put_lora(open_lora(adapter), model.lora, slot)
+    ours, theirs, single = (LoneHarness(model, seed=seed) for seed in range(3))
+    rows = [
+        [harness.prefill([token(place, 7) for place in range(LONG)], adapter=adapter)[0] for adapter in (1, -1, 0)]
+        for harness in (ours, theirs, single)
+    ]
+    for place in range(LONG, LONG + 4):
+        for row in (row for own in rows for row in own):
+            row.token_ids.append(token(place, 7))
+        wanted = torch.cat(theirs.step([(row, 1) for row in rows[1]]))
+        got = ours.natively(rows[0])
+        assert float((got - wanted).abs().max() / wanted.std()) < 1e-4, "rounding of large changes"
+        assert float((got[0] - got[1]).abs().max() / wanted.std()) > 0.01, "an adapter changes something"
+        if native() is not None:
+            assert torch.equal(got, torch.cat([single.natively([row]) for row in rows[2]]))
 
 
 def test_without_a_library_the_reason_is_the_librarys(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

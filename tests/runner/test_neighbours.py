@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from localllm.engine.adapter import Adapter
 from localllm.engine.admission import GenerationRequest
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
@@ -22,6 +23,7 @@ from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS
 from localllm.llm import LLM
 from localllm.runner.step_parts import NativeSteps
+from tests.adapters import make_tiny_adapter
 from tests.gguf_files import write_gguf
 from tests.models.formats.quantised import save_quantised
 from tests.models.formats.test_junk import FORMATS
@@ -72,9 +74,30 @@ NEIGHBOURS: dict[str, Neighbours] = {
 }  # fmt: skip
 
 
-def stream_of(sampled: bool) -> GenerationRequest:
+def adapted(llm: LLM, name: str) -> Adapter:
+    """Return a loaded adapter of the server."""
+    found = llm._engine.require_adapters().find(name)
+    assert found is not None
+    return found.adapter
+
+
+BESIDE_ADAPTERS: dict[str, Neighbours] = {
+    "an adapter": lambda llm: [request("n", tokens(50, 11), 8, options={"adapter": adapted(llm, "one")})],
+    "two adapters and none": lambda llm: [
+        request("n", tokens(20, 12), 12, options={"adapter": adapted(llm, "one")}),
+        request("m", tokens(9, 13), 16, options={"adapter": adapted(llm, "two")}),
+        request("o", tokens(12, 14), 8),
+    ],
+    "drafts of an adapter": lambda llm: [
+        request("n", tokens(20, 8), 24, options={
+            "adapter": adapted(llm, "two"), "prediction_token_ids": tuple(tokens(20, 8) * 2)}),
+    ],
+}  # fmt: skip
+
+
+def stream_of(sampled: bool, adapter: Adapter | None = None) -> GenerationRequest:
     asked = {"temperature": 1.0, "seed": 11} if sampled else {}
-    return request("stream", TEXT, 30, logprobs=2, **asked)
+    return request("stream", TEXT, 30, logprobs=2, options={"adapter": adapter}, **asked)
 
 
 def received(llm: LLM, stream: GenerationRequest, neighbours: list[GenerationRequest]) -> Wanted:
@@ -106,9 +129,11 @@ def served(path: Path, **options: Any) -> Iterator[LLM]:
         yield llm
 
 
-def count_differing(llm: LLM, kinds: dict[str, Neighbours], *, sampled: bool = False) -> dict[str, int]:
+def count_differing(
+    llm: LLM, kinds: dict[str, Neighbours], *, sampled: bool = False, adapter: Adapter | None = None
+) -> dict[str, int]:
     """Return at how many positions the stream receives something else, for each kind of neighbour that differs."""
-    stream = stream_of(sampled)
+    stream = stream_of(sampled, adapter)
     alone, differing = received(llm, stream, []), {}
     for kind, neighbours in kinds.items():
         beside = received(llm, stream, neighbours(llm))
@@ -132,6 +157,30 @@ def assert_no_difference(path: Path, **options: Any) -> None:
 def test_neighbours_of_any_kind_change_no_bit(family: str, quantization: str, tmp_path: Path) -> None:
     """gpt-oss has narrow weights in its experts alone."""
     assert_no_difference(make_tiny_model(tmp_path / "model", family, **WIDE), quantization=quantization)
+
+
+@pytest.mark.parametrize("own", [None, "one"])
+@pytest.mark.parametrize(("family", "weights"), [("llama", "int4"), ("llama", "16-bit"), ("gemma3", "int4")])
+def test_neighbours_with_adapters_change_no_bit(family: str, weights: str, own: str | None, tmp_path: Path) -> None:
+    """Rows with adapters and without are one native step, and may have drafts."""
+    half = weights == "16-bit"
+    path = make_tiny_model(tmp_path / "model", family, dtype="bfloat16" if half else "float32", **WIDE)
+    modules = [
+        {"name": name, "path": str(make_tiny_adapter(tmp_path / name, path, seed=seed, rank=rank))}
+        for seed, (name, rank) in enumerate((("one", 3), ("two", 8)))
+    ]
+    options = {"dtype": "auto"} if half else {"quantization": weights}
+    with served(path, enable_lora=True, max_loras=2, max_lora_rank=8, **options) as llm:
+        for module in modules:
+            llm._engine.require_adapters().load(module["name"], module["path"])
+        runner: Any = llm._engine.engine[0].runner
+        assert runner._steps._native == NativeSteps(MAX_ROWS, rounds=True), "adapters keep the native step"
+        adapter = None if own is None else adapted(llm, own)
+        if adapter is not None:
+            assert received(llm, stream_of(False, adapter), []) != received(llm, stream_of(False), [])
+        for sampled in (False, True):
+            kinds = {**NEIGHBOURS, **BESIDE_ADAPTERS}
+            assert count_differing(llm, kinds, sampled=sampled, adapter=adapter) == {}
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.pack import CpuPacker
+from localllm.kernels.launch import runs_triton
 from localllm.kernels.lora import LoraRows, add_lora, lora_rows
 from localllm.kernels.rms_norm import normed
 from localllm.kernels.unfinished import PendingNorm, Unfinished
@@ -63,7 +64,7 @@ class LoraLinear(Linear):
         """a [slots, R, K] and b [slots, N, R] are zeros; R is the maximal rank times the number of parts."""
         super().__init__(weight, bias, packer=packer)
         self.parts, self.a, self.b, self.step = tuple(parts), a, b, step
-        self.ranks = [0] * len(a)  # current rank in each slot
+        self.ranks = np.zeros(len(a), np.int64)  # current rank in each slot; native steps read it where it is
 
     def __call__(self, x: Tensor, first_row: int = 0) -> Tensor:
         y = super().__call__(x, first_row)
@@ -120,7 +121,10 @@ class LoraBank:
         rank = self.max_rank * len(parts)
         # Zero now, so that the pages are allocated during the load and not by the first adapter.
         a = torch.empty((self.max_loras, rank, columns), dtype=dtype, device=device).zero_()
-        b = torch.empty((self.max_loras, rows, rank), dtype=dtype, device=device).zero_()
+        if runs_triton(a, "adapters"):
+            b = torch.empty((self.max_loras, rows, rank), dtype=dtype, device=device).zero_()
+        else:  # outputs beside one another, as native steps read them
+            b = torch.empty((self.max_loras, rank, rows), dtype=dtype, device=device).zero_().transpose(1, 2)
         layer = LoraLinear(weight, bias, parts, a, b, self.step, packer=packer)
         self.layers.append(layer)
         self._places |= {name: (layer, index) for index, part in enumerate(parts) for name in part.names}
@@ -153,6 +157,11 @@ class LoraBank:
         """Set the adapters of the step, before its layers run."""
         ids, adapters = inputs.adapters, inputs.adapters_host
         self.step.rows = None if ids is None else lora_rows(ids, adapters, inputs.query_lens)
+
+    def begin_row(self, adapter: int) -> None:
+        """Set the adapter of one token, -1: none, before a layer runs by itself."""
+        ids = torch.tensor([adapter], dtype=torch.int32)
+        self.step.rows = None if adapter < 0 else lora_rows(ids, (adapter,), (1,))
 
     def end(self) -> None:
         self.step.rows = None

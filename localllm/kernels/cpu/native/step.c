@@ -235,33 +235,113 @@ static void finish_block(const Operation* o, const float* results, int64_t rows,
   }
 }
 
+// Low-rank adapters ----------------------------------------------------------------------------------------------------
+
+enum { TOGETHER = 256, RANKS_PER_PIECE = 4 };  // values widened at a time; rows of A that a thread takes at a time
+
+// Return `count` values, at most TOGETHER, from value `first` on as fp32: in place, or in `wide`.
+static const float* widened(const LowRank* l, const void* values, int64_t first, int64_t count, float* wide) {
+  if (l->type == CACHE_F32) return (const float*)values + first;
+  const uint16_t* halves = (const uint16_t*)values + first;
+  if (l->type == CACHE_BF16) {
+    for (int64_t i = 0; i < count; i++) wide[i] = from_bf16(halves[i]);
+    return wide;
+  }
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store_floats(wide + i, load_halves(halves + i));
+  if (i < count) {
+    uint16_t rest[LANES] = {0};
+    float last[LANES];
+    memcpy(rest, halves + i, (size_t)(count - i) * sizeof *halves);
+    store_floats(last, load_halves(rest));
+    memcpy(wide + i, last, (size_t)(count - i) * sizeof *wide);
+  }
+  return wide;
+}
+
+static int64_t rank_of(const LowRank* l, int64_t row) { return l->adapters[row] < 0 ? 0 : l->ranks[l->adapters[row]]; }
+
+// Add the adapters of the rows to `count` outputs from output `first` on.
+static void add_low_rank(const LowRank* l, int64_t rows, int64_t first, int64_t count, float* y, int64_t y_stride) {
+  float wide[TOGETHER];
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t rank = rank_of(l, r), start = l->adapters[r] * l->width;
+    const float* low = l->low + r * l->width;
+    float* out = y + r * y_stride;
+    for (int64_t k = 0; k < rank; k++) {
+      const float* b = widened(l, l->b, (start + k) * l->columns + first, count, wide);
+      for (int64_t i = 0; i < count; i++) out[i] += low[k] * b[i];
+    }
+  }
+}
+
+// Pieces of one row and a few ranks; none if no row has an adapter.
+static int64_t count_shrink_pieces(const Step* step, const LowRank* l) {
+  int64_t most = 0;
+  for (int64_t r = 0; r < step->num_rows; r++) most = rank_of(l, r) > most ? rank_of(l, r) : most;
+  return step->num_rows * pieces_of(most, RANKS_PER_PIECE);
+}
+
+static void run_shrink(Step* step, int64_t operation, int64_t piece, int64_t thread) {
+  const Operation* o = &step->operations[operation];
+  const LowRank* l = o->low_rank;
+  const int64_t row = piece % step->num_rows, first = piece / step->num_rows * RANKS_PER_PIECE;
+  const int64_t inputs = o->matrix.inputs, end = clamp(first + RANKS_PER_PIECE, 0, rank_of(l, row));
+  if (first >= end) return;
+  const Rows* rows = prepare(
+      step, key_of(operation, 0, 0), &o->matrix, &o->norm, o->x, o->x_stride, step->num_rows, thread);
+  const float* x = rows->x + row * rows->x_stride;
+  float wide[TOGETHER];
+  for (int64_t k = first; k < end; k++) {
+    const int64_t start = (l->adapters[row] * l->width + k) * inputs;
+    float sum = 0;
+    for (int64_t i = 0; i < inputs; i += TOGETHER) {
+      const int64_t count = clamp(inputs - i, 0, TOGETHER);
+      sum += dot_rows(x + i, widened(l, l->a, start + i, count, wide), count);
+    }
+    l->low[row * l->width + k] = sum;
+  }
+}
+
+// Blocks of products ---------------------------------------------------------------------------------------------------
+
 static void run_linear_block(const Operation* o, const Rows* rows, int64_t block) {
   float y[MAX_ROWS * OUTPUTS];
+  const int64_t first = block * OUTPUTS, count = clamp(o->matrix.outputs - first, 0, OUTPUTS);
   multiply_block(&o->matrix, rows, block, y, OUTPUTS);
+  if (o->low_rank) add_low_rank(o->low_rank, rows->rows, first, count, y, OUTPUTS);
   if (o->activation != ACT_NONE) {
     for (int64_t i = 0; i < rows->rows * OUTPUTS; i += 16) store16(y + i, activate16(o->activation, load16(y + i)));
   }
-  finish_block(o, y, rows->rows, block * OUTPUTS, clamp(o->matrix.outputs - block * OUTPUTS, 0, OUTPUTS));
+  finish_block(o, y, rows->rows, first, count);
 }
 
-// gated [rows, 64]
-static void multiply_gated(const Matrix* matrix, int64_t activation, const Rows* rows, int64_t block, float* gated) {
+// gated [rows, 64]. low_rank: NULL: none
+static void multiply_gated(
+    const Matrix* matrix, const LowRank* low_rank, int64_t activation, const Rows* rows, int64_t block, float* gated) {
   const int64_t outputs = matrix->outputs / 2, first = block * OUTPUTS, count = clamp(outputs - first, 0, OUTPUTS);
   const int64_t up_block = (outputs + first) / OUTPUTS, offset = (outputs + first) % OUTPUTS;
   float up[MAX_ROWS * 2 * OUTPUTS];
   multiply_block(matrix, rows, block, gated, OUTPUTS);
   multiply_block(matrix, rows, up_block, up, 2 * OUTPUTS);
   if (offset + count > OUTPUTS) multiply_block(matrix, rows, up_block + 1, up + OUTPUTS, 2 * OUTPUTS);
+  for (int64_t r = 0; r < rows->rows && offset; r++) {
+    float* u = up + r * 2 * OUTPUTS;
+    memmove(u, u + offset, (size_t)count * sizeof(float));
+  }
+  if (low_rank) {
+    add_low_rank(low_rank, rows->rows, first, count, gated, OUTPUTS);
+    add_low_rank(low_rank, rows->rows, outputs + first, count, up, 2 * OUTPUTS);
+  }
   for (int64_t r = 0; r < rows->rows; r++) {
     float *g = gated + r * OUTPUTS, *u = up + r * 2 * OUTPUTS;
-    if (offset) memmove(u, u + offset, (size_t)count * sizeof(float));
     for (int64_t i = 0; i < OUTPUTS; i += 16) store16(g + i, gate16(activation, load16(g + i), load16(u + i)));
   }
 }
 
 static void run_gated_block(const Operation* o, const Rows* rows, int64_t block) {
   float y[MAX_ROWS * OUTPUTS];
-  multiply_gated(&o->matrix, o->activation, rows, block, y);
+  multiply_gated(&o->matrix, o->low_rank, o->activation, rows, block, y);
   finish_block(o, y, rows->rows, block * OUTPUTS, clamp(o->matrix.outputs / 2 - block * OUTPUTS, 0, OUTPUTS));
 }
 
@@ -428,7 +508,7 @@ static void run_expert_gates(Step* step, int64_t operation, int64_t piece, int64
       step, key_of(operation, row, choice), matrix, &o->norm, o->x + row * o->x_stride, o->x_stride, 1, thread);
   float y[MAX_ROWS * OUTPUTS], *out = o->y + row * o->y_stride + choice * outputs;
   for (int64_t block = p.first; block < p.end; block++) {
-    multiply_gated(matrix, o->activation, rows, block, y);
+    multiply_gated(matrix, NULL, o->activation, rows, block, y);
     memcpy(out + block * OUTPUTS, y, (size_t)clamp(outputs - block * OUTPUTS, 0, OUTPUTS) * sizeof(float));
   }
 }
@@ -556,6 +636,7 @@ static int64_t count_step_pieces(void* context, int64_t phase) {
     case OP_LINEAR:
     case OP_GATED: return pieces_of(blocks_of(operation_outputs(o)), product_blocks_per_piece(step, o));
     case OP_ATTEND: return count_attention_pieces(step, o->attention);
+    case OP_SHRINK: return count_shrink_pieces(step, o->low_rank);
     case OP_EXPERTS_GATED:
     case OP_EXPERTS_DOWN: return count_expert_pieces(step, o);
     case OP_CONVOLVE:
@@ -578,6 +659,7 @@ static void run_step_piece(void* context, int64_t phase, int64_t piece, int64_t 
     case OP_LINEAR:
     case OP_GATED: run_product(step, operation, piece, thread); break;
     case OP_ATTEND: run_attention(step, operation, piece, thread); break;
+    case OP_SHRINK: run_shrink(step, operation, piece, thread); break;
     case OP_ADD: run_add(o, piece, local->normed); break;
     case OP_ROUTE: run_route(o, piece, local->normed); break;
     case OP_GATE: run_gate(o, piece); break;
@@ -768,6 +850,6 @@ const char* localllm_source_hash(void) { return LOCALLLM_SOURCE_HASH; }
 int64_t localllm_size_of(int64_t structure) {
   const int64_t sizes[] = {sizeof(Matrix),      sizeof(Attention),   sizeof(Experts),       sizeof(Operation),
                            sizeof(StepRow),     sizeof(Convolution), sizeof(GatedDelta),    sizeof(SelectiveScan),
-                           sizeof(GatedNorm),   sizeof(StateRows),   sizeof(StateRow)};
+                           sizeof(GatedNorm),   sizeof(StateRows),   sizeof(StateRow),    sizeof(LowRank)};
   return sizes[structure];
 }

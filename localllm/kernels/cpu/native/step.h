@@ -24,6 +24,7 @@ enum Op {
   OP_DELTA,       // a GatedDelta, likewise
   OP_SCAN,        // a SelectiveScan, likewise
   OP_GATED_NORM,  // a GatedNorm, likewise
+  OP_SHRINK,      // low = norm(x) A^T of the LowRank, for rows with an adapter
 };
 // Operations without weights of their own have N, the values of a row of y (of a choice), as their matrix's outputs.
 
@@ -91,6 +92,17 @@ typedef struct {
   float* weights;                // [MAX_ROWS, top_k], likewise
 } Experts;
 
+// Low-rank adapters of a matrix [N, K]: for a row with adapter e, W counts as W + B[e] A[e].
+typedef struct {
+  const void* a;            // [adapters, width, K] of `type`
+  const void* b;            // [adapters, width, columns]: B transposed, from the matrix's first output on
+  int64_t type;             // CacheType: CACHE_F32, CACHE_BF16 or CACHE_F16
+  int64_t width, columns;
+  const int64_t* ranks;     // [adapters] how many rows of a and b each uses
+  const int64_t* adapters;  // [MAX_ROWS] of each row, -1: none; written before each call
+  float* low;               // [MAX_ROWS, width], written by OP_SHRINK
+} LowRank;
+
 typedef struct {
   int64_t op;
   Matrix matrix;
@@ -106,6 +118,7 @@ typedef struct {
   const Experts* experts;      // OP_ROUTE, OP_EXPERTS_GATED, OP_EXPERTS_DOWN
   const void* recurrent;       // OP_CONVOLVE to OP_GATED_NORM: what is computed, and where from and to, row r as token r
   const StateRow* states;      // likewise: [MAX_ROWS], row r's only token r and its places, written before each call
+  const LowRank* low_rank;     // OP_SHRINK; OP_LINEAR, OP_GATED: added before the activation. NULL: none
 } Operation;
 
 // A row as the layers of one group of block tables see it.
@@ -137,5 +150,5 @@ const char* localllm_instruction_set(void);
 const char* localllm_source_hash(void);
 
 // Bytes of a structure as the library knows it: 0 Matrix, 1 Attention, 2 Experts, 3 Operation, 4 StepRow, 5 Convolution,
-// 6 GatedDelta, 7 SelectiveScan, 8 GatedNorm, 9 StateRows, 10 StateRow.
+// 6 GatedDelta, 7 SelectiveScan, 8 GatedNorm, 9 StateRows, 10 StateRow, 11 LowRank.
 int64_t localllm_size_of(int64_t structure);

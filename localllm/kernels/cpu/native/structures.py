@@ -56,6 +56,7 @@ class Op(IntEnum):
     DELTA = 11
     SCAN = 12
     GATED_NORM = 13
+    SHRINK = 14
 
 
 class NormKind(IntEnum):
@@ -165,6 +166,21 @@ class NativeExperts(ctypes.Structure):
     )
 
 
+class NativeLowRank(ctypes.Structure):
+    """`LowRank` of step.h. Does not keep the memory alive that it points to."""
+
+    _fields_ = (
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("type", c_int64),
+        ("width", c_int64),
+        ("columns", c_int64),
+        ("ranks", c_void_p),
+        ("adapters", c_void_p),
+        ("low", c_void_p),
+    )
+
+
 class NativeOperation(ctypes.Structure):
     _fields_ = (
         ("op", c_int64),
@@ -181,6 +197,7 @@ class NativeOperation(ctypes.Structure):
         ("experts", c_void_p),
         ("recurrent", c_void_p),
         ("states", c_void_p),
+        ("low_rank", c_void_p),
     )
 
 
