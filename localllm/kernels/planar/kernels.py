@@ -254,8 +254,6 @@ def planar_linear_kernel(
         squares = tl.load(
             x_squares_ptr + offs_m.to(tl.int64)[:, None] * num_squares + square, mask=is_square, other=0.0
         )
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + row * width + column[:, None], mask=inside, other=0.0)
     for chunk in range(first, last):
         groups = ahead
         ahead = load_groups(
@@ -316,6 +314,8 @@ def planar_linear_kernel(
         acc = gated_tile(acc.to(y_ptr.dtype.element_ty), ACTIVATION)
     y = acc.to(y_ptr.dtype.element_ty)
     if residual_ptr is not None:
+        # Read only now: during the loop, the registers are full.
+        residual = tl.load(residual_ptr + row * width + column[:, None], mask=inside, other=0.0)
         y = (y.to(tl.float32) + residual).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row * width + column[:, None], y, mask=inside)
         stream = tl.where(inside, y.to(tl.float32), 0.0)
