@@ -63,7 +63,7 @@ def register_limit(tile: PlanarTile, bits: int, group: int, *, mins: bool, wgmma
         return {}
     if group >= 128:
         return {"maxnreg": {8: 112, 16: 128, 32: 176}[tile.block_m]}
-    return {"maxnreg": 128 if group == 16 else 160} if tile.split > 1 and tile.block_m == 16 else {}
+    return {"maxnreg": 160} if group == 32 and tile.split > 1 and tile.block_m == 16 else {}
 
 
 @triton.jit
