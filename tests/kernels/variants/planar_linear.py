@@ -151,7 +151,7 @@ VARIANTS = [
     _linear("GGUF Q4_K", 16, "bf16", 5.9, 200, **_gguf("Q4_K")),
     _linear("GGUF Q4_K", 32, "bf16", 9.8, 200, archs=(89, 90), **_gguf("Q4_K")),
     _linear("GGUF IQ4_XS", 16, "bf16", 6.4, 160, **_gguf("IQ4_XS")),
-    _linear("GGUF Q3_K", 16, "bf16", 6.0, 144, **_gguf("Q3_K")),
+    _linear("GGUF Q3_K", 16, "bf16", 6.0, 128, **_gguf("Q3_K")),
     _linear("GGUF Q8_0", 16, "bf16", 4.8, 128, **_gguf("Q8_0")),
     _linear("GGUF Q6_K", 16, "bf16", 7.6, 128, **_gguf("Q6_K")),
     _linear(AWQ, 16, "fp16", archs=(80,), plain=True, zeros=True),
