@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
-from localllm.kernels.split_sum import load_sum
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unfinished import Product, Unfinished, parts_of, whole
+from localllm.kernels.unfinished import Product, Unfinished, whole
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -30,15 +29,14 @@ def gated(gate_up: Unfinished, activation: str) -> Tensor:
         return gated_reference(whole(gate_up), activation)
     if isinstance(gate_up, Product) and (out := gate_up.gated(activation)) is not None:
         return out
+    gate_up = whole(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    parts, bias, splits = parts_of(gate_up)
-    assert parts.stride(-1) == 1
+    assert gate_up.stride(-1) == 1
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     launch = settings_for("gated", (width,), gated_launch)
     _gated_kernel[(rows, cdiv(width, launch.block))](
-        parts, bias, out, parts.stride(-2), rows, WIDTH=width, ACTIVATION=activation, SPLITS=splits, BLOCK=launch.block,
-        num_warps=launch.num_warps,
-        **early_launch(gate_up.device),
+        gate_up, out, gate_up.stride(-2), WIDTH=width, ACTIVATION=activation, BLOCK=launch.block,
+        num_warps=launch.num_warps, **early_launch(gate_up.device),
     )  # fmt: skip
     return out
 
@@ -61,21 +59,20 @@ def gated_reference(gate_up: Tensor, activation: str) -> Tensor:
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _gated_kernel(
-    gate_up_ptr, bias_ptr, out_ptr, stride, rows,
-    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    gate_up_ptr, out_ptr, stride,
+    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCK columns of a row. gate_up_ptr: the tensor, or its SPLITS parts (split_sum.py)."""
+    """One program for BLOCK columns of a row."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, split_stride = column < WIDTH, tl.cast(rows, tl.int64) * stride
-    type: tl.constexpr = out_ptr.dtype.element_ty
-    gate = load_sum(gate_up_ptr + row * stride, bias_ptr, column, column, inside, split_stride, SPLITS, type)
-    second = WIDTH + column
-    up = load_sum(gate_up_ptr + row * stride, bias_ptr, second, second, inside, split_stride, SPLITS, type)
-    tl.store(out_ptr + row * WIDTH + column, gate_times_up(gate, up, ACTIVATION).to(type), mask=inside)
+    inside = column < WIDTH
+    gate = tl.load(gate_up_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    y = gate_times_up(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * WIDTH + column, y, mask=inside)
 
 
 @triton.jit
@@ -108,3 +105,12 @@ def rows_of_tile(first, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
         return place // HALF * (N // 2) + tl.minimum(first + place % HALF, N // 2 - 1)
     else:
         return tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)
+
+
+@triton.jit
+def is_row_of_tile(first, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Return for each of the rows that `rows_of_tile` returns whether it is not beyond the edge."""
+    if GATED:
+        return first + tl.arange(0, BLOCK_N) % (BLOCK_N // 2) < N // 2
+    else:
+        return first + tl.arange(0, BLOCK_N) < N

@@ -40,8 +40,7 @@ class Int4Weight(PlanarWeight):
 
     def unfinished(self, x: Tensor | PendingNorm, bias: Tensor | None = None) -> Unfinished:
         """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
-        x = normed(x)
-        x = x if self.input_order is None else x.index_select(1, self.input_order)
+        x = x if self.input_order is None else normed(x).index_select(1, self.input_order)
         return planar_linear_unfinished(x, self, bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
@@ -26,8 +26,8 @@ from localllm.kernels.triton_build import build_with_zig, has_compiler
 
 __all__ = [
     "DEFAULTS", "HAS_TRITON", "INTERPRETED", "LaunchOptions", "TensorDescriptor", "cdiv", "early_launch",
-    "launch_options", "launching_with", "next_power_of_2", "prefetch_rows", "runs_triton", "tl", "triton",
-    "wait_for_inputs",
+    "is_last_program", "launch_options", "launching_with", "next_power_of_2", "prefetch_rows", "runs_triton", "tl",
+    "triton", "wait_for_inputs",
 ]  # fmt: skip
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # if unset, Triton 3.10 computes a*b+c with two roundings
@@ -72,6 +72,12 @@ class LaunchOptions:
 
     without: frozenset[Kernel] = frozenset()
     """Groups of kernels whose twins are used instead (choice.py). Steps are then not recorded as graphs."""
+
+    last_program_adds: bool = True
+    """Where K of a product is split, programs add the parts together (split_sum.py). Otherwise each takes all of K."""
+
+    counters: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """[COUNTERS] int32 zeros for the products of one stream (split_sum.py); None: those of the current stream."""
 
 
 class OnDevice(Protocol):
@@ -152,6 +158,20 @@ def wait_for_inputs(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def is_last_program(counter_ptr, count):
+    """Count this program; return whether `count` programs have been counted, and then set the counter to zero.
+
+    All threads of the last program may then read what the others had written before they counted: the addition releases
+    what this program has written, and acquires what was released before.
+    """
+    tl.debug_barrier()  # until all threads have written their share
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") + 1 == count
+    if is_last:
+        tl.store(counter_ptr, 0)
+    return is_last
 
 
 @triton.jit

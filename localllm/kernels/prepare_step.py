@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, early_launch, runs_triton, tl, triton, wait_for_inputs
+from localllm.kernels.launch import cdiv, early_launch, launch_options, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.paged_attention.device import SPLIT_ROWS, WorkLists
 from localllm.kernels.paged_attention.kernels import split_rows
 
@@ -117,7 +117,8 @@ def prepare_step(
     staged: Tensor, slots: SlotTokens, block_tables: Tensor, inputs: StepInputs, block_size: int, max_query_len: int,
     work: WorkLists | None = None,
 ) -> None:  # fmt: skip
-    """Apply the buffer's block-table updates, then fill `inputs`. Drafts of rows without any become invalid.
+    """Apply the buffer's block-table updates, then fill `inputs`. Drafts of rows without any become invalid. The
+    kernel also sets the counters of split products (split_sum.py) to zero.
 
     staged [>= staged_size] int32; block_tables [G, slots, W] int32, changed by the updates. max_query_len: upper bound
     of a row's tokens in this step. work: lists of the decode rows' attention, which the kernel fills as well.
@@ -128,14 +129,16 @@ def prepare_step(
     rows, tokens, token_ids = len(inputs.context_lens), len(inputs.token_ids), slots.token_ids
     chunks = cdiv(max(max_query_len, 1), CHUNK)
     splittings = () if work is None else work.splittings
+    counters = launch_options().counters
     _prepare_rows_kernel[(rows + 1 + len(splittings), max(chunks, cdiv(tokens, CHUNK * 8)))](
         staged, token_ids, slots.known, slots.valid, block_tables, *_outputs(inputs), rows, tokens, inputs.num_draws,
         token_ids.stride(0), block_tables.stride(0), block_tables.stride(1), inputs.block_tables.stride(0),
         inputs.block_tables.stride(1), inputs.slot_mapping.stride(0), None if work is None else work.buffer,
-        0 if work is None else work.num_decodes, 0 if work is None else work.buffer.stride(0),
+        0 if work is None else work.num_decodes, 0 if work is None else work.buffer.stride(0), counters,
         GROUPS=len(block_tables), BLOCK_SIZE=block_size, HEADER=HEADER, ROW_FIELDS=ROW_FIELDS,
         UPDATE_FIELDS=UPDATE_FIELDS, CHUNK=CHUNK, UPDATES=UPDATES, SPLIT_ROWS=SPLIT_ROWS,
-        SPLITTINGS=tuple(map(tuple, splittings)), **early_launch(staged.device),
+        SPLITTINGS=tuple(map(tuple, splittings)), COUNTERS=0 if counters is None else len(counters),
+        **early_launch(staged.device),
     )  # fmt: skip
 
 
@@ -257,12 +260,14 @@ def _prepare_rows_kernel(
     staged_ptr, tokens_ptr, known_ptr, valid_ptr, tables_ptr, token_ids_ptr, positions_ptr, slot_mapping_ptr,
     block_tables_ptr, context_ptr, cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, adapters_ptr, rows, tokens, draws,
     tokens_stride, tables_group_stride, tables_stride, block_tables_group_stride, block_tables_stride,
-    slot_mapping_stride, work_ptr, num_decodes, work_stride, GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADER: tl.constexpr, ROW_FIELDS: tl.constexpr, UPDATE_FIELDS: tl.constexpr, CHUNK: tl.constexpr,
-    UPDATES: tl.constexpr, SPLIT_ROWS: tl.constexpr, SPLITTINGS: tl.constexpr, PDL: tl.constexpr,
+    slot_mapping_stride, work_ptr, num_decodes, work_stride, counters_ptr, GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, ROW_FIELDS: tl.constexpr, UPDATE_FIELDS: tl.constexpr,
+    CHUNK: tl.constexpr, UPDATES: tl.constexpr, SPLIT_ROWS: tl.constexpr, SPLITTINGS: tl.constexpr,
+    COUNTERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): CHUNK of the row's tokens; chunk 0 also writes the row's scalars. Row R: the padding, and
-    the updates of slots that have no row. Behind it, for each of SPLITTINGS: the list of the decode rows' work.
+    """Program (row, chunk): CHUNK of the row's tokens; chunk 0 also writes the row's scalars. Row R: the padding, the
+    updates of slots that have no row, and zeros in all COUNTERS counters, a power of two. Behind it, for each of
+    SPLITTINGS: the list of the decode rows' work.
 
     Programs do not wait for each other: each applies the updates that it reads, and several write the same numbers.
     """
@@ -284,6 +289,8 @@ def _prepare_rows_kernel(
     if row == rows:
         if chunk == 0:
             tl.store(cu_seqlens_ptr + rows, used)
+            if counters_ptr is not None:
+                tl.store(counters_ptr + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
             every_slot = tl.full([], -1, tl.int64)
             _update_tables(
                 updates, num_updates, every_slot, tables_ptr, tables_group_stride, tables_stride, UPDATE_FIELDS, UPDATES

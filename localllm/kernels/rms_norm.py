@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
-from localllm.kernels.split_sum import load_sum
-from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, parts_of, whole
+from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, whole
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -93,24 +92,22 @@ def _launch(x: Unfinished, residual: Tensor | None, weight: Tensor, eps: float, 
     heads = weight.numel() // width
     assert heads == 1 or x.shape[-2] == heads, (x.shape, weight.shape)
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
-    x, bias, splits = parts_of(x)
+    x = whole(x)
     rows = x.reshape(-1, heads, width)  # a view of x if its strides permit
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
-    num_rows = rows.shape[0] // splits
     block, num_warps = norm_launch(width)
-    _rms_norm_kernel[(num_rows * heads,)](
-        rows, bias, residual, weight.contiguous(), out, rows.stride(0), rows.stride(1), eps, num_rows,
-        WIDTH=width, HEADS=heads, SPLITS=splits, BLOCK=block, num_warps=num_warps, **early_launch(x.device),
+    _rms_norm_kernel[(rows.shape[0] * heads,)](
+        rows, residual, weight.contiguous(), out, rows.stride(0), rows.stride(1), eps,
+        WIDTH=width, HEADS=heads, BLOCK=block, num_warps=num_warps, **early_launch(x.device),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _rms_norm_kernel(
-    x_ptr, bias_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, x_head_stride, eps, num_rows,
-    WIDTH: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, x_head_stride, eps,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per row; each of HEADS consecutive rows has its own weight. residual_ptr may be None.
-    x_ptr: x, or its SPLITS parts (split_sum.py)."""
+    """One program per row; each of HEADS consecutive rows has its own weight. residual_ptr may be None."""
     row = tl.program_id(0).to(tl.int64)
     head = row % HEADS
     column = tl.arange(0, BLOCK)
@@ -118,8 +115,7 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + head * WIDTH + column, mask=inside, other=0.0)
     wait_for_inputs(PDL)
     x_row_ptr = x_ptr + row // HEADS * x_stride + head * x_head_stride
-    split_stride = tl.cast(num_rows, tl.int64) * x_stride
-    x = load_sum(x_row_ptr, bias_ptr, column, column, inside, split_stride, SPLITS, out_ptr.dtype.element_ty)
+    x = tl.load(x_row_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         place = residual_ptr + row * WIDTH + column
         total = (x + tl.load(place, mask=inside, other=0.0)).to(residual_ptr.dtype.element_ty)

@@ -27,10 +27,9 @@ from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.quantize import as_bytes, encode, encoding, inverse_of, magnitude, native_fp8, scale_for
 from localllm.kernels.rms_norm import rms_norm_reference
 from localllm.kernels.rotary import rotary, rotary_angles
-from localllm.kernels.split_sum import load_sum
 from localllm.kernels.store_kv import store_kv
 from localllm.kernels.tuned import settings_for
-from localllm.kernels.unfinished import Unfinished, parts_of, whole
+from localllm.kernels.unfinished import Unfinished, whole
 
 Heads = Literal["qkv", "qk", "q"]
 """The heads that a projection makes. qk: a value head is its key head before norm and rotation (Gemma 4's full layers).
@@ -73,9 +72,10 @@ def rotary_store_kv(
     before.
     `all_valid` promises that no slot is -1, which saves the twin a check.
     """
+    qkv = whole(qkv)
     if not runs_triton(qkv, "rotation"):
         return rotary_store_kv_reference(
-            whole(qkv),
+            qkv,
             kv,
             slot_mapping,
             rotation,
@@ -89,8 +89,7 @@ def rotary_store_kv(
     num_heads = count_query_heads(qkv.shape[1] // head_dim, kv, made)
     stored = 0 if made == "q" else 1 if kv.values_are_keys else 2
     num_tokens, num_slots = qkv.shape[0], num_blocks * block_size
-    parts, bias, splits = parts_of(qkv)
-    assert parts.stride(-1) == 1
+    assert qkv.stride(-1) == 1
     assert kv.k.is_contiguous()
     assert kv.v.is_contiguous()
     assert head_dim % 2 == 0, head_dim
@@ -101,16 +100,16 @@ def rotary_store_kv(
     block_heads, block_pairs, num_warps = settings_for("rotary_store_kv", (num_heads, head_dim), rotary_launch)
     q_parts, kv_parts = cdiv(num_heads, block_heads), cdiv(num_kv_heads, block_heads)
     _rotary_store_kv_kernel[(num_tokens * (q_parts + stored * kv_parts),)](
-        parts, bias, q, k if stored else None, v if stored == 2 else None, kv.k_scale, kv.v_scale, slot_mapping,
+        qkv, q, k if stored else None, v if stored == 2 else None, kv.k_scale, kv.v_scale, slot_mapping,
         None if rotation is None else rotation.table, None if rotation is None else rotation.positions,
-        norm_weight, norm_eps, parts.stride(-2), num_slots, num_tokens,
+        norm_weight, norm_eps, qkv.stride(-2), num_slots,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         ROTARY_DIM=0 if rotation is None else rotation.table.shape[1],
         INTERLEAVED=rotation is not None and rotation.interleaved,
         FIRST_VALUE=num_heads + (num_kv_heads if made == "qkv" else 0),
         NORMS_VALUES=norm_weight is not None and norm_weight.shape[0] > num_heads + num_kv_heads,
         NORM_LAST=norm_last, TO=to, NATIVE_FP8=bool(to) and native_fp8(qkv.device),
-        SPLITS=splits, BLOCK_HEADS=block_heads, BLOCK_PAIRS=block_pairs, num_warps=num_warps,
+        BLOCK_HEADS=block_heads, BLOCK_PAIRS=block_pairs, num_warps=num_warps,
         **early_launch(qkv.device),
     )  # fmt: skip
     return q
@@ -170,34 +169,30 @@ def rotary_launch(num_heads: int, head_dim: int) -> RotaryLaunch:
     return RotaryLaunch(heads, pairs, max(1, heads * pairs // 256))
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def _rotary_store_kv_kernel(
-    qkv_ptr, bias_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, table_ptr, positions_ptr, norm_ptr,
-    eps, qkv_stride, num_slots, num_tokens,
+    qkv_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, table_ptr, positions_ptr, norm_ptr,
+    eps, qkv_stride, num_slots,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, FIRST_VALUE: tl.constexpr, NORMS_VALUES: tl.constexpr, NORM_LAST: tl.constexpr,
-    TO: tl.constexpr, NATIVE_FP8: tl.constexpr, SPLITS: tl.constexpr,
+    TO: tl.constexpr, NATIVE_FP8: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCK_HEADS heads of a token, all of q, all of k or all of v. qkv_ptr: the projection, or its
-    SPLITS parts (split_sum.py). Pointers to an unused rotation or norm table are None, and so are v_ptr if no values
-    are stored, and k_ptr if no keys are. FIRST_VALUE: the head of the projection that becomes the first value."""
+    """One program for BLOCK_HEADS heads of a token, all of q, all of k or all of v. Pointers to an unused rotation or
+    norm table are None, and so are v_ptr if no values are stored, and k_ptr if no keys are. FIRST_VALUE: the head of
+    the projection that becomes the first value."""
     Q_PARTS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     KV_PARTS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     PARTS: tl.constexpr = Q_PARTS + (0 if k_ptr is None else 1 if v_ptr is None else 2) * KV_PARTS
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     row_ptr = qkv_ptr + token * qkv_stride
-    split_stride = tl.cast(num_tokens, tl.int64) * qkv_stride
     wait_for_inputs(PDL)
     head = tl.arange(0, BLOCK_HEADS)
     if part < Q_PARTS:
         head += part * BLOCK_HEADS
         keep = head < NUM_HEADS
-        a, b = _load_projected(
-            row_ptr, bias_ptr, head, keep, split_stride, SPLITS, q_ptr.dtype.element_ty,
-            HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS,
-        )  # fmt: skip
+        a, b = _load_pairs(row_ptr, head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         if norm_ptr is not None and not NORM_LAST:
             a, b = _norm(a, b, norm_ptr, head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         if ROTARY_DIM > 0:
@@ -211,10 +206,7 @@ def _rotary_store_kv_kernel(
         if k_ptr is not None:
             head += (part - Q_PARTS) * BLOCK_HEADS
             keep = head < NUM_KV_HEADS
-            a, b = _load_projected(
-                row_ptr, bias_ptr, NUM_HEADS + head, keep, split_stride, SPLITS, q_ptr.dtype.element_ty,
-                HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS,
-            )  # fmt: skip
+            a, b = _load_pairs(row_ptr, NUM_HEADS + head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
             row = NUM_HEADS + head
             if norm_ptr is not None and not NORM_LAST:
                 a, b = _norm(a, b, norm_ptr, row, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
@@ -230,10 +222,7 @@ def _rotary_store_kv_kernel(
         if v_ptr is not None:
             head += (part - Q_PARTS - KV_PARTS) * BLOCK_HEADS
             keep = head < NUM_KV_HEADS
-            a, b = _load_projected(
-                row_ptr, bias_ptr, FIRST_VALUE + head, keep, split_stride, SPLITS, q_ptr.dtype.element_ty,
-                HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS,
-            )  # fmt: skip
+            a, b = _load_pairs(row_ptr, FIRST_VALUE + head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
             if NORMS_VALUES:
                 row = NUM_HEADS + NUM_KV_HEADS + head
                 a, b = _norm(a, b, norm_ptr, row, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
@@ -271,23 +260,6 @@ def _load_pairs(
     a = tl.load(row + column_a, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(row + column_b, mask=inside, other=0.0).to(tl.float32)
     return a, b
-
-
-@triton.jit
-def _load_projected(
-    row_ptr, bias_ptr, head, keep, split_stride, SPLITS: tl.constexpr, dtype: tl.constexpr,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Do `_load_pairs` for heads of the projection, whose splits may still have to be added."""
-    if SPLITS == 1:
-        return _load_pairs(row_ptr, head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
-    else:
-        column_a, column_b = _pairs(HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
-        inside = keep[:, None] & (tl.arange(0, BLOCK_PAIRS) < HEAD_DIM // 2)[None, :]
-        at_a, at_b = head[:, None] * HEAD_DIM + column_a, head[:, None] * HEAD_DIM + column_b
-        a = load_sum(row_ptr, bias_ptr, at_a, at_a, inside, split_stride, SPLITS, dtype)
-        b = load_sum(row_ptr, bias_ptr, at_b, at_b, inside, split_stride, SPLITS, dtype)
-        return a, b
 
 
 @triton.jit

@@ -6,10 +6,10 @@ in registers, so the only roundings are those of the fp32 sums and of the output
 
 Operands are swapped: W is the MMA operand that needs 64 rows (wgmma on sm_90; 16 rows elsewhere), x the one for which
 16 suffice, so no tensor-core row is wasted on padding. On sm_90 and later W is loaded by TMA if its rows are 16-byte
-aligned. If N gives too few programs, K is split; each split writes fp32 sums, which the next kernel adds in order,
-without atomics (split_sum.py). A product without splits is launched by its reader (unfinished.py), and the kernel then
-does the reader's work: a gated activation (with tiles of rows of gate and up), or the addition to the stream and what
-the norm of the stream needs. x may be such a norm, which the kernel finishes.
+aligned. If N gives too few programs, K is split; each split writes fp32 sums, which the last program of a tile adds in
+order (split_sum.py). A product is launched by its reader (unfinished.py), and the kernel then does the reader's work: a
+gated activation (with tiles of rows of gate and up), or the addition to the stream and what the norm of the stream
+needs. x may be such a norm, which the kernel finishes.
 
 Roof: memory. Floor time = bytes of W / bandwidth. At 4.3 TB/s an H200 allows about 15 thread instructions per 16-bit
 weight and 7.5 per byte; tests/kernels/variants/skinny_gemm.py keeps the loops far below that. The remaining limit is
@@ -17,7 +17,7 @@ the number of bytes in flight: about 26 KB per SM, hence stages x tile. Before s
 
 In deterministic mode tiles and the order of sums depend only on N, K and types, for any number of rows: one row's
 bits do not depend on the others. Splits that run in parallel for few rows are computed one after another by one program
-for many rows, and added in the same order.
+for many rows, and added in the same order. So they are wherever the last program may not add.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from localllm.kernels.byte_weight import ROW_BLOCK, SCALE_BLOCK, dequantized, rows_in_fp32
 from localllm.kernels.device_features import device_features
-from localllm.kernels.gated import gated_tile, rows_of_tile
+from localllm.kernels.gated import gated_tile, is_row_of_tile, rows_of_tile
 from localllm.kernels.launch import (
     cdiv,
     launch_options,
@@ -42,7 +42,13 @@ from localllm.kernels.launch import (
     triton,
 )
 from localllm.kernels.rms_norm import normed
-from localllm.kernels.split_sum import SplitSum
+from localllm.kernels.split_sum import (
+    COUNTERS,
+    is_last_part,
+    parts_and_counters,
+    places_of_part,
+    sum_of_parts,
+)
 from localllm.kernels.tuned import settings_for
 from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, whole
 from localllm.kernels.unpack_bytes import unpack_pairs
@@ -75,7 +81,7 @@ def skinny_gemm_unfinished(
     x: Tensor | PendingNorm, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None,
     zeros: Tensor | None = None,
 ) -> Unfinished:  # fmt: skip
-    """Compute `skinny_gemm`, but leave the sum of the splits to the reader, or without splits the launch."""
+    """Compute `skinny_gemm`, but leave the launch to the reader."""
     x, squares, eps = (x.scaled, x.squares, x.eps) if isinstance(x, PendingNorm) else (x, None, 0.0)
     if not runs_triton(x, "products"):
         return skinny_gemm_reference(x, weight, bias, scales, zeros)
@@ -93,9 +99,9 @@ def skinny_gemm_unfinished(
     key = (_row_bucket(rows), n, k, weight.element_size(), x.element_size(), block_scales, arch)
     tile = settings_for("skinny_gemm", key, skinny_gemm_tile)
     assert tile.block_k <= SCALE_BLOCK or not block_scales, "a tile has one scale"
-    serial = tile.split_k > 1 and launch_options().deterministic and rows >= SERIAL_ROWS
-    product = SkinnyProduct(x, squares, eps, weight, bias, scales, zeros, tile, serial)
-    return product if serial or tile.split_k == 1 else product.split()
+    many = (launch_options().deterministic and rows >= SERIAL_ROWS) or _programs(tile, rows, n) > COUNTERS
+    serial = tile.split_k > 1 and (many or not launch_options().last_program_adds)
+    return SkinnyProduct(x, squares, eps, weight, bias, scales, zeros, tile, serial)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,9 +129,8 @@ class SkinnyProduct(Product):
 
     def gated(self, activation: str) -> Tensor | None:
         rows, n = self.shape
-        straddles = self.scales is not None and self.scales.ndim == 2 and n // 2 % SCALE_BLOCK != 0
-        if self.serial or straddles:  # serial: few rows of the same matrix are split, and do not come here either
-            return None
+        if self.scales is not None and self.scales.ndim == 2 and n // 2 % SCALE_BLOCK != 0:
+            return None  # gate and up share a block
         out = torch.empty((rows, n // 2), dtype=self.dtype, device=self.device)
         self._launch(out, self.bias, activation)
         return out
@@ -140,12 +145,6 @@ class SkinnyProduct(Product):
         scaled = torch.empty((rows, n), dtype=self.dtype, device=self.device)
         self._launch(scaled, self.bias, stream=(residual, weight, squares))
         return PendingNorm(residual, weight, eps, scaled, squares)
-
-    def split(self) -> SplitSum:
-        """Return the sums of the splits, which run in parallel."""
-        sums = torch.empty((self.tile.split_k, *self.shape), dtype=torch.float32, device=self.device)
-        self._launch(sums, None)
-        return SplitSum(sums, self.bias, self.dtype)
 
     def _launch(
         self, out: Tensor, bias: Tensor | None, activation: str | None = None,
@@ -164,8 +163,10 @@ class SkinnyProduct(Product):
             launch["launch_pdl"] = True
         squares = 0 if self.squares is None else self.squares.shape[1]
         programs = cdiv(rows, tile.block_m) * (cdiv(n // 2, tile.block_n // 2) if gated else cdiv(n, tile.block_n))
+        in_parallel = tile.split_k > 1 and not self.serial
+        scratch = parts_and_counters(tile.split_k, rows, n, x.device) if in_parallel else (None, None)
         _skinny_gemm_kernel[(programs, 1 if self.serial else tile.split_k)](
-            out, x, _descriptor(stored, tile, gated) if tma else stored, stored if pdl else None,
+            out, *scratch, x, _descriptor(stored, tile, gated) if tma else stored, stored if pdl else None,
             scales, self.zeros, bias, *stream, self.squares, self.eps, squares, rows, n, k,
             x.stride(0), stored.stride(0), 0 if scales is None else scales.stride(0),
             KIND=kind, SCALES="none" if scales is None else "block" if scales.ndim == 2 else "channel",
@@ -336,7 +337,9 @@ def _descriptor(weight: Tensor, tile: SkinnyGemmTile, gated: bool) -> Any:
 
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_gemm_kernel(
-    out_ptr,  # [rows, N]; fp32 [SPLIT_K, rows, N] if splits run in parallel; [rows, N / 2] with ACTIVATION
+    out_ptr,  # [rows, N]; [rows, N / 2] with ACTIVATION
+    parts_ptr,  # [SPLIT_K, rows, N] fp32, and a counter for each tile, if splits run in parallel
+    counters_ptr,
     x_ptr,  # [rows, K]
     weight,  # pointer to [N, K], or its tensor descriptor, with ACTIVATION as [2, N / 2, K]
     weight_ptr,  # to the same; None without PDL
@@ -354,7 +357,7 @@ def _skinny_gemm_kernel(
     PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N columns of y for BLOCK_M rows,
-    over one split of K (all splits one after another if SERIAL).
+    over one split of K (all splits one after another if SERIAL). With splits, the last program of a tile goes on.
 
     ACTIVATION: W is [gate; up], and half of the tile's rows are gate's, the others the same rows of up. The program
     writes act(gate) * up, both rounded before, as a kernel that reads y would. Likewise y is rounded before it is added
@@ -394,6 +397,12 @@ def _skinny_gemm_kernel(
         )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    if parts_ptr is not None:
+        places, exists = places_of_part(m, n, is_row_of_tile(first_n, N, BLOCK_N, GATED), rows, N)
+        counter_ptr = counters_ptr + tl.program_id(0)
+        if not is_last_part(total, parts_ptr, counter_ptr, places, exists, tl.program_id(1), rows, N, SPLIT_K):
+            return
+        total = sum_of_parts(parts_ptr, places, exists, rows, N, tl.num_programs(1), SPLIT_K)
     if SCALES == "channel":
         total *= tl.load(scales_ptr + n)[:, None]
     if x_squares_ptr is not None:
@@ -410,8 +419,7 @@ def _skinny_gemm_kernel(
         squares_ptrs = sum_squares_ptr + m.to(tl.int64) * tl.cdiv(N, BLOCK_N) + first_n // BLOCK_N
         tl.store(squares_ptrs, tl.sum(stream * stream, 1), mask=m < rows)
         y = (stream * tl.load(gamma_ptr + column, mask=column < width, other=0.0)[None, :]).to(out_ptr.dtype.element_ty)
-    row_of_out = row if SERIAL else row + tl.program_id(1).to(tl.int64) * rows
-    tl.store(out_ptr + row_of_out * width + column[None, :], y, mask=inside)
+    tl.store(out_ptr + row * width + column[None, :], y, mask=inside)
 
 
 @triton.jit

@@ -1,79 +1,74 @@
-"""The parts of a matrix product whose K is split, and their sum: y = part 0 + part 1 + ... + bias.
+"""The sum of a matrix product whose K is split: y = part 0 + part 1 + ..., in this order.
 
-A product of few rows splits K to fill the GPU, and each split writes fp32 sums. The kernel that reads y next can add
-them as it loads (`load_sum`), which saves a kernel that only adds: rotary_store_kv, gated and add_rms_norm do. For
-every other reader `add_splits` launches that kernel. Both add in the order of the splits, then the bias, and round once
-to y's type, so that y has the same bits.
+A product of few rows splits K to fill the GPU. Each program writes the fp32 sums of one split of one tile and counts
+that it has. The program that counts last adds the tile's parts, and goes on as the only program of an unsplit tile
+does: scales, bias, activation, addition to the stream. So a split product needs no second kernel. Parts are added in
+the order of the splits, whichever program is the last: y has the same bits in every run.
+
+A tile's counter is zero before and after each product, since the last program resets it. `prepare_step` sets all to
+zero at the start of a step, in case the step before was aborted. Products of one stream share the counters; each runner
+has its own (`LaunchOptions.counters`).
 Does not know: how a product is split.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, tl, triton, wait_for_inputs
+from localllm.kernels.launch import is_last_program, launch_options, tl, triton
+
+COUNTERS = 4096  # tiles of one product whose K is split
+SUMS_AT_ONCE = tl.constexpr(4096)
 
 
-@dataclass(frozen=True, slots=True)
-class SplitSum:
-    """y [M, N] as parts that are still to be added."""
-
-    parts: Tensor  # [S, M, N] fp32, contiguous, S > 1
-    bias: Tensor | None  # [N]
-    dtype: torch.dtype  # of y
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.parts.shape[1], self.parts.shape[2]
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts.device
+def new_counters(device: torch.device) -> Tensor:
+    """Return [COUNTERS] int32, all zero."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
-def add_splits(y: SplitSum, out: Tensor | None = None) -> Tensor:
-    """Return y [M, N], in `out` [M, N] and its dtype if given."""
-    splits, rows, n = y.parts.shape
-    out = torch.empty((rows, n), dtype=y.dtype, device=y.device) if out is None else out
-    block = min(1024, next_power_of_2(n))
-    _sum_splits_kernel[(rows, cdiv(n, block))](
-        out, y.parts, y.bias, rows, n, SPLITS=splits, BLOCK_N=block, **early_launch(y.device)
-    )
-    return out
+def parts_and_counters(splits: int, rows: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return scratch memory of a product that is about to be launched: [splits, rows, n] fp32, and the counters."""
+    parts = torch.empty((splits, rows, n), dtype=torch.float32, device=device)
+    counters = launch_options().counters
+    if counters is None:
+        counters = _default_counters(device, torch.cuda.current_stream(device).cuda_stream if parts.is_cuda else 0)
+    return parts, counters
+
+
+@cache
+def _default_counters(device: torch.device, stream: int) -> Tensor:
+    """Return the counters of a stream on which products run outside of a runner."""
+    return new_counters(device)
 
 
 @triton.jit
-def load_sum(ptr, bias_ptr, at, column, mask, split_stride, SPLITS: tl.constexpr, dtype: tl.constexpr):
-    """Load y at the offsets `at`, in `column`, as fp32 with y's rounding; 0 where masked. Splits are `split_stride`
-    elements apart; with SPLITS == 1 ptr is y itself and bias_ptr None."""
-    if SPLITS == 1:
-        return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
-    else:
-        total = sum_of_splits(ptr, bias_ptr, at, column, mask, split_stride, SPLITS)
-        return total.to(dtype).to(tl.float32)
+def places_of_part(m, n, in_n, rows, N):
+    """Return where a tile's sums [N, M] are within a part, and which of them exist.
+
+    m [M] and n [N]: rows of x and of W. in_n [N]: whether a row of W is in this tile, and not its edge.
+    """
+    return m[None, :] * N + n[:, None], (m < rows)[None, :] & in_n[:, None]
 
 
 @triton.jit
-def sum_of_splits(ptr, bias_ptr, at, column, mask, split_stride, SPLITS: tl.constexpr):
-    """Return the sum of the parts and the bias, fp32, before it is rounded."""
-    total = tl.zeros(at.shape, tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(ptr + split_stride * split + at, mask=mask, other=0.0)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
+def is_last_part(total, parts_ptr, counter_ptr, places, inside, part, rows, N, SPLITS: tl.constexpr):
+    """Write `total`, the sums of one of SPLITS parts of a tile. Return whether all parts are written."""
+    tl.store(parts_ptr + part * (tl.cast(rows, tl.int64) * N) + places, total, mask=inside)
+    return is_last_program(counter_ptr, SPLITS)
+
+
+@triton.jit
+def sum_of_parts(parts_ptr, places, inside, rows, N, splits, SPLITS: tl.constexpr):
+    """Return a tile's sums of all parts, fp32; 0 where they do not exist."""
+    total = tl.zeros(places.shape, tl.float32)
+    # As many loads at once as the registers of four warps hold beside the sums.
+    AT_ONCE: tl.constexpr = min(SPLITS, max(1, SUMS_AT_ONCE // (places.shape[0] * places.shape[1])))
+    for first in range(0, splits, AT_ONCE):
+        for each in tl.static_range(AT_ONCE):
+            # Other programs have just written the parts, so they are in L2 and not in this processor's L1.
+            part_ptr = parts_ptr + (first + each) * (tl.cast(rows, tl.int64) * N)
+            total += tl.load(part_ptr + places, mask=inside, other=0.0, cache_modifier=".cg")
     return total
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _sum_splits_kernel(
-    out_ptr, parts_ptr, bias_ptr, rows, N, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """One program per row and BLOCK_N columns."""
-    wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = sum_of_splits(parts_ptr, bias_ptr, row * N + n, n, n < N, tl.cast(rows, tl.int64) * N, SPLITS)
-    tl.store(out_ptr + row * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)

@@ -1,9 +1,7 @@
 """Matrix products whose last work is left to their reader, so that it costs no kernel of its own.
 
-    SplitSum   the sums of splits of K: the reader adds them as it loads (split_sum.py)
-    Product    not launched yet: the reader tells the kernel what to do with its sums before it writes them
-
-A reader that knows neither calls `whole`. A row's y has the same bits in every way.
+A `Product` is not launched yet: its reader tells the kernel what to do with the sums before it writes them. Any other
+reader calls `whole`. A row's y has the same bits in every way.
 
 Products also finish what they read: `PendingNorm` is an RMSNorm without its division. Any other reader calls `normed`
 (rms_norm.py).
@@ -17,8 +15,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from localllm.kernels.split_sum import SplitSum, add_splits
 
 
 class Product(ABC):
@@ -75,16 +71,9 @@ class PendingNorm:
         return self.scaled.device
 
 
-Unfinished = Tensor | SplitSum | Product
+Unfinished = Tensor | Product
 
 
 def whole(y: Unfinished, out: Tensor | None = None) -> Tensor:
     """Return y [M, N]: a tensor unchanged, otherwise computed, in `out` [M, N] and its dtype if given."""
-    if isinstance(y, Tensor):
-        return y
-    return add_splits(y, out) if isinstance(y, SplitSum) else y.whole(out)
-
-
-def parts_of(y: Unfinished) -> tuple[Tensor, Tensor | None, int]:
-    """Return what a kernel that calls `load_sum` is given: (the tensor or the parts, bias, number of splits)."""
-    return (y.parts, y.bias, y.parts.shape[0]) if isinstance(y, SplitSum) else (whole(y), None, 1)
+    return y if isinstance(y, Tensor) else y.whole(out)

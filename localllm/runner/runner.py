@@ -22,6 +22,7 @@ from torch import Tensor
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import DraftSupport, NewSlot, PendingStep, RunnerStats, StepPlan, TokenMasks
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launching_with
+from localllm.kernels.split_sum import new_counters
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import CausalModel
 from localllm.models.layers.group import Group
@@ -129,7 +130,7 @@ class TorchRunner:
                 self._drafters = self._steps
         self._launched: _ForwardedStep | None = None
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
-        self._launch_options, self._pace = launch_options, Pace()
+        self._launch_options, self._pace = replace(launch_options, counters=new_counters(device)), Pace()
         self._thread: int | None = None  # the last calling thread
 
     def forward(self, plan: StepPlan) -> None:

@@ -1,8 +1,9 @@
-"""A kernel that adds the splits of the product before it returns the same bits as one that reads the sum."""
+"""A product whose K is split: the last program of a tile adds the parts in order, and does the reader's work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,100 +12,138 @@ from torch import Tensor
 from localllm.kernels import skinny_gemm as skinny_file
 from localllm.kernels.gated import gated
 from localllm.kernels.int4_linear import quantize_int4
-from localllm.kernels.launch import INTERPRETED
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.launch import INTERPRETED, LaunchOptions, launching_with
 from localllm.kernels.planar import linear as planar_file
 from localllm.kernels.planar.kernels import PlanarTile
-from localllm.kernels.rms_norm import add_rms_norm
-from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
-from localllm.kernels.skinny_gemm import SkinnyGemmTile, skinny_gemm, skinny_gemm_unfinished
-from localllm.kernels.split_sum import SplitSum
-from localllm.kernels.unfinished import Unfinished, whole
-from localllm.models.layers.linear import Linear
-from localllm.models.layers.mlp import GatedMLP
-from localllm.models.layers.norm import RMSNorm
-from tests.kernels.conftest import DTYPES, settings_with
+from localllm.kernels.prepare_step import SlotTokens, StepInputs, prepare_step, staged_size
+from localllm.kernels.rms_norm import add_rms_norm, add_rms_norm_pending, normed
+from localllm.kernels.skinny_gemm import SkinnyGemmTile, skinny_gemm_unfinished
+from localllm.kernels.split_sum import new_counters, parts_and_counters
+from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
+from tests.kernels.conftest import settings_with
 
 pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="products are split by kernels only"
 )
-HEADS, KV_HEADS, HEAD_DIM = 5, 2, 12
+K, N, EPS = 512, 90, 1e-5  # the last tile is not full
+
+Multiply = Callable[[Tensor | PendingNorm], Unfinished]
 
 
-def a_sum(splits: int, rows: int, n: int, dtype: torch.dtype, device: torch.device, *, bias: bool) -> SplitSum:
-    torch.manual_seed(splits * rows + n)
-    parts = torch.randn(splits, rows, n) * torch.logspace(-2, 0, splits)[:, None, None]  # in which order matters
-    return SplitSum(parts.to(device), torch.randn(n).to(device, dtype) if bias else None, dtype)
+@pytest.fixture(params=["float", "int8", "int4"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-def by_hand(y: SplitSum) -> Tensor:
-    total = torch.zeros(y.shape, device=y.device)
-    for part in y.parts:
-        total += part
-    return (total if y.bias is None else total + y.bias.float()).to(y.dtype)
+def product_of(
+    kind: str, k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, splits: int, dtype: torch.dtype
+) -> Multiply:
+    """Return a product with a matrix [N, k] whose K is split."""
+    monkeypatch.setattr(skinny_file, "settings_for", lambda *_: SkinnyGemmTile(16, 32, 32, splits, 4, 2))
+    monkeypatch.setattr(planar_file, "settings_for", settings_with("planar_linear", PlanarTile(16, 64, splits, 4, 3)))
+    torch.manual_seed(0)
+    weight, bias = torch.randn(N, k), torch.randn(N).to(device, dtype)
+    if kind == "int4":
+        return partial(quantize_int4(weight.to(device, torch.float16), 128).unfinished, bias=bias)
+    if kind == "int8":
+        codes = (weight * 40).round().clamp(-127, 127).to(torch.int8).to(device)
+        return partial(skinny_gemm_unfinished, weight=codes, bias=bias, scales=torch.rand(N, device=device) / 40)
+    return partial(skinny_gemm_unfinished, weight=weight.to(device, dtype), bias=bias)
 
 
-def rotate(y: Unfinished) -> list[Tensor]:
-    rows, cache = y.shape[0], torch.zeros(2, KV_HEADS, 3, 4, HEAD_DIM, dtype=y.dtype, device=y.device)
-    table = torch.linspace(-1, 1, 16 * HEAD_DIM, device=y.device).view(16, HEAD_DIM)
-    rotation = plan_rotation(table, torch.arange(rows, device=y.device))
-    norm = torch.linspace(0.5, 2, (HEADS + KV_HEADS) * HEAD_DIM, device=y.device).view(-1, HEAD_DIM)
-    slots = torch.arange(rows, device=y.device) * 2
-    q = rotary_store_kv(y, LayerKV(cache[0], cache[1]), slots, rotation, norm, 1e-6)
-    return [q, cache]
-
-
-def add_and_norm(y: Unfinished) -> list[Tensor]:
-    residual = torch.linspace(-2, 2, y.shape[0] * y.shape[1], device=y.device).view(y.shape).to(y.dtype)
-    weight = torch.linspace(0.5, 2, y.shape[1], device=y.device)
-    return [add_rms_norm(y, residual, weight, 1e-6), residual]
-
-
-READERS: dict[str, tuple[int, Callable[[Unfinished], list[Tensor]]]] = {
-    "rotary_store_kv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, rotate),
-    "gated": (2 * 37, lambda y: [gated(y, "silu")]),
-    "add_rms_norm": (77, add_and_norm),
-}
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("splits", [2, 4, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reader", READERS)
-def test_readers_add_splits(reader: str, dtype: torch.dtype, splits: int, bias: bool, device: torch.device) -> None:
-    width, read = READERS[reader]
-    y = a_sum(splits, 5, width, dtype, device, bias=bias)
-    added = whole(y)
-    assert torch.equal(added, by_hand(y))
-    for one, other in zip(read(y), read(added), strict=True):
-        assert torch.equal(one, other)
+def test_parts_are_added_in_order(
+    kind: str, splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded are the parts that the programs wrote; added by hand, they have the product's bits."""
+    multiply = product_of(kind, K, device, monkeypatch, splits, torch.float32)
+    recorded: list[Tensor] = []
+
+    def recording(*sizes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        scratch = parts_and_counters(*sizes, device=device)
+        recorded.append(scratch[0])
+        return scratch
+
+    for file in (skinny_file, planar_file):
+        monkeypatch.setattr(file, "parts_and_counters", lambda s, r, n, d: recording(s, r, n, device=d))
+    x = torch.randn(5, K).to(device) * torch.logspace(-2, 2, K).to(device)  # in which order matters
+    product = multiply(x)
+    y = whole(product)
+    (parts,) = recorded
+    assert len(parts) == splits
+    total = torch.zeros(parts.shape[1:], device=device)
+    for part in parts:
+        total += part
+    if kind == "int8":
+        total *= product.scales  # type: ignore[union-attr]
+    assert torch.equal(y, total + product.bias)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("rows", [1, 300])
-def test_a_layer_leaves_the_splits_of_its_last_product(rows: int, device: torch.device) -> None:
-    torch.manual_seed(0)
-    width, wide = 64, 1024  # enough of K for two splits
-    shapes = [(2 * wide, width), (width, wide)]
-    weights = [torch.randn(shape).div(16).to(device, torch.float16) for shape in shapes]
-    mlp = GatedMLP(Linear(weights[0]), Linear(weights[1]), "silu")
-    x = torch.randn(rows, width).to(device, torch.float16)
-    left, added = mlp.unfinished(x), mlp(x)
-    assert isinstance(left, SplitSum) == (rows == 1)
-    norm, residuals = RMSNorm(torch.ones(width, device=device), 1e-6), [torch.zeros_like(x), torch.zeros_like(x)]
-    for y, residual in zip((left, added), residuals, strict=True):
-        norm.add(y, residual)
-    assert torch.equal(*residuals)
+@pytest.mark.parametrize("splits", [2, 4])
+def test_the_last_program_does_the_readers_work(
+    kind: str, splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the kernels of the activation and of the norm."""
+    multiply = product_of(kind, K, device, monkeypatch, splits, torch.float32)
+    x, gamma = torch.randn(5, K).to(device), torch.rand(N, device=device) * 2
+    y = whole(multiply(x))
+    assert torch.equal(gated(multiply(x), "silu"), gated(y, "silu"))
+    streams = [torch.linspace(-3, 3, 5 * N, device=device).view(5, N).clone() for _ in range(2)]
+    norm = add_rms_norm_pending(multiply(x), streams[0], gamma, EPS)
+    assert isinstance(norm, PendingNorm)
+    wanted = add_rms_norm(y, streams[1], gamma, EPS)
+    assert torch.equal(*streams)
+    assert torch.equal(normed(norm), wanted)
+    torch.testing.assert_close(norm.squares.double().sum(1), streams[1].double().square().sum(1), rtol=1e-6, atol=0)
 
 
-def test_products_leave_their_splits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny_file, "settings_for", lambda *_: SkinnyGemmTile(16, 32, 32, 4, 4, 2))
-    monkeypatch.setattr(planar_file, "settings_for", settings_with("planar_linear", PlanarTile(16, 64, 2, 4, 3)))
-    torch.manual_seed(0)
-    x, weight, bias = (torch.randn(shape).to(device, torch.float16) for shape in ((3, 512), (64, 512), (64,)))
-    quantised = quantize_int4(weight, 128)
-    for left, added in (
-        (skinny_gemm_unfinished(x, weight, bias), skinny_gemm(x, weight, bias)),
-        (quantised.unfinished(x, bias), quantised.linear(x, bias)),
-    ):
-        assert isinstance(left, SplitSum)
-        assert torch.equal(whole(left), added)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_split_product_finishes_the_norm_that_it_reads(
+    kind: str, splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply = product_of(kind, K, device, monkeypatch, splits, torch.float32)
+    stream, gamma = torch.randn(5, K).to(device) * 20, torch.rand(K, device=device) * 2
+    parts = stream.view(5, 4, K // 4).square().sum(2)
+    pending = PendingNorm(stream, gamma, EPS, stream * gamma, parts)
+    wanted = whole(multiply(normed(pending)))
+    torch.testing.assert_close(whole(multiply(pending)), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_counters_are_left_at_zero(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = product_of(kind, K, device, monkeypatch, 4, torch.float32)
+    counters = new_counters(device)
+    with launching_with(LaunchOptions(counters=counters)):
+        x = torch.randn(40, K).to(device)
+        first = whole(multiply(x))
+        assert not counters.any()
+        assert torch.equal(whole(multiply(x)), first)
+    assert not counters.any()
+
+
+def test_a_step_begins_with_counters_of_zero(device: torch.device) -> None:
+    """A step that was aborted may have left some."""
+    counters = new_counters(device) + 3
+    slots = SlotTokens(
+        torch.zeros(1, 8, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )  # fmt: skip
+    tables = torch.zeros(1, 1, 2, dtype=torch.int32, device=device)
+    staged = torch.zeros(staged_size(0, 0), dtype=torch.int32, device=device)
+    with launching_with(LaunchOptions(counters=counters)):
+        prepare_step(staged, slots, tables, StepInputs.empty(0, 0, 2, device), 4, 0)
+    assert not counters.any()
+
+
+def test_each_program_takes_all_of_k_where_the_last_one_may_not_add(
+    kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply = product_of(kind, K, device, monkeypatch, 4, torch.float32)
+    x = torch.randn(5, K).to(device)
+    together = whole(multiply(x))
+    monkeypatch.setattr(skinny_file, "parts_and_counters", None)
+    monkeypatch.setattr(planar_file, "parts_and_counters", None)
+    with launching_with(LaunchOptions(last_program_adds=False)):
+        alone = whole(multiply(x))
+    if kind != "int4":  # the splits are computed one after another and added in the same order
+        assert torch.equal(alone, together)
+    torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-4)

@@ -40,17 +40,17 @@ reserve = torch.empty  # the simulated GPU replaces it by one that writes zeros
 
 NODES = {
     ("llama-3.1-8b", "16-bit"): (6, 7),
-    ("llama-3.2-1b", "16-bit"): (8, 6),
-    ("qwen2.5-0.5b", "16-bit"): (7, 6),
-    ("llama-3.1-8b", "fp8"): (8, 6),
-    ("llama-3.1-8b", "int4"): (9, 6),
-    ("qwen3-14b", "int4"): (8, 6),
+    ("llama-3.2-1b", "16-bit"): (6, 7),
+    ("qwen2.5-0.5b", "16-bit"): (6, 7),
+    ("llama-3.1-8b", "fp8"): (6, 7),
+    ("llama-3.1-8b", "int4"): (6, 7),
+    ("qwen3-14b", "int4"): (6, 7),
 }
-"""Nodes of each layer, and nodes besides. A layer has 6 where no product is split: four products, rotation and
-attention. A product that is split leaves the norm or the activation after it a kernel of its own.
+"""Nodes of each layer, and nodes besides. A layer has 6: four products, rotation and attention. The norms and
+the activation are part of the products, also where K is split.
 
 Besides, from the staged buffer to the logits: the kernel that prepares the step and plans its attention, the embedding,
-the last norm, the head, and the first norm where the layers have none. To the token: two kernels, of which the last
+the first norm, the last one, and the head. To the token: two kernels, of which the last
 records it."""
 
 

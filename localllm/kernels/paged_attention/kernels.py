@@ -12,7 +12,7 @@ zero (0 * NaN is NaN). A row that has seen no key yet keeps a maximum of -inf th
 
 from __future__ import annotations
 
-from localllm.kernels.launch import tl, triton, wait_for_inputs
+from localllm.kernels.launch import is_last_program, tl, triton, wait_for_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FP8_SHIFT = tl.constexpr(256.0)
@@ -335,17 +335,12 @@ def _merge_if_last(
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
     TILE_QUERIES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Count this program's part of a decode row; in the program that counts the last one, merge them all.
-
-    The addition releases what this program has written, and acquires what others had written before they counted.
-    """
+    """Count this program's part of a decode row; in the program that counts the last one, merge them all."""
     kv_head, query_tile = tl.program_id(1), tl.program_id(2)
     counter = counters + (row * tl.num_programs(1) + kv_head) * tl.num_programs(2) + query_tile
     start = tl.load(split_starts + row)
     end = tl.load(split_starts + row + 1)
-    num_written = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
-    if num_written == end - start:
-        tl.store(counter, 0)  # for the next layer
+    if is_last_program(counter, end - start):
         num_heads = tl.num_programs(1) * GROUP_SIZE
         rows = tl.arange(0, ROWS)
         queries = query_tile * TILE_QUERIES + rows // GROUP_SIZE
@@ -462,7 +457,6 @@ def decode_kernel(
         tl.store(partial_sum + parts, row_sum, mask=present)
         tl.store(partial_out + parts[:, None].to(tl.int64) * HEAD_DIM + dims[None, :], acc * v_factor, mask=stored)
         if MERGE_PARTS > 0:
-            tl.debug_barrier()  # until all threads have written their share of the part
             _merge_if_last(
                 out, partial_out, partial_max, partial_sum, split_starts, counters, row, out_stride, GROUP_SIZE,
                 HEAD_DIM, BLOCK_D, QUERIES, TILE_QUERIES, MERGE_ROWS, MERGE_PARTS,

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from localllm.kernels.gated import gated_tile, rows_of_tile
+from localllm.kernels.gated import gated_tile, is_row_of_tile, rows_of_tile
 from localllm.kernels.launch import cdiv, prefetch_rows, tl, triton
 from localllm.kernels.planar.layout import chunk_size
 from localllm.kernels.planar.unpack import unpack_planes
+from localllm.kernels.split_sum import is_last_part, places_of_part, sum_of_parts
 
 PREFETCHED_LINES = tl.constexpr(256)  # of 128 bytes: 32 KB of words for each program, before it waits for x
 PROGRAMS_PER_PROCESSOR = 4  # fits the registers at 16 rows; target when splitting over K
-MAX_SPLIT = 8  # one program of the next norm reads a row's sums from all splits: 128 KB at 4096 outputs
+MAX_SPLIT = 8
 
 
 class PlanarTile(NamedTuple):
@@ -55,10 +56,14 @@ def planar_tile(
     return PlanarTile(block_m, block_n, split, num_warps, stages)
 
 
-def register_limit(tile: PlanarTile, bits: int, group: int, activation: str | None, *, wgmma: bool) -> dict[str, int]:
-    """Return a launch option that keeps four programs on a processor where Triton 3.7 would take 130 registers."""
-    is_near = wgmma and activation is not None and (bits, tile.block_m, tile.num_warps) == (4, 16, 4) and group == 128
-    return {"maxnreg": 128} if is_near else {}
+def register_limit(tile: PlanarTile, bits: int, group: int, *, mins: bool, wgmma: bool) -> dict[str, int]:
+    """Return a launch option that keeps as many programs on a processor as the loop's registers allow: what follows it,
+    the sum of the splits and the reader's work, would take more."""
+    if not wgmma or mins or bits != 4 or tile.num_warps != 4 or tile.block_m > 32:
+        return {}
+    if group >= 128:
+        return {"maxnreg": {8: 112, 16: 128, 32: 176}[tile.block_m]}
+    return {"maxnreg": 160} if group == 32 and tile.split > 1 and tile.block_m == 16 else {}
 
 
 @triton.jit
@@ -153,6 +158,8 @@ def zero_point(zero, dtype: tl.constexpr, BITS: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def planar_linear_kernel(
     y_ptr,
+    parts_ptr,
+    counters_ptr,
     x_ptr,
     words_ptr,
     scales_ptr,
@@ -162,6 +169,12 @@ def planar_linear_kernel(
     super_mins_ptr,
     table_ptr,
     bias_ptr,
+    residual_ptr,
+    gamma_ptr,
+    sum_squares_ptr,
+    x_squares_ptr,
+    x_eps,
+    num_squares,
     M,
     N,
     K,
@@ -179,10 +192,16 @@ def planar_linear_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    SQUARES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_M rows of x, BLOCK_N outputs, one of SPLIT parts of K. y [M, N], or [SPLIT, M, N] fp32; or
-    with ACTIVATION, W being [gate; up] and unsplit, act(gate) * up [M, N / 2]."""
+    """One program: BLOCK_M rows of x, BLOCK_N outputs, one of SPLIT parts of K; the last program of a tile goes on. y
+    [M, N]; or with ACTIVATION, W being [gate; up], act(gate) * up [M, N / 2].
+
+    parts_ptr [SPLIT, M, N] fp32 and a counter for each tile: None without splits. residual [M, N], to which y is added;
+    y is then the sum times gamma [N], and sum_squares [M, tiles of N] fp32 are those of the sum. x_squares [M,
+    num_squares] fp32: y is divided by the root of their mean over K.
+    """
     GATED: tl.constexpr = ACTIVATION is not None
     WRITTEN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     width = N // 2 if GATED else N  # of y
@@ -226,6 +245,15 @@ def planar_linear_kernel(
         rows = words_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * words_stride
         prefetch_rows(rows, first * LANES, words_stride, PREFETCHED_LINES // BLOCK_N)
         tl.extra.cuda.gdc_wait()
+    # What the end of the program reads is on its way during the loop.
+    column = first_n + tl.arange(0, WRITTEN)
+    row, inside = offs_m.to(tl.int64)[None, :], (column < width)[:, None] & in_m[None, :]
+    if x_squares_ptr is not None:
+        square = tl.arange(0, SQUARES)[None, :]
+        is_square = in_m[:, None] & (square < num_squares)
+        squares = tl.load(
+            x_squares_ptr + offs_m.to(tl.int64)[:, None] * num_squares + square, mask=is_square, other=0.0
+        )
     for chunk in range(first, last):
         groups = ahead
         ahead = load_groups(
@@ -272,14 +300,29 @@ def planar_linear_kernel(
 
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    if parts_ptr is not None:
+        counter_ptr = counters_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        places, exists = places_of_part(offs_m, offs_n, is_row_of_tile(first_n, N, BLOCK_N, GATED), M, N)
+        if not is_last_part(acc, parts_ptr, counter_ptr, places, exists, part_of_k, M, N, SPLIT):
+            return
+        acc = sum_of_parts(parts_ptr, places, exists, M, N, tl.num_programs(2), SPLIT)
+    if x_squares_ptr is not None:
+        acc *= tl.rsqrt(tl.sum(squares, 1) / K + x_eps)[None, :]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     if GATED:
         acc = gated_tile(acc.to(y_ptr.dtype.element_ty), ACTIVATION)
-    column = first_n + tl.arange(0, WRITTEN)
-    y_rows = part_of_k.to(tl.int64) * M + offs_m
-    y_ptrs = y_ptr + y_rows[None, :] * width + column[:, None]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=(column < width)[:, None] & in_m[None, :])
+    y = acc.to(y_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        # Read only now: during the loop, the registers are full.
+        residual = tl.load(residual_ptr + row * width + column[:, None], mask=inside, other=0.0)
+        y = (y.to(tl.float32) + residual).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * width + column[:, None], y, mask=inside)
+        stream = tl.where(inside, y.to(tl.float32), 0.0)
+        squares_ptrs = sum_squares_ptr + offs_m.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(squares_ptrs, tl.sum(stream * stream, 0), mask=in_m)
+        y = (stream * tl.load(gamma_ptr + column, mask=column < width, other=0.0)[:, None]).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * width + column[:, None], y, mask=inside)
 
 
 @triton.jit

@@ -11,8 +11,9 @@ On NVIDIA the bits are set for two weights at a time by lop3 in inline assembly;
 
 Roof: at a few rows the weights are read once and the limit is either memory or instructions. With 128 weights per group
 the loop takes under 3 thread instructions per weight on sm_90 (tests/kernels/variants/planar_linear.py has the budget);
-4.3 TB/s allows 3.8. K is split if N alone does not fill the GPU; the next kernel adds the sums of the splits in a fixed
-order (kernels/split_sum.py).
+4.3 TB/s allows 3.8. K is split if N alone does not fill the GPU; the last program of a tile adds the sums of the splits
+in a fixed order (kernels/split_sum.py). Like a product of 16-bit weights (skinny_gemm.py), a product is launched by its
+reader: the kernel applies a gated activation, or adds y to the stream, and finishes a norm that it reads.
 Beyond `planar_crossover` rows the matrix is converted to 16 bits, part by part, and multiplied by cuBLAS.
 """
 
@@ -22,7 +23,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -47,14 +48,14 @@ from localllm.kernels.planar.kernels import (
 from localllm.kernels.planar.layout import chunk_size, unpack_words
 from localllm.kernels.planar.unpack import unpack_assembly
 from localllm.kernels.rms_norm import normed
-from localllm.kernels.split_sum import SplitSum
+from localllm.kernels.split_sum import COUNTERS, parts_and_counters
 from localllm.kernels.tuned import settings_for
 from localllm.kernels.unfinished import PendingNorm, Product, Unfinished, whole
 
 SUPER_GROUP = 256  # weights that share one 16-bit scale if the scales themselves are quantised (GGUF's K types)
 TWIN_ELEMENTS = 1 << 20  # weights that the twin holds in fp32 at a time
 DEQUANTIZED_ELEMENTS = 1 << 26  # 16-bit weights that a long prefill holds at a time
-PARTIAL_ROWS = 1024  # rows whose splits of K are held in fp32 at a time
+PARTIAL_ROWS = 1024  # rows whose splits of K are held in fp32 at a time, at most
 DETERMINISTIC_ROWS = 64  # deterministic: the bucket whose tiles and split are used for every batch
 
 
@@ -93,7 +94,7 @@ class PlanarWeight:
 
     def unfinished(self, x: Tensor | PendingNorm, bias: Tensor | None = None) -> Unfinished:
         """Compute `linear`, but leave its last work to the reader (unfinished.py)."""
-        return planar_linear_unfinished(normed(x), self, bias)
+        return planar_linear_unfinished(x, self, bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return [N, K]: scale * (q - zero) + min in fp32, rounded once to dtype."""
@@ -162,15 +163,22 @@ def planar_linear(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -
     return whole(planar_linear_unfinished(x, weight, bias))
 
 
-def planar_linear_unfinished(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -> Unfinished:
-    if x.shape[0] == 0:
-        return x.new_empty((0, weight.shape[0]))
+def planar_linear_unfinished(x: Tensor | PendingNorm, weight: PlanarWeight, bias: Tensor | None = None) -> Unfinished:
+    """Compute `planar_linear`, but leave the launch to the reader."""
     if not runs_triton(x, "products"):
-        return planar_linear_reference(x, weight, bias)
+        return planar_linear_reference(normed(x), weight, bias)
     crossover = settings_for("planar_crossover", planar_key(weight), planar_crossover)
-    if x.shape[0] <= crossover.skinny_rows or launch_options().deterministic:  # then no row depends on their number
-        return _multiply(x if x.stride(1) == 1 else x.contiguous(), weight, bias)
-    return _multiply_dequantized(x, weight, bias)
+    rows = x.shape[0]
+    if rows > crossover.skinny_rows and not launch_options().deterministic:  # there no row depends on their number
+        return _multiply_dequantized(normed(x), weight, bias)
+    x, squares, eps = (x.scaled, x.squares, x.eps) if isinstance(x, PendingNorm) else (x, None, 0.0)
+    if rows == 0:
+        return x.new_empty((0, weight.shape[0]))
+    bucket = DETERMINISTIC_ROWS if launch_options().deterministic else next_power_of_2(rows)
+    tile = settings_for("planar_linear", (bucket, *planar_key(weight)), planar_tile)
+    if not launch_options().last_program_adds or cdiv(weight.shape[0], tile.block_n) > COUNTERS:
+        tile = tile._replace(split=1)
+    return PlanarProduct(x if x.stride(1) == 1 else x.contiguous(), squares, eps, weight, bias, tile)
 
 
 def planar_linear_reference(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -> Tensor:
@@ -249,25 +257,21 @@ def code_table_on(table: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(table, dtype=torch.float32, device=device)
 
 
-def _multiply(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Unfinished:
-    rows, outputs = x.shape[0], weight.shape[0]
-    bucket = DETERMINISTIC_ROWS if launch_options().deterministic else next_power_of_2(rows)
-    tile = settings_for("planar_linear", (bucket, *planar_key(weight)), planar_tile)
-    if tile.split == 1:
-        return PlanarProduct(x, weight, bias, tile)
-    if rows <= PARTIAL_ROWS:
-        return _split(x, weight, bias, tile)
-    y = x.new_empty((rows, outputs))
-    for start in range(0, rows, PARTIAL_ROWS):
-        whole(_split(x[start : start + PARTIAL_ROWS], weight, bias, tile), y[start : start + PARTIAL_ROWS])
-    return y
+class _Stream(NamedTuple):
+    """The residual that a product is added to, the weight of its norm, and where the sums of squares are written."""
+
+    residual: Tensor  # [M, N]
+    gamma: Tensor  # [N] fp32
+    squares: Tensor  # [M, tiles of N] fp32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanarProduct(Product):
-    """A product whose K is not split."""
+    """The arguments of `planar_linear`, with rows contiguous, and its tile."""
 
     x: Tensor
+    squares: Tensor | None  # of a `PendingNorm`, of which x is `scaled`
+    eps: float
     weight: PlanarWeight
     bias: Tensor | None
     tile: PlanarTile
@@ -277,55 +281,75 @@ class PlanarProduct(Product):
         return self.x.shape[0], self.weight.shape[0]
 
     def whole(self, out: Tensor | None = None) -> Tensor:
-        out = self.x.new_empty(self.shape) if out is None else out
-        _launch(out, self.x, self.weight, self.bias, self.tile)
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device) if out is None else out
+        self._launch(out)
         return out
 
     def gated(self, activation: str) -> Tensor:
         rows, outputs = self.shape
-        out = self.x.new_empty((rows, outputs // 2))
-        _launch(out, self.x, self.weight, self.bias, self.tile, activation)
+        out = torch.empty((rows, outputs // 2), dtype=self.dtype, device=self.device)
+        self._launch(out, activation)
         return out
 
+    def add_and_norm(self, residual: Tensor, weight: Tensor, eps: float) -> PendingNorm | None:
+        # fp16 cannot hold a large stream times the weight. A row's squares must not depend on the batch's tiles.
+        if self.dtype == torch.float16 or launch_options().deterministic:
+            return None
+        assert residual.is_contiguous()
+        rows, outputs = self.shape
+        tiles_n = cdiv(outputs, self.tile.block_n)
+        squares = torch.empty((rows, tiles_n), dtype=torch.float32, device=self.device)
+        scaled = torch.empty((rows, outputs), dtype=self.dtype, device=self.device)
+        self._launch(scaled, stream=_Stream(residual, weight, squares))
+        return PendingNorm(residual, weight, eps, scaled, squares)
 
-def _split(x: Tensor, weight: PlanarWeight, bias: Tensor | None, tile: PlanarTile) -> SplitSum:
-    sums = x.new_empty((tile.split, x.shape[0], weight.shape[0]), dtype=torch.float32)
-    _launch(sums, x, weight, None, tile)
-    return SplitSum(sums, bias, x.dtype)
-
-
-def _launch(
-    out: Tensor, x: Tensor, weight: PlanarWeight, bias: Tensor | None, tile: PlanarTile, activation: str | None = None
-) -> None:
-    rows, (outputs, columns) = x.shape[0], weight.shape
-    tiles_n = cdiv(outputs, tile.block_n) if activation is None else cdiv(outputs // 2, tile.block_n // 2)
-    planar_linear_kernel[(cdiv(rows, tile.block_m), tiles_n, tile.split)](
-        out,
-        x,
-        weight.words,
-        weight.scales,
-        weight.zeros,
-        weight.mins,
-        weight.super_scales,
-        weight.super_mins,
-        None if weight.table is None else code_table_on(weight.table, x.device),
-        bias,
-        rows,
-        outputs,
-        columns,
-        x.stride(0),
-        weight.words.stride(0),
-        weight.scales.stride(0),
-        **constants(weight, x.dtype),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        SPLIT=tile.split,
-        ACTIVATION=activation,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **register_limit(tile, weight.bits, weight.group, activation, wgmma=_gpu(x.device)[1]),
-        **early_launch(x.device),
-    )
+    def _launch(self, out: Tensor, activation: str | None = None, stream: _Stream | None = None) -> None:
+        """Launch the kernel; with splits for some rows at a time, so that their sums and counters have room."""
+        rows, (outputs, columns), x, weight, tile = self.x.shape[0], self.weight.shape, self.x, self.weight, self.tile
+        tiles_n = cdiv(outputs, tile.block_n) if activation is None else cdiv(outputs // 2, tile.block_n // 2)
+        at_once = rows if tile.split == 1 else min(PARTIAL_ROWS, COUNTERS // tiles_n * tile.block_m)
+        num_squares = 0 if self.squares is None else self.squares.shape[1]
+        for start in range(0, rows, at_once):
+            some = slice(start, min(start + at_once, rows))
+            count = some.stop - start
+            scratch = parts_and_counters(tile.split, count, outputs, x.device) if tile.split > 1 else (None, None)
+            planar_linear_kernel[(cdiv(count, tile.block_m), tiles_n, tile.split)](
+                out[some],
+                *scratch,
+                x[some],
+                weight.words,
+                weight.scales,
+                weight.zeros,
+                weight.mins,
+                weight.super_scales,
+                weight.super_mins,
+                None if weight.table is None else code_table_on(weight.table, x.device),
+                self.bias,
+                None if stream is None else stream.residual[some],
+                None if stream is None else stream.gamma,
+                None if stream is None else stream.squares[some],
+                None if self.squares is None else self.squares[some],
+                self.eps,
+                num_squares,
+                count,
+                outputs,
+                columns,
+                x.stride(0),
+                weight.words.stride(0),
+                weight.scales.stride(0),
+                **constants(weight, x.dtype),
+                BLOCK_M=tile.block_m,
+                BLOCK_N=tile.block_n,
+                SPLIT=tile.split,
+                ACTIVATION=activation,
+                SQUARES=next_power_of_2(num_squares),
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                **register_limit(
+                    tile, weight.bits, weight.group, mins=weight.mins is not None, wgmma=_gpu(x.device)[1]
+                ),
+                **early_launch(x.device),
+            )
 
 
 def constants(weight: PlanarWeight, dtype: torch.dtype) -> dict[str, int | bool | str]:

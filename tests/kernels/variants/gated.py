@@ -8,20 +8,16 @@ from tests.kernels.ahead_of_time import Variant
 
 def plain(
     name: str, width: int, activation: str, archs: tuple[int, ...], dtype: str = "bf16", hip: bool = False,
-    splits: int = 1,
 ) -> Variant:  # fmt: skip
     return Variant(
         name,
         _gated_kernel,
         signature={
-            "gate_up_ptr": f"*{dtype}" if splits == 1 else "*fp32",
+            "gate_up_ptr": f"*{dtype}",
             "out_ptr": f"*{dtype}",
             "stride": "i32",
-            "rows": "i32",
         },
         constants={
-            "bias_ptr": None,
-            "SPLITS": splits,
             "WIDTH": width,
             "ACTIVATION": activation,
             "BLOCK": 1024,
@@ -29,7 +25,7 @@ def plain(
         },
         aligned=("stride",),
         archs=archs,
-        max_registers=40 if splits == 1 else 64,
+        max_registers=40,
         hip=hip,
     )
 
@@ -37,7 +33,6 @@ def plain(
 VARIANTS = [
     plain("SiLU, 14336 wide, bf16", 14336, "silu", (80, 89, 90, 120), hip=True),
     plain("SiLU, 14336 wide, fp16", 14336, "silu", (75,), "fp16"),
-    plain("SiLU, 14336 wide, 8 splits, bf16", 14336, "silu", (90,), splits=8),
     plain("GELU by tanh, 10240 wide, bf16", 10240, "gelu_tanh", (80, 89, 90, 120)),
     plain("GELU, 10240 wide, bf16", 10240, "gelu", (80, 89, 90, 120)),
 ]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
+from localllm.kernels.launch import next_power_of_2
 from localllm.kernels.planar.kernels import (
     PREFETCHED_LINES,
     dequantize_kernel,
@@ -21,6 +22,8 @@ from tests.kernels.ahead_of_time import Variant
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STRIDES = ("N", "K", "x_stride", "words_stride", "scales_stride")
 OPTIONAL = ("zeros_ptr", "mins_ptr", "super_scales_ptr", "super_mins_ptr", "table_ptr", "bias_ptr")
+POINTERS = ("parts_ptr", "counters_ptr", "residual_ptr", "gamma_ptr", "sum_squares_ptr", "x_squares_ptr")
+STREAM = {"residual_ptr": "*{}", "gamma_ptr": "*fp32", "sum_squares_ptr": "*fp32"}
 
 
 def _weight(
@@ -66,16 +69,23 @@ def _linear(
     hip_spills: int = 0,
     plain: bool = False,
     activation: str | None = None,
+    adds: bool = False,
+    squares: int = 0,
+    shape: tuple[int, int] | None = None,
     **kind: Any,
 ) -> Variant:
-    """The out projection of an 8B model, with the tiles that its GPU gets; or gate and up of a 70B with activation."""
+    """The out projection of an 8B model, with the tiles that its GPU gets; or gate and up of a 70B with activation.
+    adds: y to the stream. squares: parts of the sum of x's squares."""
     pointers, constants = _weight(**kind)
     pdl = min(archs) >= 90
     lanes, bits, mins = constants["LANES"], constants["BITS"], "mins_ptr" in pointers
-    n, k = (4096, 4096) if activation is None else (57344, 8192)
+    n, k = shape or ((4096, 4096) if activation is None else (57344, 8192))
     tile = planar_tile(rows, n, k, bits, constants["GROUP"], mins, 132, wgmma=90 in archs)
-    signature = {"y_ptr": f"*{dtype}" if tile.split == 1 else "*fp32", "x_ptr": f"*{dtype}", **pointers}
-    signature |= dict.fromkeys(("M", *STRIDES), "i32")
+    signature = {"y_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", **pointers}
+    signature |= {"parts_ptr": "*fp32", "counters_ptr": "*i32"} if tile.split > 1 else {}
+    signature |= {name: kind.format(dtype) for name, kind in STREAM.items()} if adds else {}
+    signature |= {"x_squares_ptr": "*fp32"} if squares else {}
+    signature |= {"x_eps": "fp32"} | dict.fromkeys(("num_squares", "M", *STRIDES), "i32")
     constants |= {
         "EVEN_K": True,
         "ASSEMBLY": "" if plain else ptx(bits, TYPES[dtype], kind.get("table")),
@@ -83,16 +93,17 @@ def _linear(
         "BLOCK_N": tile.block_n,
         "SPLIT": tile.split,
         "ACTIVATION": activation,
+        "SQUARES": next_power_of_2(squares),
         "PDL": pdl,
     }
     return Variant(
         name=f"{name}, {rows} rows, {dtype}{', no assembly' if plain else ''}",
         kernel=planar_linear_kernel,
         signature=signature,
-        constants=constants | {p: None for p in OPTIONAL if p not in signature},
+        constants=constants | {p: None for p in (*OPTIONAL, *POINTERS) if p not in signature},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        aligned=STRIDES,
+        aligned=(*STRIDES, "num_squares"),
         archs=archs,
         max_registers=registers,
         # At 8 rows Triton 3.6 takes HMMA, whose tile has just as many, and fewer instructions with it.
@@ -103,9 +114,10 @@ def _linear(
         elements_per_loop=tile.block_n * lanes * 16 // bits,
         max_instructions_per_element=budget,
         prefetches=PREFETCHED_LINES.value // (32 * tile.num_warps) if pdl else 0,
+        hands_over=tile.split > 1,
         not_early=("LDGSTS", "UTMALDG"),  # the first groups' scales are loaded
         options=({"launch_pdl": True} if pdl else {})
-        | register_limit(tile, bits, constants["GROUP"], activation, wgmma=90 in archs),
+        | register_limit(tile, bits, constants["GROUP"], mins=mins, wgmma=90 in archs),
     )
 
 
@@ -120,6 +132,19 @@ VARIANTS = [
     _linear(AWQ, 64, "bf16", archs=(80, 120), zeros=True),
     _linear(AWQ, 128, "bf16", 5.8, 224, zeros=True),
     _linear(f"{AWQ}, and SiLU", 16, "bf16", 3.0, 128, zeros=True, activation="silu"),
+    _linear(f"{AWQ}, to stream", 16, "bf16", 3.0, 128, archs=(90, 120), zeros=True, adds=True),
+    _linear(f"{AWQ}, of pending norm", 16, "bf16", 3.0, 128, zeros=True, squares=32),
+    _linear(
+        f"{AWQ}, and SiLU of pending norm, split",
+        8,
+        "bf16",
+        3.0,
+        112,
+        zeros=True,
+        activation="silu",
+        squares=32,
+        shape=(28672, 4096),
+    ),
     _linear(SHORT, 8, "bf16", 3.5, 128, group=32),
     _linear(SHORT, 16, "fp16", 3.8, 168, group=32),
     _linear(SHORT, 64, "fp16", 6.5, 200, archs=(90, 120), group=32),
@@ -130,10 +155,10 @@ VARIANTS = [
     _linear("GGUF Q8_0", 16, "bf16", 4.8, 128, **_gguf("Q8_0")),
     _linear("GGUF Q6_K", 16, "bf16", 7.6, 128, **_gguf("Q6_K")),
     _linear(AWQ, 16, "fp16", archs=(80,), plain=True, zeros=True),
-    _linear("GGUF IQ4_XS", 16, "bf16", archs=(80,), plain=True, hip_spills=694, **_gguf("IQ4_XS")),
+    _linear("GGUF IQ4_XS", 16, "bf16", archs=(80,), plain=True, hip_spills=700, **_gguf("IQ4_XS")),
     _linear("GGUF Q5_K", 16, "bf16", archs=(80,), plain=True, **_gguf("Q5_K")),
     # A table whose values are no bytes is looked up in memory, on every GPU.
-    _linear("NF4, blocks of 64", 16, "bf16", archs=(80, 90), plain=True, hip_spills=586, group=64, table=NO_BYTES),
+    _linear("NF4, blocks of 64", 16, "bf16", archs=(80, 90), plain=True, hip_spills=597, group=64, table=NO_BYTES),
     # Triton has no MMA for Turing: it multiplies in fp32 lanes there, slow and right.
     _linear(AWQ, 16, "fp16", archs=(75,), zeros=True),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from localllm.kernels import prepare_step as module
+from localllm.kernels.split_sum import COUNTERS
 from tests.kernels.ahead_of_time import MEMORY, Variant
 
 _POINTERS = {
@@ -17,7 +18,7 @@ _SIZES = {
     "block_tables_group_stride": "i32", "block_tables_stride": "i32", "slot_mapping_stride": "i32",
 }  # fmt: skip
 
-_WORK = {"work_ptr": "*i32", "num_decodes": "i32", "work_stride": "i32"}
+_WORK = {"work_ptr": "*i32", "num_decodes": "i32", "work_stride": "i32", "counters_ptr": "*i32"}
 _WHOLE = (64, 0, 4, 1, 66, 32, 8)  # as Splitting: a model's layers, or its full ones
 _WINDOWED = (64, 1024, 4, 1, 66, 5, 8)
 
@@ -26,7 +27,8 @@ def _prepare(name: str, groups: int, *splittings: tuple[int, ...], hip: bool = F
     constants = {
         "GROUPS": groups, "BLOCK_SIZE": 64, "CHUNK": module.CHUNK, "UPDATES": module.UPDATES,
         "HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "UPDATE_FIELDS": module.UPDATE_FIELDS,
-        "SPLIT_ROWS": module.SPLIT_ROWS, "SPLITTINGS": splittings, **({} if splittings else {"work_ptr": None}),
+        "SPLIT_ROWS": module.SPLIT_ROWS, "SPLITTINGS": splittings, "COUNTERS": COUNTERS,
+        **({} if splittings else {"work_ptr": None}),
     }  # fmt: skip
     types = {**_POINTERS, **_SIZES, **_WORK}
     return Variant(

@@ -9,10 +9,9 @@ from tests.kernels.ahead_of_time import Variant
 def variant(
     name: str, width: int, *, dtype: str = "bf16", add: bool = False, pdl: bool = False, hip: bool = False,
     archs: tuple[int, ...] = (80, 89, 90, 120), max_registers: int = 40,
-    splits: int = 1,
 ) -> Variant:  # fmt: skip
     block, num_warps = norm_launch(width)
-    pointers = {"x_ptr": f"*{dtype}" if splits == 1 else "*fp32", "weight_ptr": "*fp32", "out_ptr": f"*{dtype}"}
+    pointers = {"x_ptr": f"*{dtype}", "weight_ptr": "*fp32", "out_ptr": f"*{dtype}"}
     residual = {"residual_ptr": f"*{dtype}" if add else None}
     return Variant(
         name,
@@ -23,13 +22,10 @@ def variant(
             "x_stride": "i32",
             "x_head_stride": "i32",
             "eps": "fp32",
-            "num_rows": "i32",
         },
         constants={
             **{k: None for k, v in residual.items() if not v},
-            "bias_ptr": None,
             "WIDTH": width,
-            "SPLITS": splits,
             "HEADS": 1,
             "BLOCK": block,
             "PDL": pdl,
@@ -46,15 +42,6 @@ def variant(
 VARIANTS = [
     variant("after a residual add, 4096 wide, bf16", 4096, add=True, archs=(80, 89, 90, 120), hip=True),
     variant("after a residual add, launched early, 4096 wide, bf16", 4096, add=True, pdl=True, archs=(90, 120)),
-    variant(
-        "after a residual add, 8 splits, 4096 wide, bf16",
-        4096,
-        add=True,
-        pdl=True,
-        splits=8,
-        archs=(90,),
-        max_registers=64,
-    ),
     variant("after a residual add, 4096 wide, fp16", 4096, add=True, dtype="fp16", archs=(75,)),
     variant("896 wide, bf16", 896),
 ]

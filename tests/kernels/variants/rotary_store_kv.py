@@ -10,7 +10,7 @@ def variant(
     name: str, heads: tuple[int, int], head_dim: int, *, rotary_dim: int | None = None, interleaved: bool = False,
     norm: bool = False, norm_last: bool = False, values: str = "own", dtype: str = "bf16", to: str = "",
     native: bool = False,
-    latents: bool = False, pdl: bool = False, hip: bool = False, splits: int = 1,
+    latents: bool = False, pdl: bool = False, hip: bool = False,
     archs: tuple[int, ...] = (80, 89, 90, 120), max_registers: int = 48,
 ) -> Variant:  # fmt: skip
     num_heads, num_kv_heads = heads
@@ -20,8 +20,7 @@ def variant(
     turns = rotary_dim != 0
     stores_nothing = values == "none"
     pointers = {
-        "qkv_ptr": f"*{dtype}" if splits == 1 else "*fp32",
-        "bias_ptr": None,
+        "qkv_ptr": f"*{dtype}",
         "q_ptr": f"*{dtype}",
         "k_ptr": None if stores_nothing else cache,
         "v_ptr": None if latents or stores_nothing else cache,
@@ -40,7 +39,6 @@ def variant(
             "eps": "fp32",
             "qkv_stride": "i32",
             "num_slots": "i32",
-            "num_tokens": "i32",
         },
         constants={
             **{k: None for k, v in pointers.items() if not v},
@@ -54,7 +52,6 @@ def variant(
             "NORM_LAST": norm_last,
             "TO": to,
             "NATIVE_FP8": native,
-            "SPLITS": splits,
             "BLOCK_HEADS": block_heads,
             "BLOCK_PAIRS": block_pairs,
             "PDL": pdl,
@@ -71,7 +68,6 @@ def variant(
 VARIANTS = [
     variant("32 + 8 heads of 128, bf16", (32, 8), 128, archs=(80, 89, 90, 120), hip=True),
     variant("launched early, 32 + 8 heads of 128, bf16", (32, 8), 128, pdl=True, archs=(90, 120)),
-    variant("8 splits, 32 + 8 heads of 128, bf16", (32, 8), 128, pdl=True, splits=8, archs=(90,), max_registers=72),
     variant("14 + 2 heads of 64, bf16", (14, 2), 64),
     variant("14 + 2 heads of 64, fp16", (14, 2), 64, dtype="fp16", archs=(75,)),
     variant("normed, 32 + 8 heads of 128, bf16", (32, 8), 128, norm=True),

@@ -42,15 +42,17 @@ def skinny(
     stored = dtype if kind == "float" else "i16"
     tile_of_w = f"2,{tile.block_n // 2}" if activation else f"{tile.block_n}"
     constants = {
-        "KIND": kind, "SCALES": scales, "HAS_ZEROS": zeros, "HAS_BIAS": tile.split_k == 1, "ACTIVATION": activation,
+        "KIND": kind, "SCALES": scales, "HAS_ZEROS": zeros, "HAS_BIAS": True, "ACTIVATION": activation,
         "SQUARES": next_power_of_2(squares), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
         "EVEN_K": k % tile.block_k == 0, "SPLIT_K": tile.split_k, "SERIAL": serial > 0, "TMA": new, "PTX": not plain,
         "PDL": new,
     } | ({} if new else {"weight_ptr": None})  # fmt: skip
     constants |= {} if adds else dict.fromkeys(("residual_ptr", "gamma_ptr", "sum_squares_ptr"))
     constants |= {} if squares else {"x_squares_ptr": None}
+    is_merged = tile.split_k > 1 and not serial
+    constants |= {} if is_merged else {"parts_ptr": None, "counters_ptr": None}
     signature = {
-        "out_ptr": f"*{dtype}" if tile.split_k == 1 or serial else "*fp32",
+        "out_ptr": f"*{dtype}", "parts_ptr": "*fp32", "counters_ptr": "*i32",
         "x_ptr": f"*{dtype}",
         "weight": f"tensordesc<{stored}[{tile_of_w},{tile.block_k // packed}]>" if new else f"*{stored}",
         "weight_ptr": f"*{stored}", "scales_ptr": "*fp32", "zeros_ptr": "*i8", "bias_ptr": f"*{dtype}",
@@ -70,6 +72,7 @@ def skinny(
         elements_per_loop=tile.block_n * tile.block_k,
         prefetches=PREFETCHED_LINES.value // (32 * tile.num_warps) if new else 0,
         not_early=("LDG", "LDGSTS", "UTMALDG"),
+        hands_over=is_merged,
         options={"launch_pdl": True} if new else {},
         **budget,
     )
@@ -83,7 +86,10 @@ E4M3_BLOCK: dict[str, Any] = {**BYTES, "max_instructions_per_element": 6.5}
 SILU: dict[str, Any] = {"activation": "silu"}
 NORMED: dict[str, Any] = {"squares": 128, **SILU}
 
+# With splits, shared memory has room for one or two programs of such a tile, whatever their registers.
 VARIANTS = [
+    skinny("8B o to stream, 33-64 rows, split, e4m3", 64, OUT, "e4m3", "channel", adds=True, archs=(90,)),
+    skinny("1B down to stream, 1-8 rows, split", 8, (2048, 8192), adds=True, archs=(90, 120)),
     skinny("8B gate_up and SiLU, 1-16 rows", 16, GATE_UP, **HGMMA, max_registers=96, **SILU, archs=(90,)),
     skinny("8B gate_up and SiLU, 33-64 rows", 64, GATE_UP, **HGMMA, max_registers=96, **SILU, archs=(90,)),
     skinny("8B gate_up and SiLU, e4m3, 1-16 rows", 16, GATE_UP, "e4m3", "channel", **BYTES, **SILU, archs=(90,)),
@@ -93,12 +99,12 @@ VARIANTS = [
     skinny("8B o to stream, 1-16 rows", 16, OUT, mma="HMMA", max_registers=96, adds=True, archs=(90,)),
     skinny("8B o to stream", 16, OUT, adds=True, archs=(120,)),
     skinny("8B qkv of pending norm, 1-8 rows", 8, QKV, mma="HMMA", max_registers=96, squares=128, archs=(90,)),
-    skinny("8B qkv of pending norm, 9-16 rows, split", 16, QKV, **HGMMA, max_registers=96, squares=128, archs=(90,)),
+    skinny("8B qkv of pending norm, 9-16 rows, split", 16, QKV, **HGMMA, max_registers=112, squares=128, archs=(90,)),
     skinny("8B gate_up and SiLU, pending norm", 16, GATE_UP, **HGMMA, max_registers=128, **NORMED, archs=(90,)),
     skinny("8B gate_up and SiLU, pending norm", 16, GATE_UP, **NORMED, archs=(89,)),
     skinny("8B gate_up and GELU, B200", 64, GATE_UP, activation="gelu", archs=(100,), often=False),
     skinny("8B o, 1-16 rows", 16, OUT, mma="HMMA", max_instructions_per_element=6.0, max_registers=96, archs=(90,)),
-    skinny("8B down, 9-16 rows, split", 16, DOWN, **HGMMA, max_registers=64, archs=(90,)),
+    skinny("8B down, 9-16 rows, split", 16, DOWN, **HGMMA, max_registers=96, archs=(90,)),
     skinny("8B gate_up, 1-16 rows", 16, GATE_UP, **HGMMA, max_registers=64, archs=(90,)),
     skinny("8B gate_up, 33-64 rows", 64, GATE_UP, **HGMMA, max_registers=80, archs=(90,)),
     skinny("8B gate_up, 33-64 rows, RTX 50", 64, GATE_UP, archs=(120,)),
@@ -109,7 +115,7 @@ VARIANTS = [
     skinny("8B gate_up, before tensor cores", 16, GATE_UP, dtype="fp16", archs=(75,), hip=True),
     skinny("8B qkv int8, 1-8 rows", 8, QKV, "int8", "channel", **BYTES, max_registers=168, archs=(90,)),
     skinny("8B qkv int8, 9-16 rows, split", 16, QKV, "int8", "channel", **BYTES, max_registers=128, archs=(90,)),
-    skinny("8B down int8, 33-64 rows, split", 64, DOWN, "int8", "channel", **BYTES, max_registers=128, archs=(90,)),
+    skinny("8B down int8, 33-64 rows, split", 64, DOWN, "int8", "channel", **BYTES, max_registers=184, archs=(90,)),
     skinny("8B down int8, 33-64 rows, RTX 50", 64, DOWN, "int8", "channel", archs=(120,)),
     skinny("8B qkv int8 with zeros, 17-32 rows", 32, QKV, "int8", "channel", **BYTES, zeros=True, archs=(90,)),
     skinny("0.5B qkv int8, 1-16 rows", 16, SMALL_QKV, "int8", "channel", "fp16", **BYTES, archs=(90,)),
