@@ -1,8 +1,8 @@
 """Every kernel as it is served, compiled for GPUs that are not here: no spills, within its budgets, the MMA we mean.
 
 A kernel whose source has not changed since it was last compiled on this machine is not compiled again: its result is in
-the user's cache (ahead_of_time.py). Of a kernel that was never compiled here, the quick tests compile the first variant
-and a part of the others, another one each day; `scripts/check --slow` compiles all of them.
+the user's cache (ahead_of_time.py). Of a kernel that was never compiled here, `scripts/check` compiles the first
+variant and a part of the others, another part each day; `scripts/check --slow` compiles all of them.
 
 pytest tests/kernels/test_ahead_of_time.py                        with the installed Triton
 PYTHONPATH=FOLDER pytest tests/kernels/test_ahead_of_time.py      with the one in FOLDER, where it was put by
@@ -12,13 +12,13 @@ PYTHONPATH=FOLDER pytest tests/kernels/test_ahead_of_time.py      with the one i
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 from localllm.kernels.launch import INTERPRETED
+from tests.conftest import DAY
 from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import (
     AMD_ARCHS,
@@ -72,9 +72,8 @@ def waits_for_its_day(number: int, arch: int, kernels: CompiledKernels, today: i
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
 @pytest.mark.parametrize(("number", "arch"), CASES)
-def test_keeps_its_budget(number: int, arch: int, pytestconfig: pytest.Config) -> None:
-    is_quick = "not slow" in pytestconfig.getoption("markexpr")
-    if is_quick and waits_for_its_day(number, arch, KERNELS, date.today().toordinal()):
+def test_keeps_its_budget(number: int, arch: int) -> None:
+    if DAY and waits_for_its_day(number, arch, KERNELS, int(DAY)):
         pytest.skip("never compiled on this machine: the quick tests compile it on one of the next days")
     _check(VARIANTS[number], arch, KERNELS.compile(VARIANTS[number], arch))
 
