@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,30 @@ with contextlib.suppress(ImportError):
 from tests.tiny import make_tiny_model
 
 thaw = gc.unfreeze
+
+DAY = os.environ.get("LOCALLLM_TEST_DAY", "")
+"""The number of the day, set by scripts/check for its quick run; empty: every case runs."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test that is marked `rotates(days)`, run the cases whose turn it is, at least one of each test."""
+    if not DAY:
+        return
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("rotates"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    left = {id(item) for each in cases.values() for item in left_for_other_days(each, int(DAY))}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
+    items[:] = [item for item in items if id(item) not in left]
+
+
+def left_for_other_days(cases: list[pytest.Item], day: int) -> list[pytest.Item]:
+    """Return the cases of one test that do not run on this day."""
+    marker = cases[0].get_closest_marker("rotates")
+    assert marker is not None
+    days = min(marker.args[0], len(cases))
+    return [item for number, item in enumerate(cases) if (number + day) % days]
 
 
 def pytest_collection_finish() -> None:

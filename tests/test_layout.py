@@ -59,3 +59,15 @@ def test_functions_are_short() -> None:
     assert median(lengths) <= 8
     assert quantiles(lengths, n=10)[-1] <= 22
     assert lengths[-1] <= 72
+
+
+@pytest.mark.parametrize("name", COUNTS["BARS"])
+def test_what_was_reached_stays_reached(name: str) -> None:
+    most, _ = COUNTS["BARS"][name]
+    assert COUNTS["bar_counts"]()[name] <= most
+
+
+def test_rooms_keep_their_budgets() -> None:
+    budgets = COUNTS["ROOM_LINES"]
+    over = {room: lines for room, lines in COUNTS["room_lines"]().items() if lines > budgets.get(room, 0)}
+    assert not over, f"of {budgets}"

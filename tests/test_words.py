@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import subprocess
 import tokenize
 from collections.abc import Iterator
 from functools import cache
@@ -14,6 +15,7 @@ import pytest
 
 from scripts.layout import PACKAGE, ROOT, modules, tree_of
 
+THIS = Path(__file__)  # quotes what it refuses
 SUFFIXES = (".py", ".md", ".html", ".css", ".js")
 DATED = ("CHANGELOG.md", "docs/lab.md", "docs/decisions")  # these keep the words and the files of their day
 WORDS = """
@@ -27,8 +29,9 @@ MENTION = re.compile(r"(?<![\w/.*-])((?:[\w-]+/)*[a-z_]\w*\.py)\b")
 
 
 def texts() -> Iterator[tuple[Path, str]]:
-    """Yield every text that a reader meets: code, templates, style sheets, scripts, pages; not the dated ones."""
-    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.*")]):
+    """Yield every text that a reader meets: code, tests, templates, style sheets, pages; not the dated ones."""
+    code = [path for folder in ("scripts", "tests") for path in (ROOT / folder).rglob("*.py") if path != THIS]
+    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.*"), *code]):
         if path.suffix in SUFFIXES and not path.relative_to(ROOT).as_posix().startswith(DATED):
             yield path, path.read_text(encoding="utf-8")
 
@@ -72,7 +75,8 @@ def unknown_files(path: Path, text: str) -> list[str]:
     """
     folders = [*path.parents, PACKAGE, PACKAGE / "models"]
     missing = [name for name in MENTION.findall(text) if not any((folder / name).is_file() for folder in folders)]
-    inside = ROOT if path.suffix == ".md" else PACKAGE / path.relative_to(PACKAGE).parts[0]
+    is_inside = path.is_relative_to(PACKAGE)
+    inside = PACKAGE / path.relative_to(PACKAGE).parts[0] if is_inside and path.suffix != ".md" else ROOT
     return [name for name in missing if not any(f"{each}".endswith(f"/{name}") for each in python_files(inside))]
 
 
@@ -81,6 +85,22 @@ def python_files(folder: Path) -> list[Path]:
     """Return the Python files of the repository's own folders that are below `folder`."""
     own = [ROOT / name for name in ("localllm", "scripts", "tests", "docs")]
     return [path for top in own for path in top.rglob("*.py") if path.is_relative_to(folder)]
+
+
+TITLES_SINCE = "795cf562"  # the first commit whose successors' titles are held to the rules
+
+
+def titles() -> list[str]:
+    """Return the titles of the commits since `TITLES_SINCE`; none where git or that commit is missing."""
+    command = ["git", "-C", f"{ROOT}", "log", "--format=%s", f"{TITLES_SINCE}.."]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return []
+
+
+def is_bad_title(title: str) -> bool:
+    return title.startswith("Merge branch") or title.endswith(".")
 
 
 def _is_text(node: ast.Expr) -> bool:
@@ -99,6 +119,16 @@ def test_is_no_is_found(text: str) -> None:
 @pytest.mark.parametrize("text", ["There is\n no GPU.", "It is no longer used.", "An adapter is not a model."])
 def test_is_no_is_not_found_in_plain_words(text: str) -> None:
     assert not says_is_no(text)
+
+
+def test_titles_of_commits_are_plain() -> None:
+    assert not [title for title in titles() if is_bad_title(title)]
+
+
+@pytest.mark.parametrize("title", ["Merge branch 'x' into y", "Refuse min_tokens above max_tokens."])
+def test_a_bad_title_is_found(title: str) -> None:
+    assert is_bad_title(title)
+    assert not is_bad_title("Refuse min_tokens above max_tokens at admission")
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:

@@ -3,11 +3,16 @@
 A `Variant` is one kernel as it is launched while serving: argument types, compile-time constants, launch options, and
 the limits it must keep. Each file in tests/kernels/variants/ lists those of one kernel file; test_ahead_of_time.py
 holds them to their limits and scripts/make_docs writes the table in docs/reference/kernels.md from the same lists.
+
+`CompiledKernels` keeps what was read in a folder of the user's cache, one small file for each variant, architecture and
+version of Triton. A file is used as long as the source of the kernel, and of all functions that it calls, is the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import os
 import pkgutil
 import re
 import subprocess
@@ -16,8 +21,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
+import msgspec
+import platformdirs
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -133,10 +140,59 @@ def compile_for_hip(variant: Variant, arch: str) -> HipCompiled:
     return HipCompiled(*(int(each[1]) for each in found if each))
 
 
-def compile_by_number(number: int, arch: int | str) -> Compiled | HipCompiled:
-    """Compile the variant with this index in `all_variants`, for another process, which cannot be sent a kernel."""
-    variant = all_variants()[number]
-    return compile_for_hip(variant, arch) if isinstance(arch, str) else compile_variant(variant, arch)
+Result = TypeVar("Result", Compiled, HipCompiled)
+
+
+@dataclass(frozen=True)
+class Kept(Generic[Result]):
+    """What a file of the cache holds."""
+
+    source: str  # hash of the kernel, of what it calls, of its arguments and of the files that read its machine code
+    compiled: Result
+
+
+class CompiledKernels:
+    """Compiles variants, and keeps the results in a folder between runs."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or platformdirs.user_cache_path("localllm") / "compiled-kernels" / triton.__version__
+
+    def known(self, variant: Variant, arch: int | str) -> Literal["", "older", "same"]:
+        """Return whether the folder has a result of this variant, of an older source or of the same."""
+        kept = self._read(variant, arch)
+        return "" if kept is None else "same" if kept.source == _source_hash(variant, arch) else "older"
+
+    def compile(self, variant: Variant, arch: int | str) -> Compiled | HipCompiled:
+        """Return the result of this very source, from the folder or from the compiler."""
+        kept, source = self._read(variant, arch), _source_hash(variant, arch)
+        if kept is not None and kept.source == source:
+            return kept.compiled
+        compiled = compile_for_hip(variant, arch) if isinstance(arch, str) else compile_variant(variant, arch)
+        path = self._path(variant, arch)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_bytes(msgspec.json.encode(Kept(source, compiled)))
+        part.replace(path)
+        return compiled
+
+    def _path(self, variant: Variant, arch: int | str) -> Path:
+        name = re.sub(r"[^\w.]+", "-", f"{variant.kernel.__name__}-{variant.name}")
+        return self.folder / f"{name}-{arch}.json"
+
+    def _read(self, variant: Variant, arch: int | str) -> Kept[Compiled] | Kept[HipCompiled] | None:
+        kind = Kept[HipCompiled] if isinstance(arch, str) else Kept[Compiled]
+        try:
+            return msgspec.json.decode(self._path(variant, arch).read_bytes(), type=kind)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None
+
+
+def _source_hash(variant: Variant, arch: int | str) -> str:
+    readers = (Path(__file__), Path(__file__).with_name("machine_code.py"))
+    source = _source(variant, 0 if isinstance(arch, str) else arch)
+    options = (arch, variant.num_warps, variant.num_stages, sorted(variant.options.items()), triton.__version__)
+    text = f"{source.hash()} {options} {[path.read_bytes() for path in readers]}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def all_variants() -> list[Variant]:

@@ -19,7 +19,7 @@ EXAMPLES = 12 if INTERPRETED else 40
 
 @pytest.fixture(scope="module", autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN, or bytes that are no result here: what a kernel forgets to write shows."""
+    """torch.empty gives NaN, or bytes that are not a result: what a kernel forgets to write shows."""
     empty = torch.empty
 
     def poisoned(*args: Any, **options: Any) -> Tensor:

@@ -1,5 +1,9 @@
 """Every kernel as it is served, compiled for GPUs that are not here: no spills, within its budgets, the MMA we mean.
 
+A kernel whose source has not changed since it was last compiled on this machine is not compiled again: its result is in
+the user's cache (ahead_of_time.py). Of a kernel that was never compiled here, `scripts/check` compiles the first
+variant and a part of the others, another part each day; `scripts/check --slow` compiles all of them.
+
 pytest tests/kernels/test_ahead_of_time.py                        with the installed Triton
 PYTHONPATH=FOLDER pytest tests/kernels/test_ahead_of_time.py      with the one in FOLDER, where it was put by
     pip install --target FOLDER --no-deps triton==3.6.0
@@ -7,28 +11,28 @@ PYTHONPATH=FOLDER pytest tests/kernels/test_ahead_of_time.py      with the one i
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 from localllm.kernels.launch import INTERPRETED
+from tests.conftest import DAY
+from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import (
     AMD_ARCHS,
     SHARED_BYTES,
     Compiled,
-    HipCompiled,
+    CompiledKernels,
     Variant,
     all_variants,
-    compile_by_number,
 )
 
 VARIANTS = [] if INTERPRETED else all_variants()
 NUMBERED = list(enumerate(VARIANTS))
 QUICK = 90  # the one whose budgets are held; the others are slow
+QUICK_DAYS = 8  # the quick tests of this many days compile every variant that the cache does not know
 LIKE = {86: 80, 100: 90}  # GPUs that fewer people have, and the architecture whose kernels they run
 FOREIGN_SPILLS = 8  # instructions, with settings that were chosen for another architecture
 FURTHER = {
@@ -54,23 +58,24 @@ AMD_CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[dict[tuple[int, int | str], Future[Compiled | HipCompiled]]]:
-    """What the tests that were selected will ask for, on its way on all cores: compiling is all they do."""
-    asked = [
-        (item.callspec.params["number"], item.callspec.params["arch"])
-        for item in request.session.items
-        if item.path == request.path and isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    ]
-    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
-    yield {case: pool.submit(compile_by_number, *case) for case in asked}
-    pool.shutdown(cancel_futures=True)
+FIRST = {v.kernel: number for number, v in reversed(NUMBERED) if v.often and QUICK in v.archs}
+KERNELS = None if INTERPRETED else CompiledKernels()
+
+
+def waits_for_its_day(number: int, arch: int, kernels: CompiledKernels, today: int) -> bool:
+    """Return whether the quick tests leave this case to another day: it was never compiled here, so no change of its
+    kernel is known, and the kernel's first variant is compiled anyway."""
+    variant = VARIANTS[number]
+    is_first = FIRST.get(variant.kernel) == number
+    return not is_first and (number + today) % QUICK_DAYS != 0 and not kernels.known(variant, arch)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
 @pytest.mark.parametrize(("number", "arch"), CASES)
-def test_keeps_its_budget(compiled: dict[tuple[int, int], Future[Compiled]], number: int, arch: int) -> None:
-    _check(VARIANTS[number], arch, compiled[number, arch].result())
+def test_keeps_its_budget(number: int, arch: int) -> None:
+    if DAY and waits_for_its_day(number, arch, KERNELS, int(DAY)):
+        pytest.skip("never compiled on this machine: the quick tests compile it on one of the next days")
+    _check(VARIANTS[number], arch, KERNELS.compile(VARIANTS[number], arch))
 
 
 def _check(variant: Variant, arch: int, compiled: Compiled) -> None:
@@ -97,5 +102,27 @@ def _check(variant: Variant, arch: int, compiled: Compiled) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
 @pytest.mark.parametrize(("number", "arch"), AMD_CASES)
-def test_compiles_for_amd(compiled: dict[tuple[int, str], Future[HipCompiled]], number: int, arch: str) -> None:
-    assert compiled[number, arch].result().spills <= VARIANTS[number].max_hip_spills
+def test_compiles_for_amd(number: int, arch: str) -> None:
+    assert KERNELS.compile(VARIANTS[number], arch).spills <= VARIANTS[number].max_hip_spills
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
+def test_an_unchanged_kernel_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = min(FIRST.values(), key=lambda number: len(VARIANTS[number].signature))
+    variant, kernels = VARIANTS[number], CompiledKernels(tmp_path)
+    assert kernels.known(variant, QUICK) == ""
+    compiled = kernels.compile(variant, QUICK)
+    monkeypatch.setattr(ahead_of_time, "compile_variant", None)
+    assert CompiledKernels(tmp_path).compile(variant, QUICK) == compiled
+    monkeypatch.undo()
+    changed = replace(variant, num_warps=2 * variant.num_warps)
+    assert kernels.known(changed, QUICK) == "older"
+    assert not waits_for_its_day(number, QUICK, kernels, 0)
+    assert kernels.compile(changed, QUICK).num_warps == changed.num_warps
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
+def test_every_variant_has_its_day(tmp_path: Path) -> None:
+    kernels = CompiledKernels(tmp_path)
+    for number in range(len(VARIANTS)):
+        assert not all(waits_for_its_day(number, QUICK, kernels, day) for day in range(QUICK_DAYS))

@@ -27,7 +27,7 @@ def random_blocks(block_type: str, rows: int, columns: int, *, any_exponent: boo
     for at in FP16_AT.get(block_type, (0,)):
         scales = (random.standard_normal(len(blocks)) * 0.01).astype(np.float16)
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
-    if block_type == "MXFP4":  # above 251 twelve times the power of two is no fp32 any more
+    if block_type == "MXFP4":  # above 251 twelve times the power of two does not fit into fp32
         # The interpreter reads small bf16 numbers wrongly, and does not let fp16 overflow.
         least, most = (0, 252) if any_exponent and not INTERPRETED else (118, 124)
         blocks[:, 0] = random.integers(least, most, len(blocks))

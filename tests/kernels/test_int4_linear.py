@@ -159,7 +159,7 @@ def test_dequantize_is_the_definition(columns: int, group: int, zeros: bool, dev
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_table_of_fractions(dtype: torch.dtype, device: torch.device) -> None:
-    """NF4's values are no integers: they are looked up and rounded to x's type, where integers would be exact."""
+    """NF4's values are not integers: they are looked up and rounded to x's type, where integers would be exact."""
     torch.manual_seed(0)
     table = torch.linspace(-1, 1, 16, device=device).pow(3)
     codes = torch.randint(0, 16, (72, 256), dtype=torch.uint8, device=device)

@@ -38,7 +38,7 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"presence_penalty": 1.25}, {}),
     ({"frequency_penalty": -0.75, "presence_penalty": -2.0, "repetition_penalty": 1.2}, {}),
     ({}, {"bad_words": ((11,), (5, VOCAB - 2, 12), (9, 13), (1, 2, 3, 4, 5, 6, 7, 14))}),
-    ({}, {"bad_words": ((VOCAB - 1, 5, 9, 5, 3, 5, VOCAB - 2, 15),)}),  # the prompt's last token is no output
+    ({}, {"bad_words": ((VOCAB - 1, 5, 9, 5, 3, 5, VOCAB - 2, 15),)}),  # the prompt's last token is not output
     ({"logit_bias": {5: 8.0}, "allowed_token_ids": [5, 6], "repetition_penalty": 2.0}, {"bad_words": ((6,),)}),
     ({}, {}),
 ]

@@ -34,7 +34,7 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"frequency_penalty": 0.75}, {}),
     ({"frequency_penalty": -0.75, "presence_penalty": -2.0, "repetition_penalty": 1.2}, {}),
     ({}, {"bad_words": ((11,), (3, 5, 12), (5, 13), (9, 13), (1, 2, 3, 4, 5, 6, 7, 8, 14))}),
-    ({}, {"bad_words": ((20, 5, 9, 5, 3, 5, 15),)}),  # the prompt's last token is no part of the output
+    ({}, {"bad_words": ((20, 5, 9, 5, 3, 5, 15),)}),  # the prompt's last token is not part of the output
     ({"logit_bias": {5: 8.0}, "allowed_token_ids": [5, 6], "repetition_penalty": 2.0}, {"bad_words": ((6,),)}),
 ]
 

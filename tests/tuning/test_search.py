@@ -114,7 +114,7 @@ def test_a_gain_within_the_noise_is_none() -> None:
 
 
 def test_a_gain_is_weighed_against_noise_even_where_there_was_no_time_to_repeat() -> None:
-    """On a slow machine with much spent before nothing is measured in full twice; that is no reason to be sure."""
+    """On a slow machine with much spent before nothing is measured in full twice; that gives no certainty."""
     noises = []
     for seed in range(20):
         land = Landscape(lambda point: 1.0, noise=0.05, seed=seed)

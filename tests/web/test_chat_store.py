@@ -551,7 +551,7 @@ def test_locked_file_is_said_and_nothing_is_lost(tmp_path: Path, monkeypatch: py
 def test_broken_file_is_set_aside_and_said(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "chats.db"
     if damage == "not a database":
-        path.write_bytes(b"these are no chats at all\n" * 200)
+        path.write_bytes(b"these are not chats at all\n" * 200)
     elif damage == "another program's tables":
         with sqlite3.connect(path) as db:
             db.execute("CREATE TABLE chat (x)")
@@ -644,7 +644,7 @@ def test_a_damaged_file_is_not_renamed_while_another_process_has_it_open(tmp_pat
     ) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        path.write_bytes(b"these are no chats at all\n" * 200)
+        path.write_bytes(b"these are not chats at all\n" * 200)
         titles, notice = on(path, _titles)
         assert (titles, "Another localllm has the file open" in notice) == ([], True)
         assert not list(tmp_path.glob("chats.db.broken*"))

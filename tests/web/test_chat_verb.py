@@ -57,7 +57,7 @@ def test_a_chat_at_a_terminal(
     assert "\x1b[2m" in seen.split("Yes")[0]
     assert "\x1b[31m" not in seen  # a model does not colour the terminal
     assert re.search(r"prompt \d+ · output \d+ · first token .* tok/s · \w+", seen)
-    chat.type('"""\n/exit is no command here\n"""\n')
+    chat.type('"""\n/exit is not a command here\n"""\n')
     chat.wait_for("stop|length")
     chat.wait_for(">>> ")
     chat.type(f"/save {tmp_path}/talk.json\n/save {tmp_path}/talk.json\n/regen\n")
@@ -65,7 +65,7 @@ def test_a_chat_at_a_terminal(
     chat.wait_for("stop|length")
     saved = json.loads((tmp_path / "talk.json").read_text())["messages"]
     assert [message["content"] for message in saved] == [
-        "first\nsecond", "Yes\x1b[31m.", "/exit is no command here", "Yes\x1b[31m."
+        "first\nsecond", "Yes\x1b[31m.", "/exit is not a command here", "Yes\x1b[31m."
     ]  # fmt: skip
     chat.wait_for(">>> ")
     chat.type("\x04")

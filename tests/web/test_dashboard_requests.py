@@ -129,7 +129,7 @@ def test_all_requests_are_cancelled_at_once(live: LiveServer, pace: PacedRunner)
 
 
 def test_each_of_several_models_has_a_dashboard(live: LiveServer, tmp_path: Path) -> None:
-    """One model: no choice. Two: tabs, and each shows its own requests; one that is gone is no choice."""
+    """One model: no choice. Two: tabs, and each shows its own requests; one that is gone is not offered."""
     assert '<nav class="models"' not in live.get("/dashboard").text
     with TwoModels(tmp_path) as two:
         show_each(two)

@@ -194,7 +194,9 @@ def test_whoever_guesses_keys_is_told_to_wait_and_whoever_had_one_goes_on(
         assert refusal(refused, 429)["code"] == "too_many_wrong_keys"
         assert 1 <= int(refused.headers["retry-after"]) <= 3
     assert server.get("/v1/models", headers=used).status_code == 200
-    assert server.get("/v1/models").status_code == 401  # none at all is no guess: a browser's first request
+    assert (
+        server.get("/v1/models").status_code == 401
+    )  # a request without a key is not a guess: a browser's first request
     assert server.get("/health", headers={"x-api-key": "wrong"}).status_code == 200
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 61)  # for this module alone: servers are running
     monkeypatch.setattr("localllm.web.access.limits.time", later)

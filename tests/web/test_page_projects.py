@@ -190,7 +190,7 @@ def test_a_chat_of_a_project_starts_with_its_settings_and_reads_its_files(served
     chat, page = start_chat(browser, "first", project=hidden[1], system="Be short.")
     files = "File `a.md`:\n\n```md\nalpha\n```\n\nFile `b.txt`:\n\n```txt\nbeta\n```"
     assert said(served) == f"system: Be short.\n\n{files}\nuser: first"
-    assert "Be short.</textarea>" in page  # the files are no part of the settings
+    assert "Be short.</textarea>" in page  # the files are not part of the settings
     assert f'class="head__project" href="{project}"' in page
     listed = browser.get("/").text
     assert listed.index(f'class="chats__group-link" href="{project}"') < listed.index(f'href="{chat}"')

@@ -157,7 +157,7 @@ VARIANTS = [
     _linear(AWQ, 16, "fp16", archs=(80,), plain=True, zeros=True),
     _linear("GGUF IQ4_XS", 16, "bf16", archs=(80,), plain=True, hip_spills=700, **_gguf("IQ4_XS")),
     _linear("GGUF Q5_K", 16, "bf16", archs=(80,), plain=True, **_gguf("Q5_K")),
-    # A table whose values are no bytes is looked up in memory, on every GPU.
+    # A table whose values are not bytes is looked up in memory, on every GPU.
     _linear("NF4, blocks of 64", 16, "bf16", archs=(80, 90), plain=True, hip_spills=597, group=64, table=NO_BYTES),
     # Triton has no MMA for Turing: it multiplies in fp32 lanes there, slow and right.
     _linear(AWQ, 16, "fp16", archs=(75,), zeros=True),

@@ -121,7 +121,7 @@ BAD: list[tuple[str, bytes, type[LocalLLMError], str]] = [
         CorruptModel,
         "1,099,511,627,776 bytes",
     ),
-    ("a key that is no UTF-8", header([text(b"\xff\xfe") + bytes(99)]), CorruptModel, "utf-8"),
+    ("a key that is not UTF-8", header([text(b"\xff\xfe") + bytes(99)]), CorruptModel, "utf-8"),
     (
         "a key twice",
         header([entry("k", BOOL, b"\1"), entry("k", BOOL, b"\0")]),

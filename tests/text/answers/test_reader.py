@@ -83,7 +83,7 @@ def test_broken_text_never_raises_and_pieces_do_not_matter(soup, places, prompt)
 @settings(max_examples=200, deadline=None)
 def test_calls_of_unknown_tools_are_content_to_the_letter(soup):
     name, text = soup
-    if name != "harmony":  # whose markers are no text of the model's
+    if name != "harmony":  # whose markers the model does not write as text
         assert content_of(read(name, [text], tools=OTHER_TOOLS)) == text
 
 
