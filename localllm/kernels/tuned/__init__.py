@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from localllm.files.folders import cache_folder, write_whole
+from localllm.kernels.choice import settings_without
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED, launch_options, triton
 
 log = logging.getLogger(__name__)
@@ -58,10 +59,11 @@ class Table:
 
     def settings_for(self, kernel: str, key: Key, heuristic: Callable[..., LaunchT]) -> LaunchT:
         """Return the settings for `key`, which are also the heuristic's arguments."""
-        found = self.chosen.get((kernel, key, launch_options().deterministic))
+        found: LaunchT | None = self.chosen.get((kernel, key, launch_options().deterministic))
         if found is None:
             found = self.chosen[kernel, key, launch_options().deterministic] = self._choose(kernel, key, heuristic)
-        return found
+        avoids = launch_options().avoids
+        return settings_without(kernel, found, avoids) if avoids else found
 
     def record(
         self, kernel: str, key: Key, settings: LaunchT, microseconds: float, heuristic: Callable[..., LaunchT]
