@@ -40,7 +40,9 @@ def step_cases(subject: Subject) -> Iterator[Case]:
     }
     for name, (draws, asked) in rows.items():
 
-        def fill(device: torch.device, draws: int = draws, asked: Sequence[tuple[int, int, int, int]] = asked) -> list[Tensor]:
+        def fill(
+            device: torch.device, draws: int = draws, asked: Sequence[tuple[int, int, int, int]] = asked
+        ) -> list[Tensor]:
             slots, tables = _slots(subject, device), _block_tables(subject, device)
             used = sum(scheduled for _, _, scheduled, _ in asked)
             tokens, longest = used + 2 * (draws == 1), max(row[2] for row in asked)

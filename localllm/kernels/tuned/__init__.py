@@ -96,7 +96,7 @@ class Table:
     def _entries(self, kernel: str, heuristic: Callable[..., Any]) -> dict[Key, dict[str, Any]]:
         if kernel not in self.measured:
             own = self._path(kernel, heuristic)
-            shipped = read_shipped(SHIPPED / f"{_file_name(self.gpu or '')}.json").get(kernel, {})
+            shipped = read_shipped(SHIPPED / f"{file_name_of(self.gpu or '')}.json").get(kernel, {})
             self.measured[kernel] = {**shipped, **_entries_of(self._read_own(own) if own else None)}
         return self.measured[kernel]
 
@@ -113,7 +113,7 @@ class Table:
         if self.folder is None or self.gpu is None:
             return None
         name = f"{kernel}-{source_hash(heuristic.__module__)}.json"
-        return self.folder / _file_name(self.gpu) / f"triton-{self.triton}" / name
+        return self.folder / file_name_of(self.gpu) / f"triton-{self.triton}" / name
 
     def _warn_once(self, what: str, path: Path, error: Exception) -> None:
         """Log a problem once. Kernels still run, with shipped settings or the heuristic."""
@@ -214,6 +214,6 @@ def read_shipped(path: Path) -> dict[str, dict[Key, dict[str, Any]]]:
     return {kernel: _entries_of(rows) for kernel, rows in kernels.items()} if isinstance(kernels, dict) else {}
 
 
-def _file_name(gpu: str) -> str:
+def file_name_of(gpu: str) -> str:
     """Convert 'NVIDIA H200' to 'NVIDIA_H200'."""
     return re.sub(r"[^A-Za-z0-9.-]+", "_", gpu).strip("_")
