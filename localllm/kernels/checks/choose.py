@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from localllm.errors import DeviceLost
+from localllm.errors import CheckStoppedDevice, DeviceLost
 from localllm.kernels.checks.case import Case, Subject
 from localllm.kernels.checks.record import STOPPED, Failure, Record
 from localllm.kernels.checks.table import TABLE, CheckedKernel, Variant
@@ -29,12 +29,6 @@ log = logging.getLogger(__name__)
 
 LIMIT_S = 20.0
 COMPILE_S = 120.0
-
-
-class CheckStoppedDevice(DeviceLost):
-    """A check of a kernel stopped the GPU. The next start does without the variant."""
-
-    code = "check_stopped_device"
 
 
 Wait = Callable[[threading.Event, float], bool]
