@@ -1,9 +1,10 @@
 """`localllm doctor`: check what localllm needs on this machine; each finding comes with a remedy.
 
 `--brief` prints the problems, the best model that fits and the next command. `--report` prints the findings as text for
-an issue, without user name, host name or keys. `--gpu` compares the kernels with PyTorch. `--network` also asks the hub.
-`--server` checks a running server and its parts instead.
-Does not know: the checks (doctor_machine.py, doctor_gpu.py, doctor_files.py, doctor_fit.py, doctor_server.py), how to repair anything.
+an issue, without user name, host name or keys. `--gpu` compares the kernels with PyTorch. `--network` also asks the
+hub. `--server` checks a running server and its parts instead.
+Does not know: the checks (doctor_machine.py, doctor_gpu.py, doctor_files.py, doctor_fit.py, doctor_server.py), how to
+repair anything.
 """
 
 from __future__ import annotations

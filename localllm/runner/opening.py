@@ -188,7 +188,8 @@ def open_on(
     `DoesNotFit`."""
     device = torch.device(plan.device)
     if options is None:
-        options = known_choice(config, device).options(launch_options_of(config, device))
+        options = launch_options_of(config, device)
+        options = known_choice(config, device, options).options(options)
     recorded = device.type == "cuda" and not config.enforce_eager and getattr(model, "capturable", True)
     recorded = recorded and "graphs" not in options.avoids
     recorded = recorded and options.without <= RECORDED_TWINS  # others wait for the device, which a recording cannot

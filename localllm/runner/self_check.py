@@ -29,7 +29,7 @@ from localllm.kernels.checks.choose import Choice, Chooser, FallBack, without_fa
 from localllm.kernels.checks.record import Failure, Key, Record, folder_of
 from localllm.kernels.checks.table import TABLE, CheckedKernel, Variant, kernel_of
 from localllm.kernels.choice import ALL_KERNELS
-from localllm.kernels.launch import LaunchOptions, launch_options
+from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
 from localllm.models.fit import MemoryPlan
 from localllm.models.inputs import CausalModel
 from localllm.models.layers.linear import Linear
@@ -63,10 +63,11 @@ def read_record(device: torch.device) -> Record:
     return Record.read(folder_of(device), Key.here())
 
 
-def known_choice(config: EngineConfig, device: torch.device) -> Choice:
+def known_choice(config: EngineConfig, device: torch.device, base: LaunchOptions = DEFAULTS) -> Choice:
     """Return the best variants that have not failed on this GPU, without any comparison."""
-    subject = Subject(device)
-    return without_failed(read_record(device), subject.arch) if is_checked(config, device) else Choice()
+    if not is_checked(config, device):
+        return Choice()
+    return without_failed(read_record(device), Subject(device).arch, base)
 
 
 def check_device(
@@ -75,7 +76,7 @@ def check_device(
     """Compare what needs no model. Raises `CheckStoppedDevice`, and `ConfigError` where `--kernels checked` asks for
     more than could be compared."""
     if config.check_kernels == "off":
-        return known_choice(config, device)
+        return known_choice(config, device, base)
     record = None if config.enforce_eager else CudaCapture(device) if device.type == "cuda" else None
     subject = subject or Subject(device, record=record)
     with _one_at_a_time:
@@ -117,7 +118,7 @@ def _chosen(
         if config.kernels == "checked":
             raise ConfigError("The kernels could not be checked.", f"{type(error).__name__}: {error}", HINT) from error
         log.exception("kernels could not be checked")
-        return before or without_failed(chooser.record, chooser.subject.arch)
+        return before or without_failed(chooser.record, chooser.subject.arch, chooser.base)
     if choice.unverified and config.kernels == "checked":
         raise ConfigError("A kernel could not be checked.", f"Too little memory for {choice.unverified[0]}.", HINT)
     for fall_back in choice.fall_backs:

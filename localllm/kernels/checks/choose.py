@@ -110,7 +110,7 @@ class Chooser:
     def _first_right(
         self, kernel: CheckedKernel, options: LaunchOptions
     ) -> tuple[FallBack | None, Variant, int]:  # fmt: skip
-        *variants, last = kernel.variants_on(self.subject.arch)
+        *variants, last = candidates(kernel, self.subject.arch, options)
         failures: list[Failure] = []
         compared = 0
         for variant in variants:
@@ -132,6 +132,7 @@ class Chooser:
             return known, 0
         options, compared = Choice({"": variant}).options(options), 0
         for case in kernel.cases(self.subject):
+            case = case._replace(name=f"deterministic, {case.name}") if options.deterministic else case
             if self.record.passed_with(kernel.name, variant.name, case.name) and not self.again:
                 continue
             compared += 1
@@ -192,7 +193,7 @@ class Chooser:
 
     def _require_device(self, kernel: CheckedKernel, variant: Variant, error: Exception) -> None:
         """Raise `CheckStoppedDevice` if the device fails every call from now on, or never ends; the journal stays."""
-        lost = isinstance(error, TimeoutError | torch.AcceleratorError) or "CUDA error" in str(error)
+        lost = isinstance(error, TimeoutError | DeviceLost | torch.AcceleratorError) or "CUDA error" in str(error)
         try:
             if not lost and self.subject.device.type == "cuda":
                 torch.cuda.synchronize(self.subject.device)
@@ -208,18 +209,30 @@ class Chooser:
         ) from error
 
 
-def without_failed(record: Record, arch: int, table: Sequence[CheckedKernel] = TABLE) -> Choice:
+def candidates(kernel: CheckedKernel, arch: int, options: LaunchOptions) -> tuple[Variant, ...]:
+    """Return the variants that can still be used, best first: those before one whose omissions are in force already,
+    by the settings or by another kernel's choice, would compute the same as that one."""
+    variants = kernel.variants_on(arch)
+    avoids = options.avoids if options.programmatic_launch else options.avoids | {"early launch"}
+    in_force = [
+        place
+        for place, variant in enumerate(variants)
+        if (variant.avoids or variant.without) and variant.avoids <= avoids and variant.without <= options.without
+    ]
+    return variants[in_force[-1] :] if in_force else variants
+
+
+def without_failed(record: Record, arch: int, base: LaunchOptions, table: Sequence[CheckedKernel] = TABLE) -> Choice:
     """Return the best variants that have not failed on this GPU, without any comparison."""
-    chosen, fall_backs = {}, []
+    choice = Choice()
     for kernel in table:
-        *better, last = kernel.variants_on(arch)
+        *better, last = candidates(kernel, arch, choice.options(base))
         failures = []
         for variant in better:
             if (failure := record.failed_with(kernel.name, variant.name)) is None:
                 last = variant
                 break
             failures.append(failure)
-        chosen[kernel.name] = last
-        if failures:
-            fall_backs.append(FallBack(kernel.name, last, tuple(failures)))
-    return Choice(chosen, tuple(fall_backs))
+        fall_backs = (*choice.fall_backs, *([FallBack(kernel.name, last, tuple(failures))] if failures else []))
+        choice = replace(choice, chosen={**choice.chosen, kernel.name: last}, fall_backs=fall_backs)
+    return choice

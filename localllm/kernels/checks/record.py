@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -69,6 +70,7 @@ class Record:
     failures: list[Failure] = field(default_factory=list)
     seconds: float = 0.0  # that all checks took
     has_changed: bool = False
+    _has_warned: bool = False
 
     @classmethod
     def read(cls, folder: Path | None, key: Key) -> Self:
@@ -97,7 +99,8 @@ class Record:
             kernel, variant, case = (str(stored.get(name)) for name in ("kernel", "variant", "case"))
             self.fail(Failure(kernel, variant, case, STOPPED))
             self.write()
-        journal.unlink(missing_ok=True)
+        with suppress(OSError):
+            journal.unlink()
 
     def passed_with(self, kernel: str, variant: str, case: str) -> bool:
         return f"{kernel} | {variant} | {case}" in self.passed
@@ -122,7 +125,8 @@ class Record:
 
     def end(self) -> None:
         if self.folder is not None:
-            (self.folder / f"checking-{os.getpid()}.json").unlink(missing_ok=True)
+            with suppress(OSError):
+                (self.folder / f"checking-{os.getpid()}.json").unlink()
 
     def write(self) -> None:
         told = {"key": self.key._asdict(), "passed": self.passed, "seconds": self.seconds,
@@ -137,7 +141,9 @@ class Record:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / name, json.dumps(told, indent=1) + "\n")
         except OSError as error:
-            log.warning("results of kernel checks cannot be written path=%s error=%s", self.folder / name, error)
+            if not self._has_warned:
+                log.warning("results of kernel checks cannot be written path=%s error=%s", self.folder / name, error)
+            self._has_warned = True
 
 
 def folder_of(device: torch.device) -> Path:
