@@ -27,6 +27,7 @@
         ├── EngineCrashed           the engine's thread ended because of a bug
         ├── StepFailed              the step that carried this request raised
         │   └── DeviceLost          the GPU is unusable for the rest of this process
+        │       ├── CheckStoppedDevice  a check of a kernel stopped the GPU; the next start does without it
         │       └── RanksLost       a process that holds a share of the model is lost; the server continues
         └── KVCacheExhausted        a request that runs alone needs more than the whole KV cache
 
@@ -218,6 +219,12 @@ class DeviceLost(StepFailed):
 
     status, code, exit_code = 503, "device_lost", 7
     ends_process = True  # False: only the model's own processes are lost, and the model can be loaded again
+
+
+class CheckStoppedDevice(DeviceLost):
+    """A comparison of a kernel with PyTorch stopped the GPU. The next start does without that variant of the kernel."""
+
+    code = "check_stopped_device"
 
 
 class RanksLost(DeviceLost):

@@ -315,6 +315,7 @@ def _add_doctor(parser: Parser) -> None:
     )
     help = "only the problems, the best model that fits, and the next command"
     parser.add_argument("--brief", action="store_true", help=help)
+    parser.add_argument("--gpu", action="store_true", help="compare the kernels with PyTorch on the GPU")
     parser.add_argument("--network", action="store_true", help="also check that the hub can be reached")
     parser.add_argument("--server", action="store_true", help="check a running server and its parts")
     parser.add_argument(

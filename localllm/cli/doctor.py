@@ -1,9 +1,10 @@
 """`localllm doctor`: check what localllm needs on this machine; each finding comes with a remedy.
 
 `--brief` prints the problems, the best model that fits and the next command. `--report` prints the findings as text for
-an issue, without user name, host name or keys. `--network` also asks the hub. `--server` checks a running server and
-its parts instead.
-Does not know: the checks (doctor_machine.py, doctor_files.py, doctor_fit.py, doctor_server.py), how to repair anything.
+an issue, without user name, host name or keys. `--gpu` compares the kernels with PyTorch. `--network` also asks the
+hub. `--server` checks a running server and its parts instead.
+Does not know: the checks (doctor_machine.py, doctor_gpu.py, doctor_files.py, doctor_fit.py, doctor_server.py), how to
+repair anything.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from localllm.cli.doctor_files import (
     check_settings,
 )
 from localllm.cli.doctor_fit import check_fit
+from localllm.cli.doctor_gpu import check_kernels, check_recorded
 from localllm.cli.doctor_machine import check_gpu_use, check_hardware, check_native, check_packages, check_python
 from localllm.cli.doctor_server import check_server
 from localllm.cli.findings import Finding, finding_lines, redacted, report
@@ -37,6 +39,7 @@ CHECKS: tuple[Check, ...] = (
     check_hardware,
     check_native,
     check_gpu_use,
+    check_recorded,
     check_settings,
     check_models,
     check_disk,
@@ -50,6 +53,8 @@ def doctor(options: argparse.Namespace) -> int:
     """Run the checks and print the findings. Return 1 if there is a problem, else 0."""
     set_thread_environment()
     checks: Sequence[Check] = (partial(check_server, options),) if options.server else CHECKS
+    if options.gpu and not options.server:
+        checks = (*checks, check_kernels)
     if options.network and not options.server:
         checks = (*checks, check_network)
     findings = [finding for check in checks for finding in _guarded(check)]

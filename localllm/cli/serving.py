@@ -20,7 +20,7 @@ from logging.handlers import MemoryHandler
 from localllm.cli.flags import settings_from
 from localllm.config.resolve import unknown_variables
 from localllm.config.settings import Settings
-from localllm.errors import PortInUse
+from localllm.errors import CheckStoppedDevice, PortInUse
 from localllm.logs.log_file import LogFile, log_path
 from localllm.logs.recent_logs import RecentLogs
 from localllm.machine.memory import paused_collection
@@ -30,6 +30,8 @@ from localllm.machine.threads import set_thread_environment
 
 log = logging.getLogger("localllm")
 
+CHECK_RESTARTED = "LOCALLLM_CHECK_RESTARTED"
+"""Environment variable of a process that was started again because a check of a kernel had stopped the GPU: once."""
 STARTED_S = time.perf_counter()
 """Start of the command. This file is imported after the command line is parsed, about 50 ms after the interpreter
 started."""
@@ -68,6 +70,13 @@ def _serve(options: argparse.Namespace, verb: str, *, at_terminal: bool) -> int:
         with contextlib.closing(announcer):
             restarts = passed is None and can_restart()
             again = go_up(settings, announcer, started_s=STARTED_S, passed=passed, can_restart=restarts)
+    except CheckStoppedDevice as error:
+        log.warning("ended error=%r", str(error))
+        if passed is not None or not can_restart() or CHECK_RESTARTED in environ:
+            raise
+        print(f"{error} Starting again without it.", file=sys.stderr)
+        logging.shutdown()
+        restart({**environ, CHECK_RESTARTED: "1"})
     except Exception as error:
         if isinstance(error, PortInUse):
             error.hint = shlex.join(["localllm", verb, *filter(None, [options.model])]) + f" {error.hint}"

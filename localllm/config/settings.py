@@ -235,8 +235,13 @@ class EngineConfig:
         unset="on for compute capability 9.x and 10.x, off for 12.x, where it is not proven yet",
         note="only GPUs of compute capability 9.0 and later can, with a driver for CUDA 12.3 or newer")
     kernels: str = setting(
-        "auto", SCHEDULING, "what computes on a GPU: Triton kernels, or PyTorch alone", choices=("auto", "torch"),
-        note="torch is slow; it tells a wrong kernel from a wrong checkpoint")
+        "auto", SCHEDULING, "what computes on a GPU: Triton kernels, or PyTorch alone",
+        choices=("auto", "checked", "torch"),
+        note="checked refuses to serve kernels that could not be compared with PyTorch on this GPU. torch is slow; it "
+        "tells a wrong kernel from a wrong checkpoint")
+    check_kernels: str = setting(
+        "first", SCHEDULING, "when kernels are compared with PyTorch on the GPU", choices=("first", "always", "off"),
+        note="first: once for each GPU, driver, version and kind of model")
     deterministic: bool = setting(
         False, SCHEDULING, "bit-identical output whatever else is in the batch", note="slower")
     # fmt: on
@@ -244,6 +249,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check(self)
         speculation_choice(self.speculative, self.draft_max, self.speculative_config, self.draft)
+        if self.kernels == "checked" and self.check_kernels == "off":
+            why = "--kernels checked serves only what was compared with PyTorch."
+            raise ConfigError("--check-kernels off does not go with --kernels checked.", why, "--check-kernels first")
         count = len(self.lora_modules)
         if count > self.max_loras:
             what, why = f"--lora-modules names {count} adapters.", f"--max-loras is {self.max_loras}."

@@ -187,6 +187,14 @@ class RankStats:
     last_words: str = ""  # why the last lost process of this rank was lost; empty: none was lost
 
 
+class KernelFallBack(NamedTuple):
+    """A kernel that is not served by its best variant on this GPU."""
+
+    kernel: str
+    variant: str  # that is served
+    text: str  # why, and what it costs
+
+
 class RunnerStats(NamedTuple):
     """Counts of how steps were launched, and the ranks.
     The two `late_*` counts stay 0 once the server has reported that it is ready."""
@@ -195,10 +203,14 @@ class RunnerStats(NamedTuple):
     launched_steps: int = 0  # steps launched kernel by kernel
     captured_graphs: int = 0
     wanted_graphs: int = 0  # step shapes worth a graph; fewer are captured if memory is short
+    failed_graphs: int = 0  # of these that could not be recorded, and are launched kernel by kernel
+    graph_failure: str = ""  # why the first of them failed
     graph_bytes: int = 0  # device memory used by graphs
     late_compiles: int = 0  # kernels compiled while a request waited
     late_allocations: int = 0  # driver allocations while a request waited
     ranks: tuple[RankStats, ...] = ()  # in the order of their numbers; empty: the model runs in the server's process
+    fall_backs: tuple[KernelFallBack, ...] = ()
+    kernel_check: str = ""  # what was compared at this start; empty: nothing
     decode_steps: str = ""  # on a CPU: how they are computed, and why not by the native library; empty: on a GPU
 
     def bubble_ratios(self) -> dict[int, float]:

@@ -21,13 +21,13 @@ from typing import Any, Protocol
 
 import torch
 
-from localllm.kernels.choice import Kernel
+from localllm.kernels.choice import Feature, Kernel
 from localllm.kernels.triton_build import build_with_zig, has_compiler
 
 __all__ = [
     "DEFAULTS", "HAS_TRITON", "INTERPRETED", "LaunchOptions", "TensorDescriptor", "cdiv", "early_launch",
-    "is_last_program", "launch_options", "launching_with", "next_power_of_2", "prefetch_rows", "runs_triton", "tl",
-    "triton", "wait_for_inputs",
+    "is_last_program", "launch_options", "launches_early", "launching_with", "next_power_of_2", "prefetch_rows",
+    "runs_triton", "tl", "triton", "uses", "wait_for_inputs",
 ]  # fmt: skip
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # if unset, Triton 3.10 computes a*b+c with two roundings
@@ -71,7 +71,10 @@ class LaunchOptions:
     """On sm_90 and later a kernel may start while the previous one finishes, and waits before it reads its input."""
 
     without: frozenset[Kernel] = frozenset()
-    """Groups of kernels whose twins are used instead (choice.py). Steps are then not recorded as graphs."""
+    """Groups of kernels whose twins are used instead (choice.py). Most twins cannot be recorded in a graph."""
+
+    avoids: frozenset[Feature] = frozenset()
+    """Features that kernels do without (choice.py)."""
 
     last_program_adds: bool = True
     """Where K of a product is split, programs add the parts together (split_sum.py). Otherwise each takes all of K."""
@@ -138,12 +141,22 @@ def runs_triton(x: OnDevice, kernel: Kernel) -> bool:
     return (INTERPRETED or x.device.type == "cuda") and kernel not in launch_options().without
 
 
+def uses(feature: Feature) -> bool:
+    """Return whether kernels may use a feature (choice.py)."""
+    return feature not in launch_options().avoids
+
+
 def early_launch(device: torch.device) -> dict[str, bool]:
     """Return launch arguments for a kernel that begins with `wait_for_inputs`: PDL for the kernel, launch_pdl for the
     driver."""
-    if launch_options().programmatic_launch and _can_launch_early(device):
+    if launches_early() and _can_launch_early(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+def launches_early() -> bool:
+    """Return whether kernels may start early, on a GPU that can."""
+    return launch_options().programmatic_launch and uses("early launch")
 
 
 @cache

@@ -153,6 +153,9 @@ def prepare_step_reference(
     updates = staged[HEADER + ROW_FIELDS * rows :][: UPDATE_FIELDS * num_updates].view(-1, UPDATE_FIELDS).long()
     block_tables[updates[:, 0], updates[:, 1], updates[:, 2]] = updates[:, 3].int()
 
+    def count(end: int) -> Tensor:
+        return torch.arange(end, device=staged.device)
+
     real = slot >= 0
     begins_here, owner = real & (drafts >= 0), slot.clamp(min=0)
     computed = torch.where(begins_here, slots.known[owner] - 1, computed)
@@ -160,8 +163,8 @@ def prepare_step_reference(
         scheduled = 1 + torch.where(begins_here, torch.minimum(drafts, slots.valid[owner]), 0)
     slots.valid[slot[real & (drafts < 0)]] = 0
     context = torch.where(real, computed + scheduled, 0)
-    row_of_token = torch.repeat_interleave(torch.arange(rows), torch.where(real, scheduled, 0))
-    places = start[row_of_token] + torch.arange(len(row_of_token)) - _first_of_run(row_of_token)
+    row_of_token = torch.repeat_interleave(count(rows), torch.where(real, scheduled, 0))
+    places = start[row_of_token] + count(len(row_of_token)) - _first_of_run(row_of_token)
     positions = computed[row_of_token] + places - start[row_of_token]
     owners = slot[row_of_token]
     blocks = block_tables[:, owners, positions // block_size].long()
@@ -178,17 +181,17 @@ def prepare_step_reference(
     inputs.cu_seqlens_q[:rows] = start.int()
     inputs.cu_seqlens_q[rows] = used
     inputs.last_tokens.copy_((start + scheduled - 1).clamp(0, max(0, tokens - 1)))
-    existing, place = (scheduled if draws > 1 else torch.ones_like(scheduled))[:, None], torch.arange(draws)
+    existing, place = (scheduled if draws > 1 else torch.ones_like(scheduled))[:, None], count(draws)
     inputs.slots.copy_(torch.where((samples > 0)[:, None] & (place < existing), slot[:, None], -1).flatten())
     inputs.lengths.copy_((context[:, None] - existing + 1 + place).flatten())
-    held = torch.arange(block_tables.shape[2]) < -(-context // block_size)[:, None]
+    held = count(block_tables.shape[2]) < -(-context // block_size)[:, None]
     inputs.block_tables.copy_(torch.where(held, block_tables[:, slot.clamp(min=0)], 0))
 
 
 def _first_of_run(row_of_token: Tensor) -> Tensor:
     """Return, for tokens grouped by row, the index of the first token of each token's row."""
-    index = torch.arange(len(row_of_token))
-    begins = torch.ones(len(row_of_token), dtype=torch.bool)
+    index = torch.arange(len(row_of_token), device=row_of_token.device)
+    begins = torch.ones_like(index, dtype=torch.bool)
     begins[1:] = row_of_token[1:] != row_of_token[:-1]
     return torch.cummax(torch.where(begins, index, 0), 0).values if len(index) else index
 

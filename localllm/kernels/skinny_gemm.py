@@ -35,11 +35,13 @@ from localllm.kernels.gated import gated_tile, is_row_of_tile, rows_of_tile
 from localllm.kernels.launch import (
     cdiv,
     launch_options,
+    launches_early,
     next_power_of_2,
     prefetch_rows,
     runs_triton,
     tl,
     triton,
+    uses,
 )
 from localllm.kernels.rms_norm import normed
 from localllm.kernels.split_sum import (
@@ -155,11 +157,16 @@ class SkinnyProduct(Product):
         (rows, n), k, kind = self.shape, x.shape[1], _kind(self.weight)
         target = device_features(x.device)
         stored = weight if kind == "float" else weight.view(torch.int16)  # [N, K / 2]: two weights per word
-        tma = target.tma and stored.data_ptr() % 16 == 0 and stored.stride(0) * stored.element_size() % 16 == 0
+        tma = (
+            target.tma
+            and uses("product TMA")
+            and stored.data_ptr() % 16 == 0
+            and stored.stride(0) * stored.element_size() % 16 == 0
+        )
         gated = activation is not None
         stages = num_stages(tile, kind, target.arch, tma=tma, ptx=target.ptx, gated=gated)
         launch: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": stages}
-        if pdl := target.tma and launch_options().programmatic_launch:
+        if pdl := target.tma and launches_early():
             launch["launch_pdl"] = True
         squares = 0 if self.squares is None else self.squares.shape[1]
         programs = cdiv(rows, tile.block_m) * (cdiv(n // 2, tile.block_n // 2) if gated else cdiv(n, tile.block_n))
@@ -196,8 +203,8 @@ def w8a16_gemm(
 ) -> Unfinished:
     """Do `skinny_gemm_unfinished` with one-byte weights and any number of rows; before sm_80 cuBLAS computes many rows,
     on dequantised W."""
-    many = weight.is_cuda and x.shape[0] > 16
-    if many and device_features(weight.device).arch < 80 and not launch_options().deterministic:
+    many = weight.is_cuda and x.shape[0] > 16 and device_features(weight.device).arch < 80
+    if (many and not launch_options().deterministic) or not uses("product kernel"):
         x = normed(x)
         return F.linear(x, dequantized(weight, scales, zeros, x.dtype), bias)
     return skinny_gemm_unfinished(x, weight, bias, scales, zeros)

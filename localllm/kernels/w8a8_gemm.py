@@ -20,7 +20,7 @@ from torch import Tensor
 
 from localllm.kernels.byte_weight import SCALE_BLOCK, dequantized
 from localllm.kernels.device_features import device_features
-from localllm.kernels.launch import cdiv, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, runs_triton, tl, triton, uses
 from localllm.kernels.quantize import Quantized
 from localllm.kernels.skinny_gemm import tile_of_program
 from localllm.kernels.tuned import settings_for
@@ -50,7 +50,7 @@ def w8a8_gemm(
         return out
     target = device_features(weight.device)
     tile = settings_for("w8a8_gemm", (64 if rows <= 64 else 128, n, k, target.arch), w8a8_tile)
-    tma = target.tma and k % 16 == 0 and weight.data_ptr() % 16 == 0 and weight.is_contiguous()
+    tma = target.tma and uses("product TMA") and k % 16 == 0 and weight.data_ptr() % 16 == 0 and weight.is_contiguous()
     values = x.values.contiguous()
     _w8a8_gemm_kernel[(cdiv(rows, tile.block_m) * cdiv(n, tile.block_n),)](
         out,

@@ -340,6 +340,8 @@ class DeviceSteps:
             launched_steps=self._num_launched,
             captured_graphs=len(self._graphs) if self._graphs is not None else 0,
             wanted_graphs=self._graphs.num_wanted if self._graphs is not None else 0,
+            failed_graphs=self._graphs.num_failed if self._graphs is not None else 0,
+            graph_failure=self._graphs.failure if self._graphs is not None else "",
             graph_bytes=max(0, self._graph_bytes),
             late_compiles=num_compiles() - self._early_compiles,
             late_allocations=_device_allocations(self._device) - self._early_allocations,

@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 
 from localllm.errors import DeviceLost
+from localllm.kernels.checks.table import kernel_of
 from localllm.models.layers.group import Group
 from localllm.runner.device_drafts import DRAFT_WIDTHS, draft_shapes
 from localllm.runner.device_memory import CaptureFailed, record
@@ -178,6 +179,8 @@ class StepGraphs:
         self._to_do = sorted(rest, key=_size) + sorted(first, key=_size)
         self._num_rest = len(rest)
         self.num_wanted = len(shapes)
+        self.num_failed = 0  # shapes that could not be recorded
+        self.failure = ""  # of the first of them
         self._capture, self._parts = capture, parts
         self._replays: dict[StepShape, dict[Part, Replay]] = {}
         self._decodes: dict[int, list[StepShape]] = {}  # by number of drafts
@@ -241,6 +244,13 @@ class StepGraphs:
         fits = (s for s in self._to_do if s.holds(exact) and bool(s.prefill_rows) == bool(exact.prefill_rows))
         return min(fits, key=_size, default=None)
 
+    def _fail(self, error: Exception, count: int) -> None:
+        """Count shapes that are launched kernel by kernel from now on, and keep the first reason."""
+        kernel = kernel_of(error)
+        name = "" if kernel is None else f"{kernel.name}: "
+        self.num_failed += count
+        self.failure = self.failure or f"{name}{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
     def _record_part(self, shape: StepShape) -> None:
         recorded = self._replays.get(shape, {})
         try:
@@ -253,8 +263,11 @@ class StepGraphs:
             log.warning(
                 "graphs stopped captured=%d wanted=%d at=%s reason=%r", len(self), self.num_wanted, shape, error
             )
+            if isinstance(error, CaptureFailed):
+                self._fail(error, len(self._to_do))
             self._to_do = []
         except Exception as error:
+            self._fail(error, 1)
             log.warning("graph left out shape=%s reason=%r", shape, error)
             self._to_do.remove(shape)
         else:

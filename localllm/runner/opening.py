@@ -9,7 +9,7 @@ Does not know: where the model came from, requests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,8 +17,9 @@ import torch
 from localllm.config.settings import EngineConfig
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
-from localllm.errors import DoesNotFit
-from localllm.kernels.choice import ALL_KERNELS
+from localllm.errors import DoesNotFit, LocalLLMError
+from localllm.kernels.checks.choose import Choice
+from localllm.kernels.choice import ALL_KERNELS, RECORDED_TWINS
 from localllm.kernels.launch import LaunchOptions
 from localllm.machine.gpu_support import read_nvidia
 from localllm.machine.hardware import Hardware, read_hardware
@@ -31,11 +32,21 @@ from localllm.models.spec.kv_group import main_group
 from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.device_drafts import DRAFT_WIDTHS
+from localllm.runner.device_errors import check_device as check_device_answers
+from localllm.runner.device_errors import is_device_loss, translated
 from localllm.runner.device_memory import empty_cache, make_current
 from localllm.runner.drafter_steps import OpenDrafter
 from localllm.runner.graphs import AgreedCapture, Capture, CudaCapture
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
+from localllm.runner.self_check import (
+    check_device,
+    check_model,
+    fall_backs_of,
+    is_checked,
+    known_choice,
+    next_choice,
+)
 from localllm.runner.state_cache import StateCache
 from localllm.units import format_bytes
 
@@ -91,31 +102,101 @@ def open_runner(
     """Return the runner, warmed up, and the plan it was built with. `hardware`: as it was before the model was loaded;
     held_before: GPU bytes that torch had allocated for other models by then. drafter: of a model on a CPU."""
     device = torch.device(plan.device)
-    launch_options = launch_options_of(config, device)
+    base = launch_options_of(config, device)
     make_current(device)
-    if device.type == "cuda":
-        report("measuring one full step")
-        measured = measure(model, spec, plan, device, held_before, launch_options, config.enable_prompt_embeds)
-        plan = replan(spec, config, plan, hardware, measured)
-    kv, states, plan = _allocate(spec, config, plan, hardware, device, held_before)
-    opened = None if drafter is None else _with_cache(drafter, spec, plan, device)
-    return open_on(kv, model, spec, config, plan, report, states=states, drafter=opened), plan
+    choice = Choice()
+    if is_checked(config, device):
+        report("checking kernels")
+        choice = _check(model, spec, config, plan, device, base)
+
+    def attempt() -> tuple[TorchRunner, MemoryPlan]:
+        fitting, options = plan, choice.options(base)
+        if device.type == "cuda":
+            report("measuring one full step")
+            measured = measure(model, spec, plan, device, held_before, options, config.enable_prompt_embeds)
+            fitting = replan(spec, config, plan, hardware, measured)
+        kv, states, fitting = _allocate(spec, config, fitting, hardware, device, held_before)
+        opened = None if drafter is None else _with_cache(drafter, spec, fitting, device)
+        runner = open_on(
+            kv, model, spec, config, fitting, report, states=states, drafter=opened, options=options
+        )  # fmt: skip
+        return runner, fitting
+
+    while True:
+        try:
+            runner, fitting = attempt()
+            break
+        except (LocalLLMError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            later = _after(error, choice, config, device)
+        choice = later  # outside the handler: until its end the error holds the tensors of the attempt
+        empty_cache()
+    runner.tell_of_kernels(fall_backs_of(choice), choice.summary)
+    notes = [*fitting.notes, *map(str, choice.fall_backs), *_notes_on_graphs(runner), *filter(None, [choice.summary])]
+    return runner, replace(fitting, notes=tuple(dict.fromkeys(notes)))
+
+
+def _check(
+    model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, device: torch.device,
+    base: LaunchOptions,
+) -> Choice:  # fmt: skip
+    """Compare the kernels of a model with plain torch. What needs no model was compared before its weights were read,
+    and is only read here."""
+    first = replace(config, check_kernels="first") if config.check_kernels == "always" else config
+
+    def opened(kv: KVCache, options: LaunchOptions) -> TorchRunner:
+        states = StateCache(spec, 1 + plan.max_num_seqs, device, getattr(torch, plan.dtype))
+        return _runner(model, spec, plan, kv, device, None, options, None, states, has_drafts=False)
+
+    before = check_device(first, device, base)
+    choice = check_model(model, spec, config, plan, device, base, before, opened)
+    empty_cache()
+    return choice
+
+
+def _after(error: Exception, choice: Choice, config: EngineConfig, device: torch.device) -> Choice:
+    """Return the next choice after an error of a first step or the warm-up. Raises the error if nothing is left to
+    try, and `DeviceLost` if the device does not answer."""
+    if is_device_loss(error) or not is_checked(config, device):
+        with translated():
+            raise error
+    check_device_answers(device)
+    later = next_choice(choice, error, device)
+    if later is None:
+        raise error
+    return later
+
+
+def _notes_on_graphs(runner: TorchRunner) -> Iterator[str]:
+    """Yield what to know about steps that are not recorded although the settings ask for it."""
+    stats = runner.stats()
+    if stats.failed_graphs:
+        yield (
+            f"{stats.failed_graphs} of {stats.wanted_graphs} kinds of steps could not be recorded as CUDA graphs: they "
+            f"are launched kernel by kernel, which is slower for small models. {stats.graph_failure}"
+        )
 
 
 def open_on(
     kv: KVCache, model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, report: ReportDetail,
     parallel: Parallel | None = None, states: StateCache | None = None, drafter: OpenDrafter | None = None,
+    options: LaunchOptions | None = None,
 ) -> TorchRunner:  # fmt: skip
     """Return a runner over a KV cache, warmed up. spec: with the sizes that this rank holds. states: of a model with
-    recurrent layers. Raises `DoesNotFit`."""
+    recurrent layers. options: of kernel launches; None: what the settings and earlier checks of this GPU say. Raises
+    `DoesNotFit`."""
     device = torch.device(plan.device)
-    options = launch_options_of(config, device)
+    if options is None:
+        options = launch_options_of(config, device)
+        options = known_choice(config, device, options).options(options)
     recorded = device.type == "cuda" and not config.enforce_eager and getattr(model, "capturable", True)
-    recorded = recorded and not options.without  # twins wait for the device, which a recording cannot
+    recorded = recorded and "graphs" not in options.avoids
+    recorded = recorded and options.without <= RECORDED_TWINS  # others wait for the device, which a recording cannot
     capture: Capture | None = CudaCapture(device) if recorded else None
     if isinstance(capture, CudaCapture) and parallel is not None:
         capture = AgreedCapture(capture, parallel.world, device)
-    has_drafts = not config.speculation.is_off
+    has_drafts = not config.speculation.is_off and "drafts" not in options.avoids
     runner = _runner(model, spec, plan, kv, device, capture, options, parallel, states, drafter, has_drafts)
     if capture is not None:
         report("capturing CUDA graphs")

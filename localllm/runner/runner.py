@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import DraftSupport, NewSlot, PendingStep, RunnerStats, StepPlan, TokenMasks
+from localllm.engine.step import DraftSupport, KernelFallBack, NewSlot, PendingStep, RunnerStats, StepPlan, TokenMasks
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launching_with
 from localllm.kernels.split_sum import new_counters
 from localllm.models.fit import LOGITS_ROWS
@@ -80,6 +80,8 @@ class TorchRunner:
         self._samples, self._draws = samples, samples and (group is None or group.index == 0)
         self._sampling = SamplingState(max_num_seqs, spec.vocab_size, device, with_tables=staged and self._draws)
         why_no_drafts = "" if has_drafts else "speculation is off"
+        if "drafts" in launch_options.avoids:
+            why_no_drafts = "the check of drafts failed on this GPU"
         if group is not None or not samples:
             why_no_drafts = "the model is split over several ranks"
         elif states.num_places:
@@ -128,6 +130,7 @@ class TorchRunner:
                 )
             elif isinstance(self._steps, DeviceSteps):
                 self._drafters = self._steps
+        self._kernels: tuple[tuple[KernelFallBack, ...], str] = (), ""
         self._launched: _ForwardedStep | None = None
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
         self._launch_options, self._pace = replace(launch_options, counters=new_counters(device)), Pace()
@@ -174,8 +177,15 @@ class TorchRunner:
         with translated(), self._on_this_thread():
             return self._loaded.use_idle_time()
 
+    def tell_of_kernels(self, fall_backs: tuple[KernelFallBack, ...], check: str) -> None:
+        """Have the statistics name the kernels that fell back, and what was compared at this start."""
+        self._kernels = fall_backs, check
+
     def stats(self) -> RunnerStats:
-        return self._steps.stats() if self._steps is not None else RunnerStats()
+        if self._steps is None:
+            return RunnerStats()
+        fall_backs, check = self._kernels
+        return self._steps.stats()._replace(fall_backs=fall_backs, kernel_check=check)
 
     def reset(self) -> None:
         """Forget every slot. Raises `DeviceLost` if the device no longer answers,

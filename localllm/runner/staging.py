@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import launch_options, runs_triton
-from localllm.kernels.paged_attention import KVReads, WorkLists, splitting
+from localllm.kernels.launch import runs_triton
+from localllm.kernels.paged_attention import KVReads, WorkLists, splits_decodes, splitting
 from localllm.kernels.prepare_step import (
     HEADER,
     ROW_FIELDS,
@@ -192,7 +192,7 @@ class StagedInputs:
     def _work_lists(self, shape: StepShape) -> WorkLists | None:
         """Return lists for the attention of decode rows, where there are any and kernels read them."""
         max_blocks = self._tables.shape[2]
-        if not shape.decodes or launch_options().deterministic or not self._reads:
+        if not shape.decodes or not splits_decodes() or not self._reads:
             return None
         if not runs_triton(self._tables, "attention") or not runs_triton(self._tables, "steps"):
             return None

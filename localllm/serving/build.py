@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.config.settings import EngineConfig, Settings
 from localllm.engine.params import GENERATION_CONFIG, SAMPLING_PARAMS
-from localllm.errors import DoesNotFit, UnsupportedOption
+from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.serving.compute import start_torch
 from localllm.serving.drafters import check_vocabulary, describe_choice, require_place, with_drafter
 from localllm.serving.fingerprints import fingerprint
@@ -269,7 +269,7 @@ def _load(
     from localllm.models.fit import MemoryReport
 
     if plan.device != "cpu" and config.kernels != "torch":
-        require_kernels(plan.device)
+        require_kernels(config, plan, on_phase)
     process_before = process_bytes()
     with report_phase("weights", on_phase) as report:
 
@@ -283,13 +283,23 @@ def _load(
     return executor, lambda kept: _log_memory(MemoryReport.of(plan, kept, loaded))
 
 
-def require_kernels(device: str) -> None:
-    """Launch a first kernel, so that nothing is loaded for kernels that cannot be launched. Raises `ConfigError`."""
+def require_kernels(config: EngineConfig, plan: MemoryPlan, on_phase: OnPhase) -> None:
+    """Launch a first kernel and compare what needs no model with PyTorch, so that nothing is loaded for kernels that
+    cannot be launched. Raises `ConfigError`, and `DeviceLost` if a check stopped the GPU."""
     import torch
 
     from localllm.kernels.first_launch import require_launch
+    from localllm.runner.opening import launch_options_of
+    from localllm.runner.self_check import check_device
 
-    require_launch(torch.device(device))
+    device = torch.device(plan.device)
+    require_launch(device)
+    if plan.ranks and config.kernels == "checked":
+        why = "Models that are split over several GPUs are not compared with PyTorch yet."
+        raise ConfigError("--kernels checked serves no model on several GPUs.", why, "--kernels auto", param="kernels")
+    with report_phase("kernels", on_phase) as report:
+        choice = check_device(config, device, launch_options_of(config, device))
+        report(choice.summary or "as checked before")
 
 
 def _executor(

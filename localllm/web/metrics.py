@@ -80,6 +80,7 @@ OWN_GAUGES = (
         "Step shapes to record; above captured_graphs if some recordings failed.",
         "runner.wanted_graphs",
     ),
+    ("failed_graphs", "Step shapes that could not be recorded as CUDA graphs.", "runner.failed_graphs"),
     ("graph_bytes", "Device memory used by CUDA graphs.", "runner.graph_bytes"),
     ("spec_width", "Most drafts of a request in the last step that generated.", "speculation.last_width"),
     ("spec_tokens_per_step", "Tokens that a request generates in a step, on average.", "speculation.tokens_per_row"),
@@ -151,6 +152,7 @@ class EngineCollector(Collector):
         yield from (self._gauge(OWN, *row) for row in OWN_GAUGES)
         yield from (self._counter(OWN, *row) for row in OWN_COUNTERS)
         yield self._steps_without_drafts()
+        yield self._kernel_fall_backs()
         if "vllm" in self.aliases:
             yield from self._shared(VLLM)
         if "llamacpp" in self.aliases:
@@ -201,6 +203,14 @@ class EngineCollector(Collector):
         for model, stats in self.engines:
             for place, count in enumerate(stats.speculation.accepted_by_place):
                 family.add_metric([*_labels(model), str(place)], float(count))
+        return family
+
+    def _kernel_fall_backs(self) -> Metric:
+        text = "1 for each kernel that is not served by its best variant on this GPU."
+        family = GaugeMetricFamily(f"{OWN}kernel_fallback", text, labels=[*LABELS, "kernel", "variant"])
+        for model, stats in self.engines:
+            for each in stats.runner.fall_backs:
+                family.add_metric([*_labels(model), each.kernel, each.variant], 1.0)
         return family
 
     def _steps_without_drafts(self) -> Metric:

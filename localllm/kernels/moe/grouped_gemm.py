@@ -30,6 +30,7 @@ from localllm.kernels.launch import (
     runs_triton,
     tl,
     triton,
+    uses,
     wait_for_inputs,
 )
 from localllm.kernels.moe.align import Alignment
@@ -76,7 +77,9 @@ def grouped_gemm(
         values = values.view(torch.int16)  # two weights per element
     assert values.is_contiguous()
     assert x.stride(1) == 1
-    tma = tile.tma and values.data_ptr() % 16 == 0 and values.stride(1) * values.itemsize % 16 == 0
+    tma = (
+        tile.tma and uses("expert TMA") and values.data_ptr() % 16 == 0 and values.stride(1) * values.itemsize % 16 == 0
+    )
     _grouped_gemm_kernel[(num_blocks * cdiv(num_outputs, block_n),)](
         x,
         values,

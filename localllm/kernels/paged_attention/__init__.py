@@ -30,6 +30,7 @@ from localllm.kernels.paged_attention.device import (
     WorkLists,
     attend_on_device,
     plan_on_device,
+    splits_decodes,
     splitting,
 )
 from localllm.kernels.paged_attention.twin import (
@@ -41,7 +42,7 @@ from localllm.kernels.paged_attention.twin import (
 
 __all__ = [
     "AttentionPlan", "KVReads", "WorkLists", "kv_cache_shape", "paged_attention", "paged_attention_reference",
-    "plan_attention", "splitting",
+    "plan_attention", "splits_decodes", "splitting",
 ]  # fmt: skip
 
 AttentionPlan = HostPlan | DevicePlan

@@ -20,6 +20,7 @@ from localllm.kernels.launch import (
     early_launch,
     launch_options,
     next_power_of_2,
+    uses,
 )
 from localllm.kernels.paged_attention.kernels import decode_kernel, plan_kernel, prefill_kernel, reduce_kernel
 from localllm.kernels.tuned import settings_for
@@ -162,7 +163,7 @@ def plan_on_device(
     device = block_table.device
     key = (_arch(device), head_dim, reads.cache_dtype.itemsize * 8, reads.num_heads // num_kv_heads, block_size)
     prefill = settings_for("prefill_attention", key, prefill_launch)
-    num_decodes = 0 if launch_options().deterministic else num_decodes
+    num_decodes = num_decodes if splits_decodes() else 0
     splits = None
     if num_decodes:
         how = splitting(reads, decode_queries, block_table.shape[1], device)
@@ -172,6 +173,11 @@ def plan_on_device(
         block_table, context_lens, cu_seqlens_q, num_decodes, reads.window or 0,
         _decode_launch(reads, decode_queries, device), prefill, splits, decode_queries, positions,
     )  # fmt: skip
+
+
+def splits_decodes() -> bool:
+    """Return whether rows of one token use the decode kernel; otherwise all rows use the prefill kernel."""
+    return not launch_options().deterministic and uses("decode kernel")
 
 
 def attend_on_device(
@@ -418,6 +424,7 @@ def _launch_decode(call: _Call, splits: SplitPlan) -> None:
     group_size, head_dim = call.q.shape[1] // num_kv_heads, call.q.shape[2]
     at_once = tile_queries(group_size, head_dim, queries)
     merge_rows, merge_parts = merge_tile(group_size * at_once, head_dim, launch.num_warps)
+    merge_parts = merge_parts if uses("decode merge") else 0
     decode_kernel[(len(splits.items), num_kv_heads, cdiv(queries, at_once))](
         call.out, splits.partial_out, splits.partial_max, splits.partial_sum, call.q,
         call.cache(call.k_cache, launch), call.cache(call.v_cache, launch), call.k_scale, call.v_scale,

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from localllm.files.folders import cache_folder, write_whole
+from localllm.kernels.choice import settings_without
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED, launch_options, triton
 
 log = logging.getLogger(__name__)
@@ -58,10 +59,11 @@ class Table:
 
     def settings_for(self, kernel: str, key: Key, heuristic: Callable[..., LaunchT]) -> LaunchT:
         """Return the settings for `key`, which are also the heuristic's arguments."""
-        found = self.chosen.get((kernel, key, launch_options().deterministic))
+        found: LaunchT | None = self.chosen.get((kernel, key, launch_options().deterministic))
         if found is None:
             found = self.chosen[kernel, key, launch_options().deterministic] = self._choose(kernel, key, heuristic)
-        return found
+        avoids = launch_options().avoids
+        return settings_without(kernel, found, avoids) if avoids else found
 
     def record(
         self, kernel: str, key: Key, settings: LaunchT, microseconds: float, heuristic: Callable[..., LaunchT]
@@ -94,7 +96,7 @@ class Table:
     def _entries(self, kernel: str, heuristic: Callable[..., Any]) -> dict[Key, dict[str, Any]]:
         if kernel not in self.measured:
             own = self._path(kernel, heuristic)
-            shipped = read_shipped(SHIPPED / f"{_file_name(self.gpu or '')}.json").get(kernel, {})
+            shipped = read_shipped(SHIPPED / f"{file_name_of(self.gpu or '')}.json").get(kernel, {})
             self.measured[kernel] = {**shipped, **_entries_of(self._read_own(own) if own else None)}
         return self.measured[kernel]
 
@@ -111,7 +113,7 @@ class Table:
         if self.folder is None or self.gpu is None:
             return None
         name = f"{kernel}-{source_hash(heuristic.__module__)}.json"
-        return self.folder / _file_name(self.gpu) / f"triton-{self.triton}" / name
+        return self.folder / file_name_of(self.gpu) / f"triton-{self.triton}" / name
 
     def _warn_once(self, what: str, path: Path, error: Exception) -> None:
         """Log a problem once. Kernels still run, with shipped settings or the heuristic."""
@@ -212,6 +214,6 @@ def read_shipped(path: Path) -> dict[str, dict[Key, dict[str, Any]]]:
     return {kernel: _entries_of(rows) for kernel, rows in kernels.items()} if isinstance(kernels, dict) else {}
 
 
-def _file_name(gpu: str) -> str:
+def file_name_of(gpu: str) -> str:
     """Convert 'NVIDIA H200' to 'NVIDIA_H200'."""
     return re.sub(r"[^A-Za-z0-9.-]+", "_", gpu).strip("_")

@@ -6,12 +6,14 @@ Does not know: what a tensor means, where it should be.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from localllm.kernels.quantized_weight import MetaWeight
+
+PartT = TypeVar("PartT")
 
 
 def held_bytes(model: object) -> int:
@@ -75,6 +77,11 @@ def replace_tensors(model: object, change: Callable[[Tensor], Tensor]) -> None:
             replaced = new(value)
             if replaced is not value:
                 object.__setattr__(owner, name, replaced)  # also in frozen objects: their values stay equal
+
+
+def parts_of_kind(model: object, kind: type[PartT]) -> Iterator[PartT]:
+    """Yield each part of a model that has this type."""
+    yield from (part for part in _objects(model) if isinstance(part, kind))
 
 
 def _leaves(model: object) -> Iterator[Tensor | MetaWeight]:

@@ -1,0 +1,229 @@
+"""Checks of the kernels of rounded numbers, at a model's shapes and with its own matrices.
+
+The inputs are what breaks kernels: one channel that is a thousand times as large as the others, contexts that end at
+and beside the end of a block, and NaN in every slot of the cache that no token uses.
+Does not know: layers, the order of operations in a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.kernels.checks.case import Case, Product, Subject, close_to
+from localllm.kernels.gated import gated, gated_reference
+from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.paged_attention import KVReads, paged_attention, plan_attention
+from localllm.kernels.quantize import quantize_reference, round_to
+from localllm.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
+
+ROWS = (1, 8, 16, 64)  # of a product
+FEW_ROWS = (1, 8, 16)  # of one that quantises the inputs of more rows
+QUANTISED_ROWS = 64
+QUANTISED_SHARE = 0.06  # rounding of inputs to float8_e4m3fn changes a product by 3 %, to int8 by less
+OUTLIER = 1e3
+MOST_CONTEXT = 4096  # a longer one reads the cache in the same way, and would need more memory than is free
+CONTEXTS = (1, 63, 64, 65, 300)
+DRAFT_QUERIES = 4
+PROMPT = 70
+TOKENS = 5
+ROTATED_SHARES = {4: 1e-5, 2: 0.01, 1: 0.06}
+"""Allowed error of rotated and stored numbers by the cache's bytes: kernel and twin may round to neighbours."""
+
+
+def product_cases(subject: Subject) -> Iterator[Case]:
+    """Yield the products of the model's matrices with few rows and many."""
+    for product in subject.products:
+        rows_of = (*FEW_ROWS, QUANTISED_ROWS) if product.quantises_inputs else ROWS
+        for rows in rows_of:
+            is_quantised = product.quantises_inputs and rows > FEW_ROWS[-1]
+            yield _product_case(subject, product, rows, is_quantised)
+
+
+def _product_case(subject: Subject, product: Product, rows: int, is_quantised: bool) -> Case:
+    x = subject.random(rows, product.columns)
+    if not is_quantised:
+        x[:, product.columns // 2] *= OUTLIER
+    bias = None if product.bias is None else product.bias[product.rows]
+
+    def right(dtype: torch.dtype) -> Tensor:
+        weight = product.dequantized().to(dtype)
+        return F.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
+
+    twin = None if is_quantised else (lambda: right(subject.dtype))
+    judge = close_to(lambda: right(torch.float32), twin, QUANTISED_SHARE if is_quantised else 0.0)
+    return Case(f"{product.name} of {rows} rows", lambda: [product.y(x)[:, product.rows]], judge)
+
+
+def decode_cases(subject: Subject) -> Iterator[Case]:
+    """Yield attention of rows of one token, and of rows that verify drafts."""
+    for reads in subject.attention:
+        yield _attention_case(subject, reads, 1)
+        yield _attention_case(subject, reads, DRAFT_QUERIES)
+
+
+def prefill_cases(subject: Subject) -> Iterator[Case]:
+    """Yield attention of prompts and chunks of prompts."""
+    for reads in subject.attention:
+        yield _attention_case(subject, reads, 0)
+
+
+def _attention_case(subject: Subject, reads: KVReads, queries: int) -> Case:
+    """queries: of each row; 0: rows are prompts of different lengths."""
+    most = min(MOST_CONTEXT, subject.max_model_len)
+    contexts = sorted({min(max(context, queries), most) for context in (*CONTEXTS, most)})
+    lengths = [queries or min(context, PROMPT) for context in contexts]
+    num_kv_heads, _, block_size, head_dim = reads.cache_shape
+    kv, table = _cache(subject, reads, contexts)
+    q = subject.random(sum(lengths), reads.num_heads, head_dim)
+    scale = head_dim**-0.5
+
+    def attend(kv: LayerKV, q: Tensor) -> Tensor:
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        device = subject.device
+        positions = [context - n + i for context, n in zip(contexts, lengths, strict=True) for i in range(n)]
+        plan = plan_attention(
+            table, torch.tensor(contexts, dtype=torch.int32, device=device),
+            torch.tensor([0, *ends], dtype=torch.int32, device=device),
+            num_decodes=len(contexts) if queries else 0, query_lens=lengths, context_lens_host=contexts,
+            num_heads=reads.num_heads, cache_shape=kv.k.shape, cache_dtype=kv.k.dtype, window=reads.window,
+            decode_queries=max(1, queries),
+            positions=torch.tensor(positions, device=device) if queries > 1 else None,
+        )  # fmt: skip
+        return paged_attention(q, kv.k, kv.v, plan, scale=scale, k_scale=kv.k_scale, v_scale=kv.v_scale)
+
+    kind = f"{queries} quer{'y' if queries == 1 else 'ies'} a row" if queries else "prompts"
+    dtype = str(reads.cache_dtype).removeprefix("torch.")
+    window = "" if reads.window is None else f", window {reads.window}"
+    heads = f"{reads.num_heads} heads over {num_kv_heads} of {head_dim}"
+    in_16_bits = 2.0**-9 if reads.cache_dtype.itemsize == 1 else 0.0  # kernels multiply such keys and values as float16
+    return Case(
+        f"{kind}, {heads}, {dtype} in blocks of {block_size}{window}", lambda: [attend(kv, q)],
+        close_to(lambda: attend(_in_fp32(kv), q.float()), lambda: attend(kv, q), in_16_bits),
+    )  # fmt: skip
+
+
+def _cache(subject: Subject, reads: KVReads, contexts: list[int]) -> tuple[LayerKV, Tensor]:
+    """Return a cache with random keys and values of each context, in the order of the blocks reversed, and the block
+    table. What no token uses is NaN, or NaN times the scale."""
+    num_kv_heads, _, size, head_dim = reads.cache_shape
+    counts = [-(-context // size) for context in contexts]
+    total = 1 + sum(counts)
+    table = torch.zeros(len(contexts), max(counts), dtype=torch.int32)
+    used = torch.zeros(total, size, dtype=torch.bool)
+    free = list(range(1, total))
+    for row, (context, count) in enumerate(zip(contexts, counts, strict=True)):
+        blocks = [free.pop() for _ in range(count)]
+        table[row, :count] = torch.tensor(blocks, dtype=torch.int32)
+        for place, block in enumerate(blocks):
+            used[block, : context - place * size] = True
+    unused = ~used.to(subject.device)
+    sides = [subject.random(num_kv_heads, total, size, head_dim, dtype=torch.float32) for _ in range(2)]
+    sides[1] = sides[1].flip(-1)
+    scales: list[Tensor | None] = [None, None]
+    for side, values in enumerate(sides):
+        if reads.cache_dtype == torch.int8:
+            values, scale = quantize_reference(values, torch.int8)
+            scales[side] = scale.squeeze(-1).masked_fill(unused, torch.nan)
+        elif reads.cache_dtype.itemsize == 1:
+            scales[side] = torch.full((num_kv_heads,), 0.02, device=subject.device)
+            values = round_to(values.masked_fill(unused[..., None], torch.nan) / 0.02, reads.cache_dtype)
+        else:
+            values = values.masked_fill(unused[..., None], torch.nan).to(reads.cache_dtype)
+        sides[side] = values.contiguous()
+    return LayerKV(sides[0], sides[1], scales[0], scales[1]), table.to(subject.device)
+
+
+def _in_fp32(kv: LayerKV) -> LayerKV:
+    """Return the same keys and values in fp32, without scales."""
+    wide = []
+    for values, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)):
+        factor = 1.0 if scale is None else scale[:, None, None, None] if scale.ndim == 1 else scale[..., None]
+        wide.append(values.float() * factor)
+    return LayerKV(wide[0], wide[1])
+
+
+def norm_cases(subject: Subject) -> Iterator[Case]:
+    """Yield RMSNorm of a stream with an outlier, alone and behind an addition."""
+    if not subject.hidden_size:
+        return
+    x = subject.random(TOKENS, subject.hidden_size)
+    x[:, subject.hidden_size // 3] *= OUTLIER
+    weight, residual = 1 + subject.random(subject.hidden_size, dtype=torch.float32) / 8, x.flip(0)
+
+    def right(stream: Tensor) -> Tensor:
+        return rms_norm_reference(stream, weight, subject.norm_eps)
+
+    yield Case(
+        f"norm of {subject.hidden_size}", lambda: [rms_norm(x, weight, subject.norm_eps)],
+        close_to(lambda: right(x.float()), lambda: right(x)),
+    )  # fmt: skip
+    yield Case(
+        f"sum and norm of {subject.hidden_size}",
+        lambda: [add_rms_norm(x, residual.clone(), weight, subject.norm_eps)],
+        close_to(lambda: right((residual + x).float()), lambda: right(residual + x)),
+    )  # fmt: skip
+
+
+def activation_cases(subject: Subject) -> Iterator[Case]:
+    """Yield gated activations as wide as the model's."""
+    for width in subject.widths:
+        x = subject.random(TOKENS, 2 * width)
+        yield Case(
+            f"activation of {width}", lambda x=x: [gated(x, "silu")],  # type: ignore[misc]
+            close_to(lambda x=x: gated_reference(x.float(), "silu"), lambda x=x: gated_reference(x.clone(), "silu")),  # type: ignore[misc]
+        )  # fmt: skip
+
+
+def rotation_cases(subject: Subject) -> Iterator[Case]:
+    """Yield the rotation of q and k with the store of k and v, into each cache of the model."""
+    for reads in subject.attention:
+        num_kv_heads, _, _, head_dim = reads.cache_shape
+        if head_dim > 256:
+            continue  # one latent for all heads has another layout; the check of the whole model covers it
+        qkv = subject.random(TOKENS, (reads.num_heads + 2 * num_kv_heads) * head_dim)
+        dtype = str(reads.cache_dtype).removeprefix("torch.")
+        yield Case(
+            f"rotation of {reads.num_heads} heads of {head_dim}, {dtype}",
+            lambda reads=reads, qkv=qkv: [_rotated(subject, reads, qkv)],  # type: ignore[misc]
+            close_to(
+                lambda reads=reads, qkv=qkv: _rotated(subject, reads, qkv),  # type: ignore[misc]
+                share=ROTATED_SHARES[reads.cache_dtype.itemsize],
+            ),
+        )  # fmt: skip
+
+
+def _rotated(subject: Subject, reads: KVReads, qkv: Tensor) -> Tensor:
+    """Return q, the stored k and v, and what was stored where nothing should be, all in fp32."""
+    num_kv_heads, _, size, head_dim = reads.cache_shape
+    kv = _empty_cache(subject, reads)
+    angles = torch.outer(torch.arange(64.0), 1e4 ** (-torch.arange(0, head_dim, 2) / head_dim))
+    table = torch.cat([angles.cos(), angles.sin()], 1).to(subject.device)
+    slots = torch.tensor([size, -1, size + 1, 2 * size, 3], device=subject.device)
+    positions = torch.tensor([63, 0, 1, 17, 5], device=subject.device)
+    q = rotary_store_kv(qkv, kv, slots, plan_rotation(table, positions))
+    parts = [q[slots >= 0].float()]
+    for side in _in_fp32(kv)[:2]:
+        rows = side.view(num_kv_heads, -1, head_dim)
+        parts.append(rows[:, slots[slots >= 0]])
+        rows[:, slots[slots >= 0]] = 0
+        parts.append(rows.abs().amax()[None])
+    return torch.cat([part.flatten() for part in parts])
+
+
+def _empty_cache(subject: Subject, reads: KVReads) -> LayerKV:
+    """Return a zeroed cache of a few blocks."""
+    num_kv_heads, _, size, head_dim = reads.cache_shape
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=subject.device)
+
+    k, v = (zeros(num_kv_heads, 4, size, head_dim, dtype=reads.cache_dtype) for _ in range(2))
+    if reads.cache_dtype.itemsize > 1:
+        return LayerKV(k, v)
+    shape = (num_kv_heads, 4, size) if reads.cache_dtype == torch.int8 else (num_kv_heads,)
+    return LayerKV(k, v, zeros(*shape) + 0.02, zeros(*shape) + 0.02)
