@@ -323,22 +323,21 @@ class EngineLoop:
         plan = self.scheduler.schedule()
         if plan is None:
             return False
+        requests = self.scheduler.launched[-1].requests
+        rows = [i for i, request in enumerate(requests) if plan.rows[i].samples and self._may_forbid(request)]
+        plan = plan if plan.is_unmasked or rows else replace(plan, is_unmasked=True)
         self.runner.forward(plan)
-        masks = self._masks(plan, self.scheduler.launched[-1].requests)
+        masks = self._masks(plan, requests, rows) if rows else None
         self._pending.append(self.runner.sample(plan, masks))
         return True
 
-    def _masks(self, plan: StepPlan, requests: Sequence[Request]) -> TokenMasks | None:
-        """Return the allowed tokens of rows whose grammar may forbid one in this step, or None.
-        Runs while the forward runs.
+    def _masks(self, plan: StepPlan, requests: Sequence[Request], rows: Sequence[int]) -> TokenMasks:
+        """Return the allowed tokens of rows whose grammar may forbid one in this step. Runs while the forward runs.
 
         A grammar needs all previous tokens of its request, so the earlier steps that contain it are settled first. The
         next forward waits for nothing; only the host waits, for one step instead of two. The drafts that the forward
         verifies are known then, too: each has a mask, from a copy of the grammar that follows them.
         """
-        rows = [i for i, request in enumerate(requests) if plan.rows[i].samples and self._may_forbid(request)]
-        if not rows:
-            return None
         while self._pending and any(_has_unseen_tokens(requests[i]) for i in rows):
             self._settle()
         places: list[tuple[int, int]] = []  # (row, which of its draws)

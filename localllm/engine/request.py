@@ -86,7 +86,7 @@ class Request:
         "acceptance", "are_predicted", "arrived_s", "bad_words_token_ids", "block_hashes", "block_tables",
         "cache_extras", "draft_token_ids", "dry_breakers", "eos_token_ids", "finish_reason",
         "finished_s", "first_token_s", "grammar",
-        "hash_root", "held_state", "is_redrawn", "last_token_s", "max_drafts",
+        "hash_root", "held_state", "is_redrawn", "last_proposed", "last_token_s", "max_drafts",
         "max_output_tokens", "most_unseen", "next_drop",
         "num_cached_tokens", "num_computed_tokens", "num_drafts", "num_dropped_blocks", "num_in_flight_tokens",
         "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_proposed", "num_registered_blocks",
@@ -136,6 +136,7 @@ class Request:
         self.num_drafts = 0
         self.max_drafts = 0  # most drafts at a time, set by the scheduler
         self.num_proposed = 0  # drafts that the runner had ready after the last settled step
+        self.last_proposed = 0  # output tokens that it had when drafts were last ready for it
         self.proposed: tuple[int, ...] = ()  # their ids, if the host has them
         self.are_predicted = False  # they are from the prediction
         self.acceptance = Acceptance()

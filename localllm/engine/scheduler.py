@@ -518,13 +518,13 @@ class Scheduler:
 
     def _commit(self, draft: _Draft) -> StepPlan:
         """Advance the counters as if the step had run, and register the blocks that it fills."""
-        requests, num_sampling, register_blocks = [], 0, self.table.register_blocks
+        requests, sampling, register_blocks = [], [], self.table.register_blocks
         for request, row in draft.rows.values():
             requests.append(request)
             request.num_computed_tokens += row.num_scheduled_tokens
             request.num_in_flight_tokens += row.num_scheduled_tokens
             if row.samples:
-                num_sampling += 1
+                sampling.append(request)
                 request.num_output_placeholders += 1 + row.num_drafts
             request.num_drafts, request.draft_token_ids = 0, ()
             register_blocks(request, request.num_computed_tokens)
@@ -533,8 +533,11 @@ class Scheduler:
         self._step_id += 1
         rows = tuple([row for _, row in draft.rows.values()])
         known = self._known_token_ids(draft) if self._num_cohorts > 1 else ()
-        propose = 0 if self.speculation is None else self.speculation.propose(num_sampling)
-        plan = StepPlan(self._step_id, rows, tuple(draft.new_slots), self.table.take_freed_slots(), known, propose)
+        propose = 0 if self.speculation is None else self.speculation.propose(sampling)
+        is_unmasked = all(request.grammar is None for request in sampling)
+        plan = StepPlan(
+            self._step_id, rows, tuple(draft.new_slots), self.table.take_freed_slots(), known, propose, is_unmasked
+        )
         self.launched.append(LaunchedStep(plan, tuple(requests)))
         return plan
 

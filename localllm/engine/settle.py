@@ -77,6 +77,8 @@ def _settle_row(table: RequestTable, request: Request, row: Row, result: RowResu
         request.num_computed_tokens -= 1 + row.num_drafts - len(result.token_ids)
         request.num_proposed, request.proposed = result.num_proposed, result.proposed
         request.are_predicted = result.are_predicted
+        if result.num_proposed:
+            request.last_proposed = request.num_output_tokens
     if not result.token_ids:
         return table.finish_with_error(request, StepFailed("The runner returned no token for this request."))
     first = request.first_token_s is None

@@ -21,6 +21,8 @@ from localllm.engine.step import DraftSupport, Row, RowResult
 
 WIDTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Numbers of drafts per row that are compared."""
+LOOK_BACK, LOOK_EVERY = 64, 8
+"""Tokens without drafts after which a device looks for drafts in one of LOOK_EVERY steps."""
 LEAST_GAIN = 1.03
 """Expected tokens per second with drafts, as a multiple of those without, from which on they are used."""
 
@@ -92,6 +94,7 @@ class Speculation:
         self._widths = (*[width for width in WIDTHS if width < self.most], *([self.most] if self.most else []))
         self._num_drafts = self._num_draft_tokens = self._num_accepted = 0
         self._num_decode_rows = self._num_decode_tokens = self._last_width = 0
+        self._num_planned = 0  # steps for which a device could look for drafts
         self._by_place: Counter[int] = Counter()
         self._off_steps: Counter[str] = Counter()
         self._last_reason = ""
@@ -105,9 +108,19 @@ class Speculation:
             return 0
         return self.most if asked is None else min(asked, self.most)
 
-    def propose(self, num_rows: int) -> int:
-        """Return how many drafts the runner should have ready after a step with so many rows that sample."""
-        return min(self.most, max(0, self.support.step_tokens - num_rows))
+    def propose(self, sampling: Sequence[Request]) -> int:
+        """Return how many drafts the runner should have ready after a step in which these requests sample.
+
+        On a device the lookup is two kernels more in every step. It is left out while no request has had drafts within
+        its last LOOK_BACK tokens, but for every LOOK_EVERY-th step: a text may begin to repeat itself at any time.
+        """
+        most = min(self.most, max(0, self.support.step_tokens - len(sampling)))
+        if not most or not self.support.widths or self.support.lookahead:
+            return most
+        self._num_planned += 1
+        if self._num_planned % LOOK_EVERY == 0 or any(_had_drafts_lately(request) for request in sampling):
+            return most
+        return 0
 
     def set_drafts(self, decoding: Sequence[Request], budget: int, ledger: Ledger, *, has_prompts: bool) -> None:
         """Set the number of drafts of the requests that decode in the step being planned.
@@ -187,6 +200,12 @@ class Speculation:
             off_steps=tuple(sorted(self._off_steps.items())),
             last_reason=self._last_reason,
         )
+
+
+def _had_drafts_lately(request: Request) -> bool:
+    """Return whether a request may have drafts, and had some, or began, within its last LOOK_BACK tokens."""
+    place = request.num_output_tokens + request.num_output_placeholders
+    return request.max_drafts > 0 and place - request.last_proposed <= LOOK_BACK
 
 
 def _num_ready(request: Request, most: int) -> int:

@@ -101,6 +101,7 @@ class StepPlan:
     known_token_ids: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(slot, ids) of rows whose last token was sampled, from position num_computed_tokens on. Empty for one stage."""
     propose: int = 0  # most drafts that the runner proposes behind each row that samples, for the next step
+    is_unmasked: bool = False  # no row follows a grammar: `sample` gets no masks, so tokens may be drawn in `forward`
 
     @property
     def num_tokens(self) -> int:

@@ -179,6 +179,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     freed_slots: tuple[int, ...]
     known_token_ids: tuple[tuple[int, tuple[int, ...]], ...]
     propose: int
+    is_unmasked: bool
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True):
@@ -218,7 +219,9 @@ def decode(payload: bytes, kind: type[T]) -> T:
 
 def encode_plan(plan: StepPlan) -> bytes:
     news = tuple(map(_new, plan.new_slots))
-    return encode(Plan(plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids, plan.propose))
+    return encode(
+        Plan(plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids, plan.propose, plan.is_unmasked)
+    )
 
 
 def decode_plan(payload: bytes) -> StepPlan:
@@ -226,7 +229,9 @@ def decode_plan(payload: bytes) -> StepPlan:
     try:
         plan = _PLANS.decode(payload)
         news = tuple(map(_new_slot, plan.new_slots))
-        return StepPlan(plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids, plan.propose)
+        return StepPlan(
+            plan.step_id, plan.rows, news, plan.freed_slots, plan.known_token_ids, plan.propose, plan.is_unmasked
+        )
     except (msgspec.DecodeError, ValueError, TypeError) as error:
         raise BadRecord(f"a plan was expected: {error}") from error
 

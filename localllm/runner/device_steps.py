@@ -1,8 +1,9 @@
 """Steps on a GPU: copied in one transfer, unpacked there, and replayed as graphs if a recorded shape holds them.
 
-A step is two graphs, because the engine makes two calls: one up to the logits, one from the logits to the sampled
-tokens. The second is recorded in several variants (`FEATURE_SETS`), so that unused features cost nothing. Rows with
-further features, and steps larger than every shape, are launched kernel by kernel on the same buffers.
+A step without prompts is one graph, from the staged buffer to the sampled tokens, recorded in several variants
+(`FEATURE_SETS`), so that unused features cost nothing; with drafts it also proposes the next ones. Steps with a mask or
+with logprobs replay a graph up to the logits, and so do steps with prompts, whose forward pass takes longer than the
+host needs to launch the rest. Steps larger than every shape are launched kernel by kernel on the same buffers.
 On a CPU everything works the same with a `Capture` that records nothing; tests use that.
 """
 
@@ -51,7 +52,7 @@ from localllm.runner.upload import to_device, warm_pinned
 QUIET_S = 0.05  # seconds without a step before idle time is used
 SIZES_END = 1024  # all steps of at least this many tokens use the same kernels
 PAUSE_S = 0.001  # seconds that an arriving request may have to wait
-FORWARD, PROPOSE = "forward", "propose"
+FORWARD = "forward"
 FEATURE_SETS = (
     SamplingFeatures(),
     SamplingFeatures(filters=True),
@@ -85,6 +86,7 @@ class DeviceSteps:
         self._graphs = StepGraphs(shapes, capture, self._parts) if capture else None
         self._shape = StepShape(0)  # of the last launched step
         self._replayed = False
+        self._drawn: SamplingFeatures | None = None  # what the last step's graph has sampled with
         self._num_replayed = self._num_launched = 0
         self._early_compiles = self._early_allocations = self._graph_bytes = 0
         self._last_step_s = -math.inf
@@ -124,11 +126,8 @@ class DeviceSteps:
         """Launch the lookup behind the tokens that this step accepts. It finds as many drafts as a slot may have,
         whatever `most` is, so that every step launches the same."""
         shape = self._shape
-        if self._replayed and self._graphs is not None and self._graphs.has(shape, PROPOSE):
-            self._graphs.replay(shape, PROPOSE)
-            proposed = self._proposed[: shape.rows]
-        else:
-            proposed = self._look_up(shape)
+        has_proposed = self._drawn is not None and shape.drafts > 0
+        proposed = self._proposed[: shape.rows] if has_proposed else self._look_up(shape)
         return DeviceProposals(proposed, batch.plan_rows, row_places(batch, shape)[batch.rows.samples])
 
     def _look_up(self, shape: StepShape) -> Tensor:
@@ -137,16 +136,20 @@ class DeviceSteps:
 
     # ---- the two halves ----------------------------------------------------------------------------------------------
 
-    def forward(self, batch: StepBatch) -> Forward:
+    def forward(self, batch: StepBatch, *, draws: bool = False, proposes: bool = False) -> Forward:
+        """draws: whether the step's tokens may be drawn at once, since `sample` will get no masks. proposes: whether
+        drafts are proposed behind them."""
         self._last_step_s = time.monotonic()
         exact = shape_of(batch)
         launched = batch.prompt_spans or batch.embeds is not None
         recorded = self._recorded_for(exact) if not launched else None
-        self._shape, self._replayed = recorded or exact, recorded is not None
+        self._shape, self._replayed, self._drawn = recorded or exact, recorded is not None, None
         self._staged.stage(batch, self._shape)
         if recorded is not None and self._graphs is not None:
             self._num_replayed += 1
-            self._graphs.replay(recorded, FORWARD)
+            if draws and (proposes or not recorded.drafts):
+                self._drawn = self._recorded_draw(batch, recorded)
+            self._graphs.replay(recorded, FORWARD if self._drawn is None else self._drawn)
             return Forward(None if self._logits is None else self._logits[: recorded.rows * recorded.num_draws], None)
         self._num_launched += 1
         hidden, last = self._run(exact, embeds_on(batch, self._device))
@@ -158,9 +161,8 @@ class DeviceSteps:
         features = self._sampling.features(batch.slots)
         if features is None:
             return self._sample_any(batch, logits, places, masks)
-        kind = next((kind for kind in FEATURE_SETS if kind.covers(features)), None) if masks is None else None
-        if self._replayed and self._graphs is not None and kind is not None and self._graphs.has(self._shape, kind):
-            self._graphs.replay(self._shape, kind)
+        if self._drawn is not None:
+            assert masks is None, "masks for a step whose tokens are drawn"
             draws, rows = self._shape.rows * self._shape.num_draws, self._shape.rows
             out, counts = Sampled(self._token_ids[:draws], self._best[:draws], None), self._counts[: 2 * rows]
         else:
@@ -172,6 +174,14 @@ class DeviceSteps:
         return Drawn(
             out.token_ids, out.best, tuple(places.tolist()), out.logprobs, scored, counts=counts.view(2, -1)
         )  # fmt: skip
+
+    def _recorded_draw(self, batch: StepBatch, shape: StepShape) -> SamplingFeatures | None:
+        """Return the variant whose graph draws the step's tokens, too; None if there is none for what rows ask for."""
+        features = self._sampling.features(batch.slots) if len(batch.slots) else None
+        if features is None or self._graphs is None:
+            return None
+        kind = next((kind for kind in FEATURE_SETS if kind.covers(features)), None)
+        return kind if kind is not None and self._graphs.has(shape, kind) else None
 
     def _run(self, shape: StepShape, embeds: GivenEmbeds | None = None) -> tuple[Tensor, Tensor]:
         """Run the model. Return the hidden states of all tokens, and of those behind which a token is drawn: each row's
@@ -239,7 +249,8 @@ class DeviceSteps:
         return recorded
 
     def _parts(self, shape: StepShape) -> dict[Part, Callable[[], None]]:
-        """Return the functions to record for a shape: the forward pass up to the logits, and each variant of sampling.
+        """Return the functions to record for a shape: the forward pass up to the logits, and without prompts the same
+        with each variant of sampling.
 
         Each runs once before it is recorded, on padding: the buffers may still hold a finished step, whose slots and
         blocks now belong to other requests.
@@ -253,19 +264,17 @@ class DeviceSteps:
 
         def draw(features: SamplingFeatures) -> Callable[[], None]:
             def step() -> None:
+                forward()
                 if logits is None:  # all shards record the same parts, since those with an exchange must meet
-                    self._best.zero_()
                     return
                 self._draw(self._staged.part(shape), logits, features)
+                if shape.drafts:
+                    self._proposed[: shape.rows].copy_(self._look_up(shape))
 
             return step
 
-        def propose() -> None:
-            self._proposed[: shape.rows].copy_(self._look_up(shape))
-
         parts: dict[Part, Callable[[], None]] = {FORWARD: forward}
-        parts |= {features: draw(features) for features in FEATURE_SETS}
-        return parts if self._lookup is None else {**parts, PROPOSE: propose}
+        return parts if shape.prefill_rows else parts | {features: draw(features) for features in FEATURE_SETS}
 
     def warm_up(self, budget_s: float = 0.0) -> None:
         """Compile every kernel, and record the shapes needed at the first request."""

@@ -36,6 +36,7 @@ MIXED_DECODES = (0, 8, 32, 128, 192, 256, 384, 512)  # beside them; the last is 
 MANY_DECODES, MANY_TOKENS = 192, (256, 512)  # from so many decodes on, only shapes with so many prompt tokens
 FIRST_DECODES = (1, 2, 4, 8)  # captured before the server is ready
 LEAST_FREE_BYTES = 256 * 1024**2  # free device memory below which no further graph is recorded
+PREDICT_EVERY = 10  # graphs after which the memory of all further ones is predicted, again and again
 STEPS_PER_CAPTURE = 64  # steps without a graph, under load, before one part of their shape is recorded
 
 Replay = Callable[[], None]
@@ -62,7 +63,11 @@ class CudaCapture:
 
     def has_memory(self) -> bool:
         """Return whether there is memory for another graph."""
-        return bool(torch.cuda.mem_get_info(self._device)[0] >= LEAST_FREE_BYTES)
+        return self.spare_bytes() >= 0
+
+    def spare_bytes(self) -> int:
+        """Return the bytes that further graphs may take."""
+        return int(torch.cuda.mem_get_info(self._device)[0]) - LEAST_FREE_BYTES
 
     def __call__(self, step: Callable[[], None]) -> Replay:
         if not self.has_memory():
@@ -185,6 +190,7 @@ class StepGraphs:
         self._replays: dict[StepShape, dict[Part, Replay]] = {}
         self._decodes: dict[int, list[StepShape]] = {}  # by number of drafts
         self._mixed: list[StepShape] = []
+        self._num_recorded = self._recorded_bytes = 0
         self._num_missed = 0  # steps without a graph since the last capture for such a step
 
     def __len__(self) -> int:
@@ -253,6 +259,7 @@ class StepGraphs:
 
     def _record_part(self, shape: StepShape) -> None:
         recorded = self._replays.get(shape, {})
+        spare = self._spare_bytes()
         try:
             steps = self._parts(shape)
             part = next(part for part in steps if part not in recorded)
@@ -278,7 +285,46 @@ class StepGraphs:
             recorded[part] = replay
             if len(recorded) == len(steps):
                 self._to_do.remove(shape)
+            self._count(spare)
+
+    def _count(self, spare_before: int | None) -> None:
+        """Add what a graph took. After each PREDICT_EVERY graphs, leave out the least useful shapes if all of those to
+        come would not fit: recording stops where memory ends, and then the shapes that came last are missing."""
+        spare = self._spare_bytes()
+        if spare is None or spare_before is None:
+            return
+        self._num_recorded += 1
+        self._recorded_bytes += max(0, spare_before - spare)
+        if self._num_recorded % PREDICT_EVERY or not self._recorded_bytes:
+            return
+        each = self._recorded_bytes / self._num_recorded
+        fitting, kept = int(max(0, spare) / each), set[StepShape]()
+        for shape in sorted(self._to_do, key=_usefulness):
+            fitting -= len(self._parts(shape)) - len(self._replays.get(shape, {}))
+            if fitting < 0:
+                break
+            kept.add(shape)
+        num_left_out = len(self._to_do) - len(kept)
+        if num_left_out:
+            log.warning(
+                "graphs of %d of %d step shapes are left out: a graph takes %.1f MiB, and %.0f MiB are spare; "
+                "a lower --gpu-memory-utilization leaves more",
+                num_left_out, self.num_wanted, each / 2**20, max(0, spare) / 2**20,
+            )  # fmt: skip
+            self._num_rest = len([shape for shape in self._to_do[: self._num_rest] if shape in kept])
+            self._to_do = [shape for shape in self._to_do if shape in kept]
+
+    def _spare_bytes(self) -> int | None:
+        """Return the memory that further graphs may take. None: it is unknown, or other ranks with other memory record
+        with this one, and would leave out other shapes."""
+        spare = getattr(self._capture, "spare_bytes", None)
+        return None if spare is None else spare()
 
 
 def _size(shape: StepShape) -> int:
     return shape.tokens
+
+
+def _usefulness(shape: StepShape) -> tuple[bool, bool, int]:
+    """Return a key that puts the most useful shapes first: decode steps, those with prompts, those with drafts."""
+    return shape.drafts > 0, shape.prefill_rows > 0, shape.tokens

@@ -152,7 +152,11 @@ class TorchRunner:
             if isinstance(self._steps, DeviceSteps):
                 plan, width = self._steps.narrowed(plan)
             batch = self._slots.batch(plan, width) if plan.rows else None
-            done = self._loaded.forward(batch) if batch is not None else None
+            done = None
+            if batch is not None and isinstance(self._loaded, DeviceSteps):
+                done = self._loaded.forward(batch, draws=plan.is_unmasked, proposes=plan.propose > 0)
+            elif batch is not None:
+                done = self._loaded.forward(batch)
             self._launched = _ForwardedStep(plan.step_id, timer.stop(), batch, done)
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> PendingStep:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from localllm.engine.acceptance import Acceptance
-from localllm.engine.speculation import Speculation, StepCosts
+from localllm.engine.speculation import LOOK_BACK, LOOK_EVERY, Speculation, StepCosts
 from localllm.engine.stats import OFF_REASONS
 from localllm.engine.step import DraftSupport
 from tests.engine.harness import EveryOther, SmallEngine, make_engine, make_request
@@ -322,6 +322,45 @@ def test_a_padded_step_is_no_larger_than_a_step_with_drafts_may_be(rows, width):
         policy.costs.observe(tokens, 1.0)
     requests = [make_request(f"r{row}", [1]) for row in range(rows)]
     assert policy.width(requests, [15] * rows, 64) == width
+
+
+ON_A_DEVICE = DraftSupport(3, 32, proposes=True, widths=(3,))
+
+
+def looked_up(propose: Propose, support: DraftSupport = ON_A_DEVICE) -> list[bool]:
+    """Return for each step of one request of 300 tokens whether drafts were looked up behind it."""
+    engine = make_engine(vocab_size=VOCAB, propose=propose, num_blocks=200)
+    assert engine.scheduler.speculation is not None
+    engine.scheduler.speculation.support = support
+    engine.add("r", [1, 2, 3], max_tokens=300)
+    engine.run()
+    assert engine.tokens["r"] == expected_output([1, 2, 3], 300, vocab_size=VOCAB)
+    return [plan.propose > 0 for plan in engine.plans if plan.rows]
+
+
+def test_a_device_looks_for_drafts_rarely_where_it_finds_none():
+    steps = looked_up(nothing)
+    assert all(steps[:LOOK_BACK])
+    later = steps[LOOK_BACK + 2 :]
+    assert len(later) // LOOK_EVERY <= sum(later) <= len(later) // LOOK_EVERY + 1
+
+
+def test_a_device_looks_for_drafts_in_each_step_where_it_finds_some():
+    assert all(looked_up(right))
+
+
+def test_a_device_finds_a_text_that_begins_to_repeat_itself():
+    """From the first step that looks on, each step does."""
+    steps = looked_up(lambda known, most: right(known, most) if len(known) > 160 else [])
+    assert 0 < steps.count(False) < 100
+    last = len(steps) - 1 - steps[::-1].index(False)
+    assert all(steps[last + 1 :])
+    assert last < 160 + LOOK_EVERY
+
+
+def test_a_host_looks_for_drafts_in_each_step():
+    """It costs microseconds there, and no step has to be launched for it."""
+    assert all(looked_up(nothing, DraftSupport(3, 32, proposes=True)))
 
 
 def test_costs_that_were_not_measured_for_long_are_measured_again():

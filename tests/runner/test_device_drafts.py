@@ -29,8 +29,8 @@ from localllm.runner.device_drafts import (
     most_draws,
     narrowed,
 )
-from localllm.runner.device_steps import DeviceSteps
-from localllm.runner.graphs import STEPS_PER_CAPTURE, capture_shapes
+from localllm.runner.device_steps import FEATURE_SETS, FORWARD, DeviceSteps
+from localllm.runner.graphs import STEPS_PER_CAPTURE, Replay, capture_shapes
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
 from localllm.runner.staging import StagedInputs, StepShape
@@ -327,6 +327,56 @@ def test_a_step_runs_in_the_recorded_width_that_was_chosen_for_it(
     assert result.num_checked == 2
     assert steps_of(runner)._shape == StepShape(1, drafts=DRAFT_WIDTHS[1])
     assert runner.stats().replayed_steps == before.replayed_steps + 1
+
+
+@pytest.mark.parametrize(("budget", "shapes", "graphs"), [(2048, 75, 225), (8192, 78, 228)])
+def test_the_default_ladder_has_few_graphs(model: Any, spec: ModelSpec, budget: int, shapes: int, graphs: int) -> None:
+    recorded: list[Replay] = []
+
+    def record(step: Replay) -> Replay:
+        recorded.append(step)
+        return step
+
+    cache = KVCache(spec, of_each(spec, 40), 8, CPU, torch.float32)
+    runner = TorchRunner(
+        model, spec, cache, max_num_seqs=256, max_num_batched_tokens=budget, max_model_len=64, block_size=8, device=CPU,
+        capture=record,
+    )  # fmt: skip
+    ladder = steps_of(runner)._graphs
+    assert ladder is not None
+    while ladder.capture_next():
+        pass
+    assert (len(ladder), len(recorded)) == (shapes, graphs)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_step_without_masks_replays_one_graph(model: Any, spec: ModelSpec, drafts: int) -> None:
+    """Where masks may come, tokens are drawn when they have come."""
+    runner = open_runner(model, spec, capture=lambda step: step)
+    runner.warm_up()
+    while runner.use_idle_time():
+        pass
+    graphs, replayed = steps_of(runner)._graphs, []
+    assert graphs is not None
+    for parts in graphs._replays.values():
+        for part, replay in parts.items():
+            parts[part] = lambda part=part, replay=replay: (replayed.append(part), replay())  # type: ignore[misc]
+    results = {}
+    for is_unmasked in (True, False):
+        enter(runner, [3, 1, 4, 1, 5, 3, 1, 4])
+        if drafts:
+            run(runner, StepPlan(2, (Row(0, "r0", 7, 1, (), True),), propose=15))
+        add_drafts(runner, 0, [2] * drafts)
+        at = 7 + bool(drafts)
+        replayed.clear()
+        row = Row(0, "r0", at, 1 + drafts, (), True, (), None, drafts)
+        (result,) = run(runner, StepPlan(3, (row,), propose=15, is_unmasked=is_unmasked))
+        results[is_unmasked] = result._replace(num_checked=0)
+        assert replayed == [FEATURE_SETS[0] if is_unmasked else FORWARD]
+        assert result.num_checked == drafts
+        runner.forward(StepPlan(4, (), (), (0,)))
+        runner.reset()
+    assert results[True] == results[False]
 
 
 def test_steps_with_a_prompt_or_with_long_lists_have_no_drafts(model: Any, spec: ModelSpec) -> None:

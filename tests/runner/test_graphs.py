@@ -144,6 +144,38 @@ def test_a_shape_that_cannot_be_recorded_is_left_out_and_named(caplog: pytest.Lo
     assert "out of resource" in caplog.text
 
 
+class Metered(Recorder):
+    """A capture on a device with so many spare bytes, of which each graph takes one."""
+
+    def __init__(self, spare: int) -> None:
+        super().__init__(parts=("forward", "draw"))
+        self.spare = spare
+
+    def spare_bytes(self) -> int:
+        return self.spare
+
+    def __call__(self, step: Replay) -> Replay:
+        if not self.spare:
+            raise torch.OutOfMemoryError("full")
+        self.spare -= 1
+        return super().__call__(step)
+
+
+@pytest.mark.parametrize("spare", [40, 70, 10_000])
+def test_where_memory_is_short_the_shapes_that_serve_most_steps_are_recorded(
+    spare: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Metered(spare)
+    shapes = capture_shapes(64, 512, 256)
+    graphs = StepGraphs(shapes, recorder, recorder.parts)
+    graphs.capture_first()
+    complete(graphs)
+    decodes = {shape for shape in shapes if not (shape.prefill_rows or shape.drafts)}
+    assert decodes <= set(recorder.recorded), "all decode steps have a graph"
+    assert len(recorder.recorded) == 2 * len(graphs), "no shape is left half recorded"
+    assert ("are left out" in caplog.text) == (len(graphs) < graphs.num_wanted) == (spare < 2 * len(shapes))
+
+
 def test_a_lost_device_is_told() -> None:
     graphs = make(8, 512, Recorder(2, DeviceLost("gone")))
     with pytest.raises(DeviceLost):

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED
 from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.layers.linear import Linear
-from localllm.runner.device_steps import FEATURE_SETS, FORWARD, DeviceSteps
+from localllm.runner.device_steps import FEATURE_SETS, DeviceSteps
 from localllm.runner.graphs import Replay
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
@@ -100,7 +100,8 @@ def _memory(value: Any) -> int | None:
 def nodes_of_a_step(
     shape: str, weights: WeightFormat, layers: int, compiled: Compiled, drafts: int = 0
 ) -> Counter[str]:
-    """Return the nodes that a step of one request replays: the forward pass, and the plain draw."""
+    """Return the nodes that a step of one request replays: the forward pass, the plain draw, and with drafts those
+    behind it."""
     spec = shape_spec(shape, num_hidden_layers=layers)
     model = DecoderBuilder(spec, ReservedTensors(weights), CPU, torch.bfloat16).build(CONTEXT)
     replayed: Counter[str] = Counter()
@@ -121,8 +122,7 @@ def nodes_of_a_step(
     assert isinstance(runner._steps, DeviceSteps)
     graphs = runner._steps._graphs
     assert graphs is not None
-    for part in (FORWARD, FEATURE_SETS[0]):
-        graphs.replay(StepShape(1, drafts=drafts), part)
+    graphs.replay(StepShape(1, drafts=drafts), FEATURE_SETS[0])
     runner.close()
     return replayed
 
