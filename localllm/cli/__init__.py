@@ -16,7 +16,17 @@ from typing import NoReturn, TextIO
 
 from localllm.cli.flags import ADAPTER_FLAGS, add_debug_flag, add_engine_flags, add_server_flags, refuse_unknown
 from localllm.cli.install_words import add_completion, add_uninstall, add_update
-from localllm.cli.words import add_chat, add_json, add_link, add_logs, add_sampling, add_server, add_service, add_top
+from localllm.cli.words import (
+    add_chat,
+    add_json,
+    add_launch,
+    add_link,
+    add_logs,
+    add_sampling,
+    add_server,
+    add_service,
+    add_top,
+)
 from localllm.config.settings import SETTINGS
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
 from localllm.version import __version__
@@ -85,10 +95,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if words[0] not in verbs:  # --help or --version, which print and exit
         return parser.parse_args(words)
     verb = verbs[words[0]]
+    passed: list[str] = []
+    if words[0] == "launch" and "--" in words:  # the rest is the program's
+        words, passed = words[: words.index("--")], words[words.index("--") + 1 :]
     # Intermixed: `localllm run demo --temperature 0 "a prompt"` has a flag between its two positionals.
     options, leftover = verb.parse_known_intermixed_args(words[1:])
     if leftover:
         refuse_unknown(leftover, verb._option_string_actions, f"{verb.prog} --help")
+    options.passed = passed
     return options
 
 
@@ -120,6 +134,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     add_chat(
         verb("complete", "continue a text through a running OpenAI-compatible server", "chat:complete"), chats=False
     )
+    add_launch(verb("launch", "start a coding program with a model of this machine", "launch:launch"))
     _add_bench(verb("bench", "measure how fast this machine serves", "bench:bench"))
     _add_tune(verb("tune", "find settings for a goal by trying them on this machine", "tune:tune"))
     _add_doctor(verb("doctor", "check that this machine has what localllm needs", "doctor:doctor"))
