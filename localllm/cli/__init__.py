@@ -144,10 +144,8 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     listed.add_argument("--names", action="store_true", help="only the names, one per line")
     add_json(listed)
     _add_show(verb("show", "show a checkpoint's facts, on this machine or on the hub", "models:show_model"))
-    fit = verb("fit", "check whether a local or hub model fits into this machine's memory; takes up's flags", "fit:fit")
-    _model_argument(fit, required=True)
-    add_engine_flags(fit)
-    fit.add_argument("--json", action="store_true", help="print JSON")
+    help = "check whether a local or hub model fits into this machine's memory; takes up's flags"
+    _add_fit(verb("fit", help, "fit:fit"))
     _add_copy(verb("cp", "give a model a second name", "models:copy_model"))
     _add_remove(verb("rm", "delete a model from the Hugging Face cache, or a second name", "models:remove_model"))
     login = verb("login", "store a token for gated and private models", "hub:login")
@@ -200,6 +198,12 @@ def _with_verb(words: list[str], verbs: dict[str, Parser]) -> list[str]:
 def _model_argument(parser: Parser, *, required: bool) -> None:
     help = SETTINGS["model"].allowed
     parser.add_argument("model", nargs=None if required else "?", metavar="MODEL", help=help)
+
+
+def _add_fit(parser: Parser) -> None:
+    _model_argument(parser, required=True)
+    add_engine_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_search(parser: Parser) -> None:

@@ -29,6 +29,7 @@ NO_KEY = "localllm"
 """The key for programs that insist on one, where the server needs none."""
 SHOWN_KEY = "$LOCALLLM_API_KEY"
 STOP_S = 30.0
+IS_LINUX = sys.platform == "linux"
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -66,7 +67,7 @@ def _server(options: argparse.Namespace) -> Iterator[ServerClient]:
     print(f"No server is running; starting one with {model}.", file=sys.stderr)
     # In a group of its own, since Ctrl-C at the terminal is meant for the program.
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
-                               start_new_session=True, preexec_fn=_ends_with_parent if sys.platform == "linux" else None)  # fmt: skip
+                               start_new_session=True, preexec_fn=_ends_with_parent if IS_LINUX else None)  # fmt: skip
     try:
         url = next((told["url"] for told in _events(process) if told.get("event") == "ready"), None)
         if url is None:
@@ -82,11 +83,10 @@ def _server(options: argparse.Namespace) -> Iterator[ServerClient]:
 
 
 def _ends_with_parent() -> None:
-    """Let the kernel end this process when its parent is killed. Only Linux can."""
-    if sys.platform == "linux":
-        import ctypes
+    """Let Linux end this process when its parent is killed."""
+    import ctypes
 
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _events(process: subprocess.Popen[str]) -> Iterator[Mapping[str, str]]:
