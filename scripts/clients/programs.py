@@ -132,8 +132,18 @@ def run(
         command = [str(binary), *map(filled, program.command)]
         if program.launch:
             environ["PATH"] = f"{binary.parent}{os.pathsep}{environ['PATH']}"
-            ours = [sys.executable, "-m", "localllm", "launch", program.launch, "--url", url, "--model", "tiny", "--"]
-            command[:1] = ours
+            command[:1] = [
+                sys.executable,
+                "-m",
+                "localllm",
+                "launch",
+                program.launch,
+                "--url",
+                url,
+                "--model",
+                "tiny",
+                "--",
+            ]
         version = _version(binary, environ, work)
         started = time.monotonic()
         try:
@@ -145,7 +155,9 @@ def run(
             return Turn(version, PROGRAM_S, f"not done after {PROGRAM_S} s")
         seconds = time.monotonic() - started
         changed = [file.path for file in LAUNCHED[program.launch].files] if program.launch else []
-        left = [path for path in changed if (home / path.relative_to(Path.home())).exists()]
+        ours = [home / path.relative_to(Path.home()) for path in changed]
+        left = [path.name for path in ours if path.exists() and url in path.read_text(encoding="utf-8")]
+        left += [str(path) for path in home.glob(".local/share/localllm/launch/*")]
         if expected in done.stdout:
             return Turn(version, seconds, f"left behind: {left}" if left else None)
         return Turn(version, seconds, f"exit {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}")
@@ -179,9 +191,9 @@ def page(table: str) -> str:
     return (
         "# Programs that were tried\n\n"
         "<!-- Written by scripts/client_check --programs --write. -->\n\n"
-        "Each program ran as npm has it, in an empty home, most of them by `localllm launch`. It was asked to read two\n"
-        "files with a tool, and ended the turn if it printed the answer that the scripted model gives only after its prompt had both contents. Seconds\n"
-        "include the start of the program, on one busy machine.\n\n"
+        "Each program ran as npm has it, in an empty home, most of them by `localllm launch`. It was asked to read\n"
+        "two files with a tool, and ended the turn if it printed the answer that the scripted model gives only after its\n"
+        "prompt had both contents. Seconds include the start of the program, on one busy machine.\n\n"
         f"{table}\n"
     )
 
