@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from localllm import cli
+from localllm.cli.programs import guide_page
 from localllm.config.settings import EngineConfig, ServerConfig
 from localllm.config.unsupported import UNSUPPORTED
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED
@@ -33,6 +34,12 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 @pytest.mark.parametrize("name", WRITTEN)
 def test_reference_is_up_to_date(name: str) -> None:
     assert (REFERENCE / name).read_text(encoding="utf-8") == WRITTEN[name], "run scripts/make_docs"
+
+
+def test_the_guide_to_programs_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "guides" / "programs.md").read_text(encoding="utf-8") == guide_page(), (
+        "run scripts/make_docs"
+    )
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])

@@ -16,7 +16,17 @@ from typing import NoReturn, TextIO
 
 from localllm.cli.flags import ADAPTER_FLAGS, add_debug_flag, add_engine_flags, add_server_flags, refuse_unknown
 from localllm.cli.install_words import add_completion, add_uninstall, add_update
-from localllm.cli.words import add_chat, add_json, add_link, add_logs, add_sampling, add_server, add_service, add_top
+from localllm.cli.words import (
+    add_chat,
+    add_json,
+    add_launch,
+    add_link,
+    add_logs,
+    add_sampling,
+    add_server,
+    add_service,
+    add_top,
+)
 from localllm.config.settings import SETTINGS
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
 from localllm.version import __version__
@@ -85,10 +95,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if words[0] not in verbs:  # --help or --version, which print and exit
         return parser.parse_args(words)
     verb = verbs[words[0]]
+    passed: list[str] = []
+    if words[0] == "launch" and "--" in words:  # the rest is the program's
+        words, passed = words[: words.index("--")], words[words.index("--") + 1 :]
     # Intermixed: `localllm run demo --temperature 0 "a prompt"` has a flag between its two positionals.
     options, leftover = verb.parse_known_intermixed_args(words[1:])
     if leftover:
         refuse_unknown(leftover, verb._option_string_actions, f"{verb.prog} --help")
+    options.passed = passed
     return options
 
 
@@ -121,6 +135,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         verb("complete", "continue a text through a running OpenAI-compatible server", "chat:complete"), chats=False
     )
     _add_run_batch(verb("run-batch", "answer a file of requests, in OpenAI's batch format", "run_batch:run_batch"))
+    add_launch(verb("launch", "start a coding program with a model of this machine", "launch:launch"))
     _add_bench(verb("bench", "measure how fast this machine serves", "bench:bench"))
     _add_tune(verb("tune", "find settings for a goal by trying them on this machine", "tune:tune"))
     _add_doctor(verb("doctor", "check that this machine has what localllm needs", "doctor:doctor"))
@@ -130,10 +145,8 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     listed.add_argument("--names", action="store_true", help="only the names, one per line")
     add_json(listed)
     _add_show(verb("show", "show a checkpoint's facts, on this machine or on the hub", "models:show_model"))
-    fit = verb("fit", "check whether a local or hub model fits into this machine's memory; takes up's flags", "fit:fit")
-    _model_argument(fit, required=True)
-    add_engine_flags(fit)
-    fit.add_argument("--json", action="store_true", help="print JSON")
+    help = "check whether a local or hub model fits into this machine's memory; takes up's flags"
+    _add_fit(verb("fit", help, "fit:fit"))
     _add_copy(verb("cp", "give a model a second name", "models:copy_model"))
     _add_remove(verb("rm", "delete a model from the Hugging Face cache, or a second name", "models:remove_model"))
     login = verb("login", "store a token for gated and private models", "hub:login")
@@ -186,6 +199,12 @@ def _with_verb(words: list[str], verbs: dict[str, Parser]) -> list[str]:
 def _model_argument(parser: Parser, *, required: bool) -> None:
     help = SETTINGS["model"].allowed
     parser.add_argument("model", nargs=None if required else "?", metavar="MODEL", help=help)
+
+
+def _add_fit(parser: Parser) -> None:
+    _model_argument(parser, required=True)
+    add_engine_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_search(parser: Parser) -> None:

@@ -47,6 +47,11 @@ class ServerClient:
         # Some servers have another version path (/v1beta/openai); without one, /v1 is added.
         self.v1 = url if re.search(r"/v\d\w*(/|$)", urlsplit(url).path) else f"{url}/v1"
 
+    @property
+    def key(self) -> str | None:
+        """The key that is sent; None: none."""
+        return self._api_key
+
     @classmethod
     def of(cls, options: argparse.Namespace) -> ServerClient:
         """Return the client of a localllm. If it is on this machine, the key from this user's settings is sent."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from localllm.cli.flags import add_debug_flag, add_server_flags
+from localllm.cli.programs import PROGRAMS
 from localllm.engine.params import SAMPLING_PARAMS, ParamInfo
 
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop")
@@ -61,6 +62,18 @@ def add_server(parser: argparse.ArgumentParser, model: str = "") -> None:
 def add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="print the state once and exit")
     add_server(parser)
+
+
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    help = "claude, codex, opencode, copilot, cline, qwen, zed or vscode; arguments after -- go to the program"
+    parser.add_argument("program", choices=tuple(PROGRAMS), metavar="PROGRAM", help=help)
+    parser.add_argument("--model", metavar="NAME", help="one of the server's models; default: the first")
+    parser.add_argument("--print", action="store_true", help="only print what would be set; start nothing")
+    parser.add_argument(
+        "--url", metavar="URL", help="the server; default: the one running on this machine, or a new one"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="the server's API key")
+    add_debug_flag(parser)
 
 
 def add_link(parser: argparse.ArgumentParser) -> None:

@@ -23,6 +23,7 @@ Feature = Literal[
     "graphs",  # steps are recorded and replayed
     "drafts",  # drafts are proposed and accepted on the device
     "product TMA",  # weights are loaded by the tensor memory accelerator
+    "product merge",  # where K of a product is split, the last program of a tile adds the parts
     "product kernel",  # few rows are multiplied by our kernel instead of cuBLAS
     "decode TMA",  # decode attention loads keys and values by TMA
     "decode merge",  # the last program of decode attention merges the parts

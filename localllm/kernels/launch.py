@@ -76,9 +76,6 @@ class LaunchOptions:
     avoids: frozenset[Feature] = frozenset()
     """Features that kernels do without (choice.py)."""
 
-    last_program_adds: bool = True
-    """Where K of a product is split, programs add the parts together (split_sum.py). Otherwise each takes all of K."""
-
     counters: torch.Tensor | None = field(default=None, compare=False, repr=False)
     """[COUNTERS] int32 zeros for the products of one stream (split_sum.py); None: those of the current stream."""
 

@@ -102,7 +102,7 @@ def skinny_gemm_unfinished(
     tile = settings_for("skinny_gemm", key, skinny_gemm_tile)
     assert tile.block_k <= SCALE_BLOCK or not block_scales, "a tile has one scale"
     many = (launch_options().deterministic and rows >= SERIAL_ROWS) or _programs(tile, rows, n) > COUNTERS
-    serial = tile.split_k > 1 and (many or not launch_options().last_program_adds)
+    serial = tile.split_k > 1 and (many or not uses("product merge"))
     return SkinnyProduct(x, squares, eps, weight, bias, scales, zeros, tile, serial)
 
 

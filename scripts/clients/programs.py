@@ -22,36 +22,32 @@ from urllib.request import urlopen
 
 from scripted_server import DONE, FILES
 
+from localllm.cli.programs import PROGRAMS as LAUNCHED
+
 QUESTION = "Read first.txt and second.txt, one after the other, with a shell command each, and tell me both words."
 HELLO = "Say hello."
 PROGRAM_S, INSTALL_S = 240, 900
-CODEX = "model_providers.local={name='local',base_url='{url}/v1',wire_api='responses',env_key='LOCAL_KEY'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One program. `{url}` and `{question}` in its command, its environment and its files are replaced."""
+    """One program. `{url}`, `{home}` and `{question}` in its command, its environment and its files are replaced."""
 
     package: str
     binary: str
     command: Sequence[str]
     environ: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)  # path in its home -> content
+    launch: str = ""  # its name for `localllm launch`, which then configures it; empty: started directly
 
 
 PROGRAMS: Mapping[str, Program] = {
     "claude": Program(
-        "@anthropic-ai/claude-code", "claude",
-        ["-p", "{question}", "--model", "tiny", "--allowedTools", "Bash"],
-        {"ANTHROPIC_BASE_URL": "{url}", "ANTHROPIC_API_KEY": "", "ANTHROPIC_AUTH_TOKEN": "local",
-         "ANTHROPIC_DEFAULT_OPUS_MODEL": "tiny", "ANTHROPIC_DEFAULT_SONNET_MODEL": "tiny",
-         "ANTHROPIC_DEFAULT_HAIKU_MODEL": "tiny", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+        "@anthropic-ai/claude-code", "claude", ["-p", "{question}", "--allowedTools", "Bash"], launch="claude"
     ),
     "codex": Program(
         "@openai/codex", "codex",
-        ["exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "-c", "model_provider=local",
-         "-c", CODEX, "-m", "tiny", "{question}"],
-        {"LOCAL_KEY": "local"},
+        ["exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "{question}"], launch="codex",
     ),
     "codex --oss": Program(
         "@openai/codex", "codex",
@@ -60,23 +56,10 @@ PROGRAMS: Mapping[str, Program] = {
         {"CODEX_OSS_BASE_URL": "{url}/v1"},
     ),
     "opencode": Program(
-        "opencode-ai", "opencode", ["run", "-m", "local/tiny", "{question}"],
-        {"OPENCODE_CONFIG_CONTENT": json.dumps({"provider": {"local": {
-            "npm": "@ai-sdk/openai-compatible", "name": "local",
-            "options": {"baseURL": "{url}/v1", "apiKey": "local"},
-            "models": {"tiny": {"name": "tiny", "limit": {"context": 200000, "output": 4096}}}}},
-            "permission": {"bash": "allow"}}), "OPENCODE_DISABLE_AUTOUPDATE": "1",
-         "OPENCODE_DISABLE_MODELS_FETCH": "1"},
+        "opencode-ai", "opencode", ["run", "{question}"], {"OPENCODE_DISABLE_AUTOUPDATE": "1"}, launch="opencode"
     ),
-    "copilot": Program(
-        "@github/copilot", "copilot", ["-p", "{question}", "--allow-all-tools"],
-        {"COPILOT_PROVIDER_BASE_URL": "{url}/v1", "COPILOT_PROVIDER_API_KEY": "local",
-         "COPILOT_PROVIDER_WIRE_API": "responses", "COPILOT_MODEL": "tiny", "COPILOT_OFFLINE": "true"},
-    ),
-    "qwen": Program(
-        "@qwen-code/qwen-code", "qwen", ["-p", "{question}", "--yolo", "--auth-type", "openai"],
-        {"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "local", "OPENAI_MODEL": "tiny"},
-    ),
+    "copilot": Program("@github/copilot", "copilot", ["-p", "{question}", "--allow-all-tools"], launch="copilot"),
+    "qwen": Program("@qwen-code/qwen-code", "qwen", ["-p", "{question}", "--yolo"], launch="qwen"),
     "cn": Program(
         "@continuedev/cli", "cn", ["-p", "{question}", "--config", "{home}/config.yaml", "--auto"],
         {"CONTINUE_TELEMETRY_ENABLED": "0"},
@@ -84,13 +67,7 @@ PROGRAMS: Mapping[str, Program] = {
                         "    model: tiny\n    apiBase: {url}\n    roles: [chat]\n"
                         "    capabilities: [tool_use]\n    defaultCompletionOptions: {contextLength: 100000}\n"},
     ),
-    "cline": Program(
-        "cline", "cline", ["--auto-approve", "true", "{question}"], {"CLINE_TELEMETRY_DISABLED": "1"},
-        {".cline/data/settings/providers.json": json.dumps({
-            "version": 1, "lastUsedProvider": "ollama",
-            "providers": {"ollama": {"settings": {"provider": "ollama", "model": "tiny", "baseUrl": "{url}"},
-                                     "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}}})},
-    ),
+    "cline": Program("cline", "cline", ["--auto-approve", "true", "{question}"], launch="cline"),
 }  # fmt: skip
 
 
@@ -153,6 +130,20 @@ def run(
         environ = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb", "CI": "1", "NO_COLOR": "1"}
         environ |= {key: filled(value) for key, value in program.environ.items()}
         command = [str(binary), *map(filled, program.command)]
+        if program.launch:
+            environ["PATH"] = f"{binary.parent}{os.pathsep}{environ['PATH']}"
+            command[:1] = [
+                sys.executable,
+                "-m",
+                "localllm",
+                "launch",
+                program.launch,
+                "--url",
+                url,
+                "--model",
+                "tiny",
+                "--",
+            ]
         version = _version(binary, environ, work)
         started = time.monotonic()
         try:
@@ -163,8 +154,12 @@ def run(
         except subprocess.TimeoutExpired:
             return Turn(version, PROGRAM_S, f"not done after {PROGRAM_S} s")
         seconds = time.monotonic() - started
+        changed = [file.path for file in LAUNCHED[program.launch].files] if program.launch else []
+        ours = [home / path.relative_to(Path.home()) for path in changed]
+        left = [path.name for path in ours if path.exists() and url in path.read_text(encoding="utf-8")]
+        left += [str(path) for path in home.glob(".local/share/localllm/launch/*")]
         if expected in done.stdout:
-            return Turn(version, seconds)
+            return Turn(version, seconds, f"left behind: {left}" if left else None)
         return Turn(version, seconds, f"exit {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}")
 
 
@@ -196,9 +191,9 @@ def page(table: str) -> str:
     return (
         "# Programs that were tried\n\n"
         "<!-- Written by scripts/client_check --programs --write. -->\n\n"
-        "Each program ran as npm has it, in an empty home. It was asked to read two files with a tool, and ended the\n"
-        "turn if it printed the answer that the scripted model gives only after its prompt had both contents. Seconds\n"
-        "include the start of the program, on one busy machine.\n\n"
+        "Each program ran as npm has it, in an empty home, most of them by `localllm launch`. It was asked to read\n"
+        "two files with a tool, and ended the turn if it printed the answer that the scripted model gives only after its\n"
+        "prompt had both contents. Seconds include the start of the program, on one busy machine.\n\n"
         f"{table}\n"
     )
 

@@ -111,7 +111,8 @@ TABLE: tuple[CheckedKernel, ...] = (
         (
             Variant("TMA", least_arch=90),
             _avoiding("pointers", "about 5 % slower", "product TMA"),
-            _avoiding("cuBLAS", "about 20 % slower", "product TMA", "product kernel"),
+            _avoiding("one program a tile", "about 10 % slower", "product TMA", "product merge"),
+            _avoiding("cuBLAS", "about 20 % slower", "product TMA", "product merge", "product kernel"),
             _twin("products", SLOW),
         ),
         product_cases,

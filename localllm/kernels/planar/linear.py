@@ -31,6 +31,7 @@ from torch import Tensor
 
 from localllm.kernels.crossover import Crossover
 from localllm.kernels.launch import (
+    uses,
     INTERPRETED,
     cdiv,
     early_launch,
@@ -176,7 +177,7 @@ def planar_linear_unfinished(x: Tensor | PendingNorm, weight: PlanarWeight, bias
         return x.new_empty((0, weight.shape[0]))
     bucket = DETERMINISTIC_ROWS if launch_options().deterministic else next_power_of_2(rows)
     tile = settings_for("planar_linear", (bucket, *planar_key(weight)), planar_tile)
-    if not launch_options().last_program_adds or cdiv(weight.shape[0], tile.block_n) > COUNTERS:
+    if not uses("product merge") or cdiv(weight.shape[0], tile.block_n) > COUNTERS:
         tile = tile._replace(split=1)
     return PlanarProduct(x if x.stride(1) == 1 else x.contiguous(), squares, eps, weight, bias, tile)
 

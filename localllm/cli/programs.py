@@ -1,0 +1,245 @@
+"""The coding programs that `localllm launch` starts, and what each needs to use a server: one table.
+
+The verb, its `--print` and the guide docs/guides/programs.md read it. Texts contain `{url}`, `{key}`, `{model}` and
+`{context}`, which `filled` replaces.
+Does not know: where a server runs, how a program is started or a file is restored (launch.py, borrowed_files.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from localllm.files.folders import config_home
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The server and the model that a program will use. context: tokens; None: unknown until the model is loaded."""
+
+    url: str
+    key: str
+    model: str
+    context: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFile:
+    """A JSON file of a program that has no variable for the same. `content` is merged into what the file has."""
+
+    folder: str  # ~ (home), config (XDG_CONFIG_HOME) or vscode (the folder of the user's settings)
+    name: str
+    content: Any
+
+    @property
+    def path(self) -> Path:
+        roots = {"~": Path.home, "config": config_home, "vscode": _vscode_folder}
+        return roots[self.folder]() / self.name
+
+    @property
+    def shown(self) -> str:
+        """The path on Linux, for documentation."""
+        return {"~": "~/", "config": "~/.config/", "vscode": "~/.config/Code/User/"}[self.folder] + self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program. `arguments` come before those of the user."""
+
+    title: str
+    binary: str
+    install: str  # the command that installs it, or where to get it
+    example: str  # arguments of the user in an example
+    environ: Mapping[str, Any] = field(default_factory=dict)  # a value that is not a text is written as JSON
+    arguments: Sequence[str] = ()
+    files: Sequence[ProgramFile] = ()
+    default_arguments: Sequence[str] = ()  # added where the user gives none
+    note: str = ""
+
+
+_CODEX_PROVIDER = (
+    'model_providers.localllm={name="localllm",base_url="{url}/v1",wire_api="responses",env_key="LOCALLLM_LAUNCH_KEY"}'
+)
+
+PROGRAMS: Mapping[str, Program] = {
+    "claude": Program(
+        "Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", '-p "What does this folder hold?"',
+        {
+            "ANTHROPIC_BASE_URL": "{url}", "ANTHROPIC_API_KEY": "", "ANTHROPIC_AUTH_TOKEN": "{key}",
+            "ANTHROPIC_MODEL": "{model}", "ANTHROPIC_DEFAULT_OPUS_MODEL": "{model}",
+            "ANTHROPIC_DEFAULT_SONNET_MODEL": "{model}", "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",
+            "CLAUDE_CODE_SUBAGENT_MODEL": "{model}", "CLAUDE_CODE_AUTO_COMPACT_WINDOW": "{context}",
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0", "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        },
+        note="`CLAUDE_CODE_AUTO_COMPACT_WINDOW` tells it the served context; without it, it assumes 200,000 tokens.",
+    ),
+    "codex": Program(
+        "Codex", "codex", "npm install -g @openai/codex", 'exec "What does this folder hold?"',
+        {"LOCALLLM_LAUNCH_KEY": "{key}"},
+        ("-c", 'model_provider="localllm"', "-c", _CODEX_PROVIDER, "-c", 'model="{model}"',
+         "-c", "model_context_window={context}"),
+    ),
+    "opencode": Program(
+        "OpenCode", "opencode", "npm install -g opencode-ai", 'run "What does this folder hold?"',
+        {"OPENCODE_CONFIG_CONTENT": {
+            "model": "localllm/{model}", "small_model": "localllm/{model}",
+            "provider": {"localllm": {
+                "npm": "@ai-sdk/openai-compatible", "name": "localllm",
+                "options": {"baseURL": "{url}/v1", "apiKey": "{key}"},
+                "models": {"{model}": {"name": "{model}", "limit": {"context": "{context}", "output": "{context}"}}},
+            }},
+        }, "OPENCODE_DISABLE_MODELS_FETCH": "1"},
+    ),
+    "copilot": Program(
+        "Copilot CLI", "copilot", "npm install -g @github/copilot", '-p "What does this folder hold?"',
+        {"COPILOT_PROVIDER_BASE_URL": "{url}/v1", "COPILOT_PROVIDER_API_KEY": "{key}",
+         "COPILOT_PROVIDER_WIRE_API": "responses", "COPILOT_MODEL": "{model}", "COPILOT_OFFLINE": "true"},
+        note="`COPILOT_OFFLINE` keeps it from GitHub's servers, so that no account is needed.",
+    ),
+    "cline": Program(
+        "Cline", "cline", "npm install -g cline", '"What does this folder hold?"',
+        {"CLINE_TELEMETRY_DISABLED": "1"},
+        files=(ProgramFile("~", ".cline/data/settings/providers.json", {
+            "version": 1, "lastUsedProvider": "ollama",
+            "providers": {"ollama": {
+                "settings": {"provider": "ollama", "model": "{model}", "baseUrl": "{url}", "apiKey": "{key}"},
+                "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}},
+        }),),
+    ),
+    "qwen": Program(
+        "Qwen Code", "qwen", "npm install -g @qwen-code/qwen-code", '-p "What does this folder hold?"',
+        {"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "{key}", "OPENAI_MODEL": "{model}"},
+        ("--auth-type", "openai"),
+    ),
+    "zed": Program(
+        "Zed", "zed", "https://zed.dev/download", ".",
+        {"LOCALLLM_API_KEY": "{key}"}, ("--wait",),
+        (ProgramFile("config", "zed/settings.json", {
+            "language_models": {"openai_compatible": {"localllm": {
+                "api_url": "{url}/v1",
+                "available_models": [{"name": "{model}", "display_name": "{model}", "max_tokens": "{context}"}],
+            }}},
+            "agent": {"default_model": {"provider": "localllm", "model": "{model}"}},
+        }),),
+        (".",),
+        note="Close Zed first: a running Zed has another environment, and so not the key.",
+    ),
+    "vscode": Program(
+        "VS Code", "code", "https://code.visualstudio.com/download", ".",
+        arguments=("--wait",),
+        files=(ProgramFile("vscode", "chatLanguageModels.json",
+                           [{"name": "localllm", "vendor": "ollama", "url": "{url}"}]),),
+        default_arguments=(".",),
+        note="Choose the model in Copilot's model picker. This provider sends no key, so the server must need none.",
+    ),
+}  # fmt: skip
+
+
+def filled(value: Any, served: Served) -> Any:
+    """Return a value of the table for a server. A part that only repeats an unknown context is None."""
+    if isinstance(value, str):
+        if value == "{context}":
+            return served.context
+        for name in ("url", "key", "model", "context"):
+            value = value.replace(f"{{{name}}}", str(getattr(served, name)))
+        return value
+    if isinstance(value, Mapping):
+        made = {filled(key, served): filled(inner, served) for key, inner in value.items()}
+        return {key: inner for key, inner in made.items() if inner not in (None, {})}
+    return [filled(inner, served) for inner in value] if isinstance(value, list) else value
+
+
+def environ_of(program: Program, served: Served) -> dict[str, str]:
+    """Return the variables of a program, without those that need an unknown context."""
+    values = filled(program.environ, served)
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+
+
+def arguments_of(program: Program, served: Served, given: Sequence[str]) -> list[str]:
+    """Return the arguments of a program: its own, then `given`."""
+    own: list[str] = []
+    for word in program.arguments:
+        if "{context}" in word and served.context is None:
+            own.pop()  # the flag before it
+        else:
+            own.append(filled(word, served))
+    return [*own, *(given or program.default_arguments)]
+
+
+def guide_page() -> str:
+    """Return docs/guides/programs.md."""
+    example = Served("http://127.0.0.1:8000", "KEY", "MODEL", None)
+    parts = [_GUIDE_HEAD]
+    for name, program in PROGRAMS.items():
+        get = f"Install: {program.install}" if program.install.startswith("http") else f"Install: `{program.install}`"
+        parts.append(f"## {program.title}\n\n{get}\n\n```\nlocalllm launch {name} -- {program.example}\n```\n")
+        rows = []
+        for variable, value in program.environ.items():
+            if not isinstance(value, str):
+                rows.append(f"| `{variable}` | JSON, below |")
+            else:
+                text = value if value == "{context}" else filled(value, example)
+                rows.append(f"| `{variable}` | {f'`{text}`' if text else 'empty'} |".replace("{context}", "CONTEXT"))
+        if rows:
+            parts.append("| variable | value |\n| --- | --- |\n" + "\n".join(rows) + "\n")
+        if program.arguments:
+            words = [_shown(word) for word in program.arguments]
+            parts.append("Arguments before yours:\n\n```\n" + " ".join(_quoted(word) for word in words) + "\n```\n")
+        blocks = [(f"`{name}`", value) for name, value in program.environ.items() if not isinstance(value, str)]
+        blocks += [(f"Merged into `{file.shown}`, and undone afterwards", file.content) for file in program.files]
+        for title, value in blocks:
+            parts.append(f"{title}:\n\n```json\n{_shown(json.dumps(value, indent=2))}\n```\n")
+        if program.note:
+            parts.append(f"{program.note}\n")
+    return "\n".join(parts)
+
+
+_GUIDE_HEAD = """\
+# Coding programs
+
+<!-- Written by scripts/make_docs from the table of `localllm launch`. -->
+
+```
+localllm launch claude
+localllm launch codex --model MODEL -- exec "What does this folder hold?"
+```
+
+`localllm launch PROGRAM` starts an installed program with a model of this machine. Arguments after `--` go to the
+program. The server is the one that runs, as for `localllm chat`, or `--url`; where none runs, `launch` starts one and
+stops it at the end. The model is `--model`, else the first that the server lists. Its name and its context are those of
+the server; the server's key is sent only where the server needs one.
+
+Most programs are configured by variables of their process alone. Where a program reads a file, `launch` merges
+its entries into the file and undoes that when the program ends; if `launch` itself is killed, the next `localllm
+launch` does so. Comments in such a file are kept unless the program also writes it. `localllm launch PROGRAM --print`
+shows variables, arguments and files, and starts nothing. What the programs themselves keep, for example their
+histories, stays.
+
+The tables below are for a setup by hand. `KEY` is a key of the server, or any text where it needs none; `MODEL` a name
+of `GET /v1/models`, `CONTEXT` its `context_length`. [The reference](../reference/clients.md) lists the programs that
+were tried, with versions; Zed and VS Code need a desktop and were not.
+"""
+
+
+def _shown(text: str) -> str:
+    """Return a text of the table with the placeholders that documentation uses."""
+    text = text.replace('"{context}"', "CONTEXT").replace("{context}", "CONTEXT").replace("{key}", "KEY")
+    return text.replace("{url}", "http://127.0.0.1:8000").replace("{model}", "MODEL")
+
+
+def _quoted(word: str) -> str:
+    return f"'{word}'" if any(letter in word for letter in ' "{') else word
+
+
+def _vscode_folder() -> Path:
+    """Return the folder of VS Code's settings."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "Code" / "User"
+    if sys.platform == "win32":
+        return Path.home() / "AppData" / "Roaming" / "Code" / "User"
+    return config_home() / "Code" / "User"
