@@ -31,13 +31,13 @@ from torch import Tensor
 
 from localllm.kernels.crossover import Crossover
 from localllm.kernels.launch import (
-    uses,
     INTERPRETED,
     cdiv,
     early_launch,
     launch_options,
     next_power_of_2,
     runs_triton,
+    uses,
 )
 from localllm.kernels.planar.kernels import (
     PlanarTile,
