@@ -52,12 +52,16 @@ CPU = torch.device("cpu")
 GIB = 1024**3
 MACHINE = Hardware((), "CPU", 2, 32 * GIB, 24 * GIB)
 KEY = Key("", "t", "t", "s")
+with_twins = pytest.mark.skipif(launch.INTERPRETED, reason="the twins are tested without the interpreter")
 needs_kernels = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Results of checks are in a folder of the test, and a CPU counts as a device that runs kernels."""
+    if launch.INTERPRETED:  # it takes a second for a few tokens
+        monkeypatch.setattr(self_check, "PROMPT_TOKENS", 6)
+        monkeypatch.setattr(self_check, "DECODES", 2)
     monkeypatch.setattr(self_check, "read_record", lambda device: Record.read(tmp_path, KEY))
     for module in (self_check, opening):
         monkeypatch.setattr(module, "is_checked", lambda config, device: config.kernels != "torch")
@@ -97,11 +101,12 @@ def test_the_whole_model_gives_the_same_logits_twice(model: Any, spec: ModelSpec
     plan = plan_of(spec)
     opened = small_runner(model, spec, plan)
     both = [logits_of(opened(self_check._small_cache(spec, plan, CPU), DEFAULTS), spec, plan) for _ in range(2)]
-    assert both[0].shape == (5, spec.vocab_size)
+    assert both[0].shape == (1 + self_check.DECODES, spec.vocab_size)
     assert torch.equal(*both)
     assert "compute_logits" not in vars(model)  # nothing is left behind on the model
 
 
+@with_twins
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3", "deepseek_v2", "qwen3_5", "mamba2"])
 def test_other_families_can_be_checked(family: str, tiny_model_path: Callable[[str], Path]) -> None:
     from localllm.models.architectures.read_spec import read_spec
@@ -119,6 +124,7 @@ def test_other_families_can_be_checked(family: str, tiny_model_path: Callable[[s
     assert subject_of(model, spec, plan, CPU).vocab_size == spec.vocab_size
 
 
+@with_twins
 def test_a_group_that_is_wrong_in_the_whole_model_is_found(
     model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +142,7 @@ def test_a_group_that_is_wrong_in_the_whole_model_is_found(
     assert choice.options(DEFAULTS).without == {"recurrent"}
 
 
+@with_twins
 def test_nothing_is_compared_where_checks_are_off(model: Any, spec: ModelSpec) -> None:
     config = EngineConfig(check_kernels="off")
     assert check_device(config, CPU, DEFAULTS).num_checked == 0
@@ -147,6 +154,7 @@ def test_checked_without_checks_is_refused() -> None:
         EngineConfig(kernels="checked", check_kernels="off")
 
 
+@with_twins
 def test_a_fault_of_the_checks_ends_a_load_only_if_checks_are_demanded(
     model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +167,7 @@ def test_a_fault_of_the_checks_ends_a_load_only_if_checks_are_demanded(
         checked(model, spec, EngineConfig(kernels="checked"))
 
 
+@with_twins
 def test_too_little_memory_for_a_check_is_refused_where_checks_are_demanded(
     model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +211,7 @@ def test_an_error_of_no_known_kernel_leaves_pytorch_alone() -> None:
     assert next_choice(choice, RuntimeError("again"), CPU) is None
 
 
+@with_twins
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_load_goes_on_with_the_next_variant(
     times: int, model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
@@ -224,6 +234,7 @@ def test_a_load_goes_on_with_the_next_variant(
     runner.close()
 
 
+@with_twins
 @pytest.mark.parametrize("error", [DoesNotFit("no"), torch.OutOfMemoryError("CUDA out of memory")])
 def test_too_little_memory_is_not_the_fault_of_a_kernel(
     error: Exception, model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
@@ -237,6 +248,7 @@ def test_too_little_memory_is_not_the_fault_of_a_kernel(
         open_runner(model, spec, EngineConfig(), plan_of(spec), MACHINE, lambda text: None)
 
 
+@with_twins
 def test_a_lost_gpu_in_the_warm_up_is_told_as_one(model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     from localllm.errors import DeviceLost
 
