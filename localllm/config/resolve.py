@@ -88,7 +88,18 @@ def _unknown(name: str, place: str, known: Iterable[str]) -> ConfigError:
 
 _OTHER_VARIABLES = frozenset(
     f"LOCALLLM_{name}"
-    for name in ("CONFIG", "CPU_SET", "NATIVE", "RESTARTED", "SOURCE", "TORCH", "TORCH_INDEX", "URL", "WHEEL_PLATFORM")
+    for name in (
+        "CHECK_RESTARTED",
+        "CONFIG",
+        "CPU_SET",
+        "NATIVE",
+        "RESTARTED",
+        "SOURCE",
+        "TORCH",
+        "TORCH_INDEX",
+        "URL",
+        "WHEEL_PLATFORM",
+    )
 )
 """Variables of this name that are read elsewhere: before the settings are, by the installer, by examples."""
 

@@ -18,7 +18,7 @@ from localllm.config.settings import EngineConfig
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
 from localllm.errors import DoesNotFit, LocalLLMError
-from localllm.kernels.checks.choose import Choice
+from localllm.kernels.checks.choose import KernelChoice
 from localllm.kernels.choice import ALL_KERNELS, RECORDED_TWINS
 from localllm.kernels.launch import LaunchOptions
 from localllm.machine.gpu_support import read_nvidia
@@ -104,7 +104,7 @@ def open_runner(
     device = torch.device(plan.device)
     base = launch_options_of(config, device)
     make_current(device)
-    choice = Choice()
+    choice = KernelChoice()
     if is_checked(config, device):
         report("checking kernels")
         choice = _check(model, spec, config, plan, device, base)
@@ -140,7 +140,7 @@ def open_runner(
 def _check(
     model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, device: torch.device,
     base: LaunchOptions,
-) -> Choice:  # fmt: skip
+) -> KernelChoice:  # fmt: skip
     """Compare the kernels of a model with plain torch. What needs no model was compared before its weights were read,
     and is only read here."""
     first = replace(config, check_kernels="first") if config.check_kernels == "always" else config
@@ -155,7 +155,7 @@ def _check(
     return choice
 
 
-def _after(error: Exception, choice: Choice, config: EngineConfig, device: torch.device) -> Choice:
+def _after(error: Exception, choice: KernelChoice, config: EngineConfig, device: torch.device) -> KernelChoice:
     """Return the next choice after an error of a first step or the warm-up. Raises the error if nothing is left to
     try, and `DeviceLost` if the device does not answer."""
     if is_device_loss(error) or not is_checked(config, device):

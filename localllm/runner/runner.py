@@ -60,6 +60,8 @@ class TorchRunner:
     stage that is not the last.
     """
 
+    _kernels: tuple[tuple[KernelFallBack, ...], str] = (), ""
+
     def __init__(
         self, model: CausalModel, spec: ModelSpec, kv: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int,
         max_model_len: int, block_size: int, device: torch.device, capture: Capture | None = None,
@@ -79,9 +81,7 @@ class TorchRunner:
         self._model: CausalModel | None = model
         self._samples, self._draws = samples, samples and (group is None or group.index == 0)
         self._sampling = SamplingState(max_num_seqs, spec.vocab_size, device, with_tables=staged and self._draws)
-        why_no_drafts = "" if has_drafts else "speculation is off"
-        if "drafts" in launch_options.avoids:
-            why_no_drafts = "the check of drafts failed on this GPU"
+        why_no_drafts = _why_off(has_drafts, launch_options)
         if group is not None or not samples:
             why_no_drafts = "the model is split over several ranks"
         elif states.num_places:
@@ -130,7 +130,6 @@ class TorchRunner:
                 )
             elif isinstance(self._steps, DeviceSteps):
                 self._drafters = self._steps
-        self._kernels: tuple[tuple[KernelFallBack, ...], str] = (), ""
         self._launched: _ForwardedStep | None = None
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
         self._launch_options, self._pace = replace(launch_options, counters=new_counters(device)), Pace()
@@ -306,6 +305,13 @@ class TorchRunner:
     def _loaded(self) -> HostSteps | DeviceSteps:
         assert self._steps is not None, "the runner is closed"
         return self._steps
+
+
+def _why_off(has_drafts: bool, options: LaunchOptions) -> str:
+    """Return why no step has drafts, whatever the model; empty if steps may have some."""
+    if "drafts" in options.avoids:
+        return "the check of drafts failed on this GPU"
+    return "" if has_drafts else "speculation is off"
 
 
 @dataclass(frozen=True, slots=True)

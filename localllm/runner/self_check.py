@@ -24,10 +24,10 @@ from localllm.config.settings import EngineConfig
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import KernelFallBack, NewSlot, Row, StateUse, StepPlan
 from localllm.errors import ConfigError, DeviceLost
-from localllm.kernels.checks.case import Case, Judgement, Product, Subject
-from localllm.kernels.checks.choose import Choice, Chooser, FallBack, without_failed
-from localllm.kernels.checks.record import Failure, Key, Record, folder_of
-from localllm.kernels.checks.table import TABLE, CheckedKernel, Variant, kernel_of
+from localllm.kernels.checks.case import Case, CheckedProduct, Judgement, Subject
+from localllm.kernels.checks.choose import Chooser, FallBack, KernelChoice, without_failed
+from localllm.kernels.checks.record import CheckRecord, RecordKey, VariantFailure, folder_of
+from localllm.kernels.checks.table import TABLE, CheckedKernel, KernelVariant, kernel_of
 from localllm.kernels.choice import ALL_KERNELS
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
 from localllm.models.fit import MemoryPlan
@@ -59,20 +59,20 @@ def is_checked(config: EngineConfig, device: torch.device) -> bool:
     return device.type == "cuda" and config.kernels != "torch"
 
 
-def read_record(device: torch.device) -> Record:
-    return Record.read(folder_of(device), Key.here())
+def read_record(device: torch.device) -> CheckRecord:
+    return CheckRecord.read(folder_of(device), RecordKey.here())
 
 
-def known_choice(config: EngineConfig, device: torch.device, base: LaunchOptions = DEFAULTS) -> Choice:
+def known_choice(config: EngineConfig, device: torch.device, base: LaunchOptions = DEFAULTS) -> KernelChoice:
     """Return the best variants that have not failed on this GPU, without any comparison."""
     if not is_checked(config, device):
-        return Choice()
+        return KernelChoice()
     return without_failed(read_record(device), Subject(device).arch, base)
 
 
 def check_device(
     config: EngineConfig, device: torch.device, base: LaunchOptions, subject: Subject | None = None
-) -> Choice:
+) -> KernelChoice:
     """Compare what needs no model. Raises `CheckStoppedDevice`, and `ConfigError` where `--kernels checked` asks for
     more than could be compared."""
     if config.check_kernels == "off":
@@ -86,8 +86,8 @@ def check_device(
 
 def check_model(
     model: CausalModel, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, device: torch.device,
-    base: LaunchOptions, before: Choice, open_runner: Callable[[KVCache, LaunchOptions], TorchRunner],
-) -> Choice:  # fmt: skip
+    base: LaunchOptions, before: KernelChoice, open_runner: Callable[[KVCache, LaunchOptions], TorchRunner],
+) -> KernelChoice:  # fmt: skip
     """Compare the kernels at a model's shapes, then the whole model. before: what `check_device` chose. open_runner:
     opens a runner over a small cache. Raises as `check_device` does."""
     if config.check_kernels == "off":
@@ -107,8 +107,8 @@ def check_model(
 
 
 def _chosen(
-    config: EngineConfig, chooser: Chooser, choose: Callable[[], Choice], before: Choice | None = None
-) -> Choice:
+    config: EngineConfig, chooser: Chooser, choose: Callable[[], KernelChoice], before: KernelChoice | None = None
+) -> KernelChoice:
     """Make the choice. A fault of the checks themselves does not end a load, unless checks were demanded."""
     try:
         choice = choose()
@@ -131,7 +131,7 @@ def _chosen(
 HINT = "--kernels auto serves kernels that were not checked, --kernels torch serves none"
 
 
-def next_choice(choice: Choice, error: Exception, device: torch.device) -> Choice | None:
+def next_choice(choice: KernelChoice, error: Exception, device: torch.device) -> KernelChoice | None:
     """Return the choice with the next variant of the kernel that raised an error; None if there is none left. The
     variant counts as failed from now on. An error of no known kernel leaves PyTorch alone."""
     subject, record = Subject(device), read_record(device)
@@ -141,14 +141,14 @@ def next_choice(choice: Choice, error: Exception, device: torch.device) -> Choic
         if choice.chosen.get(WHOLE) == ALONE:
             return None
         log.warning("warm-up failed, and no kernel is known to be the reason: PyTorch computes alone", exc_info=error)
-        fall_back = FallBack(WHOLE, ALONE, (Failure(WHOLE, "kernels", "warm-up", why),))
+        fall_back = FallBack(WHOLE, ALONE, (VariantFailure(WHOLE, "kernels", "warm-up", why),))
         return replace(choice, chosen={**choice.chosen, WHOLE: ALONE}, fall_backs=(*choice.fall_backs, fall_back))
     variants = kernel.variants_on(subject.arch)
     now = choice.chosen.get(kernel.name, variants[0])
     later = variants[variants.index(now) + 1 :] if now in variants else ()
     if not later:
         return None
-    failure = Failure(kernel.name, now.name, "warm-up", why)
+    failure = VariantFailure(kernel.name, now.name, "warm-up", why)
     record.fail(failure)
     record.write()
     others = tuple(each for each in choice.fall_backs if each.kernel != kernel.name)
@@ -158,7 +158,7 @@ def next_choice(choice: Choice, error: Exception, device: torch.device) -> Choic
     return replace(choice, chosen={**choice.chosen, kernel.name: later[0]}, fall_backs=(*others, fall_back))
 
 
-def fall_backs_of(choice: Choice) -> tuple[KernelFallBack, ...]:
+def fall_backs_of(choice: KernelChoice) -> tuple[KernelFallBack, ...]:
     """Return the fall-backs as the engine's statistics have them."""
     return tuple(KernelFallBack(each.kernel, each.variant.name, str(each)) for each in choice.fall_backs)
 
@@ -178,7 +178,7 @@ def subject_of(model: CausalModel, spec: ModelSpec, plan: MemoryPlan, device: to
     )  # fmt: skip
 
 
-def _products(model: CausalModel) -> Iterator[Product]:
+def _products(model: CausalModel) -> Iterator[CheckedProduct]:
     """Yield a product with one matrix of each shape and kind."""
     seen = set()
     for layer in parts_of_kind(model, Linear):
@@ -200,7 +200,7 @@ def _products(model: CausalModel) -> Iterator[Product]:
                 return torch.as_tensor(weight.dequantize_rows(at, torch.float32))
             return torch.as_tensor(weight.dequantize(torch.float32))[rows]
 
-        yield Product(
+        yield CheckedProduct(
             f"{n} x {k} {kind}", k, layer.__call__, dequantized, rows, layer.bias,
             "dynamic" in kind or "static" in kind,
         )  # fmt: skip
@@ -237,12 +237,12 @@ def _blocks(plan: MemoryPlan) -> int:
 # ---- the whole model -------------------------------------------------------------------------------------------------
 
 WHOLE = "whole model"
-ALONE = Variant("PyTorch alone", without=ALL_KERNELS, cost="ten times slower or more")
+ALONE = KernelVariant("PyTorch alone", without=ALL_KERNELS, cost="ten times slower or more")
 
 
 def whole_model(spec: ModelSpec, plan: MemoryPlan, opened: OpenRunner, quantises: bool) -> CheckedKernel:
     """Return the check of the whole model. Its variants replace one group of kernels each, then all."""
-    groups = (Variant(f"PyTorch for {group}", without=frozenset({group})) for group in sorted(ALL_KERNELS))
+    groups = (KernelVariant(f"PyTorch for {group}", without=frozenset({group})) for group in sorted(ALL_KERNELS))
     stored = spec.quantization or plan.dtype
     name = (
         f"{spec.architecture}, {spec.num_layers} layers of {spec.hidden_size}, {stored} as {plan.dtype}, "
@@ -265,7 +265,7 @@ def whole_model(spec: ModelSpec, plan: MemoryPlan, opened: OpenRunner, quantises
     def cases(subject: Subject) -> Iterator[Case]:
         yield Case(name, lambda: [logits_of(opened(launch_options()), spec, plan)], judge)
 
-    return CheckedKernel(WHOLE, (Variant("kernels"), *groups, ALONE), cases, needs_model=True)
+    return CheckedKernel(WHOLE, (KernelVariant("kernels"), *groups, ALONE), cases, needs_model=True)
 
 
 def _or_worse(judged: Judgement) -> float:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from localllm.errors import CheckStoppedDevice
 from localllm.kernels.checks.case import Case, Subject, close_to, equal_to
-from localllm.kernels.checks.choose import Choice, Chooser, candidates, without_failed
-from localllm.kernels.checks.record import STOPPED, Key, Record
-from localllm.kernels.checks.table import TABLE, CheckedKernel, Variant, kernel_of
+from localllm.kernels.checks.choose import Chooser, KernelChoice, candidates, without_failed
+from localllm.kernels.checks.record import STOPPED, CheckRecord, RecordKey
+from localllm.kernels.checks.table import TABLE, CheckedKernel, KernelVariant, kernel_of
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
 
-KEY = Key("580.65", "2.13.0", "3.7.1", "abc")
+KEY = RecordKey("580.65", "2.13.0", "3.7.1", "abc")
 SUBJECT = Subject(torch.device("cpu"))
 ENDED_PID = 2**22 + 5  # above the largest process id of Linux
 
@@ -71,10 +71,10 @@ def chooser(device: Device, folder: Path | None, subject: Subject = SUBJECT, aga
     def wait(event: threading.Event, seconds: float) -> bool:
         return event.wait(0.05 if "hang" in device.broken.values() else 30)  # a clock that runs faster
 
-    return Chooser(subject, Record.read(folder, KEY), DEFAULTS, again, wait, device.table())
+    return Chooser(subject, CheckRecord.read(folder, KEY), DEFAULTS, again, wait, device.table())
 
 
-def choose(device: Device, folder: Path | None, **changes: bool) -> Choice:
+def choose(device: Device, folder: Path | None, **changes: bool) -> KernelChoice:
     once = chooser(device, folder, **changes)
     return once.choose(with_model=True, before=once.choose(with_model=False))
 
@@ -101,7 +101,7 @@ def test_a_later_start_compares_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kernel", "variant"), [(k, v) for k in TABLE for v in k.variants[:-1]],
                          ids=lambda each: each.name)  # fmt: skip
 def test_each_variant_that_fails_is_replaced_by_the_next(
-    kernel: CheckedKernel, variant: Variant, fault: str, tmp_path: Path
+    kernel: CheckedKernel, variant: KernelVariant, fault: str, tmp_path: Path
 ) -> None:
     better = kernel.variants[: kernel.variants.index(variant) + 1]
     choice = choose(Device({(kernel.name, each.name): fault for each in better}), tmp_path)
@@ -137,16 +137,16 @@ def test_a_journal_of_a_running_process_is_left_alone(tmp_path: Path) -> None:
     told = {"key": KEY._asdict(), "kernel": "norms", "variant": "kernel", "case": "c", "begun": 0}
     for pid in (os.getppid(), ENDED_PID):
         (tmp_path / f"checking-{pid}.json").write_text(json.dumps(told))
-    record = Record.read(tmp_path, KEY)
+    record = CheckRecord.read(tmp_path, KEY)
     assert [path.name for path in tmp_path.glob("checking-*.json")] == [f"checking-{os.getppid()}.json"]
     assert [each.kernel for each in record.failures] == ["norms"]
 
 
-@pytest.mark.parametrize("changed", Key._fields)
+@pytest.mark.parametrize("changed", RecordKey._fields)
 def test_results_belong_to_one_driver_torch_triton_and_source(changed: str, tmp_path: Path) -> None:
     choose(Device({("products", "TMA"): "wrong"}), tmp_path)
-    assert Record.read(tmp_path, KEY).passed
-    other = Record.read(tmp_path, KEY._replace(**{changed: "other"}))
+    assert CheckRecord.read(tmp_path, KEY).passed
+    other = CheckRecord.read(tmp_path, KEY._replace(**{changed: "other"}))
     assert (other.passed, other.failures) == ({}, [])
 
 
@@ -188,7 +188,7 @@ def test_an_older_gpu_has_no_variants_of_newer_ones() -> None:
     names = {kernel.name: kernel.variants_on(80)[0].name for kernel in TABLE}
     assert names["early launch"] == "off"
     assert names["decode attention"] == "pointers"
-    assert without_failed(Record(None, KEY), 80, DEFAULTS).fall_backs == ()
+    assert without_failed(CheckRecord(None, KEY), 80, DEFAULTS).fall_backs == ()
 
 
 def walk(seed: int, folder: Path) -> None:
@@ -212,11 +212,11 @@ def walk(seed: int, folder: Path) -> None:
     assert not served & broken.keys()
     for kernel in TABLE:
         chosen = choice.chosen[kernel.name]
-        others = Choice({name: variant for name, variant in choice.chosen.items() if name != kernel.name})
+        others = KernelChoice({name: variant for name, variant in choice.chosen.items() if name != kernel.name})
         left = candidates(kernel, 999, others.options(DEFAULTS))
         if chosen in left:  # otherwise a later kernel took more away, as attention's twin does
             assert all((kernel.name, variant.name) in broken for variant in left[: left.index(chosen)])
-    assert without_failed(Record.read(folder, KEY), 999, DEFAULTS).chosen == choice.chosen
+    assert without_failed(CheckRecord.read(folder, KEY), 999, DEFAULTS).chosen == choice.chosen
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from localllm.errors import CheckStoppedDevice, ConfigError, DoesNotFit
 from localllm.kernels import launch
 from localllm.kernels.checks import choose as choose_module
 from localllm.kernels.checks.case import Subject
-from localllm.kernels.checks.choose import Choice
-from localllm.kernels.checks.record import Key, Record
-from localllm.kernels.checks.table import TABLE, Variant
+from localllm.kernels.checks.choose import KernelChoice
+from localllm.kernels.checks.record import CheckRecord, RecordKey
+from localllm.kernels.checks.table import TABLE, KernelVariant
 from localllm.kernels.choice import ALL_KERNELS
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options, launching_with
 from localllm.kernels.paged_attention import device as attention
@@ -51,14 +51,18 @@ from localllm.runner.state_cache import StateCache
 CPU = torch.device("cpu")
 GIB = 1024**3
 MACHINE = Hardware((), "CPU", 2, 32 * GIB, 24 * GIB)
-KEY = Key("", "t", "t", "s")
+KEY = RecordKey("", "t", "t", "s")
+with_twins = pytest.mark.skipif(launch.INTERPRETED, reason="the twins are tested without the interpreter")
 needs_kernels = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Results of checks are in a folder of the test, and a CPU counts as a device that runs kernels."""
-    monkeypatch.setattr(self_check, "read_record", lambda device: Record.read(tmp_path, KEY))
+    if launch.INTERPRETED:  # it takes a second for a few tokens
+        monkeypatch.setattr(self_check, "PROMPT_TOKENS", 6)
+        monkeypatch.setattr(self_check, "DECODES", 2)
+    monkeypatch.setattr(self_check, "read_record", lambda device: CheckRecord.read(tmp_path, KEY))
     for module in (self_check, opening):
         monkeypatch.setattr(module, "is_checked", lambda config, device: config.kernels != "torch")
     return tmp_path
@@ -80,9 +84,9 @@ def small_runner(model: Any, spec: ModelSpec, plan: MemoryPlan) -> Callable[[KVC
     return opened
 
 
-def checked(model: Any, spec: ModelSpec, config: EngineConfig | None = None) -> Choice:
+def checked(model: Any, spec: ModelSpec, config: EngineConfig | None = None) -> KernelChoice:
     plan, config = plan_of(spec), config or EngineConfig()
-    return check_model(model, spec, config, plan, CPU, DEFAULTS, Choice(), small_runner(model, spec, plan))
+    return check_model(model, spec, config, plan, CPU, DEFAULTS, KernelChoice(), small_runner(model, spec, plan))
 
 
 def test_a_models_shapes_are_read_from_its_layers(model: Any, spec: ModelSpec) -> None:
@@ -97,11 +101,12 @@ def test_the_whole_model_gives_the_same_logits_twice(model: Any, spec: ModelSpec
     plan = plan_of(spec)
     opened = small_runner(model, spec, plan)
     both = [logits_of(opened(self_check._small_cache(spec, plan, CPU), DEFAULTS), spec, plan) for _ in range(2)]
-    assert both[0].shape == (5, spec.vocab_size)
+    assert both[0].shape == (1 + self_check.DECODES, spec.vocab_size)
     assert torch.equal(*both)
     assert "compute_logits" not in vars(model)  # nothing is left behind on the model
 
 
+@with_twins
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3", "deepseek_v2", "qwen3_5", "mamba2"])
 def test_other_families_can_be_checked(family: str, tiny_model_path: Callable[[str], Path]) -> None:
     from localllm.models.architectures.read_spec import read_spec
@@ -119,6 +124,7 @@ def test_other_families_can_be_checked(family: str, tiny_model_path: Callable[[s
     assert subject_of(model, spec, plan, CPU).vocab_size == spec.vocab_size
 
 
+@with_twins
 def test_a_group_that_is_wrong_in_the_whole_model_is_found(
     model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +142,7 @@ def test_a_group_that_is_wrong_in_the_whole_model_is_found(
     assert choice.options(DEFAULTS).without == {"recurrent"}
 
 
+@with_twins
 def test_nothing_is_compared_where_checks_are_off(model: Any, spec: ModelSpec) -> None:
     config = EngineConfig(check_kernels="off")
     assert check_device(config, CPU, DEFAULTS).num_checked == 0
@@ -147,18 +154,20 @@ def test_checked_without_checks_is_refused() -> None:
         EngineConfig(kernels="checked", check_kernels="off")
 
 
+@with_twins
 def test_a_fault_of_the_checks_ends_a_load_only_if_checks_are_demanded(
     model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*given: Any, **named: Any) -> Choice:
+    def broken(*given: Any, **named: Any) -> KernelChoice:
         raise KeyError("a mistake in a check")
 
     monkeypatch.setattr(choose_module.Chooser, "choose", broken)
-    assert checked(model, spec) == Choice()
+    assert checked(model, spec) == KernelChoice()
     with pytest.raises(ConfigError, match="could not be checked"):
         checked(model, spec, EngineConfig(kernels="checked"))
 
 
+@with_twins
 def test_too_little_memory_for_a_check_is_refused_where_checks_are_demanded(
     model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +193,7 @@ def raised_in_decode_attention() -> Exception:
 
 def test_every_variant_is_tried_after_errors_and_then_none_is_left() -> None:
     kernel = next(kernel for kernel in TABLE if kernel.name == "decode attention")
-    choice, seen = Choice({kernel.name: kernel.variants[0]}), []
+    choice, seen = KernelChoice({kernel.name: kernel.variants[0]}), []
     while (later := next_choice(choice, raised_in_decode_attention(), CPU)) is not None:
         choice = later
         seen.append(choice.chosen[kernel.name].name)
@@ -195,13 +204,14 @@ def test_every_variant_is_tried_after_errors_and_then_none_is_left() -> None:
 
 
 def test_an_error_of_no_known_kernel_leaves_pytorch_alone() -> None:
-    choice = next_choice(Choice(), RuntimeError("Triton Error [CUDA]: invalid argument"), CPU)
+    choice = next_choice(KernelChoice(), RuntimeError("Triton Error [CUDA]: invalid argument"), CPU)
     assert choice is not None
     assert choice.chosen[WHOLE] == ALONE
     assert choice.options(DEFAULTS).without == ALL_KERNELS
     assert next_choice(choice, RuntimeError("again"), CPU) is None
 
 
+@with_twins
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_load_goes_on_with_the_next_variant(
     times: int, model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
@@ -214,7 +224,7 @@ def test_a_load_goes_on_with_the_next_variant(
         if len(seen) <= times:
             raise raised_in_decode_attention()
 
-    monkeypatch.setattr(opening, "_check", lambda *given: Choice())
+    monkeypatch.setattr(opening, "_check", lambda *given: KernelChoice())
     monkeypatch.setattr(TorchRunner, "warm_up", warm_up)
     runner, plan = open_runner(model, spec, EngineConfig(), plan_of(spec), MACHINE, lambda text: None)
     assert len(seen) == times + 1
@@ -224,6 +234,7 @@ def test_a_load_goes_on_with_the_next_variant(
     runner.close()
 
 
+@with_twins
 @pytest.mark.parametrize("error", [DoesNotFit("no"), torch.OutOfMemoryError("CUDA out of memory")])
 def test_too_little_memory_is_not_the_fault_of_a_kernel(
     error: Exception, model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
@@ -231,19 +242,20 @@ def test_too_little_memory_is_not_the_fault_of_a_kernel(
     def warm_up(self: TorchRunner, budget_s: float = 0.0) -> None:
         raise error
 
-    monkeypatch.setattr(opening, "_check", lambda *given: Choice())
+    monkeypatch.setattr(opening, "_check", lambda *given: KernelChoice())
     monkeypatch.setattr(TorchRunner, "warm_up", warm_up)
     with pytest.raises(DoesNotFit):
         open_runner(model, spec, EngineConfig(), plan_of(spec), MACHINE, lambda text: None)
 
 
+@with_twins
 def test_a_lost_gpu_in_the_warm_up_is_told_as_one(model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     from localllm.errors import DeviceLost
 
     def warm_up(self: TorchRunner, budget_s: float = 0.0) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(opening, "_check", lambda *given: Choice())
+    monkeypatch.setattr(opening, "_check", lambda *given: KernelChoice())
     monkeypatch.setattr(TorchRunner, "warm_up", warm_up)
     with pytest.raises(DeviceLost):
         open_runner(model, spec, EngineConfig(), plan_of(spec), MACHINE, lambda text: None)
@@ -261,7 +273,7 @@ def test_captures_that_raise_are_counted_and_named() -> None:
 
 
 def test_fall_backs_are_in_the_statistics() -> None:
-    choice = next_choice(Choice(), raised_in_decode_attention(), CPU)
+    choice = next_choice(KernelChoice(), raised_in_decode_attention(), CPU)
     assert choice is not None
     (told,) = fall_backs_of(choice)
     assert isinstance(told, KernelFallBack)
@@ -327,7 +339,7 @@ def test_a_kernel_made_wrong_is_found_and_replaced(
     monkeypatch.setattr(attention, function, Wrong())
     entry = next(each for each in TABLE if each.name == kernel)
     subject = replace(subject_of(model, spec, plan_of(spec), CPU), max_model_len=96)
-    chooser = choose_module.Chooser(subject, Record(None, KEY), DEFAULTS, table=(entry,))
+    chooser = choose_module.Chooser(subject, CheckRecord(None, KEY), DEFAULTS, table=(entry,))
     choice = chooser.choose(with_model=True)
     assert choice.chosen[kernel].name == variant
     assert "the error was" in choice.fall_backs[0].failures[0].why
@@ -340,7 +352,9 @@ def test_a_whole_model_through_its_kernels_passes(model: Any, spec: ModelSpec) -
         spec, plan, lambda options: small_runner(model, spec, plan)(self_check._small_cache(spec, plan, CPU), options),
         False,
     )  # fmt: skip
-    choice = choose_module.Chooser(Subject(CPU), Record(None, KEY), DEFAULTS, table=(entry,)).choose(with_model=True)
+    choice = choose_module.Chooser(Subject(CPU), CheckRecord(None, KEY), DEFAULTS, table=(entry,)).choose(
+        with_model=True
+    )
     assert not choice.fall_backs
 
 
@@ -354,7 +368,7 @@ VARIANTS = [(kernel.name, variant) for kernel in TABLE for variant in kernel.var
     for kernel, variant in VARIANTS
 ])  # fmt: skip
 def test_each_fall_back_serves_a_whole_model(
-    kernel: str, variant: Variant, model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+    kernel: str, variant: KernelVariant, model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from functools import partial
 

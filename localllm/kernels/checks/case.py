@@ -29,7 +29,7 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class Judgement(NamedTuple):
-    """How far a result is from the right one. A result that is not a number has an error that is not one either."""
+    """Distance of a result from the right one, and how large it may be. The error of NaN is NaN."""
 
     error: float
     limit: float
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     judge: Callable[[Sequence[Tensor]], Judgement]
 
 
-class Product(NamedTuple):
+class CheckedProduct(NamedTuple):
     """A matrix of the model. y: its product with x [T, K], through whatever kernel serves it."""
 
     name: str
@@ -68,7 +68,7 @@ class Subject:
     vocab_size: int = 32_000
     max_model_len: int = 4096
     record: Record | None = None  # None: no step is recorded
-    products: tuple[Product, ...] = ()
+    products: tuple[CheckedProduct, ...] = ()
     attention: tuple[KVReads, ...] = ()
     block_size: int = 64
     hidden_size: int = 0

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from localllm.errors import CheckStoppedDevice, DeviceLost
 from localllm.kernels.checks.case import Case, Subject
-from localllm.kernels.checks.record import STOPPED, Failure, Record
-from localllm.kernels.checks.table import TABLE, CheckedKernel, Variant
+from localllm.kernels.checks.record import STOPPED, CheckRecord, VariantFailure
+from localllm.kernels.checks.table import TABLE, CheckedKernel, KernelVariant
 from localllm.kernels.choice import Feature, Kernel
 from localllm.kernels.launch import LaunchOptions, launching_with
 
@@ -40,8 +40,8 @@ class FallBack:
     """A kernel that is not served by its best variant."""
 
     kernel: str
-    variant: Variant
-    failures: tuple[Failure, ...]  # of the better variants
+    variant: KernelVariant
+    failures: tuple[VariantFailure, ...]  # of the better variants
 
     def __str__(self) -> str:
         failed = "; ".join(f"{each.variant}: {each.why}" for each in self.failures)
@@ -50,10 +50,10 @@ class FallBack:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The variant of each kernel that is served."""
 
-    chosen: dict[str, Variant] = field(default_factory=dict)
+    chosen: dict[str, KernelVariant] = field(default_factory=dict)
     fall_backs: tuple[FallBack, ...] = ()
     num_checked: int = 0  # cases compared now
     unverified: tuple[str, ...] = ()  # cases for which there was too little memory
@@ -80,16 +80,16 @@ class Chooser:
     """The checks of one device. again: cases that passed before are compared again, too."""
 
     subject: Subject
-    record: Record
+    record: CheckRecord
     base: LaunchOptions
     again: bool = False
     wait: Wait = field(default=lambda event, seconds: event.wait(seconds))
     table: Sequence[CheckedKernel] = TABLE
     unverified: list[str] = field(default_factory=list)
 
-    def choose(self, *, with_model: bool, before: Choice | None = None) -> Choice:
+    def choose(self, *, with_model: bool, before: KernelChoice | None = None) -> KernelChoice:
         """Choose a variant of every kernel that needs a model, or of the others. before: what was chosen already."""
-        choice = before or Choice()
+        choice = before or KernelChoice()
         begun, count = time.monotonic(), 0
         for kernel in self.table:
             if kernel.needs_model == with_model:
@@ -109,9 +109,9 @@ class Chooser:
 
     def _first_right(
         self, kernel: CheckedKernel, options: LaunchOptions
-    ) -> tuple[FallBack | None, Variant, int]:  # fmt: skip
+    ) -> tuple[FallBack | None, KernelVariant, int]:  # fmt: skip
         *variants, last = candidates(kernel, self.subject.arch, options)
-        failures: list[Failure] = []
+        failures: list[VariantFailure] = []
         compared = 0
         for variant in variants:
             failure, count = self._failure(kernel, variant, options)
@@ -125,12 +125,14 @@ class Chooser:
             )
         return FallBack(kernel.name, last, tuple(failures)) if failures else None, last, compared
 
-    def _failure(self, kernel: CheckedKernel, variant: Variant, options: LaunchOptions) -> tuple[Failure | None, int]:
+    def _failure(
+        self, kernel: CheckedKernel, variant: KernelVariant, options: LaunchOptions
+    ) -> tuple[VariantFailure | None, int]:
         """Return why a variant is not right, and how many cases were compared."""
         known = self.record.failed_with(kernel.name, variant.name)
         if known is not None and (not self.again or known.why == STOPPED):
             return known, 0
-        options, compared = Choice({"": variant}).options(options), 0
+        options, compared = KernelChoice({"": variant}).options(options), 0
         for case in kernel.cases(self.subject):
             case = case._replace(name=f"deterministic, {case.name}") if options.deterministic else case
             if self.record.passed_with(kernel.name, variant.name, case.name) and not self.again:
@@ -138,12 +140,12 @@ class Chooser:
             compared += 1
             why = self._compare(kernel, variant, case, options)
             if why:
-                failure = Failure(kernel.name, variant.name, case.name, why)
+                failure = VariantFailure(kernel.name, variant.name, case.name, why)
                 self.record.fail(failure)
                 return failure, compared
         return None, compared
 
-    def _compare(self, kernel: CheckedKernel, variant: Variant, case: Case, options: LaunchOptions) -> str:
+    def _compare(self, kernel: CheckedKernel, variant: KernelVariant, case: Case, options: LaunchOptions) -> str:
         """Return what is wrong with a case; nothing if it passed."""
         self.record.begin(kernel.name, variant.name, case.name)
         try:
@@ -191,7 +193,7 @@ class Chooser:
             raise errors[0]
         return results[0]
 
-    def _require_device(self, kernel: CheckedKernel, variant: Variant, error: Exception) -> None:
+    def _require_device(self, kernel: CheckedKernel, variant: KernelVariant, error: Exception) -> None:
         """Raise `CheckStoppedDevice` if the device fails every call from now on, or never ends; the journal stays."""
         lost = isinstance(error, TimeoutError | DeviceLost | torch.AcceleratorError) or "CUDA error" in str(error)
         try:
@@ -209,7 +211,7 @@ class Chooser:
         ) from error
 
 
-def candidates(kernel: CheckedKernel, arch: int, options: LaunchOptions) -> tuple[Variant, ...]:
+def candidates(kernel: CheckedKernel, arch: int, options: LaunchOptions) -> tuple[KernelVariant, ...]:
     """Return the variants that can still be used, best first: those before one whose omissions are in force already,
     by the settings or by another kernel's choice, would compute the same as that one."""
     variants = kernel.variants_on(arch)
@@ -222,9 +224,11 @@ def candidates(kernel: CheckedKernel, arch: int, options: LaunchOptions) -> tupl
     return variants[in_force[-1] :] if in_force else variants
 
 
-def without_failed(record: Record, arch: int, base: LaunchOptions, table: Sequence[CheckedKernel] = TABLE) -> Choice:
+def without_failed(
+    record: CheckRecord, arch: int, base: LaunchOptions, table: Sequence[CheckedKernel] = TABLE
+) -> KernelChoice:
     """Return the best variants that have not failed on this GPU, without any comparison."""
-    choice = Choice()
+    choice = KernelChoice()
     for kernel in table:
         *better, last = candidates(kernel, arch, choice.options(base))
         failures = []

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.checks.case import Case, Product, Subject, close_to
+from localllm.kernels.checks.case import Case, CheckedProduct, Subject, close_to
 from localllm.kernels.gated import gated, gated_reference
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import KVReads, paged_attention, plan_attention
@@ -44,7 +44,7 @@ def product_cases(subject: Subject) -> Iterator[Case]:
             yield _product_case(subject, product, rows, is_quantised)
 
 
-def _product_case(subject: Subject, product: Product, rows: int, is_quantised: bool) -> Case:
+def _product_case(subject: Subject, product: CheckedProduct, rows: int, is_quantised: bool) -> Case:
     x = subject.random(rows, product.columns)
     if not is_quantised:
         x[:, product.columns // 2] *= OUTLIER

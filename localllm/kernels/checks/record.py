@@ -35,8 +35,8 @@ STOPPED = "its check stopped the GPU"
 """Why a variant failed whose case ended the process."""
 
 
-class Key(NamedTuple):
-    """What the results depend on, besides the GPU."""
+class RecordKey(NamedTuple):
+    """Versions that the results depend on, besides the GPU."""
 
     driver: str
     torch: str
@@ -44,14 +44,14 @@ class Key(NamedTuple):
     source: str
 
     @staticmethod
-    def here() -> Key:
-        return Key(
+    def here() -> RecordKey:
+        return RecordKey(
             read_nvidia().driver or "", torch.__version__, triton.__version__ if HAS_TRITON else "none", source_hash()
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class VariantFailure:
     """A variant of a kernel that is not used, and why."""
 
     kernel: str
@@ -61,26 +61,26 @@ class Failure:
 
 
 @dataclass(slots=True)
-class Record:
+class CheckRecord:
     """The results on one GPU. folder: None: nothing is read or written."""
 
     folder: Path | None
-    key: Key
+    key: RecordKey
     passed: dict[str, float] = field(default_factory=dict)  # "kernel | variant | case" -> error
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[VariantFailure] = field(default_factory=list)
     seconds: float = 0.0  # that all checks took
     has_changed: bool = False
     _has_warned: bool = False
 
     @classmethod
-    def read(cls, folder: Path | None, key: Key) -> Self:
+    def read(cls, folder: Path | None, key: RecordKey) -> Self:
         """Read the results of earlier starts, and the journals of processes that have ended."""
         record = cls(folder, key)
         stored = _read_json(folder / "checked.json") if folder else None
         if isinstance(stored, dict) and stored.get("key") == key._asdict():
             try:
                 record.passed = {str(name): float(error) for name, error in stored["passed"].items()}
-                record.failures = [Failure(**each) for each in stored["failures"]]
+                record.failures = [VariantFailure(**each) for each in stored["failures"]]
                 record.seconds = float(stored["seconds"])
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 log.warning("checked.json is not valid error=%r", error)
@@ -97,7 +97,7 @@ class Record:
         stored = _read_json(journal)
         if isinstance(stored, dict) and stored.get("key") == self.key._asdict():
             kernel, variant, case = (str(stored.get(name)) for name in ("kernel", "variant", "case"))
-            self.fail(Failure(kernel, variant, case, STOPPED))
+            self.fail(VariantFailure(kernel, variant, case, STOPPED))
             self.write()
         with suppress(OSError):
             journal.unlink()
@@ -105,7 +105,7 @@ class Record:
     def passed_with(self, kernel: str, variant: str, case: str) -> bool:
         return f"{kernel} | {variant} | {case}" in self.passed
 
-    def failed_with(self, kernel: str, variant: str, case: str | None = None) -> Failure | None:
+    def failed_with(self, kernel: str, variant: str, case: str | None = None) -> VariantFailure | None:
         """Return the failure of a variant at a case; case None: at any."""
         same = (each for each in self.failures if (each.kernel, each.variant) == (kernel, variant))
         return next((each for each in same if case in (None, each.case)), None)
@@ -114,7 +114,7 @@ class Record:
         self.passed[f"{kernel} | {variant} | {case}"] = error
         self.has_changed = True
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: VariantFailure) -> None:
         self.failures = [each for each in self.failures if each != failure] + [failure]
         self.has_changed = True
 

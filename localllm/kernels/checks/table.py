@@ -28,7 +28,7 @@ PACKAGE = "localllm.kernels."
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class KernelVariant:
     """One way to compute what a kernel computes."""
 
     name: str
@@ -43,12 +43,12 @@ class CheckedKernel:
     """A kernel, or a feature of all kernels."""
 
     name: str
-    variants: tuple[Variant, ...]
+    variants: tuple[KernelVariant, ...]
     cases: Callable[[Subject], Iterator[Case]]
     needs_model: bool = False
     sources: tuple[str, ...] = ()  # modules below `kernels`, or functions of them: whose errors are this kernel's
 
-    def variants_on(self, arch: int) -> tuple[Variant, ...]:
+    def variants_on(self, arch: int) -> tuple[KernelVariant, ...]:
         """Return the variants that a GPU has, best first."""
         return tuple(variant for variant in self.variants if variant.least_arch <= arch)
 
@@ -58,19 +58,19 @@ def _no_cases(subject: Subject) -> Iterator[Case]:
     yield from ()
 
 
-def _twin(kernel: Kernel, cost: str) -> Variant:
-    return Variant("PyTorch", without=frozenset({kernel}), cost=cost)
+def _twin(kernel: Kernel, cost: str) -> KernelVariant:
+    return KernelVariant("PyTorch", without=frozenset({kernel}), cost=cost)
 
 
 def _kernel_or_twin(
     name: str, group: Kernel, cost: str, cases: Callable[[Subject], Iterator[Case]], *sources: str,
     needs_model: bool = True,
 ) -> CheckedKernel:  # fmt: skip
-    return CheckedKernel(name, (Variant("kernel"), _twin(group, cost)), cases, needs_model, sources)
+    return CheckedKernel(name, (KernelVariant("kernel"), _twin(group, cost)), cases, needs_model, sources)
 
 
-def _avoiding(name: str, cost: str, *features: Feature, least_arch: int = 0) -> Variant:
-    return Variant(name, avoids=frozenset(features), cost=cost, least_arch=least_arch)
+def _avoiding(name: str, cost: str, *features: Feature, least_arch: int = 0) -> KernelVariant:
+    return KernelVariant(name, avoids=frozenset(features), cost=cost, least_arch=least_arch)
 
 
 SLOW = "several times slower, and steps are not recorded as graphs"
@@ -78,17 +78,20 @@ SLOW = "several times slower, and steps are not recorded as graphs"
 TABLE: tuple[CheckedKernel, ...] = (
     CheckedKernel(
         "early launch",
-        (Variant("on", least_arch=90), _avoiding("off", "5 to 20 % slower at one request", "early launch")),
+        (KernelVariant("on", least_arch=90), _avoiding("off", "5 to 20 % slower at one request", "early launch")),
         early_launch_cases,
     ),
     CheckedKernel(
         "graphs",
-        (Variant("recorded"), _avoiding("off", "small models are up to three times slower at one request", "graphs")),
+        (
+            KernelVariant("recorded"),
+            _avoiding("off", "small models are up to three times slower at one request", "graphs"),
+        ),
         graph_cases,
     ),
     CheckedKernel(
         "tensor memory accelerator",
-        (Variant("on", least_arch=90), _avoiding("off", "about 10 % slower", *sorted(TMA_FEATURES))),
+        (KernelVariant("on", least_arch=90), _avoiding("off", "about 10 % slower", *sorted(TMA_FEATURES))),
         tma_cases,
     ),
     _kernel_or_twin(
@@ -101,7 +104,7 @@ TABLE: tuple[CheckedKernel, ...] = (
     ),
     CheckedKernel(
         "drafts",
-        (Variant("on"), _avoiding("off", "texts that repeat themselves are not faster than others", "drafts")),
+        (KernelVariant("on"), _avoiding("off", "texts that repeat themselves are not faster than others", "drafts")),
         draft_cases,
         sources=("accept_drafts", "propose_lookup"),
     ),
@@ -109,7 +112,7 @@ TABLE: tuple[CheckedKernel, ...] = (
     CheckedKernel(
         "products",
         (
-            Variant("TMA", least_arch=90),
+            KernelVariant("TMA", least_arch=90),
             _avoiding("pointers", "about 5 % slower", "product TMA"),
             _avoiding("one program a tile", "about 10 % slower", "product TMA", "product merge"),
             _avoiding("cuBLAS", "about 20 % slower", "product TMA", "product merge", "product kernel"),
@@ -133,7 +136,7 @@ TABLE: tuple[CheckedKernel, ...] = (
     CheckedKernel(
         "decode attention",
         (
-            Variant("TMA", least_arch=90),
+            KernelVariant("TMA", least_arch=90),
             _avoiding("pointers", "about 5 % slower", "decode TMA"),
             _avoiding("merge by a second kernel", "about 5 % slower", "decode TMA", "decode merge"),
             _avoiding("the prefill kernel", "slower with long contexts", "decode TMA", "decode merge", "decode kernel"),
@@ -146,7 +149,7 @@ TABLE: tuple[CheckedKernel, ...] = (
     CheckedKernel(
         "prefill attention",
         (
-            Variant("TMA", least_arch=90),
+            KernelVariant("TMA", least_arch=90),
             _avoiding("pointers", "long prompts about 10 % slower", "prefill TMA"),
             _avoiding("two stages", "long prompts about 20 % slower", "prefill TMA", "prefill stages"),
             _twin("attention", SLOW),
@@ -161,7 +164,7 @@ TABLE: tuple[CheckedKernel, ...] = (
     CheckedKernel(
         "experts",
         (
-            Variant("TMA", least_arch=90),
+            KernelVariant("TMA", least_arch=90),
             _avoiding("pointers", "about 10 % slower", "expert TMA"),
             _twin("experts", SLOW),
         ),
