@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
+from localllm.engine.client import GenerationRequest
+from localllm.engine.params import SamplingParams
 from localllm.runner.runner import TorchRunner
+from localllm.serving.served import ServedModel
 
 PHASES = ["find", "torch", "fit", "tokenizer", "weights", "memory", "engine"]
 
@@ -29,3 +37,52 @@ def spy_on_closing(monkeypatch: pytest.MonkeyPatch) -> list[TorchRunner]:
 
     monkeypatch.setattr(TorchRunner, "close", spy)
     return closed
+
+
+def answer(model: ServedModel, prompt_len: int) -> list[int]:
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    prompt = [5 + i % 40 for i in range(prompt_len)]
+    [request] = model.admission.admit(GenerationRequest("a", prompt, params))
+    outputs: list[Any] = []
+    model.loop.deliver = outputs.extend
+    model.loop.submit(request)
+    while model.loop.scheduler.has_work or not outputs:
+        model.loop.step()
+    return [token for output in outputs for token in output.token_ids]
+
+
+ROOT = Path(__file__).parent.parent
+
+
+class Server:
+    """`localllm VERB ... --json` in a process of its own; a context manager that leaves nothing behind."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        environ = os.environ | {"XDG_RUNTIME_DIR": str(folder), "XDG_CONFIG_HOME": str(folder), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "localllm", *words, "--port", "0", "--json"]
+        self.log = folder / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self.events: list[dict[str, Any]] = []
+
+    def wait_for(self, event: str) -> dict[str, Any]:
+        """Read on until an event of that name; its facts."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.events.append(json.loads(line))
+            if self.events[-1]["event"] == event:
+                return self.events[-1]
+        raise AssertionError(f"no {event!r} but {self.events}\n{self.log.read_text()}")
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(20)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self.process:  # closes the pipe and waits
+            self.process.kill()

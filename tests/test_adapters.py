@@ -34,8 +34,8 @@ from localllm.serving.entry import ModelNotLoaded
 from localllm.serving.manager import ModelManager
 from tests.adapters import make_tiny_adapter, merged
 from tests.engine.harness import make_engine, make_request
-from tests.models.test_goldens import prompt, reference_greedy
-from tests.runner.test_with_scheduler import CPU, serve
+from tests.models.harness import prompt, reference_greedy
+from tests.runner.harness import CPU, serve
 from tests.tiny import load_reference
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

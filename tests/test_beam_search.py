@@ -17,7 +17,7 @@ from localllm import LLM, BeamSearchParams, SamplingParams
 from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.serving.build import build_engine
-from tests.engine.test_beam_search import all_the_way
+from tests.engine.harness import all_the_way
 from tests.tiny import load_reference
 from tests.web.live_server import LiveServer, wait_until
 

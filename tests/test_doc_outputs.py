@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_up import Server
+from tests.serving import Server
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs/quickstart.md", *sorted((ROOT / "docs/guides").glob("*.md"))]

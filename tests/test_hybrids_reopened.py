@@ -19,7 +19,7 @@ from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.runner.state_cache import StateCache
 from localllm.serving.manager import ModelManager
-from tests.models.test_goldens import prompt, reference, reference_greedy
+from tests.models.harness import prompt, reference, reference_greedy
 from tests.serving import settings_for
 
 PathOf = Callable[[str], Path]

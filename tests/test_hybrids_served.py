@@ -10,7 +10,7 @@ import pytest
 
 from localllm import LLM, SamplingParams
 from tests.gguf_hybrids import write_hybrid
-from tests.models.test_goldens import prompt, reference, reference_greedy
+from tests.models.harness import prompt, reference, reference_greedy
 
 PathOf = Callable[[str], Path]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

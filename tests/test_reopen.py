@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from localllm.engine.client import GenerationRequest
-from localllm.engine.params import SamplingParams
 from localllm.machine.hardware import read_hardware
 from localllm.models.weights.parameters import held_bytes
 from localllm.serving.build import build_engine
 from localllm.serving.reopen import close_engine, open_engine
-from localllm.serving.served import ServedModel
-from tests.serving import settings_for
+from tests.serving import answer, settings_for
 from tests.tiny import make_tiny_model
 
 LONGROPE = {
@@ -35,18 +31,6 @@ def two_ropes(folder: Path) -> Path:
 
 def one_rope(folder: Path) -> Path:
     return make_tiny_model(folder, "llama")
-
-
-def answer(model: ServedModel, prompt_len: int) -> list[int]:
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    prompt = [5 + i % 40 for i in range(prompt_len)]
-    [request] = model.admission.admit(GenerationRequest("a", prompt, params))
-    outputs: list[Any] = []
-    model.loop.deliver = outputs.extend
-    model.loop.submit(request)
-    while model.loop.scheduler.has_work or not outputs:
-        model.loop.step()
-    return [token for output in outputs for token in output.token_ids]
 
 
 @pytest.mark.parametrize("make", [one_rope, two_ropes, longrope])

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import httpx
 import pytest
@@ -34,43 +34,9 @@ from localllm.errors import ConfigError, PortInUse
 from localllm.logs.log_file import log_path
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.serving.phases import Phase
+from tests.serving import ROOT, Server
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
-
-
-class Server:
-    """`localllm VERB ... --json` in a process of its own; a context manager that leaves nothing behind."""
-
-    def __init__(self, folder: Path, *words: str) -> None:
-        environ = os.environ | {"XDG_RUNTIME_DIR": str(folder), "XDG_CONFIG_HOME": str(folder), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "localllm", *words, "--port", "0", "--json"]
-        self.log = folder / "log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        self.events: list[dict[str, Any]] = []
-
-    def wait_for(self, event: str) -> dict[str, Any]:
-        """Read on until an event of that name; its facts."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.events.append(json.loads(line))
-            if self.events[-1]["event"] == event:
-                return self.events[-1]
-        raise AssertionError(f"no {event!r} but {self.events}\n{self.log.read_text()}")
-
-    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(20)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        with self.process:  # closes the pipe and waits
-            self.process.kill()
 
 
 # ---- the whole command -----------------------------------------------------------------------------------------------

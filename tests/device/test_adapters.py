@@ -17,7 +17,7 @@ from localllm.models.weights.lora import open_lora, put_lora
 from tests.adapters import make_tiny_adapter, merged
 from tests.device.conftest import DEVICE
 from tests.device.serving import options, serve
-from tests.models.test_goldens import prompt, reference_greedy
+from tests.models.harness import prompt, reference_greedy
 from tests.tiny import load_reference
 
 LENGTHS = (50, 3, 21, 1, 34, 17)

@@ -321,3 +321,36 @@ def writable_twice(engine: SmallEngine) -> None:
                 if block != NULL_BLOCK and pool.ref_count[block] > 1:
                     assert index < full, f"block {block} of {request.request_id} is shared and not full"
                     assert pool.is_named(block) or request.num_registered_blocks == NEVER
+
+
+class Letters:
+    """One token per character."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) % 100 for character in text]
+
+
+Scores = Callable[[Sequence[int]], Sequence[float]]
+
+
+def all_the_way(
+    scores: Scores, prompt: Sequence[int], width: int, max_tokens: int, eos: int | None, penalty: float
+) -> list[tuple[list[int], float]]:
+    """vLLM's search written down plainly: to max_tokens, whatever has ended. Answers without eos, and their sums."""
+    beams: list[tuple[list[int], float]] = [([], 0.0)]
+    ended = []
+
+    def rank(beam: tuple[list[int], float]) -> float:
+        return beam[1] / (len(prompt) + len(beam[0])) ** penalty
+
+    for _ in range(max_tokens):
+        longer = []
+        for tokens, total in beams:
+            following = scores([*prompt, *tokens])
+            for token in sorted(range(len(following)), key=lambda i: -following[i])[: 2 * width]:
+                if token == eos:
+                    ended.append((tokens, total + following[token]))
+                else:
+                    longer.append(([*tokens, token], total + following[token]))
+        beams = sorted(longer, key=rank, reverse=True)[:width]
+    return sorted([*ended, *beams], key=rank, reverse=True)[:width]

@@ -9,13 +9,7 @@ import pytest
 from localllm.engine.admission import MOST_LOGPROBS, Admission, GenerationRequest, ModelLimits
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong, InvalidParameter
-
-
-class Letters:
-    """One token per character."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [ord(character) % 100 for character in text]
+from tests.engine.harness import Letters
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +14,9 @@ from localllm.engine.admission import Admission, GenerationRequest, ModelLimits
 from localllm.engine.beam_search import BeamSearch, BeamSearchParams
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import InvalidParameter
-from tests.engine.test_admission import Letters
+from tests.engine.harness import Letters, Scores, all_the_way
 
 VOCAB = 6
-Scores = Callable[[Sequence[int]], Sequence[float]]
 
 
 def table(seed: int) -> Scores:
@@ -29,29 +28,6 @@ def table(seed: int) -> Scores:
         return [math.log(weight / sum(weights)) for weight in weights]
 
     return scores
-
-
-def all_the_way(
-    scores: Scores, prompt: Sequence[int], width: int, max_tokens: int, eos: int | None, penalty: float
-) -> list[tuple[list[int], float]]:
-    """vLLM's search written down plainly: to max_tokens, whatever has ended. Answers without eos, and their sums."""
-    beams: list[tuple[list[int], float]] = [([], 0.0)]
-    ended = []
-
-    def rank(beam: tuple[list[int], float]) -> float:
-        return beam[1] / (len(prompt) + len(beam[0])) ** penalty
-
-    for _ in range(max_tokens):
-        longer = []
-        for tokens, total in beams:
-            following = scores([*prompt, *tokens])
-            for token in sorted(range(len(following)), key=lambda i: -following[i])[: 2 * width]:
-                if token == eos:
-                    ended.append((tokens, total + following[token]))
-                else:
-                    longer.append(([*tokens, token], total + following[token]))
-        beams = sorted(longer, key=rank, reverse=True)[:width]
-    return sorted([*ended, *beams], key=rank, reverse=True)[:width]
 
 
 def search(asked: GenerationRequest, scores: Scores, eos: tuple[int, ...], vocab_size: int = VOCAB) -> BeamSearch:

@@ -19,7 +19,7 @@ import torch
 
 from tests.gguf_files import write_gguf
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
-from tests.test_up import Server
+from tests.serving import Server
 from tests.tiny import load_reference
 
 WEIGHTS = "model.safetensors"

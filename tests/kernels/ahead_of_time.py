@@ -10,6 +10,7 @@ version of Triton. A file is used as long as the source of the kernel, and of al
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import os
@@ -17,7 +18,7 @@ import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,9 @@ import platformdirs
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
+import localllm.kernels
 from tests.kernels.machine_code import before_wait, count, hottest_loop, instructions, is_handed_over, num_spills
 
 AMD_ARCHS = ("gfx1100", "gfx1151", "gfx1201")
@@ -234,3 +237,28 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
             for flag in ("-res-usage", "-sass")
         )
     return usage, sass
+
+
+BUDGET_ARCH = 90  # the one whose budgets are held; the others are slow
+
+
+def triton_functions() -> Iterator[Any]:
+    """Yield every @triton.jit function of the package."""
+    for info in pkgutil.walk_packages(localllm.kernels.__path__, "localllm.kernels."):
+        if ".cpu" not in info.name:
+            values = vars(importlib.import_module(info.name)).values()
+            yield from {id(each): each for each in values if isinstance(each, JITFunction)}.values()
+
+
+def called_by(function: Any) -> Iterator[Any]:
+    """Yield the functions that a kernel calls, by the names that its module has for them."""
+    for node in ast.walk(function.parse()):
+        if isinstance(node, ast.Name) and isinstance(found := function.fn.__globals__.get(node.id), JITFunction):
+            yield found
+
+
+def launched_kernels() -> dict[int, Any]:
+    """Return the functions that no other one calls: those that are launched."""
+    found = {id(function): function for function in triton_functions()}
+    helpers = {id(called) for function in found.values() for called in called_by(function) if called is not function}
+    return {key: function for key, function in found.items() if key not in helpers}

@@ -22,6 +22,7 @@ from tests.conftest import DAY
 from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import (
     AMD_ARCHS,
+    BUDGET_ARCH,
     SHARED_BYTES,
     Compiled,
     CompiledKernels,
@@ -31,7 +32,6 @@ from tests.kernels.ahead_of_time import (
 
 VARIANTS = [] if INTERPRETED else all_variants()
 NUMBERED = list(enumerate(VARIANTS))
-QUICK = 90  # the one whose budgets are held; the others are slow
 QUICK_DAYS = 8  # the quick tests of this many days compile every variant that the cache does not know
 LIKE = {86: 80, 100: 90}  # GPUs that fewer people have, and the architecture whose kernels they run
 FOREIGN_SPILLS = 8  # instructions, with settings that were chosen for another architecture
@@ -45,7 +45,7 @@ CASES = [
         number,
         arch,
         id=f"{v.kernel.__name__}-{v.name}-sm{arch}",
-        marks=() if v.often and arch == QUICK else pytest.mark.slow,
+        marks=() if v.often and arch == BUDGET_ARCH else pytest.mark.slow,
     )
     for number, v in NUMBERED
     for arch in (*v.archs, *FURTHER.get(number, ()))
@@ -58,7 +58,7 @@ AMD_CASES = [
 ]
 
 
-FIRST = {v.kernel: number for number, v in reversed(NUMBERED) if v.often and QUICK in v.archs}
+FIRST = {v.kernel: number for number, v in reversed(NUMBERED) if v.often and BUDGET_ARCH in v.archs}
 KERNELS = None if INTERPRETED else CompiledKernels()
 
 
@@ -110,19 +110,19 @@ def test_compiles_for_amd(number: int, arch: str) -> None:
 def test_an_unchanged_kernel_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     number = min(FIRST.values(), key=lambda number: len(VARIANTS[number].signature))
     variant, kernels = VARIANTS[number], CompiledKernels(tmp_path)
-    assert kernels.known(variant, QUICK) == ""
-    compiled = kernels.compile(variant, QUICK)
+    assert kernels.known(variant, BUDGET_ARCH) == ""
+    compiled = kernels.compile(variant, BUDGET_ARCH)
     monkeypatch.setattr(ahead_of_time, "compile_variant", None)
-    assert CompiledKernels(tmp_path).compile(variant, QUICK) == compiled
+    assert CompiledKernels(tmp_path).compile(variant, BUDGET_ARCH) == compiled
     monkeypatch.undo()
     changed = replace(variant, num_warps=2 * variant.num_warps)
-    assert kernels.known(changed, QUICK) == "older"
-    assert not waits_for_its_day(number, QUICK, kernels, 0)
-    assert kernels.compile(changed, QUICK).num_warps == changed.num_warps
+    assert kernels.known(changed, BUDGET_ARCH) == "older"
+    assert not waits_for_its_day(number, BUDGET_ARCH, kernels, 0)
+    assert kernels.compile(changed, BUDGET_ARCH).num_warps == changed.num_warps
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
 def test_every_variant_has_its_day(tmp_path: Path) -> None:
     kernels = CompiledKernels(tmp_path)
     for number in range(len(VARIANTS)):
-        assert not all(waits_for_its_day(number, QUICK, kernels, day) for day in range(QUICK_DAYS))
+        assert not all(waits_for_its_day(number, BUDGET_ARCH, kernels, day) for day in range(QUICK_DAYS))

@@ -25,7 +25,6 @@ from localllm.kernels.cpu.pack import CpuPacker, cpu_layout, packed_nbytes
 from localllm.kernels.cpu.q4 import CpuQ4Weight
 from localllm.kernels.fp8_linear import quantize_fp8
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
-from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.int4_linear import pack_int4, quantize_int4
 from localllm.kernels.int8_linear import quantize_int8
 from localllm.kernels.launch import INTERPRETED
@@ -33,6 +32,7 @@ from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.layers.linear import Linear, device_layout_bytes, to_device_layout
 from localllm.models.weights.parameters import held_bytes
+from tests.kernels.harness import gguf_linear
 
 pytestmark = pytest.mark.skipif(
     INTERPRETED or not int8.has_int8(), reason="this torch on this processor has no such product"
@@ -64,22 +64,6 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias.double()
 
 
-def gguf(block_type: str, rows: int, columns: int) -> GGUFWeight:
-    """Random bits, but scales that are small numbers: every fp16 field is set to about 0.01."""
-    kind = BLOCK_TYPES[block_type]
-    data = torch.randint(
-        0, 256, (rows, columns // kind.size, kind.num_bytes), generator=torch.Generator().manual_seed(1)
-    )
-    places = {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "IQ4_NL": [0], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q2_K": [80, 82]}
-    places |= {"Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_XS": [0], "MXFP4": []}
-    scale = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
-    for place in places[block_type]:
-        data[:, :, place : place + 2] = scale
-    if block_type == "MXFP4":
-        data[:, :, 0] = 120 + data[:, :, 0] % 4
-    return repack_gguf(data.to(torch.uint8).view(rows, -1), block_type, columns)
-
-
 KINDS: dict[str, Callable[[], QuantizedWeight]] = {
     "int4 group 128": lambda: quantize_int4(normal(48, 256), 128),
     "int4 group 32": lambda: quantize_int4(normal(48, 160), 32),
@@ -88,7 +72,7 @@ KINDS: dict[str, Callable[[], QuantizedWeight]] = {
     "int8 with zeros": lambda: quantize_int8(normal(50, 70) + 1, symmetric=False),
     "fp8 per tensor": lambda: quantize_fp8(normal(50, 70), "tensor"),
     "fp8 in blocks": lambda: quantize_fp8(normal(200, 300), "block"),
-    **{name: lambda name=name: gguf(name, 48, 512) for name in BLOCK_TYPES},  # type: ignore[misc]
+    **{name: lambda name=name: gguf_linear(name, 48, 512) for name in BLOCK_TYPES},  # type: ignore[misc]
 }
 
 
@@ -253,7 +237,7 @@ def test_inputs_in_an_order_of_their_own() -> None:
 
 
 def test_single_rows_of_a_table() -> None:
-    weight = gguf("Q8_0", 100, 64)
+    weight = gguf_linear("Q8_0", 100, 64)
     rows = torch.tensor([3, 99, 3, 0])
     assert torch.equal(weight.dequantize_rows(rows, torch.float32), weight.dequantize(torch.float32)[rows])
     assert weight.dequantize_rows(rows[:0], torch.float32).shape == (0, 64)
@@ -272,7 +256,11 @@ def test_bytes_are_known_before(name: str, mode: str) -> None:
 
 
 def test_layouts_by_mode() -> None:
-    four, eight, table = quantize_int4(normal(48, 256), 128), quantize_int8(normal(48, 256)), gguf("IQ4_NL", 48, 256)
+    four, eight, table = (
+        quantize_int4(normal(48, 256), 128),
+        quantize_int8(normal(48, 256)),
+        gguf_linear("IQ4_NL", 48, 256),
+    )
     odd = quantize_int4(normal(50, 100), 128)  # 32 does not divide the inputs
     fast = ["q4" if native() else "int8", "int8", "int8", "int8"]
     layouts = {mode: [cpu_layout(weight, mode) for weight in (four, eight, table, odd)] for mode in MODES}
@@ -292,7 +280,7 @@ def test_a_small_weight_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_parts_become_one_matrix_where_that_takes_no_more() -> None:
-    parts = [gguf("Q6_K", 64, 256), gguf("Q8_0", 20, 256)]
+    parts = [gguf_linear("Q6_K", 64, 256), gguf_linear("Q8_0", 20, 256)]
     whole = StackedWeight(parts)
     packed = to_device_layout(whole, CpuPacker())
     assert isinstance(packed, CpuInt8Weight)
@@ -300,7 +288,7 @@ def test_parts_become_one_matrix_where_that_takes_no_more() -> None:
     assert packed.nbytes == sum(device_layout_bytes(part, CPU, "fast") for part in parts)
     x = normal(3, 256)
     assert error(packed.linear(x), product(x, whole.dequantize(torch.float32))) < 0.03
-    mixed = StackedWeight([gguf("Q4_K", 64, 256), normal(64, 256), gguf("Q8_0", 20, 256)])
+    mixed = StackedWeight([gguf_linear("Q4_K", 64, 256), normal(64, 256), gguf_linear("Q8_0", 20, 256)])
     apart = to_device_layout(mixed, CpuPacker())
     assert isinstance(apart, StackedWeight)
     assert [type(part).__name__ for part in apart.parts] == [

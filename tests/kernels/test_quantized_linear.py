@@ -19,7 +19,7 @@ from localllm.kernels.quantize import Quantized
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.layers.linear import Linear
 from tests.kernels.conftest import DTYPES, settings_with
-from tests.kernels.test_skinny_gemm import ERROR
+from tests.kernels.harness import ERROR
 
 MAKERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "fp8 per tensor": lambda w: quantize_fp8(w, "tensor"),

@@ -16,8 +16,8 @@ from localllm.kernels.launch import INTERPRETED
 from localllm.runner.sampler import Sampled, sample, sample_on_device
 from localllm.runner.sampling import SamplingFeatures, SamplingState
 from tests.kernels.slot_tables import longs
+from tests.runner.harness import VOCAB, cases
 from tests.runner.naive import Case, naive_edits, naive_token, random_logits
-from tests.runner.test_sampler import VOCAB, cases
 
 EVERYTHING = SamplingFeatures(filters=True, edits=True, logprobs=True)
 

@@ -19,10 +19,7 @@ from localllm.kernels.gated import ACTIVATIONS, gated
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED, LaunchOptions, launching_with
 from localllm.kernels.skinny_gemm import SkinnyGemmTile, SkinnyProduct, skinny_gemm, skinny_gemm_unfinished
 from tests.kernels.conftest import DTYPES
-
-ERROR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Largest error, as a part of sum |x| |w| (what any order of fp32 sums stays within) plus |y| (rounding the output)."""
-
+from tests.kernels.harness import ERROR, e4m3, exact_weight
 
 needs_kernels = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="the twin finishes its products"
@@ -42,28 +39,10 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, *quantisation: Tensor 
     return out
 
 
-def exact_weight(weight: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None) -> Tensor:
-    wide = weight.double()
-    if zeros is not None:
-        wide -= zeros.double()[:, None]
-    if scales is None:
-        return wide
-    if scales.ndim == 1:
-        return wide * scales.double()[:, None]
-    n, k = weight.shape
-    return wide * scales.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
-
-
 def tensors(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(rows + n + k)
     x = torch.randn(rows, k).to(device, dtype)
     return x, torch.randn(n, k).to(device, dtype), torch.randn(n).to(device, dtype)
-
-
-def e4m3(n: int, k: int, device: torch.device) -> Tensor:
-    """Every finite value of the type, subnormals and both zeros among them."""
-    finite = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8)
-    return finite[torch.randint(len(finite), (n, k))].view(torch.float8_e4m3fn).to(device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

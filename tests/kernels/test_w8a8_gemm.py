@@ -11,7 +11,7 @@ from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.quantize import Quantized
 from localllm.kernels.w8a8_gemm import scaled_mm, w8a8_gemm
 from tests.kernels.conftest import DTYPES
-from tests.kernels.test_skinny_gemm import ERROR, e4m3, exact_weight
+from tests.kernels.harness import ERROR, e4m3, exact_weight
 
 SHAPES = [(1, 16, 128), (5, 33, 257), (65, 40, 130), (130, 130, 64)]
 E4M3 = torch.float8_e4m3fn

@@ -14,7 +14,7 @@ import pytest
 
 from localllm.config.mcp_servers import McpServer
 from localllm.mcp import connection
-from tests.mcp.test_servers import N, calling, refusal
+from tests.mcp.harness import N, calling, refusal
 
 TOOL = {"name": "tool", "description": "", "inputSchema": {"type": "object"}}
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import abc
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +15,15 @@ from torch import Tensor
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState
 from localllm.kernels.paged_attention import kv_cache_shape
+from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.read_spec import read_spec
+from localllm.models.drafters.eagle import EagleDrafter
 from localllm.models.inputs import ForwardInputs, GroupInputs, StateInputs
 from localllm.models.loader import load_model
 from localllm.models.spec.kv_groups import keeps_kv, kv_groups, kv_shape
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec, RopeSpec
+from tests.tiny import VOCAB_SIZE, load_reference
 
 BLOCK_SIZE = 8
 PLACES = 16
@@ -180,3 +186,134 @@ class Harness(ModelHarness):
         model = load_model(path, read_spec(path), device, dtype, max_model_len=max_model_len, cpu_weights=cpu_weights)
         kv_dtype = torch.float32 if device.type == "cpu" else dtype
         super().__init__(model, num_blocks=num_blocks, seed=seed, kv_dtype=kv_dtype, block_size=block_size)
+
+
+BLOCK, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 8, 64, 4, 2, 16
+
+
+TAPS = [1, 2, 3]
+
+
+class Crank:
+    """Drives a drafter over a cache that holds NaN where nothing was written, in blocks of random order."""
+
+    def __init__(self, drafter: EagleDrafter, seed: int = 0) -> None:
+        self.drafter = drafter
+        shape = kv_cache_shape(32, BLOCK, KV_HEADS, HEAD_DIM)
+        self.kv = LayerKV(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+        self.blocks = (1 + torch.randperm(31, generator=torch.Generator().manual_seed(seed))).tolist()
+        self.tables: list[list[int]] = []
+
+    def row(self, tokens: int) -> int:
+        """Return a new row with blocks for so many tokens."""
+        count = -(-tokens // BLOCK)
+        self.tables.append(self.blocks[:count])
+        self.blocks = self.blocks[count:]
+        return len(self.tables) - 1
+
+    def slots(self, row: int, first: int, count: int) -> list[int]:
+        return [self.tables[row][p // BLOCK] * BLOCK + p % BLOCK for p in range(first, first + count)]
+
+    def inputs(self, rows: abc.Sequence[tuple[int, int, Tensor]]) -> ForwardInputs:
+        """rows: (row, index of its first token, token ids); rows of one token come first."""
+        counts = [len(tokens) for _, _, tokens in rows]
+        width = max(len(table) for table in self.tables)
+        table = torch.zeros(len(rows), width, dtype=torch.int32)
+        for place, (row, _, _) in enumerate(rows):
+            table[place, : len(self.tables[row])] = torch.tensor(self.tables[row], dtype=torch.int32)
+        ends = [first + len(tokens) for _, first, tokens in rows]
+        slots = [slot for row, first, tokens in rows for slot in self.slots(row, first, len(tokens))]
+        positions = torch.cat([torch.arange(first, first + len(tokens)) for _, first, tokens in rows]) - 1
+        return ForwardInputs(
+            token_ids=torch.cat([tokens for _, _, tokens in rows]),
+            positions=positions,
+            groups=(GroupInputs(table, torch.tensor(slots)),),
+            context_lens=torch.tensor(ends, dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).int(),
+            logits_indices=torch.tensor(counts).cumsum(0) - 1,
+            num_decodes=sum(count == 1 for count in counts),
+            query_lens=tuple(counts),
+            context_lens_host=tuple(ends),
+            first_key=1,
+        )
+
+    def extend(self, rows: abc.Sequence[tuple[int, int, Tensor]], features: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return self.drafter.extend(self.inputs(rows), [self.kv], features)
+
+    def step(self, rows: abc.Sequence[tuple[int, int, Tensor]], hidden: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return self.drafter.step(self.inputs(rows), [self.kv], hidden)
+
+    def stored(self, row: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return k and v [n, kv_heads, d] of some tokens of a row."""
+        slots = torch.tensor(self.slots(row, first, count))
+        return tuple(each.flatten(1, 2)[:, slots].transpose(0, 1) for each in (self.kv.k, self.kv.v))  # type: ignore[return-value]
+
+
+GIB = 1024**3
+
+
+QWEN_05B = ModelSpec(
+    architecture="Qwen2ForCausalLM", num_layers=24, hidden_size=896, intermediate_size=4864, num_heads=14,
+    num_kv_heads=2, head_dim=64, vocab_size=151_936, max_position=32_768, hidden_act="silu",
+    tie_word_embeddings=True, dtype="bfloat16", rope=RopeSpec(),
+)  # fmt: skip
+
+
+LLAMA_8B = ModelSpec(
+    architecture="LlamaForCausalLM", num_layers=32, hidden_size=4096, intermediate_size=14_336, num_heads=32,
+    num_kv_heads=8, head_dim=128, vocab_size=128_256, max_position=131_072, hidden_act="silu",
+    tie_word_embeddings=False, dtype="bfloat16", rope=RopeSpec(),
+)  # fmt: skip
+
+
+WEIGHTS = {QWEN_05B.architecture: 988_097_536, LLAMA_8B.architecture: 16_060_522_496}
+
+
+NO_GPU = Hardware((), "CPU", 8, 32 * GIB, 24 * GIB)
+
+
+def gpu_machine(free_gib: float, total_gib: float = 24, capability: tuple[int, int] = (8, 9)) -> Hardware:
+    card = Gpu(0, "Card", int(total_gib * GIB), int(free_gib * GIB), capability, "570")
+    return replace(NO_GPU, gpus=(card,))
+
+
+THOROUGH = (
+    "llama", "smollm3", "mistral", "gemma2", "gemma3", "gemma4", "gemma4_moe", "phi3", "cohere2", "olmo2",
+    "gpt_neox", "bloom", "gpt2",
+)  # fmt: skip
+"""Between them: every way to string a layer, every notion of position, windows, caps, and norms of q and k."""
+
+
+reference = cache(load_reference)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB_SIZE), k=length)
+
+
+def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([token_ids])).logits[0].float()
+
+
+def reference_greedy(model: Any, token_ids: list[int], count: int) -> list[int]:
+    out = model.generate(
+        torch.tensor([token_ids]),
+        attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return out[0, len(token_ids) :].tolist()
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.shape == theirs.shape
+    error = (ours - theirs).abs().max() / theirs.abs().max()
+    assert error < 1e-4, f"relative error {error:.2e}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from localllm.errors import CorruptModel, DrafterMismatch, UnsupportedModel
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.drafters.eagle import EagleDrafter, load_eagle, plan_eagle
 from localllm.models.drafters.eagle_config import EagleMethod, eagle_method, read_eagle
-from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.loader import load_model
 from localllm.models.weights.parameters import held_bytes
 from tests.eagle_files import Form, eagle_tensors, write_eagle
+from tests.models.harness import HEAD_DIM, HEADS, KV_HEADS, TAPS, WIDTH, Crank
 from tests.tiny import make_tiny_model
 
 CPU, F32 = torch.device("cpu"), torch.float32
-BLOCK, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 8, 64, 4, 2, 16
-TAPS = [1, 2, 3]
 METHODS: list[EagleMethod] = ["eagle", "eagle3"]
 
 
@@ -107,63 +103,6 @@ def oracle_logits(method: str, w: dict[str, Tensor], hidden: Tensor, target: Dec
 def embedded(target: DecoderModel, tokens: Tensor) -> Tensor:
     assert target.embedding is not None
     return target.embedding(tokens, tokens)
-
-
-class Crank:
-    """Drives a drafter over a cache that holds NaN where nothing was written, in blocks of random order."""
-
-    def __init__(self, drafter: EagleDrafter, seed: int = 0) -> None:
-        self.drafter = drafter
-        shape = kv_cache_shape(32, BLOCK, KV_HEADS, HEAD_DIM)
-        self.kv = LayerKV(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
-        self.blocks = (1 + torch.randperm(31, generator=torch.Generator().manual_seed(seed))).tolist()
-        self.tables: list[list[int]] = []
-
-    def row(self, tokens: int) -> int:
-        """Return a new row with blocks for so many tokens."""
-        count = -(-tokens // BLOCK)
-        self.tables.append(self.blocks[:count])
-        self.blocks = self.blocks[count:]
-        return len(self.tables) - 1
-
-    def slots(self, row: int, first: int, count: int) -> list[int]:
-        return [self.tables[row][p // BLOCK] * BLOCK + p % BLOCK for p in range(first, first + count)]
-
-    def inputs(self, rows: Sequence[tuple[int, int, Tensor]]) -> ForwardInputs:
-        """rows: (row, index of its first token, token ids); rows of one token come first."""
-        counts = [len(tokens) for _, _, tokens in rows]
-        width = max(len(table) for table in self.tables)
-        table = torch.zeros(len(rows), width, dtype=torch.int32)
-        for place, (row, _, _) in enumerate(rows):
-            table[place, : len(self.tables[row])] = torch.tensor(self.tables[row], dtype=torch.int32)
-        ends = [first + len(tokens) for _, first, tokens in rows]
-        slots = [slot for row, first, tokens in rows for slot in self.slots(row, first, len(tokens))]
-        positions = torch.cat([torch.arange(first, first + len(tokens)) for _, first, tokens in rows]) - 1
-        return ForwardInputs(
-            token_ids=torch.cat([tokens for _, _, tokens in rows]),
-            positions=positions,
-            groups=(GroupInputs(table, torch.tensor(slots)),),
-            context_lens=torch.tensor(ends, dtype=torch.int32),
-            cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).int(),
-            logits_indices=torch.tensor(counts).cumsum(0) - 1,
-            num_decodes=sum(count == 1 for count in counts),
-            query_lens=tuple(counts),
-            context_lens_host=tuple(ends),
-            first_key=1,
-        )
-
-    def extend(self, rows: Sequence[tuple[int, int, Tensor]], features: Tensor) -> Tensor:
-        with torch.inference_mode():
-            return self.drafter.extend(self.inputs(rows), [self.kv], features)
-
-    def step(self, rows: Sequence[tuple[int, int, Tensor]], hidden: Tensor) -> Tensor:
-        with torch.inference_mode():
-            return self.drafter.step(self.inputs(rows), [self.kv], hidden)
-
-    def stored(self, row: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return k and v [n, kv_heads, d] of some tokens of a row."""
-        slots = torch.tensor(self.slots(row, first, count))
-        return tuple(each.flatten(1, 2)[:, slots].transpose(0, 1) for each in (self.kv.k, self.kv.v))  # type: ignore[return-value]
 
 
 def loaded(path: Path, method: EagleMethod, target: DecoderModel, **plan: Any) -> EagleDrafter:

@@ -14,27 +14,9 @@ from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import Measured, MemoryPlan, kv_bytes_per_token, plan_memory
-from localllm.models.spec.model_spec import ModelSpec, RopeSpec
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
-
-GIB = 1024**3
-QWEN_05B = ModelSpec(
-    architecture="Qwen2ForCausalLM", num_layers=24, hidden_size=896, intermediate_size=4864, num_heads=14,
-    num_kv_heads=2, head_dim=64, vocab_size=151_936, max_position=32_768, hidden_act="silu",
-    tie_word_embeddings=True, dtype="bfloat16", rope=RopeSpec(),
-)  # fmt: skip
-LLAMA_8B = ModelSpec(
-    architecture="LlamaForCausalLM", num_layers=32, hidden_size=4096, intermediate_size=14_336, num_heads=32,
-    num_kv_heads=8, head_dim=128, vocab_size=128_256, max_position=131_072, hidden_act="silu",
-    tie_word_embeddings=False, dtype="bfloat16", rope=RopeSpec(),
-)  # fmt: skip
-WEIGHTS = {QWEN_05B.architecture: 988_097_536, LLAMA_8B.architecture: 16_060_522_496}
-NO_GPU = Hardware((), "CPU", 8, 32 * GIB, 24 * GIB)
-
-
-def gpu_machine(free_gib: float, total_gib: float = 24, capability: tuple[int, int] = (8, 9)) -> Hardware:
-    card = Gpu(0, "Card", int(total_gib * GIB), int(free_gib * GIB), capability, "570")
-    return replace(NO_GPU, gpus=(card,))
+from tests.models.harness import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS, gpu_machine
 
 
 def plan(spec: ModelSpec, hardware: Hardware, **asked: Any) -> MemoryPlan:

@@ -14,7 +14,7 @@ import pytest
 from localllm import cli
 from localllm.machine import hardware
 from tests.hollow import make_hollow_model
-from tests.models.test_fit import GIB, NO_GPU, gpu_machine
+from tests.models.harness import GIB, NO_GPU, gpu_machine
 
 KIB, MIB = 1024, 1024**2
 LENGTHS = ("4096", "8192", "32768")

@@ -38,7 +38,7 @@ from localllm.models.spec.shard import Shard
 from localllm.runner.kv_cache import KVCache
 from tests.hub.conftest import *  # noqa: F403  its fixtures: a hub on this machine
 from tests.kv import of_each
-from tests.models.test_fit import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS, gpu_machine
+from tests.models.harness import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS, gpu_machine
 
 MIB = 1024**2
 

@@ -27,7 +27,7 @@ from localllm.models.fit.rank import PlanInputs, RankMemory
 from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_bytes
-from tests.models.test_fit import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS
+from tests.models.harness import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS
 
 LLAMA_70B = replace(LLAMA_8B, num_layers=80, hidden_size=8192, intermediate_size=28_672, num_heads=64)
 RTX_3090, RTX_3060 = ("RTX 3090", 24, 23.0, 936), ("RTX 3060", 12, 11.4, 360)

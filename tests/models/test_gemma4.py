@@ -26,9 +26,8 @@ from localllm.models.loader import load_model, resident_bytes
 from localllm.models.spec.kv_groups import group_of_layers, kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import shards_of
-from tests.models.harness import CPU, Harness
+from tests.models.harness import CPU, Harness, assert_close, prompt, reference_logits
 from tests.models.sharded import STEPS, ShardedModel
-from tests.models.test_goldens import assert_close, prompt, reference_logits
 from tests.tiny import load_reference, make_tiny_model
 
 PathOf = Callable[[str], Path]

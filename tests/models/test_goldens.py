@@ -6,60 +6,30 @@ prompt into chunks, unlike neighbours in the batch and the order of the blocks c
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from localllm.kernels.linear import should_pack
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
-from tests.models.harness import CPU, Harness
+from tests.models.harness import (
+    CPU,
+    THOROUGH,
+    Harness,
+    assert_close,
+    prompt,
+    reference,
+    reference_greedy,
+    reference_logits,
+)
 from tests.tiny import FAMILIES, VOCAB_SIZE, load_reference, make_tiny_model
 
 PathOf = Callable[[str], Path]
-THOROUGH = (
-    "llama", "smollm3", "mistral", "gemma2", "gemma3", "gemma4", "gemma4_moe", "phi3", "cohere2", "olmo2",
-    "gpt_neox", "bloom", "gpt2",
-)  # fmt: skip
-"""Between them: every way to string a layer, every notion of position, windows, caps, and norms of q and k."""
-reference = cache(load_reference)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(3, VOCAB_SIZE), k=length)
-
-
-def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
-    with torch.no_grad():
-        return model(torch.tensor([token_ids])).logits[0].float()
-
-
-def reference_greedy(model: Any, token_ids: list[int], count: int) -> list[int]:
-    out = model.generate(
-        torch.tensor([token_ids]),
-        attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
-        max_new_tokens=count,
-        min_new_tokens=count,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    return out[0, len(token_ids) :].tolist()
-
-
-def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    assert ours.shape == theirs.shape
-    error = (ours - theirs).abs().max() / theirs.abs().max()
-    assert error < 1e-4, f"relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -30,9 +30,8 @@ from tests.adapters import make_tiny_adapter, merged
 from tests.models.formats.quantised import agrees, save_quantised
 from tests.models.formats.test_awq import CONFIG as AWQ
 from tests.models.formats.test_awq import awq
-from tests.models.harness import CPU, Harness, ModelHarness, Sequence
+from tests.models.harness import CPU, Harness, ModelHarness, Sequence, assert_close, prompt, reference, reference_logits
 from tests.models.sharded import ShardedModel
-from tests.models.test_goldens import assert_close, prompt, reference, reference_logits
 from tests.tiny import load_reference, make_tiny_model
 
 PathOf = Callable[[str], Path]

@@ -26,8 +26,7 @@ from tests.adapters import make_tiny_adapter, merged, write_config
 from tests.gguf_files import write_gguf
 from tests.models.formats.quantised import SHAPE, save_quantised
 from tests.models.formats.test_awq import CONFIG, awq
-from tests.models.harness import CPU, ModelHarness, Sequence
-from tests.models.test_goldens import assert_close, prompt, reference_logits
+from tests.models.harness import CPU, ModelHarness, Sequence, assert_close, prompt, reference_logits
 from tests.tiny import load_reference, make_tiny_model
 
 PathOf = Callable[[str], Path]

@@ -30,8 +30,7 @@ from localllm.models.weights.parameters import held_bytes
 from localllm.serving.drafters import with_drafter
 from tests.models.formats.quantised import Store, Stored, rewrite, save_quantised
 from tests.models.formats.test_fp8 import BLOCKS, DYNAMIC, per_block, per_output
-from tests.models.test_fit import NO_GPU
-from tests.models.test_goldens import prompt
+from tests.models.harness import NO_GPU, prompt
 from tests.mtp_models import KINDS, MTPOracle, make_mtp_model
 
 CPU, BLOCK_SIZE, NUM_BLOCKS = torch.device("cpu"), 8, 40

@@ -22,8 +22,7 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
-from tests.models.harness import CPU, Harness
-from tests.models.test_goldens import assert_close, prompt, reference_logits
+from tests.models.harness import CPU, Harness, assert_close, prompt, reference_logits
 from tests.tiny import load_reference, make_tiny_model
 
 Tensors = dict[str, Tensor]

@@ -23,8 +23,7 @@ from localllm.models.architectures.read_spec import read_spec
 from localllm.models.inputs import GivenEmbeds
 from localllm.models.loader import load_model
 from localllm.models.prompt_embeds import PromptEmbedsReader
-from tests.models.harness import CPU, ModelHarness, Sequence
-from tests.models.test_goldens import assert_close, prompt, reference
+from tests.models.harness import CPU, ModelHarness, Sequence, assert_close, prompt, reference
 
 FAMILIES = ("llama", "gemma2", "gemma3", "granite", "gpt2", "bloom")
 """Scales inside and outside of the embedding, positions and norms after it."""

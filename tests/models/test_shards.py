@@ -38,11 +38,10 @@ from tests.models.formats.test_awq import awq
 from tests.models.formats.test_fp8 import BLOCKS, per_block
 from tests.models.formats.test_gptq import CONFIG as GPTQ
 from tests.models.formats.test_gptq import gptq
-from tests.models.harness import CPU, ModelHarness, Sequence
+from tests.models.harness import CPU, THOROUGH, ModelHarness, Sequence, assert_close, prompt
 from tests.models.sharded import STEPS, ShardedModel, even_shards, load_whole, run
-from tests.models.test_experts import WAYS as STORED_EXPERTS
-from tests.models.test_experts import fuse, gpt_oss, quantise_experts, rewrite, wide_moe
-from tests.models.test_goldens import THOROUGH, assert_close, prompt
+from tests.models.stored_experts import WAYS as STORED_EXPERTS
+from tests.models.stored_experts import fuse, gpt_oss, quantise_experts, rewrite, wide_moe
 from tests.threads import Threads
 from tests.tiny import FAMILIES, make_tiny_model
 

@@ -35,7 +35,7 @@ from localllm.models.spec.latent import LatentSpec
 from localllm.models.spec.mixture import MixtureSpec
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
-from tests.models.test_fit import GIB, LLAMA_8B, QWEN_05B, WEIGHTS
+from tests.models.harness import GIB, LLAMA_8B, QWEN_05B, WEIGHTS
 
 LLAMA_70B = replace(LLAMA_8B, num_layers=80, hidden_size=8192, intermediate_size=28_672, num_heads=64)
 GPU_24, GPU_12 = SplitDevice(22 * GIB, 936e9), SplitDevice(11 * GIB, 360e9)

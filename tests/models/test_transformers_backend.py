@@ -24,8 +24,7 @@ from localllm.models.loader import load_model, resident_bytes
 from localllm.models.spec.recurrent import RecurrentSpec
 from localllm.models.weights.parameters import held_bytes
 from tests.models.class_models import make_class_model
-from tests.models.harness import CPU, ModelHarness
-from tests.models.test_goldens import assert_close, prompt, reference_greedy, reference_logits
+from tests.models.harness import CPU, ModelHarness, assert_close, prompt, reference_greedy, reference_logits
 from tests.tiny import load_reference
 
 FAMILIES = ("llama", "gemma2", "gemma3", "qwen3", "smollm3")

@@ -20,7 +20,7 @@ from localllm.models.weights.weights import Weights
 from tests.gguf_files import blocks_of
 from tests.models.formats.held import Held, ReadBytes
 from tests.models.harness import CPU
-from tests.models.test_experts import mxfp4
+from tests.models.stored_experts import mxfp4
 
 MLP = "model.layers.0.mlp"
 SPEC: Any = SimpleNamespace(tie_word_embeddings=False, kv_source=(), architecture="A test")

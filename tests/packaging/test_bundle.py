@@ -6,15 +6,12 @@ The slow tests at the end make the real file, and install from a real folder of 
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
 import os
 import shutil
 import stat
 import subprocess
 import sys
-import tarfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -26,44 +23,13 @@ import pytest
 
 from localllm.version import __version__
 from scripts.layout import ROOT
-
-
-@pytest.fixture(scope="module")
-def bundle() -> ModuleType:
-    """packaging/bundle as a module."""
-    loader = importlib.machinery.SourceFileLoader("localllm_bundle", str(ROOT / "packaging/bundle"))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    loader.exec_module(module)
-    sys.dont_write_bytecode = writes
-    return module
+from tests.packaging.harness import make_run
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     (tmp_path / "home").mkdir()
     return tmp_path / "home"
-
-
-def make_run(
-    bundle: ModuleType, folder: Path, version: str, *, glibc: str = "2.17", says: str = "", size: int = 1
-) -> Path:
-    """A .run file whose localllm prints its version, a word, and its arguments."""
-    tree = folder / f"tree-{version}-{says}"
-    tree.mkdir(parents=True)
-    launcher = tree / "localllm"
-    launcher.write_text(f'#!/bin/sh\necho "localllm {version} {says}" "$@"\n')
-    launcher.chmod(0o755)
-    (tree / "data").write_bytes(os.urandom(5_000))
-    payload = tree / "payload"
-    with tarfile.open(payload, "w:gz") as archive:
-        archive.add(launcher, "localllm")
-        archive.add(tree / "data", "data")
-    name = f"localllm-{version}-linux-x86_64-cpu.run"
-    made: Path = bundle.write_run(payload, tree / name, version=version, glibc=glibc, unpacked_bytes=size)
-    return made
 
 
 def run(file: Path, home: Path, *arguments: str, shell: str = "sh", **environ: str) -> subprocess.CompletedProcess[str]:

@@ -23,18 +23,11 @@ from packaging.requirements import Requirement
 
 from localllm.version import __version__
 from scripts.layout import ROOT
+from tests.packaging.harness import PROC, RTX_3060, SHELLS, gpu, refusal
 from tests.packaging.sandbox import INSTALL, PYPI, PYPI_ALONE, PYTORCH, UV_VERSION, Machine, Sandbox
 
-SHELLS = [shell for shell in ("dash", "bash") if shutil.which(shell)]
-DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Feb 22 01:44:30 UTC 2024\nGCC version:  gcc 12.2.0\n"
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U16)\n"
-PROC = "proc/driver/nvidia/version"
-RTX_3060 = "NVIDIA GeForce RTX 3060, {}"
 WSL = {"proc/sys/kernel/osrelease": "5.15.167.4-microsoft-standard-WSL2\n"}
-
-
-def gpu(driver: str, line: str = DRIVER, **more: object) -> Machine:
-    return Machine(gpu=RTX_3060.format(driver), files={PROC: line.format(driver)}, **more)  # type: ignore[arg-type]
 
 
 def pci(vendor: str) -> dict[str, str]:
@@ -92,13 +85,6 @@ REFUSED = {  # name: machine, arguments, what happened, what to type next
     "an empty folder offline": (Machine(), ["--offline", "/"], "is not a folder of wheels", "packaging/wheelhouse"),
     "offline and --cpu": (Machine(), ["--offline", "/", "--cpu"], "do not go with --offline", "--offline /"),
 }
-
-
-def refusal(ended: subprocess.CompletedProcess[str]) -> str:
-    """Return the refusal: two lines on stderr, the second of which is a command."""
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "\nTry: " in ended.stderr
-    return ended.stderr
 
 
 @pytest.mark.parametrize("shell", SHELLS)

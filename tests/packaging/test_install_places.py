@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.packaging.harness import SHELLS, gpu, refusal
 from tests.packaging.sandbox import INTERNET, PYPI, PYPI_ALONE, PYTORCH, UV_VERSION, Machine, Sandbox, page, wheels
-from tests.packaging.test_install import SHELLS, gpu, refusal
 
 MIRROR = "mirror.example"
 COMPANY = {f"{MIRROR}/simple/torch/": page("2.13.0"), f"{MIRROR}/simple/uv/": "uv"}

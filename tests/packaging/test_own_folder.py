@@ -17,10 +17,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.packaging.harness import SHELLS, make_run, refusal
 from tests.packaging.sandbox import Machine, Sandbox
-from tests.packaging.test_bundle import bundle as bundle
-from tests.packaging.test_bundle import make_run
-from tests.packaging.test_install import SHELLS, refusal
 
 NAMES = (
     "cache", "tools", "python", "bin", "app", "torch", ".localllm-install", "cache/thesis-v2.txt", "tools/build.sh",

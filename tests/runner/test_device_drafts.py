@@ -5,7 +5,6 @@ On a CPU through the twins; test_through_kernels.py does the same through the ke
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.request import Request
@@ -36,8 +34,8 @@ from localllm.runner.runner import TorchRunner
 from localllm.runner.staging import StagedInputs, StepShape
 from tests.kv import of_each
 from tests.runner.desk import GREEDY, WAYS
-from tests.runner.test_drafts import make_requests, tokens_of
-from tests.runner.test_with_scheduler import serve
+from tests.runner.harness import draft_requests as make_requests
+from tests.runner.harness import knowing_on_device, serve, tokens_of
 
 CPU = torch.device("cpu")
 
@@ -50,27 +48,6 @@ def asked(max_drafts: int | None = None) -> list[Request]:
         request.options = replace(request.options, max_drafts=max_drafts)
     assert max(len(request.bad_words_token_ids) for request in requests[-2:]) > MAX_WORDS
     return requests
-
-
-def knowing(texts: Sequence[Sequence[int]], errors: float) -> Callable[[LookupOnDevice, Tensor], Tensor]:
-    """A source of drafts that knows every text, and gives a wrong token with probability `errors`."""
-    dice = random.Random(9)
-
-    def launch(self: LookupOnDevice, slots: Tensor) -> Tensor:
-        ids, known, valid = self._tokens
-        out = torch.zeros(len(slots), 1 + 16, dtype=torch.int32)
-        for row, slot in enumerate(slots.tolist()):
-            if slot < 0:
-                continue
-            count = int(known[slot])
-            text = next((text for text in texts if list(text[:count]) == ids[slot, :count].tolist()), [])
-            drafts = list(text[count : count + dice.randint(0, int(self._most[slot]))])
-            drafts = [dice.randrange(500) if dice.random() < errors else token for token in drafts]
-            valid[slot] = out[row, 0] = len(drafts)
-            ids[slot, count : count + len(drafts)] = out[row, 1 : 1 + len(drafts)] = torch.tensor(drafts)
-        return out
-
-    return launch
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +69,7 @@ def test_tokens_and_logprobs_are_those_of_a_run_without_drafts(
     """S2 on the path of a GPU: with lists that do not fit the tables, preemptions, and steps launched before the last
     one's draws are read."""
     texts = [[*r.token_ids, *tokens_of(alone[r.request_id])] for r in asked()]
-    monkeypatch.setattr(LookupOnDevice, "launch", knowing(texts, errors))
+    monkeypatch.setattr(LookupOnDevice, "launch", knowing_on_device(texts, errors))
     requests = asked(4 if num_blocks < 200 else None)
     drafted, scheduler = serve(model, spec, requests, num_blocks=num_blocks, depth=depth, way=way, speculates=True)
     assert scheduler.recorder.num_failed_steps == 0

@@ -4,7 +4,6 @@ model itself is always right."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from collections.abc import Sequence as Listed
 from dataclasses import replace
 from pathlib import Path
@@ -22,22 +21,17 @@ from localllm.models import lone_step
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.drafters import draft_model
 from localllm.models.drafters.draft_model import DraftModel
-from localllm.models.drafters.drafter import FINAL_HIDDEN, Drafter, DraftStep
+from localllm.models.drafters.drafter import FINAL_HIDDEN, DraftStep
 from localllm.models.loader import load_model
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import host_steps
 from localllm.runner.batch import HostInputs, StepBatch, StepRows
-from localllm.runner.drafter_steps import OpenDrafter
-from localllm.runner.host_drafts import NO_DRAFTS, HostDrafts
 from localllm.runner.kv_cache import KVCache
 from tests.models.harness import ModelHarness, Sequence
 from tests.models.operations import DefinedLibrary
-from tests.runner.test_drafts import make_requests, tokens_of
-from tests.runner.test_with_scheduler import BLOCK, serve
+from tests.runner.harness import BLOCK, CPU, assert_same, opened, serve, tokens_of
+from tests.runner.harness import draft_requests as make_requests
 from tests.tiny import make_tiny_model
-
-CPU = torch.device("cpu")
-NUM_DRAFTS = 4
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -55,37 +49,10 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def without_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostDrafts, "_find", lambda self, slot, most: NO_DRAFTS)
-
-
 @pytest.fixture(scope="module")
 def alone(model: Any, spec: ModelSpec) -> dict[str, list[EngineOutput]]:
     """What each request gets alone and without drafts."""
     return {r.request_id: serve(model, spec, [r])[0][r.request_id] for r in make_requests()}
-
-
-def opened(drafter: Drafter, caches: list[KVCache] | None = None) -> Callable[[int], OpenDrafter]:
-    """Return what makes the drafter's KV cache, filled with NaN, for a number of blocks."""
-
-    def make(num_blocks: int) -> OpenDrafter:
-        cache = KVCache(drafter.spec, (num_blocks,), BLOCK, CPU, torch.float32)
-        for layer in cache.layers:
-            assert layer is not None
-            for tensor in layer.tensors():
-                tensor.fill_(torch.nan)
-        if caches is not None:
-            caches.append(cache)
-        return OpenDrafter(drafter, cache, NUM_DRAFTS)
-
-    return make
-
-
-def assert_same(told: dict[str, list[EngineOutput]], alone: dict[str, list[EngineOutput]]) -> None:
-    for name, wanted in alone.items():
-        assert tokens_of(told[name]) == tokens_of(wanted), name
-        assert told[name][-1].finish_reason == wanted[-1].finish_reason
 
 
 @pytest.mark.usefixtures("without_lookup")

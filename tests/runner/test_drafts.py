@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,18 +26,9 @@ from localllm.runner.runner import TorchRunner
 from tests.kv import of_each
 from tests.models.operations import DefinedLibrary
 from tests.runner.desk import GREEDY
-from tests.runner.test_with_scheduler import serve
+from tests.runner.harness import draft_requests, knowing, serve, tokens_of
 
 CPU = torch.device("cpu")
-ASKED: list[dict[str, Any]] = [
-    {"temperature": 0.0, "logprobs": 2},
-    {"temperature": 0.7, "seed": 1, "logprobs": 0},
-    {"temperature": 1.5, "seed": 2, "top_k": 20, "repetition_penalty": 1.3, "repeat_last_n": 9},
-    {"temperature": 0.9, "seed": 3, "top_p": 0.9, "frequency_penalty": 0.7, "presence_penalty": 0.3},
-    {"temperature": 1.0, "seed": 5, "min_p": 0.02, "min_tokens": 10, "stop_token_ids": list(range(0, 500, 3))},
-    {"temperature": 0.0, "logit_bias": {7: 4.0, 9: -100.0}, "logprobs": 1},
-    {"temperature": 0.7, "seed": 6, "allowed_token_ids": list(range(40))},
-]
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -51,44 +41,10 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def make_requests(count: int = 7) -> list[Request]:
-    dice = random.Random(4)
-    shared = [dice.randrange(500) for _ in range(20)]
-    requests = []
-    for i in range(count):
-        prompt = shared[: dice.choice([0, 9, 20])] + [dice.randrange(500) for _ in range(dice.randint(1, 20))]
-        params = SamplingParams(max_tokens=dice.randint(12, 40), **ASKED[i % len(ASKED)])
-        assert params.max_tokens is not None
-        words = tuple((token,) for token in range(0, 500, 7)) if i % 3 == 2 else ()
-        requests.append(
-            Request(f"r{i}", prompt, params, max_output_tokens=params.max_tokens, eos_token_ids=(2,),
-                    bad_words_token_ids=((*words, (4, 5)) if words else ()))
-        )  # fmt: skip
-    return requests
-
-
-def tokens_of(outputs: Sequence[EngineOutput]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
-
-
-def knowing(texts: Sequence[Sequence[int]], errors: float) -> Callable[[HostDrafts, int, int], Any]:
-    """A source of drafts that knows every text, and gives a wrong token with probability `errors`."""
-    dice = random.Random(9)
-
-    def find(self: HostDrafts, slot: int, most: int) -> Any:
-        known = self._inputs.known_tokens(slot, self._slots.num_known(slot)).tolist()
-        text = next((text for text in texts if list(text[: len(known)]) == known), known)
-        drafts = list(text[len(known) : len(known) + dice.randint(0, most)])
-        drafts = [dice.randrange(500) if dice.random() < errors else token for token in drafts]
-        return np.array(drafts, np.int32)
-
-    return find
-
-
 @pytest.fixture(scope="module")
 def alone(model: Any, spec: ModelSpec) -> dict[str, list[EngineOutput]]:
     """What each request gets alone and without drafts."""
-    return {r.request_id: serve(model, spec, [r])[0][r.request_id] for r in make_requests()}
+    return {r.request_id: serve(model, spec, [r])[0][r.request_id] for r in draft_requests()}
 
 
 @pytest.mark.parametrize(
@@ -104,9 +60,9 @@ def test_tokens_and_logprobs_are_those_of_a_run_without_drafts(
     depth: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """S2: penalties, bias, bad words, min_tokens, stop ids and seeds; 17 usable blocks force preemptions."""
-    texts = [[*r.token_ids, *tokens_of(alone[r.request_id])] for r in make_requests()]
+    texts = [[*r.token_ids, *tokens_of(alone[r.request_id])] for r in draft_requests()]
     monkeypatch.setattr(HostDrafts, "_find", knowing(texts, errors))
-    drafted, scheduler = serve(model, spec, make_requests(), num_blocks=num_blocks, depth=depth, speculates=True)
+    drafted, scheduler = serve(model, spec, draft_requests(), num_blocks=num_blocks, depth=depth, speculates=True)
     assert scheduler.recorder.num_failed_steps == 0
     assert scheduler.speculation is not None
     stats = scheduler.speculation.stats()
@@ -127,10 +83,10 @@ def test_tokens_and_logprobs_are_those_of_a_run_without_drafts(
 def test_deterministic_answers_have_drafts_and_stay_the_same(
     model: Any, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, _ = serve(model, spec, make_requests(), deterministic=True)
-    texts = [[*r.token_ids, *tokens_of(plain[r.request_id])] for r in make_requests()]
+    plain, _ = serve(model, spec, draft_requests(), deterministic=True)
+    texts = [[*r.token_ids, *tokens_of(plain[r.request_id])] for r in draft_requests()]
     monkeypatch.setattr(HostDrafts, "_find", knowing(texts, 0.2))
-    drafted, scheduler = serve(model, spec, make_requests(), deterministic=True, speculates=True)
+    drafted, scheduler = serve(model, spec, draft_requests(), deterministic=True, speculates=True)
     assert scheduler.speculation is not None
     assert scheduler.speculation.stats().num_accepted_tokens > 20
     for name, wanted in plain.items():

@@ -29,12 +29,11 @@ from localllm.runner import host_steps
 from localllm.runner.drafter_steps import DrafterSteps
 from localllm.runner.kv_cache import KVCache
 from tests.eagle_files import write_eagle
+from tests.models.harness import TAPS, Crank
 from tests.models.operations import DefinedLibrary
-from tests.models.test_eagle import TAPS, Crank
-from tests.runner.test_drafters import assert_same, opened
-from tests.runner.test_drafters import without_lookup as _without_lookup
-from tests.runner.test_drafts import make_requests, tokens_of
-from tests.runner.test_with_scheduler import BLOCK, serve
+from tests.runner.harness import BLOCK, assert_same, opened, serve, tokens_of
+from tests.runner.harness import draft_requests as make_requests
+from tests.runner.harness import without_lookup as _without_lookup
 from tests.tiny import make_tiny_model
 
 CPU, F32 = torch.device("cpu"), torch.float32

@@ -25,9 +25,8 @@ from localllm.serving.reopen import close_engine, open_engine
 from tests.kv import of_each
 from tests.models.operations import DefinedLibrary
 from tests.runner.desk import GREEDY, Desk
-from tests.runner.test_with_scheduler import make_requests, serve
-from tests.serving import settings_for
-from tests.test_reopen import answer
+from tests.runner.harness import make_requests, serve
+from tests.serving import answer, settings_for
 
 CPU = torch.device("cpu")
 needs_library = pytest.mark.skipif(native() is None, reason="this machine has no native library")

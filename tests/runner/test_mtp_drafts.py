@@ -23,9 +23,7 @@ from localllm.runner.drafter_steps import DrafterSteps
 from localllm.runner.host_drafts import NO_DRAFTS, HostDrafts
 from tests.models.formats.quantised import rewrite
 from tests.mtp_models import KINDS, MTPOracle, make_mtp_model
-from tests.runner.test_drafters import assert_same, opened
-from tests.runner.test_drafts import knowing, tokens_of
-from tests.runner.test_with_scheduler import MAX_LEN, serve
+from tests.runner.harness import MAX_LEN, assert_same, knowing, opened, serve, tokens_of
 
 CPU = torch.device("cpu")
 GREEDY = 5  # of the requests

@@ -14,7 +14,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.models.prompt_embeds import PromptEmbedsReader, PromptEmbedsTensor
 from localllm.models.spec.model_spec import ModelSpec
-from tests.runner.test_with_scheduler import BLOCK, MAX_LEN, make_requests, serve
+from tests.runner.harness import BLOCK, MAX_LEN, make_requests, serve
 from tests.tiny import load_reference
 
 SHARED = random.Random(5).choices(range(500), k=40)

@@ -26,7 +26,7 @@ from localllm.runner.opening import _allocate, open_runner
 from localllm.runner.runner import TorchRunner
 from localllm.runner.state_cache import StateCache, layer_caches
 from tests.kv import of_each
-from tests.runner.test_with_scheduler import make_requests, serve
+from tests.runner.harness import make_requests, serve
 from tests.tiny import make_tiny_model
 
 CPU = torch.device("cpu")

@@ -13,38 +13,10 @@ from hypothesis import strategies as st
 
 from localllm.engine.params import SamplingParams
 from localllm.runner.sampling import MAX_CANDIDATES
+from tests.runner.harness import VOCAB, cases
 from tests.runner.naive import Case, naive_edits, naive_token, naive_weights, random_logits, run, tokens
 
-VOCAB = 700  # above MAX_CANDIDATES and FIRST_TRY, no multiple of the group
 assert VOCAB > MAX_CANDIDATES
-
-
-cases = st.builds(
-    lambda asked, seed, prompt, output, eos, bad: Case(SamplingParams(seed=seed, **asked), prompt, output, eos, bad),
-    st.fixed_dictionaries(
-        {"temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7])},
-        optional={
-            "top_k": st.sampled_from([1, 2, 40, 256, 257, 650, 5000]),
-            "top_p": st.sampled_from([1e-6, 0.2, 0.7, 0.95, 0.9999]),
-            "min_p": st.sampled_from([0.01, 0.2, 1.0]),
-            "repetition_penalty": st.sampled_from([0.7, 1.3]),
-            "repeat_last_n": st.sampled_from([-1, 0, 2, 64]),
-            "presence_penalty": st.sampled_from([-1.5, 1.0]),
-            "frequency_penalty": st.sampled_from([-0.5, 0.8]),
-            "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 4.0]), max_size=4),
-            "allowed_token_ids": st.lists(st.integers(0, VOCAB - 1), min_size=3, max_size=40),
-            "min_tokens": st.integers(0, 6),
-            "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=2),
-            "ignore_eos": st.booleans(),
-            "logprobs": st.integers(0, 3),
-        },
-    ),
-    st.integers(-(2**63), 2**63 - 1),
-    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12),
-    st.lists(st.integers(0, 5), max_size=8),
-    st.tuples(st.integers(0, VOCAB - 1)),
-    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
-)
 
 
 @settings(deadline=None, max_examples=60)

@@ -20,10 +20,8 @@ from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.device_drafts import LookupOnDevice
 from localllm.runner.host_drafts import HostDrafts
 from localllm.runner.sampler_chain import ChainRow, Chains, apply_chains, observe
+from tests.runner.harness import knowing, knowing_on_device, serve, tokens_of
 from tests.runner.naive import Case, random_logits, run
-from tests.runner.test_device_drafts import knowing as knowing_on_device
-from tests.runner.test_drafts import knowing, tokens_of
-from tests.runner.test_with_scheduler import serve
 
 CPU, VOCAB = torch.device("cpu"), 200
 TOKENS = [114, 29, 66, 103, 114, 29, 66, 140, 29, 66]

@@ -25,7 +25,7 @@ from localllm.kernels.checks.plain import _add_in_turn_kernel, _load_tile_kernel
 from localllm.kernels.first_launch import _add_one_kernel
 from localllm.kernels.launch import INTERPRETED
 from tests.kernels.ahead_of_time import SHARED_BYTES
-from tests.kernels.test_variants import kernels
+from tests.kernels.ahead_of_time import launched_kernels as kernels
 from tests.runner.pretend_gpu import pretend_gpu
 from tests.runner.served import SERVED, runner_of
 

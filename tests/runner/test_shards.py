@@ -26,8 +26,8 @@ from localllm.runner.stage import StageModel
 from tests.kv import of_each
 from tests.models.sharded import ShardedModel, even_shards
 from tests.runner.desk import GREEDY, WAYS, Desk, run_again
+from tests.runner.harness import make_requests, serve
 from tests.runner.shards import ShardRunner
-from tests.runner.test_with_scheduler import make_requests, serve
 
 BLOCK, NUM_BLOCKS, MAX_LEN = 8, 120, 96
 CPU = torch.device("cpu")

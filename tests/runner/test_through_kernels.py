@@ -26,10 +26,9 @@ from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.device_drafts import LookupOnDevice
 from tests.kv import windowed_ledger
-from tests.runner import test_with_scheduler
-from tests.runner.test_device_drafts import knowing
-from tests.runner.test_drafts import tokens_of
-from tests.runner.test_with_scheduler import BLOCK, serve
+from tests.runner import harness
+from tests.runner.harness import BLOCK, serve, tokens_of
+from tests.runner.harness import knowing_on_device as knowing
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1; on a GPU see tests/device")
 
@@ -82,7 +81,7 @@ def test_any_group_of_kernels_can_be_replaced(
     monkeypatch.setattr(
         linear, "_uses_skinny_gemm", lambda x, weight: launch.runs_triton(weight, "products") and x.shape[0] <= 16
     )
-    monkeypatch.setattr(test_with_scheduler, "LaunchOptions", partial(LaunchOptions, without=frozenset({kernel})))
+    monkeypatch.setattr(harness, "LaunchOptions", partial(LaunchOptions, without=frozenset({kernel})))
     check(model, spec, requests, "staged", monkeypatch)
 
 

@@ -25,7 +25,7 @@ from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.runner import TorchRunner
 from tests.kv import ledger_of, windowed_ledger
-from tests.runner.test_with_scheduler import BLOCK, MAX_LEN, serve
+from tests.runner.harness import BLOCK, MAX_LEN, serve
 
 CPU = torch.device("cpu")
 WINDOWED = 40  # blocks: the windows of four requests and the tokens of a step

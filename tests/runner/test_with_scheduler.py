@@ -2,130 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
-from localllm.engine.block_hash import BlockHasher
-from localllm.engine.ledger import Ledger
-from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput
-from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
-from localllm.engine.scheduler import Scheduler
-from localllm.engine.scheduler_config import SchedulerConfig
-from localllm.engine.speculation import Speculation
-from localllm.engine.state_pool import StatePool
-from localllm.engine.step import Runner
-from localllm.kernels.launch import LaunchOptions
 from localllm.models.spec.model_spec import ModelSpec
-from localllm.runner.drafter_steps import OpenDrafter
-from localllm.runner.kv_cache import KVCache
-from localllm.runner.runner import TorchRunner
-from localllm.runner.state_cache import StateCache
-from tests.kv import ledger_of, of_each
-from tests.runner.desk import WAYS
-
-BLOCK, MAX_LEN, CPU = 8, 160, torch.device("cpu")
-ASKED: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
-    {"temperature": 0.9, "seed": 3, "top_p": 0.9, "frequency_penalty": 0.5},
-    {"temperature": 1.5, "seed": 4, "top_k": 20, "repetition_penalty": 1.3, "repeat_last_n": 9},
-    {"temperature": 1.0, "seed": 5, "min_p": 0.02, "min_tokens": 10, "stop_token_ids": [7, 9]},
-]
-
-
-class Widest(Speculation):
-    """Verifies as many drafts as fit into a step."""
-
-    def width(self, decoding: Sequence[Request], ready: Sequence[int], limit: int) -> int:
-        widths = range(self.most, 0, -1)
-        return next((w for w in widths if len(ready) + sum(min(w, count) for count in ready) <= limit), 0)
-
-
-def serve(
-    model: Any,
-    spec: ModelSpec,
-    requests: list[Request],
-    *,
-    num_blocks: int = 200,
-    depth: int = 1,
-    step: int = 64,
-    way: str = "host",
-    make_runner: Callable[..., Runner] | None = None,
-    num_places: int = 0,
-    deterministic: bool = False,
-    ledger: Ledger | None = None,
-    kv_dtype: torch.dtype = torch.float32,
-    speculates: bool = False,
-    drafter: Callable[[int], OpenDrafter] | None = None,
-) -> tuple[dict[str, list[EngineOutput]], Scheduler]:
-    """Every request's outputs, and the scheduler after all is done. make_runner: in place of the model's own.
-    ledger: in place of one of `num_blocks` blocks for each group. num_places: of
-    recurrent states, which are NaN at the start, as K and V then are; 0: the model has none.
-    speculates: with the runner's drafts, as many of them as fit into a step. drafter: made for a number of blocks."""
-    config = SchedulerConfig(
-        max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN, block_size=BLOCK,
-        long_prefill_token_threshold=16, output_reserve=0.0, state_interval=BLOCK,
-        fixed_chunk=2 * BLOCK if deterministic else 0,
-    )  # fmt: skip
-    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": step, "max_model_len": MAX_LEN, **WAYS[way]}
-    if make_runner is None:
-        sizes_of_groups = of_each(spec, num_blocks) if ledger is None else ledger.num_blocks
-        cache = KVCache(spec, sizes_of_groups, BLOCK, CPU, kv_dtype)
-        states = StateCache(spec, num_places, CPU, torch.float32)
-        if num_places:
-            poison(cache, states)
-        runner: Runner = TorchRunner(
-            model, spec, cache, block_size=BLOCK, device=CPU, states=states, has_drafts=speculates,
-            drafter=drafter and drafter(sizes_of_groups[0]),
-            launch_options=LaunchOptions(deterministic=deterministic), **sizes,
-        )  # fmt: skip
-    else:
-        runner = make_runner(num_blocks=num_blocks, block_size=BLOCK, **sizes)
-    while runner.use_idle_time():
-        pass
-    places = StatePool(num_places) if num_places else None
-    ledger = ledger or ledger_of(spec, num_blocks, BLOCK)
-    speculation = Widest(runner.drafts) if speculates else None
-    scheduler = Scheduler(config, ledger, BlockHasher(b"tiny", BLOCK), state_pool=places, speculation=speculation)
-    loop = EngineLoop(scheduler, runner, depth=depth)
-    told: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
-
-    def receive(outputs: list[EngineOutput]) -> None:
-        for output in outputs:
-            told[output.request_id].append(output)
-
-    loop.deliver = receive
-    loop.submit(*requests)
-    for _ in range(3000):
-        loop.step()
-        if not scheduler.has_work:
-            return told, scheduler
-    raise AssertionError("still at work")
-
-
-def poison(cache: KVCache, states: StateCache) -> None:
-    """Fill the memory with NaN, except what padding is written to."""
-    for layer in (*[kv for kv in cache.layers if kv is not None], *states.layers.values()):
-        for tensor in layer.tensors():
-            tensor[1:] = torch.nan
-
-
-def make_requests() -> list[Request]:
-    dice = random.Random(8)
-    shared = [dice.randrange(500) for _ in range(40)]  # a prefix that some have in common
-    requests = []
-    for i in range(10):
-        prompt = shared[: dice.choice([0, 17, 40])] + [dice.randrange(500) for _ in range(dice.randint(1, 30))]
-        params = SamplingParams(max_tokens=dice.randint(8, 30), **ASKED[i % len(ASKED)])
-        assert params.max_tokens is not None
-        requests.append(Request(f"r{i}", prompt, params, max_output_tokens=params.max_tokens, eos_token_ids=(2,)))
-    return requests
+from tests.runner.harness import make_requests, serve
 
 
 @pytest.mark.parametrize(

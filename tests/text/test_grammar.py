@@ -18,44 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import InvalidParameter, StepFailed
-from localllm.text.grammar import KEPT, Grammars, GrammarState, GrammarStuck, fill_along
+from localllm.text.grammar import KEPT, Grammars, GrammarStuck, fill_along
 from localllm.text.structured import StructuredOutputsParams
+from tests.text.harness import GRAMMARS, HOSTILE, KINDS, draw, grammars
 from tests.text.schemas import SCHEMAS
 from tests.text.vocabularies import tokenizer
-
-KINDS = ("byte_level", "sentencepiece")
-CLOSERS = (b'"', b"@", b"}", b"]", b",")
-
-
-def grammars(kind: str) -> Grammars:
-    made = tokenizer(kind)
-    return Grammars(made, made.vocab_size + 7, (made.special_ids and [min(made.special_ids)]) or [0])
-
-
-GRAMMARS = {kind: grammars(kind) for kind in KINDS}
-
-
-def draw(kind: str, state: GrammarState, rng: random.Random, longest: int = 600) -> str:
-    """A text of tokens drawn from the masks; the longer it is the more it hurries to close what is open."""
-    vocabulary, text = tokenizer(kind), b""
-    [eos] = GRAMMARS[kind]._eos_token_ids
-    bits = np.zeros(-(-(vocabulary.vocab_size + 7) // 32), np.int32)
-    for count in range(longest):
-        if state.is_over:
-            return text.decode()
-        state.fill(bits)
-        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
-        assert allowed, "nothing may come"
-        assert max(allowed) < vocabulary.vocab_size, "a token that stands for nothing"
-        closing = [i for closer in CLOSERS for i in allowed if vocabulary.token_bytes(i) == closer]
-        closing = [eos] if eos in allowed else closing
-        chosen = closing[0] if closing and rng.random() < count / 100 else rng.choice(allowed)
-        state.accept(chosen)
-        if chosen == eos:
-            assert state.is_over
-            return text.decode()
-        text += vocabulary.token_bytes(chosen)
-    raise AssertionError(f"no end after {longest} tokens: {text!r}")
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -240,19 +207,6 @@ def test_what_makes_no_sense_is_refused(asked: dict[str, Any]) -> None:
 def test_a_grammar_that_no_text_follows_is_refused_before_it_is_begun(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameter, match="is not supported"):
         GRAMMARS["byte_level"].start(StructuredOutputsParams(json=schema))
-
-
-HOSTILE: dict[str, dict[str, Any]] = {
-    "counted twice": {"regex": "(a?){5000}a{5000}"},
-    "stars of stars": {"regex": "(((a*)*)*)*b"},
-    "a billion laughs": {"regex": "((((x{99}){99}){99}){99}){99}"},
-    "far away": {"regex": "(.*a){20}.{20}(x|y){1000,5000}"},
-    "many choices": {"choice": [f"choice number {number}" for number in range(10_000)]},
-    "itself": {"json": {"$ref": "#"}},
-    "itself and more": {"json": {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 9}}, "$ref": "#/$defs/a"}},
-    "left recursion": {"grammar": 'root ::= root root root | "a"'},
-    "many properties": {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}},
-}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,50 +21,12 @@ from localllm.text.grammar import LARGE_LEVELS, Grammars
 from localllm.text.grammar_levels import levels_of_lark, levels_of_schema
 from localllm.text.grammar_trial import GrammarTrials, TrialFailed, TrialUnavailable
 from localllm.text.structured import MAX_LEVELS, StructuredOutputsParams
+from tests.text.harness import CHAINS, chain, inside, lark
 from tests.text.vocabularies import tokenizer
-
-
-def chain(count: int, link: Callable[[dict[str, Any]], dict[str, Any]], last: Any = None) -> dict[str, Any]:
-    """A schema of definitions of which each leads to the next."""
-    steps = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
-    return {"$defs": {**steps, f"d{count}": last or {"type": "string"}}, "$ref": "#/$defs/d0"}
-
-
-def inside(link: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": {"a": link}, "required": ["a"]}
-
-
-def deep_items(link: dict[str, Any]) -> dict[str, Any]:
-    for _ in range(40):
-        link = {"items": link}
-    return link
-
-
-def lark(count: int, before: str = "", after: str = "") -> str:
-    rules = [f"r{i}: {before}r{i + 1}{after}" for i in range(count)]
-    return "\n".join(["start: r0", *rules, f'r{count}: "c"']) + "\n"
-
-
-# Each of these ends a process with SIGSEGV where llguidance compiles it on a thread with the usual 8 MiB of stack.
-CHAINS: dict[str, dict[str, Any]] = {
-    "properties": {"json": chain(2500, inside)},
-    "references": {"json": chain(6000, lambda link: link)},
-    "all of": {"json": chain(2500, lambda link: {"allOf": [link]})},
-    "any of": {"json": chain(2500, lambda link: {"anyOf": [link, {"type": "integer"}]})},
-    "items, nested": {"json": chain(100, deep_items)},
-    "rules": {"grammar": lark(9000)},
-    "rules, nested": {"grammar": lark(900, '("x" ' * 9, ' "y")*' * 9)},
-    "too many rules": {"grammar": lark(60_000)},
-    "gbnf": {"grammar": "\n".join(["root ::= r0", *(f'r{i} ::= "a" r{i + 1}' for i in range(2900)), 'r2900 ::= "c"'])},
-    "in a circle": {"json": chain(2500, inside, {"$ref": "#/$defs/d0"})},
-    "by another name": {"json": chain(2500, lambda link: {**inside({"$ref": "x" + link["$ref"]}), "$anchor": "a"})},
-    "a schema in a grammar": {"grammar": f"start: %json {json.dumps(chain(2500, inside))}\n"},
-}
 
 COMPILE = """
 import sys, threading
-from tests.text.test_grammar import GRAMMARS
-from tests.text.test_grammar_bounds import CHAINS
+from tests.text.harness import CHAINS, GRAMMARS
 from localllm.errors import InvalidParameter
 from localllm.text.structured import StructuredOutputsParams
 def start():

@@ -14,8 +14,8 @@ from localllm.text.answers.formats import FORMATS
 from localllm.text.answers.reader import AnswerFormat
 from localllm.text.answers.reasoning import NO_PROMPT, ReasoningPair
 from localllm.text.grammar import Grammars, OutputGrammar
+from tests.text.answers.harness import CLOSERS, SCHEMAS, tool, vocabulary
 from tests.text.answers.reading import broken_in, calls_in, read
-from tests.text.answers.test_grammar import CLOSERS, SCHEMAS, tool, vocabulary
 
 TOOLS = [tool("scalars", SCHEMAS["scalars"]), tool("strings", SCHEMAS["strings"])]
 THINK = ReasoningPair("<think>", "</think>")

@@ -35,7 +35,7 @@ from scripts.gpu_check_lib.kernel_cases import (
 from scripts.gpu_check_lib.measured_cases import Part, Wanted
 from scripts.gpu_check_lib.roofline import Ceilings
 from scripts.random_weights import shape_spec
-from tests.tuning.test_scripts import script
+from tests.tuning.harness import script
 
 
 class Tile(NamedTuple):

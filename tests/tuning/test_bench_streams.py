@@ -13,8 +13,8 @@ import pytest
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from scripts.stream_bench.paced import Pace, paced_loop
+from tests.tuning.harness import script
 from tests.tuning.stub_server import running, token, usage
-from tests.tuning.test_scripts import script
 
 pytestmark = pytest.mark.slow
 

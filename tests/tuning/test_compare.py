@@ -20,7 +20,7 @@ from scripts.bench_peers.files import Files, make_gguf
 from scripts.bench_peers.known import Room, spec_of
 from scripts.bench_peers.report import equal_and_not, facts_in_words, machine_facts, table
 from scripts.bench_peers.texts import Texts
-from tests.tuning.test_scripts import SCRIPTS, script
+from tests.tuning.harness import SCRIPTS, script
 
 STUB = """
 import asyncio, json, sys

@@ -42,7 +42,7 @@ from scripts.gpu_check_lib.pytest_stage import run_tests
 from scripts.gpu_check_lib.roofline import GOALS, Ceilings, Goal, Work, work_of
 from scripts.gpu_check_lib.stages import Context, Found, Result, Skip, Stage, run_inside, run_stages
 from tests.runner import served
-from tests.tuning.test_scripts import script
+from tests.tuning.harness import script
 
 pytestmark = pytest.mark.slow
 

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-
-
-def script(name: str) -> ModuleType:
-    """A script as a module; it has no .py ending."""
-    loader = SourceFileLoader(f"script_{name}", str(SCRIPTS / name))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[loader.name] = module
-    loader.exec_module(module)
-    return module
+from tests.tuning.harness import script
 
 
 def test_bench_engine_reports_every_case(capsys: pytest.CaptureFixture[str]) -> None:

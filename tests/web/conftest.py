@@ -14,9 +14,9 @@ from localllm.engine.params import SamplingParams
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api import answer
 from tests.text.templates import CHATML
+from tests.web.harness import Pages
 from tests.web.live_server import LiveServer, PacedRunner, fake_model
 from tests.web.terminal import Terminal
-from tests.web.test_pages_http import Pages
 
 
 @pytest.fixture(scope="module")

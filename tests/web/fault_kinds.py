@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from tests.text.test_grammar import HOSTILE
-from tests.text.test_grammar_bounds import CHAINS
+from tests.text.harness import CHAINS, HOSTILE
 
 TEXT = "/v1/completions"
 ROUTES = (TEXT, "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate", "/tokenize")

@@ -14,8 +14,8 @@ from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.anthropic.answer import AnthropicHead, MessageEvents
 from localllm.web.api.generation import Progress
+from tests.web.harness import CALL, CLOCK_CALL, PARAMETERS, THOUGHT, USER
 from tests.web.live_server import LiveServer
-from tests.web.test_tools import CALL, CLOCK_CALL, PARAMETERS, THOUGHT, USER
 
 PATH = "/v1/messages"
 WEATHER: dict[str, Any] = {"name": "weather", "description": "Now", "input_schema": PARAMETERS}

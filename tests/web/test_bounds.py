@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 from localllm.web.access import connection
+from tests.web.harness import answers, connect, open_request, refusal
 from tests.web.live_server import LiveServer, wait_until
-from tests.web.test_disconnect import open_request
-from tests.web.test_errors import refusal
 
 TEXT = "/v1/completions"
 POST = f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -38,22 +37,6 @@ def the_server_goes_on(server: LiveServer) -> Iterator[None]:
     assert server.post(TEXT, {"prompt": "a", "max_tokens": 2}).status_code == 200
     wait_until(lambda: len(server.server.server_state.connections) <= connections)  # clients of others may keep some
     assert psutil.Process().memory_info().rss - before < 100 * 2**20
-
-
-def connect(server: LiveServer) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
-
-
-def answers(sock: socket.socket) -> str:
-    """All that comes until the server closes."""
-    seen = b""
-    try:
-        while piece := sock.recv(65536):
-            seen += piece
-    except ConnectionResetError:
-        pass
-    return seen.decode("latin-1")
 
 
 def refused(answer: str, status: int) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from localllm.web.api.anthropic.conversation import without_billing
+from tests.web.harness import pdf as pdf_of
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer
-from tests.web.test_page_messages import pdf as pdf_of
 
 PATH = "/v1/messages"
 USER: dict[str, Any] = {"role": "user", "content": "Hi"}

@@ -14,8 +14,8 @@ import pytest
 from localllm import up
 from localllm.machine.platforms import raise_file_limit
 from localllm.web.access import connection
+from tests.web.harness import answers, connect
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
-from tests.web.test_bounds import answers, connect
 
 TEXT = "/v1/completions"
 BODY = {"prompt": "a", "max_tokens": 4, "ignore_eos": True}

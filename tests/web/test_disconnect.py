@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import threading
 import time
@@ -15,35 +14,12 @@ import pytest
 
 from localllm.web.access import connection
 from localllm.web.api import disconnect
+from tests.web.harness import open_request
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, wait_until
 from tests.web.vanishing import vanish
 
 STEP_S = 0.02
 ENDLESS: dict[str, Any] = {"prompt": "Hello", "max_tokens": 480}
-
-
-def open_request(
-    server: LiveServer,
-    body: dict[str, Any],
-    path: str = "/v1/completions",
-    *,
-    headers: str = "",
-    receive_bytes: int | None = None,
-) -> socket.socket:
-    """Send a request and keep the raw connection, with a receive buffer of that size if one is named."""
-    host, port = server.url.removeprefix("http://").split(":")
-    data = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n{headers}"
-        f"content-length: {len(data)}\r\n\r\n"
-    )
-    sock = socket.socket()
-    if receive_bytes is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    sock.settimeout(10)
-    sock.connect((host, int(port)))
-    sock.sendall(head.encode() + data)
-    return sock
 
 
 @pytest.mark.parametrize("body", [{}, {"n": 3}, {"prompt": ["a", "b", "c"]}], ids=["one", "choices", "prompts"])

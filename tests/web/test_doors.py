@@ -21,8 +21,8 @@ from localllm.web.access.keys import add_key, keys_path, remove_key
 from localllm.web.access.limits import MOST_CLIENTS, Limits, RateLimited
 from localllm.web.access.scopes import API_RULES, is_open, scope_of
 from localllm.web.app import bind
+from tests.web.harness import open_request
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
-from tests.web.test_disconnect import open_request
 
 USER = {"role": "user", "content": "Hi"}
 TEXT = {"prompt": "a", "max_tokens": 1}

@@ -23,25 +23,11 @@ from localllm.web.access.auth import SESSION_COOKIE
 from localllm.web.access.keys import KeyRing, add_key, remove_key
 from localllm.web.access.sessions import MAX_SESSIONS, SESSION_S
 from localllm.web.app import bind
+from tests.web.harness import refusal
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, settings, wait_until
 
 USER: list[Any] = [{"role": "user", "content": "Hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-
-
-def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    assert response.headers["x-request-id"]
-    body = response.json()
-    assert body.keys() == {"error"}
-    error: dict[str, Any] = body["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert isinstance(error["message"], str)
-    assert error["message"]
-    assert error["code"] is None or isinstance(error["code"], str)
-    assert "Traceback" not in response.text
-    return error
 
 
 BAD_BODIES: list[tuple[str, Any, str, str]] = [

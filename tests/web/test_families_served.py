@@ -12,9 +12,9 @@ from tests.gguf_files import write_gguf
 from tests.gguf_hybrids import write_hybrid
 from tests.models.formats.test_gguf import FAMILIES as GGUF_SIZES
 from tests.models.formats.test_gguf_hybrids import FAMILIES as HYBRIDS
-from tests.models.test_goldens import prompt, reference, reference_greedy, reference_logits
-from tests.models.test_vision_text import MODELS as VISION
-from tests.models.test_vision_text import make_model
+from tests.models.harness import prompt, reference, reference_greedy, reference_logits
+from tests.models.vision_models import VISION_MODELS as VISION
+from tests.models.vision_models import make_model
 from tests.tiny import make_tiny_model, save_tiny_tokenizer
 from tests.web.child_server import ChildServer
 

@@ -19,8 +19,8 @@ from localllm.errors import ConfigError
 from localllm.web.access.keys import Key, add_key, keys_path
 from localllm.web.access.limits import MOST_CLIENTS, WRONG_KEYS_PER_MINUTE, Bodies, Buckets, Guesses
 from localllm.web.errors import BodiesTooLarge, WrongKeys
+from tests.web.harness import refusal
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
-from tests.web.test_errors import refusal
 
 pytestmark = pytest.mark.slow
 

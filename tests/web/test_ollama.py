@@ -27,8 +27,7 @@ from localllm.web.api.ollama.schema import OllamaChatBody, OllamaGenerateBody, O
 from tests.hub.conftest import checkpoint, hub  # noqa: F401
 from tests.hub.local_hub import LocalHub
 from tests.models.pooling.checkpoints import save_bert
-from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, settings, wait_until
-from tests.web.test_models import ManagedServer
+from tests.web.live_server import MAX_MODEL_LEN, LiveServer, ManagedServer, PacedRunner, settings, wait_until
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 USER: list[Any] = [{"role": "user", "content": "Hello, 世界 🙂"}]

@@ -20,8 +20,8 @@ from localllm.web.api.ollama import lines
 from localllm.web.api.ollama.messages import plain_messages
 from localllm.web.api.ollama.options import think_switches
 from localllm.web.api.ollama.schema import OllamaInputMessage
+from tests.web.harness import CALL, CLOCK, CLOCK_CALL, THOUGHT, USER, WEATHER
 from tests.web.live_server import LiveServer
-from tests.web.test_tools import CALL, CLOCK, CLOCK_CALL, THOUGHT, USER, WEATHER
 
 FEW: dict[str, Any] = {"num_predict": 150}
 TOOLS: list[Any] = [WEATHER, CLOCK]

@@ -17,8 +17,8 @@ import pytest
 
 from localllm.machine import peer_user
 from localllm.web.access import auth, keys
+from tests.web.harness import browser_of
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
-from tests.web.test_pages_http import browser_of
 
 OTHER = 65_534
 AS_OTHER = """

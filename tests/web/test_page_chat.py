@@ -21,9 +21,20 @@ from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat import active_replies, claims
 from localllm.web.pages.chat.store import Chats, database
 from localllm.web.pages.chat.store.database import chats_path
+from tests.web.harness import (
+    SCRIPTED,
+    Pages,
+    browser_of,
+    listen,
+    message_urls,
+    quick,
+    said,
+    start_chat,
+    stream_url,
+    typed,
+)
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import StubModel
-from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen, stream_url
 
 pytestmark = pytest.mark.usefixtures("own_data")
 
@@ -41,34 +52,6 @@ def browser(served: Pages) -> Iterator[httpx.Client]:
     with served.browser() as client:
         yield client
     served.model.client.every_s = 0.0
-
-
-def quick() -> StubModel:
-    model = StubModel()
-    model.client.every_s, model.client.chars = 0.0, 40
-    return model
-
-
-def start_chat(browser: httpx.Client, message: str, **form: str) -> tuple[str, str]:
-    """The chat's URL, and its page with the whole reply."""
-    answer = browser.post("/chat", data={"message": message, **form})
-    assert answer.status_code == 200, answer.text
-    return answer.url.path, answer.text
-
-
-def message_urls(page: str) -> list[str]:
-    """Of the messages that are shown, in order."""
-    return list(dict.fromkeys(re.findall(r'action="(/c/[^"]+/m/[^"/]+)/regenerate"', page)))
-
-
-def typed(page: str, name: str) -> str | None:
-    """The value in a field of the drawer."""
-    found = re.search(rf'name="{name}"[^>]* value="([^"]*)"', page)
-    return found and found[1]
-
-
-def said(served: Pages) -> str:
-    return "".join(map(chr, served.model.client.asked[-1].prompt_token_ids))
 
 
 def new_chat_id(browser: httpx.Client) -> str:

@@ -20,10 +20,19 @@ from localllm.web.pages.chat import titles
 from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.store.database import chats_path, open_database
 from tests.web import test_page_chat, test_page_projects
+from tests.web.harness import (
+    SCRIPTED,
+    Pages,
+    browser_of,
+    listen,
+    new_project,
+    new_prompt,
+    quick,
+    start_chat,
+    stream_url,
+    undo,
+)
 from tests.web.live_server import LiveServer, settings, wait_until
-from tests.web.test_page_chat import quick, start_chat
-from tests.web.test_page_projects import new_project, new_prompt, undo
-from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen, stream_url
 
 fresh_data, pytestmark = test_page_chat.fresh_data, pytest.mark.usefixtures("own_data")
 browser = test_page_projects.browser

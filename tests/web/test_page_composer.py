@@ -17,10 +17,9 @@ from localllm.web.pages.chat import claims
 from localllm.web.pages.chat.composer_views import ContextMeter
 from localllm.web.pages.frame.render import render
 from tests.text.templates import CHATML
+from tests.web.harness import SCRIPTED, Pages, browser_of, listen, message_urls, said, start_chat, stream_url, typed
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import CONTEXT, REPLY, StubModel
-from tests.web.test_page_chat import message_urls, said, start_chat, typed
-from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen, stream_url
 
 ROOM = CONTEXT // 8
 LONG = "b" * 700

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import socket
 from collections.abc import Iterator, Sequence
@@ -14,11 +13,9 @@ import pytest
 
 from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.engine.pooling_client import Answers
+from tests.web.harness import FACTS, FILLER, SCRIPTED, attach, book, browser_of, chips, conversation, pdf_of
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubModel, stub_plan, stub_spec
-from tests.web.test_page_messages import attach, chips, conversation
-from tests.web.test_pages_http import SCRIPTED, browser_of
-from tests.web.test_passages import FACTS, FILLER, book
 
 
 @pytest.fixture(scope="module")
@@ -222,26 +219,3 @@ def test_an_upload_of_unknown_length_is_refused_in_bounded_memory(browser: httpx
     assert "The file is too large." in answer.text
     assert "64.0 MiB" in answer.text
     assert most[0] - before < MAX_UPLOAD_BYTES // 2
-
-
-def pdf_of(pages: list[str]) -> bytes:
-    """Return a PDF with one line of text per page, as pypdf writes it."""
-    pypdf = pytest.importorskip("pypdf")
-    from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
-
-    writer = pypdf.PdfWriter()
-    for text in pages:
-        page = writer.add_blank_page(300, 300)
-        font = DictionaryObject({
-            NameObject("/Type"): NameObject("/Font"), NameObject("/Subtype"): NameObject("/Type1"),
-            NameObject("/BaseFont"): NameObject("/Helvetica"),
-        })  # fmt: skip
-        page[NameObject("/Resources")] = DictionaryObject(
-            {NameObject("/Font"): DictionaryObject({NameObject("/F1"): font})}
-        )
-        stream = DecodedStreamObject()
-        stream.set_data(f"BT /F1 12 Tf 20 200 Td ({text}) Tj ET".encode())
-        page[NameObject("/Contents")] = stream
-    out = io.BytesIO()
-    writer.write(out)
-    return out.getvalue()

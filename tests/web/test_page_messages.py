@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +17,8 @@ from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api import documents
 from localllm.web.pages.chat import claims
 from tests.text.templates import CHATML
+from tests.web.harness import SCRIPTED, Pages, attach, browser_of, chips, conversation, listen, pdf, stream_url
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
-from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen, stream_url
 
 WEATHER = [{"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]
 CALL = (
@@ -72,12 +71,6 @@ def say(monkeypatch: pytest.MonkeyPatch, hermes: LiveServer, prompts: list[str])
         monkeypatch.setattr(claims, "GenerationRequest", saying)
 
     return say
-
-
-def conversation(page: str) -> str:
-    found = re.search(r'name="conversation" value="([^"]+)"', page)
-    assert found
-    return found[1]
 
 
 def test_reasoning_is_told_from_the_reply(browser: httpx.Client, say: Callable[[str], None]) -> None:
@@ -190,17 +183,6 @@ def test_a_model_without_tools_says_so(stub: Pages) -> None:
 # Files -------------------------------------------------------------------------------------------------------------
 
 
-def attach(
-    browser: httpx.Client, *files: tuple[str, bytes], ids: Sequence[str] = (), model: str = ""
-) -> httpx.Response:
-    data = {"attachment": list(ids), "model": model}
-    return browser.post("/chats/attach", files=[("file", file) for file in files], data=data)
-
-
-def chips(html: str) -> list[str]:
-    return re.findall(r'name="attachment" value="([^"]+)"', html)
-
-
 def test_files_are_counted_in_tokens_and_go_with_the_message(stub: Pages) -> None:
     with stub.browser() as browser:
         first = attach(browser, ("notes.py", b"x = 1\r\n"), ("a `b`.md", "```\nä\n```".encode())).text
@@ -274,27 +256,6 @@ def test_a_pdf_with_too_many_pages_or_none_with_text_is_refused(stub: Pages, mon
         assert "too many pages" in attach(browser, ("long.pdf", pdf("x"))).text
         monkeypatch.setitem(__import__("sys").modules, "pypdf", None)
         assert "pip install" in attach(browser, ("a.pdf", pdf_bytes)).text
-
-
-def pdf(text: str) -> bytes:
-    """One page, one line, as pypdf writes it."""
-    pypdf = pytest.importorskip("pypdf")
-    from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
-
-    writer = pypdf.PdfWriter()
-    page = writer.add_blank_page(300, 300)
-    font = DictionaryObject({
-        NameObject("/Type"): NameObject("/Font"), NameObject("/Subtype"): NameObject("/Type1"),
-        NameObject("/BaseFont"): NameObject("/Helvetica"),
-    })  # fmt: skip
-    fonts = DictionaryObject({NameObject("/F1"): font})
-    page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
-    stream = DecodedStreamObject()
-    stream.set_data(f"BT /F1 12 Tf 20 200 Td ({text}) Tj ET".encode())
-    page[NameObject("/Contents")] = stream
-    out = io.BytesIO()
-    writer.write(out)
-    return out.getvalue()
 
 
 pdf_bytes = b"%PDF-1.7"

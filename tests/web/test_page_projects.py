@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from localllm.web.pages.chat import saved_prompts
-from tests.web.test_page_chat import message_urls, said, start_chat
-from tests.web.test_pages_http import SCRIPTED, Pages
+from tests.web.harness import SCRIPTED, Pages, message_urls, new_project, new_prompt, said, start_chat, undo
 
 pytestmark = pytest.mark.usefixtures("own_data")
 
@@ -22,26 +21,6 @@ def browser(served: Pages) -> Iterator[httpx.Client]:
         yield client
         client.post("/chats/wipe", data={"sure": "1"})
     served.model.client.every_s, served.model.client.gate = 0.0, None
-
-
-def new_project(browser: httpx.Client, name: str) -> str:
-    """The URL of a new project."""
-    return browser.post("/projects", data={"name": name}).url.path
-
-
-def new_prompt(browser: httpx.Client, name: str, text: str = "", **form: str) -> str:
-    """The URL of a new prompt."""
-    page = browser.post("/prompts", data={"name": name, "text": text, **form})
-    assert page.status_code == 200, page.text
-    found = re.search(rf'href="(/prompts/[^"]+)" dir="auto">{name}<', page.text)
-    assert found, page.text
-    return found[1]
-
-
-def undo(browser: httpx.Client, page: str) -> httpx.Response:
-    found = re.search(r'action="(/chats/undo/[^"]+)"', page)
-    assert found, page
-    return browser.post(found[1])
 
 
 # Prompts ------------------------------------------------------------------------------------------------------------

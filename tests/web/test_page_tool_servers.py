@@ -16,8 +16,8 @@ import pytest
 
 from localllm.web.access.keys import add_key, keys_path
 from tests.mcp.programs import HERE, hostile
+from tests.web.harness import browser_of
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
-from tests.web.test_pages_http import browser_of
 
 PAGE = "/settings/tools"
 KEPT = '# my settings\nlog_level = "info"\n\n[models.small]\nmodel = "demo"\n'

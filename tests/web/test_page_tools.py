@@ -13,9 +13,9 @@ from localllm.mcp import servers
 from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat import claims, tool_runs
 from tests.mcp.programs import friendly, hostile
+from tests.web.harness import SCRIPTED, browser_of, listen, stream_url
 from tests.web.live_server import LiveServer, wait_until
 from tests.web.scripted import Script, called, tool_servers
-from tests.web.test_pages_http import SCRIPTED, browser_of, listen, stream_url
 
 
 @pytest.fixture(scope="module")

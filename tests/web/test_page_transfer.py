@@ -16,9 +16,9 @@ from localllm.web.pages.chat.imports import elements
 from localllm.web.pages.chat.imports.elements import MAX_NESTING
 from localllm.web.pages.chat.imports.files import chats_of
 from localllm.web.pages.chat.imports.records import Imported, NotAChat, without_reasoning
+from tests.web.harness import SCRIPTED, browser_of, lm_studio, open_webui
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubModel
-from tests.web.test_pages_http import SCRIPTED, browser_of
 
 
 @pytest.fixture(scope="module")
@@ -75,44 +75,6 @@ def chatgpt() -> list[dict[str, Any]]:
         "mapping": {node["id"]: node for node in nodes}, "moderation_results": [], "plugin_ids": None,
     }  # fmt: skip
     return [first, {"title": "Empty", "mapping": {"r": {"id": "r", "message": None, "parent": None, "children": []}}}]
-
-
-def open_webui() -> list[dict[str, Any]]:
-    thought = (
-        '<details type="reasoning" done="true" duration="3">\n<summary>Thought for 3 seconds</summary>\n'
-        "&gt; First &lt;this&gt;.\n> Then that.\n</details>\nThe answer."
-    )
-    call = '<details type="tool_calls" done="true" name="get_time" arguments="{}"><summary>T</summary></details>\nNoon.'
-    messages = {
-        "u1": {"id": "u1", "parentId": None, "childrenIds": ["a1", "a2"], "role": "user", "content": "Why?",
-               "timestamp": 1_700_000_000, "models": ["llama3:8b"]},
-        "a2": {"id": "a2", "parentId": "u1", "childrenIds": [], "role": "assistant", "content": call, "done": True},
-        "a1": {"id": "a1", "parentId": "u1", "childrenIds": [], "role": "assistant", "content": thought,
-               "model": "llama3:8b", "done": True},
-    }  # fmt: skip
-    chat = {
-        "id": "", "title": "Webui chat", "models": ["llama3:8b"], "params": {"system": "Be kind."},
-        "history": {"messages": messages, "currentId": "a1"}, "messages": [messages["u1"], messages["a1"]], "tags": [],
-    }  # fmt: skip
-    return [{"id": "x", "user_id": "y", "title": "Webui chat", "chat": chat, "updated_at": 1, "archived": False}]
-
-
-def lm_studio() -> dict[str, Any]:
-    def block(text: str, **style: Any) -> dict[str, Any]:
-        return {"type": "contentBlock", "content": [{"type": "text", "text": text}], **style}
-
-    steps = [block("<think>Hm.</think>", style={"type": "thinking", "ended": True}), block("Blue."),
-             {"type": "debugInfoBlock", "debugInfo": "x"}]  # fmt: skip
-    reply = {"type": "multiStep", "role": "assistant", "senderInfo": {"senderName": "qwen3-4b"}, "steps": steps}
-    other = {**reply, "steps": [block("Grey.")]}
-    question = {"type": "singleStep", "role": "user", "content": [{"type": "text", "text": "Sky?"}]}
-    return {
-        "name": "Studio chat", "pinned": False, "createdAt": 1_730_000_000_000, "preset": "", "tokenCount": 9,
-        "systemPrompt": "", "messages": [
-            {"versions": [question], "currentlySelected": 0}, {"versions": [other, reply], "currentlySelected": 1},
-        ],
-        "perChatPredictionConfig": {"fields": [{"key": "llm.prediction.systemPrompt", "value": "Be short."}]},
-    }  # fmt: skip
 
 
 def imported(value: Any) -> list[Imported]:

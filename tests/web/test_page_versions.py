@@ -19,10 +19,9 @@ from localllm.serving.entry import ModelEntry
 from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat.figures import figures
 from localllm.web.pages.frame.security import CONTENT_SECURITY_POLICY
+from tests.web.harness import SCRIPTED, Pages, browser_of, listen, message_urls, said, start_chat
 from tests.web.live_server import LiveServer, settings, wait_until
 from tests.web.pages_stub import StubModel
-from tests.web.test_page_chat import message_urls, said, start_chat
-from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen
 
 pytestmark = pytest.mark.usefixtures("own_data")
 

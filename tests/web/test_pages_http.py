@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -14,27 +13,9 @@ import pytest
 from localllm.errors import ContextTooLong
 from localllm.serving.phases import Phase
 from localllm.web.pages.frame.security import CONTENT_SECURITY_POLICY
+from tests.web.harness import SCRIPTED, Pages, browser_of, listen, stream_url
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import StubModel
-
-SCRIPTED = {"hx-request": "true"}
-
-
-def browser_of(server: LiveServer, **options: Any) -> httpx.Client:
-    accept = {"accept": "text/html,*/*;q=0.8"}
-    return httpx.Client(base_url=server.url, timeout=20, follow_redirects=True, headers=accept, **options)
-
-
-class Pages:
-    """A server on the stub model and a browser-like client that keeps cookies."""
-
-    def __init__(self) -> None:
-        self.model = StubModel()
-        self.model.client.every_s, self.model.client.chars = 0.0, 20
-        self.live = LiveServer(self.model, settings(ui=True))  # type: ignore[arg-type]
-
-    def browser(self, **options: Any) -> httpx.Client:
-        return browser_of(self.live, **options)
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +31,6 @@ def browser(served: Pages) -> Iterator[httpx.Client]:
         yield client
     served.model.client.failure = None
     served.model.client.every_s = 0.0
-
-
-def stream_url(turn: str) -> str:
-    found = re.search(r'hx-sse:connect="([^"]+)"', turn)
-    assert found, turn
-    return found[1]
-
-
-def listen(browser: httpx.Client, url: str, seconds: float = 10.0) -> str:
-    """Everything a stream says until it ends, or until the time is up."""
-    said, end = "", time.monotonic() + seconds
-    with browser.stream("GET", url) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        for text in response.iter_text():
-            said += text
-            if time.monotonic() > end:
-                break
-    return said
 
 
 def test_pages_answer_with_a_strict_policy(browser: httpx.Client) -> None:

@@ -18,6 +18,7 @@ from localllm.web.pages.chat.passages.ranking import by_sentence, fitting, fused
 from localllm.web.pages.chat.passages.vectors import nearest, packed
 from localllm.web.pages.chat.store import Chats, StoredMessage
 from localllm.web.pages.chat.store.database import MIGRATIONS, open_database
+from tests.web.harness import FACTS, book
 
 ALPHABET = "ab .!?\n\té。永\U0001f600'\"\f\r"
 TEXTS = st.one_of(
@@ -145,53 +146,6 @@ def test_tokens_are_estimated_by_bytes() -> None:
 
 
 # Search over known texts ---------------------------------------------------------------------------------------------
-
-TOWNS = ("Varnholm", "Estrel", "Quibury", "Norlund", "Tamsk", "Ocre", "Pellow", "Grindale", "Ashvik", "Ilmora")
-FACTS: tuple[tuple[str, str], ...] = tuple(
-    fact
-    for number, town in enumerate(TOWNS)
-    for fact in (
-        (
-            f"The lighthouse of {town} was designed by the engineer Ada Stern{number} after the great storm.",
-            f"Who designed the lighthouse in {town}?",
-        ),
-        (
-            f"In the year {1810 + number * 7} the harbour of {town} froze for eleven weeks, and no ship arrived.",
-            f"When did the harbour of {town} freeze?",
-        ),
-        (
-            f"The bakers of {town} put {number + 3} grams of saffron into each of their festival loaves.",
-            f"How much saffron do bakers from {town} use in a festival loaf?",
-        ),
-        (
-            f"{town}'s library lends violins: a violin may be kept for {number + 20} days.",
-            f"How long can I borrow a violin from the library of {town}?",
-        ),
-        (
-            f"Batteries of the tramway at {town} are replaced every {number + 4} years because of the salty air.",
-            f"How often is the tram battery replaced at {town}?",
-        ),
-        (
-            f"The mayor of {town}, Otto Brandt{number}, keeps bees on the roof of the town hall.",
-            f"What does the mayor of {town} keep on the town hall's roof?",
-        ),
-    )
-)
-FILLER = (
-    "The town was quiet in winter, and the people who lived there spoke about the weather, the harbour and the price "
-    "of bread. Ships came and went. In the evening the library closed early, and the mayor walked home by the sea. "
-    "Engineers repaired the road after each storm, and the tram stopped until they were done. "
-)
-
-
-def book() -> str:
-    """Return a text in which each fact stands between many words like its own; towns are mentioned everywhere."""
-    parts = []
-    for number in range(len(FACTS)):
-        fact, _ = FACTS[number * 37 % len(FACTS)]
-        others = " ".join(f"{town} was mentioned in the letters." for town in TOWNS[number % 7 : number % 7 + 3])
-        parts += [FILLER * 2 + others, FILLER + fact + " " + FILLER, FILLER * 3]
-    return "\n\n".join(parts)
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ from localllm.web.api.responses.items import messages_of, read_items
 from localllm.web.api.responses.output import OutputItems
 from localllm.web.api.responses.schema import ResponsesBody
 from localllm.web.api.responses.store import PreviousResponseNotFound, ResponseNotFound, ResponseStore
+from tests.web.harness import open_request
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, wait_until
-from tests.web.test_disconnect import open_request
 
 PATH = "/v1/responses"
 ASKED: dict[str, Any] = {"model": "tiny", "input": "How warm is it in Paris?", "max_output_tokens": 200}

@@ -19,9 +19,9 @@ from localllm.web.api.responses import mcp_rounds
 from localllm.web.api.responses.truncation import droppable
 from localllm.web.pages.chat.state import chat_state_of
 from tests.mcp.programs import friendly, hostile
+from tests.web.harness import open_request
 from tests.web.live_server import LiveServer, wait_until
 from tests.web.scripted import Script, called, tool_servers
-from tests.web.test_disconnect import open_request
 
 PATH = "/v1/responses"
 ASKED: dict[str, Any] = {"model": "tiny", "input": "2 + 40?"}

@@ -15,8 +15,8 @@ from localllm.web.access.limits import WRONG_KEYS_PER_MINUTE
 from localllm.web.access.origins import Origins
 from localllm.web.access.proxies import Proxies
 from localllm.web.pages.frame.static import static_files
+from tests.web.harness import refusal
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
-from tests.web.test_errors import refusal
 
 CHAT = "/v1/chat/completions"
 KEY = {"authorization": "Bearer sesame"}

@@ -14,8 +14,8 @@ import pytest
 from localllm.engine import admission
 from localllm.text.tokenizer import Tokenizer
 from localllm.web.api import conversation, exchange, reading
+from tests.web.harness import refusal
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, settings
-from tests.web.test_errors import refusal
 
 TEXT = "/v1/completions"
 

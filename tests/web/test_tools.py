@@ -14,22 +14,12 @@ from localllm.text.answers.detect import answer_format
 from localllm.text.answers.whole import ToolCall
 from localllm.text.chat_template import ChatTemplate
 from tests.text.templates import CHATML
+from tests.web.harness import CALL, CLOCK, CLOCK_CALL, PARAMETERS, THOUGHT, USER, WEATHER
 from tests.web.live_server import LiveServer
 
 Saying: TypeAlias = Callable[..., dict[str, Any]]
 
 CHAT = "/v1/chat/completions"
-USER: list[Any] = [{"role": "user", "content": "How warm is it in Paris?"}]
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["c", "f"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now", "parameters": PARAMETERS}}
-CLOCK = {"type": "function", "function": {"name": "clock"}}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-CLOCK_CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 
 
 @pytest.fixture
@@ -242,8 +232,6 @@ def test_a_text_that_may_begin_as_a_call_does_is_refused_beside_tools(
 
 
 # Reasoning ------------------------------------------------------------------------------------------------------------
-
-THOUGHT = "<think>\nWarm?\n</think>\n\nIt is warm."
 
 
 def test_reasoning_has_fields_of_its_own(hermes: LiveServer, saying: Saying) -> None:

@@ -16,8 +16,8 @@ from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError
 from localllm.machine.install_kind import how_to_install
 from localllm.web.app import bind
+from tests.web.harness import open_request
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
-from tests.web.test_disconnect import open_request
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 proto = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")

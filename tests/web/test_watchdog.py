@@ -18,8 +18,8 @@ from localllm.engine.step import RunnerStats
 from localllm.logs.fault_log import FaultLog
 from localllm.web import watchdog as module
 from localllm.web.watchdog import STEP_IDLE_S, STEP_SLOW_S, Watchdog, thread_cpu_s, worst
+from tests.web.harness import refusal
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
-from tests.web.test_errors import refusal
 
 
 class Engine:

@@ -15,7 +15,7 @@ from localllm.kernels.int4_linear import pack_int4, quantize_int4
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.planar.linear import PlanarWeight
 from localllm.models.weights.parameters import held_bytes
-from tests.kernels.test_cpu_linear import gguf
+from tests.kernels.harness import gguf_linear as gguf
 
 needs_library = pytest.mark.skipif(native() is None or INTERPRETED, reason="there is no native library here")
 ROWS = (0, 1, 2, 8, 9, 33)

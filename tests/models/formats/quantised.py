@@ -25,8 +25,7 @@ from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.architectures.read_spec import read_spec
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
-from tests.models.harness import CPU, Harness
-from tests.models.test_goldens import prompt, reference_logits
+from tests.models.harness import CPU, Harness, prompt, reference_logits
 from tests.tiny import load_reference
 
 Stored = tuple[Mapping[str, Tensor], Tensor]  # endings and tensors of a matrix; what they stand for [N, K] fp32

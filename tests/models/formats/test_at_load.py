@@ -28,8 +28,7 @@ from localllm.models.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
 from scripts.random_weights import SHAPES
 from tests.models.formats.quantised import SHAPE, in_order, reference, rounded
-from tests.models.harness import CPU, ModelHarness
-from tests.models.test_goldens import prompt, reference_logits
+from tests.models.harness import CPU, ModelHarness, prompt, reference_logits
 from tests.tiny import make_tiny_model
 
 KINDS = {"int4": Int4Weight, "int8": Int8Weight, "fp8": Fp8Weight}

@@ -42,7 +42,7 @@ from tests.models.formats import test_modelopt as modelopt_files
 from tests.models.formats.held import Held, ReadBytes, described
 from tests.models.formats.quantised import Store, Stored
 from tests.models.harness import CPU
-from tests.models.test_experts import mxfp4
+from tests.models.stored_experts import mxfp4
 
 STEM = "model.layers.0.mlp.down_proj"
 

@@ -31,8 +31,7 @@ from localllm.text.gguf_tokenizer import tokenizer_of_gguf
 from tests.gguf_files import write_gguf
 from tests.gguf_mixtures import SIZES
 from tests.models.formats.fuzz import damaged, survives
-from tests.models.harness import CPU, Harness
-from tests.models.test_goldens import prompt, reference_logits
+from tests.models.harness import CPU, Harness, prompt, reference_logits
 from tests.tiny import load_reference, make_tiny_model
 
 SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.web.browser.harness import long_chat, say
 from tests.web.browser.looks import overflow, until
 from tests.web.live_server import LiveServer
 from tests.web.pages_stub import StubModel
-from tests.web.test_pages_http import browser_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -25,24 +24,6 @@ SHOWN_TEXT = "[...document.querySelectorAll('.message__text')].map(e => e.textCo
 @pytest.fixture(autouse=True)
 def quick(model: StubModel) -> None:
     model.client.every_s = 0.001
-
-
-def long_chat(server: LiveServer, count: int = 500) -> str:
-    """A chat with so many messages, some with code."""
-    code = "\n\n```python\ndef f(x):\n    return x + 1\n```\n"
-    texts = [
-        f"Message {i}. " + "A sentence about attention and blocks. " * 5 + code * (i % 3 == 0) for i in range(count)
-    ]
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-    with browser_of(server) as browser:
-        body = json.dumps({"messages": messages}).encode()
-        return browser.post("/chats/import", files={"file": body}).url.path
-
-
-def say(page: Page, text: str) -> None:
-    page.fill("#composer-message", text)
-    page.press("#composer-message", "Enter")
-    page.locator("#chat-status:text('Reply finished')").wait_for(state="attached")
 
 
 def test_edit_regenerate_and_switch_between_versions(open_page: Open) -> None:

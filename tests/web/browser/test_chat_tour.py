@@ -24,11 +24,11 @@ from localllm.text.structured import StructuredOutputsParams
 from localllm.web.pages.chat import claims
 from tests.text.templates import CHATML
 from tests.web import live_server
+from tests.web.browser.harness import Finger, Hand, Keyboard, Mouse, Tour
 from tests.web.browser.looks import opened, until
-from tests.web.browser.test_tour import Finger, Hand, Keyboard, Mouse, Tour
+from tests.web.harness import pdf_of
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 from tests.web.pages_stub import StubModel
-from tests.web.test_page_long_files import pdf_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

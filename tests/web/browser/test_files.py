@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.web.browser.looks import overflow, small_targets, until
+from tests.web.harness import lm_studio, open_webui, pdf_of
 from tests.web.pages_stub import StubModel, stub_plan
-from tests.web.test_page_long_files import pdf_of
-from tests.web.test_page_transfer import lm_studio, open_webui
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.web.browser.harness import Keyboard, say
 from tests.web.browser.looks import overflow, small_targets, until
-from tests.web.browser.test_chat import say
-from tests.web.browser.test_tour import Keyboard
+from tests.web.harness import browser_of
 from tests.web.live_server import LiveServer
 from tests.web.pages_stub import StubModel
-from tests.web.test_pages_http import browser_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

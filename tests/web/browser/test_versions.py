@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.web.browser.harness import long_chat
 from tests.web.browser.looks import overflow, small_targets, until
-from tests.web.browser.test_chat import long_chat
 from tests.web.live_server import LiveServer
 from tests.web.pages_stub import StubModel
 
