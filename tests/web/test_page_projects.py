@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from localllm.web.pages.chat import saved_prompts
+from localllm.web.pages.chat.prompts import saved
 from tests.web.test_page_chat import message_urls, said, start_chat
 from tests.web.test_pages_http import SCRIPTED, Pages
 
@@ -56,11 +56,11 @@ def undo(browser: httpx.Client, page: str) -> httpx.Response:
     ],
 )
 def test_placeholders_are_the_names_in_double_braces(text: str, names: tuple[str, ...]) -> None:
-    assert saved_prompts.placeholders(text) == names
+    assert saved.placeholders(text) == names
 
 
 def test_a_value_is_put_in_once_and_never_read_as_a_placeholder() -> None:
-    assert saved_prompts.filled("{{a}} {{ b }} {{a}}", {"a": "{{b}}", "b": r"\1"}) == r"{{b}} \1 {{b}}"
+    assert saved.filled("{{a}} {{ b }} {{a}}", {"a": "{{b}}", "b": r"\1"}) == r"{{b}} \1 {{b}}"
 
 
 def test_a_prompt_is_made_changed_used_and_deleted_with_undo(served: Pages, browser: httpx.Client) -> None:

@@ -17,7 +17,7 @@ import pytest
 from localllm.errors import DoesNotFit
 from localllm.serving.entry import ModelEntry
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.chat.figures import figures
+from localllm.web.pages.chat.thread.messages import figures
 from localllm.web.pages.frame.security import CONTENT_SECURITY_POLICY
 from tests.web.live_server import LiveServer, settings, wait_until
 from tests.web.pages_stub import StubModel
