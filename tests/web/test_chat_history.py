@@ -14,11 +14,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from localllm.web.pages.chat import turns
-from localllm.web.pages.chat.claims import Claim
-from localllm.web.pages.chat.history import history
-from localllm.web.pages.chat.prompts import ChatFull, reply_room
-from localllm.web.pages.chat.readable import failed_turns, first_read, is_typed, turn_beginnings
+from localllm.web.pages.chat.replies import turns
+from localllm.web.pages.chat.replies.claims import Claim
+from localllm.web.pages.chat.replies.messages import failed_turns, first_read, is_typed, turn_beginnings
+from localllm.web.pages.chat.replies.prompt import ChatFull, reply_room
+from localllm.web.pages.chat.replies.turns import history
 from localllm.web.pages.chat.store import Chats, ChatStore, StoredMessage
 from localllm.web.pages.chat.store.database import open_database
 from localllm.web.pages.chat.store.records import ChatNotFound, Role

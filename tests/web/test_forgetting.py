@@ -14,7 +14,7 @@ from urllib.parse import urlencode, urlsplit
 import psutil
 import pytest
 
-from localllm.web.pages.chat.markdown_stream import HTMLCache, cached_html
+from localllm.web.pages.chat.markdown.stream import HTMLCache, cached_html
 from tests.conftest import thaw
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.web.pages.chat.markdown import render_markdown
-from localllm.web.pages.chat.mathml import mathml, with_mathml
+from localllm.web.pages.chat.markdown.maths import mathml, with_mathml
+from localllm.web.pages.chat.markdown.render import render_markdown
 
 PIECES = (
     "x", "12.5", "+", " ", "^", "_", "{", "}", "\\frac", "\\sqrt", "[", "]", "\\alpha", "\\sum", "\\left",

@@ -18,7 +18,7 @@ import pytest
 
 from localllm.errors import ContextTooLong, DoesNotFit
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.chat import active_replies, claims
+from localllm.web.pages.chat.replies import active, claims
 from localllm.web.pages.chat.store import Chats, database
 from localllm.web.pages.chat.store.database import chats_path
 from tests.web.harness import (
@@ -369,7 +369,7 @@ def test_each_key_sees_its_own_chats(fresh_data: Path) -> None:
 
 
 def test_locked_store_is_said_and_loses_nothing(fresh_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active_replies, "SAVE_S", 0.05)
+    monkeypatch.setattr(active, "SAVE_S", 0.05)
     model = StubModel()
     with LiveServer(model, settings(ui=True)) as server, browser_of(server) as browser:  # type: ignore[arg-type]
         model.client.every_s, model.client.chars = 0.005, 20
@@ -514,7 +514,7 @@ def test_what_the_last_server_deleted_is_purged_though_nobody_deletes_more(
     chats = Chats(db)
     chats.delete("", chats.create("", "gone", {}).id)
     db.close()
-    monkeypatch.setattr(active_replies, "UNDO_S", 0.0)
+    monkeypatch.setattr(active, "UNDO_S", 0.0)
     with LiveServer(quick(), settings(ui=True)):  # type: ignore[arg-type]
 
         def is_gone() -> bool:

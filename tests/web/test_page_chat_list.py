@@ -16,7 +16,7 @@ import pytest
 
 from localllm.errors import StepFailed
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.chat import titles
+from localllm.web.pages.chat.replies import titles
 from localllm.web.pages.chat.store import Chats
 from localllm.web.pages.chat.store.database import chats_path, open_database
 from tests.web import test_page_chat, test_page_projects

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from localllm.errors import DoesNotFit, StepFailed
-from localllm.web.pages.chat import claims
-from localllm.web.pages.chat.composer_views import ContextMeter
+from localllm.web.pages.chat.composer.views import ContextMeter
+from localllm.web.pages.chat.replies import claims
 from localllm.web.pages.frame.render import render
 from tests.text.templates import CHATML
 from tests.web.harness import SCRIPTED, Pages, browser_of, listen, message_urls, said, start_chat, stream_url, typed

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from localllm.web.pages.chat import saved_prompts
+from localllm.web.pages.chat.prompts import saved
 from tests.web.harness import SCRIPTED, Pages, message_urls, new_project, new_prompt, said, start_chat, undo
 
 pytestmark = pytest.mark.usefixtures("own_data")
@@ -35,11 +35,11 @@ def browser(served: Pages) -> Iterator[httpx.Client]:
     ],
 )
 def test_placeholders_are_the_names_in_double_braces(text: str, names: tuple[str, ...]) -> None:
-    assert saved_prompts.placeholders(text) == names
+    assert saved.placeholders(text) == names
 
 
 def test_a_value_is_put_in_once_and_never_read_as_a_placeholder() -> None:
-    assert saved_prompts.filled("{{a}} {{ b }} {{a}}", {"a": "{{b}}", "b": r"\1"}) == r"{{b}} \1 {{b}}"
+    assert saved.filled("{{a}} {{ b }} {{a}}", {"a": "{{b}}", "b": r"\1"}) == r"{{b}} \1 {{b}}"
 
 
 def test_a_prompt_is_made_changed_used_and_deleted_with_undo(served: Pages, browser: httpx.Client) -> None:

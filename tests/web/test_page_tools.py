@@ -11,7 +11,8 @@ import pytest
 
 from localllm.mcp import servers
 from localllm.web.access.keys import add_key, keys_path
-from localllm.web.pages.chat import claims, tool_runs
+from localllm.web.pages.chat.replies import claims
+from localllm.web.pages.chat.tools import runs
 from tests.mcp.programs import friendly, hostile
 from tests.web.harness import SCRIPTED, browser_of, listen, stream_url
 from tests.web.live_server import LiveServer, wait_until
@@ -120,7 +121,7 @@ def test_never_is_told_to_the_model_and_the_tool_is_no_longer_offered(browser: h
     page = browser.post("/chat", data={"message": "go"}).text
     page = browser.post(url_of(page, "never")).text
     assert "A pity." in page
-    assert tool_runs.NEVER in script.prompts[1]
+    assert runs.NEVER in script.prompts[1]
     browser.post("/chat", data={"message": "again", "conversation": conversation(page)})
     assert "Does things" not in script.prompts[-1]
     assert "never run" in tools_page(browser)
@@ -169,7 +170,7 @@ def test_with_scripts_the_page_follows_the_calls_to_the_next_reply(browser: http
 def test_a_chain_asks_after_some_replies(
     browser: httpx.Client, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tool_runs, "MAX_ROUNDS", 2)
+    monkeypatch.setattr(runs, "MAX_ROUNDS", 2)
     script.says(called())
     page = browser.post("/chat", data={"message": "go"}).text
     page = browser.post(url_of(page, "always")).text

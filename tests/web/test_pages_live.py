@@ -11,10 +11,10 @@ import pytest
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
-from localllm.web.pages.chat import live_reply
-from localllm.web.pages.chat.live_reply import Reply, ReplyUpdate
-from localllm.web.pages.chat.markdown import render_markdown
-from localllm.web.pages.chat.markdown_stream import TextUpdate
+from localllm.web.pages.chat.markdown.render import render_markdown
+from localllm.web.pages.chat.markdown.stream import TextUpdate
+from localllm.web.pages.chat.replies import reply as live_reply
+from localllm.web.pages.chat.replies.reply import Reply, ReplyUpdate
 from localllm.web.pages.frame import live
 from localllm.web.pages.frame.handlers import update_event
 from localllm.web.pages.frame.live import sse, until_closing

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.web.pages.chat import markdown
-from localllm.web.pages.chat.markdown import BlockSplitter, code_block, render_markdown
-from localllm.web.pages.chat.markdown_stream import text_html
-from localllm.web.pages.chat.user_text import user_html
+from localllm.web.pages.chat.markdown import render
+from localllm.web.pages.chat.markdown.render import BlockSplitter, code_block, render_markdown
+from localllm.web.pages.chat.markdown.stream import text_html
+from localllm.web.pages.chat.thread.messages import user_html
 from tests.web.pages_stub import HOSTILE, REPLY
 
 ALLOWED_TAGS = {
@@ -186,7 +186,7 @@ def test_a_megabyte_of_anything_is_drawn_soon_and_whole(piece: str) -> None:
 
 
 def test_many_code_blocks_are_coloured_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(markdown, "MAX_HIGHLIGHTED_CHARS", 1_000)
+    monkeypatch.setattr(render, "MAX_HIGHLIGHTED_CHARS", 1_000)
     html = render_markdown("```python\nimport os\n```\n\n" * 200)
     assert html.count("import") == 200
     assert html.count('<span class="kn">') == 1_000 // len("import os\n")
@@ -203,15 +203,15 @@ def test_common_languages_are_coloured(language: str) -> None:
         ("\t" * 100, "easytrieve"),  # hours at 20,000
         ("a\n" * 100, "csharp"),
         ("x = 1\n" * 700, "python"),
-        ("\n" * (markdown.MAX_EMPTY_LINES + 2), "c"),
-        ("\r" * (markdown.MAX_EMPTY_LINES + 2), "java"),
-        (" \n" * (markdown.MAX_EMPTY_LINES + 2), "cpp"),
+        ("\n" * (render.MAX_EMPTY_LINES + 2), "c"),
+        ("\r" * (render.MAX_EMPTY_LINES + 2), "java"),
+        (" \n" * (render.MAX_EMPTY_LINES + 2), "cpp"),
         ("import os", ""),
         ("import os", "no such language"),
     ],
 )
 def test_what_takes_long_to_colour_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, source: str, language: str) -> None:
-    monkeypatch.setattr(markdown, "highlight", lambda *args: pytest.fail("it was given to a lexer"))
+    monkeypatch.setattr(render, "highlight", lambda *args: pytest.fail("it was given to a lexer"))
     assert escape(source) in code_block(source, language)
 
 
@@ -270,11 +270,11 @@ UNITS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("language", sorted(markdown.COLOURED))
+@pytest.mark.parametrize("language", sorted(render.COLOURED))
 def test_no_coloured_language_takes_long_for_any_repeated_beginning(language: str) -> None:
     """A language that is quadratic takes half a second here, one that is cubic an hour: then stop the test by hand."""
     slowest_s, unit = max(
-        (seconds_to_colour((unit * markdown.MAX_HIGHLIGHT_CHARS)[: markdown.MAX_HIGHLIGHT_CHARS], language), unit)
+        (seconds_to_colour((unit * render.MAX_HIGHLIGHT_CHARS)[: render.MAX_HIGHLIGHT_CHARS], language), unit)
         for unit in UNITS
     )
     assert slowest_s < 3, f"{slowest_s:.1f} s for {unit!r}"

@@ -8,7 +8,7 @@ import re
 import tomllib
 
 from localllm.web.pages import PAGES
-from localllm.web.pages.chat.views import ChatPage
+from localllm.web.pages.chat.thread.views import ChatPage
 from localllm.web.pages.frame.patterns import samples
 from localllm.web.pages.frame.render import render
 from localllm.web.pages.frame.static import PAGES as PAGES_FOLDER

@@ -11,11 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.web.api.documents import PAGE
-from localllm.web.pages.chat.long_files import CANDIDATES
-from localllm.web.pages.chat.passages import question
-from localllm.web.pages.chat.passages.cut import OVERLAP_BYTES, OWN_BYTES, cut, estimated_tokens
-from localllm.web.pages.chat.passages.ranking import by_sentence, fitting, fused, spread
-from localllm.web.pages.chat.passages.vectors import nearest, packed
+from localllm.web.pages.chat.files import passages as question
+from localllm.web.pages.chat.files.long_files import CANDIDATES
+from localllm.web.pages.chat.files.passages import (
+    OVERLAP_BYTES,
+    OWN_BYTES,
+    by_sentence,
+    cut,
+    estimated_tokens,
+    fitting,
+    fused,
+    nearest,
+    packed,
+    spread,
+)
 from localllm.web.pages.chat.store import Chats, StoredMessage
 from localllm.web.pages.chat.store.database import MIGRATIONS, open_database
 from tests.web.harness import FACTS, book

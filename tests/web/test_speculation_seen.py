@@ -18,8 +18,8 @@ from localllm.engine.outputs import Usage
 from localllm.engine.stats import NO_SPECULATION, OFF_REASONS, SpeculationStats
 from localllm.kernels.cpu.native.library import native
 from localllm.units import format_count
-from localllm.web.pages.chat.active_replies import details_of
-from localllm.web.pages.chat.figures import figures
+from localllm.web.pages.chat.replies.active import details_of
+from localllm.web.pages.chat.thread.messages import figures
 from localllm.web.pages.dashboard.draft_presenter import drafts
 from localllm.web.pages.dashboard.views import Drafts
 from tests.web.child_server import ChildServer

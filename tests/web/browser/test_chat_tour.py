@@ -21,7 +21,7 @@ from localllm.config.mcp_servers import McpServer
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.pages.chat import claims
+from localllm.web.pages.chat.replies import claims
 from tests.text.templates import CHATML
 from tests.web import live_server
 from tests.web.browser.harness import Finger, Hand, Keyboard, Mouse, Tour

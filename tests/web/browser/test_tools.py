@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from localllm.web.pages.chat import claims
+from localllm.web.pages.chat.replies import claims
 from tests.mcp.programs import hostile
 from tests.web.browser.looks import opened, overflow, small_targets
 from tests.web.live_server import LiveServer

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from localllm.web.access.scopes import Paths, RouteRules
-from localllm.web.pages.chat import (
-    attachment_handlers,
-    composer_handlers,
-    handlers,
-    message_handlers,
-    offer_handlers,
-    outline,
-    palette_handlers,
-    previews,
-    project_handlers,
-    prompt_handlers,
-    sidebar_handlers,
-    tool_handlers,
-    transfer_handlers,
-)
+from localllm.web.pages.chat.composer import handlers as composer_handlers
+from localllm.web.pages.chat.files import handlers as attachment_handlers
+from localllm.web.pages.chat.offer import handlers as offer_handlers
+from localllm.web.pages.chat.projects import handlers as project_handlers
+from localllm.web.pages.chat.prompts import handlers as prompt_handlers
+from localllm.web.pages.chat.sidebar import handlers as sidebar_handlers
 from localllm.web.pages.chat.state import close_chats, open_chats
-from localllm.web.pages.chat.tool_runs import close_tools, open_tools
+from localllm.web.pages.chat.thread import handlers, message_handlers
+from localllm.web.pages.chat.tools import handlers as tool_handlers
+from localllm.web.pages.chat.tools.runs import close_tools, open_tools
+from localllm.web.pages.chat.transfer import handlers as transfer_handlers
+from localllm.web.pages.chat.transfer import previews
 from localllm.web.pages.frame.page import Page
 from localllm.web.pages.frame.views import NavEntry
 
@@ -29,7 +24,6 @@ PAGE = Page(
         *handlers.HANDLERS,
         *message_handlers.HANDLERS,
         *previews.HANDLERS,
-        *outline.HANDLERS,
         *attachment_handlers.HANDLERS,
         *composer_handlers.HANDLERS,
         *sidebar_handlers.HANDLERS,
@@ -38,7 +32,6 @@ PAGE = Page(
         *tool_handlers.HANDLERS,
         *prompt_handlers.HANDLERS,
         *project_handlers.HANDLERS,
-        *palette_handlers.HANDLERS,
     ),
     rules=RouteRules(
         infer=Paths(

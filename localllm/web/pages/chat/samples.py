@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from localllm.web.pages.chat import composer_views as w
-from localllm.web.pages.chat import message_views as m
-from localllm.web.pages.chat import offer_views as o
-from localllm.web.pages.chat import palette_views as k
-from localllm.web.pages.chat import project_views as j
-from localllm.web.pages.chat import prompt_views as p
-from localllm.web.pages.chat import shared_views as sh
-from localllm.web.pages.chat import sidebar_views as c
 from localllm.web.pages.chat import tool_samples
-from localllm.web.pages.chat import views as v
-from localllm.web.pages.chat.markdown import code_block, render_markdown
+from localllm.web.pages.chat.composer import views as w
+from localllm.web.pages.chat.markdown.render import code_block, render_markdown
+from localllm.web.pages.chat.offer import views as o
+from localllm.web.pages.chat.projects import views as j
+from localllm.web.pages.chat.prompts import views as p
+from localllm.web.pages.chat.sidebar import views as c
+from localllm.web.pages.chat.sidebar import views as k
 from localllm.web.pages.chat.store.records import ChatTotals
+from localllm.web.pages.chat.thread import views as m
+from localllm.web.pages.chat.thread import views as v
+from localllm.web.pages.chat.transfer import export as sh
 from localllm.web.pages.frame import views
 
 MARKDOWN = """Paged attention keeps the KV cache in **blocks** of `block_size` tokens.

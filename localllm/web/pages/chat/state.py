@@ -15,12 +15,12 @@ from litestar import Litestar, Request
 from localllm.mcp.servers import McpServers
 from localllm.serving.model_offer import ModelOffer
 from localllm.web.access.tools import mcp_of
-from localllm.web.pages.chat.active_replies import ActiveReplies
-from localllm.web.pages.chat.attachments import PendingAttachments
-from localllm.web.pages.chat.model_picker import ModelPicker
+from localllm.web.pages.chat.composer.model_picker import ModelPicker
+from localllm.web.pages.chat.files.attachments import PendingAttachments
+from localllm.web.pages.chat.replies.active import ActiveReplies
+from localllm.web.pages.chat.replies.titles import Titles
 from localllm.web.pages.chat.store import ChatStore
 from localllm.web.pages.chat.store.database import chats_path
-from localllm.web.pages.chat.titles import Titles
 from localllm.web.pages.frame.state import PagesState, once_per_app, pages_state_of
 
 

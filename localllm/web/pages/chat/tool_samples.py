@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localllm.web.pages.chat import message_views as m
-from localllm.web.pages.chat import tool_views as t
-from localllm.web.pages.chat import views as v
-from localllm.web.pages.chat.markdown import code_block
+from localllm.web.pages.chat.markdown.render import code_block
+from localllm.web.pages.chat.thread import views as m
+from localllm.web.pages.chat.thread import views as v
+from localllm.web.pages.chat.tools import views as t
 from localllm.web.pages.frame import views
 
 

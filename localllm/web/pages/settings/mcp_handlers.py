@@ -27,7 +27,7 @@ from localllm.web.access.caller import owner_of, require_owner
 from localllm.web.errors import MissingScope
 from localllm.web.pages.chat.state import chat_state
 from localllm.web.pages.chat.store import Chats
-from localllm.web.pages.chat.tool_presenters import consent_list, tool_rows
+from localllm.web.pages.chat.tools.views import consent_list, tool_rows
 from localllm.web.pages.frame.errors import notice
 from localllm.web.pages.frame.forms import fields_of
 from localllm.web.pages.frame.security import same_origin

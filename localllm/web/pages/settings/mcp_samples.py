@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localllm.web.pages.chat.tool_views import ConsentList, ConsentRow, ToolRow
+from localllm.web.pages.chat.tools.views import ConsentList, ConsentRow, ToolRow
 from localllm.web.pages.frame import views
 from localllm.web.pages.settings import mcp_views as v
 

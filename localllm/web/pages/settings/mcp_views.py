@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from localllm.web.pages.chat.tool_views import ConsentList, ToolRow
+from localllm.web.pages.chat.tools.views import ConsentList, ToolRow
 from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View
 
 

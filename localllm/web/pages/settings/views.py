@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from localllm.web.pages.chat.sidebar_views import WipeChats
+from localllm.web.pages.chat.sidebar.views import WipeChats
 from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from localllm.web.pages.chat.composer.settings import NAMES, typed
 from localllm.web.pages.chat.imports.records import (
     MAX_MESSAGES,
     Imported,
@@ -22,7 +23,6 @@ from localllm.web.pages.chat.imports.records import (
     rows,
     titled,
 )
-from localllm.web.pages.chat.settings import NAMES, typed
 from localllm.web.pages.chat.store import StoredMessage
 from localllm.web.pages.chat.store.records import Role
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from localllm.errors import RequestError
 from localllm.text.answers.reasoning import PAIRS
-from localllm.web.pages.chat.settings import typed
+from localllm.web.pages.chat.composer.settings import typed
 from localllm.web.pages.chat.store import StoredMessage
 from localllm.web.pages.chat.store.records import Role
 

@@ -12,9 +12,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-from localllm.web.pages.chat.passages.cut import Passage
-from localllm.web.pages.chat.passages.question import indexed
-from localllm.web.pages.chat.passages.ranking import spread
+from localllm.web.pages.chat.files.passages import Passage, indexed, spread
 from localllm.web.pages.chat.store.records import FilePassage, StoredMessage
 from localllm.web.pages.chat.store.tables import Tables, new_id
 

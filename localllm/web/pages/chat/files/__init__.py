@@ -1,0 +1,1 @@
+"""Files of a message, and passages of files that are too long to be read whole."""

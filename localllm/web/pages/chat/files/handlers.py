@@ -1,0 +1,100 @@
+"""Files of the composer: attach, remove, count the tokens that they need, and say which of them will be searched.
+
+Does not know: how a file is read (attachments.py) or searched (long_files.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from litestar import Request, post
+from litestar.datastructures import UploadFile
+from litestar.response import Response
+
+from localllm.config.settings import MAX_UPLOAD_BYTES
+from localllm.errors import RequestError
+from localllm.web.access.caller import owner_of
+from localllm.web.api.documents import FileText, read_file
+from localllm.web.api.off_loop import off_loop
+from localllm.web.pages.chat.composer.presenters import attachments_view
+from localllm.web.pages.chat.files.attachments import Attachment, divided
+from localllm.web.pages.chat.files.long_files import free_tokens
+from localllm.web.pages.chat.files.passages import estimated_tokens
+from localllm.web.pages.chat.replies.messages import with_files
+from localllm.web.pages.chat.state import ChatState, chat_state
+from localllm.web.pages.chat.thread import presenters
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.state import html
+
+MAX_COUNTED_CHARS = 200_000
+"""The tokens of a longer file are estimated from its beginning: to count them takes a hundred times its memory."""
+
+
+@post("/chats/attach", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Return the files of the next message, with the new ones and without the removed one. An error for an unreadable
+    file is shown beside the readable ones.
+    """
+    state, owner, form = chat_state(request), owner_of(request), await request.form()
+    removed, error, files = request.query_params.get("detach", ""), None, list[Attachment]()
+    try:
+        files = state.attachments.get(owner, [each for each in form.getall("attachment", []) if each != removed])
+        await _add_uploads(state, owner, form, files)
+    except RequestError as problem:
+        error = notice(problem)
+    files = divided(files, await free_tokens(state, owner, form))
+    card = presenters.card_of(state, _model(form))
+    return html(attachments_view(files, card.plan.max_model_len if card is not None else 0, error))
+
+
+async def waiting_files(state: ChatState, owner: str, form: Any) -> list[Attachment]:
+    """Return the uploaded files that a form names, as they would be sent now. Raises `RequestError`."""
+    files = state.attachments.get(owner, form.getall("attachment", []))
+    return divided(files, await free_tokens(state, owner, form)) if files else []
+
+
+async def attached_files(request: Request[Any, Any, Any]) -> list[Attachment]:
+    """Return the files of the message that is being sent. Raises `RequestError`."""
+    state, owner, form = chat_state(request), owner_of(request), await request.form()
+    files = state.attachments.get(owner, form.getall("attachment", []))
+    await _add_uploads(state, owner, form, files)
+    return divided(files, await free_tokens(state, owner, form)) if files else []
+
+
+async def _add_uploads(state: ChatState, owner: str, form: Any, files: list[Attachment]) -> None:
+    """Read the chosen files and add them to `files`."""
+    for upload in uploads(form):
+        state.attachments.require_count(len(files) + 1)
+        file = await read_file(upload.filename, await upload.read())
+        num_tokens, is_estimate = await _num_tokens(state, file, _model(form))
+        files.append(state.attachments.put(owner, file, num_tokens, is_estimate=is_estimate))
+
+
+def uploads(form: Any) -> list[UploadFile]:
+    """Return the chosen files; an empty field is sent as a file without a name."""
+    return [each for each in form.getall("file", []) if isinstance(each, UploadFile) and each.filename]
+
+
+def _model(form: Any) -> Mapping[str, str]:
+    return {"model": form["model"]} if form.get("model") else {}
+
+
+async def _num_tokens(state: ChatState, file: FileText, settings: Mapping[str, str]) -> tuple[int, bool]:
+    """Return the token count, and whether it is an estimate: of a long file, or if the model that the message goes to
+    is not loaded.
+    """
+    name, manager = settings.get("model"), state.pages.manager
+    entry = manager.register.find(name) if name else manager.default
+    if entry is None or entry.state != "ready" or entry.served is None:
+        return estimated_tokens(file.text), True
+    served = entry.served
+    text = with_files("", [(file.name, file.text[:MAX_COUNTED_CHARS])])
+    counted = await off_loop(len(text), lambda: len(served.tokenizer.encode(text, add_special_tokens=False)))
+    if len(file.text) <= MAX_COUNTED_CHARS:
+        return counted, False
+    return counted * len(file.text) // MAX_COUNTED_CHARS, True
+
+
+HANDLERS = (attach,)

@@ -1,0 +1,1 @@
+"""Markdown and maths of a model as safe HTML; knows no chat."""

@@ -1,0 +1,1 @@
+"""Projects: chats with shared files and settings."""

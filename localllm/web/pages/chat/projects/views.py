@@ -1,0 +1,107 @@
+"""Views of projects: their list, and the page of one.
+
+Does not know: routes, where projects are stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from localllm.web.pages.chat.prompts.views import SettingsForm, settings_form
+from localllm.web.pages.chat.replies.messages import with_files
+from localllm.web.pages.chat.sidebar.presenters import row
+from localllm.web.pages.chat.sidebar.views import ChatRow
+from localllm.web.pages.chat.state import ChatState
+from localllm.web.pages.chat.store import Chats, FoundChat, Project
+from localllm.web.pages.chat.store.records import ProjectFile
+from localllm.web.pages.chat.thread import presenters
+from localllm.web.pages.chat.thread.messages import PREVIEW_CHARS
+from localllm.web.pages.frame.views import ErrorNotice, View
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectRow:
+    """One project in the list."""
+
+    name: str
+    url: str
+    num_chats: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectList(View):
+    """The page of all projects, with the form for a new one."""
+
+    template: ClassVar[str] = "chat/_project_list.html"
+    rows: tuple[ProjectRow, ...] = ()
+    name: str = ""  # as typed
+    error: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedFile:
+    """A file of a project."""
+
+    id: str
+    name: str
+    num_bytes: int
+    text: str = ""  # its beginning
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectPage(View):
+    """The page of one project: its chats, its files, its settings, its deletion."""
+
+    template: ClassVar[str] = "chat/_project_page.html"
+    url: str
+    name: str
+    new_url: str  # starts a chat
+    num_chats: int = 0
+    chats: tuple[ChatRow, ...] = ()
+    files: tuple[PinnedFile, ...] = ()
+    num_tokens: int | None = None  # of all files; None: not counted
+    context_tokens: int = 0
+    typed_name: str = ""
+    settings: SettingsForm = field(default_factory=SettingsForm)
+    error: ErrorNotice | None = None
+
+
+LISTED = 50
+MOST_COUNTED_CHARS = 200_000
+"""Files with more characters are not tokenised for the sake of this page."""
+
+
+async def project_page(
+    state: ChatState, owner: str, project: Project, typed: Mapping[str, str] | None = None,
+    error: ErrorNotice | None = None,
+) -> ProjectPage:  # fmt: skip
+    """Return the page of a project. `typed`: a form that was refused, to be shown again."""
+    chats = await state.store.call(Chats.chats_of_project, owner, project.id, LISTED)
+    files = await state.store.call(Chats.project_files, project.id)
+    settings = project.settings if typed is None else {name: text for name, text in typed.items() if name != "name"}
+    card = presenters.card_of(state, project.settings)
+    return ProjectPage(
+        url=f"/projects/{project.id}",
+        name=project.name,
+        new_url=f"/?project={project.id}",
+        num_chats=project.num_chats,
+        chats=tuple(replace(row(FoundChat(each)), note="", shows_time=True) for each in chats),
+        files=tuple(PinnedFile(f.id, f.name, len(f.text.encode()), f.text[:PREVIEW_CHARS]) for f in files),
+        num_tokens=await _num_tokens(state, project, files),
+        context_tokens=card.plan.max_model_len if card is not None else 0,
+        typed_name=project.name if typed is None else typed.get("name", ""),
+        settings=await settings_form(state, settings, is_open=error is not None),
+        error=error,
+    )
+
+
+async def _num_tokens(state: ChatState, project: Project, files: Sequence[ProjectFile]) -> int | None:
+    """Return the tokens of the files; None if the project's model is not loaded, or the files are long."""
+    card, served = presenters.card_of(state, project.settings), state.pages.served
+    text = with_files("", [(file.name, file.text) for file in files])
+    if card is None or served is None or served.name != card.name or not 0 < len(text) <= MOST_COUNTED_CHARS:
+        return None
+    return len(await asyncio.to_thread(served.tokenizer.encode, text, add_special_tokens=False))

@@ -1,0 +1,1 @@
+"""Replies: the prompt, the model that answers, the text while it grows, the title."""

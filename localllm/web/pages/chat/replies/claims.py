@@ -1,0 +1,289 @@
+"""Request a chat's model and start a reply with it, with the tools of servers that the chat offers to the model.
+
+The model may have to be loaded first; the reply waits for it. The tools are those of the servers that the chat has
+chosen, if its user may use them.
+Does not know: HTTP, templates, how conversations are stored, how a call is run (tools/runs.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from localllm.config.mcp_servers import McpServer
+from localllm.engine.client import GenerationRequest
+from localllm.engine.request import RequestOptions
+from localllm.errors import LocalLLMError, RequestError
+from localllm.mcp.naming import function_names
+from localllm.mcp.values import ServerTool
+from localllm.serving.chat import calls_tools
+from localllm.serving.served import ServedModel
+from localllm.units import format_count
+from localllm.web.access.tools import may_use
+from localllm.web.pages.chat.composer.settings import MAX_TOOLS_CHARS, is_chosen, read_tools
+from localllm.web.pages.chat.replies.active import ActiveReply
+from localllm.web.pages.chat.replies.prompt import Prompt, prompt_of
+from localllm.web.pages.chat.replies.reply import Reply
+from localllm.web.pages.chat.state import ChatState
+from localllm.web.pages.chat.store import Chats
+
+if TYPE_CHECKING:
+    from localllm.serving.entry import Lease, ModelEntry
+    from localllm.text.answers.reader import AnswerReader
+
+CHARS_PER_TOKEN = 4
+MAX_OFFERED = 256
+"""Most tools of servers that a reply is offered."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTools:
+    """The tools by the name that the model uses, and what was left out and why."""
+
+    by_name: Mapping[str, ServerTool] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def for_model(self, served: ServedModel, settings: Mapping[str, str]) -> OfferedTools:
+        """Return the tools that this model can call, and whose descriptions take at most half of its context."""
+        typed = read_tools(settings.get("tools", ""))
+        if not calls_tools(served):
+            return OfferedTools()
+        taken = {tool["function"]["name"] for tool in typed}
+        most = min(MAX_TOOLS_CHARS, served.plan.max_model_len // 2 * CHARS_PER_TOKEN) - len(msgspec.json.encode(typed))
+        found, left_out = dict[str, ServerTool](), dict[str, int]()
+        for name, tool in function_names(self.by_name.values(), taken).items():
+            most -= len(msgspec.json.encode(function_of(name, tool))) + 1
+            if most < 0 or len(found) == MAX_OFFERED:
+                left_out[tool.server] = left_out.get(tool.server, 0) + 1
+            else:
+                found[name] = tool
+        notes = [
+            f"{format_count(count)} tools of {server} are left out: with them the descriptions are too long."
+            for server, count in left_out.items()
+        ]
+        return OfferedTools(found, (*self.notes, *notes))
+
+    def in_settings(self, settings: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the settings with these tools beside the typed ones."""
+        if not self.by_name:
+            return settings
+        functions = [function_of(name, tool) for name, tool in self.by_name.items()]
+        typed = read_tools(settings.get("tools", ""))
+        return {**settings, "tools": msgspec.json.encode([*typed, *functions]).decode()}
+
+
+NOTHING = OfferedTools()
+
+
+def function_of(name: str, tool: ServerTool) -> dict[str, object]:
+    return {"name": name, "description": tool.description, "parameters": tool.schema}
+
+
+def usable_servers(state: ChatState, owner: str) -> list[McpServer]:
+    """Return the servers that are enabled, and that this owner may use."""
+    return [server for server in state.mcp.servers if server.enabled and may_use(owner, server)]
+
+
+async def offered_tools(state: ChatState, owner: str, settings: Mapping[str, str]) -> OfferedTools:
+    """Return the tools of the chosen servers, which are started if they do not run. A server that fails is left out,
+    with a note; so are tools that the owner never allows.
+    """
+    servers = [server for server in usable_servers(state, owner) if is_chosen(server, settings)]
+    if not servers:
+        return NOTHING
+    listings = await asyncio.gather(*(state.mcp.tools(server.name) for server in servers), return_exceptions=True)
+    never = {
+        (consent.server, consent.tool)
+        for consent in await state.store.call(Chats.consents, owner)
+        if consent.choice == "never"
+    }
+    tools, notes = list[ServerTool](), list[str]()
+    for server, listing in zip(servers, listings, strict=True):
+        if isinstance(listing, LocalLLMError):
+            notes.append(f"The tools of {server.name} are left out. {listing} {listing.hint}".rstrip())
+        elif isinstance(listing, BaseException):
+            raise listing
+        else:
+            tools += [tool for tool in listing.tools if (tool.server, tool.name) not in never]
+    by_name = {f"{tool.server} {tool.name}": tool for tool in tools}
+    return replace(NOTHING, by_name=by_name, notes=tuple(notes))
+
+
+MODEL_WAIT_S = 1.0
+"""If the model takes longer to load, the reply waits for it and not the handler."""
+
+
+def entry_for(state: ChatState, settings: Mapping[str, str]) -> ModelEntry | None:
+    """Return the model that the next message goes to, if the manager knows it."""
+    manager, name = state.pages.manager, settings.get("model")
+    return manager.register.find(name) if name else manager.default
+
+
+def served_for(state: ChatState, settings: Mapping[str, str]) -> ServedModel | None:
+    """Return the model that the next message goes to, if it is ready."""
+    entry = entry_for(state, settings)
+    return entry.served if entry is not None and entry.state == "ready" else None
+
+
+@dataclass(slots=True)
+class Claim:
+    """A requested model, which may still be loading."""
+
+    name: str
+    lease: asyncio.Task[Lease]
+    cache_salt: str | None = None
+    offer: asyncio.Task[OfferedTools] | None = None  # the tools of servers, some of which may be starting
+    prompt: Prompt | None = None  # of the next reply, if the model was ready to count its tokens
+
+    @property
+    def served(self) -> ServedModel | None:
+        """The model, if it is ready."""
+        return self.lease.result().model if self.lease.done() else None
+
+    @property
+    def waits_for_tools(self) -> bool:
+        return self.offer is not None and not self.offer.done()
+
+    async def tools_for(self, served: ServedModel, settings: Mapping[str, str]) -> OfferedTools:
+        """Return the tools of servers that the model is offered."""
+        return (await self.offer).for_model(served, settings) if self.offer is not None else OfferedTools()
+
+
+async def _claim(state: ChatState, owner: str, settings: Mapping[str, str]) -> Claim:
+    """Request the model. Raises immediately if there is no such model, or if its load fails at once."""
+    name = settings.get("model") or None
+    lease = asyncio.create_task(state.pages.manager.acquire(name))
+    offer = asyncio.create_task(offered_tools(state, owner, settings)) if state.mcp.servers else None
+    try:
+        await asyncio.wait({lease, offer} if offer else {lease}, timeout=MODEL_WAIT_S)
+    except asyncio.CancelledError:
+        _release_claim(Claim("", lease, offer=offer))
+        raise
+    if lease.done():
+        found = lease.result()
+        try:
+            found.model.require("generate")
+        except RequestError:
+            found.release()
+            raise
+        return Claim(found.model.name, lease, state.pages.cache_salt(owner), offer)
+    default = state.pages.manager.default
+    return Claim(name or (default.name if default else ""), lease, state.pages.cache_salt(owner), offer)
+
+
+def claim_later(
+    state: ChatState, owner: str, name: str, ended: asyncio.Event, announce: Callable[[str], None]
+) -> Claim:
+    """Request the model once another reply has ended, and announce the load then."""
+
+    async def acquire() -> Lease:
+        await ended.wait()
+        announce(f"Loading {name} …")
+        return await state.pages.manager.acquire(name)
+
+    return Claim(name, asyncio.create_task(acquire()), state.pages.cache_salt(owner))
+
+
+@asynccontextmanager
+async def claimed(state: ChatState, owner: str, settings: Mapping[str, str]) -> AsyncIterator[Claim]:
+    """Request the model for the block, which passes the claim on or fails: then the claim is released."""
+    claim = await _claim(state, owner, settings)
+    try:
+        yield claim
+    except BaseException:
+        _release_claim(claim)
+        raise
+
+
+def _release_claim(claim: Claim) -> None:
+    """Release the claim after a failure."""
+    if claim.offer is not None:
+        claim.offer.cancel()
+    claim.lease.cancel()
+    claim.lease.add_done_callback(_release)
+
+
+def _release(lease: asyncio.Task[Lease]) -> None:
+    if not lease.cancelled() and lease.exception() is None:
+        lease.result().release()
+
+
+def reply_of(claim: Claim, message_id: str) -> Reply:
+    ready = claim.served
+    return Reply(f"chat-{message_id}", claim.name, ready.plan.max_model_len if ready else 0)
+
+
+def start(
+    writing: ActiveReply,
+    claim: Claim,
+    messages: list[dict[str, Any]],
+    settings: Mapping[str, str],
+    *,
+    goes_on: bool = False,
+) -> None:
+    """Start the reply in a task: the model may have to be loaded first, and the user sees the chat meanwhile."""
+
+    async def request(served: ServedModel) -> None:
+        reply = writing.reply
+        if claim.waits_for_tools:
+            reply.announce("Starting the servers of the tools …")
+        offered = await claim.tools_for(served, settings)
+        reply.offered, reply.tool_notes = offered.by_name, offered.notes
+        told = offered.in_settings(settings)
+        prompt = claim.prompt or await prompt_of(served, messages, told, goes_on=goes_on)
+        await send(writing.reply, claim, served, prompt)
+
+    start_with(writing, claim, request)
+
+
+def start_with(writing: ActiveReply, claim: Claim, request: Callable[[ServedModel], Awaitable[None]]) -> None:
+    """Start a reply in a task that waits for the model and then calls `request`, which starts the reply."""
+    reply = writing.reply
+    if not claim.lease.done():
+        reply.announce(f"Loading {claim.name} …")
+
+    async def begin() -> None:
+        try:
+            lease = await claim.lease
+        except asyncio.CancelledError:
+            _release_claim(claim)
+            raise
+        except LocalLLMError as error:
+            reply.fail(error)
+            return
+        try:
+            served = lease.model
+            served.require("generate")
+            reply.model, reply.context_tokens = served.name, served.plan.max_model_len
+            await request(served)
+        except BaseException as error:
+            lease.release()
+            if not isinstance(error, LocalLLMError):
+                raise
+            reply.fail(error)
+        else:
+            reply.when_done(lease.release)
+
+    reply.prepare(begin())
+
+
+async def send(reply: Reply, claim: Claim, served: ServedModel, prompt: Prompt) -> None:
+    """Send the prompt to the engine; the reply is written from now on."""
+    asked, new_reader = request_of(reply.request_id, claim, served, prompt)
+    if asked.params.structured_outputs is not None:
+        await served.generator.prepare(asked.params)
+    reply.start(served.generator, asked, new_reader and new_reader())
+
+
+def request_of(
+    request_id: str, claim: Claim, served: ServedModel, prompt: Prompt
+) -> tuple[GenerationRequest, Callable[[], AnswerReader] | None]:
+    """Return the request to the engine, and what makes the reader of its answer (`Conversation.reading`)."""
+    params, new_reader = prompt.conversation.reading(served, prompt.params, prompt.token_ids)
+    options = RequestOptions(cache_salt=claim.cache_salt, source="chat")
+    return GenerationRequest(request_id, prompt.token_ids, params, options=options), new_reader

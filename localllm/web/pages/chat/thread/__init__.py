@@ -1,0 +1,1 @@
+"""A chat on the screen: open, edit, versions, compare, outline."""

@@ -1,0 +1,1 @@
+"""Calls to tools of servers: consent, runs, results."""

@@ -1,0 +1,199 @@
+"""Views of tool calls, their results, the choice of servers, and what a user has allowed.
+
+Does not know: handlers, how a call is run, where chats are stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, ClassVar, Literal
+
+from localllm.mcp.servers import McpServers, ServerState
+from localllm.serving.chat import calls_tools
+from localllm.web.pages.chat.composer.settings import is_chosen
+from localllm.web.pages.chat.markdown.render import code_block
+from localllm.web.pages.chat.replies.claims import usable_servers
+from localllm.web.pages.chat.replies.messages import calls_of
+from localllm.web.pages.chat.state import ChatState
+from localllm.web.pages.chat.store import Consent
+from localllm.web.pages.chat.thread.views import (
+    ChatMessage,
+    ResultForm,
+    ServerChoice,
+    ToolCallCard,
+    ToolNotes,
+    ToolResult,
+    ToolServers,
+)
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.views import ErrorNotice, View
+
+
+@dataclass(frozen=True, slots=True)
+class CallsProgress(View):
+    """A live update of a reply whose calls run: the whole message is drawn again."""
+
+    template: ClassVar[str] = "chat/_calls_progress.html"
+    message: ChatMessage
+    announcement: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsentRow:
+    """A tool that the user allows always, or never."""
+
+    server: str
+    tool: str
+    choice: Literal["always", "never"]
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConsentList(View):
+    """The tools that a user allows always or never, each with a button that takes the decision back."""
+
+    template: ClassVar[str] = "chat/_consents.html"
+    rows: tuple[ConsentRow, ...]
+    back: str = ""  # the page to return to
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRow:
+    """One tool of a server."""
+
+    name: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class UsableServer:
+    """A server whose tools a user may use."""
+
+    name: str
+    state: str
+    tools: tuple[ToolRow, ...] = ()
+    error: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolsPanel(View):
+    """The tools that a user may use, and what is allowed; in a dialog or as a page."""
+
+    template: ClassVar[str] = "chat/_tools_panel.html"
+    servers: tuple[UsableServer, ...]
+    consents: ConsentList
+
+
+MAX_SHOWN_CHARS = 300
+"""Characters of a tool's description on a page."""
+
+
+def call_cards(url: str, details: Mapping[str, Any]) -> tuple[ToolCallCard | ToolNotes, ...]:
+    """Return the calls of a reply in their present state, and why tools were not offered. `url`: of the message."""
+    notes = tuple(str(note) for note in details.get("tool_notes", []))
+    cards = tuple(_card(url, details, number) for number in range(len(details.get("calls", []))))
+    return (ToolNotes(notes), *cards) if notes else cards
+
+
+def _card(url: str, details: Mapping[str, Any], number: int) -> ToolCallCard:
+    call, stored = calls_of(details)[number], details["calls"][number]
+    arguments = call.arguments_object()
+    if arguments is None:
+        return ToolCallCard(call.name, code_block(call.arguments, ""), broken=True)
+    html = code_block(json.dumps(arguments, indent=2, ensure_ascii=False), "json")
+    if not stored.get("server"):
+        return ToolCallCard(call.name, html)
+    return ToolCallCard(
+        stored["tool"],
+        html,
+        server=stored["server"],
+        state=stored.get("state", "asks"),
+        note=stored.get("note", ""),
+        text=stored.get("result", ""),
+        url=f"{url}/calls/{number}",
+    )
+
+
+def result_form(url: str, message_id: str, details: Mapping[str, Any]) -> ResultForm | None:
+    """Return the form for the results that are not there yet; None if no call can be answered, or while calls run."""
+    calls = calls_of(details)
+    if not any(call.arguments_object() is not None for call in calls) or details.get("calls_busy"):
+        return None
+    stored = details["calls"]
+    left = tuple((n, call.name) for n, call in enumerate(calls) if stored[n].get("state") != "done")
+    failure = details.get("calls_failure")
+    return ResultForm(
+        url,
+        message_id,
+        left,
+        is_folded=any(stored[n].get("server") for n, _ in left),
+        goes_on=not left,
+        error=ErrorNotice(*failure) if failure else None,
+    )
+
+
+def follows_calls(details: Mapping[str, Any], *, is_saved: bool) -> bool:
+    """Return whether the calls of a finished reply will change by themselves. While it is being saved, they may."""
+    is_new = not is_saved and any(call.get("server") for call in details.get("calls", []))
+    return is_new or bool(details.get("calls_busy"))
+
+
+def results(details: Mapping[str, Any]) -> tuple[ToolResult, ...]:
+    return tuple(ToolResult(result["name"], result["text"]) for result in details.get("results", []))
+
+
+def consent_list(consents: Iterable[Consent], back: str) -> ConsentList:
+    rows = (
+        ConsentRow(each.server, each.tool, each.choice, datetime.fromtimestamp(each.at_s).strftime("%Y-%m-%d"))
+        for each in consents
+    )
+    return ConsentList(tuple(rows), back)
+
+
+def tool_servers(state: ChatState, owner: str, settings: Mapping[str, str]) -> ToolServers | None:
+    """Return the choice of servers in the drawer; None if the user has none."""
+    servers = usable_servers(state, owner)
+    if not servers:
+        return None
+    name = settings.get("model")
+    entry = state.pages.manager.register.find(name) if name else state.pages.manager.default
+    served = entry.served if entry is not None else None
+    note = f"{served.shown_name} cannot call tools." if served is not None and not calls_tools(served) else ""
+    choices = (_choice(state.mcp.state(server.name), settings) for server in servers)
+    return ToolServers(tuple(choices), note)
+
+
+def chosen_again(shown: ToolServers | None, form: Mapping[str, str]) -> ToolServers | None:
+    """Return the choice as it was typed into a form that was refused."""
+    if shown is None or "mcp_shown" not in form:
+        return shown
+    choices = tuple(replace(choice, chosen=f"mcp-{choice.name}" in form) for choice in shown.choices)
+    return replace(shown, choices=choices)
+
+
+def _choice(state: ServerState, settings: Mapping[str, str]) -> ServerChoice:
+    note = str(state.failure) if state.failure is not None else ""
+    return ServerChoice(state.server.name, is_chosen(state.server, settings), note)
+
+
+def server_list(servers: McpServers, names: Sequence[str]) -> tuple[UsableServer, ...]:
+    """Return the servers of these names with the tools that they listed last."""
+    return tuple(_usable(servers.state(name)) for name in names)
+
+
+def _usable(state: ServerState) -> UsableServer:
+    error = notice(state.failure) if state.failure is not None else None
+    return UsableServer(state.server.name, state.state, tool_rows(state), error)
+
+
+def tool_rows(state: ServerState) -> tuple[ToolRow, ...]:
+    listed = state.listing.tools if state.listing is not None else ()
+    return tuple(ToolRow(tool.name, _short(tool.description)) for tool in listed)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_SHOWN_CHARS else f"{line[:MAX_SHOWN_CHARS]}…"

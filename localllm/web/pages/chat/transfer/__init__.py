@@ -1,0 +1,1 @@
+"""Chats as files: export, import, saved pages, previews."""
