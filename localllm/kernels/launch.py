@@ -77,7 +77,7 @@ class LaunchOptions:
     """Features that kernels do without (choice.py)."""
 
     counters: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    """[COUNTERS] int32 zeros for the products of one stream (split_sum.py); None: those of the current stream."""
+    """[COUNTERS] int32 zeros for the products of one stream (split_sum.py); None: counters of the current stream."""
 
 
 class OnDevice(Protocol):

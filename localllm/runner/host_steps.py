@@ -248,7 +248,7 @@ def _joined(parts: Sequence[Forward], counts: Sequence[int]) -> Forward:
 
 
 def _joined_draws(rows: Sequence[Drawn]) -> Drawn:
-    """Return the draws of one row each as those of the batch."""
+    """Return the draws of the batch from the draws of each row."""
     token_ids, best = torch.cat([row.token_ids for row in rows]), torch.cat([row.best for row in rows])
     asking = [(i, row.logprobs, row.logprob_rows[0][2]) for i, row in enumerate(rows) if row.logprobs is not None]
     counts = tuple((row, place, k) for place, (row, _, k) in enumerate(asking))

@@ -68,7 +68,7 @@ class PoolingModel:
 
     @property
     def wants(self) -> frozenset[Want]:
-        """What an input can ask for."""
+        """The kind of result that an input can ask for."""
         if self.head is None:
             return frozenset({"pooled", "raw"} if self.recipe.task == "score" else {"pooled", "tokens"})
         return frozenset({"reward": {"pooled", "raw", "tokens"}}.get(self.head.kind, {"tokens"}))  # type: ignore[arg-type]

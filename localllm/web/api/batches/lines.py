@@ -74,7 +74,7 @@ class AnsweredLine(Shape):
 
 @dataclass(frozen=True, slots=True)
 class InputIndex:
-    """Where the lines of an input file are. Empty lines are not counted."""
+    """Offsets of the lines of an input file. Empty lines are not counted."""
 
     path: Path
     starts: array[int]
@@ -140,7 +140,7 @@ def custom_id_of(raw: bytes) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class LineRules:
-    """What a line may be."""
+    """Rules that each line must obey."""
 
     urls: frozenset[str]  # endpoints
     max_bytes: int

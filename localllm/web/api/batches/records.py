@@ -27,7 +27,7 @@ Status = Literal[
 ]  # fmt: skip
 OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 MAX_BATCHES = 1000
-"""Most batches on record; half of them can be those of one key with the scope infer."""
+"""Most batches on record; one key with the scope infer can have half of them."""
 
 
 class BatchNotFound(RequestError):

@@ -26,7 +26,7 @@ class LogRow:
 
 @dataclass(frozen=True, slots=True)
 class LogTable(View):
-    """Log records in order: those of the page, or those logged since."""
+    """Log records in order: the records of the page, or the ones logged since."""
 
     template: ClassVar[str] = "logs/_lines.html"
     rows: tuple[LogRow, ...]

@@ -165,7 +165,7 @@ def terms(text: str) -> list[str]:
 
 
 def with_context(text: str, before: str) -> list[str]:
-    """Return the terms of a question; those of the message before it, too, if they are few."""
+    """Return the terms of a question, and of the message before it if they are few."""
     own = terms(text)
     return own if len(own) >= FEW_TERMS else list(dict.fromkeys(own + terms(before)))[:MAX_TERMS]
 

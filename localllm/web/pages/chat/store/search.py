@@ -34,7 +34,7 @@ def chat(row: tuple[Any, ...]) -> Chat:
 def list_chats(
     db: sqlite3.Connection, owner: str, limit: int, offset: int = 0, *, archived: bool = False, project_id: str = ""
 ) -> list[Chat]:
-    """Return chats, pinned ones first, then the newest: all, or those of a project."""
+    """Return chats, pinned ones first, then the newest: all, or the chats of a project."""
     where, values = (" AND project_id = ?", [project_id]) if project_id else ("", [])
     rows = db.execute(
         f"SELECT {CHAT} FROM chat WHERE {LISTED}{where} {NEWEST_FIRST} LIMIT ? OFFSET ?",
