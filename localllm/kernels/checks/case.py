@@ -61,7 +61,7 @@ class CheckedProduct(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is going to be served, as far as kernels know it. The shapes are empty before there is a model."""
+    """The shapes and the device that are going to be served, as far as kernels know them. The shapes are empty before there is a model."""
 
     device: torch.device
     dtype: torch.dtype = torch.float16
