@@ -25,6 +25,9 @@ from localllm.kernels.quantize import Quantized
 from localllm.kernels.skinny_gemm import tile_of_program
 from localllm.kernels.tuned import settings_for
 
+PROBE_ERROR = 0.01
+"""Share of a product's norm by which scaled_mm may differ from its twin; both round to bfloat16."""
+
 
 def w8a8_gemm(
     x: Quantized,
@@ -119,15 +122,18 @@ def _suits_scaled_mm(values: Tensor, weight: Tensor, scales: Tensor, dtype: torc
 
 @cache
 def _has_scaled_mm(device: torch.device) -> bool:
-    """Return whether scaled_mm works with scales per row.
+    """Return whether scaled_mm works with scales per row, and is right.
     Tried out, because the supported GPUs change with every torch version."""
-    values = torch.zeros((16, 16), device=device).to(torch.float8_e4m3fn)
-    ones = torch.ones(16, device=device)
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(64, 256, generator=generator).to(device, torch.float8_e4m3fn) for _ in range(2))
+    scales = torch.rand(64, generator=generator).to(device) + 0.5
     try:
-        scaled_mm(Quantized(values, ones[:, None]), values, ones, None, torch.bfloat16)
+        given = Quantized(x, scales.flip(0)[:, None])
+        got = scaled_mm(given, weight, scales, None, torch.bfloat16).float()
     except (RuntimeError, ValueError):
         return False
-    return True
+    right = w8a8_gemm_reference(given, weight, scales, dtype=torch.bfloat16).float()
+    return bool((got - right).norm() <= PROBE_ERROR * right.norm())
 
 
 class W8A8Tile(NamedTuple):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels import w8a8_gemm as w8a8
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.quantize import Quantized
 from localllm.kernels.w8a8_gemm import scaled_mm, w8a8_gemm
@@ -36,6 +39,17 @@ def check(
 def needs_fp8(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no e4m3 arithmetic on this GPU")
+
+
+@pytest.mark.parametrize(("off", "works"), [(0.0, True), (0.5, False), (float("nan"), False)])
+def test_torchs_product_is_used_only_if_it_is_right(off: float, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def product(x: Any, weight: Any, scales: Any, bias: Any, dtype: Any) -> torch.Tensor:
+        return w8a8.w8a8_gemm_reference(x, weight, scales, bias, dtype=dtype) + off * 100
+
+    monkeypatch.setattr(w8a8, "scaled_mm", product)
+    w8a8._has_scaled_mm.cache_clear()
+    assert w8a8._has_scaled_mm(torch.device("cpu")) == works
+    w8a8._has_scaled_mm.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

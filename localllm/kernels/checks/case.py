@@ -61,7 +61,7 @@ class CheckedProduct(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """The model to be served, as far as kernels know it. The shapes are empty before there is a model."""
+    """The device and the shapes that are going to be served. The shapes are empty before there is a model."""
 
     device: torch.device
     dtype: torch.dtype = torch.float16

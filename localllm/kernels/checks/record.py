@@ -1,4 +1,4 @@
-"""The results of checks on this GPU, in a file, and a journal of the case that runs.
+"""Results of checks on this GPU, in a file, and a journal of the case that runs.
 
     <user cache>/localllm/kernels/<gpu>/checked.json         cases that passed, and variants that failed
     <user cache>/localllm/kernels/<gpu>/checking-<pid>.json  the case that runs in a process

@@ -19,6 +19,7 @@ VARIANTS = [
         _add_in_turn_kernel,
         {"x_ptr": "*fp32"},
         {"BLOCK": BLOCK, "SPIN_NS": SPIN_NS, "PREFETCHES": True},
+        prefetches=1,
         archs=(75, 80, 89, 90, 120),
     ),
     *(
