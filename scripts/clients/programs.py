@@ -192,8 +192,8 @@ def page(table: str) -> str:
         "# Programs that were tried\n\n"
         "<!-- Written by scripts/client_check --programs --write. -->\n\n"
         "Each program ran as npm has it, in an empty home, most of them by `localllm launch`. It was asked to read\n"
-        "two files with a tool, and ended the turn if it printed the answer that the scripted model gives only after its\n"
-        "prompt had both contents. Seconds include the start of the program, on one busy machine.\n\n"
+        "two files with a tool, and ended the turn if it printed the answer that the scripted model gives only after\n"
+        "its prompt had both contents. Seconds include the start of the program, on one busy machine.\n\n"
         f"{table}\n"
     )
 
