@@ -98,7 +98,7 @@ def _borrow(path: Path, content: Any) -> Path:
         before = path.read_bytes().decode("utf-8") if path.exists() else None
         text = merged(before, content)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be changed.", f"{error}.", "localllm launch PROGRAM --print") from error
+        raise ConfigError(f"{path} cannot be changed.", f"{error}.", "mend or move that file") from error
     folders = [str(folder) for folder in path.parents if not folder.exists()]
     make_private(record.parent)
     told = {"mark": process_mark(), "path": str(path), "before": before, "written": text, "content": content,

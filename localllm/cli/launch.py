@@ -62,7 +62,7 @@ def _server(options: argparse.Namespace) -> Iterator[ServerClient]:
     if options.url or running_servers() or _answers(client):
         yield client
         return
-    model = options.model or _installed()
+    model = options.model or _installed(options.program)
     command = [sys.executable, "-m", "localllm", "serve", model, "--port", "0", "--json"]
     print(f"No server is running; starting one with {model}.", file=sys.stderr)
     # In a group of its own, since Ctrl-C at the terminal is meant for the program.
@@ -106,13 +106,13 @@ def _answers(client: ServerClient) -> bool:
     return True
 
 
-def _installed() -> str:
+def _installed(program: str) -> str:
     from localllm.cli.suggestion import installed_model
 
     if (model := installed_model()) is None:
         raise ConfigError(
             "No server is running, and no model is on this machine.", "The demo is a toy, so it is not chosen.",
-            "localllm up, or localllm launch PROGRAM --model NAME", param="model",
+            f"localllm up, or localllm launch {program} --model demo for the toy", param="model",
         )  # fmt: skip
     return model
 

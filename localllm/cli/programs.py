@@ -202,21 +202,21 @@ def guide_page() -> str:
 _GUIDE_HEAD = """\
 # Coding programs
 
-<!-- Written by scripts/make_docs from the table of `localllm launch`. -->
+<!-- Written by scripts/make_docs from the table of `launch`. -->
 
 ```
 localllm launch claude
 localllm launch codex --model MODEL -- exec "What does this folder hold?"
 ```
 
-`localllm launch PROGRAM` starts an installed program with a model of this machine. Arguments after `--` go to the
+`launch` starts an installed program with a model of this machine. Arguments after `--` go to the
 program. The server is the one that runs, as for `localllm chat`, or `--url`; where none runs, `launch` starts one and
 stops it at the end. The model is `--model`, else the first that the server lists. Its name and its context are those of
 the server; the server's key is sent only where the server needs one.
 
 Most programs are configured by variables of their process alone. Where a program reads a file, `launch` merges
-its entries into the file and undoes that when the program ends; if `launch` itself is killed, the next `localllm
-launch` does so. Comments in such a file are kept unless the program also writes it. `localllm launch PROGRAM --print`
+its entries into the file and undoes that when the program ends; if `launch` itself is killed, the next one does
+so. Comments in such a file are kept unless the program also writes it. `localllm launch claude --print`
 shows variables, arguments and files, and starts nothing. What the programs themselves keep, for example their
 histories, stays.
 
