@@ -28,6 +28,8 @@ from localllm.runner.kv_cache import KVCache
 from tests.kv import of_each
 from tests.models.harness import CPU, Harness, ModelHarness, gpu_machine, prompt, reference_logits
 from tests.models.stored_experts import WAYS, PathOf, copy, fuse, quantise_experts, rewrite
+from tests.models.stored_experts import gpt_oss as gpt_oss
+from tests.models.stored_experts import wide_moe as wide_moe
 from tests.tiny import load_reference, tiny_config
 
 CUDA = torch.device("cuda")  # only asked what would be held there

@@ -23,6 +23,7 @@ import pytest
 
 from localllm.version import __version__
 from scripts.layout import ROOT
+from tests.packaging.harness import bundle as bundle
 from tests.packaging.harness import make_run
 
 

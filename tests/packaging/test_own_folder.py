@@ -18,6 +18,7 @@ from types import ModuleType
 import pytest
 
 from tests.packaging.harness import SHELLS, make_run, refusal
+from tests.packaging.harness import bundle as bundle
 from tests.packaging.sandbox import Machine, Sandbox
 
 NAMES = (

@@ -31,6 +31,7 @@ from tests.models.harness import ModelHarness, Sequence
 from tests.models.operations import DefinedLibrary
 from tests.runner.harness import BLOCK, CPU, assert_same, opened, serve, tokens_of
 from tests.runner.harness import draft_requests as make_requests
+from tests.runner.harness import without_lookup as without_lookup
 from tests.tiny import make_tiny_model
 
 
