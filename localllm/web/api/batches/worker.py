@@ -241,16 +241,15 @@ class BatchWorker:
                     return "cancelled"
                 if time.time() >= batch.expires_s:
                     return "expired"
-                if time.monotonic() > turn_ends_s and self._others_wait(batch):
+                if time.monotonic() > turn_ends_s and any(
+                    other.is_open and other.owner != batch.owner for other in self.records.all()
+                ):
                     return "turn"
         finally:
             for task in running:
                 task.cancel()
             if running:
                 await asyncio.wait(running)
-
-    def _others_wait(self, batch: BatchRecord) -> bool:
-        return any(each.is_open and each.owner != batch.owner for each in self.records.all())
 
     def _key_of(self, batch: BatchRecord) -> Key | None:
         """Return the key of the batch; None for the server's owner. Raises `InvalidParameter` if it was removed."""
