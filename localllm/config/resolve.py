@@ -87,7 +87,7 @@ def _unknown(name: str, place: str, known: Iterable[str]) -> ConfigError:
 
 
 _OTHER_VARIABLES = frozenset(
-    f"LOCALLLM_{name}"
+    f"LOCALLLM_LAUNCH_KEY", "LOCALLLM_{name}"
     for name in (
         "CHECK_RESTARTED",
         "CONFIG",

@@ -60,7 +60,7 @@ def test_steps_wait_for_masks_only_where_the_end_may_be_forced(depth):
     engine.add("a", [3, 4, 3], max_tokens=20, grammar=bounded(10, True, MARKS, None))
     rows = []
     masks = engine.loop._masks
-    engine.loop._masks = lambda plan, requests: (rows.append(made := masks(plan, requests)), made)[1]
+    engine.loop._masks = lambda plan, requests, sampled: (rows.append(made := masks(plan, requests, sampled)), made)[1]
     engine.run()
     binding = [index for index, made in enumerate(rows) if made is not None]
     tokens = engine.tokens["a"]

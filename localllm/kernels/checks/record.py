@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import psutil
 import torch
 
 from localllm.files.folders import cache_folder, write_whole
@@ -92,7 +93,7 @@ class CheckRecord:
     def _settle(self, journal: Path) -> None:
         """Count what a process checked when it ended as failed, unless the process still runs."""
         pid = journal.stem.removeprefix("checking-")
-        if pid != str(os.getpid()) and _is_running(pid):
+        if pid != str(os.getpid()) and pid.isdecimal() and psutil.pid_exists(int(pid)):
             return
         stored = _read_json(journal)
         if isinstance(stored, dict) and stored.get("key") == self.key._asdict():
@@ -166,13 +167,3 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def _is_running(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except PermissionError:
-        return True
-    except (OSError, ValueError):
-        return False
-    return True
