@@ -87,11 +87,12 @@ def _unknown(name: str, place: str, known: Iterable[str]) -> ConfigError:
 
 
 _OTHER_VARIABLES = frozenset(
-    f"LOCALLLM_LAUNCH_KEY", "LOCALLLM_{name}"
+    f"LOCALLLM_{name}"
     for name in (
         "CHECK_RESTARTED",
         "CONFIG",
         "CPU_SET",
+        "LAUNCH_KEY",
         "NATIVE",
         "RESTARTED",
         "SOURCE",
