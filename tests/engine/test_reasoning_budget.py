@@ -59,8 +59,8 @@ def test_steps_wait_for_masks_only_where_the_end_may_be_forced(depth):
     engine = make_engine(depth=depth, vocab_size=5)
     engine.add("a", [3, 4, 3], max_tokens=20, grammar=bounded(10, True, MARKS, None))
     rows = []
-    masks = engine.loop._masks
-    engine.loop._masks = lambda plan, requests, sampled: (rows.append(made := masks(plan, requests, sampled)), made)[1]
+    sample = engine.loop.runner.sample
+    engine.loop.runner.sample = lambda plan, masks: (rows.append(masks), sample(plan, masks))[1]
     engine.run()
     binding = [index for index, made in enumerate(rows) if made is not None]
     tokens = engine.tokens["a"]
