@@ -19,7 +19,7 @@ from localllm.kernels.launch import LaunchOptions, launching_with
 from localllm.kernels.paged_attention import KVReads
 
 RMS_FACTOR, MAX_FACTOR = 1.5, 8.0
-"""A kernel's error may be so many times that of torch in the same type: on average, and of a single number."""
+"""Limits of a kernel's error as multiples of torch's error in the same type: on average, and of a single number."""
 ROUNDINGS = {torch.float32: 32.0}
 """Units in the last place that are allowed in any case, by type, as a share of the usual number; else one."""
 TWINS = LaunchOptions(without=ALL_KERNELS)

@@ -32,7 +32,7 @@ COMPILE_S = 120.0
 
 
 Wait = Callable[[threading.Event, float], bool]
-"""Waits for a thread's event. Returns False if so many seconds have passed."""
+"""Waits for a thread's event. Returns False if the seconds have passed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from localllm.kernels.launch import (
 )
 
 LINKS, REPLAYS = 64, 20
-SLOW_LINK = 8  # one in so many stores late
+SLOW_LINK = 8  # every eighth kernel stores late
 SPIN_NS = 20_000
 NUMBERS = 1 << 20  # 4 MB of fp32: more than the chip writes at once
 BLOCK = 1024
