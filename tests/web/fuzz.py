@@ -43,7 +43,10 @@ CHECKS = [
     standard.response_headers_conformance,
     standard.response_schema_conformance,
 ]
-OTHER_MODELS = {"embed": ("Embeddings", "Embedded", "OneEmbedding"), "score": ("Ranking", "Scores")}
+OTHER_MODELS = {
+    "embed": ("Embeddings", "Embedded", "OneEmbedding", "Pooled"),
+    "score": ("Ranking", "Scores", "Classes"),
+}
 """Task by the answers that need a model for it."""
 SLOW_S = 5.0  # on a machine that has other things to do
 LAST = {"message_stop", "response.completed", "response.incomplete", "response.failed", "error"}
@@ -109,7 +112,7 @@ def cases(operation: APIOperation) -> st.SearchStrategy[tuple[Case, bool]]:
     takes_body = bool(list(operation.body))
     if takes_body or len(list(operation.query)):
         kinds.append(operation.as_strategy(GenerationMode.NEGATIVE).map(lambda case: (case, True)))
-    if takes_body:
+    if any(body.media_type == "application/json" for body in operation.body):
         made = operation.as_strategy(GenerationMode.POSITIVE)
         name = re.search(r"(chat/)?[^/]+$", operation.path)
         assert name is not None

@@ -25,11 +25,11 @@ from localllm.version import __version__
 from localllm.web.access.scopes import is_open, scope_of
 from localllm.web.api.exchange import ApiRequest
 from localllm.web.api.fields import FieldRules, ListOf, OneOf, Refused
-from localllm.web.api.operation import Operation, RequestBody
+from localllm.web.api.operation import JSON, Operation, RequestBody
 from localllm.web.errors import AnthropicError, Dialect, OllamaError, OpenAIError, dialect_of
 
 Schema = dict[str, Any]
-JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 REFERENCE = "#/components/schemas/{name}"
 UNKNOWN = "Fields that are not listed are accepted; the answer's header x-localllm-warning names them."
 
@@ -155,7 +155,7 @@ class _Maker:
             made["x-scope"] = scope_of(self.method, path)
         if operation.body is not None:
             self.components.update(body_schemas(self.name, operation.body))
-            content = {JSON: {"schema": reference(self.name, operation.body.kind)}}
+            content = {operation.body.media_type: {"schema": reference(self.name, operation.body.kind)}}
             made["requestBody"] = {"required": True, "content": content}
         return made
 

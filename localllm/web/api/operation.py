@@ -16,7 +16,7 @@ import msgspec
 
 from localllm.web.api.fields import FieldRules
 
-TEXT = "text/plain"
+TEXT, JSON, FORM = "text/plain", "application/json", "multipart/form-data"
 OF_MODELS = (404, 409, 502, 503, 507)  # model unknown, or its download, load or wake-up failed
 
 
@@ -30,6 +30,7 @@ class RequestBody:
     rules: FieldRules | None = None  # None: fields that the struct does not have are refused
     inside: Mapping[str, RequestBody] = field(default_factory=lambda: MappingProxyType({}))
     example: Mapping[str, Any] | None = None
+    media_type: str = JSON
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import IO, Any, Literal, cast
+from typing import IO, Annotated, Any, Literal, cast
 
 import anyio.to_thread
 import msgspec
@@ -19,7 +19,7 @@ from localllm.web.api.batches import shapes
 from localllm.web.api.batches.file_store import KEPT_S, FileInUse
 from localllm.web.api.batches.worker import BatchWorker
 from localllm.web.api.exchange import ApiRequest, json_response
-from localllm.web.api.operation import Operation
+from localllm.web.api.operation import FORM, Operation, RequestBody
 from localllm.web.api.reading import read_query
 from localllm.web.errors import MissingParameter, UnsupportedMediaType
 
@@ -29,6 +29,15 @@ MAX_PARTS = 20
 LIFETIME_S = (3600, 30 * 24 * 3600)
 """Shortest and longest lifetime that `expires_after` can name."""
 PAGE = 10_000
+
+
+class Upload(msgspec.Struct, kw_only=True):
+    file: Annotated[str, msgspec.Meta(extra_json_schema={"format": "binary"})]
+    purpose: Literal["batch"]
+    anchor: Literal["created_at"] = msgspec.field(default="created_at", name="expires_after[anchor]")
+    seconds: Annotated[int, msgspec.Meta(ge=LIFETIME_S[0], le=LIFETIME_S[1])] = msgspec.field(
+        default=int(KEPT_S), name="expires_after[seconds]"
+    )
 
 
 class PageQuery(msgspec.Struct, kw_only=True):
@@ -57,14 +66,10 @@ def upload_route(config: ServerConfig) -> HTTPRouteHandler:
         "/v1/files",
         status_code=200,
         request_max_body_size=config.largest_batch_file_bytes + FORM_BYTES,
-        operation=Operation(shapes.FileObject, also=(507,), guide="batches"),
+        operation=Operation(shapes.FileObject, RequestBody(Upload, media_type=FORM), also=(507,), guide="batches"),
     )
     async def upload_file(request: ApiRequest) -> ASGIResponse:
-        """Upload a file of requests for a batch.
-
-        The body is a form (multipart/form-data) with `file` and `purpose`, which is `batch`. `expires_after[anchor]`
-        (`created_at`) and `expires_after[seconds]` set how long the file is kept, 30 days otherwise.
-        """
+        """Upload a file of requests for a batch. `expires_after[seconds]` is how long it is kept, 30 days otherwise."""
         if request.content_type[0] != "multipart/form-data":
             raise UnsupportedMediaType(
                 "The file must be sent as multipart/form-data.",
