@@ -1,8 +1,8 @@
 """Steps on a CPU: all work is done when a call returns, and only what is needed is computed.
 
-A few requests with one token each, or one and drafts, are one call of the native library (models/lone_step.py), if the
-model has such a step. Everything else runs through torch. Both read and write the same KV
-cache. step_parts.py decides which requests are computed together.
+A few requests with one token each, or one and drafts, are one call of the native library
+(models/decoder/native_program.py), if the model has such a step. Everything else runs through torch. Both read and
+write the same KV cache. step_parts.py decides which requests are computed together.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from localllm.engine.step import DraftSupport, RunnerStats
 from localllm.kernels.huge_pages import HugePages
 from localllm.kernels.layer_state import LayerCache
-from localllm.models.architectures.decoder import DecoderModel, Taps
+from localllm.models.decoder.decoder import DecoderModel, Taps
+from localllm.models.decoder.native_program import MAX_ROWS, LoneStep, NoLoneStep, open_lone_step
 from localllm.models.inputs import CausalModel, ForwardInputs
-from localllm.models.lone_step import MAX_ROWS, LoneStep, NoLoneStep, open_lone_step
 from localllm.models.weights.parameters import has_only_float32, held_memory
 from localllm.runner.batch import HostInputs, Ints, StepBatch
 from localllm.runner.grammar_masks import RowMasks

@@ -17,9 +17,8 @@ from localllm.errors import DoesNotFit
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import KVReads, kv_cache_shape
 from localllm.models.fit import kv_cache_bytes
-from localllm.models.spec.kv_groups import kv_groups
 from localllm.models.spec.latent import heads_at_once
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec, kv_groups
 from localllm.units import format_bytes
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from localllm.kernels.layer_state import LayerCache
-from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.inputs import ForwardInputs
 
 

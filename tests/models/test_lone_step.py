@@ -23,16 +23,16 @@ from localllm.kernels.cpu.native.structures import MAX_ROWS
 from localllm.kernels.cpu.q4 import CpuQ4Weight
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
-from localllm.models import lone_step
-from localllm.models.architectures.decoder import DecoderModel, Taps
-from localllm.models.architectures.layer import DecoderLayer, PreNormLayer
-from localllm.models.architectures.read_spec import read_spec
+from localllm.models.decoder import native_program
+from localllm.models.decoder.decoder import DecoderModel, Taps
+from localllm.models.decoder.layer import DecoderLayer, PreNormLayer
+from localllm.models.decoder.native_program import DecodeRows, NoLoneStep, open_lone_step
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraLimits
 from localllm.models.library.catalog import resolve_model
 from localllm.models.loader import load_model
-from localllm.models.lone_step import DecodeRows, NoLoneStep, open_lone_step
-from localllm.models.spec.drafter import FINAL_HIDDEN
+from localllm.models.read_spec import read_spec
+from localllm.models.spec.model_spec import FINAL_HIDDEN
 from localllm.models.weights.lora import open_lora, put_lora
 from scripts.random_weights import WeightFormat, random_model, shape_spec
 from tests.adapters import make_tiny_adapter
@@ -60,7 +60,7 @@ needs_library = pytest.mark.skipif(native() is None, reason="this machine has no
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lists' operations as they are defined, where this machine has no native library."""
     if native() is None:
-        monkeypatch.setattr(lone_step, "native", DefinedLibrary)
+        monkeypatch.setattr(native_program, "native", DefinedLibrary)
 
 
 def load(path: Path, **options: Any) -> DecoderModel:
@@ -150,7 +150,7 @@ def test_every_family_has_a_list_with_torchs_logits_or_a_reason(family: str, tin
 def test_the_definitions_of_the_operations_give_torchs_logits(
     family: str, tiny_model_path: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lone_step, "native", DefinedLibrary)
+    monkeypatch.setattr(native_program, "native", DefinedLibrary)
     model = load(tiny_model_path(family))
     assert largest_error(model, model, steps=4) < LIMITS.get(family, 2e-5)
 
@@ -301,8 +301,8 @@ def test_rows_with_and_without_adapters_have_torchs_logits(
 
 
 def test_without_a_library_the_reason_is_the_librarys(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lone_step, "native", lambda: None)
-    monkeypatch.setattr(lone_step, "why_none", lambda: "set to none")
+    monkeypatch.setattr(native_program, "native", lambda: None)
+    monkeypatch.setattr(native_program, "why_none", lambda: "set to none")
     with pytest.raises(NoLoneStep, match="set to none"):
         LoneHarness(load(tiny_llama_path))
 

@@ -15,8 +15,8 @@ from localllm.engine.request import Request
 from localllm.engine.step import NewSlot, Row, RowResult, StepPlan, TokenMasks
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.sampling.noise import mix_seeds
-from localllm.models import lone_step
-from localllm.models.lone_step import MAX_ROWS, LoneStep
+from localllm.models.decoder import native_program
+from localllm.models.decoder.native_program import MAX_ROWS, LoneStep
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner import host_steps
 from localllm.runner.host_drafts import HostDrafts
@@ -37,7 +37,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
         monkeypatch.setattr(host_steps, "_lone_step", lambda model, layers: (None, "without a library"))
     elif native() is None:
-        monkeypatch.setattr(lone_step, "native", DefinedLibrary)
+        monkeypatch.setattr(native_program, "native", DefinedLibrary)
     return str(request.param)
 
 

@@ -1,7 +1,7 @@
 """A draft model: a smaller model of the same vocabulary, which reads the text alone.
 
-Steps of a few tokens run natively where the model has such steps (lone_step.py), as those of its target do, so that
-the same weights draw the same tokens. What it hands on between two calls is its logits.
+Steps of a few tokens run natively where the model has such steps (native_program.py), as those of its target do, so
+that the same weights draw the same tokens. What it hands on between two calls is its logits.
 Does not know: features of its target, how its drafts are drawn.
 """
 
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from localllm.errors import DrafterMismatch
 from localllm.kernels.layer_kv import LayerKV
-from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.architectures.read_spec import weights_bytes
+from localllm.models.decoder.decoder import DecoderModel
+from localllm.models.decoder.native_program import MAX_ROWS, DecodeRows, LoneStep, NoLoneStep, open_lone_step
 from localllm.models.drafters.drafter import DraftStep
-from localllm.models.lone_step import MAX_ROWS, DecodeRows, LoneStep, NoLoneStep, open_lone_step
+from localllm.models.read_spec import weights_bytes
 from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
 
 

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import ForwardInputs
-from localllm.models.spec.drafter import FINAL_HIDDEN, DraftMethod
-from localllm.models.spec.model_spec import DrafterPlan, ModelSpec
+from localllm.models.spec.model_spec import FINAL_HIDDEN, DrafterPlan, DraftMethod, ModelSpec
 
 __all__ = ["FINAL_HIDDEN", "DraftMethod", "DraftStep", "Drafter", "DrafterPlan"]
 

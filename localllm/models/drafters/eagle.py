@@ -23,7 +23,7 @@ from localllm.errors import CorruptModel
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.rotary_store_kv import plan_rotation
 from localllm.kernels.store_kv import has_no_skipped_slot
-from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.drafter import DrafterPlan, DraftStep
 from localllm.models.drafters.eagle_config import EagleMethod, EagleSpec, open_eagle, read_eagle
 from localllm.models.formats.at_load import at_load

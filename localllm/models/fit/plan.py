@@ -4,8 +4,8 @@
 numbers and with flags that would work.
 
 Devices are those that the settings name; without a name one GPU, or as few GPUs as hold the model.
-Does not know: torch, files, sizes (attempt.py), how the memory is used (loader.py, runner/kv_cache.py), alternatives
-(options.py).
+Does not know: torch, files, sizes (plan_attempt.py), how the memory is used (loader.py, runner/kv_cache.py),
+alternatives (options.py).
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from dataclasses import dataclass, replace
 from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.machine.hardware import Gpu, Hardware
-from localllm.models.fit.attempt import PlanAttempt
-from localllm.models.fit.devices import choose_gpu, choose_gpus, gpus_of, require_shared_memory
-from localllm.models.fit.memory_plan import MemoryPlan
-from localllm.models.fit.parallel import (
+from localllm.models.fit.devices import (
     USEFUL_CONTEXT,
     asked_division,
+    choose_gpu,
+    choose_gpus,
     choose_kind,
     division_of,
+    gpus_of,
     require_possible,
+    require_shared_memory,
 )
-from localllm.models.fit.rank import Measured, RankPlan, ResidentBytes
-from localllm.models.fit.shares import Division
-from localllm.models.formats.quantization import load_method
+from localllm.models.fit.memory_plan import MemoryPlan
+from localllm.models.fit.plan_attempt import PlanAttempt
+from localllm.models.fit.rank_budget import Measured, RankPlan, ResidentBytes
+from localllm.models.fit.shard_sizes import Division
+from localllm.models.formats.registry import load_method
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard, divides_by_layers
 from localllm.units import format_count

@@ -21,9 +21,9 @@ from localllm.kernels.linear import linear
 from localllm.kernels.paged_attention import paged_attention
 from localllm.kernels.rotary_store_kv import rotary_store_kv
 from localllm.models.layers.attention import AttentionStep
+from localllm.models.layers.group import Projection
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.norm import RMSNorm
-from localllm.models.layers.split import Projection
 from localllm.models.spec.latent import LatentSpec, heads_at_once
 
 

@@ -25,12 +25,12 @@ from typing import Any
 from localllm.config.settings import EngineConfig, PicksTable
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.machine.hardware import Hardware
-from localllm.models.architectures.read_spec import spec_of_config
 from localllm.models.fit.memory_plan import MemoryPlan
 from localllm.models.fit.plan import make_plan
-from localllm.models.fit.shares import count_shard
+from localllm.models.fit.shard_sizes import count_shard
 from localllm.models.library.names import parse_name
-from localllm.models.library.pick_sizes import cpu_weight_bytes
+from localllm.models.library.speed import cpu_weight_bytes
+from localllm.models.read_spec import spec_of_config
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.models.spec.shard import Shard
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from localllm.models.spec.kv_groups import KVGroup, kv_groups
-from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.model_spec import KVGroup, ModelSpec, kv_groups
 
 VOCAB_UNIT = 64
 """Rows of the vocabulary per unit: the sampler draws from groups of so many ids."""

@@ -2,7 +2,7 @@
 
 `Storage` (spec/family.py) maps Llama's names to the checkpoint's names and row order, and the checkpoint's
 `LinearFormat` says how matrices are stored.
-Does not know: how the parts make a model (architectures/builder.py).
+Does not know: how the parts make a model (decoder/builder.py).
 """
 
 from __future__ import annotations

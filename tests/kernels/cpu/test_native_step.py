@@ -34,8 +34,8 @@ from localllm.kernels.moe.route import route
 from localllm.kernels.paged_attention import paged_attention, plan_attention
 from localllm.kernels.rms_norm import rms_norm_reference
 from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
+from localllm.models.layers.attention import Clip, HeadLayerNorm
 from localllm.models.layers.mlp import UNGATED
-from localllm.models.layers.qkv import Clip, HeadLayerNorm
 from tests.kernels.cpu.native_steps import Builder, listed, no_rows
 
 ACTIVATIONS = {
