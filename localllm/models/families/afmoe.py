@@ -10,6 +10,7 @@ from typing import Any
 from localllm.errors import UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage, windowed_layers
 from localllm.models.spec.fields import number, size
+from localllm.models.spec.gguf import SANDWICH_NORMS, Fields, GGUFFacts, GGUFTensors, Metadata, sigmoid_experts
 from localllm.models.spec.mixture import layers_after, sigmoid_mixture, typed_layers
 
 
@@ -41,6 +42,11 @@ def _differences(config: Config) -> dict[str, Any]:
     }
 
 
+def _gguf(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return Trinity's fields. All released models scale their embeddings, which files do not say."""
+    return {**sigmoid_experts(metadata, checkpoint, config), "mup_enabled": True}
+
+
 FAMILY = Family(
     "Trinity",
     ("AfmoeForCausalLM",),
@@ -64,4 +70,19 @@ FAMILY = Family(
             (r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),
         )
     ),
+    gguf={
+        "afmoe": GGUFFacts(
+            "AfmoeForCausalLM",
+            {
+                "num_experts": "expert_count",
+                "num_experts_per_tok": "expert_used_count",
+                "num_shared_experts": "expert_shared_count",
+                "moe_intermediate_size": "expert_feed_forward_length",
+                "route_scale": "expert_weights_scale",
+                "route_norm": "expert_weights_norm",
+            },
+            _gguf,
+            norms=SANDWICH_NORMS,
+        )
+    },
 )

@@ -10,6 +10,7 @@ from typing import Any
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import number, size
+from localllm.models.spec.gguf import Fields, GGUFFacts, GGUFTensors, Metadata, has, per_head
 from localllm.models.spec.recurrent import RecurrentSpec
 
 
@@ -119,6 +120,31 @@ _STORAGE = Storage(
     )
 )
 _DEFAULTS = {**MAMBA_DEFAULTS, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
+
+
+def mamba2_gguf(metadata: Metadata, checkpoint: GGUFTensors) -> Fields:
+    heads = metadata.count("ssm.time_step_rank")
+    return {
+        "mamba_d_conv": metadata.count("ssm.conv_kernel"),
+        "mamba_d_state": metadata.count("ssm.state_size"),
+        "mamba_n_groups": metadata.count("ssm.group_count"),
+        "mamba_n_heads": heads,
+        "mamba_d_head": per_head(metadata, "ssm.inner_size", heads),
+        "mamba_d_ssm": metadata.count("ssm.inner_size"),
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in checkpoint.tensors),
+        "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in checkpoint.tensors),
+    }
+
+
+def _gguf_falcon_h1(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return the fields of Falcon-H1; its multipliers are part of the matrices."""
+    return {
+        "mamba_rms_norm": has(checkpoint, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        **mamba2_gguf(metadata, checkpoint),
+    }
+
+
 BAMBA = Family(
     "Bamba",
     ("BambaForCausalLM",),
@@ -144,4 +170,5 @@ FALCON_H1 = Family(
     },
     storage=_STORAGE,
     common_names=_with_head_dim,
+    gguf={"falcon-h1": GGUFFacts("FalconH1ForCausalLM", {}, _gguf_falcon_h1)},
 )

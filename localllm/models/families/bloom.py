@@ -1,11 +1,10 @@
-"""BLOOM: ALiBi instead of positions, LayerNorm also on the embeddings, biases, no gate; q, k and v stored head by head
+"""Decoders with ALiBi and LayerNorm: BLOOM, Falcon and MPT.
+
+BLOOM: ALiBi instead of positions, LayerNorm also on the embeddings, biases, no gate; q, k and v stored head by head
 (arXiv:2211.05100).
-
-Falcon 1 and 2: LayerNorm, no gate; attention and feed-forward in parallel after one norm (7B, 11B) or two (40B,
-180B), or one after the other with ALiBi (the RefinedWeb models); q, k and v stored group by group (arXiv:2311.16867).
-ALiBi's slopes are multiplied by the softmax scale, as Falcon adds them before it scales the scores. Falcon 3 is a
-Llama.
-
+Falcon 1 and 2: LayerNorm, no gate; attention and feed-forward in parallel after one norm (7B, 11B) or two (40B, 180B),
+or one after the other with ALiBi (the RefinedWeb models); q, k and v stored group by group (arXiv:2311.16867). ALiBi's
+slopes are multiplied by the softmax scale, as Falcon adds them before it scales the scores. Falcon 3 is a Llama.
 MPT: ALiBi, LayerNorm without bias, no biases anywhere, no gate; q, k and v stored fused, and clipped in some models
 (MosaicML NLP Team 2023, mosaicml/mpt-7b).
 """
@@ -17,6 +16,7 @@ from typing import Any
 from localllm.errors import UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage, grouped_qkv_rows
 from localllm.models.spec.fields import layer_norm, optional_number, renamed, size
+from localllm.models.spec.gguf import Fields, GGUFFacts, GGUFTensors, Metadata, has
 
 _BLOOM_SIZES = {
     "n_embed": "hidden_size",
@@ -24,8 +24,6 @@ _BLOOM_SIZES = {
     "n_head": "num_attention_heads",
     "seq_length": "max_position_embeddings",
 }
-
-
 BLOOM_NAMES = (
     (r"^model\.", "transformer."),
     ("embed_tokens", "word_embeddings"),
@@ -72,9 +70,8 @@ BLOOM = Family(
         alternatives=((r"^transformer\.", ""),),
     ),
     _bloom_common_names,
+    gguf={"bloom": GGUFFacts("BloomForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_epsilon"})},
 )
-
-
 _FALCON_SIZES = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -121,6 +118,16 @@ def _topology(config: Config) -> str:
     return "parallel_one_norm" if config["parallel_attn"] else "pre_norm"
 
 
+def _gguf_falcon(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    two_norms = has(checkpoint, "attn_norm_2.weight")
+    return {
+        "new_decoder_architecture": two_norms,
+        "multi_query": not two_norms,
+        "num_kv_heads": config["num_key_value_heads"],
+        "bias": has(checkpoint, "attn_qkv.bias"),
+    }
+
+
 FALCON = Family(
     "Falcon",
     ("FalconForCausalLM",),
@@ -133,9 +140,10 @@ FALCON = Family(
         alternatives=(("input_layernorm", "ln_attn"), ("post_attention_layernorm", "ln_mlp")),
     ),
     _falcon_common_names,
+    gguf={
+        "falcon": GGUFFacts("FalconForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_epsilon"}, _gguf_falcon)
+    },
 )
-
-
 _MPT_SIZES = {
     "d_model": "hidden_size",
     "n_heads": "num_attention_heads",
@@ -169,6 +177,15 @@ def _mpt_differences(config: Config) -> dict[str, Any]:
     }
 
 
+def _gguf_mpt(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    clip, most = metadata.number("attention.clamp_kqv"), metadata.number("attention.max_alibi_bias")
+    return {
+        "attn_config": {"clip_qkv": clip or None, "alibi": bool(most), "alibi_bias_max": most},
+        "no_bias": not any(name.endswith(".bias") for name in checkpoint.tensors),
+        "expansion_ratio": config["intermediate_size"] // config["hidden_size"],
+    }
+
+
 MPT = Family(
     "MPT",
     ("MPTForCausalLM", "MptForCausalLM"),
@@ -189,4 +206,5 @@ MPT = Family(
         fused_qkv="Wqkv",
     ),
     _mpt_common_names,
+    gguf={"mpt": GGUFFacts("MPTForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_epsilon"}, _gguf_mpt)},
 )

@@ -11,6 +11,19 @@ from typing import Any
 from localllm.errors import UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage, windowed_layers
 from localllm.models.spec.fields import NormSpec, layer_norm, number, size
+from localllm.models.spec.gguf import (
+    SCORES,
+    SIGMOID,
+    SOFTMAX,
+    Fields,
+    GGUFFacts,
+    GGUFTensors,
+    Metadata,
+    expert_scoring,
+    has,
+    layer_types,
+    mixed_layers,
+)
 from localllm.models.spec.mixture import MixtureSpec, layers_after, mixture, typed_layers
 
 _DEFAULTS = {
@@ -97,18 +110,35 @@ def _moe_names(config: Config) -> Config:
     return {**config, "prefix_dense_intermediate_size": dense, "rms_norm_eps": config.get("rms_norm_eps")}
 
 
+def _gguf_cohere(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    return {"use_qk_norm": has(checkpoint, "attn_q_norm.weight")}
+
+
+def _gguf_cohere2_moe(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    scoring = expert_scoring(metadata, SOFTMAX, SIGMOID) or SIGMOID
+    return {
+        **mixed_layers(checkpoint, config),
+        "layer_types": layer_types(metadata),
+        "expert_selection_fn": SCORES[scoring],
+        "prefix_dense_intermediate_size": config["intermediate_size"],
+        "intermediate_size": metadata.count("expert_feed_forward_length"),
+    }
+
+
 COHERE = Family(
     "Cohere Command R",
     ("CohereForCausalLM",),
     _cohere,
     {**_DEFAULTS, "rope_theta": 500_000.0},
     common_names=_common_names,
+    gguf={"command-r": GGUFFacts("CohereForCausalLM", {"logit_scale": "logit_scale"}, _gguf_cohere)},
 )
 COHERE2 = Family(
     "Cohere Command A",
     ("Cohere2ForCausalLM",),
     _cohere2,
     {**_DEFAULTS, "sliding_window": 4096, "sliding_window_pattern": 4},
+    gguf={"cohere2": GGUFFacts("Cohere2ForCausalLM", {"logit_scale": "logit_scale"})},
 )
 COHERE2_MOE = Family(
     "Cohere Command A+",
@@ -131,4 +161,17 @@ COHERE2_MOE = Family(
     Storage(renames=((r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),), more_layers=True),
     common_names=_moe_names,
     note="multi-token prediction layers are not run",
+    gguf={
+        "cohere2moe": GGUFFacts(
+            "Cohere2MoeForCausalLM",
+            {
+                "logit_scale": "logit_scale",
+                "num_experts": "expert_count",
+                "num_experts_per_tok": "expert_used_count",
+                "num_shared_experts": "expert_shared_count",
+                "norm_topk_prob": "expert_weights_norm",
+            },
+            _gguf_cohere2_moe,
+        )
+    },
 )

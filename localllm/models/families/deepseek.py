@@ -1,11 +1,11 @@
-"""DeepSeek-V2 and V2-Lite, V3, and models trained with V3's code (Moonlight, GLM-4.7-Flash): latent attention, with one
-cached key and value for all heads, and many small experts beside shared ones; the first layers are dense
-(arXiv:2405.04434). V3 scores experts by sigmoids with a correction for the choice, in groups (arXiv:2412.19437).
+"""DeepSeek-V2 to V3.2, models trained with V3's code, and dots.llm1.
 
+DeepSeek-V2 and V2-Lite, V3, Moonlight, GLM-4.7-Flash: latent attention, with one cached key and value for all heads,
+and many small experts beside shared ones; the first layers are dense (arXiv:2405.04434). V3 scores experts by sigmoids
+with a correction for the choice, in groups (arXiv:2412.19437).
 DeepSeek-V3.2 and GLM-5 add an indexer that chooses the index_topk earlier tokens to attend to (arXiv:2512.02556). Up to
 index_topk tokens it chooses all of them, and attention is V3's. The indexer is not implemented, so their context ends
 there.
-
 dots.llm1 (142B-A14B): the attention of Qwen3 with the mixture of DeepSeek-V3 (arXiv:2506.05767).
 """
 
@@ -18,6 +18,20 @@ from typing import Any
 from localllm.errors import UnsupportedModel
 from localllm.models.spec.family import DEEPSEEK_MTP, Config, Family, Storage, windowed_layers
 from localllm.models.spec.fields import size
+from localllm.models.spec.gguf import (
+    EXPERT_GROUPS,
+    FINE_EXPERTS,
+    SIGMOID,
+    SOFTMAX,
+    Fields,
+    GGUFFacts,
+    GGUFTensors,
+    Metadata,
+    expert_scoring,
+    has,
+    mixed_layers,
+    sigmoid_experts,
+)
 from localllm.models.spec.latent import latent
 from localllm.models.spec.mixture import by_method, grouping, layers_after, mixture, sigmoid_mixture, typed_layers
 from localllm.models.spec.rope import RopeSpec, context_length, read_ropes
@@ -94,12 +108,56 @@ def _yarn_mscale(rope: RopeSpec) -> float:
 
 
 _DEFAULTS = {"n_shared_experts": None, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0}
+GGUF_LATENT = {**FINE_EXPERTS, "kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": "attention.q_lora_rank"}
+
+
+_GGUF_INDEXED = {**GGUF_LATENT, "index_topk": "attention.indexer.top_k"}
+
+
+def latent_gguf(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return the fields of DeepSeek-V2 and V3, and of models trained with their code.
+
+    key_length is the cache's size and key_length_mla a head's; older files only have a head's, in key_length.
+    """
+    rope_size = metadata.count("rope.dimension_count")
+    head, value = (
+        metadata.optional_count(f"attention.{kind}_length_mla") or metadata.count(f"attention.{kind}_length")
+        for kind in ("key", "value")
+    )
+    scoring = expert_scoring(metadata, SOFTMAX, SIGMOID)
+    is_v3 = scoring == SIGMOID or has(checkpoint, "exp_probs_b.bias", config["num_hidden_layers"] - 1)
+    config.pop("head_dim", None)
+    config.pop("partial_rotary_factor", None)
+    groups = metadata.optional_count("expert_group_count") or 1
+    return {
+        "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_rope_head_dim": rope_size,
+        "qk_nope_head_dim": head - rope_size,
+        "v_head_dim": value,
+        "n_group": groups,
+        "topk_group": metadata.optional_count("expert_group_used_count") or 1,
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+        **mixed_layers(checkpoint, config),
+        **({"norm_topk_prob": bool(metadata.get("expert_weights_norm"))} if is_v3 else {}),
+    }
+
+
+def _gguf_indexed(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return the fields of DeepSeek-V3.2 and GLM-5: V3's, and the tokens that the indexer chooses."""
+    metadata.count("attention.indexer.top_k")
+    name = "DeepseekV32ForCausalLM" if metadata.architecture == "deepseek32" else "GlmMoeDsaForCausalLM"
+    fields = latent_gguf(metadata, checkpoint, config)
+    return {**fields, "norm_topk_prob": bool(metadata.get("expert_weights_norm")), "architectures": [name]}
+
+
 V2 = Family(
     "DeepSeek-V2",
     ("DeepseekV2ForCausalLM",),
     _v2,
     {**_DEFAULTS, "topk_method": "greedy"},
     storage=STORAGE,
+    gguf={"deepseek2": GGUFFacts("DeepseekV2ForCausalLM", GGUF_LATENT, latent_gguf)},
 )
 _V3_DEFAULTS = {
     **_DEFAULTS,
@@ -140,6 +198,7 @@ V32 = Family(
     storage=INDEXED,
     note=_PREDICTION,
     mtp=DEEPSEEK_MTP,
+    gguf={"deepseek32": GGUFFacts("DeepseekV32ForCausalLM", _GGUF_INDEXED, _gguf_indexed)},
 )
 GLM5 = Family(
     "GLM-5",
@@ -149,6 +208,7 @@ GLM5 = Family(
     storage=INDEXED,
     note=_PREDICTION,
     mtp=DEEPSEEK_MTP,
+    gguf={"glm-dsa": GGUFFacts("GlmMoeDsaForCausalLM", _GGUF_INDEXED, _gguf_indexed)},
 )
 
 
@@ -173,7 +233,7 @@ def _differences(config: Config) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
+DOTS1 = Family(
     "dots.llm1",
     ("Dots1ForCausalLM",),
     _differences,
@@ -185,4 +245,5 @@ FAMILY = Family(
         "routed_scaling_factor": 1.0,
     },
     storage=STORAGE,
+    gguf={"dots1": GGUFFacts("Dots1ForCausalLM", {**FINE_EXPERTS, **EXPERT_GROUPS}, sigmoid_experts)},
 )

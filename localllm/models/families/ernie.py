@@ -9,6 +9,7 @@ from typing import Any
 from localllm.errors import UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import number, renamed
+from localllm.models.spec.gguf import SOFTMAX, Fields, GGUFFacts, GGUFTensors, Metadata, expert_scoring, mixed_layers
 from localllm.models.spec.mixture import mixture, typed_layers
 
 _NAMES = {
@@ -48,6 +49,11 @@ def _layers(config: Config) -> tuple[bool, ...]:
     return tuple((layer + 1) % every == 0 and first <= layer <= last for layer in range(count))
 
 
+def _gguf(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    expert_scoring(metadata, SOFTMAX)
+    return mixed_layers(checkpoint, config)
+
+
 FAMILY = Family(
     "ERNIE 4.5 (MoE)",
     ("Ernie4_5_MoeForCausalLM",),
@@ -71,4 +77,16 @@ FAMILY = Family(
     ),
     common_names=_common_names,
     note="multi-token prediction layers are not run",
+    gguf={
+        "ernie4_5-moe": GGUFFacts(
+            "Ernie4_5_MoeForCausalLM",
+            {
+                "moe_num_experts": "expert_count",
+                "moe_k": "expert_used_count",
+                "moe_num_shared_experts": "expert_shared_count",
+                "moe_intermediate_size": "expert_feed_forward_length",
+            },
+            _gguf,
+        )
+    },
 )

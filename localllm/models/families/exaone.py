@@ -10,6 +10,16 @@ from typing import Any
 from localllm.models.families.gpt2 import GPT_NAMES
 from localllm.models.spec.family import Config, Family, Storage, windowed_layers
 from localllm.models.spec.fields import NormSpec, number, renamed
+from localllm.models.spec.gguf import (
+    EXPERT_GROUPS,
+    SANDWICH_NORMS,
+    Fields,
+    GGUFFacts,
+    GGUFTensors,
+    Metadata,
+    layer_types,
+    sigmoid_experts,
+)
 from localllm.models.spec.mixture import grouping, layers_after, sigmoid_mixture, typed_layers
 
 _RENAMES = (
@@ -63,6 +73,18 @@ def _window_rule(config: Config) -> Any:
     return lambda layer: layer != last and (layer + 1) % pattern != 0
 
 
+def _gguf_exaone4(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    if config.get("sliding_window") is None:
+        return {"sliding_window": None}
+    return {"layer_types": layer_types(metadata)}
+
+
+def _gguf_exaone_moe(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    window = config.get("sliding_window")
+    types = {"sliding_window": None} if window is None else {"layer_types": layer_types(metadata)}
+    return {**sigmoid_experts(metadata, checkpoint, config), **types}
+
+
 EXAONE3 = Family(
     "EXAONE 3",
     ("ExaoneForCausalLM",),
@@ -70,12 +92,14 @@ EXAONE3 = Family(
     {"layer_norm_epsilon": 1e-5, "activation_function": "silu"},
     Storage(renames=_RENAMES),
     _common_names,
+    gguf={"exaone": GGUFFacts("ExaoneForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_rms_epsilon"})},
 )
 EXAONE4 = Family(
     "EXAONE 4",
     ("Exaone4ForCausalLM",),
     _exaone4,
     {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    gguf={"exaone4": GGUFFacts("Exaone4ForCausalLM", more=_gguf_exaone4, norms=SANDWICH_NORMS)},
 )
 EXAONE_MOE = Family(
     "K-EXAONE",
@@ -99,4 +123,18 @@ EXAONE_MOE = Family(
         ignored=(r"mtp\..*",),
     ),
     note="multi-token prediction layers are not run",
+    gguf={
+        "exaone-moe": GGUFFacts(
+            "ExaoneMoeForCausalLM",
+            {
+                "num_experts": "expert_count",
+                "num_experts_per_tok": "expert_used_count",
+                "num_shared_experts": "expert_shared_count",
+                "moe_intermediate_size": "expert_feed_forward_length",
+                "routed_scaling_factor": "expert_weights_scale",
+                **EXPERT_GROUPS,
+            },
+            _gguf_exaone_moe,
+        )
+    },
 )

@@ -1,25 +1,23 @@
-"""Gemma 4 (text): Gemma 3's two kinds of layers, with heads of different sizes, and more in each layer.
+"""Gemma 4 and Gemma 3n (text): Gemma 3's two kinds of layers, and more in each layer.
 
-Unlike older Gemmas, norms are stored as they are (not w - 1), and scores are not scaled. Full layers have wider and
-fewer KV heads than windowed ones, and only a quarter of their frequencies turn. v is normed too, without a weight.
-Then, by size of the model:
+Unlike older Gemmas, norms are stored unchanged (not as w - 1), and scores are not scaled. v is normed too, without a
+weight. In Gemma 4, full layers have wider and fewer KV heads than windowed ones, and only a quarter of their
+frequencies turn. Then, by size of the model:
 
-    E2B, E4B    per-layer embeddings; the last layers read the K and V of the last layer of their kind that has some,
-                and have a feed-forward part twice as wide
+    E2B, E4B    per-layer embeddings; the last layers read the K and V of the last earlier layer of their kind, and have
+                a feed-forward part twice as wide
     12B, 31B    values of full layers are made from their keys' matrix
     26B-A4B     the same, and experts beside the dense feed-forward part
 
-Does not know: how a layer computes (layer.py: Gemma4Layer).
-
-Gemma 3n (text): Gemma 4's shared K and V, norms and per-layer embeddings, with heads of one size. Also four
+Gemma 3n has the shared K and V, the norms and the per-layer embeddings of Gemma 4, with heads of one size. Also four
 residual streams, of which each layer computes one (AltUp), a low-rank matrix beside attention (LAuReL), and in the
 first layers a gate of which all but about 5 % is cut off.
-
-Does not know: how a layer computes (layer.py: Gemma3nLayer).
+Does not know: how a layer computes (decoder/layer.py).
 """
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any
 
 from localllm.errors import CorruptModel, UnsupportedModel
@@ -27,6 +25,7 @@ from localllm.models.families import text_part
 from localllm.models.spec.family import Config, Family, Storage, windowed_layers
 from localllm.models.spec.fields import NormSpec, number, size
 from localllm.models.spec.gemma import altup, layer_sparsity, per_layer_input
+from localllm.models.spec.gguf import SANDWICH_NORMS, Fields, GGUFFacts, GGUFTensors, Metadata, has, layer_types
 from localllm.models.spec.mixture import MixtureSpec, mixture
 
 _SHAPE_FIELDS = ("head_dim", "num_key_value_heads")
@@ -166,6 +165,98 @@ def _gemma4_text(config: Config) -> dict[str, Any]:
     return _one_form(text_part.text_config(config))
 
 
+_GGUF_PER_LAYER = (
+    (r"^model\.embed_tokens_per_layer\.", "per_layer_token_embd."),
+    (r"^model\.per_layer_model_projection\.", "per_layer_model_proj."),
+    (r"^model\.per_layer_projection_norm\.", "per_layer_proj_norm."),
+    (r"\.post_per_layer_input_norm\.", ".post_norm."),
+    (r"\.per_layer_input_gate\.", ".inp_gate."),
+    (r"\.per_layer_projection\.", ".proj."),
+)
+_GGUF_GEMMA4 = (
+    *SANDWICH_NORMS,
+    *_GGUF_PER_LAYER,
+    (r"\.post_feedforward_layernorm_([12])\.", r".post_ffw_norm_\1."),
+    (r"\.pre_feedforward_layernorm_2\.", ".pre_ffw_norm_2."),
+    (r"\.mlp\.gate\.expert_scale$", ".ffn_down_exps.scale"),
+    (r"\.mlp\.experts\.gate_up_proj\.", ".ffn_gate_up_exps."),
+    (r"\.layer_scalar$", ".layer_output_scale.weight"),
+)
+_GGUF_GEMMA3N = (
+    *SANDWICH_NORMS,
+    *_GGUF_PER_LAYER,
+    (r"^model\.altup_projections\.", "altup_proj."),
+    (r"^model\.altup_unembed_projections\.", "altup_unembd_proj."),
+    (r"\.altup\.correct_output_scale$", ".altup_correct_scale.weight"),
+    (r"\.altup\.correction_coefs\.", ".altup_correct_coef."),
+    (r"\.altup\.prediction_coefs\.", ".altup_predict_coef."),
+    (r"\.altup\.modality_router\.", ".altup_router."),
+    (r"\.altup\.router_norm\.", ".altup_router_norm."),
+    (r"\.laurel\.linear_left\.", ".laurel_l."),
+    (r"\.laurel\.linear_right\.", ".laurel_r."),
+    (r"\.laurel\.post_laurel_norm\.", ".laurel_post_norm."),
+)
+
+
+def _gguf_gemma4(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return Gemma 4's fields: sizes of heads are stated for full layers and, as *_swa, for windowed ones."""
+    layers, types = config["num_hidden_layers"], layer_types(metadata)
+    if len(types) != layers:
+        metadata.fail("attention.sliding_window_pattern", f"It has {len(types)} values for {layers} layers.")
+    heads = metadata.counts("attention.head_count_kv", layers)
+    by_type = {kind: {count for count, other in zip(heads, types, strict=True) if other == kind} for kind in set(types)}
+    if any(len(counts) > 1 for counts in by_type.values()):
+        raise UnsupportedModel(f"{metadata.file.name} has different numbers of KV heads in layers of one kind.")
+    full = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
+    shape = {"head_dim": metadata.count("attention.key_length"), "num_key_value_heads": heads[-1]}
+    windowed_heads = next(iter(by_type.get("sliding_attention", {heads[0]})))
+    widths = metadata.counts("feed_forward_length", layers)
+    for name in ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta"):
+        config.pop(name, None)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": types,
+        "head_dim": metadata.count("attention.key_length_swa"),
+        "num_key_value_heads": windowed_heads,
+        "per_layer_config": {str(layer): shape for layer in full},
+        "rope_parameters": _gguf_ropes(metadata, checkpoint, shape["head_dim"]),
+        "attention_k_eq_v": bool(full) and not has(checkpoint, "attn_v.weight", full[0]),
+        "num_kv_shared_layers": metadata.optional_count("attention.shared_kv_layers") or 0,
+        "use_double_wide_mlp": len(set(widths)) > 1,
+        **_gguf_per_layer_embedding(metadata, checkpoint),
+        **({"enable_moe_block": True} if config.get("num_experts") else {}),
+    }
+
+
+def _gguf_ropes(metadata: Metadata, checkpoint: GGUFTensors, head_dim: int) -> Fields:
+    """Return the ropes of both kinds of layers. Which frequencies turn is a tensor of divisors: 1, or 1e30 for none."""
+    divisors = checkpoint.rope_factors("rope_freqs.weight")
+    turning = head_dim // 8 if divisors is None else divisors.count(1.0)  # a quarter, as in all released models
+    if divisors is not None and (len(divisors) != head_dim // 2 or any(each < 1e20 for each in divisors[turning:])):
+        raise UnsupportedModel(f"{metadata.file.name} scales single frequencies of its rotary embedding.")
+    local_dim = metadata.count("attention.key_length_swa")
+    return {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 2 * turning / head_dim,
+            "rope_theta": metadata.number("rope.freq_base") or 1_000_000.0,
+        },
+        "sliding_attention": {
+            "rope_type": "default",
+            "partial_rotary_factor": (metadata.optional_count("rope.dimension_count_swa") or local_dim) / local_dim,
+            "rope_theta": metadata.number("rope.freq_base_swa") or 10_000.0,
+        },
+    }
+
+
+def _gguf_per_layer_embedding(metadata: Metadata, checkpoint: GGUFTensors) -> Fields:
+    table = checkpoint.tensors.get("per_layer_token_embd.weight")
+    size = metadata.optional_count("embedding_length_per_layer_input") or 0
+    if not size or table is None:
+        return {"hidden_size_per_layer_input": 0}
+    return {"hidden_size_per_layer_input": size, "vocab_size_per_layer_input": table.shape[0]}
+
+
 _STORAGE = Storage(renames=_RENAMES)
 TEXT_STORAGE = Storage(
     renames=_RENAMES,
@@ -180,6 +271,20 @@ GEMMA4 = Family(
     {**_GEMMA4_DEFAULTS, **_PER_LAYER_DEFAULTS},
     _STORAGE,
     _one_form,
+    gguf={
+        "gemma4": GGUFFacts(
+            "Gemma4ForCausalLM",
+            {
+                "final_logit_softcapping": "final_logit_softcapping",
+                "num_experts": "expert_count",
+                "top_k_experts": "expert_used_count",
+                "moe_intermediate_size": "expert_feed_forward_length",
+            },
+            _gguf_gemma4,
+            varying=("attention.head_count_kv", "feed_forward_length"),
+            norms=_GGUF_GEMMA4,
+        )
+    },
 )
 GEMMA4_VISION = Family(
     "Gemma 4",
@@ -207,8 +312,6 @@ UNIFIED_VISION = Family(
     _gemma4_text,
     NOTE,
 )
-
-
 _GEMMA3N_DEFAULTS = {
     "vocab_size": 262_400,
     "num_attention_heads": 8,
@@ -261,8 +364,44 @@ def _gemma3n_text(config: Config) -> Config:
     return _one_width(text_part.text_config(config))
 
 
+def _gguf_gemma3n(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return Gemma 3n's fields. Files state the cut-off of a sparse gate in standard deviations, not as a share."""
+    layers, cuts = config["num_hidden_layers"], metadata.get("activation_sparsity_scale")
+    if not isinstance(cuts, list) or len(cuts) != layers or not all(isinstance(cut, int | float) for cut in cuts):
+        metadata.fail("activation_sparsity_scale", f"It is {cuts!r}, not a number for each of {layers} layers.")
+    rank = checkpoint.tensors.get("blk.0.laurel_l.weight")
+    if rank is None:
+        raise CorruptModel(f"{metadata.file.name} has no blk.0.laurel_l.weight.")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": layer_types(metadata),
+        "intermediate_size": metadata.counts("feed_forward_length", layers),
+        "activation_sparsity_pattern": [0.0 if cut < -10 else NormalDist().cdf(cut) for cut in cuts],
+        "num_kv_shared_layers": metadata.optional_count("attention.shared_kv_layers") or 0,
+        "altup_active_idx": metadata.optional_count("altup.active_idx") or 0,
+        "altup_num_inputs": metadata.count("altup.num_inputs"),
+        "altup_correct_scale": has(checkpoint, "altup_correct_scale.weight"),
+        "laurel_rank": rank.shape[0],
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa") or 10_000.0,
+        **_gguf_per_layer_embedding(metadata, checkpoint),
+    }
+
+
 GEMMA3N = Family(
-    "Gemma 3n (text)", ("Gemma3nForCausalLM",), _gemma3n_differences, _GEMMA3N_DEFAULTS, common_names=_one_width
+    "Gemma 3n (text)",
+    ("Gemma3nForCausalLM",),
+    _gemma3n_differences,
+    _GEMMA3N_DEFAULTS,
+    common_names=_one_width,
+    gguf={
+        "gemma3n": GGUFFacts(
+            "Gemma3nForCausalLM",
+            {"final_logit_softcapping": "final_logit_softcapping"},
+            _gguf_gemma3n,
+            varying=("feed_forward_length",),
+            norms=_GGUF_GEMMA3N,
+        )
+    },
 )
 GEMMA3N_VISION = Family(
     "Gemma 3n",

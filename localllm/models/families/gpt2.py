@@ -1,15 +1,13 @@
-"""GPT-2, and StarCoder 1, which is GPT-2 with one key head for all: learned positions, LayerNorm, biases, no gate.
-GPT-2 stores its matrices transposed, and some checkpoints omit the names' prefix (Radford et al. 2019;
-arXiv:2305.06161).
+"""GPT-2 and decoders of its time: GPT-J, GPT-NeoX, OPT, StarCoder 1.
 
+GPT-2, and StarCoder 1, which is GPT-2 with one key head for all: learned positions, LayerNorm, biases, no gate. GPT-2
+stores its matrices transposed, and some checkpoints omit the names' prefix (Radford et al. 2019; arXiv:2305.06161).
 GPT-J: attention and feed-forward in parallel after one LayerNorm, part of each head rotates, neighbouring dimensions
 together, no biases in attention, a bias on the head (Wang & Komatsuzaki 2021, the first model with parallel parts).
-
-GPT-NeoX and Pythia: LayerNorm, biases, no gate; attention and feed-forward in parallel, each with its own norm,
-unless config.json says otherwise; q, k and v stored head by head (arXiv:2204.06745).
-
-OPT: learned positions whose table starts two rows late, LayerNorm, biases, ReLU, no gate (arXiv:2205.01068). The
-350M model, which norms after its parts and has narrower embeddings, is not supported.
+GPT-NeoX and Pythia: LayerNorm, biases, no gate; attention and feed-forward in parallel, each with its own norm, unless
+config.json says otherwise; q, k and v stored head by head (arXiv:2204.06745).
+OPT: learned positions whose table starts two rows late, LayerNorm, biases, ReLU, no gate (arXiv:2205.01068). The 350M
+model, which norms after its parts and has narrower embeddings, is not supported.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from typing import Any
 from localllm.errors import UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage, grouped_qkv_rows
 from localllm.models.spec.fields import NormSpec, layer_norm, renamed, size
+from localllm.models.spec.gguf import GGUFFacts, attention_biases
 
 GPT_NAMES = (
     (r"^model\.", "transformer."),
@@ -93,10 +92,26 @@ GPT2 = Family(
     {},
     Storage(**_STORAGE, transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight")),
     gpt2_names,
+    gguf={
+        "gpt2": GGUFFacts(
+            "GPT2LMHeadModel", {"layer_norm_epsilon": "attention.layer_norm_epsilon", "n_positions": "context_length"}
+        )
+    },
 )
-BIGCODE = Family("StarCoder", ("GPTBigCodeForCausalLM",), _gpt2_differences, {}, Storage(**_STORAGE), _bigcode_names)
-
-
+BIGCODE = Family(
+    "StarCoder",
+    ("GPTBigCodeForCausalLM",),
+    _gpt2_differences,
+    {},
+    Storage(**_STORAGE),
+    _bigcode_names,
+    gguf={
+        "starcoder": GGUFFacts(
+            "GPTBigCodeForCausalLM",
+            {"layer_norm_epsilon": "attention.layer_norm_epsilon", "n_positions": "context_length"},
+        )
+    },
+)
 _GPTJ_RENAMES = (
     *GPT_NAMES,
     (r"self_attn\.o_proj", "attn.out_proj"),
@@ -129,8 +144,6 @@ GPTJ = Family(
     Storage(renames=_GPTJ_RENAMES, ignored=(r".*\.attn\.(masked_)?bias",)),
     _gptj_common_names,
 )
-
-
 STORAGE = Storage(
     renames=(
         (r"^lm_head", "embed_out"),
@@ -177,6 +190,9 @@ GPT_NEOX = Family(
     },
     STORAGE,
     _gpt_neox_common_names,
+    gguf={
+        "gptneox": GGUFFacts("GPTNeoXForCausalLM", {"use_parallel_residual": "use_parallel_residual"}, attention_biases)
+    },
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage, windowed_layers
+from localllm.models.spec.gguf import LOCAL_EXPERTS, NORM_BEFORE_MLP, GGUFFacts, attention_biases
 from localllm.models.spec.mixture import mixture
 
 LIMIT, ALPHA = 7.0, 1.702  # constants of the activation, as kernels/moe/grouped_gemm.py computes it
@@ -57,4 +58,12 @@ FAMILY = Family(
         transposed=(".experts.gate_up_proj", ".experts.down_proj"),
         interleaved_experts=True,
     ),
+    gguf={
+        "gpt-oss": GGUFFacts(
+            "GptOssForCausalLM",
+            {**LOCAL_EXPERTS, "intermediate_size": "expert_feed_forward_length"},
+            attention_biases,
+            norms=NORM_BEFORE_MLP,
+        )
+    },
 )

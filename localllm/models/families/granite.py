@@ -11,9 +11,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.families.bamba import MAMBA_DEFAULTS, mamba2
+from localllm.models.families.bamba import MAMBA_DEFAULTS, mamba2, mamba2_gguf
+from localllm.models.families.llama import llama_gguf
 from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import number, size
+from localllm.models.spec.gguf import (
+    LLAMA_ROWS,
+    LOCAL_EXPERTS,
+    PER_LAYER,
+    Fields,
+    GGUFFacts,
+    GGUFTensors,
+    Metadata,
+    counts_of_layers,
+)
 from localllm.models.spec.mixture import mixture
 from localllm.models.spec.recurrent import LayerPart, kinds_of_layers
 
@@ -64,7 +75,44 @@ def _hybrid(config: Config) -> dict[str, Any]:
 
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 _DEFAULTS = dict.fromkeys(_MULTIPLIERS, 1.0)
-FAMILY = Family("Granite", ("GraniteForCausalLM",), _differences, _DEFAULTS)
+_GGUF_MULTIPLIERS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def _gguf_moe(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    shared = checkpoint.tensors.get("blk.0.ffn_gate_shexp.weight")
+    return {} if shared is None else {"shared_intermediate_size": shared.shape[0]}
+
+
+def _gguf_hybrid(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return the fields of Granite 4 H, and of Bamba, which computes alike: it rotates, and has no multipliers."""
+    heads = counts_of_layers(metadata, "attention.head_count_kv", config)
+    rotates = bool(metadata.get("rope.scaling.finetuned"))
+    scale = config.get("attention_multiplier") or config["head_dim"] ** -0.5
+    shared = metadata.optional_count("expert_shared_feed_forward_length") or config.get("intermediate_size")
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["attention" if count else "mamba" for count in heads],
+        "position_embedding_type": "rope" if rotates else "nope",
+        "attention_multiplier": scale,
+        "attention_bias": any(name.endswith("attn_q.bias") for name in checkpoint.tensors),
+        "shared_intermediate_size": shared,
+        "num_local_experts": metadata.optional_count("expert_count") or 0,
+        **mamba2_gguf(metadata, checkpoint),
+    }
+
+
+FAMILY = Family(
+    "Granite",
+    ("GraniteForCausalLM",),
+    _differences,
+    _DEFAULTS,
+    gguf={"granite": GGUFFacts("GraniteForCausalLM", _GGUF_MULTIPLIERS, llama_gguf, rows=LLAMA_ROWS)},
+)
 _STORAGE = Storage(
     renames=(
         (r"\.mlp\.gate\.", ".block_sparse_moe.router.layer."),
@@ -82,6 +130,11 @@ MOE = Family(
     _moe,
     {**_DEFAULTS, **_EXPERTS},
     storage=_STORAGE,
+    gguf={
+        "granitemoe": GGUFFacts(
+            "GraniteMoeForCausalLM", {**_GGUF_MULTIPLIERS, **LOCAL_EXPERTS}, _gguf_moe, rows=LLAMA_ROWS
+        )
+    },
 )
 HYBRID = Family(
     "Granite 4 H",
@@ -89,4 +142,19 @@ HYBRID = Family(
     _hybrid,
     {**_DEFAULTS, **_EXPERTS, **MAMBA_DEFAULTS, "shared_intermediate_size": 1024},
     storage=_STORAGE,
+    gguf={
+        "granitehybrid": GGUFFacts(
+            "GraniteMoeHybridForCausalLM",
+            {
+                "attention_multiplier": "attention.scale",
+                "embedding_multiplier": "embedding_scale",
+                "residual_multiplier": "residual_scale",
+                "logits_scaling": "logit_scale",
+                "num_experts_per_tok": "expert_used_count",
+            },
+            _gguf_hybrid,
+            varying=PER_LAYER,
+            rows=LLAMA_ROWS,
+        )
+    },
 )

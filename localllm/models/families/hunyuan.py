@@ -13,6 +13,16 @@ from typing import Any
 from localllm.errors import UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import number
+from localllm.models.spec.gguf import (
+    SOFTMAX,
+    Fields,
+    GGUFFacts,
+    GGUFTensors,
+    Metadata,
+    expert_scoring,
+    has,
+    sigmoid_experts,
+)
 from localllm.models.spec.mixture import layers_after, mixture, sigmoid_mixture, typed_layers
 
 _NORMS = (
@@ -94,8 +104,27 @@ def _v3(config: Config) -> dict[str, Any]:
     }
 
 
+def _gguf(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    expert_scoring(metadata, SOFTMAX)
+    return {"use_qk_norm": has(checkpoint, "attn_q_norm.weight")}
+
+
+def _gguf_v3(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    shared = metadata.optional_count("expert_shared_feed_forward_length") or 0
+    return {
+        **sigmoid_experts(metadata, checkpoint, config),
+        "num_shared_experts": shared // metadata.count("expert_feed_forward_length"),
+    }
+
+
 DENSE = Family(
-    "Hunyuan", ("HunYuanDenseV1ForCausalLM",), _dense, _DEFAULTS, Storage(renames=_NORMS), common_names=_static_rope
+    "Hunyuan",
+    ("HunYuanDenseV1ForCausalLM",),
+    _dense,
+    _DEFAULTS,
+    Storage(renames=_NORMS),
+    common_names=_static_rope,
+    gguf={"hunyuan-dense": GGUFFacts("HunYuanDenseV1ForCausalLM", more=_gguf)},
 )
 MOE = Family(
     "Hunyuan (MoE)",
@@ -110,6 +139,18 @@ MOE = Family(
         )
     ),
     common_names=_static_rope,
+    gguf={
+        "hunyuan-moe": GGUFFacts(
+            "HunYuanMoEV1ForCausalLM",
+            {
+                "num_experts": "expert_count",
+                "moe_topk": "expert_used_count",
+                "moe_intermediate_size": "expert_feed_forward_length",
+                "num_shared_expert": "expert_shared_count",
+            },
+            _gguf,
+        )
+    },
 )
 V3 = Family(
     "Hy3",
@@ -136,4 +177,17 @@ V3 = Family(
         more_layers=True,
     ),
     note="multi-token prediction layers are not run",
+    gguf={
+        "hy_v3": GGUFFacts(
+            "HYV3ForCausalLM",
+            {
+                "num_experts": "expert_count",
+                "num_experts_per_tok": "expert_used_count",
+                "moe_intermediate_size": "expert_feed_forward_length",
+                "router_scaling_factor": "expert_weights_scale",
+                "route_norm": "expert_weights_norm",
+            },
+            _gguf_v3,
+        )
+    },
 )

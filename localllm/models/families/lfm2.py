@@ -10,6 +10,17 @@ from typing import Any
 from localllm.errors import CorruptModel
 from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import NormSpec, number, size
+from localllm.models.spec.gguf import (
+    EXPERTS,
+    PER_LAYER,
+    PRE_NORMS,
+    Fields,
+    GGUFFacts,
+    GGUFTensors,
+    Metadata,
+    counts_of_layers,
+    has,
+)
 from localllm.models.spec.mixture import layers_after, mixture
 from localllm.models.spec.recurrent import LayerPart, RecurrentSpec, kinds_of_layers
 
@@ -102,6 +113,22 @@ _RENAMES = (
     (r"\.up_proj\.", ".w3."),
     (r"\.(feed_forward|experts\.\d+)\.down_proj\.", r".\1.w2."),
 )
+_LFM2_NORMS = (*PRE_NORMS, (r"^model\.norm\.", "token_embd_norm."))
+
+
+def _gguf(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    heads = counts_of_layers(metadata, "attention.head_count_kv", config)
+    first = next((layer for layer, count in enumerate(heads) if not count), 0)
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_L_cache": metadata.count("shortconv.l_cache"),
+        "conv_bias": has(checkpoint, "shortconv.conv.bias", first),
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in checkpoint.tensors),
+        "tie_word_embeddings": config["tie_word_embeddings"],
+    }
+
+
 DENSE = Family(
     "LFM2",
     ("Lfm2ForCausalLM",),
@@ -109,6 +136,16 @@ DENSE = Family(
     {**_DEFAULTS, **_WIDTH},
     storage=Storage(renames=_RENAMES),
     common_names=_dense_names,
+    gguf={
+        "lfm2": GGUFFacts(
+            "Lfm2ForCausalLM",
+            {"norm_eps": "attention.layer_norm_rms_epsilon"},
+            _gguf,
+            {"block_auto_adjust_ff_dim": False},
+            PER_LAYER,
+            norms=_LFM2_NORMS,
+        )
+    },
 )
 MOE = Family(
     "LFM2-MoE",
@@ -124,4 +161,19 @@ MOE = Family(
     },
     storage=Storage(renames=_RENAMES),
     common_names=_common_names,
+    gguf={
+        "lfm2moe": GGUFFacts(
+            "Lfm2MoeForCausalLM",
+            {
+                **EXPERTS,
+                "norm_eps": "attention.layer_norm_rms_epsilon",
+                "moe_intermediate_size": "expert_feed_forward_length",
+                "num_dense_layers": "leading_dense_block_count",
+                "routed_scaling_factor": "expert_weights_scale",
+            },
+            _gguf,
+            varying=PER_LAYER,
+            norms=_LFM2_NORMS,
+        )
+    },
 )

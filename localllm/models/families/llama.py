@@ -1,18 +1,15 @@
-"""Llama 1 to 3.x (arXiv:2302.13971), models trained with its code (Yi, SmolLM, SmolLM2, TinyLlama, Falcon 3), and
-families that differ by a flag or two: Arcee has squared ReLU and no gate, Helium and ERNIE 4.5 rotate neighbouring
-dimensions, Seed-OSS has biases on q, k and v.
+"""Llama, and families that differ from it by little.
 
-SmolLM3: Llama in which every fourth layer has no rotary embedding (NoPE, arXiv:2501.18795).
-
-Baichuan 1 and 2: Llama with q, k and v stored fused. The 7B models rotate; the 13B models have ALiBi, and their
-config.json, unlike the 7B's, has no max_position_embeddings. Baichuan 2 scales each row of its head to length 1, which
-can only be recognised by the size of its vocabulary (arXiv:2309.10305). Its own code on the hub is not run.
-
-InternLM 2 to 3: Llama with other names; q, k and v stored group by group (arXiv:2403.17297).
-
-MiniCPM 1 and 2: Llama trained with muP. Embeddings are multiplied by scale_emb, the parts' outputs by scale_depth
-over the square root of the number of layers, and the head reads hidden / (hidden_size / dim_model_base)
-(arXiv:2404.06395).
+Llama 1 to 3.x (arXiv:2302.13971), and models trained with its code (Yi, SmolLM, SmolLM2, TinyLlama, Falcon 3). Arcee
+has squared ReLU and no gate, Helium and ERNIE 4.5 rotate neighbouring dimensions, Seed-OSS has biases on q, k and v.
+SmolLM3: every fourth layer has no rotary embedding (NoPE, arXiv:2501.18795).
+Baichuan 1 and 2: q, k and v are stored fused. The 7B models rotate; the 13B models have ALiBi, and their config.json,
+unlike the 7B's, has no max_position_embeddings. Baichuan 2 scales each row of its head to length 1, which can only be
+recognised by the size of its vocabulary (arXiv:2309.10305). Its own code on the hub is not run.
+InternLM 2 to 3: other names; q, k and v are stored group by group (arXiv:2403.17297).
+MiniCPM 1 and 2: trained with muP. Embeddings are multiplied by scale_emb, the parts' outputs by scale_depth over the
+square root of the number of layers, and the head reads hidden / (hidden_size / dim_model_base) (arXiv:2404.06395).
+SmolVLM and Idefics 3 are vision-language models with a Llama as their text part.
 """
 
 from __future__ import annotations
@@ -21,8 +18,19 @@ import math
 from typing import Any
 
 from localllm.errors import UnsupportedModel
+from localllm.models.families.text_part import of_families
 from localllm.models.spec.family import Config, Family, Storage, grouped_qkv_rows, windowed_layers
 from localllm.models.spec.fields import number, renamed, size
+from localllm.models.spec.gguf import (
+    LLAMA_ROWS,
+    LOCAL_EXPERTS,
+    NORM_BEFORE_MLP,
+    Fields,
+    GGUFFacts,
+    GGUFTensors,
+    Metadata,
+    has,
+)
 
 
 def _llama(config: Config) -> dict[str, Any]:
@@ -47,8 +55,56 @@ def _seed_oss(config: Config) -> dict[str, Any]:
     return {**_llama(config), "attention_out_bias": bool(config.get("attention_out_bias"))}
 
 
-LLAMA = Family("Llama", ("LlamaForCausalLM",), _llama)
-ARCEE = Family("Arcee", ("ArceeForCausalLM",), _arcee, {"hidden_act": "relu2", "rms_norm_eps": 1e-5})
+def llama_gguf(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return the fields of Llama, Mistral, Mixtral and models that compute alike: files do not distinguish them."""
+    bias, out_bias = has(checkpoint, "attn_q.bias"), has(checkpoint, "attn_output.bias")
+    if bias != out_bias:
+        raise UnsupportedModel(f"{metadata.file.name} has biases on some of q, k, v and output only.")
+    if metadata.optional_count("expert_count"):
+        return {"architectures": ["MixtralForCausalLM"]}
+    return {"attention_bias": bias, "mlp_bias": has(checkpoint, "ffn_up.bias")}
+
+
+def _gguf_ernie(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    return {"use_bias": has(checkpoint, "attn_q.bias")}
+
+
+def _gguf_seed_oss(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    return {
+        "attention_bias": has(checkpoint, "attn_q.bias"),
+        "attention_out_bias": has(checkpoint, "attn_output.bias"),
+        "mlp_bias": has(checkpoint, "ffn_up.bias"),
+    }
+
+
+def _gguf_baichuan(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return the 13B models' fields: they have ALiBi, which a missing field of their config.json implies."""
+    return {"model_max_length": config.pop("max_position_embeddings")} if config["num_hidden_layers"] == 40 else {}
+
+
+def _gguf_minicpm(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return MiniCPM's fields as Granite's, which computes alike; the first files omit the multipliers of its 2B."""
+    scales = {
+        "embedding_multiplier": metadata.number("embedding_scale") or 12.0,
+        "residual_multiplier": metadata.number("residual_scale") or 1.4 / config["num_hidden_layers"] ** 0.5,
+        "logits_scaling": metadata.number("logit_scale") or config["hidden_size"] / 256,
+    }
+    return {**llama_gguf(metadata, checkpoint, config), **scales, "attention_multiplier": config["head_dim"] ** -0.5}
+
+
+LLAMA = Family(
+    "Llama",
+    ("LlamaForCausalLM",),
+    _llama,
+    gguf={"llama": GGUFFacts("LlamaForCausalLM", LOCAL_EXPERTS, llama_gguf, rows=LLAMA_ROWS)},
+)
+ARCEE = Family(
+    "Arcee",
+    ("ArceeForCausalLM",),
+    _arcee,
+    {"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    gguf={"arcee": GGUFFacts("ArceeForCausalLM", more=llama_gguf, rows=LLAMA_ROWS)},
+)
 HELIUM = Family(
     "Helium", ("HeliumForCausalLM",), _helium, {"head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 100_000.0}
 )
@@ -57,8 +113,15 @@ ERNIE = Family(
     ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
     _ernie,
     {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True},
+    gguf={"ernie4_5": GGUFFacts("Ernie4_5ForCausalLM", more=_gguf_ernie)},
 )
-SEED_OSS = Family("Seed-OSS", ("SeedOssForCausalLM",), _seed_oss, {"head_dim": 128, "attention_bias": True})
+SEED_OSS = Family(
+    "Seed-OSS",
+    ("SeedOssForCausalLM",),
+    _seed_oss,
+    {"head_dim": 128, "attention_bias": True},
+    gguf={"seed_oss": GGUFFacts("SeedOssForCausalLM", more=_gguf_seed_oss, norms=NORM_BEFORE_MLP)},
+)
 
 
 def _smollm3_differences(config: Config) -> dict[str, Any]:
@@ -83,9 +146,8 @@ SMOLLM3 = Family(
     ("SmolLM3ForCausalLM",),
     _smollm3_differences,
     {"tie_word_embeddings": True, "rope_theta": 2_000_000.0, "num_key_value_heads": 4, "no_rope_layer_interval": 4},
+    gguf={"smollm3": GGUFFacts("SmolLM3ForCausalLM", rows=LLAMA_ROWS)},
 )
-
-
 _BAICHUAN_2_VOCABULARY = 125_696
 
 
@@ -111,6 +173,7 @@ BAICHUAN = Family(
     {"model_max_length": 4096},
     Storage(fused_qkv="W_pack"),
     _common_names,
+    gguf={"baichuan": GGUFFacts("BaichuanForCausalLM", more=_gguf_baichuan, rows=LLAMA_ROWS)},
 )
 
 
@@ -139,6 +202,7 @@ INTERNLM2 = Family(
         fused_qkv="wqkv",
         qkv_rows=grouped_qkv_rows,
     ),
+    gguf={"internlm2": GGUFFacts("LlamaForCausalLM", more=llama_gguf, rows=LLAMA_ROWS)},
 )
 
 
@@ -159,4 +223,11 @@ MINICPM = Family(
     ("MiniCPMForCausalLM",),
     _minicpm_differences,
     {"scale_emb": 1.0, "scale_depth": 1.0, "dim_model_base": 1, "tie_word_embeddings": True},
+    gguf={"minicpm": GGUFFacts("GraniteForCausalLM", more=_gguf_minicpm, rows=LLAMA_ROWS)},
+)
+SMOLVLM = of_families(
+    "SmolVLM, Idefics 3",
+    ("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration"),
+    {"llama": LLAMA},
+    prefix="text_model",
 )

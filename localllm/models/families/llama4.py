@@ -15,6 +15,15 @@ from localllm.errors import UnsupportedModel
 from localllm.models.families.text_part import of_family
 from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import size
+from localllm.models.spec.gguf import (
+    SIGMOID,
+    Fields,
+    GGUFFacts,
+    GGUFTensors,
+    Metadata,
+    expert_scoring,
+    mixed_layers,
+)
 from localllm.models.spec.mixture import MixtureSpec, mixture
 from localllm.units import format_count
 
@@ -87,6 +96,18 @@ def _mixture(config: Config) -> MixtureSpec | None:
     )
 
 
+def _gguf(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return Llama 4's fields. Files do not say whether q and k are normed: in Maverick they are not."""
+    expert_scoring(metadata, SIGMOID)
+    count, kinds = metadata.count("expert_count"), mixed_layers(checkpoint, config)["mlp_layer_types"]
+    return {
+        "use_qk_norm": count != 128,
+        "intermediate_size_mlp": config["intermediate_size"],
+        "intermediate_size": metadata.count("expert_feed_forward_length"),
+        "moe_layers": [layer for layer, kind in enumerate(kinds) if kind == "sparse"],
+    }
+
+
 TEXT = Family(
     "Llama 4",
     ("Llama4ForCausalLM",),
@@ -109,5 +130,12 @@ TEXT = Family(
         renames=((r"\.mlp\.gate\.", ".feed_forward.router."), (r"\.mlp\.", ".feed_forward.")),
         transposed=(".experts.gate_up_proj", ".experts.down_proj"),
     ),
+    gguf={
+        "llama4": GGUFFacts(
+            "Llama4ForCausalLM",
+            {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+            _gguf,
+        )
+    },
 )
 VISION = of_family("Llama 4", ("Llama4ForConditionalGeneration",), TEXT)

@@ -10,6 +10,7 @@ from typing import Any
 from localllm.errors import UnsupportedModel
 from localllm.models.families.mistral import MIXTRAL_STORAGE
 from localllm.models.spec.family import Config, Family
+from localllm.models.spec.gguf import GGUFFacts, sigmoid_experts
 from localllm.models.spec.mixture import sigmoid_mixture
 
 
@@ -28,4 +29,15 @@ FAMILY = Family(
     _differences,
     {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5_000_000.0, "num_experts_per_tok": 8},
     storage=MIXTRAL_STORAGE,
+    gguf={
+        "minimax-m2": GGUFFacts(
+            "MiniMaxM2ForCausalLM",
+            {
+                "num_local_experts": "expert_count",
+                "num_experts_per_tok": "expert_used_count",
+                "intermediate_size": "expert_feed_forward_length",
+            },
+            sigmoid_experts,
+        )
+    },
 )

@@ -1,12 +1,11 @@
-"""Mistral Small 4: DeepSeek's latent attention and small experts beside a shared one. Experts are scored by a softmax,
-without groups, and their weights sum to one; queries grow with the logarithm of their position, as in Ministral 3.
+"""Mistral 7B and its successors, among them the mixtures Mixtral and Mistral Small 4.
 
-Mistral 7B and its successors: Llama with a window in all layers if config.json has one (arXiv:2310.06825). Ministral
-8B has windows only in the layers that config.json lists. Ministral 3 scales queries with the logarithm of their
-position beyond the original context, as Llama 4 does.
-
-Mixtral 8x7B and 8x22B: Mistral with a mixture in every layer, the weights of the chosen experts summing to one
-(arXiv:2401.04088).
+Mistral 7B: Llama with a window in all layers if config.json has one (arXiv:2310.06825). Ministral 8B has windows only
+in the layers that config.json lists. Ministral 3 scales queries with the logarithm of their position beyond the
+original context, as Llama 4 does.
+Mixtral 8x7B and 8x22B: a mixture in every layer, the weights of the chosen experts summing to one (arXiv:2401.04088).
+Mistral Small 4: DeepSeek's latent attention and small experts beside a shared one. Experts are scored by a softmax,
+without groups, and their weights sum to one; queries grow as in Ministral 3.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.families import deepseek, text_part
-from localllm.models.families.deepseek import STORAGE, fine_experts, latent_attention
+from localllm.models.families.deepseek import GGUF_LATENT, STORAGE, fine_experts, latent_attention, latent_gguf
 from localllm.models.spec.family import Config, Family, Storage, one_window, windowed_layers
 from localllm.models.spec.fields import optional_number
+from localllm.models.spec.gguf import LLAMA_ROWS, SOFTMAX, Fields, GGUFFacts, GGUFTensors, Metadata, expert_scoring
 from localllm.models.spec.mixture import mixture
 
 _MISTRAL4_DEFAULTS = {
@@ -45,9 +45,27 @@ def differences(config: Config) -> dict[str, Any]:
     }
 
 
-MISTRAL4 = Family("Mistral 4", ("Mistral4ForCausalLM",), differences, _MISTRAL4_DEFAULTS, STORAGE)
+def _gguf_mistral4(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return Mistral 4's fields. Many files omit the growth of queries, which is 0.1 in all released models."""
+    expert_scoring(metadata, SOFTMAX)
+    growth = metadata.number("attention.temperature_scale") or 0.1
+    rope = {"llama_4_scaling_beta": growth, **config.pop("rope_scaling", {})}
+    return {
+        **latent_gguf(metadata, checkpoint, config),
+        "architectures": ["Mistral4ForCausalLM"],
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm")),
+        "rope_parameters": {"rope_theta": config.get("rope_theta", 10_000.0), **rope},
+    }
 
 
+MISTRAL4 = Family(
+    "Mistral 4",
+    ("Mistral4ForCausalLM",),
+    differences,
+    _MISTRAL4_DEFAULTS,
+    STORAGE,
+    gguf={"mistral4": GGUFFacts("Mistral4ForCausalLM", GGUF_LATENT, _gguf_mistral4)},
+)
 _MISTRAL_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8}
 _DEFAULTS_3 = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
 
@@ -70,9 +88,20 @@ def _text_part(config: Config) -> dict[str, Any]:
     return differences(config) if config.get("model_type") == "mistral4" else _ministral3(config)
 
 
+def _gguf_ministral3(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    scaling = {"llama_4_scaling_beta": metadata.number("attention.temperature_scale"), **config.pop("rope_scaling", {})}
+    return {"sliding_window": None, "rope_parameters": {"rope_theta": config.get("rope_theta", 10_000.0), **scaling}}
+
+
 MISTRAL = Family("Mistral", ("MistralForCausalLM",), one_window, _MISTRAL_DEFAULTS)
 MINISTRAL = Family("Ministral", ("MinistralForCausalLM",), _ministral, _MISTRAL_DEFAULTS)
-MINISTRAL3 = Family("Ministral 3", ("Ministral3ForCausalLM",), _ministral3, _DEFAULTS_3)
+MINISTRAL3 = Family(
+    "Ministral 3",
+    ("Ministral3ForCausalLM",),
+    _ministral3,
+    _DEFAULTS_3,
+    gguf={"mistral3": GGUFFacts("Ministral3ForCausalLM", more=_gguf_ministral3, rows=LLAMA_ROWS)},
+)
 MISTRAL3 = Family(
     "Mistral Small 3.1 and 4, Ministral 3",
     ("Mistral3ForConditionalGeneration",),

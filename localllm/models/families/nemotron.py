@@ -9,9 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.errors import UnsupportedModel
-from localllm.models.families.bamba import time_step_limits
+from localllm.models.families.bamba import mamba2_gguf, time_step_limits
 from localllm.models.spec.family import Config, Family, Storage
 from localllm.models.spec.fields import NormSpec, number, renamed, size
+from localllm.models.spec.gguf import (
+    LLAMA_ROWS,
+    PER_LAYER,
+    Fields,
+    GGUFFacts,
+    GGUFTensors,
+    Metadata,
+    attention_biases,
+    counts_of_layers,
+)
 from localllm.models.spec.mixture import grouping, mixture
 from localllm.models.spec.recurrent import LayerPart, RecurrentSpec, kinds_of_layers
 
@@ -37,6 +47,14 @@ FAMILY = Family(
     _differences,
     {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5, "max_position_embeddings": 4096},
     common_names=_common_names,
+    gguf={
+        "nemotron": GGUFFacts(
+            "NemotronForCausalLM",
+            {"norm_eps": "attention.layer_norm_epsilon"},
+            attention_biases,
+            added=(("norm.weight", 1.0),),
+        )
+    },
 )
 
 _KINDS: dict[str, LayerPart] = {
@@ -113,6 +131,32 @@ def _h_mixture(config: Config, kinds: tuple[LayerPart, ...]) -> Any:
     )
 
 
+def _gguf_h(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return the fields of Nemotron-H, whose layers are one part each: what has neither KV heads nor a feed-forward
+    part is recurrent."""
+    heads, widths = (counts_of_layers(metadata, key, config) for key in PER_LAYER)
+    feed_forward = "moe" if metadata.architecture == "nemotron_h_moe" else "mlp"
+    kinds = [
+        "attention" if count else feed_forward if width else "mamba" for count, width in zip(heads, widths, strict=True)
+    ]
+    sizes = mamba2_gguf(metadata, checkpoint)
+    return {
+        "num_key_value_heads": max(heads),
+        "intermediate_size": max(widths),
+        "layers_block_type": kinds,
+        "layer_norm_epsilon": config.get("rms_norm_eps") or config.get("layer_norm_eps"),
+        "conv_kernel": sizes["mamba_d_conv"],
+        "ssm_state_size": sizes["mamba_d_state"],
+        "n_groups": sizes["mamba_n_groups"],
+        "mamba_num_heads": sizes["mamba_n_heads"],
+        "mamba_head_dim": sizes["mamba_d_head"],
+        "use_conv_bias": sizes["mamba_conv_bias"],
+        "use_bias": sizes["mamba_proj_bias"],
+        "mamba_proj_bias": sizes["mamba_proj_bias"],
+        "mlp_bias": any(name.endswith("ffn_up.bias") for name in checkpoint.tensors),
+    }
+
+
 H = Family(
     "Nemotron-H",
     ("NemotronHForCausalLM",),
@@ -156,4 +200,25 @@ H = Family(
     ),
     common_names=_h_names,
     note="multi-token prediction layers are not run",
+    gguf={
+        "nemotron_h": GGUFFacts("NemotronHForCausalLM", {}, _gguf_h, varying=PER_LAYER, rows=LLAMA_ROWS),
+        "nemotron_h_moe": GGUFFacts(
+            "NemotronHForCausalLM",
+            {
+                "n_routed_experts": "expert_count",
+                "n_shared_experts": "expert_shared_count",
+                "num_experts_per_tok": "expert_used_count",
+                "moe_intermediate_size": "expert_feed_forward_length",
+                "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+                "norm_topk_prob": "expert_weights_norm",
+                "routed_scaling_factor": "expert_weights_scale",
+                "n_group": "expert_group_count",
+                "topk_group": "expert_group_used_count",
+                "moe_latent_size": "moe_latent_size",
+            },
+            _gguf_h,
+            varying=PER_LAYER,
+            rows=LLAMA_ROWS,
+        ),
+    },
 )

@@ -1,6 +1,7 @@
-"""Phi-1, 1.5 and 2: attention and feed-forward in parallel after one LayerNorm, biases everywhere including the head,
-half of each head rotates (arXiv:2309.05463).
+"""Phi 1 to 4.
 
+Phi-1, 1.5 and 2: attention and feed-forward in parallel after one LayerNorm, biases everywhere including the head, half
+of each head rotates (arXiv:2309.05463).
 Phi-3, Phi-3.5 mini and Phi-4 (mini): Llama with q, k, v and gate, up stored fused, LongRoPE, and in Phi-4-mini only
 part of each head rotates (arXiv:2404.14219).
 """
@@ -12,6 +13,7 @@ from typing import Any
 from localllm.errors import UnsupportedModel
 from localllm.models.spec.family import Config, Family, Storage, one_window
 from localllm.models.spec.fields import layer_norm
+from localllm.models.spec.gguf import GGUFFacts
 
 
 def _differences(config: Config) -> dict[str, Any]:
@@ -41,13 +43,13 @@ PHI = Family(
             ("down_proj", "fc2"),
         )
     ),
+    gguf={"phi2": GGUFFacts("PhiForCausalLM")},
 )
-
-
 PHI3 = Family(
     "Phi-3",
     ("Phi3ForCausalLM",),
     one_window,
     {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     storage=Storage(fused_qkv="qkv_proj", fused_gate_up="gate_up_proj"),
+    gguf={"phi3": GGUFFacts("Phi3ForCausalLM", fused_gate_up="up_proj")},
 )

@@ -1,23 +1,29 @@
-"""Qwen 1: Llama with other names and biases on q, k and v. The supported context is seq_length: beyond it the model
-changes its rotary base and scales its queries, which only its own code on the hub does (arXiv:2309.16609).
+"""Qwen 1 to 3, dense and with experts, and the vision-language models whose text part is one of them.
 
+Qwen 1: Llama with other names and biases on q, k and v. The supported context is seq_length: beyond it the model
+changes its rotary base and scales its queries, which only its own code on the hub does (arXiv:2309.16609).
 Qwen2 and Qwen2.5: Llama with biases on q, k and v; upper layers may have a window (arXiv:2407.10671). MiMo-7B is the
 same with a layer that predicts further tokens (arXiv:2505.07608).
-
 Qwen3 (dense): RMSNorm over each head of q and k, no biases by default (arXiv:2505.09388).
-
-Qwen's mixtures. Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B): Qwen2 with experts whose weights need not sum to one, and a
-shared expert with its own gate (arXiv:2407.10671). Qwen3-MoE: Qwen3 with up to 128 small experts and no shared one
-(arXiv:2505.09388).
+Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B): Qwen2 with experts whose weights need not sum to one, and a shared expert with its
+own gate (arXiv:2407.10671). Qwen3-MoE: Qwen3 with up to 128 small experts and no shared one (arXiv:2505.09388).
+Qwen2-VL, Qwen2.5-VL, Qwen3-VL, and InternVL 2.5 to 3.5 in the form that transformers has a class for: their multimodal
+rotary embedding gives text the same position in every section, which is the plain rotary embedding. GGUF files of them
+hold only the text part.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from localllm.errors import CorruptModel
 from localllm.models.families.gpt2 import GPT_NAMES
+from localllm.models.families.llama import LLAMA
+from localllm.models.families.text_part import of_families, of_family
 from localllm.models.spec.family import MIMO_MTP, Config, Family, Storage, windowed_layers
 from localllm.models.spec.fields import NormSpec, number, size
+from localllm.models.spec.gguf import EXPERTS, Fields, GGUFFacts, GGUFTensors, Metadata
 from localllm.models.spec.mixture import mixture, sparse_layers
 
 
@@ -42,6 +48,11 @@ def _qwen_differences(config: Config) -> dict[str, Any]:
     }
 
 
+def _gguf_qwen1(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return Qwen 1's fields as Qwen2's, which computes alike; Qwen 1 counts gate and up together."""
+    return {"intermediate_size": config["intermediate_size"] // 2}
+
+
 QWEN = Family(
     "Qwen",
     ("QWenLMHeadModel",),
@@ -59,6 +70,7 @@ QWEN = Family(
         fused_qkv="c_attn",
     ),
     _common_names,
+    gguf={"qwen": GGUFFacts("Qwen2ForCausalLM", more=_gguf_qwen1)},
 )
 
 
@@ -76,7 +88,13 @@ def _qwen2_differences(config: Config) -> dict[str, Any]:
 
 
 _DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
-QWEN2 = Family("Qwen2", ("Qwen2ForCausalLM",), _qwen2_differences, _DEFAULTS)
+QWEN2 = Family(
+    "Qwen2",
+    ("Qwen2ForCausalLM",),
+    _qwen2_differences,
+    _DEFAULTS,
+    gguf={"qwen2": GGUFFacts("Qwen2ForCausalLM"), "qwen2vl": GGUFFacts("Qwen2ForCausalLM")},
+)
 MIMO = Family(
     "MiMo",
     ("MiMoForCausalLM",),
@@ -98,6 +116,7 @@ QWEN3 = Family(
     ("Qwen3ForCausalLM",),
     _qwen3_differences,
     {"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    gguf={"qwen3": GGUFFacts("Qwen3ForCausalLM"), "qwen3vl": GGUFFacts("Qwen3ForCausalLM")},
 )
 
 
@@ -136,6 +155,19 @@ def _qwen3(config: Config) -> dict[str, Any]:
     }
 
 
+def _gguf_experts(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return sizes that some files omit, from the shapes of the experts' tensors."""
+    gate, shared = (checkpoint.tensors.get(f"blk.0.ffn_gate_{kind}.weight") for kind in ("exps", "shexp"))
+    if gate is None or len(gate.shape) != 3:
+        raise CorruptModel(
+            f"{metadata.file.name} has no experts: blk.0.ffn_gate_exps.weight is not a stack of matrices."
+        )
+    sizes = {"moe_intermediate_size": gate.shape[1]}
+    if shared is not None:
+        sizes["shared_expert_intermediate_size"] = shared.shape[0]
+    return {"intermediate_size": config.get("intermediate_size", gate.shape[1]), **sizes}
+
+
 QWEN2_MOE = Family(
     "Qwen2-MoE",
     ("Qwen2MoeForCausalLM",),
@@ -148,6 +180,7 @@ QWEN2_MOE = Family(
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     },
+    gguf={"qwen2moe": GGUFFacts("Qwen2MoeForCausalLM", EXPERTS, _gguf_experts)},
 )
 QWEN3_MOE = Family(
     "Qwen3-MoE",
@@ -159,4 +192,28 @@ QWEN3_MOE = Family(
         "moe_intermediate_size": 768,
         "num_key_value_heads": 4,
     },
+    gguf={
+        "qwen3moe": GGUFFacts("Qwen3MoeForCausalLM", EXPERTS, _gguf_experts, {"norm_topk_prob": True}),
+        "qwen3vlmoe": GGUFFacts("Qwen3MoeForCausalLM", EXPERTS, _gguf_experts, {"norm_topk_prob": True}),
+    },
+)
+_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
+QWEN2_VL = of_family(
+    "Qwen2-VL, Qwen2.5-VL",
+    ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    QWEN2,
+    rope_theta=1_000_000.0,
+)
+QWEN3_VL = of_family("Qwen3-VL", ("Qwen3VLForConditionalGeneration",), QWEN3, rope_theta=500_000.0)
+QWEN3_VL_MOE = of_family(
+    "Qwen3-VL-MoE",
+    ("Qwen3VLMoeForConditionalGeneration",),
+    replace(QWEN3_MOE, storage=replace(QWEN3_MOE.storage, transposed=_STACKED)),
+    rope_theta=500_000.0,
+    norm_topk_prob=True,
+)
+INTERNVL = of_families(
+    "InternVL",
+    ("InternVLForConditionalGeneration",),
+    {"qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "llama": LLAMA},
 )

@@ -1,11 +1,8 @@
-"""Positions of the rows of a gated delta net in Qwen3-Next: two matrices whose rows are grouped by key head.
+"""Qwen3-Next, and Qwen3.5 to 3.8, dense and with experts: a gated delta net in three of four layers (arXiv:2412.06464).
 
-Does not know: checkpoints, other families.
-
-Qwen3-Next, and Qwen3.5 to 3.8, dense and MoE: a gated delta net in three of four layers (arXiv:2412.06464), and full
-attention in the others, with a gate on each head's output and a quarter of each head that rotates. All norms but those
-of the delta nets are stored as w - 1.
-Qwen3-Next stores the delta net's inputs in two matrices whose rows are grouped by key head, Qwen3.5 in four.
+The other layers have full attention, with a gate on each head's output and a quarter of each head that rotates. Norms
+are stored as w - 1, except in the delta nets. Qwen3-Next stores the delta net's inputs in two matrices whose rows are
+grouped by key head, Qwen3.5 in four.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from typing import Any
 from localllm.models.families import text_part
 from localllm.models.spec.family import Config, Family, FusedRecurrent, Storage
 from localllm.models.spec.fields import NormSpec, number, size
+from localllm.models.spec.gguf import EXPERTS, NORM_BEFORE_MLP, Fields, GGUFFacts, GGUFTensors, Metadata, per_head
 from localllm.models.spec.mixture import mixture, sparse_layers
 from localllm.models.spec.recurrent import LayerPart, RecurrentSpec, kinds_of_layers
 
@@ -131,8 +129,66 @@ _STORAGE = Storage(
 )
 _NOTE = "multi-token prediction layers are not run"
 _TEXT_NOTE = f"{text_part.NOTE} Multi-token prediction layers are not run."
-DENSE = Family("Qwen3.5 (text)", ("Qwen3_5ForCausalLM",), _dense, _DEFAULTS, _STORAGE, _dense_text, _NOTE)
-MOE = Family("Qwen3.5-MoE (text)", ("Qwen3_5MoeForCausalLM",), _moe, _MOE_DEFAULTS, _STORAGE, _moe_text, _NOTE)
+_NORMS_PLUS_ONE = tuple(
+    (f"{norm}_norm.weight", 1.0) for norm in ("attn", "post_attention", "output", "attn_q", "attn_k")
+)  # all but ssm_norm
+
+
+_GGUF_EVERY = {"full_attention_interval": "full_attention_interval"}
+
+
+def _gguf(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    """Return the fields of the delta net. Files of Qwen3.5 have the value heads of all key heads in turn."""
+    key_heads, value_heads = metadata.count("ssm.group_count"), metadata.count("ssm.time_step_rank")
+    recurrent = metadata.get("attention.recurrent_layers")
+    layers: Fields = {}
+    if isinstance(recurrent, list):
+        kinds = ["linear_attention" if each else "full_attention" for each in recurrent]
+        layers = {"layer_types": kinds[: config["num_hidden_layers"]]}
+    return {
+        **layers,
+        "linear_conv_kernel_dim": metadata.count("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.count("ssm.state_size"),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": per_head(metadata, "ssm.inner_size", value_heads),
+        "tiled_value_heads": metadata.architecture != "qwen3next",
+    }
+
+
+def _gguf_moe(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    down, shared = (checkpoint.tensors.get(f"blk.0.ffn_down_{kind}.weight") for kind in ("exps", "shexp"))
+    sizes = {} if down is None or len(down.shape) != 3 else {"moe_intermediate_size": down.shape[2]}
+    if shared is not None:
+        sizes["shared_expert_intermediate_size"] = shared.shape[1]
+    width = config.get("intermediate_size") or sizes.get("moe_intermediate_size")
+    return {**_gguf(metadata, checkpoint, config), **sizes, "intermediate_size": width}
+
+
+DENSE = Family(
+    "Qwen3.5 (text)",
+    ("Qwen3_5ForCausalLM",),
+    _dense,
+    _DEFAULTS,
+    _STORAGE,
+    _dense_text,
+    _NOTE,
+    gguf={"qwen35": GGUFFacts("Qwen3_5ForCausalLM", _GGUF_EVERY, _gguf, norms=NORM_BEFORE_MLP, added=_NORMS_PLUS_ONE)},
+)
+MOE = Family(
+    "Qwen3.5-MoE (text)",
+    ("Qwen3_5MoeForCausalLM",),
+    _moe,
+    _MOE_DEFAULTS,
+    _STORAGE,
+    _moe_text,
+    _NOTE,
+    gguf={
+        "qwen35moe": GGUFFacts(
+            "Qwen3_5MoeForCausalLM", {**_GGUF_EVERY, **EXPERTS}, _gguf_moe, norms=NORM_BEFORE_MLP, added=_NORMS_PLUS_ONE
+        )
+    },
+)
 DENSE_VISION = Family(
     "Qwen3.5", ("Qwen3_5ForConditionalGeneration",), _dense, _DEFAULTS, _STORAGE, _dense_text, _TEXT_NOTE
 )
@@ -149,4 +205,9 @@ NEXT = Family(
         ignored=_STORAGE.ignored,
     ),
     note=_NOTE,
+    gguf={
+        "qwen3next": GGUFFacts(
+            "Qwen3NextForCausalLM", {**_GGUF_EVERY, **EXPERTS}, _gguf_moe, norms=NORM_BEFORE_MLP, added=_NORMS_PLUS_ONE
+        )
+    },
 )

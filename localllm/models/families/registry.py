@@ -28,9 +28,9 @@ from localllm.models.families import (
     qwen,
     qwen3_5,
     stablelm,
-    vision,
 )
 from localllm.models.spec.family import Family
+from localllm.models.spec.gguf import GGUFFacts
 
 FAMILIES = (
     llama.LLAMA,
@@ -88,8 +88,8 @@ FAMILIES = (
     mistral.MIXTRAL,
     qwen.QWEN2_MOE,
     qwen.QWEN3_MOE,
-    olmo.FAMILY,
-    glm.FAMILY,
+    olmo.OLMOE,
+    glm.GLM4_MOE,
     gpt_oss.FAMILY,
     deepseek.V2,
     deepseek.V3,
@@ -98,7 +98,7 @@ FAMILIES = (
     deepseek.GLM5,
     glm.SOLAR,
     ernie.FAMILY,
-    deepseek.FAMILY,
+    deepseek.DOTS1,
     minimax_m2.FAMILY,
     hunyuan.DENSE,
     hunyuan.MOE,
@@ -120,6 +120,14 @@ FAMILIES = (
     afmoe.FAMILY,
     llama4.TEXT,
     llama4.VISION,
-    *vision.FAMILIES,
+    qwen.QWEN2_VL,
+    qwen.QWEN3_VL,
+    qwen.QWEN3_VL_MOE,
+    qwen.INTERNVL,
+    llama.SMOLVLM,
+    glm.GLM4V,
+    glm.GLM4V_MOE,
 )
 FAMILY_OF: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
+GGUF_OF: dict[str, GGUFFacts] = {name: facts for family in FAMILIES for name, facts in family.gguf.items()}
+"""By general.architecture."""

@@ -1,6 +1,7 @@
-"""StableLM: Llama with LayerNorm, and a quarter of each head rotates; StableLM 2 12B norms q and k with a weight per
-head, and runs its two parts in parallel (arXiv:2402.17834).
+"""Llamas with LayerNorm: StableLM and StarCoder2.
 
+StableLM: a quarter of each head rotates; StableLM 2 12B norms q and k with a weight per head, and runs its two parts in
+parallel (arXiv:2402.17834).
 StarCoder2: LayerNorm and biases everywhere, a feed-forward part without a gate (arXiv:2402.19173).
 """
 
@@ -10,6 +11,7 @@ from typing import Any
 
 from localllm.models.spec.family import Config, Family, Storage, one_window
 from localllm.models.spec.fields import layer_norm
+from localllm.models.spec.gguf import Fields, GGUFFacts, GGUFTensors, Metadata, has
 
 
 def _stablelm_differences(config: Config) -> dict[str, Any]:
@@ -21,12 +23,25 @@ def _stablelm_differences(config: Config) -> dict[str, Any]:
     }
 
 
+def _gguf_stablelm(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    return {
+        "use_qkv_bias": has(checkpoint, "attn_q.bias"),
+        "qk_layernorm": has(checkpoint, "attn_q_norm.weight"),
+        "use_parallel_residual": not has(checkpoint, "ffn_norm.weight"),  # the key for it is set in all files
+    }
+
+
+def _gguf_starcoder2(metadata: Metadata, checkpoint: GGUFTensors, config: Fields) -> Fields:
+    return {"use_bias": has(checkpoint, "attn_q.bias")}
+
+
 STABLELM = Family(
     "StableLM",
     ("StableLmForCausalLM",),
     _stablelm_differences,
     {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "max_position_embeddings": 4096},
     Storage(renames=((r"\.([qk])_norm\.(\d+)\.", r".\1_layernorm.norms.\2."),)),
+    gguf={"stablelm": GGUFFacts("StableLmForCausalLM", more=_gguf_stablelm)},
 )
 
 
@@ -55,4 +70,9 @@ STARCODER2 = Family(
         "tie_word_embeddings": True,
     },
     storage=Storage((("up_proj", "c_fc"), ("down_proj", "c_proj"))),
+    gguf={
+        "starcoder2": GGUFFacts(
+            "Starcoder2ForCausalLM", {"norm_epsilon": "attention.layer_norm_epsilon"}, _gguf_starcoder2
+        )
+    },
 )

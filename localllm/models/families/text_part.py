@@ -67,6 +67,7 @@ def of_family(
         storage=storage(prefix, text.storage),
         common_names=common_names,
         note=NOTE,
+        gguf={},
         mtp=None,
     )
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from localllm.models.spec.gguf import GGUFFacts
 from localllm.models.spec.recurrent import RecurrentSpec
 
 
@@ -129,6 +130,7 @@ class Family:
     common_names: Callable[[Config], Config] = same_names
     """Return a config.json with the field names that most families use: hidden_size, num_hidden_layers, ..."""
     note: str = ""  # for display: parts of a checkpoint that are not run
+    gguf: Mapping[str, GGUFFacts] = field(default_factory=dict)  # by general.architecture
     mtp: MTPLayout | None = None  # of a layer that writes drafts, if a checkpoint has one; None: it is not supported
 
 
