@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from localllm.kernels.layer_state import LayerCache
+from localllm.kernels.layer_cache import LayerCache
 from localllm.kernels.paged_attention import WorkLists
 
 

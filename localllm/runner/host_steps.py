@@ -18,7 +18,7 @@ from torch import Tensor
 
 from localllm.engine.step import DraftSupport, RunnerStats
 from localllm.kernels.huge_pages import HugePages
-from localllm.kernels.layer_state import LayerCache
+from localllm.kernels.layer_cache import LayerCache
 from localllm.models.decoder.decoder import DecoderModel, Taps
 from localllm.models.decoder.native_program import MAX_ROWS, LoneStep, NoLoneStep, open_lone_step
 from localllm.models.inputs import CausalModel, ForwardInputs

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from localllm.kernels.layer_state import LayerCache
+from localllm.kernels.layer_cache import LayerCache
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.inputs import ForwardInputs
 

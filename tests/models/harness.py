@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState
+from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, LayerState
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.decoder.decoder import DecoderModel

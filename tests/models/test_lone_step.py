@@ -21,7 +21,7 @@ from localllm.kernels.cpu.int8 import CpuInt8Weight
 from localllm.kernels.cpu.native.library import native
 from localllm.kernels.cpu.native.structures import MAX_ROWS
 from localllm.kernels.cpu.q4 import CpuQ4Weight
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.decoder import native_program
 from localllm.models.decoder.decoder import DecoderModel, Taps

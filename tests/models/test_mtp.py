@@ -16,7 +16,7 @@ from torch import Tensor
 
 from localllm.config.settings import EngineConfig
 from localllm.errors import CorruptModel, DrafterMismatch, LocalLLMError
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.mtp import mtp_bytes, open_mtp, plan_mtp

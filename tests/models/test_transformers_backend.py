@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.kernels.layer_state import LayerState
+from localllm.kernels.layer_cache import LayerState
 from localllm.models.inputs import StateInputs
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.read_spec import read_spec

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from localllm.engine.outputs import EngineOutput
 from localllm.kernels.cpu.native.library import native
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.models.decoder import native_program
 from localllm.models.drafters import draft_model
 from localllm.models.drafters.draft_model import DraftModel

@@ -13,8 +13,7 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.step import NewSlot, Row, StateUse, StepPlan
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.layer_state import HybridCache, LayerState
+from localllm.kernels.layer_cache import HybridCache, LayerKV, LayerState
 from localllm.machine.hardware import Hardware
 from localllm.models.fit import plan_memory
 from localllm.models.loader import load_model

@@ -17,7 +17,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.step import RowResult, StepPlan, TokenMasks
 from localllm.errors import DeviceLost, StepFailed
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.spec.model_spec import ModelSpec, kv_numbers_per_token
 from localllm.runner import graphs

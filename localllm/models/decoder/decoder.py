@@ -12,12 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.layer_state import HybridCache, LayerCache, StateStep
+from localllm.kernels.fused_epilogue import whole
+from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, StateStep
 from localllm.kernels.paged_attention import AttentionPlan
-from localllm.kernels.rotary_store_kv import Rotation, plan_rotation
-from localllm.kernels.store_kv import has_no_skipped_slot
-from localllm.kernels.unfinished import whole
+from localllm.kernels.rotary_store_kv import Rotation, has_no_skipped_slot, plan_rotation
 from localllm.models.decoder.layer import DecoderLayer, Delta, LayerKind, LayerStep, Norm, RecurrentStep
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.attention import AttentionStep, plan_step

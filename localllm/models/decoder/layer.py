@@ -27,8 +27,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState, StateStep
-from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
+from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
+from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerState, StateStep
 from localllm.models.layers.attention import AttentionStep
 from localllm.models.layers.gemma import AltUp, Laurel, PerLayerGate
 from localllm.models.layers.group import Group

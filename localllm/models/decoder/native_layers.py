@@ -32,8 +32,7 @@ from localllm.kernels.cpu.native.structures import (
     Op,
 )
 from localllm.kernels.cpu.recurrent import STATE_TYPES
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.layer_state import LayerState
+from localllm.kernels.layer_cache import LayerKV, LayerState
 from localllm.models.decoder.layer import Gemma4Layer
 from localllm.models.decoder.native_writer import Buffer, Writer, sizes
 from localllm.models.layers.gemma import PerLayerGate

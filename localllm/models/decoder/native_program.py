@@ -28,8 +28,7 @@ from torch import Tensor
 
 from localllm.kernels.cpu.native.library import Library, native, why_none
 from localllm.kernels.cpu.native.structures import MAX_ROWS, Kind, NativeOperation, NativeRow
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.layer_state import HybridCache, LayerCache
+from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.decoder.layer import (
     Gemma4Layer,

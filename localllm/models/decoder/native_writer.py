@@ -34,8 +34,7 @@ from localllm.kernels.cpu.native.structures import (
     Op,
 )
 from localllm.kernels.cpu.recurrent import STATE_TYPES
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.layer_state import LayerCache
+from localllm.kernels.layer_cache import LayerCache, LayerKV
 from localllm.kernels.rotary_store_kv import count_query_heads
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.decoder.layer import LayerKind, RecurrentPart, Scaled, SideBySide

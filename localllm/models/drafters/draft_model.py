@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import DrafterMismatch
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.decoder.native_program import MAX_ROWS, DecodeRows, LoneStep, NoLoneStep, open_lone_step
 from localllm.models.drafters.drafter import DraftStep

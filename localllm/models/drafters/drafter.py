@@ -25,7 +25,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.models.inputs import ForwardInputs
 from localllm.models.spec.model_spec import FINAL_HIDDEN, DrafterPlan, DraftMethod, ModelSpec
 

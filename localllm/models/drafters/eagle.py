@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.rotary_store_kv import plan_rotation
-from localllm.kernels.store_kv import has_no_skipped_slot
+from localllm.kernels.layer_cache import LayerKV
+from localllm.kernels.rotary_store_kv import has_no_skipped_slot, plan_rotation
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.drafters.drafter import DrafterPlan, DraftStep
 from localllm.models.drafters.eagle_config import EagleMethod, EagleSpec, open_eagle, read_eagle

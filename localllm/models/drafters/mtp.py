@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel, DrafterMismatch
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.rotary_store_kv import plan_rotation
-from localllm.kernels.store_kv import has_no_skipped_slot
-from localllm.kernels.unfinished import whole
+from localllm.kernels.fused_epilogue import whole
+from localllm.kernels.layer_cache import LayerKV
+from localllm.kernels.rotary_store_kv import has_no_skipped_slot, plan_rotation
 from localllm.models.decoder.builder import DecoderBuilder
 from localllm.models.decoder.decoder import DecoderModel
 from localllm.models.decoder.layer import DecoderLayer

@@ -2,7 +2,7 @@
 
     budget      CUDA: (free - reserve) x gpu_memory_utilization      CPU: available RAM - reserve, for all ranks
     weights     exact, from the file headers, as the loader will hold them
-    activations the largest memory of one step (step.py)
+    activations the largest memory of one step (activation_bytes.py)
     KV cache    CUDA: the rest of the budget      CPU: a bounded part of it (see `_default_blocks`)
 
 The budget starts from *free* memory, not from the total, as a GPU often drives a desktop too.

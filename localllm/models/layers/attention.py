@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.fused_epilogue import PendingNorm, Unfinished, whole
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
 from localllm.kernels.rms_norm import normed
 from localllm.kernels.rotary_store_kv import Heads, Rotation, rotary_store_kv
-from localllm.kernels.unfinished import PendingNorm, Unfinished, whole
 from localllm.models.inputs import ForwardInputs, GroupInputs
 from localllm.models.layers.group import Group, Projection
 from localllm.models.layers.linear import Linear, unfinished

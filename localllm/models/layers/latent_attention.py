@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.launch import launch_options, runs_triton
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.linear import linear
 from localllm.kernels.paged_attention import paged_attention
 from localllm.kernels.rotary_store_kv import rotary_store_kv

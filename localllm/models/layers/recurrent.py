@@ -17,7 +17,7 @@ from torch import Tensor
 from localllm.kernels.causal_conv import causal_conv
 from localllm.kernels.gated_delta import gated_delta
 from localllm.kernels.gated_norm import gated_norm
-from localllm.kernels.layer_state import LayerState, StateStep
+from localllm.kernels.layer_cache import LayerState, StateStep
 from localllm.kernels.selective_scan import NO_LIMITS, selective_scan
 from localllm.models.layers.group import Projection
 from localllm.models.layers.linear import Linear

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.errors import UnsupportedModel
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.layer_state import HybridCache, LayerCache
+from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, paged_attention
 from localllm.kernels.rotary_store_kv import rotary_store_kv
 from localllm.models.inputs import ForwardInputs

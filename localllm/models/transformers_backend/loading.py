@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import ModelError, UnsupportedModel
-from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.layer_state import HybridCache, LayerCache, LayerState
+from localllm.kernels.layer_cache import HybridCache, LayerCache, LayerKV, LayerState
 from localllm.kernels.linear import should_pack
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.inputs import CausalModel, ForwardInputs, GroupInputs, StateInputs

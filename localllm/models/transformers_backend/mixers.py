@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from localllm.errors import UnsupportedModel
-from localllm.kernels.layer_state import HybridCache, LayerState
+from localllm.kernels.layer_cache import HybridCache, LayerState
 from localllm.models.transformers_backend.attention import Step
 from localllm.models.transformers_backend.module import code_names
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from localllm.errors import UnsupportedModel
-from localllm.kernels.layer_state import LayerCache
-from localllm.kernels.store_kv import has_no_skipped_slot
+from localllm.kernels.layer_cache import LayerCache
+from localllm.kernels.rotary_store_kv import has_no_skipped_slot
 from localllm.models.inputs import ForwardInputs
 from localllm.models.spec.model_spec import ModelSpec, group_of_layers
 from localllm.models.transformers_backend.attention import Step, replace_attention

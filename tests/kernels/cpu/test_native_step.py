@@ -27,7 +27,7 @@ from localllm.kernels.cpu.native.structures import (
 )
 from localllm.kernels.gated import ACTIVATIONS as GATED
 from localllm.kernels.gated import gated_reference
-from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.layer_cache import LayerKV
 from localllm.kernels.layer_norm import layer_norm_reference
 from localllm.kernels.moe.grouped_gemm import act_reference
 from localllm.kernels.moe.route import route

@@ -1,8 +1,9 @@
-"""The states that a layer keeps between steps, and which of them each row of a step reads and writes.
+"""One layer's part of the KV cache, and the states that it keeps between steps.
 
 A recurrent layer keeps a state of fixed size per request where attention keeps keys and values per token. States are in
-numbered places of tensors that all requests share. Place 0 is never read nor written.
-Does not know: requests, who owns a place.
+numbered places of tensors that all requests share. Place 0 is never read nor written. Each row of a step names the
+places that it reads and writes.
+Does not know: requests, who owns a block or a place.
 """
 
 from __future__ import annotations
@@ -13,7 +14,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.layer_kv import LayerKV
+
+class LayerKV(NamedTuple):
+    """k and v of the shape paged_attention.kv_cache_shape; key = k * k_scale, value = v * v_scale.
+
+    Scales are fp32. A float8_e4m3fn cache has one per head, [num_kv_heads], fixed before the first token. An int8 cache
+    has one per token and head, [num_kv_heads, num_blocks, block_size], written with the token. Other caches have none.
+    If attention reads one latent as key and value, v is k itself and v_scale is k_scale.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def values_are_keys(self) -> bool:
+        return self.v is self.k
+
+    def tensors(self) -> list[Tensor]:
+        """Return the existing tensors, each once."""
+        kept = (self.k, self.k_scale) if self.values_are_keys else self
+        return [tensor for tensor in kept if tensor is not None]
 
 
 class LayerState(NamedTuple):
