@@ -77,7 +77,7 @@ class LaunchOptions:
     """Features that kernels do without (choice.py)."""
 
     counters: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    """[COUNTERS] int32 zeros for the products of one stream (fused_epilogue.py); None: the current stream's counters."""
+    """[COUNTERS] int32 zeros for products of one stream (fused_epilogue.py); None: the current stream's counters."""
 
 
 class OnDevice(Protocol):

@@ -152,11 +152,10 @@ _BAICHUAN_2_VOCABULARY = 125_696
 
 
 def _common_names(config: Config) -> Config:
-    return {**renamed(config, {"model_max_length": "max_position_embeddings"}), "has_alibi": _has_alibi(config)}
-
-
-def _has_alibi(config: Config) -> bool:
-    return config.get("max_position_embeddings") is None
+    return {
+        **renamed(config, {"model_max_length": "max_position_embeddings"}),
+        "has_alibi": config.get("max_position_embeddings") is None,
+    }
 
 
 def _baichuan_differences(config: Config) -> dict[str, Any]:

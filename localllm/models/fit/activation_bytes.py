@@ -94,7 +94,7 @@ class StepMemory:
             self._mlp(),
             self._projections(),
             self._recurrent(),
-            self._attention() + self._gathered_prompt(context),
+            self._attention() + sum(self._prompt_buffers(context)),
         )
         held = self._masks(context) + self._codes() + self._prompt_embeds_bytes() + self._streams()
         return max(max(parts) + self._layer_inputs(1), self._layer_inputs(4)) + held
@@ -279,9 +279,6 @@ class StepMemory:
         if windowed:
             total += tokens * min((spec.sliding_window or 0) + CPU_QUERIES, context) * 4
         return total
-
-    def _gathered_prompt(self, context: int) -> int:
-        return sum(self._prompt_buffers(context))
 
     def _prompt_buffers(self, context: int) -> list[int]:
         """Return a CPU's buffers for one request's K and V, and for its scores if the model modifies them."""

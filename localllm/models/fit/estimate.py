@@ -104,14 +104,13 @@ def estimate(
     for device in (*gpus, "cpu") if config.device == "auto" else ():
         if first.ranks or device != first.device:
             try:
-                found.append(of_config(_on_one_device(config, device), False))
+                alone = replace(
+                    config, device=device, device_ids=(), tensor_parallel_size=None, pipeline_parallel_size=None
+                )
+                found.append(of_config(alone, False))
             except ConfigError:  # a flag that this device does not support
                 continue
     return found
-
-
-def _on_one_device(config: EngineConfig, device: str) -> EngineConfig:
-    return replace(config, device=device, device_ids=(), tensor_parallel_size=None, pipeline_parallel_size=None)
 
 
 def _needs(plan: Callable[[EngineConfig], MemoryPlan], config: EngineConfig, error: DoesNotFit) -> MemoryPlan:
@@ -140,7 +139,7 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
         yield from _group_rows([each.cost for each in estimates])
         if is_uniform:
             yield "  per 1,000 tokens", [format_bytes(1000 * each.kv_token_bytes) for each in estimates]
-        yield "  in all", [_kv_in_all(each) for each in estimates]
+        yield "  in all", [f"{format_bytes(each.needs.kv_bytes)} as {each.needs.kv_dtype}" for each in estimates]
     if any(each.needs.num_places for each in estimates):
         layers = format_count(estimates[0].cost.state_layers)
         yield "recurrent state, per request", [format_bytes(each.cost.state_bytes) for each in estimates]
@@ -167,7 +166,7 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
             cells = [_count(each.concurrency[length]) or ("too long" if each.plan else "") for each in estimates]
             yield f"  requests of {format_count(length)}", cells
     if has_cache:
-        yield "KV blocks", [_blocks(each) for each in estimates]
+        yield "KV blocks", [each.plan.blocks_in_words if each.plan else "" for each in estimates]
 
 
 def _group_rows(costs: Sequence[RequestCost]) -> Iterator[tuple[str, list[str]]]:
@@ -188,17 +187,16 @@ def _state_in_tokens(cost: RequestCost) -> str:
 
 def rank_columns(ranks: Sequence[RankPlan]) -> list[str]:
     """Return a heading for each rank: rank 0 cuda:0 RTX 4090."""
-    return [" ".join(["rank", str(number), *_device(rank)]) for number, rank in enumerate(ranks)]
-
-
-def _device(rank: RankPlan) -> list[str]:
-    return ["CPU"] if rank.device == "cpu" else [rank.device, rank.name]
+    return [
+        " ".join(["rank", str(number), *(["CPU"] if rank.device == "cpu" else [rank.device, rank.name])])
+        for number, rank in enumerate(ranks)
+    ]
 
 
 def rank_rows(ranks: Sequence[RankPlan]) -> Iterator[tuple[str, list[str]]]:
     """Yield each row's name and value per rank, for the ranks of one plan."""
     shards = [rank.shard for rank in ranks]
-    yield "layers", [_span(shard.layers) for shard in shards]
+    yield "layers", [f"{len(shard.layers)} ({shard.layers.start} to {shard.layers.stop - 1})" for shard in shards]
     yield "heads", [format_count(len(shard.heads)) for shard in shards]
     yield "KV heads", [format_count(len(shard.kv_heads)) for shard in shards]
     yield "features", [format_count(len(shard.features)) for shard in shards]
@@ -221,14 +219,6 @@ def rank_rows(ranks: Sequence[RankPlan]) -> Iterator[tuple[str, list[str]]]:
         yield "remains", [_left(rank.free_bytes - rank.reserve_bytes - rank.total_bytes) for rank in ranks]
 
 
-def _span(layers: range) -> str:
-    return f"{len(layers)} ({layers.start} to {layers.stop - 1})"
-
-
-def _kv_in_all(each: Estimate) -> str:
-    return f"{format_bytes(each.needs.kv_bytes)} as {each.needs.kv_dtype}"
-
-
 def _states_in_all(each: Estimate) -> str:
     needs = each.needs
     checkpoints = max(0, needs.num_places - 1 - needs.max_num_seqs)
@@ -246,7 +236,3 @@ def _left(count: int) -> str:
 
 def _count(number: int) -> str:
     return format_count(number) if number else ""
-
-
-def _blocks(each: Estimate) -> str:
-    return each.plan.blocks_in_words if each.plan else ""

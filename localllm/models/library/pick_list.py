@@ -144,7 +144,13 @@ def _pick(entry: Any, where: str) -> Pick:
             raise ConfigError(f"{where}: {name} = {entry[name]!r} is not {expected}.")
         if kind is int and name in entry and entry[name] <= 0:
             raise ConfigError(f"{where}: {name} = {entry[name]} is not positive.")
-    pick = Pick(**{"title": _title(entry["name"]), "bytes_per_token": entry["bytes"], **entry})
+    pick = Pick(
+        **{
+            "title": parse_name(entry["name"]).base.rpartition("/")[2].removesuffix("-GGUF"),
+            "bytes_per_token": entry["bytes"],
+            **entry,
+        }
+    )
     _require_possible(pick, where)
     return pick
 
@@ -159,7 +165,3 @@ def _require_possible(pick: Pick, where: str) -> None:
         _ = pick.spec  # worked out here, so that an error names the entry
     except LocalLLMError as error:
         raise ConfigError(f"{where}: its config describes no model that localllm runs.", str(error)) from error
-
-
-def _title(name: str) -> str:
-    return parse_name(name).base.rpartition("/")[2].removesuffix("-GGUF")

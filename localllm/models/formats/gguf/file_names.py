@@ -51,7 +51,10 @@ def gguf_models(names: Iterable[str]) -> list[GGUFModel]:
     for name in sorted(names):
         if name.lower().endswith(".gguf") and not _BESIDE.search(name.rpartition("/")[2][:-5]):
             groups.setdefault(whole_stem(name), []).append(name)
-    return [_model(whole, files) for whole, files in groups.items()]
+    return [
+        GGUFModel(whole.rpartition("/")[2], quant_of(files[0]), tuple(files), len(parts_of(files[0])))
+        for whole, files in groups.items()
+    ]
 
 
 def quant_of(name: str) -> str:
@@ -121,7 +124,3 @@ def whole_stem(name: str) -> str:
 def _default(models: Sequence[GGUFModel]) -> GGUFModel:
     rank = {quant: position for position, quant in enumerate(PREFERRED)}
     return min(models, key=lambda model: (rank.get(model.quant, len(rank)), model.stem))
-
-
-def _model(whole: str, files: list[str]) -> GGUFModel:
-    return GGUFModel(whole.rpartition("/")[2], quant_of(files[0]), tuple(files), len(parts_of(files[0])))

@@ -178,7 +178,11 @@ def load_files(
         return list(require_one(repo_id, ggufs, quant, f"localllm pull {repo_id}{first}").files)
     if not weights:
         raise _no_weights(repo_id, names)
-    side = [name for name in names if any(_matches(name, pattern) for pattern in _SIDE_FILES)]
+    side = [
+        name
+        for name in names
+        if any(name.count("/") == pattern.count("/") and fnmatch(name, pattern) for pattern in _SIDE_FILES)
+    ]
     own_code = [name for name in names if code and name.endswith(".py")]
     index = [INDEX] if INDEX in names and len(weights) > 1 else []
     return sorted({*side, *own_code, *index, *weights})
@@ -210,10 +214,6 @@ def _safetensors(repo_id: str, names: Sequence[str], shards: Iterable[str] | Non
         return ["model.safetensors", *dense]
     numbered = [name for name in top if _SHARD.fullmatch(name)]
     return [*(numbered or [name for name in top if not name.startswith("consolidated")]), *(dense if top else [])]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name.count("/") == pattern.count("/") and fnmatch(name, pattern)
 
 
 def _no_weights(repo_id: str, names: Sequence[str]) -> errors.LocalLLMError:
