@@ -90,7 +90,7 @@ def crossover_heuristic(n: int, k: int, element_size: int, arch: int) -> Crossov
 
 
 def should_pack(elements: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `pack_weight` makes a blocked copy of a weight of so many elements."""
+    """Return whether `pack_weight` makes a blocked copy of a weight of this size."""
     if device.type != "cpu" or elements < PACK_MIN_ELEMENTS or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:

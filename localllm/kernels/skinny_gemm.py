@@ -2,7 +2,7 @@
 
 W is [N, K] with K contiguous, in x's type or with one byte per weight: float8_e4m3fn with scales per channel [N] or per
 block of 128 x 128, or int8 with scales per channel and optional zeros. Bytes are converted exactly to x's 16-bit type
-in registers, so the only roundings are those of the fp32 sums and of the output; scales are applied to the fp32 sums.
+in registers, so only the fp32 sums and the output are rounded; scales are applied to the fp32 sums.
 
 Operands are swapped: W is the MMA operand that needs 64 rows (wgmma on sm_90; 16 rows elsewhere), x the one for which
 16 suffice, so no tensor-core row is wasted on padding. On sm_90 and later W is loaded by TMA if its rows are 16-byte

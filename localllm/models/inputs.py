@@ -19,7 +19,7 @@ from localllm.kernels.paged_attention import WorkLists
 
 
 class GivenEmbeds(NamedTuple):
-    """Embeddings that replace those of E of the step's tokens."""
+    """Embeddings that replace the table's for E of the step's tokens."""
 
     places: Tensor  # [E] int64, indices into the T tokens
     values: Tensor  # [E, hidden] in the model's type

@@ -198,7 +198,7 @@ def planar_linear_kernel(
     [M, N]; or with ACTIVATION, W being [gate; up], act(gate) * up [M, N / 2].
 
     parts_ptr [SPLIT, M, N] fp32 and a counter for each tile: None without splits. residual [M, N], to which y is added;
-    y is then the sum times gamma [N], and sum_squares [M, tiles of N] fp32 are those of the sum. x_squares [M,
+    y is then the sum times gamma [N], and sum_squares [M, tiles of N] fp32 are its own sums of squares. x_squares [M,
     num_squares] fp32: y is divided by the root of their mean over K.
     """
     GATED: tl.constexpr = ACTIVATION is not None

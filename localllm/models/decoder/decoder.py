@@ -93,7 +93,7 @@ class DecoderModel:
         self.unused_tensors: frozenset[str] = frozenset()  # a shard's; of no use if no other shard uses them either
 
     def table_bytes(self, max_model_len: int) -> int:
-        """Return the bytes of the rotary tables for so many positions."""
+        """Return the bytes of the rotary tables for `max_model_len` positions."""
         return sum(max_model_len * table[0].nbytes for table in self._rope_tables if table is not None)
 
     @torch.inference_mode()

@@ -1,7 +1,7 @@
 """A draft model: a smaller model of the same vocabulary, which reads the text alone.
 
-Steps of a few tokens run natively where the model has such steps (native_program.py), as those of its target do, so
-that the same weights draw the same tokens. What it hands on between two calls is its logits.
+Steps of a few tokens run natively where the model has such steps (native_program.py), as its target's steps do, so
+that the same weights draw the same tokens. Between two calls it keeps only its logits.
 Does not know: features of its target, how its drafts are drawn.
 """
 

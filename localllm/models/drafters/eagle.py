@@ -98,7 +98,7 @@ class EagleDrafter:
         self._table, _ = rope_tables(self.spec, max_model_len, self._target.device)
 
     def table_bytes(self, max_model_len: int) -> int:
-        """Return the bytes of the rotary table for so many positions."""
+        """Return the bytes of the rotary table for `max_model_len` positions."""
         return max_model_len * self.spec.rope.rotary_dim * 4
 
     def extend(self, step: DraftStep, cache: Sequence[LayerKV | None], features: Tensor | None) -> Tensor:

@@ -296,7 +296,7 @@ def load_pooling_model(
 def _tokenizer_makes_types(path: Path, model_type: str) -> bool:
     """Return whether the checkpoint's tokenizer produces token types: by its config, else by its class.
 
-    The generic class does in checkpoints of transformers 4, but not in those of transformers 5, which renamed it.
+    The generic class does in checkpoints of transformers 4, and not with transformers 5, which renamed it.
     """
     import transformers
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES

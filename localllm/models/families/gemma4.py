@@ -107,7 +107,8 @@ def _windowed(config: Config) -> tuple[bool, ...]:
 def kv_sources(config: Config, windowed: tuple[bool, ...]) -> tuple[int, ...]:
     """Return for each layer the layer whose K and V it reads; empty: its own.
 
-    The last num_kv_shared_layers layers read those of the last layer before them that is windowed as they are.
+    Each of the last num_kv_shared_layers layers reads the K and V of the last earlier layer of its kind (windowed or
+    full).
     """
     shared = config.get("num_kv_shared_layers") or 0
     if not shared:

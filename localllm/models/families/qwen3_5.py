@@ -20,7 +20,7 @@ from localllm.models.spec.recurrent import LayerPart, RecurrentSpec, kinds_of_la
 
 
 def _rows_of_inputs(sizes: RecurrentSpec) -> list[int]:
-    """Return the stored positions of q, k, v and z: a key head's own rows, then those of its value heads."""
+    """Return the stored positions of q, k, v and z: a key head's own rows, then its value heads' rows."""
     values = sizes.inner_size // sizes.num_groups
     return _ungrouped(sizes.num_groups, (sizes.state_size, sizes.state_size, values, values))
 

@@ -38,7 +38,7 @@ def is_text_part(own: Storage) -> bool:
 
 
 def text_config(config: Config) -> dict[str, Any]:
-    """Return the fields of the text part, completed by those of the whole model, which ties the embeddings or not.
+    """Return the fields of the text part, and of the whole model where they say whether embeddings are tied.
 
     Some models have both parts' fields in one place.
     """
@@ -54,7 +54,7 @@ def text_config(config: Config) -> dict[str, Any]:
 def of_family(
     name: str, architectures: tuple[str, ...], text: Family, *, prefix: str = "language_model", **defaults: Any
 ) -> Family:
-    """Return the family of models whose text part is of the family `text`. defaults: over those of that family."""
+    """Return the family of models whose text part is of the family `text`. defaults: replace `text`'s."""
 
     def common_names(config: Config) -> Config:
         return text.common_names(text_config(config))

@@ -68,7 +68,7 @@ class StepMemory:
     # -- the result
 
     def bytes_at(self, context: int, num_blocks: int) -> int:
-        """Return the most that a step holds with this context and a full KV cache of so many blocks."""
+        """Return the most that a step holds with this context and a full KV cache of `num_blocks` blocks."""
         return self.at(context).with_cache(num_blocks)
 
     def at(self, context: int) -> StepBytes:
@@ -190,11 +190,11 @@ class StepMemory:
         return self.kv_dtype not in DTYPE_BYTES
 
     def _stream(self, count: float, width: int | None = None) -> int:
-        """Return the bytes of so many tensors [T, width] in the model's type."""
+        """Return the bytes of `count` tensors [T, width] in the model's type."""
         return int(count * self.max_num_batched_tokens * (width or self.spec.hidden_size) * self._activation)
 
     def _layer_inputs(self, count: int) -> int:
-        """Return the bytes of so many tensors of per-layer embeddings: one is held, and made of a few."""
+        """Return the bytes of `count` tensors of per-layer embeddings: one is held, and made of a few."""
         sizes = self.spec.per_layer_input
         return 0 if sizes is None else self._stream(count, self.spec.num_layers * sizes.size)
 
@@ -337,6 +337,6 @@ def block_bytes(spec: ModelSpec, block_size: int, kv_dtype: str) -> tuple[int, .
 
 
 def kv_cache_bytes(spec: ModelSpec, num_blocks: Sequence[int], block_size: int, kv_dtype: str) -> int:
-    """Return the bytes of a KV cache with so many blocks in each group."""
+    """Return the bytes of a KV cache with `num_blocks` blocks in each group."""
     sizes = block_bytes(spec, block_size, kv_dtype)
     return sum(count * size for count, size in zip(num_blocks, sizes, strict=True))

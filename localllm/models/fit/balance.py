@@ -119,7 +119,7 @@ def _in_order(
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield every way to divide `total` into so many ordered counts of at least 1, the even ones not first."""
+    """Yield every ordered split of `total` into `parts` counts of at least 1. Do not rely on the order."""
     for cuts in combinations(range(1, total), parts - 1):
         yield tuple(b - a for a, b in pairwise((0, *cuts, total)))
 
@@ -150,7 +150,7 @@ def sizes_of(part: Part, units: Sequence[int]) -> list[int]:
 
 
 def _loads(stage: StageBytes, heads: Sequence[int], tokens: float) -> list[float]:
-    """Return the bytes of each rank without the fine parts, with the KV cache of so many tokens."""
+    """Return the bytes of each rank without the fine parts, with the KV cache of `tokens` tokens."""
     fixed = stage.fixed_bytes + stage.fixed_kv_bytes * tokens
     return [fixed + (stage.head_bytes + stage.head_kv_bytes * tokens) * count for count in heads]
 

@@ -55,7 +55,7 @@ def choose_gpu(config: EngineConfig, hardware: Hardware) -> Gpu | None:
 
 
 def choose_gpus(config: EngineConfig, hardware: Hardware, count: int) -> tuple[Gpu, ...]:
-    """Return the GPUs of so many ranks, in their order; empty: all ranks run on the CPU.
+    """Return the GPUs of `count` ranks, in their order; empty: all ranks run on the CPU.
 
     Raises `ConfigError` if there are not enough, or if one of them is too old.
     """
@@ -143,7 +143,7 @@ def _free(gpus: Sequence[Gpu]) -> int:
 
 
 def require_shared_memory(hardware: Hardware, count: int) -> None:
-    """Raise `ConfigError` if /dev/shm is too small for NCCL to exchange data between so many GPUs."""
+    """Raise `ConfigError` if /dev/shm is too small for NCCL to exchange data between `count` GPUs."""
     free, need = hardware.shm_free_bytes, count * SHM_BYTES_PER_RANK
     if free is not None and free < need:
         raise ConfigError(

@@ -20,7 +20,7 @@ class MemoryPlan:
     """The sizes of an engine on this machine. The engine uses every number as it is.
 
     With several ranks, bytes are sums over all of them; on a CPU, where ranks share the memory, free_bytes and
-    reserve_bytes are those of the machine.
+    reserve_bytes count the machine's memory once.
     """
 
     device: str  # cpu, cuda:0, ...; of the first rank

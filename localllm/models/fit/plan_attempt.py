@@ -294,11 +294,11 @@ class PlanAttempt:
     # -- sizes
 
     def _kv(self, num_blocks: int) -> int:
-        """Return the bytes of the KV caches of all ranks with so many blocks of the main group."""
+        """Return the bytes of the KV caches of all ranks with `num_blocks` blocks of the main group."""
         return sum(rank.kv(num_blocks) for rank in self.ranks)
 
     def _within(self, kv_bytes: int) -> int:
-        """Return how many blocks of the main group a KV cache of so many bytes has."""
+        """Return how many blocks of the main group fit into a KV cache of `kv_bytes` bytes."""
         return most_blocks(lambda num_blocks: self._kv(num_blocks) <= kv_bytes)
 
     def _blocks_left(self, max_model_len: int) -> int:

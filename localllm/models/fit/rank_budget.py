@@ -152,7 +152,7 @@ class RankMemory:
         return own, inputs.block_size * kv_bytes_per_token(drafter.spec, inputs.kv_dtype) if drafter else 0
 
     def kv(self, num_blocks: int) -> int:
-        """Return the bytes of the rank's KV cache with so many blocks of the main group."""
+        """Return the bytes of the rank's KV cache with `num_blocks` blocks of the main group."""
         sizes, drafter = self._block_bytes
         own = zip(self.inputs.split.blocks(num_blocks), sizes, strict=True)
         return sum(count * size for count, size in own) + num_blocks * drafter
@@ -201,7 +201,7 @@ class RankMemory:
         return self.weights(max_model_len) + self.graphs + self.comm + step + self.inputs.state_bytes
 
     def blocks_within(self, budget: int, max_model_len: int) -> int:
-        """Return how many blocks of the main group fit into so many bytes besides everything else."""
+        """Return how many blocks of the main group fit into `budget` bytes besides everything else."""
         needs = self.needs_with(max_model_len)
         return most_blocks(lambda num_blocks: needs(num_blocks) <= budget)
 

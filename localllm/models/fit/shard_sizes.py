@@ -93,7 +93,7 @@ def split_model(
 
 
 def count_shard(spec: ModelSpec, shard: Shard, resident_bytes: float, dtype: str) -> int:
-    """Return a shard's weights by arithmetic from those of the whole model, where no headers are at hand."""
+    """Return a shard's weights by arithmetic from the whole model's, where no headers are at hand."""
     sizes = model_bytes(spec, resident_bytes, DTYPE_BYTES[dtype], dtype)
     repeats = _repeats_kv(spec, shard.size)
     head, fixed = _head_elements(spec, repeats_kv=repeats)

@@ -108,7 +108,7 @@ SpeedRange = tuple[float, float]
 def speed_range(
     read_bytes: float, plan: MemoryPlan, hardware: Hardware, cpu_bandwidth: float | None, *, is_mixture: bool
 ) -> SpeedRange | None:
-    """Return the speed if each token reads so many bytes; None without a bandwidth, and for several ranks, whose
+    """Return the speed if each token reads `read_bytes` bytes; None without a bandwidth, and for several ranks, whose
     exchange has not been measured. cpu_bandwidth: bytes/s; None: unknown.
     """
     if plan.ranks:

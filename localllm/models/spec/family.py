@@ -33,7 +33,7 @@ class MTPLayout:
     head: str = ""
 
     def stored_prefix(self, num_layers: int) -> str:
-        """Return how the stored names of the layer begin, in a model of so many layers of its own."""
+        """Return the prefix of the MTP layer's tensor names in a model of `num_layers` layers."""
         return self.prefix.format(layer=num_layers)
 
 

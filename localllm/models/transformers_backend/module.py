@@ -39,7 +39,7 @@ def load_module(
 
 
 def _remove_floor_of_time_steps(module: nn.Module) -> None:
-    """Set the limits of Mamba-2's time step to those of the config; missing: none.
+    """Set the limits of Mamba-2's time step to the config's; missing: none.
 
     transformers 5.23 gives some classes config.time_step_min, which is the range of an initialisation, as a floor that
     their scan of several tokens has and their single step has not: a state would depend on how a token was computed.

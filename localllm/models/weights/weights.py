@@ -567,7 +567,7 @@ class Weights:
         )
 
     def _stems_of_unread_kv(self) -> frozenset[str]:
-        """Return the stems of what makes K and V in layers that read those of another: checkpoints may hold both."""
+        """Return the stems of unused K and V weights: layers that read another layer's KV may still store them."""
         readers = [layer for layer, source in enumerate(self._spec.kv_source) if source != layer]
         parts = ("k_proj", "v_proj", "k_norm", "v_norm")
         names = (f"model.layers.{layer}.self_attn.{part}.weight" for layer in readers for part in parts)

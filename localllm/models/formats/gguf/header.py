@@ -7,8 +7,8 @@
     padding, data           each tensor at a multiple of general.alignment
 
 Every length and count is compared with the remaining bytes before it is used, and with the limits below, so a damaged
-or hostile header takes no more than `MAX_KEPT_BYTES`. Long arrays are kept as they are stored, and only those of the
-vocabulary: this program reads no long array under another key. The result is consistent: tensors lie inside the file,
+or hostile header takes no more than `MAX_KEPT_BYTES`. Long arrays are kept as stored, and only the
+vocabulary's: this program reads no long array under another key. The result is consistent: tensors lie inside the file,
 are aligned, and do not overlap. Does not know: what tensors mean, other parts of a split file.
 """
 
