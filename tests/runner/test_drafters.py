@@ -40,11 +40,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Native steps of model and drafter, as they are defined where this machine has no library; or none."""
 
     def none(model: Any, layers: Any) -> Any:
-        raise native_program.NoLoneStep("without a library")
+        raise native_program.NotSupportedNatively("without a library")
 
     if request.param == "torch":
-        monkeypatch.setattr(host_steps, "open_lone_step", none)
-        monkeypatch.setattr(draft_model, "open_lone_step", none)
+        monkeypatch.setattr(host_steps, "open_native_program", none)
+        monkeypatch.setattr(draft_model, "open_native_program", none)
     elif native() is None:
         monkeypatch.setattr(native_program, "native", DefinedLibrary)
     return str(request.param)

@@ -79,10 +79,10 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Native steps of the model, as they are defined where this machine has no library; or none."""
 
     def none(model: Any, layers: Any) -> Any:
-        raise native_program.NoLoneStep("without a library")
+        raise native_program.NotSupportedNatively("without a library")
 
     if request.param == "torch":
-        monkeypatch.setattr(host_steps, "open_lone_step", none)
+        monkeypatch.setattr(host_steps, "open_native_program", none)
     elif native() is None:
         monkeypatch.setattr(native_program, "native", DefinedLibrary)
     return str(request.param)

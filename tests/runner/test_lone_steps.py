@@ -15,7 +15,7 @@ from localllm.kernels.cpu.native.library import native
 from localllm.llm import LLM
 from localllm.machine.hardware import read_hardware
 from localllm.models.decoder import native_program
-from localllm.models.decoder.native_program import LoneStep
+from localllm.models.decoder.native_program import NativeProgram
 from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.host_steps import HostSteps
 from localllm.runner.kv_cache import KVCache
@@ -43,13 +43,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 def counts(monkeypatch: pytest.MonkeyPatch, library: None) -> list[int]:
     """The rows of every native step from now on."""
     rows: list[int] = []
-    forward = LoneStep.forward
+    forward = NativeProgram.forward
 
-    def spy(self: LoneStep, inputs: Any, **options: Any) -> Any:
+    def spy(self: NativeProgram, inputs: Any, **options: Any) -> Any:
         rows.append(len(inputs.token_ids))
         return forward(self, inputs, **options)
 
-    monkeypatch.setattr(LoneStep, "forward", spy)
+    monkeypatch.setattr(NativeProgram, "forward", spy)
     return rows
 
 

@@ -42,11 +42,11 @@ from localllm.models.decoder.layer import (
     SingleLayer,
 )
 from localllm.models.decoder.native_layers import write_gemma4, write_recurrence
-from localllm.models.decoder.native_writer import NoLoneStep, Writer, unscaled
+from localllm.models.decoder.native_writer import NotSupportedNatively, Writer, unscaled
 from localllm.models.layers.group import Alone
 from localllm.models.spec.model_spec import FINAL_HIDDEN, kv_groups
 
-__all__ = ["MAX_ROWS", "DecodeRows", "LoneStep", "NoLoneStep", "open_lone_step"]
+__all__ = ["MAX_ROWS", "DecodeRows", "NativeProgram", "NotSupportedNatively", "open_native_program"]
 
 
 class DecodeRows(NamedTuple):
@@ -60,7 +60,7 @@ class DecodeRows(NamedTuple):
     adapters: npt.NDArray[np.int64] | None = None  # [R] slot of each row's adapter, -1: none; None: no row has one
 
 
-class LoneStep:
+class NativeProgram:
     """The list of one model and one KV cache. Keeps the memory alive that its operations point to.
 
     The model's tensors must not be replaced while the list is in use: it would go on reading the old ones.
@@ -68,7 +68,7 @@ class LoneStep:
     """
 
     def __init__(self, model: DecoderModel, cache: Sequence[LayerCache | None]) -> None:
-        """Raises `NoLoneStep` with the reason if the model or this machine has none."""
+        """Raises `NotSupportedNatively` with the reason if the model or this machine has none."""
         self._library, self._model, self._num_rows = _library(), model, 0
         writer, self._starts = _write(model, cache)
         self._operations, self._kept = writer.lowered(), writer.kept
@@ -150,28 +150,28 @@ class LoneStep:
                 self._features[: len(values), place] = values
 
 
-def open_lone_step(model: object, cache: Sequence[LayerCache | None]) -> LoneStep:
-    """Return the list of a model as a runner holds it. Raises `NoLoneStep`."""
+def open_native_program(model: object, cache: Sequence[LayerCache | None]) -> NativeProgram:
+    """Return the list of a model as a runner holds it. Raises `NotSupportedNatively`."""
     if not isinstance(model, DecoderModel):
-        raise NoLoneStep(f"{type(model).__name__} is not computed by localllm's own layers alone")
-    return LoneStep(model, cache)
+        raise NotSupportedNatively(f"{type(model).__name__} is not computed by localllm's own layers alone")
+    return NativeProgram(model, cache)
 
 
 def _library() -> Library:
     library = native()
     if library is None:
-        raise NoLoneStep(why_none())
+        raise NotSupportedNatively(why_none())
     return library
 
 
 def _refuse(model: DecoderModel) -> None:
-    """Raise `NoLoneStep` for models whose layers are elsewhere, too."""
+    """Raise `NotSupportedNatively` for models whose layers are elsewhere, too."""
     if model.streams is not None:
-        raise NoLoneStep("several residual streams")
+        raise NotSupportedNatively("several residual streams")
     if model.device.type != "cpu":
-        raise NoLoneStep(f"the model is on {model.device}")
+        raise NotSupportedNatively(f"the model is on {model.device}")
     if model.embedding is None or model.lm_head is None or not isinstance(model.group, Alone):
-        raise NoLoneStep("the model is split over several ranks")
+        raise NotSupportedNatively("the model is split over several ranks")
 
 
 # ---- the list of a model ---------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def _write(model: DecoderModel, cache: Sequence[LayerCache | None]) -> tuple[Wri
         starts.append(len(writer.planned))
         write = _LAYERS.get(type(layer))
         if write is None:
-            raise NoLoneStep(f"a layer of kind {type(layer).__name__}")
+            raise NotSupportedNatively(f"a layer of kind {type(layer).__name__}")
         write(writer, layer, kv)
     assert model.lm_head is not None
     writer.linear(model.lm_head, writer.stream, writer.logits, norm=model.norm)

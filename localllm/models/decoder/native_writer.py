@@ -60,7 +60,7 @@ _ACTIVATIONS = {
 }
 
 
-class NoLoneStep(Exception):
+class NotSupportedNatively(Exception):
     """The model has no list of operations. The message is the reason, a part of a sentence."""
 
 
@@ -141,7 +141,7 @@ class Writer:
     def attend(self, part: Any, kind: LayerKind, kv: LayerKV, norm: Any) -> None:
         attention, _ = unscaled(part)
         if isinstance(attention, LatentAttention):
-            raise NoLoneStep("latent attention")
+            raise NotSupportedNatively("latent attention")
         assert isinstance(attention, Attention), type(attention)
         self.linear(attention.qkv, self.stream, self.qkv, norm=norm)
         description = self._attention(attention, kind, kv)
@@ -202,7 +202,7 @@ class Writer:
     def choose_experts(self, mixture: MoE, norm: Any, router_norm: Any = None) -> None:
         """Route, and run the first matrices of the chosen experts. router_norm: None: `norm`."""
         if mixture.routing.scales_inputs:
-            raise NoLoneStep("experts whose inputs are multiplied")
+            raise NotSupportedNatively("experts whose inputs are multiplied")
         self.linear(mixture.router, self.stream, self.router, norm=norm if router_norm is None else router_norm)
         self._chosen = ctypes.addressof(self._experts(mixture))
         self.plan(Op.ROUTE, self.router, self.router, experts=self._chosen)
@@ -217,7 +217,7 @@ class Writer:
     def _feed_shared(self, mixture: MoE, shared: GatedMLP | MLP, norm: Any, activation: Activation) -> None:
         """The shared expert up to its last matrix, scaled by its gate if it has one."""
         if isinstance(shared, MLP):
-            raise NoLoneStep("experts without a gate")
+            raise NotSupportedNatively("experts without a gate")
         self._gated(shared.gate_up, norm, activation)
         if mixture.shared_gate is not None:
             self.linear(mixture.shared_gate, self.stream, self.shared_gate, norm=norm)
@@ -248,7 +248,7 @@ class Writer:
         each = [None] * count if biases is None else list(biases)
         held = [self._held(matrices_of(weights[i], each[i]), weights[i]) for i in range(count)]
         if any(len(parts) > 1 for parts in held):
-            raise NoLoneStep("experts of parts that are stored in different ways")
+            raise NotSupportedNatively("experts of parts that are stored in different ways")
         matrices = (NativeMatrix * count)(*(parts[0] for parts in held))
         self.kept.append(matrices)
         return ctypes.addressof(matrices)
@@ -293,7 +293,7 @@ class Writer:
             return [None] * len(matrices)
         a, b = linear.a, linear.b
         if a.dtype not in STATE_TYPES or not a.is_contiguous() or not b.transpose(1, 2).is_contiguous():
-            raise NoLoneStep("adapters in a layout without products")
+            raise NotSupportedNatively("adapters in a layout without products")
         (_, width, inputs), columns = a.shape, b.shape[1]
         low, described, first = torch.zeros(MAX_ROWS, width), list[NativeLowRank](), 0
         for matrix in matrices:
@@ -312,7 +312,7 @@ class Writer:
 
     def _gated(self, gate_up: object, norm: Any, activation: Activation) -> None:
         if not isinstance(gate_up, Linear):
-            raise NoLoneStep("a gate with factors")
+            raise NotSupportedNatively("a gate with factors")
         matrices, width = self._matrices(gate_up), gate_up.weight.shape[0] // 2
         self.features.widen(width)
         if len(matrices) == 1:
@@ -352,13 +352,15 @@ class Writer:
     def _matrices(self, linear: Any) -> list[NativeMatrix]:
         """Return the matrices of a layer, one above the other; several if its parts are stored in different ways."""
         if type(linear) not in (Linear, LoraLinear):
-            raise NoLoneStep(f"a projection of kind {type(linear).__name__}")
+            raise NotSupportedNatively(f"a projection of kind {type(linear).__name__}")
         return self._held(matrices_of(linear.weight, linear.bias), linear.weight)
 
     def _held(self, matrices: list[HeldMatrix] | None, weight: Any) -> list[NativeMatrix]:
         if matrices is None:
             kind = str(weight.dtype) if isinstance(weight, Tensor) else type(weight).__name__
-            raise NoLoneStep(f"a weight of {weight.shape[0]} x {weight.shape[1]} in a layout without products ({kind})")
+            raise NotSupportedNatively(
+                f"a weight of {weight.shape[0]} x {weight.shape[1]} in a layout without products ({kind})"
+            )
         self.kept.append(matrices)
         self.kinds.update(held.matrix.kind for held in matrices)
         return [held.matrix for held in matrices]
@@ -381,7 +383,7 @@ class Writer:
     def _attention(self, attention: Attention, kind: LayerKind, kv: LayerKV) -> NativeAttention:
         spec, (kv_heads, num_blocks, block_size, head_dim) = self.model.spec, kv.k.shape
         if kv.k.dtype not in _CACHE_TYPES:
-            raise NoLoneStep(f"a KV cache in {str(kv.k.dtype).removeprefix('torch.')}")
+            raise NotSupportedNatively(f"a KV cache in {str(kv.k.dtype).removeprefix('torch.')}")
         table = self.model.rope_table(kind)
         window = kv_groups(spec)[self.group].window
         return NativeAttention(
@@ -442,4 +444,4 @@ def _head_norm(norm: object) -> tuple[HeadNorm, Tensor, float]:
         return HeadNorm.LAYER, norm.weight, norm.eps
     if isinstance(norm, WholeNorm):
         return HeadNorm.WHOLE, torch.cat((norm.q.weight, norm.k.weight)), norm.q.eps
-    raise NoLoneStep(f"a change of q and k of kind {type(norm).__name__}")
+    raise NotSupportedNatively(f"a change of q and k of kind {type(norm).__name__}")

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model: metadata with type checks, and the facts of a `general.architecture`.
+"""Metadata of a GGUF file with type checks, and the facts that a family states of a `general.architecture`.
 
 A family has one `GGUFFacts` for each architecture whose files it describes (models/families). The helpers below serve
 several families. A layer is a mixture if the file has a router for it: keys count only the first dense layers. Lists
@@ -136,7 +136,7 @@ LLAMA_ROWS = {"q_proj": _deinterleave(lambda heads, kv: heads), "k_proj": _deint
 
 @dataclass(frozen=True, slots=True)
 class GGUFFacts:
-    """What GGUF files of one `general.architecture` say, and the names and order of their tensors."""
+    """Facts of GGUF files of one `general.architecture`: their metadata, and the names and order of their tensors."""
 
     name: str  # class name in config.json
     fields: Mapping[str, str] = field(default_factory=dict)  # config's name -> metadata's key without the architecture
