@@ -67,7 +67,7 @@ def sizes_of(config: Any) -> dict[str, Any]:
     text = text_part(config)
     heads = _whole(text, "num_attention_heads")
     hidden = _whole(text, "hidden_size")
-    shapes = _kv_shapes(text)
+    shapes = tuple(_kv_shape(layer) for layer in _layer_configs(text))
     return {
         "num_layers": _whole(text, "num_hidden_layers"),
         "hidden_size": hidden,
@@ -154,11 +154,6 @@ def _recurrent(path: Path, architecture: str, *, trust_remote_code: bool) -> Rec
         )
     conv, matrix = (max(mixer.numbers(kind) for mixer in mixers) for kind in ("conv", "matrix"))
     return RecurrentSpec("module", held=(conv, matrix))
-
-
-def _kv_shapes(config: Any) -> tuple[tuple[int, int], ...]:
-    """Return the key heads and their size in each layer."""
-    return tuple(_kv_shape(layer) for layer in _layer_configs(config))
 
 
 def _kv_shape(layer: Any) -> tuple[int, int]:

@@ -470,7 +470,7 @@ class Weights:
             matrix = self._plain(named, None, keep_narrow or is_half, columns=layer[1], may_view=may_view)
             return pack_half(matrix) if is_half else matrix
         assert self._format is not None
-        weight = self._format.read(self._checkpoint, parts, self.device, self._dtype)
+        weight = self._read(self._format, parts)
         self._count([name for part in parts for name in self._format.tensors(self._checkpoint, part.stem)])
         return weight
 
@@ -480,6 +480,9 @@ class Weights:
         rows = sum(self._rows_of(part.stem) if part.order is None else len(part.order) for part in parts)
         dtype = types.pop()
         return not types and dtype is not None and self.keeps_half(dtype, (rows, columns))
+
+    def _read(self, format: LinearFormat, parts: list[StoredPart]) -> Weight:
+        return format.read(self._checkpoint, parts, self.device, self._dtype)
 
     # -- plain tensors; here a part's stem is the full stored name
 
