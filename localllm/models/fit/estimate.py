@@ -158,7 +158,13 @@ def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
         yield "processes of the ranks" if on_cpu else "exchange between ranks", row("comm_bytes")
     yield "reserve", row("reserve_bytes")
     yield "free now", row("free_bytes")
-    yield "remains", [_bytes_left(each) for each in estimates]
+    yield (
+        "remains",
+        [
+            _left(needs.free_bytes - needs.reserve_bytes - needs.total_bytes)
+            for needs in (each.needs for each in estimates)
+        ],
+    )
     yield "verdict", [each.verdict for each in estimates]
     yield "context", [_count(each.plan.max_model_len) if each.plan else "" for each in estimates]
     for length in estimates[0].concurrency if has_cache else ():
@@ -223,11 +229,6 @@ def _states_in_all(each: Estimate) -> str:
     needs = each.needs
     checkpoints = max(0, needs.num_places - 1 - needs.max_num_seqs)
     return f"{format_bytes(needs.state_bytes)}: {needs.max_num_seqs} requests, {format_count(checkpoints)} checkpoints"
-
-
-def _bytes_left(each: Estimate) -> str:
-    needs = each.needs
-    return _left(needs.free_bytes - needs.reserve_bytes - needs.total_bytes)
 
 
 def _left(count: int) -> str:

@@ -181,11 +181,7 @@ class _Planner:
 
     def _of_gpus(self, count: int, found: Sequence[MemoryPlan]) -> MemoryPlan:
         gpus = choose_gpus(self.config, self.hardware, count)
-        division, why = choose_kind(self.spec, gpus, self._whole_bytes(gpus[0]), self.config)
+        division, why = choose_kind(self.spec, gpus, self._attempt([gpus[0]]).ranks[0].weights(1), self.config)
         fewer = "One GPU does" if count == 2 else f"{count - 1} GPUs do"
         short = f" with more than {format_count(found[-1].max_model_len)} tokens of context" if found else ""
         return self._several(division, gpus, f"{fewer} not hold this model{short}. {why}")
-
-    def _whole_bytes(self, gpu: Gpu) -> float:
-        attempt = self._attempt([gpu])
-        return attempt.ranks[0].weights(1)

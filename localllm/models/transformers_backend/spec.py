@@ -181,10 +181,6 @@ def _whole(config: Any, name: str, default: int | None = None) -> int:
         raise UnsupportedModel(
             f"Models of type {kind!r} are not supported.", f"Their config has no {name}, as decoders with attention do."
         )
-    return _checked(name, value)
-
-
-def _checked(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CorruptModel(f"config.json has {name} = {value!r}.", "It must be a whole number above 0.")
     return value

@@ -406,7 +406,8 @@ def _check_places(reader: _Reader, tensors: Mapping[str, StoredTensor], data_sta
             reader.fail(_shown(name), f"Its offset {tensor.start - data_start:,} is not a multiple of {alignment}.")
     for (name, tensor), (after, following) in pairwise(by_place):
         if tensor.start + tensor.num_bytes > following.start:
-            reader.fail(_shown(after), f"It begins {_inside(tensor, following):,} bytes before {_shown(name)} ends.")
+            inside = tensor.start + tensor.num_bytes - following.start
+            reader.fail(_shown(after), f"It begins {inside:,} bytes before {_shown(name)} ends.")
     end = max((tensor.start + tensor.num_bytes for tensor in tensors.values()), default=0)
     if end > reader.size:
         raise CorruptModel(
@@ -415,10 +416,6 @@ def _check_places(reader: _Reader, tensors: Mapping[str, StoredTensor], data_sta
             f"missing).",
             "Download the file again; the download did not complete.",
         )
-
-
-def _inside(tensor: StoredTensor, following: StoredTensor) -> int:
-    return tensor.start + tensor.num_bytes - following.start
 
 
 def _shown(value: object) -> str:
